@@ -1,0 +1,28 @@
+"""RoseLLM: an LLM inference engine to learn from, measure and push.
+
+Importing the package settles how Triton kernels run: on a machine without CUDA they are interpreted on the
+CPU, which Triton decides from an environment variable at its own import. Import ``rosellm`` before anything
+that imports Triton (``transformers`` model classes do).
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str):
+    if name == "LLM":
+        from rosellm.roseinfer.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from rosellm.roseinfer.sampling import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'rosellm' has no attribute {name!r}")

@@ -1,0 +1,33 @@
+"""Errors that a user can cause; commands print them as one line and exit with status 2."""
+
+
+class RoseError(ValueError):
+    """A request, option, file or environment that cannot be served, told in one sentence."""
+
+
+class CheckpointError(RoseError):
+    """A checkpoint or tokenizer that is missing, incomplete, corrupt or of another model family."""
+
+
+class RecipeError(RoseError):
+    """An unknown rung, or a combination of variants that cannot run."""
+
+
+class DeviceError(RoseError):
+    """A device that is absent here or unknown."""
+
+
+class SamplingError(RoseError):
+    """Sampling parameters outside their range."""
+
+
+class PromptError(RoseError):
+    """A prompt that is empty, of the wrong type, or too long for the model or the KV cache."""
+
+
+class OverloadError(RoseError):
+    """The scheduler holds as many requests as it may; try again later."""
+
+
+class KVCacheExhausted(RoseError):
+    """No free KV block is left; nothing was changed."""

@@ -1,0 +1,1 @@
+"""The inference engine: KV blocks, kernels, the decode step, schedulers and benchmark commands."""

@@ -1,0 +1,67 @@
+"""The device functions an engine calls, as one value: Triton kernels, or their torch twins.
+
+Triton runs on a GPU, and in its interpreter on a CPU (for tests: about a millisecond a program). The torch twins
+run anywhere and are what an engine on a CPU uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from rosellm.errors import RecipeError
+from rosellm.roseinfer import kv_append_triton as kv
+from rosellm.rosetrainer import paged_attention as paged
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of every device function of the decode step."""
+
+    name: str
+    paged_attention_decode: Callable[..., torch.Tensor]
+    kv_append: Callable[..., None]
+    kv_append_full_batch: Callable[..., None]
+    kv_append_identity_pos: Callable[..., None]
+
+
+TRITON = Kernels(
+    "triton",
+    paged.paged_attention_decode,
+    kv.kv_append_triton,
+    kv.kv_append_triton_full_batch,
+    kv.kv_append_triton_identity_pos,
+)
+TORCH = Kernels(
+    "torch",
+    paged.paged_attention_decode_ref,
+    kv.kv_append_ref,
+    kv.kv_append_rows_ref,
+    kv.kv_append_rows_ref,
+)
+
+
+def choose_kernels(name: str, launch: str, device: torch.device) -> Kernels:
+    """``auto``: Triton on a GPU or where the recipe tunes a Triton launch, torch on a CPU; or either by name."""
+    if name == "auto":
+        name = "triton" if device.type == "cuda" or launch == "autotuned" else "torch"
+    if name == "torch":
+        if launch == "autotuned":
+            raise RecipeError("launch='autotuned' tunes a Triton kernel; kernels='torch' has none to tune")
+        return TORCH
+    if name != "triton":
+        raise RecipeError(f"kernels={name!r} is unknown; use 'auto', 'triton' or 'torch'")
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise RecipeError("kernels='triton' on device 'cpu' needs TRITON_INTERPRET=1 and no GPU in sight; use kernels='torch'")
+    if launch == "fixed":
+        return TRITON
+    do_bench = None if device.type == "cuda" else _first_configuration
+    return replace(TRITON, paged_attention_decode=paged.make_autotuned_paged_attention_decode(do_bench))
+
+
+def _first_configuration(run: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
+    """In the interpreter every launch configuration costs the same, so none needs timing."""
+    run()
+    return [1.0] * len(quantiles)

@@ -1,0 +1,245 @@
+"""The paged KV cache and its books: which blocks are free, who holds them, how full they are.
+
+Every layer has its own pool of ``max_blocks_per_layer`` blocks. A block id is global:
+``layer * max_blocks_per_layer + block_index``. The books are Python integers; the only device work done here is the clone
+of a block that is shared (copy on write).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rosellm.errors import KVCacheExhausted
+from rosellm.roseinfer.kv_append_triton import kv_append_rows_ref
+
+
+class KVBlockInfo(NamedTuple):
+    """A block in use: its layer, index in the layer's pool, the position of its first token, tokens held."""
+
+    layer: int
+    block_index: int
+    start: int
+    length: int
+
+
+@dataclass(slots=True)
+class MutableKVBlockInfo:
+    """The same, incremented in place. Read ``length`` before the increment where the old value is meant."""
+
+    layer: int
+    block_index: int
+    start: int
+    length: int
+
+
+class Slots(NamedTuple):
+    """Where one new token of each row goes in one layer: block index and position in the block."""
+
+    block_idx: list[int]
+    pos: list[int]
+
+
+def blocks_for(n_tokens: int, block_size: int) -> int:
+    """Blocks that hold ``n_tokens`` tokens."""
+    return -(-n_tokens // block_size)
+
+
+class KVBlockManager:
+    """K and V of all layers as ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with reference-counted blocks.
+
+    num_heads counts key/value heads. Callers own lists of block ids and hand them in; methods that add
+    tokens extend those lists in place. A full block that is shared is never cloned: a new block follows it. A partly
+    filled block that is shared is cloned before the first write (copy on write), so other holders see nothing.
+    ``KVCacheExhausted`` is raised before anything is changed.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        block_size: int,
+        max_blocks_per_layer: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        block_info: Literal["tuple", "slots"] = "slots",
+    ) -> None:
+        shape = (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim)
+        self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
+        self.v_cache = torch.zeros(shape, device=device, dtype=dtype)
+        self.num_layers, self.block_size = num_layers, block_size
+        self.max_blocks_per_layer = max_blocks_per_layer
+        self._new_info, self._advance = _BLOCK_INFO[block_info]
+        total = num_layers * max_blocks_per_layer
+        self._infos: list = [None] * total
+        self._refs = [0] * total
+        self._free = [
+            list(range((layer + 1) * max_blocks_per_layer - 1, layer * max_blocks_per_layer - 1, -1))
+            for layer in range(num_layers)
+        ]
+
+    def num_free_blocks(self, layer: int = 0) -> int:
+        return len(self._free[layer])
+
+    def info(self, block_id: int) -> KVBlockInfo | MutableKVBlockInfo:
+        """Metadata of a block in use."""
+        if self._refs[block_id] == 0:
+            raise KeyError(f"block {block_id} is free")
+        return self._infos[block_id]
+
+    def ref_count(self, block_id: int) -> int:
+        return self._refs[block_id]
+
+    def incref_blocks(self, block_ids: SequenceOf[int]) -> None:
+        """One more holder for each of these blocks."""
+        for block_id in block_ids:
+            if self._refs[block_id] == 0:
+                raise KeyError(f"block {block_id} is free and cannot be shared")
+        for block_id in block_ids:
+            self._refs[block_id] += 1
+
+    def free_blocks(self, block_ids: SequenceOf[int]) -> None:
+        """One holder fewer for each; a block without holders returns to its layer's pool."""
+        for block_id in block_ids:
+            if self._refs[block_id] == 0:
+                raise KeyError(f"block {block_id} is free already")
+            self._refs[block_id] -= 1
+            if self._refs[block_id] == 0:
+                self._free[block_id // self.max_blocks_per_layer].append(block_id)
+                self._infos[block_id] = None
+
+    def reserve_tokens(self, layer: int, block_ids_list: list[list[int]]) -> Slots:
+        """A slot for one more token of every row, in the books only; the caller writes the keys and values."""
+        block_idx, pos, slow = self._advance(self._infos, self._refs, self.block_size, block_ids_list)
+        if len(slow) > len(self._free[layer]):
+            self._undo_advance(block_ids_list, set(slow))
+            self._raise_exhausted(layer, len(slow))
+        for row in slow:
+            block_idx[row], pos[row] = self._open_slot(layer, block_ids_list[row])
+        return Slots(block_idx, pos)
+
+    def reserve_prompt(self, layer: int, block_ids: list[int], n_tokens: int) -> None:
+        """Slots for ``n_tokens`` more tokens of one sequence, in the books only."""
+        tail = self._infos[block_ids[-1]] if block_ids else None
+        room = self.block_size - tail.length if tail else 0
+        clone = bool(room) and n_tokens > 0 and self._refs[block_ids[-1]] > 1
+        needed = blocks_for(max(n_tokens - room, 0), self.block_size) + clone
+        if needed > len(self._free[layer]):
+            self._raise_exhausted(layer, needed)
+        if clone:
+            block_ids[-1] = self.clone_block(block_ids[-1], tail.length)
+        if room and n_tokens:
+            self._set_length(block_ids[-1], tail.length + min(room, n_tokens))
+        start = tail.start + self.block_size if tail else 0
+        for first in range(room, n_tokens, self.block_size):
+            block_ids.append(self._allocate(layer, start, min(self.block_size, n_tokens - first)))
+            start += self.block_size
+
+    def clone_block(self, block_id: int, length: int) -> int:
+        """A private copy of a block that keeps its first ``length`` tokens; one holder leaves the original."""
+        layer = block_id // self.max_blocks_per_layer
+        if not self._free[layer]:
+            self._raise_exhausted(layer, 1)
+        clone = self._allocate(layer, self._infos[block_id].start, length)
+        source, target = block_id - layer * self.max_blocks_per_layer, self._infos[clone].block_index
+        for cache in (self.k_cache[layer], self.v_cache[layer]):
+            cache[target].copy_(cache[source])
+        self.free_blocks([block_id])
+        return clone
+
+    def append_token(self, layer_idx: int, block_ids: list[int], key_new: Tensor, value_new: Tensor) -> None:
+        """One token of one sequence: key_new and value_new ``[H, D]``; ``block_ids`` is extended in place."""
+        self.append_token_batch(layer_idx, [block_ids], key_new[None], value_new[None])
+
+    def append_token_batch(
+        self, layer_idx: int, block_ids_list: list[list[int]], key_new: Tensor, value_new: Tensor
+    ) -> None:
+        """One token of every sequence: key_new and value_new ``[B, H, D]``; the lists are extended in place."""
+        slots = self.reserve_tokens(layer_idx, block_ids_list)
+        index = torch.tensor(slots, device=self.k_cache.device)  # [2, B]
+        kv_append_rows_ref(
+            k_cache_layer=self.k_cache[layer_idx],
+            v_cache_layer=self.v_cache[layer_idx],
+            key_new=key_new,
+            value_new=value_new,
+            block_idx=index[0],
+            pos=index[1],
+        )
+
+    def check_integrity(self) -> None:
+        """Every block is either free, once, without holders or metadata, or held with both."""
+        for layer, free in enumerate(self._free):
+            pool = range(layer * self.max_blocks_per_layer, (layer + 1) * self.max_blocks_per_layer)
+            assert len(free) == len(set(free)), f"layer {layer} lists a free block twice"
+            for block_id in pool:
+                is_free = self._refs[block_id] == 0
+                assert is_free == (self._infos[block_id] is None), f"block {block_id}: metadata and holders disagree"
+            assert set(free) == {b for b in pool if self._refs[b] == 0}, f"layer {layer}: the free list is wrong"
+
+    def _allocate(self, layer: int, start: int, length: int) -> int:
+        block_id = self._free[layer].pop()
+        self._refs[block_id] = 1
+        block_index = block_id - layer * self.max_blocks_per_layer
+        self._infos[block_id] = self._new_info(layer, block_index, start, length)
+        return block_id
+
+    def _open_slot(self, layer: int, block_ids: list[int]) -> tuple[int, int]:
+        """Rollover into a new block, or copy on write; room has been checked."""
+        tail = self._infos[block_ids[-1]] if block_ids else None
+        if tail is None or tail.length == self.block_size:
+            block_ids.append(self._allocate(layer, tail.start + self.block_size if tail else 0, 1))
+            return self._infos[block_ids[-1]].block_index, 0
+        pos = tail.length
+        block_ids[-1] = self.clone_block(block_ids[-1], pos + 1)
+        return self._infos[block_ids[-1]].block_index, pos
+
+    def _set_length(self, block_id: int, length: int) -> None:
+        info = self._infos[block_id]
+        self._infos[block_id] = self._new_info(info.layer, info.block_index, info.start, length)
+
+    def _undo_advance(self, block_ids_list: list[list[int]], slow: set[int]) -> None:
+        for row, block_ids in enumerate(block_ids_list):
+            if row not in slow:
+                self._set_length(block_ids[-1], self._infos[block_ids[-1]].length - 1)
+
+    def _raise_exhausted(self, layer: int, needed: int) -> None:
+        raise KVCacheExhausted(
+            f"layer {layer} needs {needed} more KV blocks and {len(self._free[layer])} of "
+            f"{self.max_blocks_per_layer} are free"
+        )
+
+
+def _advance_tuples(infos: list, refs: list[int], block_size: int, block_ids_list: list[list[int]]):
+    """One token more for every row whose last block has room and one holder; the other rows are returned."""
+    block_idx, pos, slow = [0] * len(block_ids_list), [0] * len(block_ids_list), []
+    for row, block_ids in enumerate(block_ids_list):
+        last = block_ids[-1] if block_ids else -1
+        info = infos[last]
+        if block_ids and info.length < block_size and refs[last] == 1:
+            block_idx[row], pos[row] = info.block_index, info.length
+            infos[last] = KVBlockInfo(info.layer, info.block_index, info.start, info.length + 1)
+        else:
+            slow.append(row)
+    return block_idx, pos, slow
+
+
+def _advance_slots(infos: list, refs: list[int], block_size: int, block_ids_list: list[list[int]]):
+    """As :func:`_advance_tuples`, in place: the position is read before the increment."""
+    block_idx, pos, slow = [0] * len(block_ids_list), [0] * len(block_ids_list), []
+    for row, block_ids in enumerate(block_ids_list):
+        last = block_ids[-1] if block_ids else -1
+        info = infos[last]
+        if block_ids and info.length < block_size and refs[last] == 1:
+            block_idx[row], pos[row] = info.block_index, info.length
+            info.length += 1
+        else:
+            slow.append(row)
+    return block_idx, pos, slow
+
+
+_BLOCK_INFO = {"tuple": (KVBlockInfo, _advance_tuples), "slots": (MutableKVBlockInfo, _advance_slots)}

@@ -1,0 +1,106 @@
+"""Prefill: all uncached prompt tokens of several sequences, packed, in one run of the model."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from rosellm.roseinfer.kv_append_triton import kv_append_rows_ref
+from rosellm.roseinfer.kv_blocks import KVBlockManager
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import Sampler
+from rosellm.rosetrainer.attention import CausalAttention, masked_attention
+from rosellm.rosetrainer.model import GPT
+
+PREFILL_RANGE = "roseinfer.prefill_sessions"
+
+
+class Prefill:
+    """Computes the uncached prompt tokens, writes their keys and values, samples each sequence's first token."""
+
+    def __init__(self, model: GPT, blocks: KVBlockManager, sampler: Sampler) -> None:
+        self.model, self.blocks, self.sampler = model, blocks, sampler
+
+    @torch.inference_mode()
+    def __call__(self, sequences: list[Sequence]) -> None:
+        with record_function(PREFILL_RANGE):
+            starts = [s.n_cached for s in sequences]
+            counts = [len(s.tokens) - s.n_cached for s in sequences]
+            for layer in range(self.blocks.num_layers):
+                for sequence, count in zip(sequences, counts, strict=True):
+                    self.blocks.reserve_prompt(layer, sequence.block_ids[layer], count)
+            logits = self._run(sequences, starts, counts)
+            for sequence, count, token in zip(sequences, counts, self.sampler(logits, sequences), strict=True):
+                sequence.commit(token, n_cached=count)
+
+    def _run(self, sequences: list[Sequence], starts: list[int], counts: list[int]) -> Tensor:
+        device = self.model.device
+        ids = [token for s in sequences for token in s.tokens[s.n_cached :]]
+        rows = np.repeat(np.arange(len(counts)), counts)  # [N]
+        positions = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)])
+        tables = _tables(sequences, self.blocks)  # [L, B, W]
+        block_idx = tables[:, rows, positions // self.blocks.block_size]  # [L, N]
+        slots = torch.from_numpy(np.stack((*block_idx, positions % self.blocks.block_size))).to(device)
+        ints = torch.tensor(np.stack((ids, positions)), dtype=torch.int32).to(device)  # [2, N]
+        attention = self._attention(starts, counts, torch.from_numpy(tables).to(device))
+
+        def write_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k_cache, v_cache = self.blocks.k_cache[layer], self.blocks.v_cache[layer]
+            kv_append_rows_ref(
+                k_cache_layer=k_cache,
+                v_cache_layer=v_cache,
+                key_new=k,
+                value_new=v,
+                block_idx=slots[layer],
+                pos=slots[-1],
+            )
+            return attention(layer, q, k, v)
+
+        hidden = self.model(ints[0], ints[1], write_and_attend)  # [N, C]
+        last = torch.from_numpy(np.cumsum(counts) - 1).to(device)
+        return self.model.logits(hidden[last])  # [B, V]
+
+    def _attention(self, starts: list[int], counts: list[int], tables: Tensor) -> CausalAttention | PrefixAttention:
+        if any(starts):
+            return PrefixAttention(self.blocks, tables, starts, counts)
+        return CausalAttention(counts, self.model.device)
+
+
+class PrefixAttention:
+    """New tokens attend to their sequence's cached prefix, read from its blocks, and causally to each other."""
+
+    def __init__(self, blocks: KVBlockManager, tables: Tensor, starts: list[int], counts: list[int]) -> None:
+        self.blocks, self.tables = blocks, tables
+        device = tables.device
+        longest = max(counts)
+        start, count = torch.tensor(starts, device=device), torch.tensor(counts, device=device)
+        step = torch.arange(longest, device=device)
+        self.real = step[None, :] < count[:, None]  # [B, T]
+        query_position = start[:, None] + step[None, :]  # [B, T]
+        key_position = torch.arange(tables.shape[2] * blocks.block_size, device=device)  # [S]
+        self.mask = (key_position[None, None, :] <= query_position[:, :, None])[:, None]  # [B, 1, T, S]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        padded = q.new_zeros(*self.real.shape, *q.shape[1:])  # [B, T, H, D]
+        padded[self.real] = q
+        keys, values = (self._gather(cache[layer], layer) for cache in (self.blocks.k_cache, self.blocks.v_cache))
+        return masked_attention(padded.transpose(1, 2), keys, values, self.mask).transpose(1, 2)[self.real]
+
+    def _gather(self, cache: Tensor, layer: int) -> Tensor:
+        """The layer's blocks of every sequence, new tokens included: ``[B, H_kv, S, D]``."""
+        batch, width = self.tables.shape[1:]
+        _, n_kv_heads, block_size, head_dim = cache.shape
+        return cache[self.tables[layer]].transpose(1, 2).reshape(batch, n_kv_heads, width * block_size, head_dim)
+
+
+def _tables(sequences: list[Sequence], blocks: KVBlockManager) -> np.ndarray:
+    """Block indices within the layer's pool, ``[L, B, W]`` int64; padding repeats block 0."""
+    layers = []
+    for layer in range(blocks.num_layers):
+        rows = zip_longest(*(s.block_ids[layer] for s in sequences), fillvalue=layer * blocks.max_blocks_per_layer)
+        layers.append(np.array(list(rows), dtype=np.int64).T - layer * blocks.max_blocks_per_layer)
+    return np.stack(layers)

@@ -1,0 +1,73 @@
+"""A request on its way through the engine."""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+
+from rosellm.roseinfer.sampling import SamplingParams
+
+
+class Sequence:
+    """A prompt and the tokens generated so far, with the KV blocks that hold its cached tokens.
+
+    ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between steps exactly the last
+    token is not. ``block_ids[layer]`` are global block ids. ``finish_reason``: None while running, "stop", "length" or "cancelled".
+    """
+
+    __slots__ = (
+        "block_ids", "finish_reason", "n_cached", "n_prompt", "params", "request_id", "tokens", "_eos", "_generator"
+    )  # fmt: skip
+
+    def __init__(
+        self, request_id: int, prompt: list[int], params: SamplingParams, n_layers: int, eos_token_id: int | None
+    ) -> None:
+        self.request_id, self.params = request_id, params
+        self.tokens, self.n_prompt, self.n_cached = list(prompt), len(prompt), 0
+        self.block_ids: list[list[int]] = [[] for _ in range(n_layers)]
+        self.finish_reason: str | None = None
+        self._eos = None if params.ignore_eos else eos_token_id
+        self._generator: torch.Generator | None = None
+
+    @property
+    def last_token(self) -> int:
+        return self.tokens[-1]
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.n_prompt]
+
+    @property
+    def output(self) -> list[int]:
+        """Token ids generated so far, an end-of-sequence token included."""
+        return self.tokens[self.n_prompt :]
+
+    @property
+    def n_output(self) -> int:
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def max_length(self) -> int:
+        """Prompt and output together at most, in tokens."""
+        return self.n_prompt + self.params.max_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def commit(self, token: int, n_cached: int) -> None:
+        """A sampled token; ``n_cached`` more tokens are in the KV cache now."""
+        self.n_cached += n_cached
+        self.tokens.append(token)
+        if token == self._eos:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.max_length:
+            self.finish_reason = "length"
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """This request's own random numbers, from its seed or a fresh one."""
+        if self._generator is None:
+            seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
+            self._generator = torch.Generator(device=device).manual_seed(seed)
+        return self._generator

@@ -1,0 +1,185 @@
+"""Running the model for one decode step: every kernel launched from Python, or a captured CUDA graph replayed.
+
+B sequences, one new token each. Attention reads the cache and the new token; the cache itself is written after the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.kv_blocks import KVBlockManager
+from rosellm.rosetrainer.attention import Attend, masked_attention
+from rosellm.rosetrainer.model import GPT
+
+
+@dataclass
+class DecodeInputs:
+    """What the device needs for a step."""
+
+    ids: Tensor  # [B] int32
+    positions: Tensor  # [B] int32, tokens cached before this step
+    context_lens: Tensor  # [B] int32, the same numbers, as attention wants them
+    tables: list[Tensor] | Tensor  # L tables [B, MAX_BLOCKS] int32
+    mask: Tensor | None  # [B, max(context_lens) + 1] bool, or None
+    max_context: int  # the longest context, known to the host
+
+
+@dataclass
+class DecodeOutputs:
+    """What a step produces: logits ``[B, V]`` and each layer's new key and value ``[B, H_kv, D]``."""
+
+    logits: Tensor
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+AttendFactory = Callable[[DecodeInputs, KVBlockManager], Attend]
+
+
+def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
+    """Past keys and values gathered into dense ``[B, H_kv, L, D]`` tensors, then ordinary masked attention."""
+
+    def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
+        used = -(-inputs.max_context // blocks.block_size)
+
+        def gather(cache: Tensor, table: Tensor, new: Tensor) -> Tensor:
+            past = cache[table[:, :used].long()].transpose(1, 2)  # [B, H_kv, blocks, BLOCK_SIZE, D]
+            past = past.reshape(len(table), new.shape[1], -1, new.shape[2])[:, :, : inputs.max_context]
+            return torch.cat((past, new[:, :, None]), dim=2)  # [B, H_kv, max_context + 1, D]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k_all = gather(blocks.k_cache[layer], inputs.tables[layer], k)
+            v_all = gather(blocks.v_cache[layer], inputs.tables[layer], v)
+            mask = inputs.mask[:, None, None, :]  # [B, 1, 1, max_context + 1]
+            return masked_attention(q[:, :, None], k_all, v_all, mask)[:, :, 0]
+
+        return attend
+
+    return bind
+
+
+def paged_attention(kernel: Callable[..., Tensor]) -> AttendFactory:
+    """Attention straight over the paged cache by ``kernel`` (see ``rosetrainer.paged_attention``)."""
+
+    def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return kernel(
+                q=q,
+                k_new=k,
+                v_new=v,
+                k_cache_layer=blocks.k_cache[layer],
+                v_cache_layer=blocks.v_cache[layer],
+                block_table=inputs.tables[layer],
+                context_lens=inputs.context_lens,
+                scale=q.shape[-1] ** -0.5,
+            )
+
+        return attend
+
+    return bind
+
+
+ATTENTION = {"dense": dense_attention, "paged": paged_attention}
+
+
+class EagerRunner:
+    """Every kernel is launched from Python."""
+
+    def __init__(self, model: GPT, blocks: KVBlockManager, attention: AttendFactory) -> None:
+        self.model, self.blocks, self.attention = model, blocks, attention
+
+    def __call__(self, inputs: DecodeInputs) -> DecodeOutputs:
+        attend = self.attention(inputs, self.blocks)
+        keys, values = [], []
+
+        def keep_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k)
+            values.append(v)
+            return attend(layer, q, k, v)
+
+        hidden = self.model(inputs.ids, inputs.positions, keep_and_attend)
+        return DecodeOutputs(self.model.logits(hidden), keys, values)
+
+
+def batch_bucket(batch: int) -> int:
+    """The captured batch size that serves ``batch``: powers of two to 8, then multiples of 8, 32 and 128."""
+    for limit, step in ((8, None), (64, 8), (256, 32)):
+        if batch <= limit:
+            return 1 << (batch - 1).bit_length() if step is None else -(-batch // step) * step
+    return -(-batch // 128) * 128
+
+
+class GraphRunner:
+    """One CUDA graph a batch bucket, captured at its first use, fed through static buffers.
+
+    Rows past the batch are inert: context length 0, token 0, and nothing of them is written to the cache. On a CPU, which has
+    no graphs, the same static buffers feed an eager run. Outputs are views that the next run overwrites.
+    """
+
+    def __init__(self, model: GPT, blocks: KVBlockManager, attention: AttendFactory) -> None:
+        self._eager = EagerRunner(model, blocks, attention)
+        self._device = model.device
+        self._captured: dict[int, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+
+    def __call__(self, inputs: DecodeInputs) -> DecodeOutputs:
+        batch = len(inputs.ids)
+        bucket = batch_bucket(batch)
+        if bucket not in self._captured:
+            self._captured[bucket] = self._capture(bucket, inputs.tables)
+        return self._captured[bucket].run(inputs, batch)
+
+    def _capture(self, bucket: int, tables: Tensor) -> _Captured:
+        layers, _, width = tables.shape
+        ints = torch.zeros(3, bucket, dtype=torch.int32, device=self._device)
+        static = DecodeInputs(
+            ids=ints[0],
+            positions=ints[1],
+            context_lens=ints[2],
+            tables=torch.zeros(layers, bucket, width, dtype=torch.int32, device=self._device),
+            mask=None,
+            max_context=0,
+        )
+        if self._device.type == "cpu":
+            return _Captured(static, lambda: self._eager(static))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compiles, tunes and allocates before anything is recorded
+                self._eager(static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = self._eager(static)
+
+        def replay() -> DecodeOutputs:
+            graph.replay()
+            return outputs
+
+        return _Captured(static, replay)
+
+
+@dataclass
+class _Captured:
+    """Static input buffers of one bucket and the function that runs the model over them."""
+
+    static: DecodeInputs
+    replay: Callable[[], DecodeOutputs]
+
+    def run(self, inputs: DecodeInputs, batch: int) -> DecodeOutputs:
+        static = self.static
+        if batch < len(static.ids):
+            static.context_lens[batch:].zero_()
+        static.ids[:batch].copy_(inputs.ids)
+        static.positions[:batch].copy_(inputs.positions)
+        static.context_lens[:batch].copy_(inputs.context_lens)
+        static.tables[:, :batch].copy_(inputs.tables)
+        out = self.replay()
+        return DecodeOutputs(out.logits[:batch], [k[:batch] for k in out.keys], [v[:batch] for v in out.values])
+
+
+RUNNERS = {"eager": EagerRunner, "graph": GraphRunner}

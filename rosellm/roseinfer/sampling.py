@@ -1,0 +1,111 @@
+"""From logits to tokens: greedy, temperature, top-k, top-p, seeded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from rosellm.errors import SamplingError
+
+if TYPE_CHECKING:
+    from rosellm.roseinfer.request import Sequence
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it stops.
+
+    temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k likeliest tokens; 0 keeps all. top_p: keep
+    the smallest set of likeliest tokens whose probability reaches it (Holtzman et al. 2020); 1 keeps all. max_tokens: new tokens at most. seed: the
+    same seed and logits give the same tokens whatever shares the batch; None draws a fresh one. ignore_eos: go on past
+    the end-of-sequence token. stop: a string or list of strings at which the text ends, the stop string not included.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int = 16
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop: str | list[str] | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self._number("temperature", 0.0, math.inf, "a finite number, 0 (greedy) or more", inclusive_high=False)
+        self._number("top_p", 0.0, 1.0, "above 0 and at most 1", inclusive_low=False)
+        self._whole("top_k", 0)
+        self._whole("max_tokens", 1)
+        if self.seed is not None:
+            self._whole("seed", 0, 2**63 - 1)
+        if not isinstance(self.ignore_eos, bool):
+            raise SamplingError(f"ignore_eos is {self.ignore_eos!r}; use True or False")
+        stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) and s for s in stops):
+            raise SamplingError(f"stop is {self.stop!r}; use a non-empty string or a list of them")
+        object.__setattr__(self, "stop", tuple(stops))
+
+    def _number(self, name, low, high, allowed, inclusive_low=True, inclusive_high=True) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        above = is_number and (value >= low if inclusive_low else value > low)
+        below = is_number and (value <= high if inclusive_high else value < high)
+        if not (above and below):
+            raise SamplingError(f"{name} is {value!r}; it must be {allowed}")
+
+    def _whole(self, name: str, low: int, high: float = math.inf) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise SamplingError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def allowed_log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Log-probabilities after temperature, top-k and top-p: ``[B, V]`` → ``[B, V]``, −inf where a token is ruled out.
+
+    temperature, top_k, top_p ``[B]``; the likeliest token always stays.
+    """
+    scaled = logits.float() / temperature[:, None]
+    ordered, order = scaled.sort(dim=-1, descending=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)[None, :]
+    limit = torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
+    ordered = ordered.masked_fill(rank >= limit, float("-inf"))
+    probs = ordered.softmax(dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs
+    ordered = ordered.masked_fill((mass_before >= top_p[:, None]) & (rank > 0), float("-inf"))
+    return torch.empty_like(ordered).scatter_(1, order, ordered).log_softmax(dim=-1)
+
+
+class Sampler:
+    """Next tokens for a batch: one argmax if all rows are greedy; otherwise each sampled row draws from its own generator."""
+
+    def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+        """logits ``[B, V]`` → B token ids."""
+        tokens = logits.argmax(dim=-1)
+        sampled = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
+        if sampled:
+            tokens[sampled] = self._draw(logits[sampled], [sequences[row] for row in sampled])
+        return tokens.tolist()
+
+    def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        """The Gumbel-max trick (Gumbel 1954): the argmax of log-probabilities plus noise is an exact draw."""
+        params = [s.params for s in sequences]
+        column = {"device": logits.device, "dtype": torch.float32}
+        log_probs = allowed_log_probs(
+            logits,
+            torch.tensor([p.temperature for p in params], **column),
+            torch.tensor([p.top_k for p in params], device=logits.device),
+            torch.tensor([p.top_p for p in params], **column),
+        )
+        noise = torch.empty_like(log_probs)
+        for row, sequence in zip(noise, sequences, strict=True):
+            row.exponential_(generator=sequence.generator(logits.device))
+        return (log_probs - noise.log()).argmax(dim=-1)

@@ -1,0 +1,84 @@
+"""One decode step driven by the host: reserve, stage, run, append, sample, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from rosellm.roseinfer.block_tables import PerLayerTables, PinnedTables
+from rosellm.roseinfer.kv_append import Append
+from rosellm.roseinfer.kv_blocks import KVBlockManager, Slots
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.runner import DecodeInputs, EagerRunner, GraphRunner
+from rosellm.roseinfer.sampling import Sampler
+
+STEP_RANGE = "roseinfer.decode_step_sessions"
+
+
+def dense_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> Tensor:
+    """Which cached positions are real, and the new token: ``[B, max_context + 1]``, as a boolean mask.
+
+    ``arange``, a comparison with the lengths, a column of ones, a cast, and the cast back that attention wants.
+    """
+    positions = torch.arange(max_context, device=context_lens.device)
+    held = (positions[None, :] < context_lens[:, None]).to(dtype)  # [B, max_context]
+    ones = torch.ones(len(context_lens), 1, dtype=dtype, device=context_lens.device)
+    return torch.cat((held, ones), dim=1).to(torch.bool)
+
+
+def no_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> None:
+    """Paged attention needs only the lengths."""
+
+
+MASKS = {"dense": dense_mask, "none": no_mask}
+
+
+class HostStep:
+    """Decode for a batch of sequences, each with one token that is not cached yet; every part chosen beforehand."""
+
+    def __init__(
+        self,
+        blocks: KVBlockManager,
+        tables: PerLayerTables | PinnedTables,
+        mask: Callable[[Tensor, int, torch.dtype], Tensor | None],
+        runner: EagerRunner | GraphRunner,
+        append: Append,
+        sampler: Sampler,
+    ) -> None:
+        self.blocks, self.tables, self.mask = blocks, tables, mask
+        self.runner, self.append, self.sampler = runner, append, sampler
+
+    @torch.inference_mode()
+    def __call__(self, sequences: list[Sequence]) -> None:
+        """One token more for every sequence: its block lists, cached length and tokens are updated."""
+        with record_function(STEP_RANGE):
+            slots, block_ids = self._reserve(sequences)
+            inputs = self._stage(sequences, block_ids)
+            with record_function(f"{STEP_RANGE}.model"):
+                outputs = self.runner(inputs)
+            with record_function(f"{STEP_RANGE}.kv_append"):
+                self.append(self.blocks, outputs.keys, outputs.values, slots)
+            with record_function(f"{STEP_RANGE}.sample"):
+                tokens = self.sampler(outputs.logits, sequences)
+            with record_function(f"{STEP_RANGE}.commit"):
+                for sequence, token in zip(sequences, tokens, strict=True):
+                    sequence.commit(token, n_cached=1)
+
+    def _reserve(self, sequences: list[Sequence]) -> tuple[list[Slots], list[list[list[int]]]]:
+        with record_function(f"{STEP_RANGE}.reserve"):
+            layers = range(self.blocks.num_layers)
+            block_ids = [[s.block_ids[layer] for s in sequences] for layer in layers]
+            return [self.blocks.reserve_tokens(layer, block_ids[layer]) for layer in layers], block_ids
+
+    def _stage(self, sequences: list[Sequence], block_ids: list[list[list[int]]]) -> DecodeInputs:
+        tables = self.tables.stage(block_ids)
+        with record_function(f"{STEP_RANGE}.stage_tokens"):
+            contexts = [s.n_cached for s in sequences]
+            device = self.blocks.k_cache.device
+            ints = torch.tensor([[s.last_token for s in sequences], contexts], dtype=torch.int32).to(device)
+        with record_function(f"{STEP_RANGE}.build_mask"):
+            mask = self.mask(ints[1], max(contexts), self.blocks.k_cache.dtype)
+        return DecodeInputs(ints[0], ints[1], ints[1], tables, mask, max(contexts))

@@ -1,0 +1,60 @@
+"""Attention as the model sees it: a callable that is handed this step's q, k, v of one layer.
+
+N is the number of tokens in the step: one a sequence in decode, all prompt tokens of all sequences, packed
+one after the other, in prefill and training. H query heads, H_kv key/value heads (H a multiple of H_kv), D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Attend(Protocol):
+    """Attention of one layer for the N tokens of this step."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q ``[N, H, D]``, k and v ``[N, H_kv, D]`` of layer ``layer`` → ``[N, H, D]``."""
+        ...
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
+    """Scaled dot-product attention (Vaswani et al. 2017) with grouped key/value heads.
+
+    q ``[B, H, T, D]``, k and v ``[B, H_kv, S, D]``, mask boolean, broadcastable to ``[B, H, T, S]``, true where a
+    query may look, → ``[B, H, T, D]``.
+    """
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+class CausalAttention:
+    """Each token attends to itself and its predecessors of the same sequence; nothing is cached.
+
+    lengths: tokens of each packed sequence, sum N. Equal lengths cost no copy; unequal ones are padded on the
+    right, where causality hides the padding from every real token.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.batch, self.longest = len(lengths), max(lengths)
+        self.equal = all(n == self.longest for n in lengths)
+        if not self.equal:
+            counts = torch.tensor(lengths, device=device)
+            self.real = torch.arange(self.longest, device=device)[None, :] < counts[:, None]  # [B, T]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = masked_attention(self._pad(q), self._pad(k), self._pad(v), None, is_causal=True)
+        out = out.transpose(1, 2)  # [B, T, H, D]
+        return out.reshape(q.shape) if self.equal else out[self.real]
+
+    def _pad(self, x: Tensor) -> Tensor:
+        shape = (self.batch, self.longest, *x.shape[1:])
+        if self.equal:
+            return x.reshape(shape).transpose(1, 2)  # [B, H, T, D]
+        padded = x.new_zeros(shape)
+        padded[self.real] = x
+        return padded.transpose(1, 2)

@@ -1,0 +1,127 @@
+"""The shape of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rosellm.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and constants of a decoder-only transformer of the GPT-2 family.
+
+    ``n_kv_heads`` may divide ``n_heads`` (grouped-query attention, Ainslie et al. 2023); GPT-2 has them equal.
+    """
+
+    vocab_size: int
+    n_positions: int
+    n_layers: int
+    n_heads: int
+    d_model: int
+    n_kv_heads: int | None = None
+    d_ff: int | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    eos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        set_field = object.__setattr__
+        set_field(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
+        set_field(self, "d_ff", self.d_ff or 4 * self.d_model)
+        for name in ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model", "n_kv_heads", "d_ff"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise CheckpointError(f"{name} is {value!r}; a positive integer is needed")
+        if self.d_model % self.n_heads:
+            raise CheckpointError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
+        if self.n_heads % self.n_kv_heads:
+            raise CheckpointError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def qkv_width(self) -> int:
+        """Columns of the fused query/key/value projection."""
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters, the tied embedding counted once."""
+        c, f = self.d_model, self.d_ff
+        layer = c * self.qkv_width + self.qkv_width + c * c + c + 2 * c * f + f + c + 4 * c
+        head = 0 if self.tie_embeddings else self.vocab_size * c
+        return (self.vocab_size + self.n_positions) * c + self.n_layers * layer + 2 * c + head
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        """Bytes that one cached token occupies over all layers."""
+        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * bytes_per_element
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
+        """From the fields of a Hugging Face GPT-2 ``config.json``."""
+        if hf.get("model_type") != "gpt2":
+            raise CheckpointError(f"model_type {hf.get('model_type')!r} is not supported; only 'gpt2' is")
+        activation = hf.get("activation_function", "gelu_new")
+        if activation not in ("gelu_new", "gelu_pytorch_tanh"):
+            raise CheckpointError(f"activation_function {activation!r} is not supported; 'gelu_new' is")
+        for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
+            if hf.get(name):
+                raise CheckpointError(f"{name}=true is not supported")
+        if hf.get("scale_attn_weights") is False:
+            raise CheckpointError("scale_attn_weights=false is not supported")
+        missing = [k for k in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd") if k not in hf]
+        if missing:
+            raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+        return cls(
+            vocab_size=hf["vocab_size"],
+            n_positions=hf["n_positions"],
+            n_layers=hf["n_layer"],
+            n_heads=hf["n_head"],
+            d_model=hf["n_embd"],
+            d_ff=hf.get("n_inner"),
+            norm_eps=hf.get("layer_norm_epsilon", 1e-5),
+            tie_embeddings=hf.get("tie_word_embeddings", True),
+            eos_token_id=hf.get("eos_token_id"),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The ``config.json`` fields that :meth:`from_hf` and ``transformers`` read."""
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "vocab_size": self.vocab_size,
+            "n_positions": self.n_positions,
+            "n_ctx": self.n_positions,
+            "n_layer": self.n_layers,
+            "n_head": self.n_heads,
+            "n_embd": self.d_model,
+            "n_inner": self.d_ff,
+            "layer_norm_epsilon": self.norm_eps,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": self.tie_embeddings,
+            "bos_token_id": self.eos_token_id,
+            "eos_token_id": self.eos_token_id,
+        }
+
+
+def _gpt2(n_layers: int, n_heads: int, d_model: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=50257,
+        n_positions=1024,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        d_model=d_model,
+        eos_token_id=50256,
+    )
+
+
+KNOWN_SHAPES: dict[str, ModelConfig] = {
+    "gpt2": _gpt2(12, 12, 768),
+    "gpt2-medium": _gpt2(24, 16, 1024),
+    "gpt2-large": _gpt2(36, 20, 1280),
+    "gpt2-xl": _gpt2(48, 25, 1600),
+}

@@ -1,0 +1,186 @@
+"""Attention of one new token a sequence over a paged KV cache (Kwon et al. 2023).
+
+Shapes: B sequences, H query heads, H_kv key/value heads (H a multiple of H_kv), D head size. A layer's caches
+are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``; row b of ``block_table`` names the blocks of sequence b in order, and
+``context_lens[b]`` of its tokens are cached. The new token's own key and value are not cached yet: they come
+as ``k_new`` and ``v_new``, and every query attends to them too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FIXED_NUM_WARPS = 4
+AUTOTUNE_CHOICES = ((2, 2), (4, 2), (4, 4), (8, 2))  # (num_warps, num_stages)
+
+
+def paged_attention_decode_ref(
+    *,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """The specification in plain torch, in fp32 arithmetic.
+
+    q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]``, block_table ``[B, MAX_BLOCKS]`` int32, context_lens ``[B]``
+    int32 (0 allowed) → ``[B, H, D]`` of q's dtype. Table entries past a sequence's context may be anything.
+    """
+    batch, n_heads, head_dim = q.shape
+    n_kv_heads, block_size = k_cache_layer.shape[1:3]
+    n_blocks = -(-int(context_lens.max()) // block_size)
+    table = block_table[:, :n_blocks].long()
+    held = torch.arange(n_blocks * block_size, device=q.device)[None, :] < context_lens[:, None]  # [B, S]
+    table = torch.where(held[:, ::block_size], table, 0) if n_blocks else table
+
+    def cached(cache: Tensor, new: Tensor) -> Tensor:
+        past = cache[table].transpose(1, 2).reshape(batch, n_kv_heads, -1, head_dim)  # [B, H_kv, S, D]
+        past = torch.where(held[:, None, :, None], past, 0)
+        return torch.cat((past, new[:, :, None]), dim=2).float()  # [B, H_kv, S + 1, D]
+
+    k, v = cached(k_cache_layer, k_new), cached(v_cache_layer, v_new)
+    grouped = q.float().view(batch, n_kv_heads, n_heads // n_kv_heads, head_dim)  # [B, H_kv, G, D]
+    scores = grouped @ k.transpose(2, 3) * scale  # [B, H_kv, G, S + 1]
+    seen = torch.cat((held, held.new_ones(batch, 1)), dim=1)  # [B, S + 1]
+    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(dim=-1)
+    return (weights @ v).reshape(batch, n_heads, head_dim).to(q.dtype)
+
+
+@triton.jit
+def _paged_attention_decode_kernel(
+    out_ptr,
+    q_ptr,
+    k_new_ptr,
+    v_new_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_table_ptr,
+    context_lens_ptr,
+    scale,
+    q_row,
+    kv_new_row,
+    cache_block,
+    MAX_BLOCKS,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One program a (sequence, query head): online softmax (Milakov & Gimelshein 2018), one KV block at a time."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    kv_head = head // (H // H_KV)
+    d = tl.arange(0, D_PADDED)
+    in_head = d < D
+    slot = tl.arange(0, BLOCK_SIZE)
+
+    q = tl.load(q_ptr + row * q_row + head * D + d, mask=in_head, other=0.0).to(tl.float32) * scale
+    new = row * kv_new_row + kv_head * D + d
+    k_new = tl.load(k_new_ptr + new, mask=in_head, other=0.0).to(tl.float32)
+    highest = tl.sum(q * k_new, axis=0)
+    total = 1.0
+    mixed = tl.load(v_new_ptr + new, mask=in_head, other=0.0).to(tl.float32)
+
+    context_len = tl.load(context_lens_ptr + row)
+    for start in range(0, context_len, BLOCK_SIZE):
+        block = tl.load(block_table_ptr + row * MAX_BLOCKS + start // BLOCK_SIZE).to(tl.int64)
+        held = start + slot < context_len
+        tile = block * cache_block + kv_head * BLOCK_SIZE * D + slot[:, None] * D + d[None, :]
+        loaded = held[:, None] & in_head[None, :]
+        k = tl.load(k_cache_ptr + tile, mask=loaded, other=0.0).to(tl.float32)
+        scores = tl.where(held, tl.sum(k * q[None, :], axis=1), float("-inf"))
+        risen = tl.maximum(highest, tl.max(scores, axis=0))
+        weights = tl.exp(scores - risen)
+        shrink = tl.exp(highest - risen)
+        v = tl.load(v_cache_ptr + tile, mask=loaded, other=0.0).to(tl.float32)
+        mixed = mixed * shrink + tl.sum(v * weights[:, None], axis=0)
+        total = total * shrink + tl.sum(weights, axis=0)
+        highest = risen
+
+    tl.store(out_ptr + (row * H + head) * D + d, (mixed / total).to(out_ptr.dtype.element_ty), mask=in_head)
+
+
+def paged_attention_decode(
+    *,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """The Triton kernel at a fixed launch configuration; arguments and result as :func:`paged_attention_decode_ref`.
+
+    Caches are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided, ``[H, D]``
+    contiguous, k_new and v_new alike); block_table rows are contiguous; block_size is a power of two.
+    """
+    out = q.new_empty(q.shape)
+    grid, arguments, constants = _launch_arguments(
+        out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+    )
+    _paged_attention_decode_kernel[grid](*arguments, **constants, num_warps=FIXED_NUM_WARPS)
+    return out
+
+
+def make_autotuned_paged_attention_decode(do_bench=None):
+    """The same kernel behind ``triton.autotune`` over num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS.
+
+    Each call makes a tuner of its own, so that engines share no tuning state. The kernel only writes its output,
+    so repeated tuning runs are harmless. do_bench: a replacement for Triton's timer, needed where no GPU is.
+    """
+    tuned = triton.autotune(
+        configs=[triton.Config({}, num_warps=w, num_stages=s) for w, s in AUTOTUNE_CHOICES],
+        key=["H", "D", "BLOCK_SIZE", "MAX_BLOCKS"],
+        do_bench=do_bench,
+    )(_paged_attention_decode_kernel)
+
+    def paged_attention_decode_autotuned(
+        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+    ) -> Tensor:
+        out = q.new_empty(q.shape)
+        grid, arguments, constants = _launch_arguments(
+            out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+        )
+        tuned[grid](*arguments, **constants)
+        return out
+
+    paged_attention_decode_autotuned.tuner = tuned
+    return paged_attention_decode_autotuned
+
+
+def _launch_arguments(out, q, k_new, v_new, k_cache, v_cache, block_table, context_lens, scale):
+    batch, n_heads, head_dim = q.shape
+    _, n_kv_heads, block_size, _ = k_cache.shape
+    arguments = (
+        out,
+        q,
+        k_new,
+        v_new,
+        k_cache,
+        v_cache,
+        block_table,
+        context_lens,
+        scale,
+        q.stride(0),
+        k_new.stride(0),
+        k_cache.stride(0),
+        block_table.stride(0),
+    )
+    constants = {
+        "H": n_heads,
+        "H_KV": n_kv_heads,
+        "D": head_dim,
+        "D_PADDED": triton.next_power_of_2(head_dim),
+        "BLOCK_SIZE": block_size,
+    }
+    return (batch, n_heads), arguments, constants
