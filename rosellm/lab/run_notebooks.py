@@ -443,7 +443,7 @@ article { border: 1px solid #8885; border-radius: 8px; overflow: hidden; padding
 article a { color: inherit; text-decoration: none }
 img, i { display: block; width: 100%; height: 10rem; object-fit: contain; background: #fff }
 i { background: #8882; font: bold 4rem/10rem system-ui; text-align: center; color: #888 }
-h2 { font-size: 1.05rem } h2, p { margin: .5rem .8rem }
+h2 { font-size: 1.05rem } article h2, article p { margin: .5rem .8rem }
 .ok { color: #2a8a3a } .failed, .timeout { color: #d03030 }
 </style></head><body>
 <h1>RoseLLM notebooks</h1>

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rosellm.errors import CheckpointError, DeviceError, PromptError
-from rosellm.roseinfer.kernels import choose_kernels
+from rosellm.roseinfer.kernels import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append import AppendGate
 from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.prefill import Prefill
@@ -48,6 +48,7 @@ class Engine:
     recipe: a rung of ``LADDER`` by name, None for the best, or any ``Recipe``. max_batch_size: sequences that decode together at most.
     num_kv_blocks: blocks a layer; None takes what ``max_batch_size`` full-length sequences need, capped by memory. block_size: tokens a
     block, a power of two. kernels: see ``kernels.choose_kernels``. gate: None reads the environment switches of the Triton append.
+    sampler: None for the ordinary one.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class Engine:
         max_batch_size: int = 256,
         num_kv_blocks: int | None = None,
         block_size: int = 64,
-        kernels: str = "auto",
+        kernels: str | Kernels = "auto",
         gate: AppendGate | None = None,
         prefix_cache: bool = False,
+        sampler: Sampler | None = None,
     ) -> None:
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         self.model, self.tokenizer, self.config = model, tokenizer, model.config
@@ -82,7 +84,7 @@ class Engine:
             self.recipe.block_info,
         )
         self.prefix_cache = PrefixCache(self.blocks) if prefix_cache else None
-        sampler = Sampler()
+        sampler = sampler or Sampler()
         self._prefill = Prefill(model, self.blocks, sampler)
         self._step = build_step(
             self.recipe,

@@ -43,8 +43,10 @@ TORCH = Kernels(
 )
 
 
-def choose_kernels(name: str, launch: str, device: torch.device) -> Kernels:
-    """``auto``: Triton on a GPU or where the recipe tunes a Triton launch, torch on a CPU; or either by name."""
+def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Kernels:
+    """``auto``: Triton on a GPU or where the recipe tunes a Triton launch, torch on a CPU; or either by name, or a value."""
+    if isinstance(name, Kernels):
+        return name
     if name == "auto":
         name = "triton" if device.type == "cuda" or launch == "autotuned" else "torch"
     if name == "torch":

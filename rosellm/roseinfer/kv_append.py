@@ -39,7 +39,7 @@ class AppendGate:
         if switch not in ("0", "1"):
             raise RecipeError(f"{SWITCH_VARIABLE}={switch!r}; use 0 or 1")
         text = os.environ.get(MIN_BATCH_VARIABLE, str(DEFAULT_MIN_BATCH))
-        if not text.isdigit():
+        if not text.isdecimal():
             raise RecipeError(f"{MIN_BATCH_VARIABLE}={text!r}; use a whole number, 0 or more")
         return cls(int(text) if switch == "1" else None)
 

@@ -18,8 +18,8 @@ Tokens = tuple[int, ...]
 class PrefixCache:
     """Entries hold their blocks by reference count; the least recently used entry is evicted first.
 
-    A cached block is never written: whoever appends to it shares it with the entry, so the manager clones it for
-    the writer (copy on write).
+    A cached block is never written: whoever appends to it shares it with the entry, so the manager clones it
+    for the writer (copy on write).
     """
 
     def __init__(self, blocks: KVBlockManager) -> None:
@@ -32,9 +32,9 @@ class PrefixCache:
         return len(self._entries)
 
     def match(self, tokens: SequenceOf[int]) -> tuple[int, list[list[int]]]:
-        """The longest cached prefix of ``tokens``, never the last token: its length, and each layer's block ids.
+        """The longest cached prefix of ``tokens``, never the last token: its length, each layer's block ids.
 
-        The caller becomes a holder of the blocks. A last block that holds more tokens than were matched is cloned;
+        The caller becomes a holder of the blocks. A last block that holds more than was matched is cloned;
         where no block is free for the clone, even after eviction, only full blocks are matched.
         """
         entry, n_common = self._nearest(tuple(tokens))
@@ -49,7 +49,7 @@ class PrefixCache:
         return n_matched, block_ids
 
     def insert(self, tokens: SequenceOf[int], block_ids: list[list[int]]) -> None:
-        """Keep the blocks that hold ``tokens``; where an entry begins with them already, refresh that entry."""
+        """Keep the blocks that hold ``tokens``; an entry that begins with them already is refreshed."""
         prompt = tuple(tokens)
         entry, n_common = self._nearest(prompt)
         if n_common == len(prompt):
@@ -83,7 +83,7 @@ class PrefixCache:
         return shared
 
     def _own_tail(self, block_ids: list[list[int]], n_tokens: int) -> int:
-        """Replace a last block that holds more than ``n_tokens`` by a clone, or drop it; the tokens that remain."""
+        """Clone a last block that holds more than ``n_tokens``, or drop it; the tokens that remain."""
         n_full = (len(block_ids[0]) - 1) * self.blocks.block_size
         if self.blocks.info(block_ids[0][-1]).length == n_tokens - n_full:
             return n_tokens

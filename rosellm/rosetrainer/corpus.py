@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import accumulate
@@ -13,7 +14,7 @@ from rosellm.errors import RoseError
 
 VALIDATION_SHARE = 0.02
 LEFT_OUT_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data", "config-*")
-"""Installed packages, caches, code-page tables, the manual as one string, and build settings of this machine."""
+"""Installed packages, caches, code-page tables, the manual as one string, build settings of this machine."""
 LEFT_OUT_FILES = ("_sysconfigdata*.py", "sitecustomize.py", "usercustomize.py")
 """Files that describe one installation rather than the library."""
 
@@ -45,8 +46,9 @@ class Corpus:
 def read_corpus(folder: Path | None = None) -> Corpus:
     """Every Python source below ``folder`` (this interpreter's standard library), split by file.
 
-    Tests are kept where the installation has them: they are Python too, and the split is by file. Left out are
-    LEFT_OUT_FOLDERS, LEFT_OUT_FILES, empty files, files that are not UTF-8, and all but the first of equal files.
+    Tests are kept where the installation has them: they are Python too, and the split is by file. Left out
+    are LEFT_OUT_FOLDERS, LEFT_OUT_FILES, empty files, files that are not UTF-8, and all but the first of
+    equal files. Raises RoseError where that leaves a side without a file.
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     if not folder.is_dir():
@@ -86,7 +88,7 @@ def _read(path: Path, folder: Path) -> Source | None:
     return Source(path.relative_to(folder).as_posix(), text.replace("\r\n", "\n"))
 
 
-def _without_copies(sources) -> list[Source]:
+def _without_copies(sources: Iterable[Source | None]) -> list[Source]:
     firsts = {}
     for source in sources:
         if source is not None and source.text.strip():

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FIXED_NUM_WARPS = 4
+FIXED_NUM_WARPS, FIXED_NUM_STAGES = 4, 3
 AUTOTUNE_CHOICES = ((2, 2), (4, 2), (4, 4), (8, 2))  # (num_warps, num_stages)
 
 
@@ -108,28 +108,28 @@ def _paged_attention_decode_kernel(
     tl.store(out_ptr + (row * H + head) * D + d, (mixed / total).to(out_ptr.dtype.element_ty), mask=in_head)
 
 
-def paged_attention_decode(
-    *,
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache_layer: Tensor,
-    v_cache_layer: Tensor,
-    block_table: Tensor,
-    context_lens: Tensor,
-    scale: float,
-) -> Tensor:
-    """The Triton kernel at a fixed launch configuration; arguments and result as :func:`paged_attention_decode_ref`.
+def make_fixed_paged_attention_decode(num_warps: int = FIXED_NUM_WARPS, num_stages: int = FIXED_NUM_STAGES):
+    """The Triton kernel at one launch configuration; arguments and result as :func:`paged_attention_decode_ref`.
 
     Caches are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided, ``[H, D]``
     contiguous, k_new and v_new alike); block_table rows are contiguous; block_size is a power of two.
     """
-    out = q.new_empty(q.shape)
-    grid, arguments, constants = _launch_arguments(
-        out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
-    )
-    _paged_attention_decode_kernel[grid](*arguments, **constants, num_warps=FIXED_NUM_WARPS)
-    return out
+
+    def paged_attention_decode(
+        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+    ) -> Tensor:
+        out = q.new_empty(q.shape)
+        grid, arguments, constants = _launch_arguments(
+            out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+        )
+        kernel = _paged_attention_decode_kernel[grid]
+        kernel(*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
+        return out
+
+    return paged_attention_decode
+
+
+paged_attention_decode = make_fixed_paged_attention_decode()
 
 
 def make_autotuned_paged_attention_decode(do_bench=None):

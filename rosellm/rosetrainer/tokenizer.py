@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from rosellm.rosetrainer.config import ModelConfig
 from rosellm.rosetrainer.weights import SHIPPED, checkpoint_folder
 
 END_OF_TEXT = "<|endoftext|>"
-CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+|\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!\S)|\s+"
-"""A line break with the indentation after it, an identifier, up to three digits, punctuation, other white space."""
+CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!\S)|\s+"
+"""A line break with the indentation after it, a name, up to three digits, punctuation, other white space."""
 
 
 class TextStream:
@@ -55,8 +56,17 @@ class Tokenizer:
         return TextStream(self._raw)
 
     def save(self, folder: Path) -> None:
-        """Write ``folder/tokenizer.json``, which ``transformers.PreTrainedTokenizerFast`` reads too."""
+        """Write ``tokenizer.json``, and ``tokenizer_config.json`` for ``transformers.AutoTokenizer``.
+
+        Without the latter AutoTokenizer would split text as GPT-2 does, whatever the former says.
+        """
         self._raw.save(str(folder / "tokenizer.json"), pretty=False)
+        fields = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
 class DummyStream:
@@ -92,7 +102,7 @@ class DummyTokenizer:
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
-    """The tokenizer in ``folder/tokenizer.json``; its end-of-text id is the config's, else that of ``<|endoftext|>``.
+    """The tokenizer in ``folder/tokenizer.json``; without one in the config, ``<|endoftext|>`` ends a text.
 
     Raises CheckpointError for a missing or corrupt file and for a vocabulary larger than the model's.
     """
@@ -114,7 +124,10 @@ def load_dummy_tokenizer(vocab_size: int, eos_token_id: int | None = None) -> Du
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) of at most ``vocab_size`` tokens; ``<|endoftext|>`` is id 0."""
+    """A byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) of at most ``vocab_size`` tokens.
+
+    ``<|endoftext|>`` is id 0; the 256 bytes are always tokens, so every text can be encoded.
+    """
     raw = tokenizers.Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.Sequence(
         [

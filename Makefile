@@ -1,0 +1,44 @@
+# RoseLLM. `make help` lists what can be made.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+TIMEOUT ?= 300
+export NB P
+
+.DEFAULT_GOAL := help
+.PHONY: help setup notebooks test lint lab refresh clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv and install the project into it, once
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("RoseLLM needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[notebooks,test]'
+	@touch $@
+
+notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P="batch=64 quick=false" sets parameters)
+	@$(PY) -m rosellm.lab.run_notebooks --select "$$NB" --parameters "$$P" --workers $(WORKERS) --timeout $(TIMEOUT)
+
+test: export OMP_NUM_THREADS := 1
+test: $(STAMP) ## run the package's tests (pytest) and every notebook as a test (nbval)
+	$(PY) -m pytest tests notebooks -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 120 \
+		--nbval-sanitize-with notebooks/nbval_sanitize.cfg
+
+lint: $(STAMP) ## check the style of the Python files (ruff)
+	$(PY) -m ruff check rosellm tests conftest.py
+	$(PY) -m ruff format --check rosellm tests conftest.py
+
+lab: $(STAMP) ## open the notebooks in JupyterLab, on 127.0.0.1 with its token (LAB="--port 9000" adds options)
+	$(PY) -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(LAB)
+
+refresh: $(STAMP) ## execute the notebooks in place, add PNGs and normalise them (NB selects)
+	@$(PY) -m rosellm.lab.refresh_notebooks --select "$$NB"
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find rosellm tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,160 @@
+"""Runs of the engine for notebooks and records: timed decode steps, counted decode steps, compared tokens and logits."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.lab.trace import Trace, record_trace
+from rosellm.roseinfer.engine import Engine, resolve_device, resolve_dtype
+from rosellm.roseinfer.kernels import Kernels
+from rosellm.roseinfer.kv_append import AppendGate
+from rosellm.roseinfer.kv_blocks import blocks_for
+from rosellm.roseinfer.recipe import Recipe
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import Sampler, SamplingParams
+from rosellm.rosetrainer.model import GPT
+from rosellm.rosetrainer.weights import dummy_model, load_model
+
+
+@lru_cache(maxsize=2)
+def get_model(model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto") -> GPT:
+    """A model, loaded once a process."""
+    where = resolve_device(device)
+    load = dummy_model if load_format == "dummy" else load_model
+    return load(model, where, resolve_dtype(dtype, where))
+
+
+def make_prompts(batch: int, lengths: int | list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Seeded random token ids; ``lengths`` are taken in turn."""
+    lengths = [lengths] if isinstance(lengths, int) else lengths
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(lengths[i % len(lengths)])] for i in range(batch)]
+
+
+class Bench:
+    """An engine of one recipe with a batch of sequences ready to decode.
+
+    prompts: token ids, one list a sequence. new_tokens: room for this many. gate_from: batch size from which Triton appends are used;
+    None reads the environment as a command would.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        recipe: str | Recipe,
+        prompts: list[list[int]],
+        new_tokens: int,
+        *,
+        block_size: int = 64,
+        gate_from: int | None = None,
+        kernels: str | Kernels = "auto",
+        sampler: Sampler | None = None,
+    ) -> None:
+        longest = max(map(len, prompts)) + new_tokens
+        self.engine = Engine(
+            model,
+            recipe=recipe,
+            max_batch_size=len(prompts),
+            num_kv_blocks=len(prompts) * blocks_for(longest, block_size),
+            block_size=block_size,
+            gate=None if gate_from is None else AppendGate(gate_from),
+            kernels=kernels,
+            sampler=sampler,
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        self.sequences: list[Sequence] = [self.engine.make_sequence(p, params) for p in prompts]
+        self.engine.prefill(self.sequences)
+
+    def decode(self, steps: int = 1) -> list[float]:
+        """Seconds of each step; a step ends when its tokens are on the host."""
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.engine.decode(self.sequences)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def trace(self, save_to=None) -> Trace:
+        """One profiled step."""
+        return record_trace(self.decode, save_to)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [s.output for s in self.sequences]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recipe's run: its tokens, every measured step's seconds, and one counted step."""
+
+    name: str
+    tokens: list[list[int]]
+    step_seconds: list[float]
+    trace: Trace
+
+    @property
+    def step_ms(self) -> float:
+        """Median milliseconds a step."""
+        return float(np.median(self.step_seconds)) * 1e3
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / float(np.median(self.step_seconds))
+
+
+WARM_UP_STEPS = 2
+
+
+def run_recipe(model: GPT, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options) -> Run:
+    """Prefill, a short warm-up, one counted step, then timed steps, ``new_tokens`` tokens a sequence in all."""
+    bench = Bench(model, recipe, prompts, new_tokens, **options)
+    bench.decode(WARM_UP_STEPS)
+    trace = bench.trace()
+    seconds = bench.decode(new_tokens - WARM_UP_STEPS - 2)
+    return Run(recipe if isinstance(recipe, str) else "custom", bench.tokens, seconds, trace)
+
+
+def compare(model: GPT, before: str | Recipe, after: str | Recipe, prompts, new_tokens: int, **options) -> tuple[Run, Run]:
+    """The same work by two recipes, one after the other."""
+    return tuple(run_recipe(model, recipe, prompts, new_tokens, **options) for recipe in (before, after))
+
+
+class ForcedSampler(Sampler):
+    """Keeps every step's logits and goes on with given tokens, so that two runs see the same inputs throughout."""
+
+    def __init__(self, tokens: list[list[int]]) -> None:
+        self.tokens, self.logits = tokens, []
+
+    def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+        self.logits.append(logits.float().cpu())
+        return [row[s.n_output] for row, s in zip(self.tokens, sequences, strict=True)]
+
+
+def forced_logits(model: GPT, recipe: str | Recipe, prompts: list[list[int]], tokens: list[list[int]], **options) -> Tensor:
+    """Logits ``[steps, B, V]`` (fp32, on the host) of a recipe that is fed ``tokens`` whatever it would have chosen."""
+    sampler = ForcedSampler(tokens)
+    bench = Bench(model, recipe, prompts, len(tokens[0]), sampler=sampler, **options)
+    bench.decode(len(tokens[0]) - 1)
+    return torch.stack(sampler.logits)
+
+
+def share_equal(a: list[list[int]], b: list[list[int]]) -> float:
+    """Share of positions at which two runs have the same token."""
+    pairs = [(x, y) for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True)]
+    return sum(x == y for x, y in pairs) / len(pairs)
+
+
+def compare_logits(expected: Tensor, logits: Tensor) -> dict[str, float]:
+    """Two ``[steps, B, V]`` tensors: how far apart, against the expected ones' own spread, and how often the best token agrees."""
+    return {
+        "max_logit_difference": (expected - logits).abs().max().item(),
+        "logit_deviation": expected.std().item(),
+        "share_of_argmax_equal": (expected.argmax(-1) == logits.argmax(-1)).float().mean().item(),
+    }

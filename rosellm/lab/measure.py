@@ -1,0 +1,162 @@
+"""Makes the committed records: ``python -m rosellm.lab.measure --output notebooks/results/nvidia-h200``.
+
+Every workload on every rung through the benchmark commands themselves, then the counted, compared and microbenchmarked
+figures that the notebooks draw. One JSON file each; a run that is cut off has lost only the file it was at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rosellm.errors import RoseError
+from rosellm.lab import experiments
+from rosellm.lab.bench import get_model
+from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
+from rosellm.roseinfer.cli import OneLineParser, command
+from rosellm.roseinfer.engine import resolve_device
+from rosellm.roseinfer.record import new_record, write_record
+from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.workloads import WORKLOADS
+
+COMMANDS = {"scheduler": benchmark_scheduler.main, "streaming": benchmark_streaming.main}
+
+
+def measure_workload(workload: str, rung: str, arguments: argparse.Namespace) -> None:
+    """One benchmark command, its record kept as ``WORKLOAD-RUNG.json``."""
+    target = arguments.output / f"{workload}-{rung}.json"
+    status = COMMANDS[WORKLOADS[workload].form](
+        ["--workload", workload, "--rung", rung, "--hf-model-id", arguments.model, "--load-format", arguments.load_format]
+        + ["--device", arguments.device, "--warmup-runs", "1", "--repeat-runs", str(arguments.repeats), "--json", str(target)]
+    )
+    if status:
+        raise RoseError(f"the benchmark of {workload} on {rung} ended with status {status}")
+
+
+def counts(arguments: argparse.Namespace) -> dict:
+    """Kernels, copies, bytes and allocations of one decode step, by rung and batch size."""
+    model = _model(arguments)
+    return {str(batch): experiments.counted_rungs(model, list(LADDER), batch, 32) for batch in (8, 64, 256)}
+
+
+def equality(arguments: argparse.Namespace) -> dict:
+    """Tokens and logits of every rung against ``dense``, in fp32, fp16 and bf16, on the shipped model."""
+    lengths = [1, 2, 5, 63, 64, 65, 130]
+    return {
+        dtype: experiments.equality(get_model("rose-tiny", arguments.device, dtype), list(LADDER), lengths, 14, 64)
+        for dtype in ("float32", "float16", "bfloat16")
+    }
+
+
+def context(arguments: argparse.Namespace) -> dict:
+    """Step time against the cached context."""
+    rungs, contexts = ["dense", "paged", "no_mask", "reused_index_buffers"], [16, 64, 128, 256, 512, 768, 960]
+    return {str(batch): experiments.step_by_context(_model(arguments), rungs, batch, contexts) for batch in (8, 64)}
+
+
+def autotune(arguments: argparse.Namespace) -> dict:
+    """What an autotuned launch costs and what tuning beforehand brings."""
+    model = _model(arguments)
+    launches = [experiments.launch_costs(model, batch, length) for batch, length in ((8, 128), (64, 256), (64, 960), (256, 64))]
+    warps, stages = launches[1]["chosen"]
+    return {"launches": launches, "step_ms": experiments.offline_tuned_step_ms(model, 64, 256, 64, warps, stages)}
+
+
+def bookkeeping(arguments: argparse.Namespace) -> dict:
+    """Nanoseconds of Python a reserved token."""
+    return {str(batch): experiments.bookkeeping_cost(batch, 12, 128) for batch in (8, 256)}
+
+
+EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
+    "counts": counts,
+    "equality": equality,
+    "context": context,
+    "autotune": autotune,
+    "bookkeeping": bookkeeping,
+}
+
+
+def measure_experiment(name: str, arguments: argparse.Namespace) -> None:
+    """One experiment, its record kept as ``NAME.json``."""
+    figures = EXPERIMENTS[name](arguments)
+    record = new_record(name, resolve_device(arguments.device), model=arguments.model, figures=figures)
+    write_record(arguments.output / f"{name}.json", record)
+
+
+def measure_kv_append(_name: str, arguments: argparse.Namespace) -> None:
+    """The append microbenchmark, its record kept as ``kv_append.json``."""
+    if benchmark_kv_append.main(["--device", arguments.device, "--json", str(arguments.output / "kv_append.json")]):
+        raise RoseError("the append microbenchmark failed")
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Check everything that is asked for, then measure it job by job."""
+    arguments = _parser().parse_args(argv)
+    jobs = _jobs(arguments)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for name, job in jobs:
+        start = time.perf_counter()
+        job()
+        _free_memory()
+        print(f"[{time.perf_counter() - start:6.1f} s] {name}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(prog="python -m rosellm.lab.measure", description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="folder for the records; made if missing")
+    parser.add_argument("--workloads", default="W0,W1,W2,W3,W4,W5", help="comma-separated; '' for none (default %(default)s)")
+    parser.add_argument("--rungs", default=",".join(LADDER), help="comma-separated (default: the whole ladder)")
+    parser.add_argument(
+        "--experiments", default=",".join([*EXPERIMENTS, "kv_append"]), help="comma-separated; '' for none (default %(default)s)"
+    )
+    parser.add_argument("--model", default="gpt2", help="shape of the model (default %(default)s)")
+    parser.add_argument("--load-format", default="dummy", help="auto or dummy (default %(default)s)")
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="measured runs of each benchmark (default %(default)s)")
+    return parser
+
+
+def _free_memory() -> None:
+    """So that one job's engines do not crowd the next one's KV cache."""
+    get_model.cache_clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _jobs(arguments: argparse.Namespace) -> list[tuple[str, Callable[[], None]]]:
+    """Everything asked for, checked before anything runs."""
+    workloads = _listed("workload", arguments.workloads, WORKLOADS)
+    rungs = _listed("rung", arguments.rungs, LADDER)
+    names = _listed("experiment", arguments.experiments, [*EXPERIMENTS, "kv_append"])
+    jobs = [
+        (name, lambda name=name: (measure_kv_append if name == "kv_append" else measure_experiment)(name, arguments))
+        for name in names
+    ]
+    return jobs + [
+        (f"{workload} {rung}", lambda workload=workload, rung=rung: measure_workload(workload, rung, arguments))
+        for workload in workloads
+        for rung in rungs
+    ]
+
+
+def _listed(what: str, text: str, known) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise RoseError(f"{what} {unknown[0]!r} is unknown; use {', '.join(known)}")
+    return names
+
+
+def _model(arguments: argparse.Namespace):
+    return get_model(arguments.model, arguments.device, "auto", arguments.load_format)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,136 @@
+"""What one stretch of the engine did, counted from a torch.profiler trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of the trace; times in µs. kind: kernel, copy, memset, op, range or allocation. ``n_bytes``: moved or allocated.
+
+    ``started``: when the host asked for it, which for GPU work is the launch.
+    """
+
+    name: str
+    kind: str
+    start: float
+    duration: float
+    started: float
+    n_bytes: int = 0
+    on_gpu: bool = False
+
+
+class Trace:
+    """The events of one profiled call. Ranges are the engine's ``record_function`` names."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self.events = sorted(events, key=lambda e: e.start)
+
+    def ranges(self, name: str | None = None) -> list[Event]:
+        return [e for e in self.events if e.kind == "range" and name in (None, e.name)]
+
+    def within(self, range_name: str) -> Trace:
+        """Only what the host asked for inside ranges of this name."""
+        spans = [(r.start, r.start + r.duration) for r in self.ranges(range_name)]
+        starts = [start for start, _ in spans]
+
+        def inside(event: Event) -> bool:
+            i = bisect_right(starts, event.started) - 1
+            return i >= 0 and event.started <= spans[i][1]
+
+        return Trace([e for e in self.events if inside(e)])
+
+    def of(self, kind: str, containing: str = "") -> list[Event]:
+        return [e for e in self.events if e.kind == kind and containing in e.name]
+
+    @property
+    def kernels(self) -> int:
+        """Kernels run on the GPU; on a CPU, operators called from Python."""
+        return len(self.of("kernel")) if self.on_gpu else len(self.of("op"))
+
+    @property
+    def on_gpu(self) -> bool:
+        return any(e.on_gpu for e in self.events)
+
+    @property
+    def host_to_device(self) -> list[Event]:
+        return self.of("copy", "HtoD")
+
+    @property
+    def allocations(self) -> int:
+        """Tensors' memory blocks taken from the allocator, host and device."""
+        return len(self.of("allocation"))
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(e.n_bytes for e in self.of("allocation"))
+
+    def gpu_time(self) -> float:
+        """Sum of the durations of GPU kernels, µs."""
+        return sum(e.duration for e in self.of("kernel"))
+
+
+def record_trace(run: Callable[[], object], save_to: Path | None = None) -> Trace:
+    """Profile one call of ``run``; ``save_to`` keeps the Chrome trace."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and stop otherwise
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_to or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return read_trace(path)
+
+
+def read_trace(path: Path) -> Trace:
+    """The events of a Chrome trace written by torch.profiler."""
+    raw = [e for e in json.loads(Path(path).read_text())["traceEvents"] if "ts" in e]
+    launches = {
+        e["args"]["correlation"]: e["ts"]
+        for e in raw
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    events = [event for e in raw if (event := _event(e, launches)) is not None]
+    return Trace(_outermost_ops(events))
+
+
+def _event(e: dict, launches: dict[int, float]) -> Event | None:
+    category, args, start = e.get("cat"), e.get("args", {}), float(e["ts"])
+    duration = float(e.get("dur", 0))
+    if category in GPU_KINDS:
+        launched = launches.get(args.get("correlation"), start)
+        return Event(e["name"], GPU_KINDS[category], start, duration, launched, int(args.get("bytes", 0)), True)
+    if category == "user_annotation":
+        return Event(e["name"], "range", start, duration, start)
+    if category == "cpu_op":
+        return Event(e["name"], "op", start, duration, start)
+    if e["name"] == "[memory]" and args.get("Bytes", 0) > 0:
+        return Event("allocation", "allocation", start, 0.0, start, int(args["Bytes"]), args.get("Device Type") == 1)
+    return None
+
+
+def _outermost_ops(events: list[Event]) -> list[Event]:
+    """Operators that Python called; those called by other operators are dropped."""
+    kept, end = [], float("-inf")
+    for event in sorted(events, key=lambda e: (e.start, -e.duration)):
+        if event.kind == "op":
+            if event.start < end:
+                continue
+            end = event.start + event.duration
+        kept.append(event)
+    return kept

@@ -1,0 +1,310 @@
+"""Times the KV append of one layer, variant by variant.
+
+On a GPU: device time a call, from replays of a CUDA graph of many calls, and wall time of eager calls.
+"rotating" calls write other slots from other tensors each time, so that neither stays in the L2 cache; "same"
+calls repeat one. On a CPU: wall time of the torch twins; Triton's interpreter is not timed. The floor is the
+bytes that an append must move at the copy bandwidth measured in the same run. Every variant is first checked
+bit for bit against the specification.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer import cli
+from rosellm.roseinfer.engine import resolve_device, resolve_dtype
+from rosellm.roseinfer.kernels import Kernels, choose_kernels
+from rosellm.roseinfer.kv_append_triton import kv_append_bytes, kv_append_ref
+from rosellm.roseinfer.record import check_writable, new_record, write_record
+
+CALLS = {"cuda": 50, "cpu": 5}
+ROTATED_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
+COPY_BYTES = 256 << 20
+POISON = {2: 0x7E5A, 4: 0x7FC5A5A5}  # a NaN's bits by element size: what an append left alone is told apart
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's cache and append: B tokens, H heads of D, blocks of BLOCK_SIZE tokens."""
+
+    batch: int
+    n_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def cache(self) -> tuple[int, int, int, int]:
+        return self.batch, self.n_heads, self.block_size, self.head_dim
+
+    @property
+    def bytes_moved(self) -> int:
+        return kv_append_bytes(self.batch, self.n_heads, self.head_dim, self.dtype)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What one call reads and writes; row b goes to block ``block_idx[b]``, all different, at slot ``pos``."""
+
+    caches: dict[str, Tensor]  # k_cache_layer, v_cache_layer [N_BLOCKS = B, H, BLOCK_SIZE, D]
+    news: dict[str, Tensor]  # key_new, value_new [B, H, D]
+    batch_idx: Tensor  # [B] int32, as are the next two
+    block_idx: Tensor
+    pos_tensor: Tensor
+    pos: int
+
+    def bind(self, variant: str, kernels: Kernels) -> Callable[[], None]:
+        """A call of ``variant`` without arguments; index tensors are made beforehand."""
+        operands = self.caches | self.news
+        rows, blocks, pos = self.batch_idx, self.block_idx, self.pos_tensor
+        if variant == "index_put":
+            wide = {"batch_idx": rows.long(), "block_idx": blocks.long(), "pos": pos.long()}
+            return lambda: kv_append_ref(**operands, **wide)
+        if variant == "generic":
+            return lambda: kernels.kv_append(**operands, batch_idx=rows, block_idx=blocks, pos=pos)
+        if variant == "full_batch":
+            return lambda: kernels.kv_append_full_batch(**operands, block_idx=blocks, pos=self.pos)
+        return lambda: kernels.kv_append_identity_pos(**operands, block_idx=blocks, pos=pos)
+
+
+VARIANTS = ("index_put", "generic", "full_batch", "identity_pos")
+
+
+def make_caches(shape: Shape) -> dict[str, Tensor]:
+    """A layer's K and V cache, poisoned."""
+    bits = BITS[shape.dtype.itemsize]
+    poison = POISON[shape.dtype.itemsize]
+    return {
+        name: torch.full(shape.cache, poison, dtype=bits, device=shape.device).view(shape.dtype)
+        for name in ("k_cache_layer", "v_cache_layer")
+    }
+
+
+def make_operands(shape: Shape, n_sets: int, seed: int = 0) -> list[Operands]:
+    """Sets that share no slot and no input: each its slot of a cache, and a new cache when those are used up."""
+    generator = torch.Generator(device=shape.device).manual_seed(seed)
+    random = {"generator": generator, "device": shape.device}
+    sets = []
+    for i in range(n_sets):
+        pos = i % shape.block_size
+        if pos == 0:
+            caches = make_caches(shape)
+        news = {
+            name: torch.randn(shape.batch, shape.n_heads, shape.head_dim, dtype=shape.dtype, **random)
+            for name in ("key_new", "value_new")
+        }
+        sets.append(
+            Operands(
+                caches,
+                news,
+                batch_idx=torch.arange(shape.batch, dtype=torch.int32, device=shape.device),
+                block_idx=torch.randperm(shape.batch, dtype=torch.int32, **random),
+                pos_tensor=torch.full((shape.batch,), pos, dtype=torch.int32, device=shape.device),
+                pos=pos,
+            )
+        )
+    return sets
+
+
+def check_variant(variant: str, operands: Operands, kernels: Kernels, shape: Shape) -> None:
+    """Raise AssertionError unless ``variant`` leaves poisoned caches with the bits of the specification."""
+    found, wanted = make_caches(shape), make_caches(shape)
+    indices = {"batch_idx": operands.batch_idx, "block_idx": operands.block_idx, "pos": operands.pos_tensor}
+    kv_append_ref(**wanted, **operands.news, **{name: index.long() for name, index in indices.items()})
+    Operands(found, operands.news, *indices.values(), operands.pos).bind(variant, kernels)()
+    bits = BITS[shape.dtype.itemsize]
+    for name, cache in wanted.items():
+        if not torch.equal(found[name].view(bits), cache.view(bits)):
+            raise AssertionError(f"{variant} at batch {shape.batch}: {name} differs from the specification")
+
+
+def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
+    """Device seconds a call, one figure a replay of a CUDA graph of all ``calls``."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        calls[0]()  # compiles before anything is recorded
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    return [seconds / len(calls) for seconds in _event_times(graph.replay, repeats)]
+
+
+def wall_times(calls: list[Callable[[], None]], repeats: int, device: torch.device) -> list[float]:
+    """Wall seconds a call, launched one by one from Python and waited for at the end; one figure a repeat."""
+    _synchronize(device)
+    times = []
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        for call in calls:
+            call()
+        _synchronize(device)
+        times.append((perf_counter() - start) / len(calls))
+    return times[1:]
+
+
+def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
+    """Bytes a second, reads and writes both counted, of a copy of ``COPY_BYTES``; one figure a repeat."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    copy()
+    times = _event_times(copy, repeats) if device.type == "cuda" else wall_times([copy], repeats, device)
+    return [2 * COPY_BYTES / seconds for seconds in times]
+
+
+def _event_times(run: Callable[[], object], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return times
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_variant(
+    variant: str, sets: list[Operands], kernels: Kernels, repeats: int
+) -> dict[str, list[float]]:
+    """Every repeat's seconds a call, by way of timing."""
+    device = sets[0].block_idx.device
+    bound = [operands.bind(variant, kernels) for operands in sets]
+    n_calls = CALLS[device.type]
+    rotating = bound * -(-n_calls // len(bound))
+    times = {"wall": wall_times(rotating, repeats, device)}
+    if device.type == "cuda":
+        times["device_rotating"] = graph_times(rotating, repeats)
+        times["device_same"] = graph_times(bound[:1] * n_calls, repeats)
+    return times
+
+
+def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float) -> list[dict[str, Any]]:
+    """One row a variant: raw times and medians in seconds, beside the floor."""
+    sets = make_operands(shape, max(2, -(-ROTATED_BYTES[shape.device.type] // shape.bytes_moved)))
+    rows = []
+    for variant in VARIANTS:
+        check_variant(variant, sets[-1], kernels, shape)
+        times = time_variant(variant, sets, kernels, repeats)
+        rows.append(
+            {
+                "batch_size": shape.batch,
+                "variant": variant,
+                "bit_equal": True,
+                "rotated_sets": len(sets),
+                "bytes_moved": shape.bytes_moved,
+                "floor_s": shape.bytes_moved / bandwidth,
+                "repeats_s": times,
+                "medians_s": {way: float(np.median(seconds)) for way, seconds in times.items()},
+            }
+        )
+    return rows
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """What the command measures, printed and returned as a record."""
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    kernels = choose_kernels("auto", "fixed", device)
+    bandwidths = copy_bandwidth(device, options.repeats)
+    bandwidth = float(np.median(bandwidths))
+    print(f"KV append, {kernels.name} kernels, {device.type}, {dtype}")
+    print(f"Copy bandwidth: {bandwidth / 1e9:,.1f} GB/s")
+    rows = []
+    for batch in options.batch_sizes:
+        shape = Shape(batch, options.num_heads, options.head_dim, options.block_size, dtype, device)
+        rows += measure_shape(shape, kernels, options.repeats, bandwidth)
+        print_rows(rows[-len(VARIANTS) :], with_header=batch == options.batch_sizes[0])
+    facts = {name: value for name, value in vars(options).items() if name != "json"}
+    return new_record(
+        "kv_append",
+        device,
+        options=facts,
+        device=device.type,
+        dtype=str(dtype).removeprefix("torch."),
+        kernels=kernels.name,
+        copy_bandwidth_bytes_s={"repeats": bandwidths, "median": bandwidth},
+        rows=rows,
+    )
+
+
+def print_rows(rows: list[dict[str, Any]], with_header: bool) -> None:
+    """The variants of one batch size: microseconds a call, the gain over ``index_put``, the floor."""
+    ways = list(rows[0]["medians_s"])
+    gain_way = "device_rotating" if "device_rotating" in ways else "wall"
+    if with_header:
+        titles = "".join(f"{way.replace('_', ' ') + ' us':>20}" for way in ways)
+        print(f"{'B':>6}  {'variant':<14}{titles}{'gain (' + gain_way + ')':>24}{'floor us':>10}")
+    for row in rows:
+        medians = row["medians_s"]
+        times = "".join(f"{medians[way] * 1e6:>20,.2f}" for way in ways)
+        gain = rows[0]["medians_s"][gain_way] / medians[gain_way]
+        line = (
+            f"{row['batch_size']:>6}  {row['variant']:<14}{times}{gain:>23.2f}x{row['floor_s'] * 1e6:>10,.2f}"
+        )
+        print(line, flush=True)
+
+
+@cli.command
+def main(argv: list[str] | None = None) -> None:
+    options = _parser().parse_args(argv)
+    if options.json:
+        check_writable(options.json)
+    record = measure(options)
+    if options.json:
+        write_record(options.json, record)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.OneLineParser(
+        prog="python -m rosellm.roseinfer.benchmark_kv_append", description=__doc__.partition("\n\n")[2]
+    )
+    cli.add_device_arguments(parser)
+    positive = cli.whole_number(1)
+    add = parser.add_argument
+    add(
+        "--batch-sizes",
+        type=cli.whole_numbers,
+        default=(128, 256, 512, 1024, 2048),
+        metavar="N,N",
+        help="tokens a call",
+    )
+    add("--num-heads", type=positive, default=12, help="default: %(default)s")
+    add("--head-dim", type=positive, default=64, help="default: %(default)s")
+    add("--block-size", type=positive, default=64, help="tokens a block; default: %(default)s")
+    add(
+        "--repeats",
+        type=positive,
+        default=20,
+        help="measurements of each figure, the median counts; default: %(default)s",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the record here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

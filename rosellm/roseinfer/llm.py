@@ -1,0 +1,112 @@
+"""The offline interface in the field's usual shape: ``LLM(model).generate(prompts, sampling_params)``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from rosellm.errors import PromptError
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.scheduler import OfflineScheduler, one_each
+from rosellm.rosetrainer.weights import SHIPPED
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated. ``token_ids`` include an end-of-sequence token; ``text`` does not, nor a stop
+    string.
+
+    ``finish_reason`` is "stop" (end of sequence or a stop string) or "length".
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A prompt and its completion, ``outputs[0]``. ``prompt`` is the text given, None if token ids were."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+
+class LLM:
+    """A model, ready to generate.
+
+    model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the best one.
+    device: "auto", "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format: "auto",
+    or "dummy" for random weights. The sizes are those of ``Engine``.
+    """
+
+    def __init__(
+        self,
+        model: str = SHIPPED,
+        *,
+        rung: str | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        load_format: str = "auto",
+        max_batch_size: int = 256,
+        num_kv_blocks: int | None = None,
+        block_size: int = 64,
+    ) -> None:
+        self.engine = Engine.load(
+            model,
+            device=device,
+            dtype=dtype,
+            load_format=load_format,
+            recipe=rung,
+            max_batch_size=max_batch_size,
+            num_kv_blocks=num_kv_blocks,
+            block_size=block_size,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Generation]:
+        """Complete one prompt or many, each text or a list of token ids; results in their order.
+
+        sampling_params: one for all, one each, or None for the defaults. All is checked before anything
+        runs: raises ``PromptError`` or ``SamplingError``.
+        """
+        many = _as_many(prompts)
+        params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
+        encode = self.engine.tokenizer.encode
+        ids = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in many]
+        with tqdm(total=len(many), desc="prompts", disable=not use_tqdm) as progress:
+            outputs = OfflineScheduler(self.engine).run(ids, params, progress)
+        return [_generation(prompt, output) for prompt, output in zip(many, outputs, strict=True)]
+
+
+def _as_many(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, list):
+        raise PromptError(f"prompts is {prompts!r}; give text, a list of token ids, or a list of these")
+    if prompts and all(_is_token_id(item) for item in prompts):
+        return [prompts]
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, (str, list)):
+            raise PromptError(f"prompt {index} is {prompt!r}; give text or a list of token ids")
+    return prompts
+
+
+def _is_token_id(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _generation(prompt: Prompt, output: RequestOutput) -> Generation:
+    completion = Completion(output.token_ids, output.text, output.finish_reason)
+    return Generation(prompt if isinstance(prompt, str) else None, output.prompt_token_ids, [completion])

@@ -1,0 +1,158 @@
+"""Benchmark records: one JSON object a run, with every raw figure and the environment it was measured in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import rosellm
+from rosellm.errors import RoseError
+from rosellm.roseinfer.engine import Engine
+
+SCHEMA_VERSION = 1
+CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
+
+
+def new_record(kind: str, where: torch.device, **fields: Any) -> dict[str, Any]:
+    """A record of ``kind`` ("scheduler", "streaming", "kv_append"), its fields and the environment."""
+    return {"schema_version": SCHEMA_VERSION, "kind": kind, **fields, "environment": environment(where)}
+
+
+def engine_facts(engine: Engine) -> dict[str, Any]:
+    """What an engine was built of. ``rung`` is None for a recipe that is not a rung."""
+    return {
+        "rung": engine.rung,
+        "recipe": engine.recipe.as_dict(),
+        "kernels": engine.kernels.name,
+        "append_gate_min_batch": engine.gate.min_batch,
+        "prefix_cache": engine.prefix_cache is not None,
+        "device": engine.device.type,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "model_shape": engine.config.to_hf(),
+        "max_batch_size": engine.max_batch_size,
+        "block_size": engine.block_size,
+        "num_kv_blocks": engine.num_kv_blocks,
+    }
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Where a figure was measured: hardware, versions, git commit (None outside a checkout), time in UTC."""
+    is_gpu = device.type == "cuda"
+    return {
+        "device_name": torch.cuda.get_device_name(device) if is_gpu else _cpu_name(),
+        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_gpu else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if is_gpu
+        else None,
+        "cuda": torch.version.cuda,
+        "cpu": _cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "os": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: _version(name) for name in ("triton", "transformers", "numpy")},
+        "rosellm": rosellm.__version__,
+        **_git_state(),
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def distribution(
+    name: str, values: Iterable[float | None], percents: Iterable[int], unit: str = "s"
+) -> dict[str, float | None]:
+    """Mean and percentiles as ``{name}_mean_{unit}``, ``{name}_p50_{unit}`` …; None without values."""
+    known = [value for value in values if value is not None]
+    figures = {"mean": float(np.mean(known)) if known else None}
+    for percent in percents:
+        figures[f"p{percent}"] = float(np.percentile(known, percent)) if known else None
+    return {f"{name}_{which}_{unit}": figure for which, figure in figures.items()}
+
+
+def across_repeats(repeats: list[dict[str, Any]]) -> dict[str, Any]:
+    """Every repeat's raw figures, and the median and mean over the repeats of each numeric one."""
+    numeric = [name for name, value in repeats[0].items() if isinstance(value, (int, float))]
+    columns = {name: [repeat[name] for repeat in repeats] for name in numeric}
+    return {
+        "repeats": repeats,
+        "medians": {name: float(np.median(column)) for name, column in columns.items()},
+        "means": {name: float(np.mean(column)) for name, column in columns.items()},
+    }
+
+
+def tokens_sha256(outputs: Iterable[list[int]]) -> str:
+    """A digest of all requests' output token ids in order: of each its length and ids, little-endian int32."""
+    digest = hashlib.sha256()
+    for token_ids in outputs:
+        digest.update(np.array([len(token_ids), *token_ids], dtype="<i4").tobytes())
+    return digest.hexdigest()
+
+
+def check_writable(path: Path) -> Path:
+    """``path`` if a file can be written there. Raises RoseError before anything is measured."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise RoseError(f"cannot write {path}: there is no folder {folder}")
+    if path.exists() and not path.is_file():
+        raise RoseError(f"cannot write {path}: it exists and is not a regular file")
+    if not os.access(folder, os.W_OK):
+        raise RoseError(f"cannot write {path}: the folder {folder} is read-only")
+    return path
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write ``record`` as JSON, unrounded; a reader sees the old file or the whole new one."""
+    check_writable(path)
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise RoseError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, str | bool | None]:
+    """Commit of the checkout that holds the package, and whether tracked files differ from it."""
+    if not (CHECKOUT / ".git").exists():
+        return {"git_commit": None, "git_dirty": None}
+    commit = _output("git", "-C", str(CHECKOUT), "rev-parse", "--verify", "HEAD")
+    changes = _output("git", "-C", str(CHECKOUT), "status", "--porcelain", "--untracked-files=no")
+    return {"git_commit": commit, "git_dirty": bool(changes) if commit and changes is not None else None}
+
+
+def _output(*command: str) -> str | None:
+    """First line of a command's output; None if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else None

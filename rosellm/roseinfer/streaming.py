@@ -1,0 +1,295 @@
+"""Streaming: a worker thread runs the scheduler, and every request's text comes out piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+from time import perf_counter
+
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics, RequestOutput
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.scheduler import OnlineScheduler, SchedulerConfig
+
+_END = object()
+"""Closes a queue of pieces."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One request between its client and the worker; ``output`` or ``error`` is there once it has ended."""
+
+    request_id: int
+    params: SamplingParams
+    metrics: RequestMetrics
+    pieces: SimpleQueue = field(default_factory=SimpleQueue)
+    ended: Event = field(default_factory=Event)
+    sequence: Sequence | None = None
+    text: IncrementalText | None = None
+    n_tokens: int = 0
+    output: RequestOutput | None = None
+    error: BaseException | None = None
+
+
+class StreamingManager:
+    """Requests from any thread, served by one worker thread that alone runs ``engine``.
+
+    Text is handed over every ``stream_interval`` tokens of a request, and when it ends; a piece never holds
+    part of a stop string. Queues have no bound, so a reader who walks away holds up nobody. Prompts given as
+    text are tokenised in the caller's thread, or by ``tokenize_workers`` threads; an error there reaches the
+    reader. If the worker fails, every waiter gets the error and no further request is taken. A request's
+    results are kept until :meth:`forget`. Use as a context manager, or call :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: SchedulerConfig | None = None,
+        tokenize_workers: int = 0,
+        stream_interval: int = 1,
+    ) -> None:
+        _check_whole("tokenize_workers", tokenize_workers, 0)
+        _check_whole("stream_interval", stream_interval, 1)
+        if engine.tokenizer is None:
+            raise RoseError("streaming needs a tokenizer, and this engine has none")
+        config = config or SchedulerConfig()
+        self.engine, self.stream_interval = engine, stream_interval
+        self.max_in_flight = config.max_in_flight
+        self._scheduler = OnlineScheduler(engine, replace(config, max_in_flight=None))
+        self._pool = ThreadPoolExecutor(tokenize_workers) if tokenize_workers else None
+        self._lock = Lock()  # guards what follows, down to the orders
+        self._streams: dict[int, _Stream] = {}
+        self._in_flight: set[_Stream] = set()
+        self._ids = count(1)
+        self._refusal: str | None = None
+        self._failure: BaseException | None = None
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._running: dict[int, _Stream] = {}  # the worker's own, by the scheduler's request id
+        self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
+        self._worker.start()
+
+    def add_request(self, prompt: str | list[int], params: SamplingParams) -> int:
+        """Queue a prompt, text or token ids, and return the request's id.
+
+        Raises ``PromptError``, ``SamplingError``, ``OverloadError``, or ``RoseError`` once closed or failed.
+        """
+        arrival = perf_counter()
+        if not isinstance(prompt, (str, list)):
+            raise PromptError(f"the prompt is {prompt!r}; give text or a list of token ids")
+        if not isinstance(params, SamplingParams):
+            raise SamplingError(f"params is {params!r}; give SamplingParams")
+        with self._lock:
+            stream = self._open(params, arrival)
+            if self._pool is not None and isinstance(prompt, str):
+                self._pool.submit(self._prepare_in_pool, stream, prompt)
+                return stream.request_id
+        try:
+            self._prepare(stream, prompt)
+        except BaseException:
+            with self._lock:
+                self._in_flight.discard(stream)
+                del self._streams[stream.request_id]
+            raise
+        return stream.request_id
+
+    def stream_text(self, request_id: int) -> Iterator[str]:
+        """The request's text in pieces, until it ends; for one reader. Raises what made the request fail."""
+        return self._read(self._stream(request_id))
+
+    def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
+        """Wait, at most ``timeout`` seconds, for the request's end. Raises what made it fail."""
+        stream = self._stream(request_id)
+        if not stream.ended.wait(timeout):
+            raise RoseError(f"request {request_id} has not ended within {timeout} s")
+        _raise_failure(stream)
+        return stream.output
+
+    def metrics(self, request_id: int) -> RequestMetrics:
+        """When the request arrived and when each token was handed over, so far."""
+        return self._stream(request_id).metrics
+
+    def cancel(self, request_id: int) -> bool:
+        """Ask for the end of a request; False if it has ended already. Its stream ends soon after."""
+        stream = self._stream(request_id)
+        if stream.ended.is_set():
+            return False
+        self._orders.put(partial(self._cancel, stream))
+        return True
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept of a request that has ended."""
+        stream = self._stream(request_id)
+        if not stream.ended.is_set():
+            raise RoseError(f"request {request_id} has not ended yet")
+        with self._lock:
+            self._streams.pop(request_id, None)
+
+    def close(self) -> None:
+        """Cancel all requests, stop the worker and release every waiter. May be called again."""
+        with self._lock:
+            self._refusal = self._refusal or "the streaming manager is closed"
+        self._orders.put(None)
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._worker.join()
+
+    def __enter__(self) -> StreamingManager:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _open(self, params: SamplingParams, arrival: float) -> _Stream:
+        """A registered stream; the lock is held."""
+        if self._refusal is not None:
+            raise RoseError(self._refusal) from self._failure
+        if self.max_in_flight is not None and len(self._in_flight) >= self.max_in_flight:
+            raise OverloadError(
+                f"{len(self._in_flight)} requests are in flight and max_in_flight is {self.max_in_flight}; "
+                "try again later"
+            )
+        stream = _Stream(next(self._ids), params, RequestMetrics(arrival))
+        self._streams[stream.request_id] = stream
+        self._in_flight.add(stream)
+        return stream
+
+    def _prepare(self, stream: _Stream, prompt: str | list[int]) -> None:
+        ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        with self._lock:  # the engine counts its sequences
+            sequence = self.engine.make_sequence(ids, stream.params)
+        self._orders.put(partial(self._start, stream, sequence))
+
+    def _prepare_in_pool(self, stream: _Stream, prompt: str) -> None:
+        try:
+            self._prepare(stream, prompt)
+        except Exception as error:  # whatever it is, the reader is told
+            self._end(stream, error=error)
+
+    def _stream(self, request_id: int) -> _Stream:
+        try:
+            return self._streams[request_id]
+        except KeyError:
+            raise RoseError(f"request {request_id!r} is unknown: never added, or forgotten") from None
+
+    def _read(self, stream: _Stream) -> Iterator[str]:
+        while (piece := stream.pieces.get()) is not _END:
+            yield piece
+        stream.pieces.put(_END)  # whoever reads again finds the end, too
+        _raise_failure(stream)
+
+    # The worker's side.
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+            self._cancel_rest()
+        except BaseException as error:
+            self._fail(error)
+
+    def _serve(self) -> None:
+        while True:
+            for order in self._take_orders():
+                if order is None:
+                    return
+                order()
+            for sequence in self._scheduler.step():
+                self._hand_over(sequence)
+
+    def _take_orders(self) -> Iterator[Callable[[], None] | None]:
+        """The orders that have come in; waits for one if nothing runs."""
+        wait = not self._scheduler.has_unfinished
+        while True:
+            try:
+                yield self._orders.get(block=wait)
+            except Empty:
+                return
+            wait = False
+
+    def _start(self, stream: _Stream, sequence: Sequence) -> None:
+        if stream.ended.is_set():  # cancelled while it was tokenised
+            return
+        stream.sequence = sequence
+        stream.text = IncrementalText(self.engine.tokenizer, stream.params.stop)
+        self._running[self._scheduler.submit(sequence, stream.text)] = stream
+
+    def _hand_over(self, sequence: Sequence) -> None:
+        """Count a new token, and pass text on if it is time."""
+        stream = self._running[sequence.request_id]
+        stream.n_tokens += 1
+        if sequence.finish_reason is not None:
+            self._finish(stream)
+        elif stream.n_tokens % self.stream_interval == 0:
+            self._flush(stream)
+
+    def _flush(self, stream: _Stream) -> None:
+        piece = stream.text.take()
+        if piece:
+            stream.pieces.put(piece)
+        times = stream.metrics.token_times
+        times += [perf_counter()] * (stream.n_tokens - len(times))
+
+    def _finish(self, stream: _Stream) -> None:
+        self._flush(stream)
+        del self._running[stream.sequence.request_id]
+        output = self._scheduler.take_result(stream.sequence.request_id)
+        self._end(stream, replace(output, request_id=stream.request_id, metrics=stream.metrics))
+
+    def _cancel(self, stream: _Stream) -> None:
+        if stream.ended.is_set():
+            return
+        if stream.sequence is None:
+            self._end(stream, RequestOutput(stream.request_id, [], [], "cancelled", stream.metrics, str))
+            return
+        self._scheduler.cancel(stream.sequence.request_id)
+        self._finish(stream)
+
+    def _cancel_rest(self) -> None:
+        with self._lock:
+            rest = list(self._in_flight)
+        for stream in rest:
+            self._cancel(stream)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = error
+            self._refusal = f"the streaming worker has failed ({_told(error)}); make a new manager"
+            rest = list(self._in_flight)
+        for stream in rest:
+            self._end(stream, error=error)
+        self._scheduler.cancel_all()
+
+    def _end(
+        self, stream: _Stream, output: RequestOutput | None = None, error: BaseException | None = None
+    ) -> None:
+        """Release whoever waits for the stream; the first end counts."""
+        with self._lock:
+            if stream.ended.is_set():
+                return
+            self._in_flight.discard(stream)
+            stream.output, stream.error = output, error
+            stream.ended.set()
+        stream.pieces.put(_END)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _raise_failure(stream: _Stream) -> None:
+    """A fresh exception for each waiter, since several threads may raise it."""
+    if isinstance(stream.error, RoseError):
+        raise type(stream.error)(str(stream.error)) from stream.error
+    if stream.error is not None:
+        raise RoseError(f"request {stream.request_id} failed ({_told(stream.error)})") from stream.error
+
+
+def _check_whole(name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise RoseError(f"{name} is {value!r}; it must be a whole number, {low} or more")

@@ -1,0 +1,68 @@
+"""The workloads on which rungs are compared: greedy, end of sequence ignored, no prefix cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rosellm.errors import RoseError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of ``max_new_tokens`` each, ``max_batch_size`` at a time.
+
+    Prompts are ``prompt`` repeated, request by request cycling through ``prompt_repeats``; or ``prompt_tokens``
+    random ids. ``form`` says which benchmark runs it.
+    """
+
+    id: str
+    num_requests: int
+    max_new_tokens: int
+    max_batch_size: int
+    form: Literal["scheduler", "streaming"] = "scheduler"
+    prompt: str = "Hello"
+    prompt_repeats: tuple[int, ...] = (1,)
+    prompt_tokens: int | None = None
+
+    def flags(self) -> dict[str, Any]:
+        """The command-line options that this workload presets."""
+        return {
+            "num_requests": self.num_requests,
+            "max_new_tokens": self.max_new_tokens,
+            "max_batch_size": self.max_batch_size,
+            "prompt": self.prompt,
+            "prompt_repeats": self.prompt_repeats,
+            "prompt_tokens": self.prompt_tokens,
+            "stop_on_eos": False,
+            "prefix_cache": False,
+            "pretok": True,
+        }
+
+
+WORKLOADS: dict[str, Workload] = {
+    workload.id: workload
+    for workload in (
+        Workload("W0", num_requests=1, max_new_tokens=512, max_batch_size=1),
+        Workload("W1", num_requests=16, max_new_tokens=256, max_batch_size=8),
+        Workload("W2", num_requests=64, max_new_tokens=512, max_batch_size=64),
+        Workload("W3", num_requests=256, max_new_tokens=64, max_batch_size=256),
+        Workload("W4", 128, 128, max_batch_size=128, form="streaming", prompt_repeats=(1, 4)),
+        Workload("W5", 128, 128, max_batch_size=8, form="streaming", prompt_repeats=(1, 4)),
+        Workload("W6", num_requests=1024, max_new_tokens=256, max_batch_size=1024, prompt_tokens=128),
+        Workload("W7", num_requests=256, max_new_tokens=128, max_batch_size=256, prompt_tokens=512),
+    )
+}
+
+
+def get_workload(name: str, form: str) -> Workload:
+    """The workload ``name``, which the benchmark of ``form`` must be able to run."""
+    mine = [workload.id for workload in WORKLOADS.values() if workload.form == form]
+    if name not in WORKLOADS:
+        raise RoseError(f"workload {name!r} is unknown; benchmark_{form} runs {', '.join(mine)}")
+    workload = WORKLOADS[name]
+    if workload.form != form:
+        raise RoseError(
+            f"workload {name} is run by benchmark_{workload.form}; benchmark_{form} runs {', '.join(mine)}"
+        )
+    return workload

@@ -1,0 +1,134 @@
+"""What several test files share: small random models, an oracle, where Triton can run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kv_append import AppendGate
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.rosetrainer.attention import CausalAttention
+from rosellm.rosetrainer.config import ModelConfig
+from rosellm.rosetrainer.model import GPT
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INTERPRETED = pytest.param(
+    "cpu",
+    id="interpreted",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here"),
+)
+ON_GPU = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
+TRITON_DEVICES = (INTERPRETED, ON_GPU)
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bit patterns of ``x`` as integers, so that NaN equals NaN and -0.0 differs from 0.0."""
+    return x.view(BITS[x.dtype.itemsize])
+
+
+def small_config(**changes) -> ModelConfig:
+    shape = {"vocab_size": 101, "n_positions": 64, "n_layers": 2, "n_heads": 2, "d_model": 32}
+    return ModelConfig(**(shape | changes))
+
+
+def random_model(seed: int, config: ModelConfig | None = None, std: float = 0.3) -> GPT:
+    """An fp32 model on the CPU whose every parameter is random: biases and norms too."""
+    gpt = GPT.allocate(config or small_config(), CPU, torch.float32).initialise(seed, std=std)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in gpt.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+    return gpt
+
+
+def random_prompts(lengths: list[int], seed: int = 0, vocab_size: int = 101) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
+
+
+@torch.inference_mode()
+def uncached_logits(gpt: GPT, tokens: list[int]) -> Tensor:
+    """Logits ``[N, V]`` of all positions, the whole sequence computed at once."""
+    ids = torch.tensor(tokens, device=gpt.device)
+    attention = CausalAttention([len(tokens)], gpt.device)
+    hidden = gpt(ids, torch.arange(len(tokens), device=gpt.device), attention)
+    return gpt.logits(hidden)
+
+
+def uncached_greedy(gpt: GPT, prompt: list[int], n: int) -> list[int]:
+    """Greedy tokens, everything computed anew for each of them."""
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(int(uncached_logits(gpt, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """What ``transformers`` generates greedily, and by how much the chosen tokens led, at the least."""
+
+    tokens: list[list[int]]
+    smallest_lead: float
+
+
+def transformers_greedy(folder: Path, prompts: list[list[int]], n: int) -> Greedy:
+    """Each prompt by itself: ``GPT2LMHeadModel.generate``, eager attention, fp32."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    tokens, leads = [], []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        result = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=n,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        best = torch.cat(result.logits).topk(2).values
+        leads.append((best[:, 0] - best[:, 1]).min().item())
+        tokens.append(result.sequences[0, len(prompt) :].tolist())
+    return Greedy(tokens, min(leads))
+
+
+def small_engine(gpt: GPT, **options) -> Engine:
+    """Small blocks, so that sequences cross their edges; Triton-style appends from the first row on."""
+    return Engine(gpt, **({"block_size": 8, "max_batch_size": 16, "gate": AppendGate(1)} | options))
+
+
+def greedy_sequences(engine: Engine, prompts: list[list[int]], max_tokens: int | list[int]) -> list[Sequence]:
+    counts = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in counts]
+    return [engine.make_sequence(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+
+
+def decode_all(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
+    """Decode, in a batch that shrinks as sequences finish, until all are done; their outputs."""
+    running = [s for s in sequences if not s.is_finished]
+    while running:
+        engine.decode(running)
+        running = [s for s in running if not s.is_finished]
+    return [s.output for s in sequences]
+
+
+def generate(engine: Engine, prompts: list[list[int]], max_tokens: int | list[int]) -> list[list[int]]:
+    """Greedy outputs of one batch; the engine's blocks are all returned."""
+    sequences = greedy_sequences(engine, prompts, max_tokens)
+    engine.prefill(sequences)
+    outputs = decode_all(engine, sequences)
+    for sequence in sequences:
+        engine.release(sequence)
+    engine.check_integrity()
+    return outputs

@@ -1,0 +1,288 @@
+"""The batch runner, on notebooks made here that import nothing heavy."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from rosellm.lab.run_notebooks import (
+    PLOTLY,
+    WIDGET,
+    NotebookError,
+    check_parameters,
+    main,
+    page,
+    parse_parameters,
+    picture,
+    run,
+    select,
+    title,
+)
+
+ROOT = Path(__file__).parents[2]
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+
+
+def save(folder: Path, name: str, *sources: str, parameters: str = "batch = 4\nquick = True") -> Path:
+    cells = [new_markdown_cell(f"# What does `{name}` do?"), new_code_cell(parameters)]
+    cells[1].metadata["tags"] = ["parameters"]
+    cells += [new_code_cell(source) for source in sources]
+    path = folder / f"{name}.ipynb"
+    folder.mkdir(exist_ok=True)
+    nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": KERNEL}), path)
+    return path
+
+
+def printed(path: Path) -> str:
+    notebook = nbformat.read(path, as_version=4)
+    return "".join(o.text for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "stream")
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until(condition, seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "notebooks"
+
+
+class TestSelect:
+    @pytest.fixture(autouse=True)
+    def notebooks(self, folder: Path) -> None:
+        for name in ("00_map", "01_dense", "02_paged", "02_paged_more"):
+            save(folder, name)
+
+    @pytest.mark.parametrize(
+        ("wanted", "names"),
+        [
+            ("", ["00_map", "01_dense", "02_paged", "02_paged_more"]),
+            ("01", ["01_dense"]),
+            ("02,00", ["00_map", "02_paged", "02_paged_more"]),
+            ("01_dense.ipynb  00", ["00_map", "01_dense"]),
+            ("02_paged", ["02_paged"]),
+            ("0 01", ["00_map", "01_dense", "02_paged", "02_paged_more"]),
+        ],
+    )
+    def test_names_and_prefixes_choose_in_order_and_once(self, folder, wanted, names):
+        assert [path.stem for path in select(folder, wanted)] == names
+
+    def test_an_unknown_name_is_an_error_that_lists_the_notebooks(self, folder):
+        with pytest.raises(NotebookError, match="'07'.*00_map, 01_dense, 02_paged, 02_paged_more"):
+            select(folder, "00 07")
+
+    def test_a_folder_without_notebooks_is_an_error(self, tmp_path):
+        with pytest.raises(NotebookError, match="no notebook in"):
+            select(tmp_path)
+
+
+class TestParameters:
+    def test_values_are_typed(self):
+        text = "batch=64 quick=false rate=1e-3 name=rose-tiny sizes=[1, 2,4] nothing=null text='two words'"
+        assert parse_parameters(text) == {
+            "batch": 64,
+            "quick": False,
+            "rate": 1e-3,
+            "name": "rose-tiny",
+            "sizes": [1, 2, 4],
+            "nothing": None,
+            "text": "two words",
+        }
+
+    def test_lists_of_strings_keep_their_quotes(self):
+        assert parse_parameters('rungs=["dense", "paged"] modes=[online, all]') == {
+            "rungs": ["dense", "paged"],
+            "modes": ["online", "all"],
+        }
+
+    @pytest.mark.parametrize("text", ["batch", "=4", "1x=2", "batch=[1", "name='open"])
+    def test_what_is_not_a_pair_is_an_error(self, text):
+        with pytest.raises(NotebookError):
+            parse_parameters(text)
+
+    def test_an_unknown_name_is_an_error_that_lists_the_known(self, folder):
+        notebook = save(folder, "a")
+        with pytest.raises(NotebookError, match="a has no parameter 'bacth': it has batch, quick"):
+            check_parameters([notebook], {"bacth": 3})
+
+    def test_every_selected_notebook_must_know_a_parameter(self, folder):
+        both = [save(folder, "a"), save(folder, "b", parameters="quick = True")]
+        check_parameters(both, {"quick": False})
+        with pytest.raises(NotebookError, match="b has no parameter 'batch'"):
+            check_parameters(both, {"batch": 3})
+
+
+class TestRun:
+    def test_a_run_leaves_notebooks_pages_and_index_and_names_the_failure(self, folder, tmp_path, capsys):
+        good = save(folder, "00_good", "print('batch', batch * 2, quick)")
+        bad = save(folder, "01_bad", "1 / 0", "print('never')")
+        before = good.read_bytes(), bad.read_bytes()
+        build = tmp_path / "build"
+        command = ["--notebooks", str(folder), "--output", str(build), "--parameters", "batch=21 quick=false"]
+        assert main(command) == 1
+        out, err = capsys.readouterr()
+        assert re.search(r"00_good +\d+\.\d +ok\n01_bad +\d+\.\d +failed", out)
+        assert "FAILED 01_bad: cell 3: ZeroDivisionError: division by zero" in err
+        assert printed(build / "00_good.ipynb") == "batch 42 False\n"
+        assert (good.read_bytes(), bad.read_bytes()) == before
+        index = (build / "index.html").read_text()
+        assert "What does 00_good do?" in index and "division by zero" in index and "batch=21" in index
+        assert "http" not in index
+        assert all((build / link).is_file() for link in re.findall(r'href="([^"]+)"', index))
+        assert "batch 42 False" in (build / "00_good.html").read_text()
+        assert not list(build.glob(".*"))
+
+    def test_a_kernel_that_dies_fails_its_notebook_only(self, folder, tmp_path):
+        notebooks = [save(folder, "a", "import os; os._exit(1)"), save(folder, "b", "print('b')")]
+        dead, fine = run(notebooks, tmp_path / "build")
+        assert (dead.status, fine.status) == ("failed", "ok")
+        assert "DeadKernelError" in dead.error
+
+    def test_a_notebook_beyond_its_time_is_ended_with_its_kernel(self, folder, tmp_path):
+        note = tmp_path / "pid"
+        source = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
+        (outcome,) = run([save(folder, "a", source)], tmp_path / "build", timeout=8)
+        assert (outcome.status, outcome.seconds) == ("timeout", 8)
+        assert wait_until(lambda: not is_running(int(note.read_text())))
+
+    def test_two_notebooks_run_at_the_same_time(self, folder, tmp_path):
+        meet = "import pathlib, time\npathlib.Path('{0}').touch()\nwhile not pathlib.Path('{1}').exists():\n"
+        meet += "    time.sleep(0.05)"
+        notebooks = [save(folder, "a", meet.format("x", "y")), save(folder, "b", meet.format("y", "x"))]
+        assert [outcome.status for outcome in run(notebooks, tmp_path / "build", timeout=60)] == ["ok", "ok"]
+
+    def test_a_selection_renews_its_card_and_keeps_the_others(self, folder, tmp_path):
+        notebooks, build = [save(folder, "a", "print(1)"), save(folder, "b", "print(1)")], tmp_path / "build"
+        run(notebooks, build)
+        save(folder, "a", "1 / 0")
+        run(notebooks[:1], build)
+        cards = json.loads((build / "gallery.json").read_text())
+        assert {name: card["status"] for name, card in cards.items()} == {"a": "failed", "b": "ok"}
+        notebooks[1].unlink()
+        run(notebooks[:1], build)
+        assert list(json.loads((build / "gallery.json").read_text())) == ["a"]
+
+    def test_an_unknown_notebook_or_parameter_is_one_line_and_exit_code_2(self, folder, tmp_path, capsys):
+        save(folder, "00_map")
+        base = ["--notebooks", str(folder), "--output", str(tmp_path / "build")]
+        for wrong in (["--select", "9"], ["--parameters", "bacth=1"], ["--workers", "0"], ["--timeout", "0"]):
+            assert main(base + wrong) == 2
+            err = capsys.readouterr().err
+            assert err.startswith("error: ") and err.count("\n") == 1
+        assert not (tmp_path / "build").exists()
+
+
+class TestCommand:
+    """The command as a process, in an environment that tries to mislead it."""
+
+    @pytest.fixture
+    def start(self, folder: Path, tmp_path: Path):
+        for kernels in (tmp_path / "path", tmp_path / "home/.local/share/jupyter"):
+            (kernels / "kernels/python3").mkdir(parents=True)
+            description = {"argv": ["/bin/false"], "display_name": "wrong", "language": "python"}
+            (kernels / "kernels/python3/kernel.json").write_text(json.dumps(description))
+        environment = os.environ | {"JUPYTER_PATH": str(tmp_path / "path"), "HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-m", "rosellm.lab.run_notebooks", "--notebooks", str(folder)]
+        command += ["--output", str(tmp_path / "build")]
+        return lambda: subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def test_the_kernel_is_this_interpreter_in_the_notebooks_folder_with_one_thread(
+        self, folder, tmp_path, start
+    ):
+        source = "import os, sys; print(sys.executable, os.getcwd(), os.environ['OMP_NUM_THREADS'])"
+        save(folder, "a", source)
+        process = start()
+        _, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        assert printed(tmp_path / "build/a.ipynb") == f"{sys.executable} {folder} 1\n"
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_an_interrupt_leaves_no_process_and_no_half_result(self, folder, tmp_path, start, number):
+        note = tmp_path / "pid"
+        save(folder, "a", f"import os; open({str(note)!r}, 'w').write(str(os.getpid()))\nwhile True: pass")
+        process = start()
+        assert wait_until(lambda: note.exists() and note.read_text(), 60)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert int(note.read_text()) in [relative.pid for relative in family]
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130 and "Traceback" not in err
+        assert wait_until(lambda: not any(is_running(relative.pid) for relative in family))
+        assert list((tmp_path / "build").iterdir()) == []
+
+
+class TestPages:
+    def test_figures_are_drawn_from_their_data_and_widgets_are_left_out(self, folder):
+        figure = new_output(
+            "display_data", {PLOTLY: {"data": [{"y": [1, 2]}], "layout": {}}, "image/png": PNG}
+        )
+        widget = new_output("display_data", {WIDGET: {"model_id": "x"}, "text/plain": "IntSlider(value=3)"})
+        notebook = new_notebook(cells=[new_code_cell("show()", outputs=[figure, widget])])
+        notebook.metadata["widgets"] = {"state": {}}
+        text = page(notebook, folder)
+        assert 'Plotly.newPlot("figure-0", [{"y": [1, 2]}], {}' in text
+        assert '<script src="plotly.min.js"></script>' in text
+        assert PNG not in text and "IntSlider" not in text
+        assert len(notebook.cells[0].outputs) == 2 and "widgets" in notebook.metadata
+
+    def test_links_between_notebooks_become_links_between_pages(self, folder):
+        save(folder, "01_dense")
+        notebook = new_notebook(cells=[new_markdown_cell("[a](01_dense.ipynb#x) [b](elsewhere.ipynb)")])
+        text = page(notebook, folder)
+        assert 'href="01_dense.html#x"' in text and 'href="elsewhere.ipynb"' in text
+
+    @pytest.mark.parametrize(
+        ("source", "expected"),
+        [("# Why *paged* `KV`?", "Why paged KV?"), ("text\n\n## [a](b)\n# c", "a"), ("no heading", "")],
+    )
+    def test_the_title_is_the_first_heading_without_markup(self, source, expected):
+        assert title(new_notebook(cells=[new_code_cell("# x"), new_markdown_cell(source)])) == expected
+
+
+class TestPicture:
+    drawing = "<svg xmlns='http://www.w3.org/2000/svg'></svg>"
+
+    def test_a_png_output_comes_before_svg_and_markdown(self, tmp_path):
+        outputs = [new_output("display_data", {kind: data}) for kind, data in self.kinds()]
+        cells = [new_markdown_cell(self.drawing), new_code_cell("x", outputs=outputs)]
+        assert picture(new_notebook(cells=cells), tmp_path) == f"data:image/png;base64,{PNG}"
+
+    def kinds(self):
+        return [("image/svg+xml", self.drawing), ("image/png", PNG)]
+
+    def test_markdown_may_attach_inline_or_name_a_picture(self, tmp_path):
+        (tmp_path / "flow.svg").write_text(self.drawing)
+        attached = new_markdown_cell("![x](attachment:x.png)", attachments={"x.png": {"image/png": PNG}})
+        drawn = picture(new_notebook(cells=[new_markdown_cell(self.drawing)]), tmp_path)
+        assert picture(new_notebook(cells=[attached]), tmp_path) == f"data:image/png;base64,{PNG}"
+        assert drawn.startswith("data:image/svg+xml;base64,")
+        for source in ("![x](flow.svg)", '<img alt="x" src="flow.svg">'):
+            assert picture(new_notebook(cells=[new_markdown_cell(source)]), tmp_path) == drawn
+
+    def test_without_one_there_is_none(self, tmp_path):
+        assert picture(new_notebook(cells=[new_markdown_cell("![x](missing.png)")]), tmp_path) == ""
+
+    def test_the_committed_picture_serves_when_the_run_makes_none(self, folder, tmp_path):
+        path = save(folder, "a", "print(1)")
+        notebook = nbformat.read(path, as_version=4)
+        notebook.cells[2].outputs = [new_output("display_data", {"image/png": PNG})]
+        nbformat.write(notebook, path)
+        run([path], tmp_path / "build")
+        assert f'<img src="data:image/png;base64,{PNG}"' in (tmp_path / "build/index.html").read_text()

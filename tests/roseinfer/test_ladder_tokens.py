@@ -1,0 +1,288 @@
+"""Every rung generates the tokens that ``transformers`` generates, and the logits agree."""
+
+from __future__ import annotations
+
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kv_append import AppendGate
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, recipe_choices
+from rosellm.rosetrainer.model import GPT
+from rosellm.rosetrainer.weights import load_model, save_model
+from tests.helpers import (
+    Greedy,
+    decode_all,
+    generate,
+    greedy_sequences,
+    random_model,
+    random_prompts,
+    small_config,
+    small_engine,
+    transformers_greedy,
+    uncached_greedy,
+    uncached_logits,
+)
+
+N_TOKENS = 16
+MIXED = [1, 2, 7, 8, 9, 17, 30]
+EQUAL = [7, 7, 7, 7]
+PROMPTS = {"mixed": random_prompts(MIXED, seed=1), "equal": random_prompts(EQUAL, seed=2)}
+TUNED = [name for name, recipe in LADDER.items() if recipe.launch == "autotuned"]
+ON_TORCH = [name for name in LADDER if name not in TUNED]
+RUNS = [pytest.param(rung, "cpu", id=f"{rung}-cpu") for rung in ON_TORCH] + [
+    pytest.param(rung, "cuda", id=f"{rung}-gpu", marks=pytest.mark.gpu) for rung in LADDER
+]
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2], ids="seed{}".format)
+def checkpoint(request, tmp_path_factory) -> tuple[Path, dict[str, Greedy]]:
+    """A random GPT-2 checkpoint and what ``transformers`` generates from it."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    config = small_config(tie_embeddings=request.param != 1, eos_token_id=3)
+    save_model(random_model(request.param, config), folder, torch.float32)
+    return folder, {name: transformers_greedy(folder, prompts, N_TOKENS) for name, prompts in PROMPTS.items()}
+
+
+def load(folder: Path, device: str = "cpu") -> GPT:
+    return load_model(str(folder), torch.device(device), torch.float32)
+
+
+def test_the_expected_tokens_are_varied_and_no_near_ties(checkpoint):
+    for greedy in checkpoint[1].values():
+        assert greedy.smallest_lead > 1e-3
+        assert len({t for tokens in greedy.tokens for t in tokens}) > 10
+
+
+@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize(("rung", "device"), RUNS)
+def test_every_rung_gives_the_tokens_of_transformers(checkpoint, rung, device, prompts):
+    folder, expected = checkpoint
+    engine = small_engine(load(folder, device), recipe=rung)
+    assert generate(engine, PROMPTS[prompts], N_TOKENS) == expected[prompts].tokens
+
+
+@pytest.mark.parametrize(("rung", "device"), RUNS)
+def test_a_batch_that_grows_and_shrinks_gives_the_same_tokens(checkpoint, rung, device):
+    folder, expected = checkpoint
+    engine = small_engine(load(folder, device), recipe=rung)
+    for _ in range(2):
+        assert grow_and_shrink(engine) == truncated(expected["mixed"].tokens)
+
+
+COUNTS = [N_TOKENS, 3, 9, 1, 12, 5, N_TOKENS]
+
+
+def truncated(outputs: list[list[int]]) -> list[list[int]]:
+    return [tokens[:n] for tokens, n in zip(outputs, COUNTS, strict=True)]
+
+
+def grow_and_shrink(engine: Engine) -> list[list[int]]:
+    """Two sequences start, three join later, two later still; each leaves when it is done."""
+    sequences = greedy_sequences(engine, PROMPTS["mixed"], COUNTS)
+    for wave in (sequences[:2], sequences[2:5], sequences[5:]):
+        engine.prefill(wave)
+        for _ in range(3):
+            engine.decode([s for s in sequences if s.n_output and not s.is_finished])
+    outputs = decode_all(engine, sequences)
+    for sequence in sequences:
+        engine.release(sequence)
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+    return outputs
+
+
+@NO_GPU
+@pytest.mark.parametrize("rung", [*TUNED, "paged", "triton_append", "full_batch", "identity_pos", BEST_RUNG])
+def test_rungs_on_triton_in_the_interpreter_give_the_tokens_of_transformers(checkpoint, rung):
+    folder, expected = checkpoint
+    engine = small_engine(load(folder), recipe=rung, kernels="triton")
+    n = 2 if rung in TUNED else 4
+    three = [tokens[:n] for tokens in expected["mixed"].tokens[2:5]]
+    assert generate(engine, PROMPTS["mixed"][2:5], n) == three
+
+
+@pytest.mark.parametrize("gate", [AppendGate(None), AppendGate(4), AppendGate(0)], ids=str)
+def test_tokens_do_not_depend_on_the_gate(checkpoint, gate):
+    folder, expected = checkpoint
+    engine = small_engine(load(folder), gate=gate)
+    assert grow_and_shrink(engine) == truncated(expected["mixed"].tokens)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16, 64])
+def test_tokens_do_not_depend_on_the_block_size(checkpoint, block_size):
+    folder, expected = checkpoint
+    engine = small_engine(load(folder), block_size=block_size)
+    assert generate(engine, PROMPTS["mixed"], N_TOKENS) == expected["mixed"].tokens
+
+
+LONE_AXES = [
+    replace(LADDER[BEST_RUNG], **{name: value})
+    for name, values in recipe_choices().items()
+    for value in values
+    if name in ("append", "block_info", "indices") and getattr(LADDER[BEST_RUNG], name) != value
+]
+
+
+@pytest.mark.parametrize("recipe", LONE_AXES, ids=lambda r: "-".join(LADDER[BEST_RUNG].difference(r)))
+def test_a_lone_axis_changed_in_the_best_recipe_gives_the_same_tokens(checkpoint, recipe):
+    folder, expected = checkpoint
+    assert (
+        generate(small_engine(load(folder), recipe=recipe), PROMPTS["equal"], N_TOKENS)
+        == expected["equal"].tokens
+    )
+
+
+@pytest.mark.parametrize(("rung", "device"), RUNS)
+def test_grouped_query_attention_gives_the_tokens_of_the_uncached_model(rung, device):
+    gpt = random_model(7, small_config(n_heads=4, n_kv_heads=2))
+    prompts = random_prompts([3, 8, 13])
+    expected = [uncached_greedy(gpt, prompt, 8) for prompt in prompts]
+    assert generate(small_engine(gpt.to(device), recipe=rung), prompts, 8) == expected
+
+
+class Recorder:
+    """Stands in for a sampler: keeps the logits it is given, and is greedy."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, sequences: list) -> list[int]:
+        self.logits.append(logits.detach().clone())
+        return logits.argmax(dim=-1).tolist()
+
+
+def recorded(engine: Engine) -> Recorder:
+    recorder = Recorder()
+    engine._prefill.sampler = engine._step.sampler = recorder
+    return recorder
+
+
+@pytest.mark.parametrize(("rung", "device"), RUNS)
+def test_every_rungs_logits_are_those_of_the_uncached_model(rung, device):
+    gpt = random_model(11)
+    engine = small_engine(random_model(11).to(device), recipe=rung)
+    recorder = recorded(engine)
+    sequences = greedy_sequences(engine, PROMPTS["mixed"], 10)
+    engine.prefill(sequences)
+    decode_all(engine, sequences)
+    for row, sequence in enumerate(sequences):
+        expected = uncached_logits(gpt, sequence.tokens[:-1])[sequence.n_prompt - 1 :]
+        found = torch.stack([logits[row] for logits in recorder.logits]).cpu()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str)
+@pytest.mark.parametrize(("rung", "device"), RUNS)
+def test_half_precision_logits_are_near_those_of_fp32(rung, device, dtype, bound):
+    """Every rung decodes the same given tokens; ``bound`` is relative to the largest logit."""
+    gpt = random_model(11, std=0.1)
+    tokens = random_prompts([24], seed=4)[0]
+    expected = uncached_logits(gpt, tokens)[5:]
+    engine = small_engine(gpt.to(device, dtype), recipe=rung)
+    recorder = recorded(engine)
+    (sequence,) = greedy_sequences(engine, [tokens[:6]], 30)
+    engine.prefill([sequence])
+    for token in tokens[6:]:
+        sequence.tokens[-1] = token
+        engine.decode([sequence])
+    found = torch.cat(recorder.logits).float().cpu()
+    assert (found - expected).abs().max() < bound * expected.abs().max()
+
+
+def interleaved(a: Engine, b: Engine) -> tuple[list[list[int]], list[list[int]]]:
+    """Both engines serve the mixed prompts, taking turns at every step."""
+    batches = [greedy_sequences(engine, PROMPTS["mixed"], COUNTS) for engine in (a, b)]
+    for engine, sequences in zip((a, b), batches, strict=True):
+        engine.prefill(sequences)
+    while any(not s.is_finished for sequences in batches for s in sequences):
+        for engine, sequences in zip((a, b), batches, strict=True):
+            engine.decode([s for s in sequences if not s.is_finished])
+    return tuple([s.output for s in sequences] for sequences in batches)
+
+
+PAIRS = [
+    ("dense", BEST_RUNG),
+    ("paged", "cuda_graph"),
+    (BEST_RUNG, BEST_RUNG),
+    ("identity_pos", "full_batch"),
+]
+
+
+@pytest.mark.parametrize("rungs", PAIRS, ids=str)
+def test_two_engines_run_side_by_side(checkpoint, rungs):
+    folder, expected = checkpoint
+    a, b = (small_engine(load(folder), recipe=rung) for rung in rungs)
+    assert interleaved(a, b) == (truncated(expected["mixed"].tokens),) * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rungs", [*PAIRS, *((rung, BEST_RUNG) for rung in TUNED)], ids=str)
+def test_two_engines_run_side_by_side_on_a_gpu(checkpoint, rungs):
+    folder, expected = checkpoint
+    gpt = load(folder, "cuda")
+    a, b = (small_engine(gpt, recipe=rung) for rung in rungs)
+    assert interleaved(a, b) == (truncated(expected["mixed"].tokens),) * 2
+
+
+def mutable_parts(root: object) -> dict[int, object]:
+    """Every container, tensor and changeable RoseLLM object reachable from ``root``, without the model."""
+    found, todo = {}, [root]
+    while todo:
+        part = todo.pop()
+        ours = type(part).__module__.startswith("rosellm.")
+        if (
+            isinstance(part, GPT)
+            or id(part) in found
+            or not (ours or isinstance(part, (*CONTAINERS, Tensor)))
+        ):
+            continue
+        if not (isinstance(part, tuple) or (is_dataclass(part) and type(part).__dataclass_params__.frozen)):
+            found[id(part)] = part
+        if isinstance(part, dict):
+            todo += part.values()
+        elif isinstance(part, CONTAINERS):
+            todo += part
+        elif ours:
+            todo += getattr(part, "__dict__", {}).values()
+    return found
+
+
+CONTAINERS = (list, dict, set, tuple)
+
+
+@pytest.mark.parametrize("rung", ON_TORCH)
+def test_two_engines_share_no_state_but_the_model(rung):
+    gpt = random_model(3)
+    a, b = (small_engine(gpt, recipe=rung, prefix_cache=True) for _ in range(2))
+    for engine in (a, b):
+        generate(engine, PROMPTS["mixed"], 3)
+    of_a, of_b = mutable_parts(a), mutable_parts(b)
+    assert any(isinstance(part, Tensor) for part in of_a.values())
+    assert a.blocks is of_a[id(a.blocks)] and a._step.tables is of_a[id(a._step.tables)]
+    assert not of_a.keys() & of_b.keys()
+
+
+def test_each_engine_reads_the_environment_when_it_is_built(monkeypatch):
+    monkeypatch.setenv("ROSELLM_TRITON_KV_APPEND_MIN_BATCH", "5")
+    first = Engine(random_model(0))
+    monkeypatch.setenv("ROSELLM_TRITON_KV_APPEND_MIN_BATCH", "6")
+    second = Engine(random_model(0))
+    assert (first.gate, second.gate) == (AppendGate(5), AppendGate(6))
+
+
+@pytest.mark.gpu
+def test_the_graph_runner_captures_once_a_bucket_and_replays_for_smaller_batches():
+    engine = small_engine(random_model(3).to("cuda"), recipe="cuda_graph")
+    expected = {n: generate(engine, PROMPTS["mixed"][:n], 4) for n in (3, 5, 7, 4, 1, 6, 2)}
+    runner = engine._step.runner
+    captured = dict(runner._captured)
+    assert set(captured) == {1, 2, 4, 8}
+    for n in (7, 1, 5, 2, 6, 3):
+        assert generate(engine, PROMPTS["mixed"][:n], 4) == expected[n] == expected[7][:n]
+    assert all(runner._captured[bucket] is captured[bucket] for bucket in captured)
+    assert len(runner._captured) == len(captured)

@@ -1,0 +1,552 @@
+"""The schedulers: same tokens as alone, who is admitted when, what is released, and how text ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import Sampler, SamplingParams, allowed_log_probs
+from rosellm.roseinfer.scheduler import (
+    OfflineScheduler,
+    OnlineScheduler,
+    SchedulerConfig,
+    one_each,
+    run_naive,
+)
+from rosellm.rosetrainer.tokenizer import Tokenizer, train_tokenizer
+from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
+
+LENGTHS = [1, 9, 3, 20, 8, 2, 15, 5, 7, 30]
+
+
+def greedy(max_tokens: int = 8, **others) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **others)
+
+
+def engine_of(seed: int = 0, tokenizer: Tokenizer | None = None, **options) -> Engine:
+    changes = {"vocab_size": tokenizer.vocab_size} if tokenizer else {}
+    options = {"recipe": "dense"} | options
+    return small_engine(random_model(seed, small_config(**changes)), tokenizer=tokenizer, **options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["hello world, here is some text to learn from, with words and words"], 290)
+
+
+class Calls:
+    """Keeps the batches that the scheduler gives to the engine."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, list[int]]] = []
+        for name in ("prefill", "decode"):
+            monkeypatch.setattr(engine, name, self._spy(name, getattr(engine, name)))
+
+    def _spy(self, name, run):
+        def spy(sequences: list[Sequence]) -> None:
+            self.log.append((name, [s.request_id for s in sequences]))
+            run(sequences)
+
+        return spy
+
+    def of(self, name: str) -> list[list[int]]:
+        return [ids for called, ids in self.log if called == name]
+
+
+def run_to_end(scheduler: OnlineScheduler) -> None:
+    while scheduler.has_unfinished:
+        scheduler.step()
+
+
+def assert_all_free(engine: Engine) -> None:
+    engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("policy", ["fifo", "pack"])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_mixed_lengths_give_the_tokens_of_each_request_alone(policy: str, prefix_cache: bool) -> None:
+    engine = engine_of(num_kv_blocks=11, max_batch_size=4, prefix_cache=prefix_cache)
+    prompts = random_prompts(LENGTHS)
+    prompts += [prompts[3] + [5, 6], prompts[3][:17]]
+    counts = [1 + 3 * i % 14 for i in range(len(prompts))]
+    config = SchedulerConfig(prefill_token_budget=40, admission_policy=policy, pack_lookahead=5, fifo_every=3)
+    outputs = OfflineScheduler(engine, config).run(prompts, [greedy(n) for n in counts])
+    for prompt, n, output in zip(prompts, counts, outputs, strict=True):
+        assert output.prompt_token_ids == prompt
+        assert output.token_ids == uncached_greedy(engine.model, prompt, n)
+        assert output.finish_reason == "length"
+    if prefix_cache:
+        engine.prefix_cache.clear()
+    assert_all_free(engine)
+
+
+def test_naive_runs_one_request_at_a_time_and_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    prompts = random_prompts([4, 1, 9])
+    batched = OfflineScheduler(engine).run(prompts, greedy())
+    calls = Calls(engine, monkeypatch)
+    alone = run_naive(engine, prompts, greedy())
+    assert [o.token_ids for o in alone] == [o.token_ids for o in batched]
+    assert {len(ids) for _, ids in calls.log} == {1}
+    assert alone[1].metrics.arrival >= alone[0].metrics.token_times[-1]
+
+
+def test_requests_added_while_others_run_join_the_batch() -> None:
+    engine = engine_of()
+    scheduler = OnlineScheduler(engine)
+    first = scheduler.add_request([1, 2, 3], greedy(10))
+    for _ in range(4):
+        assert [s.request_id for s in scheduler.step()] == [first]
+    second = scheduler.add_request([4, 5], greedy(3))
+    assert [s.request_id for s in scheduler.step()] == [first, second]
+    run_to_end(scheduler)
+    assert scheduler.take_result(first).token_ids == uncached_greedy(engine.model, [1, 2, 3], 10)
+    assert scheduler.take_result(second).token_ids == uncached_greedy(engine.model, [4, 5], 3)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_shares_the_batch() -> None:
+    engine = engine_of()
+    seeded = SamplingParams(temperature=1.5, top_p=0.95, max_tokens=12, seed=11)
+    alone = OfflineScheduler(engine).run([[7, 8, 9]], seeded)[0].token_ids
+    others = [SamplingParams(temperature=2.0, max_tokens=n, seed=n) for n in (3, 12, 5)]
+    params = [*others[:2], seeded, others[2]]
+    together = OfflineScheduler(engine).run([[1], [2, 3], [7, 8, 9], [4] * 9], params)
+    assert together[2].token_ids == alone
+    reseeded = SamplingParams(temperature=1.5, top_p=0.95, max_tokens=12, seed=12)
+    assert OfflineScheduler(engine).run([[7, 8, 9]], reseeded)[0].token_ids != alone
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 1.3, "top_k": 4},
+        {"top_p": 0.7},
+        {"temperature": 2.0, "top_k": 7, "top_p": 0.8},
+    ],
+    ids=str,
+)
+def test_drawn_tokens_follow_the_allowed_probabilities(params: dict) -> None:
+    """Pearson's chi-squared at a level of 0.1%, half the draws from fresh seeds, half from one generator."""
+    n, vocab = 3000, 10
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(5)) * 1.5
+    fresh = [Sequence(i, [0], SamplingParams(seed=i, **params), 1, None) for i in range(n)]
+    one = Sequence(n, [0], SamplingParams(seed=n, **params), 1, None)
+    tokens = Sampler()(logits.expand(n, -1), fresh) + Sampler()(logits.expand(n, -1), [one] * n)
+    own = fresh[0].params
+    column = [torch.tensor([x]) for x in (own.temperature, own.top_k, own.top_p)]
+    expected = allowed_log_probs(logits, *column)[0].exp() * 2 * n
+    counts = torch.bincount(torch.tensor(tokens), minlength=vocab)
+    allowed = expected > 0
+    assert counts[~allowed].sum() == 0
+    statistic = ((counts - expected)[allowed] ** 2 / expected[allowed]).sum().item()
+    critical = [10.83, 13.82, 16.27, 18.47, 20.52, 22.46, 24.32, 26.12, 27.88]
+    assert int(allowed.sum()) > 1
+    assert statistic < critical[int(allowed.sum()) - 2]
+
+
+# Admission
+
+
+def test_an_iteration_decodes_first_and_then_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    calls = Calls(engine, monkeypatch)
+    scheduler = OnlineScheduler(engine)
+    first = scheduler.add_request([1], greedy(3))
+    scheduler.step()
+    second = scheduler.add_request([2], greedy(3))
+    scheduler.step()
+    assert calls.log == [("prefill", [first]), ("decode", [first]), ("prefill", [second])]
+
+
+def test_budgets_of_batch_and_tokens_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    calls = Calls(engine, monkeypatch)
+    prompts = random_prompts([4, 4, 4, 4, 1, 1, 1, 1, 1, 40, 3, 3])
+    config = SchedulerConfig(max_batch_size=9, prefill_max_batch_size=3, prefill_token_budget=10)
+    ids = OnlineScheduler(engine, config)
+    requests = ids.add_requests(prompts, greedy(4))
+    run_to_end(ids)
+    sizes = {request: len(prompt) for request, prompt in zip(requests, prompts, strict=True)}
+    rounds = [[sizes[request] for request in batch] for batch in calls.of("prefill")]
+    assert sorted(n for batch in rounds for n in batch) == sorted(sizes.values())
+    assert all(len(batch) <= 3 for batch in rounds)
+    assert all(sum(batch) <= 10 or batch == [40] for batch in rounds)
+    assert max(len(batch) for batch in calls.of("decode")) <= 9
+    assert rounds[:2] == [[4, 4], [4, 4, 1]]
+
+
+def test_fifo_admits_strictly_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(num_kv_blocks=5)
+    calls = Calls(engine, monkeypatch)
+    scheduler = OnlineScheduler(engine)
+    ids = scheduler.add_requests([[1] * 20, [2] * 30, [3]], greedy(4))
+    run_to_end(scheduler)
+    assert [request for batch in calls.of("prefill") for request in batch] == ids
+    assert calls.of("prefill")[0] == ids[:1]  # the third would fit at once, and waits behind the second
+
+
+def test_pack_admits_the_shortest_prompts_of_the_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    calls = Calls(engine, monkeypatch)
+    config = SchedulerConfig(prefill_token_budget=12, admission_policy="pack", pack_lookahead=4)
+    scheduler = OnlineScheduler(engine, config)
+    ids = scheduler.add_requests([[1] * n for n in (12, 5, 3, 4, 1)], greedy(2))
+    scheduler.step()
+    assert calls.of("prefill")[0] == [ids[2], ids[3], ids[1]]
+    scheduler.step()
+    assert calls.of("prefill")[1] == [ids[4]]
+    run_to_end(scheduler)
+    assert calls.of("prefill")[2:] == [ids[:1]]
+
+
+@pytest.mark.parametrize("long_prompt", [14, 30], ids=["needs a place", "needs most of the cache"])
+def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt: int) -> None:
+    engine = engine_of(num_kv_blocks=5, max_batch_size=4)
+    config = SchedulerConfig(prefill_token_budget=14, admission_policy="pack", fifo_every=4)
+    scheduler = OnlineScheduler(engine, config)
+    scheduler.add_requests([[2]] * 2, greedy(3))
+    long = scheduler.add_request([1] * long_prompt, greedy(4))
+    for _ in range(40):
+        scheduler.add_requests([[2]] * 2, greedy(3))
+        scheduler.step()
+        if long in scheduler.finished:
+            break
+    assert scheduler.take_result(long).finish_reason == "length"
+
+
+def test_reserved_blocks_keep_the_pool_from_running_dry(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(num_kv_blocks=6)
+    calls = Calls(engine, monkeypatch)
+    outputs = OfflineScheduler(engine).run([[i] for i in range(1, 8)], greedy(24))  # 3 blocks each
+    assert max(len(batch) for batch in calls.of("decode")) == 2
+    assert all(len(output.token_ids) == 24 for output in outputs)
+    assert_all_free(engine)
+
+
+def test_a_request_that_ends_with_its_first_token_never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(0)
+    first = uncached_greedy(model, [3, 4], 1)[0]
+    by_eos = small_engine(random_model(0, small_config(eos_token_id=first)), recipe="dense")
+    for engine, params, reason in (
+        (engine_of(), greedy(1), "length"),
+        (by_eos, SamplingParams(temperature=0.0, max_tokens=9), "stop"),
+    ):
+        calls = Calls(engine, monkeypatch)
+        output = OfflineScheduler(engine).run([[3, 4]], params)[0]
+        assert (output.token_ids, output.finish_reason) == ([first], reason)
+        assert calls.of("decode") == []
+        assert_all_free(engine)
+
+
+def test_a_finished_sequence_is_released_at_once() -> None:
+    engine = engine_of()
+    scheduler = OnlineScheduler(engine)
+    scheduler.add_requests([[1], [2]], [greedy(2), greedy(9)])
+    scheduler.step()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks - 2
+    scheduler.step()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks - 1
+    scheduler.cancel_all()
+
+
+# Refusals, cancellation, failure
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size is 0"),
+        ({"prefill_token_budget": 1.5}, "prefill_token_budget is 1.5"),
+        ({"prefill_max_batch_size": None}, "prefill_max_batch_size is None"),
+        ({"fifo_every": True}, "fifo_every is True"),
+        ({"pack_lookahead": -1}, "pack_lookahead is -1"),
+        ({"max_in_flight": 0}, "max_in_flight is 0"),
+        ({"admission_policy": "lifo"}, "'lifo'; use fifo or pack"),
+    ],
+)
+def test_a_bad_configuration_is_refused_by_name(change: dict, told: str) -> None:
+    with pytest.raises(RoseError, match=told):
+        SchedulerConfig(**change)
+
+
+def test_a_batch_larger_than_the_engines_is_refused() -> None:
+    with pytest.raises(RoseError, match="max_batch_size is 17; the engine decodes at most 16"):
+        OnlineScheduler(engine_of(), SchedulerConfig(max_batch_size=17))
+
+
+def test_overload_is_told_in_numbers_and_queues_nothing() -> None:
+    scheduler = OnlineScheduler(engine_of(), SchedulerConfig(max_batch_size=2, max_in_flight=4))
+    scheduler.add_requests([[1], [2], [3]], greedy())
+    scheduler.step()
+    with pytest.raises(OverloadError, match="2 more .* max_in_flight 4: 1 are waiting and 2 active"):
+        scheduler.add_requests([[4], [5]], greedy())
+    assert scheduler.n_waiting == 1
+    scheduler.add_request([4], greedy())
+    with pytest.raises(OverloadError):
+        scheduler.add_request([5], greedy())
+    run_to_end(scheduler)
+    scheduler.add_request([5], greedy())
+    assert len(scheduler.finished) == 4
+
+
+def test_a_bad_prompt_among_many_is_named_and_none_is_queued() -> None:
+    scheduler = OnlineScheduler(engine_of())
+    with pytest.raises(PromptError, match="prompt 2: .*empty"):
+        scheduler.add_requests([[1], [2], []], greedy())
+    assert not scheduler.has_unfinished
+
+
+@pytest.mark.parametrize("params", [[greedy()], [greedy(), "greedy"], None])
+def test_parameters_must_be_one_or_one_each(params) -> None:
+    with pytest.raises(SamplingError):
+        one_each(params, 2)
+
+
+def test_cancelling_frees_the_blocks_of_waiting_and_active_requests() -> None:
+    engine = engine_of()
+    scheduler = OnlineScheduler(engine, SchedulerConfig(max_batch_size=2))
+    first, second, third = scheduler.add_requests([[1] * 9, [2] * 9, [3] * 9], greedy(20))
+    scheduler.step()
+    scheduler.step()
+    assert scheduler.cancel(first) and scheduler.cancel(third)
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks - 2
+    assert not scheduler.cancel(first)
+    cancelled, unborn = scheduler.take_result(first), scheduler.take_result(third)
+    assert (cancelled.finish_reason, len(cancelled.token_ids)) == ("cancelled", 2)
+    assert (unborn.finish_reason, unborn.token_ids, unborn.metrics.ttft) == ("cancelled", [], None)
+    run_to_end(scheduler)
+    assert scheduler.take_result(second).token_ids == uncached_greedy(engine.model, [2] * 9, 20)
+    assert_all_free(engine)
+
+
+def test_unknown_taken_and_unfinished_requests_are_told_apart() -> None:
+    scheduler = OnlineScheduler(engine_of())
+    request = scheduler.add_request([1], greedy(1))
+    with pytest.raises(RoseError, match=f"request {request} has not ended"):
+        scheduler.take_result(request)
+    run_to_end(scheduler)
+    scheduler.take_result(request)
+    with pytest.raises(RoseError, match=f"request {request} is unknown"):
+        scheduler.take_result(request)
+    with pytest.raises(RoseError, match="request 99 is unknown"):
+        scheduler.cancel(99)
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_the_engine_leaks_no_block(where: str, error, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    scheduler = OnlineScheduler(engine, SchedulerConfig(max_batch_size=2))
+    first, second, third = scheduler.add_requests([[1] * 9, [2], [3]], [greedy(2), greedy(9), greedy(9)])
+    scheduler.step()
+
+    def fail_halfway(sequences: list[Sequence]) -> None:
+        engine.blocks.reserve_prompt(0, sequences[0].block_ids[0], 3)
+        raise error("no luck")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, where, fail_halfway)
+        with pytest.raises(error, match="no luck"):
+            scheduler.step()
+    assert_all_free(engine)
+    failed = second if where == "decode" else third
+    assert scheduler.take_result(failed).finish_reason == "failed"
+    assert scheduler.take_result(first).finish_reason == ("failed" if where == "decode" else "length")
+    assert scheduler.has_unfinished == (where == "decode")
+    run_to_end(scheduler)
+    if where == "decode":
+        assert scheduler.take_result(third).token_ids == uncached_greedy(engine.model, [3], 9)
+
+
+def test_an_interrupted_offline_run_leaves_scheduler_and_engine_ready() -> None:
+    engine = engine_of()
+    scheduler = OfflineScheduler(engine, SchedulerConfig(max_batch_size=2))
+
+    class Interrupt:
+        def update(self, n: int) -> None:
+            if scheduler.decode_steps == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.run([[1], [2], [3]], greedy(9), Interrupt())
+    assert not scheduler.has_unfinished and not scheduler.finished
+    assert_all_free(engine)
+    assert scheduler.run([[1]], greedy(9))[0].token_ids == uncached_greedy(engine.model, [1], 9)
+
+
+# Figures
+
+
+def test_each_token_has_its_time_and_a_step_is_shared() -> None:
+    scheduler = OfflineScheduler(engine_of())
+    one, other = (output.metrics for output in scheduler.run([[1], [2, 3]], [greedy(5), greedy(3)]))
+    assert (len(one.token_times), len(other.token_times)) == (5, 3)
+    assert one.token_times[:3] == other.token_times
+    assert [one.arrival, *one.token_times] == sorted([one.arrival, *one.token_times])
+    assert (scheduler.decode_steps, scheduler.decode_tokens) == (4, 6)
+    assert 0 < scheduler.decode_time_s < one.token_times[-1] - one.token_times[0]
+    assert 0 < scheduler.prefill_time_s < one.ttft
+
+
+def test_latency_figures_are_what_their_names_say() -> None:
+    metrics = RequestMetrics(10.0, [12.0, 13.0, 16.0])
+    assert (metrics.ttft, metrics.tpot, metrics.latency, metrics.itl) == (2.0, 2.0, 6.0, [1.0, 3.0])
+    assert RequestMetrics(10.0, [12.0]).tpot is None
+    nothing = RequestMetrics(10.0)
+    assert (nothing.ttft, nothing.tpot, nothing.latency, nothing.itl) == (None, None, None, [])
+
+
+def test_progress_hears_of_every_request() -> None:
+    class Bar:
+        total = 0
+
+        def update(self, n: int) -> None:
+            self.total += n
+
+    bar = Bar()
+    OfflineScheduler(engine_of()).run([[1], [2], [3]], [greedy(n) for n in (1, 2, 5)], bar)
+    assert bar.total == 3
+
+
+# Text
+
+
+class Pieces:
+    """A tokenizer whose token i is the i-th of the given strings."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def stream(self) -> Pieces:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+
+def before_first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
+    """Character by character: the text before the stop string that is completed first."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - len(max(ending, key=len))], True
+    return text, False
+
+
+words = st.text(alphabet="ab", min_size=1, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces=st.lists(words, max_size=8), stops=st.lists(words, max_size=3))
+def test_text_ends_before_the_first_stop_wherever_tokens_break(pieces: list[str], stops: list[str]) -> None:
+    stops = tuple(stops)
+    expected, stopped = before_first_stop("".join(pieces), stops)
+    text = IncrementalText(Pieces(pieces), stops)
+    taken = []
+    for i in range(len(pieces)):
+        text.push(i)
+        taken.append(text.take())
+        assert expected.startswith("".join(taken))
+        if text.stopped:
+            break
+    text.finish(list(range(len(pieces))))
+    taken.append(text.take())
+    assert ("".join(taken), text.text, text.stopped) == (expected, expected, stopped)
+
+
+def test_text_without_stop_strings_is_never_held_back() -> None:
+    text = IncrementalText(Pieces(["a", "b"]))
+    text.push(0)
+    assert text.take() == "a"
+    text.push(1)
+    assert (text.take(), text.take()) == ("b", "")
+
+
+def test_a_character_in_parts_waits_for_its_last_byte_or_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("né 🙂")
+    text = IncrementalText(tokenizer)
+    taken = []
+    for token in ids:
+        text.push(token)
+        taken.append(text.take())
+    assert "".join(taken) == "né 🙂"
+    assert "�" not in "".join(taken) and "" in taken
+    cut = IncrementalText(tokenizer)
+    for token in ids[:-1]:
+        cut.push(token)
+    assert cut.take() == "né "
+    cut.finish(ids[:-1])
+    assert "né " + cut.take() == cut.text == tokenizer.decode(ids[:-1])
+
+
+def test_stop_strings_end_a_request_and_its_text(tokenizer: Tokenizer) -> None:
+    engine = engine_of(3, tokenizer)
+    prompts = random_prompts([3, 5, 2], vocab_size=tokenizer.vocab_size)
+    whole = OfflineScheduler(engine).run(prompts, greedy(30))
+    stops = [output.text[8:11] for output in whole]
+    params = [greedy(30, stop=[stop, "never there"]) for stop in stops[:2]] + [greedy(30)]
+    cut = OfflineScheduler(engine).run(prompts, params)
+    for output, stop, reference in zip(cut[:2], stops, whole, strict=False):
+        assert output.text == reference.text.partition(stop)[0]
+        assert output.finish_reason == "stop"
+        assert len(output.token_ids) < 30
+        assert output.token_ids == reference.token_ids[: len(output.token_ids)]
+        assert stop in tokenizer.decode(output.token_ids)
+        assert len(output.metrics.token_times) == len(output.token_ids)
+    assert (cut[2].text, cut[2].finish_reason) == (whole[2].text, "length")
+    assert_all_free(engine)
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(tokenizer: Tokenizer) -> None:
+    engine = engine_of(3, tokenizer)
+    plain = OfflineScheduler(engine).run([[9, 8]], greedy(20))[0]
+    begun = plain.text[-1] + "then something else"
+    watched = OfflineScheduler(engine).run([[9, 8]], greedy(20, stop=begun))[0]
+    assert (watched.text, watched.finish_reason) == (plain.text, "length")
+
+
+@pytest.mark.parametrize("stop", [None, "never there"])
+def test_the_end_of_sequence_is_a_token_and_no_text(tokenizer: Tokenizer, stop: str | None) -> None:
+    config = {"vocab_size": tokenizer.vocab_size}
+    tokens = uncached_greedy(random_model(3, small_config(**config)), [9, 8], 6)
+    assert tokens.index(tokens[5]) == 5
+    model = random_model(3, small_config(eos_token_id=tokens[5], **config))
+    engine = small_engine(model, tokenizer=tokenizer, recipe="dense")
+    until_eos = SamplingParams(temperature=0.0, max_tokens=20, stop=stop)
+    output = OfflineScheduler(engine).run([[9, 8]], until_eos)[0]
+    assert (output.token_ids, output.finish_reason) == (tokens, "stop")
+    assert output.text == tokenizer.decode(tokens[:5])
+    ignoring = OfflineScheduler(engine).run([[9, 8]], greedy(20, stop=stop))[0]
+    assert (len(ignoring.token_ids), ignoring.finish_reason) == (20, "length")
+
+
+def test_text_is_decoded_only_when_it_is_read(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    real = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(ids) or real(ids))
+    output = OfflineScheduler(engine_of(3, tokenizer)).run([[1]], greedy(4))[0]
+    assert decoded == []
+    assert output.text == output.text == real(output.token_ids)
+    assert decoded == [output.token_ids]
+
+
+def test_without_a_tokenizer_there_is_no_text_and_no_stop_string() -> None:
+    engine = engine_of()
+    assert OfflineScheduler(engine).run([[1]], greedy(2))[0].text is None
+    with pytest.raises(SamplingError, match="stop strings need a tokenizer"):
+        OnlineScheduler(engine).add_request([1], greedy(2, stop="x"))

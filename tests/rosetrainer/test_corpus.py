@@ -1,0 +1,134 @@
+"""The training text: which files, in which order, on which side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rosellm.errors import RoseError
+from rosellm.rosetrainer.corpus import Corpus, Source, is_validation, read_corpus
+
+HELD_OUT = next(f"m{i}.py" for i in range(1000) if is_validation(f"m{i}.py"))
+TRAINED_ON = [f"m{i}.py" for i in range(100) if not is_validation(f"m{i}.py")]
+
+
+@pytest.fixture(scope="module")
+def standard_library() -> Corpus:
+    return read_corpus()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One file to train on and one held out."""
+    write(tmp_path, TRAINED_ON[0], "a = 1\n")
+    write(tmp_path, HELD_OUT, "b = 2\n")
+    return tmp_path
+
+
+def write(folder: Path, path: str, text: str | bytes) -> None:
+    target = folder / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def paths(sources: tuple[Source, ...]) -> list[str]:
+    return [source.path for source in sources]
+
+
+def test_the_split_depends_on_the_relative_path_alone(folder: Path) -> None:
+    before = read_corpus(folder)
+    write(folder, TRAINED_ON[1], "c = 3\n")
+    write(folder, HELD_OUT, "other = 'text'\n")
+    after = read_corpus(folder)
+    assert paths(after.validation) == paths(before.validation) == [HELD_OUT]
+    assert paths(after.train) == sorted([TRAINED_ON[0], TRAINED_ON[1]])
+
+
+def test_the_split_of_named_files_is_pinned() -> None:
+    held_out = ["sched.py", "copyreg.py", "zoneinfo/__init__.py", "multiprocessing/connection.py"]
+    trained_on = ["argparse.py", "json/decoder.py", "asyncio/tasks.py"]
+    assert [path for path in held_out + trained_on if is_validation(path)] == held_out
+
+
+def test_files_come_in_the_order_of_their_paths(folder: Path) -> None:
+    for i, path in enumerate(reversed(TRAINED_ON[:9])):
+        write(folder, path, f"x = {i}\n")
+    train = paths(read_corpus(folder).train)
+    assert train == sorted(TRAINED_ON[:9])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "site-packages/a.py",
+        "dist-packages/b/c.py",
+        "pkg/__pycache__/d.py",
+        "encodings/cp037.py",
+        "pydoc_data/topics.py",
+        "config-3.12-x86_64-linux-gnu/python-config.py",
+        "_sysconfigdata__linux_.py",
+        "sitecustomize.py",
+        "notes.txt",
+    ],
+)
+def test_what_is_not_the_librarys_code_is_left_out(folder: Path, path: str) -> None:
+    before = read_corpus(folder)
+    write(folder, path, "secret = 1\n")
+    assert read_corpus(folder) == before
+
+
+@pytest.mark.parametrize("content", [b"", b" \n\n", b"name = '\xff\xfe'\n"], ids=["empty", "blank", "not UTF-8"])
+def test_files_without_readable_text_are_left_out(folder: Path, content: bytes) -> None:
+    write(folder, TRAINED_ON[1], content)
+    assert paths(read_corpus(folder).train) == [TRAINED_ON[0]]
+
+
+def test_byte_order_marks_and_carriage_returns_do_not_reach_the_text(folder: Path) -> None:
+    write(folder, TRAINED_ON[0], b"\xef\xbb\xbfa = 1\r\nb = 2\r\n")
+    assert read_corpus(folder).train[0].text == "a = 1\nb = 2\n"
+
+
+def test_of_equal_files_only_the_first_is_kept_whichever_side_it_is_on(folder: Path) -> None:
+    copy_of_trained = next(f"z{i}.py" for i in range(1000) if is_validation(f"z{i}.py"))
+    copy_of_held_out = next(f"z{i}.py" for i in range(1000) if not is_validation(f"z{i}.py"))
+    before = read_corpus(folder)
+    write(folder, copy_of_trained, "a = 1\n")
+    write(folder, copy_of_held_out, "b = 2\n")
+    assert read_corpus(folder) == before
+
+
+def test_sizes_are_counted_in_bytes_of_utf8() -> None:
+    assert Source("a.py", "é = '✓'\n").n_bytes == len("é = '✓'\n".encode()) == 11
+
+
+def test_a_subset_takes_the_first_files_of_both_sides() -> None:
+    sources = tuple(Source(f"{i}.py", "x" * 100) for i in range(50))
+    subset = Corpus(sources, sources).subset(1000)
+    assert subset == Corpus(sources[:10], sources[:1])
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RoseError, match="'.*absent' is not a folder"):
+        read_corpus(tmp_path / "absent")
+
+
+def test_a_corpus_needs_a_file_on_both_sides(tmp_path: Path) -> None:
+    write(tmp_path, TRAINED_ON[0], "a = 1\n")
+    with pytest.raises(RoseError, match="1 training and 0 validation files"):
+        read_corpus(tmp_path)
+
+
+def test_the_standard_library_yields_megabytes_of_code_and_about_two_percent_held_out(
+    standard_library: Corpus,
+) -> None:
+    train = sum(source.n_bytes for source in standard_library.train)
+    held_out = sum(source.n_bytes for source in standard_library.validation)
+    assert train > 5_000_000
+    assert 0.005 < held_out / (train + held_out) < 0.05
+
+
+def test_no_text_of_the_standard_library_is_on_both_sides(standard_library: Corpus) -> None:
+    train = {source.text for source in standard_library.train}
+    assert not any(source.text in train for source in standard_library.validation)
+    assert not set(paths(standard_library.train)) & set(paths(standard_library.validation))

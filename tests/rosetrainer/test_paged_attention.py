@@ -1,0 +1,236 @@
+"""The paged attention kernel against its torch spec, and the spec against a plain row-by-row computation."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from rosellm.rosetrainer.paged_attention import (
+    AUTOTUNE_CHOICES,
+    make_autotuned_paged_attention_decode,
+    paged_attention_decode,
+    paged_attention_decode_ref,
+)
+from tests.helpers import DTYPES, TRITON_DEVICES
+
+NAN = float("nan")
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2},
+}
+
+
+def make_case(
+    context_lens: list[int],
+    *,
+    n_heads: int = 2,
+    n_kv_heads: int = 2,
+    head_dim: int = 32,
+    block_size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    scale: float = 1.0,
+) -> dict:
+    """Random arguments. Cache slots that hold no token are NaN, table entries past a context are wild.
+
+    q, k_new and v_new are slices of a fused projection.
+    """
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    batch = len(context_lens)
+    counts = [-(-n // block_size) for n in context_lens]
+    n_blocks = sum(counts) + 2
+    order = rng.sample(range(n_blocks), n_blocks)
+    table = torch.full((batch, max(counts) + 2), 2**30, dtype=torch.int32)
+    cache = torch.randn(2, n_blocks, n_kv_heads, block_size, head_dim, generator=generator)
+    held = torch.zeros(n_blocks, block_size, dtype=torch.bool)
+    for row, (n, count) in enumerate(zip(context_lens, counts, strict=True)):
+        for i in range(count):
+            table[row, i] = block = order.pop()
+            held[block, : n - i * block_size] = True
+    cache = torch.where(held[None, :, None, :, None], cache, NAN).to(device, dtype)
+    fused = torch.randn(batch, n_heads + 2 * n_kv_heads, head_dim, generator=generator).to(device, dtype)
+    q, k_new, v_new = fused.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
+    return {
+        "q": q,
+        "k_new": k_new,
+        "v_new": v_new,
+        "k_cache_layer": cache[0],
+        "v_cache_layer": cache[1],
+        "block_table": table.to(device),
+        "context_lens": torch.tensor(context_lens, dtype=torch.int32, device=device),
+        "scale": scale * head_dim**-0.5,
+    }
+
+
+def row_by_row(case: dict) -> Tensor:
+    """Ordinary softmax attention in fp64, one sequence and head at a time."""
+    q, k_new, v_new = (case[name].cpu().double() for name in ("q", "k_new", "v_new"))
+    caches = [case[name].cpu().double() for name in ("k_cache_layer", "v_cache_layer")]
+    group, block_size = q.shape[1] // k_new.shape[1], caches[0].shape[2]
+    out = torch.empty_like(q)
+    for row, n in enumerate(case["context_lens"].tolist()):
+        slots = [(int(case["block_table"][row, i // block_size]), i % block_size) for i in range(n)]
+        for head in range(q.shape[1]):
+            kv_head = head // group
+            keys, values = (
+                torch.stack([cache[block, kv_head, pos] for block, pos in slots] + [new[row, kv_head]])
+                for cache, new in zip(caches, (k_new, v_new), strict=True)
+            )
+            out[row, head] = (keys @ q[row, head] * case["scale"]).softmax(dim=0) @ values
+    return out
+
+
+def assert_equals_spec(kernel, case: dict) -> None:
+    out = kernel(**case)
+    spec = paged_attention_decode_ref(**case)
+    assert out.shape == case["q"].shape and out.dtype == case["q"].dtype
+    assert torch.isfinite(spec).all()
+    torch.testing.assert_close(out, spec, **TOLERANCE[out.dtype])
+
+
+@pytest.fixture
+def poisoned_outputs(monkeypatch):
+    """Memory handed out for outputs is NaN, so that an element that a kernel leaves unwritten shows."""
+    new_empty = Tensor.new_empty
+
+    def poisoned(self: Tensor, *size, **options) -> Tensor:
+        out = new_empty(self, *size, **options)
+        return out.fill_(NAN) if out.is_floating_point() else out
+
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_spec_is_softmax_attention_over_the_held_tokens_and_the_new_one(seed):
+    rng = random.Random(seed)
+    kv_heads = rng.choice((1, 2, 3))
+    case = make_case(
+        [0, *(rng.randrange(14) for _ in range(4))],
+        n_heads=kv_heads * rng.choice((1, 2, 4)),
+        n_kv_heads=kv_heads,
+        head_dim=rng.choice((8, 20, 32)),
+        block_size=rng.choice((1, 2, 4)),
+        seed=seed,
+    )
+    torch.testing.assert_close(
+        paged_attention_decode_ref(**case).double(), row_by_row(case), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_spec_without_any_context_is_the_new_value():
+    case = make_case([0, 0], n_heads=4, n_kv_heads=2)
+    expected = case["v_new"].repeat_interleave(2, dim=1)
+    torch.testing.assert_close(paged_attention_decode_ref(**case), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128])
+def test_the_kernel_equals_the_spec(poisoned_outputs, head_dim, dtype, device):
+    edges = [0, 1, 7, 8, 9, 19]
+    case = make_case(edges, head_dim=head_dim, block_size=8, dtype=dtype, device=device, seed=head_dim)
+    assert_equals_spec(paged_attention_decode, case)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_kernel_equals_the_spec_over_random_shapes(poisoned_outputs, seed, device):
+    rng = random.Random(seed)
+    kv_heads, block_size = rng.choice((1, 2, 3)), rng.choice((2, 4, 16))
+    case = make_case(
+        [rng.randrange(4 * block_size) for _ in range(rng.randrange(1, 6))],
+        n_heads=kv_heads * rng.choice((1, 2, 4)),
+        n_kv_heads=kv_heads,
+        head_dim=rng.choice((16, 32, 48, 64)),
+        block_size=block_size,
+        dtype=rng.choice(DTYPES),
+        device=device,
+        seed=seed,
+    )
+    assert_equals_spec(paged_attention_decode, case)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_query_heads_read_the_key_head_of_their_group(group, device):
+    case = make_case([5, 9], n_heads=2 * group, n_kv_heads=2, device=device)
+    each = case | {
+        name: case[name].repeat_interleave(group, dim=1)
+        for name in ("k_new", "v_new", "k_cache_layer", "v_cache_layer")
+    }
+    torch.testing.assert_close(
+        paged_attention_decode(**case), paged_attention_decode(**each), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_large_scores_do_not_overflow(device):
+    case = make_case([9, 17], device=device, scale=300.0)
+    spec = paged_attention_decode_ref(**case)
+    torch.testing.assert_close(paged_attention_decode(**case), spec, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_the_kernel_writes_nothing_but_its_output(device):
+    case = make_case([3, 8], device=device)
+    before = {name: value.clone() for name, value in case.items() if isinstance(value, Tensor)}
+    paged_attention_decode(**case)
+    for name, value in before.items():
+        torch.testing.assert_close(case[name], value, rtol=0, atol=0, equal_nan=True)
+
+
+def first_configuration(run, quantiles):
+    run()
+    return [1.0] * len(quantiles)
+
+
+def autotuned(device: str):
+    return make_autotuned_paged_attention_decode(None if device == "cuda" else first_configuration)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_the_autotuned_kernel_equals_the_fixed_one(poisoned_outputs, device):
+    kernel = autotuned(device)
+    for lens in ([0, 5, 8], [9, 1]):
+        case = make_case(lens, n_heads=4, device=device)
+        torch.testing.assert_close(kernel(**case), paged_attention_decode(**case), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_the_autotuner_tries_each_launch_once_a_shape(device):
+    kernel = autotuned(device)
+    case = make_case([1], n_heads=2, device=device)
+    for _ in range(2):
+        kernel(**case)
+    configs = [(c.num_warps, c.num_stages) for c in kernel.tuner.configs]
+    assert configs == list(AUTOTUNE_CHOICES) and len(kernel.tuner.cache) == 1
+    kernel(**make_case([1], n_heads=4, device=device))
+    assert len(kernel.tuner.cache) == 2
+
+
+def test_two_tuners_share_no_state():
+    a, b = autotuned("cpu"), autotuned("cpu")
+    assert a.tuner is not b.tuner and a.tuner.cache is not b.tuner.cache
+
+
+LARGE = {
+    "gpt2": {"n_heads": 12, "n_kv_heads": 12, "head_dim": 64, "block_size": 64},
+    "gqa": {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "block_size": 16},
+    "odd": {"n_heads": 25, "n_kv_heads": 5, "head_dim": 80, "block_size": 32},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", LARGE)
+def test_the_kernel_equals_the_spec_at_a_real_size(poisoned_outputs, shape, dtype):
+    rng = random.Random(0)
+    lens = [0, 1, 63, 64, 65, 1023, *(rng.randrange(1024) for _ in range(58))]
+    case = make_case(lens, **LARGE[shape], dtype=dtype, device="cuda")
+    assert_equals_spec(paged_attention_decode, case)
+    assert_equals_spec(autotuned("cuda"), case)

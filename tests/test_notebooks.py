@@ -1,0 +1,174 @@
+"""The committed notebooks: fit to be compared by nbval, and alive under other parameters than their own."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from rosellm.lab.run_notebooks import run
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NON_DEFAULT = {"batch": 3, "new_tokens": 9}
+MAX_BYTES = 300_000
+MAX_LINES = 25
+UNCHECKED = {"nbval-ignore-output", "nbval-skip"}
+MACHINE_PATH = re.compile(
+    r"(?<![\w.<:/])/(?:data|home|mnt|opt|private|root|srv|tmp|usr|var|work|Users)/[\w.-]+|[A-Z]:\\\\?Users"
+)
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def faults(path: Path) -> list[str]:
+    """What makes a committed notebook unfit to be compared by nbval, or to be read."""
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
+    found = [*_execution_faults(code), *_metadata_faults(notebook), *_import_faults(code)]
+    found += [f"a cell of more than {MAX_LINES} lines" for cell in notebook.cells if _is_long(cell)]
+    found += [
+        f"a path of one machine: {match}" for match in MACHINE_PATH.findall("\n".join(_texts(notebook)))
+    ]
+    if str(ROOT) in path.read_text(encoding="utf-8"):
+        found.append("the path of this checkout")
+    if path.stat().st_size >= MAX_BYTES:
+        found.append(f"{path.stat().st_size} bytes, {MAX_BYTES} or more")
+    return found
+
+
+def _execution_faults(code: list[NotebookNode]) -> Iterator[str]:
+    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+        yield "code cells not executed once each, in order"
+    if any(output.output_type == "error" for cell in code for output in cell.outputs):
+        yield "an error among the outputs"
+    if not any(cell.outputs and not UNCHECKED & _tags(cell) for cell in code):
+        yield "no output that nbval compares"
+
+
+def _metadata_faults(notebook: NotebookNode) -> Iterator[str]:
+    yield from (f"metadata.{key}" for key in ("widgets", "papermill") if key in notebook.metadata)
+    if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
+        yield "a kernelspec other than python3"
+    if sum("parameters" in _tags(cell) for cell in notebook.cells) != 1:
+        yield "not exactly one cell tagged parameters"
+
+
+def _import_faults(code: list[NotebookNode]) -> Iterator[str]:
+    imported = re.findall(r"^\s*(?:import|from) +(rosellm|transformers)\b", _joined(code), re.MULTILINE)
+    if "rosellm" not in imported or imported[0] != "rosellm":
+        yield "rosellm not imported, or not before transformers"
+
+
+def _joined(cells: list[NotebookNode]) -> str:
+    return "\n".join(cell.source for cell in cells)
+
+
+def _tags(cell: NotebookNode) -> set[str]:
+    return set(cell.metadata.get("tags", []))
+
+
+def _is_long(cell: NotebookNode) -> bool:
+    return len(cell.source.splitlines()) > MAX_LINES
+
+
+def _texts(notebook: NotebookNode) -> Iterator[str]:
+    for cell in notebook.cells:
+        yield cell.source
+        for output in cell.get("outputs", []):
+            yield output.get("text", "")
+            yield from (
+                str(data) for kind, data in output.get("data", {}).items() if kind.startswith("text/")
+            )
+
+
+def sound() -> NotebookNode:
+    cells = [
+        new_markdown_cell("# Why? See https://example.org/usr/share, `</b>` and results/tmp/x."),
+        new_code_cell("batch = 4", execution_count=1, metadata={"tags": ["parameters"]}),
+        new_code_cell("import rosellm\nimport transformers", execution_count=2),
+        new_code_cell("print(batch)", execution_count=3, outputs=[new_output("stream", text="4\n")]),
+        new_code_cell("# timing", execution_count=4, metadata={"tags": ["nbval-ignore-output"]}),
+        new_code_cell(""),
+    ]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return new_notebook(cells=cells, metadata={"kernelspec": kernel})
+
+
+def _set(index: int, **fields: object) -> Callable[[NotebookNode], None]:
+    return lambda notebook: notebook.cells[index].update(fields)
+
+
+def _meta(**fields: object) -> Callable[[NotebookNode], None]:
+    return lambda notebook: notebook.metadata.update(fields)
+
+
+ERROR = new_output("error", ename="ValueError", evalue="x", traceback=[])
+SPOILT = {
+    "a cell not executed": (_set(3, execution_count=None), "not executed once each"),
+    "cells out of order": (_set(3, execution_count=7), "not executed once each"),
+    "an error": (_set(4, outputs=[ERROR]), "an error among"),
+    "stripped outputs": (_set(3, outputs=[]), "no output that nbval compares"),
+    "only unchecked outputs": (_set(3, metadata={"tags": ["nbval-ignore-output"]}), "no output that nbval"),
+    "only skipped outputs": (_set(3, metadata={"tags": ["nbval-skip"]}), "no output that nbval compares"),
+    "widget state": (_meta(widgets={}), "metadata.widgets"),
+    "papermill's notes": (_meta(papermill={}), "metadata.papermill"),
+    "another kernel": (_meta(kernelspec={"name": "mine", "display_name": "x"}), "other than python3"),
+    "no kernel": (lambda notebook: notebook.metadata.pop("kernelspec"), "other than python3"),
+    "no rosellm": (_set(2, source="import torch"), "rosellm not imported"),
+    "transformers first": (
+        _set(2, source="from transformers import x\nimport rosellm"),
+        "before transformers",
+    ),
+    "no parameters": (_set(1, metadata={}), "not exactly one cell tagged parameters"),
+    "two parameters cells": (_set(2, metadata={"tags": ["parameters"]}), "not exactly one cell tagged"),
+    "a long cell": (_set(2, source="import rosellm\n" + "x = 1\n" * 25), "more than 25 lines"),
+    "a long text": (_set(0, source="x\n" * 26), "more than 25 lines"),
+    "a home folder": (_set(3, outputs=[new_output("stream", text="in /home/me/x.py")]), "/home/me"),
+    "a path in a table": (_set(4, outputs=[new_output("display_data", {"text/html": "'/opt/x'"})]), "/opt/x"),
+    "this checkout": (
+        _set(4, outputs=[new_output("display_data", {"a/b": str(ROOT)})]),
+        "path of this checkout",
+    ),
+    "too many bytes": (_set(4, outputs=[new_output("stream", text="x" * MAX_BYTES)]), "300000 or more"),
+}
+
+
+def test_a_sound_notebook_has_no_faults(tmp_path):
+    nbformat.write(sound(), tmp_path / "sound.ipynb")
+    assert faults(tmp_path / "sound.ipynb") == []
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_the_guard_finds_each_fault_alone(case, tmp_path):
+    notebook = sound()
+    spoil, expected = SPOILT[case]
+    spoil(notebook)
+    nbformat.write(notebook, tmp_path / "spoilt.ipynb")
+    (found,) = faults(tmp_path / "spoilt.ipynb")
+    assert expected in found
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@each_notebook
+def test_a_committed_notebook_has_no_faults(path):
+    assert faults(path) == []
+
+
+@each_notebook
+def test_a_notebook_runs_with_other_parameters_than_its_own(path, tmp_path):
+    known = papermill.inspect_notebook(path)
+    given = {name: value for name, value in NON_DEFAULT.items() if name in known}
+    assert given, f"none of {sorted(NON_DEFAULT)} among {sorted(known)}"
+    assert all(known[name]["default"] != str(value) for name, value in given.items())
+    (outcome,) = run([path], tmp_path, given)
+    assert (outcome.status, outcome.error) == ("ok", "")
+    executed = nbformat.read(tmp_path / path.name, as_version=4)
+    (injected,) = [cell for cell in executed.cells if "injected-parameters" in _tags(cell)]
+    assert all(f"{name} = {value}" in injected.source for name, value in given.items())

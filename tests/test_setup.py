@@ -1,0 +1,138 @@
+"""The files around the package agree with each other, and make does no work twice."""
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
+MAKEFILE = (ROOT / "Makefile").read_text()
+PHONY = re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[1].split()
+
+
+def make(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    return subprocess.run(["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def commands(target: str, *variables: str) -> str:
+    return make("--dry-run", "--always-make", target, *variables).stdout
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The Makefile in a folder of its own, whose .venv holds a Python that only writes down its arguments."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@" >> calls\n')
+    python.chmod(0o755)
+    return tmp_path
+
+
+def installs(folder: Path) -> int:
+    return (folder / "calls").read_text().count("pip install")
+
+
+def test_setup_installs_once_and_again_only_after_pyproject_changed(copy):
+    assert make("setup", folder=copy).returncode == 0
+    assert installs(copy) == 1
+    assert make("-q", "setup", folder=copy).returncode == 0
+    make("setup", folder=copy)
+    assert installs(copy) == 1
+    stamp = (copy / ".venv/.installed").stat().st_mtime
+    os.utime(copy / "pyproject.toml", (stamp + 5, stamp + 5))
+    make("setup", folder=copy)
+    assert installs(copy) == 2
+
+
+@pytest.mark.parametrize("target", ["notebooks", "test", "lint", "lab", "refresh"])
+def test_every_command_may_come_first_and_then_only_runs(copy, target):
+    assert make(target, folder=copy).returncode == 0
+    assert make(target, folder=copy).returncode == 0
+    calls = (copy / "calls").read_text().splitlines()
+    runs = [call for call in calls if not call.startswith("-m pip")]
+    assert installs(copy) == 1
+    assert len(runs) == 2 * len(set(runs))
+
+
+def test_a_failed_installation_is_not_taken_for_done(copy):
+    (copy / ".venv/bin/python").write_text("#!/bin/sh\ntest $3 = --version\n")
+    assert make("setup", folder=copy).returncode != 0
+    assert not (copy / ".venv/.installed").exists()
+
+
+def test_an_old_python_is_named_in_one_line(copy):
+    old = copy / "old-python"
+    old.write_text("#!/bin/sh\nprintf 'import sys; sys.version_info = (3, 10); %s' \"$2\" | python3 -\n")
+    old.chmod(0o755)
+    result = make("setup", f"PYTHON={old}", folder=copy)
+    assert result.returncode != 0
+    assert f"RoseLLM needs Python 3.11 or newer, but {old} is " in result.stderr
+
+
+def test_help_lists_every_target_with_its_meaning():
+    listed = dict(re.findall(r"^  make (\S+) +(\S.+)$", make("help").stdout, re.MULTILINE))
+    assert set(listed) == set(PHONY)
+    assert make().stdout == make("help").stdout
+
+
+def test_every_make_command_of_the_readme_exists():
+    named = set(re.findall(r"(?:^|`|\$ )make ([a-z][a-z-]*)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert named <= set(PHONY)
+    assert {"notebooks", "test"} <= named
+
+
+def test_jupyterlab_listens_on_this_machine_only_and_keeps_its_token():
+    command = commands("lab")
+    assert "jupyterlab --ip=127.0.0.1" in command
+    assert not re.search(r"token|password|disable_check_xsrf|allow_origin", command)
+
+
+def test_the_selection_and_parameters_reach_the_runner_unchanged(copy):
+    given = "prompt='two words' quick=false sizes=[1,2]"
+    make("notebooks", "NB=03,05 07", f"P={given}", folder=copy)
+    call = (copy / "calls").read_text().splitlines()[-1]
+    assert call.startswith(f"-m rosellm.lab.run_notebooks --select 03,05 07 --parameters {given} --workers 2")
+
+
+def test_one_test_command_covers_the_package_and_the_notebooks():
+    command = commands("test")
+    for part in ("pytest tests notebooks", "-n 2 --dist loadfile", "--nbval ", "--nbval-current-env"):
+        assert part in command
+    sanitize = re.search(r"--nbval-sanitize-with (\S+)", command)[1]
+    assert (ROOT / sanitize).is_file()
+
+
+def test_conda_and_make_install_the_same_project_with_the_same_extras():
+    (pip,) = [part["pip"] for part in ENVIRONMENT["dependencies"] if isinstance(part, dict)]
+    extras = sorted(PROJECT["optional-dependencies"])
+    assert pip == [f"-e .[{','.join(extras)}]"]
+    assert f"-e '.[{','.join(extras)}]'" in commands("setup")
+    assert f"python{PROJECT['requires-python']}" in ENVIRONMENT["dependencies"]
+    assert ENVIRONMENT["name"] == PROJECT["name"]
+
+
+@pytest.mark.parametrize("extra", [None, *PROJECT["optional-dependencies"]])
+def test_every_dependency_is_a_range(extra):
+    wanted = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
+    for requirement in wanted:
+        name, *bounds = re.split(r"(?=>=)|,(?=<)", requirement.split(";")[0].strip())
+        assert bounds and bounds[0].startswith(">="), requirement
+        assert len(bounds) == 2 or name == "triton", requirement
+
+
+def test_ci_checks_style_notebooks_and_tests():
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    text = script.read_text()
+    assert "set -euo pipefail" in text
+    assert re.findall(r"^make (\w+)$", text, re.MULTILINE) == ["setup", "lint", "notebooks", "test"]
