@@ -1,4 +1,4 @@
-"""Committed benchmark records: what was measured on a named device, the rivals' figures, and the floor under both."""
+"""Committed benchmark records: what was measured on a device, the rivals' figures, the floor under both."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ def percent_change(before: float, after: float) -> str:
 
 
 def results_folder() -> Path:
-    """``notebooks/results`` of this checkout, or of the working folder where the package is installed elsewhere."""
+    """``notebooks/results`` of this checkout, or of the working folder if the package is elsewhere."""
     checkout = Path(rosellm.__file__).resolve().parent.parent
     tried = [checkout / "notebooks" / "results", Path("results"), Path("notebooks/results")]
     for folder in tried:
         if folder.is_dir():
             return folder
-    raise RecordError("there is no folder notebooks/results beside the package, nor results in the working folder")
+    raise RecordError("there is no folder notebooks/results beside the package or in the working folder")
 
 
 @dataclass(frozen=True)
 class Results:
-    """The records of one device, one JSON file each: ``<workload>-<rung>.json``, or named by what they hold."""
+    """The records of one device, a JSON file each: ``<workload>-<rung>.json``, or named by what they hold."""
 
     folder: Path
 
@@ -75,20 +75,16 @@ class Results:
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
     def load(self, name: str) -> dict[str, Any]:
-        """The whole file ``name`` (no suffix), such as ``kv_append``; raises RecordError, listing what exists."""
+        """The whole file ``name``, such as ``kv_append``; raises RecordError, listing what exists."""
         if name not in self.names():
-            raise RecordError(
-                f"no record is called {name!r} for {self.folder.name}: there are {_listed(self.names())}"
-            )
+            raise RecordError(f"{self.folder.name} has no record {name!r}: there are {_listed(self.names())}")
         return _read(self.folder / f"{name}.json")
 
     def record(self, workload: str, rung: str) -> dict[str, Any]:
         """A benchmark's whole record; raises RecordError, listing the rungs measured on this workload."""
         rungs = self.rungs(workload)
         if rung not in rungs:
-            raise RecordError(
-                f"no record of {rung!r} on {workload} for {self.folder.name}: there are {_listed(rungs)}"
-            )
+            raise RecordError(f"{self.folder.name} has no {workload} of {rung!r}: there are {_listed(rungs)}")
         return self.load(f"{workload}-{rung}")
 
     def rungs(self, workload: str) -> list[str]:
@@ -98,9 +94,9 @@ class Results:
         return sorted(found, key=lambda rung: list(LADDER).index(rung) if rung in LADDER else len(LADDER))
 
     def value(self, workload: str, rung: str, figure: str = "total_tok_s") -> float:
-        """The median over the repeats of one figure; raises RecordError, listing the figures, for an unknown one.
+        """The median over the repeats of one figure; raises RecordError, listing the figures, if unknown.
 
-        ``decode_tok_s`` and ``total_tok_s`` are short for the throughputs of decode steps and of the whole run.
+        ``decode_tok_s`` and ``total_tok_s`` stand for the throughputs of decode steps and of the whole run.
         """
         return _figure(self._result(workload, rung)["medians"], figure)
 
@@ -124,14 +120,14 @@ class Results:
         return " · ".join([env["device_name"], *versions, env["time_utc"][:10]])
 
     def _result(self, workload: str, rung: str) -> dict[str, Any]:
-        (result,) = self.record(workload, rung)["results"].values()
-        return result
+        results = self.record(workload, rung)["results"]
+        return results["streaming" if "streaming" in results else "online"]
 
     def _environment(self, name: str | None) -> dict[str, Any]:
         wanted = self.names() if name is None else [name]
         known = [env for env in (self.load(one).get("environment") for one in wanted) if env]
         if not known:
-            raise RecordError(f"no record for {self.folder.name} tells its environment: there are {_listed(wanted)}")
+            raise RecordError(f"no record of {self.folder.name} tells its environment: {_listed(wanted)}")
         return max(known, key=lambda env: env["time_utc"])
 
 
@@ -159,14 +155,14 @@ def rival_forms() -> dict[str, str]:
 
 
 def ceilings() -> dict[str, Any]:
-    """What the GPU can do at best, measured: copy bandwidth, a graph node, the GEMMs of a step, the LM head."""
+    """What the GPU can do at best, measured: copy bandwidth, a graph node, a step's GEMMs, the LM head."""
     return _rivals_file()["ceilings"]
 
 
 def floor_us(workload: str) -> float:
-    """Bytes floor of a decode step at mid-run, µs: GPT-2 small's fp16 weights and all cached K/V, read at copy speed.
+    """Bytes floor of a decode step at mid-run, µs: GPT-2 small's fp16 weights and the K/V, at copy speed.
 
-    A sequence then holds its prompt and half of its new tokens; the table of positions is not read as a whole.
+    A sequence then holds its prompt and half its new tokens; the table of positions is not read as a whole.
     """
     one = _workload(workload)
     shape = KNOWN_SHAPES["gpt2"]

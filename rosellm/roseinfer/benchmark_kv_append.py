@@ -56,7 +56,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operands:
-    """What one call reads and writes; row b goes to block ``block_idx[b]``, all different, at slot ``pos``."""
+    """What one call reads and writes; row b goes to slot ``pos`` of its own block ``block_idx[b]``."""
 
     caches: dict[str, Tensor]  # k_cache_layer, v_cache_layer [N_BLOCKS = B, H, BLOCK_SIZE, D]
     news: dict[str, Tensor]  # key_new, value_new [B, H, D]
@@ -93,7 +93,7 @@ def make_caches(shape: Shape) -> dict[str, Tensor]:
 
 
 def make_operands(shape: Shape, n_sets: int, seed: int = 0) -> list[Operands]:
-    """Sets that share no slot and no input: each its slot of a cache, and a new cache when those are used up."""
+    """Sets that share no slot and no input; a cache serves BLOCK_SIZE of them."""
     generator = torch.Generator(device=shape.device).manual_seed(seed)
     random = {"generator": generator, "device": shape.device}
     sets = []

@@ -1,7 +1,7 @@
 """Measures a scheduler on a batch of requests.
 
-Decode throughput is tokens made by decode steps over time spent in decode steps; a request's first token comes
-from its prefill. Total throughput is all completion tokens over the whole run. Tokens are counted as ids.
+Decode throughput is tokens made by decode steps over time spent in decode steps; a request's first token
+comes from its prefill. Total throughput is all completion tokens over the whole run. Tokens are token ids.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def run_scheduler_benchmark(
 ) -> dict[str, Any]:
     """Run the requests again and again: every measured run's raw figures, their medians and means.
 
-    mode: "naive" (one request after another, each timed from its own start), "offline" or "online" (all requests
-    arrive at once). Text prompts are tokenized within the measured time. Times are seconds, throughputs tokens a
-    second, memory bytes.
+    mode: "naive" (one request after another, each timed from its own start), "offline" or "online" (all
+    requests arrive at once). Text prompts are tokenized within the measured time. Times are seconds,
+    throughputs tokens a second, memory bytes.
     """
     for _ in range(warmup_runs):
         _run_once(engine, prompts, params, config, mode)
@@ -166,7 +166,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, gpt: GPT, tokenizer: cli.AnyTokenizer) -> dict[str, Any]:
-    """What the command measures, printed and returned as a record; a sweep loads a model once for many calls."""
+    """What the command measures, printed and returned as a record; a sweep may share one model."""
     engine, prompts, params, config = cli.set_up(options, gpt, tokenizer)
     results = {}
     for mode in MODES if options.mode == "all" else (options.mode,):

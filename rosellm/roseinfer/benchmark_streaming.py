@@ -1,9 +1,9 @@
 """Measures streaming under load.
 
-Requests are submitted one by one to a streaming manager, and each has a thread that reads its text. TTFT, TPOT
-and ITL are taken where the manager hands tokens over, from the moment of submission on; with a stream interval
-of N, tokens are handed over N at a time. Total throughput is all completion tokens over the time from the first
-submission to the last token.
+Requests are submitted one by one to a streaming manager, and each has a thread that reads its text. TTFT,
+TPOT and ITL are taken where the manager hands tokens over, from the moment of submission on; with a stream
+interval of N, tokens are handed over N at a time. Total throughput is all completion tokens over the time
+from the first submission to the last token.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def profile_run(
     load: StreamingLoad,
     path: Path,
 ) -> None:
-    """Write a Chrome trace, of all threads, of one short run: as many requests as run together, a few tokens."""
+    """Write a Chrome trace of all threads in one short run: as many requests as run together."""
     short = replace(params, max_tokens=min(params.max_tokens, cli.PROFILED_STEPS + 1))
     with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
         _run_once(engine, prompts[: engine.max_batch_size], short, config, load)
@@ -188,7 +188,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, gpt: GPT, tokenizer: cli.AnyTokenizer) -> dict[str, Any]:
-    """What the command measures, printed and returned as a record; a sweep loads a model once for many calls."""
+    """What the command measures, printed and returned as a record; a sweep may share one model."""
     engine, prompts, params, config = cli.set_up(options, gpt, tokenizer)
     load = StreamingLoad(options.tokenize_workers, options.stream_interval, options.submit_interval_ms / 1e3)
     result = run_streaming_benchmark(

@@ -54,8 +54,10 @@ def command(body: Callable[[list[str] | None], None]) -> Callable[[list[str] | N
             body(argv)
         except RoseError as error:
             return _fail(str(error))
-        except torch.OutOfMemoryError:
-            return _fail("the device is out of memory; lower --max-batch-size, --num-kv-blocks or the sizes")
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+            return _fail("out of memory; ask for a smaller batch, fewer KV blocks or a smaller model")
         except KeyboardInterrupt:
             return _fail("interrupted", status=130)
         return 0
@@ -419,7 +421,5 @@ def print_run_header(engine: Engine, options: argparse.Namespace) -> None:
     )
     print(", ".join(facts))
     print(f"Recipe: {recipe} ({engine.kernels.name} kernels)")
-    print(
-        f"Requests: {options.num_requests} x {options.max_new_tokens} tokens, {options.max_batch_size} at a time",
-        flush=True,
-    )
+    requests = f"{options.num_requests}, {options.max_new_tokens} new tokens each"
+    print(f"Requests: {requests}, {options.max_batch_size} at a time", flush=True)

@@ -21,6 +21,7 @@ from rosellm.errors import RoseError
 from rosellm.roseinfer.engine import Engine
 
 SCHEMA_VERSION = 1
+COMMIT_VARIABLE = "ROSELLM_COMMIT"
 CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
 
 
@@ -92,7 +93,7 @@ def across_repeats(repeats: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tokens_sha256(outputs: Iterable[list[int]]) -> str:
-    """A digest of all requests' output token ids in order: of each its length and ids, little-endian int32."""
+    """A digest of all requests' output token ids in order: each one's length and ids, little-endian int32."""
     digest = hashlib.sha256()
     for token_ids in outputs:
         digest.update(np.array([len(token_ids), *token_ids], dtype="<i4").tobytes())
@@ -141,9 +142,12 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> dict[str, str | bool | None]:
-    """Commit of the checkout that holds the package, and whether tracked files differ from it."""
+    """Commit of the checkout that holds the package, and whether tracked files differ from it.
+
+    Where the package was copied without its history, ROSELLM_COMMIT may name the commit it was copied from.
+    """
     if not (CHECKOUT / ".git").exists():
-        return {"git_commit": None, "git_dirty": None}
+        return {"git_commit": os.environ.get(COMMIT_VARIABLE), "git_dirty": None}
     commit = _output("git", "-C", str(CHECKOUT), "rev-parse", "--verify", "HEAD")
     changes = _output("git", "-C", str(CHECKOUT), "status", "--porcelain", "--untracked-files=no")
     return {"git_commit": commit, "git_dirty": bool(changes) if commit and changes is not None else None}

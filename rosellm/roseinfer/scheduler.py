@@ -265,7 +265,7 @@ class OnlineScheduler:
             n_prompt = request.sequence.n_prompt
             if len(chosen) == places or (n_prompt > tokens and chosen):
                 break
-            if True:
+            if request.blocks <= blocks:
                 chosen[request.sequence.request_id] = request
                 tokens -= n_prompt
                 blocks -= request.blocks

@@ -12,8 +12,8 @@ from rosellm.errors import RoseError
 class Workload:
     """Requests of ``max_new_tokens`` each, ``max_batch_size`` at a time.
 
-    Prompts are ``prompt`` repeated, request by request cycling through ``prompt_repeats``; or ``prompt_tokens``
-    random ids. ``form`` says which benchmark runs it.
+    Prompts are ``prompt`` repeated, request by request cycling through ``prompt_repeats``; or random ids,
+    ``prompt_tokens`` of them. ``form`` says which benchmark runs it.
     """
 
     id: str

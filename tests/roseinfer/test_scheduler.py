@@ -218,8 +218,8 @@ def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt: int) 
     scheduler = OnlineScheduler(engine, config)
     scheduler.add_requests([[2]] * 2, greedy(3))
     long = scheduler.add_request([1] * long_prompt, greedy(4))
-    for _ in range(40):
-        scheduler.add_requests([[2]] * 2, greedy(3))
+    for i in range(60):
+        scheduler.add_requests([[2]] * 2, [greedy(3 + i % 4), greedy(4 + i % 5)])
         scheduler.step()
         if long in scheduler.finished:
             break

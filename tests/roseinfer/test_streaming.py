@@ -12,6 +12,7 @@ import pytest
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import IncrementalText
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.scheduler import OfflineScheduler, SchedulerConfig
 from rosellm.roseinfer.streaming import StreamingManager
@@ -230,6 +231,20 @@ def test_an_error_in_the_worker_reaches_every_waiter(engine: Engine, monkeypatch
             assert isinstance(wait.result().__cause__, RuntimeError)
         with pytest.raises(RoseError, match="worker has failed .*device lost.*; make a new manager"):
             manager.add_request([1], greedy())
+    assert_all_free(engine)
+
+
+def test_an_error_between_two_steps_frees_the_blocks_too(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(text: IncrementalText) -> str:
+        raise RuntimeError("piece lost")
+
+    monkeypatch.setattr(IncrementalText, "take", lose)
+    with StreamingManager(engine) as manager:
+        request = manager.add_request([1], ENDLESS)
+        with pytest.raises(RoseError, match="piece lost"):
+            manager.result(request, timeout=10)
     assert_all_free(engine)
 
 

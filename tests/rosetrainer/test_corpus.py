@@ -78,7 +78,9 @@ def test_what_is_not_the_librarys_code_is_left_out(folder: Path, path: str) -> N
     assert read_corpus(folder) == before
 
 
-@pytest.mark.parametrize("content", [b"", b" \n\n", b"name = '\xff\xfe'\n"], ids=["empty", "blank", "not UTF-8"])
+@pytest.mark.parametrize(
+    "content", [b"", b" \n\n", b"name = '\xff\xfe'\n"], ids=["empty", "blank", "not UTF-8"]
+)
 def test_files_without_readable_text_are_left_out(folder: Path, content: bytes) -> None:
     write(folder, TRAINED_ON[1], content)
     assert paths(read_corpus(folder).train) == [TRAINED_ON[0]]

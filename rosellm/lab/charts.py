@@ -1,0 +1,492 @@
+"""The notebooks' charts: one palette that reads on light and dark pages, and one way to show a figure."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import Any
+
+import plotly.graph_objects as go
+from IPython.display import display
+
+from rosellm.errors import RoseError
+from rosellm.lab.records import number, percent_change
+from rosellm.lab.trace import Event, Trace
+from rosellm.roseinfer.step import STEP_RANGE
+
+PLOTLY = "application/vnd.plotly.v1+json"
+
+# Apart under deuteranopia, protanopia and tritanopia; contrast of 2.2 or more with white and with #111111.
+BLUE, ORANGE, GREEN = "#366fae", "#f35e01", "#1fa46f"
+SKY, MAGENTA, VIOLET, PALE = "#1da7ff", "#ae2e69", "#8a42ff", "#9db2bc"
+PALETTE = (BLUE, ORANGE, GREEN, SKY, MAGENTA, VIOLET, PALE)
+TEXT, GRID = "#7a7f87", "rgba(127,127,127,0.25)"
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
+
+# The parts of the decode step: colour and hatching, the same in every chart.
+PARTS = {
+    "reserve": (PALE, ""),
+    "build_block_tables": (VIOLET, ""),
+    "h2d_block_tables": (SKY, ""),
+    "stage_tokens": (SKY, "/"),
+    "build_mask": (MAGENTA, ""),
+    "model": (BLUE, ""),
+    "kv_append": (ORANGE, ""),
+    "sample": (GREEN, ""),
+    "commit": (PALE, "/"),
+}
+# What a GPU kernel is for, by a piece of its name, the first that is found.
+WORK = {
+    "attention": ("attention", "flash", "fmha", "sdpa"),
+    "KV append": ("kv_append", "index_put", "index_select", "gather", "scatter"),
+    "matrix product": ("gemm", "gemv", "nvjet", "cublas", "cutlass", "addmm", "matmul", "splitk", "linear"),
+    "other work": ("",),
+}
+WORK_COLOURS = dict(zip((*WORK, "copy"), (GREEN, ORANGE, BLUE, PALE, SKY), strict=True))
+
+WIDTH, LINE, TITLE_CHARACTERS = 800, 19, 92
+AXIS = {
+    "gridcolor": GRID,
+    "linecolor": GRID,
+    "zerolinecolor": GRID,
+    "ticks": "outside",
+    "tickcolor": GRID,
+    "automargin": True,
+}
+TEMPLATE = go.layout.Template(
+    layout={
+        "font": {"color": TEXT, "size": 12, "family": "Helvetica Neue, Arial, Liberation Sans, sans-serif"},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "xaxis": AXIS,
+        "yaxis": AXIS,
+        "title": {"x": 0, "xref": "container", "xanchor": "left", "yref": "container", "yanchor": "top"},
+        "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
+        "barcornerradius": 2,
+        "hoverlabel": {"align": "left"},
+    }
+)
+
+
+class ChartError(RoseError):
+    """Figures that do not fit together, or that cannot be drawn."""
+
+
+class Chart(go.Figure):
+    """A plotly figure that also knows its numbers as a text table."""
+
+    table = ""
+
+
+def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """An aligned table: text to the left, numbers to the right, as :func:`rosellm.lab.records.number` has them."""
+    rows = [list(row) for row in rows]
+    for row in rows:
+        if len(row) != len(headers):
+            raise ChartError(f"a row of {len(row)} cells does not fit {len(headers)} headers: {row}")
+    written = [list(map(str, headers)), *([_cell(value) for value in row] for row in rows)]
+    columns = list(zip(*written, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [
+        any(isinstance(row[i], (int, float)) and not isinstance(row[i], bool) for row in rows)
+        for i in range(len(headers))
+    ]
+    written.insert(1, ["─" * width for width in widths])
+    pads = [str.rjust if to_right else str.ljust for to_right in right]
+    lines = ("  ".join(pad(cell, w) for pad, cell, w in zip(pads, line, widths, strict=True)) for line in written)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def show(figure: go.Figure, table: str | None = None) -> None:
+    """Displays a figure as one bundle: plotly's JSON, and ``table`` (or else the chart's own) as plain text.
+
+    ``make refresh`` adds the PNG for readers without JavaScript.
+    """
+    display(bundle(figure, table), raw=True)
+
+
+def bundle(figure: go.Figure, table: str | None = None) -> dict[str, Any]:
+    """What :func:`show` displays, by MIME type; floats have five significant digits."""
+    drawn = _rounded(json.loads(figure.to_json()))
+    drawn["config"] = {"displaylogo": False, "responsive": True}
+    text = table if table is not None else getattr(figure, "table", "")
+    return {PLOTLY: drawn, "text/plain": text or figure.layout.title.text or "a figure"}
+
+
+def before_after(
+    labels: Sequence[str],
+    before: Sequence[float],
+    after: Sequence[float],
+    unit: str | Sequence[str],
+    names: tuple[str, str] = ("before", "after"),
+    *,
+    title: str,
+) -> Chart:
+    """Two horizontal bars a label, the change written beside the second.
+
+    With one ``unit`` all bars share an axis; with one unit a label, each pair is drawn to its own scale.
+    """
+    _same_length(labels=labels, before=before, after=after)
+    shared = isinstance(unit, str)
+    units = [unit] * len(labels) if shared else list(unit)
+    _same_length(labels=labels, unit=units)
+    scales = [1 if shared else max(pair) or 1 for pair in zip(before, after, strict=True)]
+    texts = [
+        [_with_unit(b, u) for b, u in zip(before, units, strict=True)],
+        [f"{_with_unit(a, u)}  <b>{_change(b, a)}</b>" for b, a, u in zip(before, after, units, strict=True)],
+    ]
+    chart = Chart()
+    for name, values, text, colour in zip(names, (before, after), texts, (PALE, BLUE), strict=True):
+        scaled = [value / scale for value, scale in zip(values, scales, strict=True)]
+        chart.add_bar(
+            x=scaled, y=_wrapped(labels, 24), orientation="h", name=name, text=text, marker_color=colour
+        )
+    chart.update_traces(textposition="outside", cliponaxis=False, hoverinfo="name+text+y")
+    longest = max((*before, *after)) if shared else 1
+    chart.update_xaxes(range=[0, (longest or 1) * 1.32], title_text=unit if shared else None, visible=shared)
+    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    chart.table = text_table(
+        ["", *names, "unit", "change"],
+        [[*row, _change(row[1], row[2])] for row in zip(labels, before, after, units, strict=True)],
+    )
+    return _finish(chart, title, 54 * len(labels) + (45 if shared else 0), legend=names)
+
+
+def step_lines(
+    x: Sequence[float],
+    series: Mapping[str, Sequence[float | None]],
+    x_title: str,
+    y_title: str,
+    *,
+    title: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    floors: Mapping[str, float | Sequence[float]] | None = None,
+) -> Chart:
+    """One line with markers a series, named at its end; ``floors`` (a value, or one for each x) are dashed."""
+    floors = {
+        name: [f] * len(x) if isinstance(f, (int, float)) else list(f) for name, f in (floors or {}).items()
+    }
+    _same_length(x=x, **series, **floors)
+    chart, styles = Chart(), {}
+    for i, (name, values) in enumerate(series.items()):
+        styles[name] = (PALETTE[i % len(PALETTE)], "●")
+        marker = {"symbol": SYMBOLS[i % len(SYMBOLS)], "size": 8, "color": styles[name][0]}
+        chart.add_scatter(x=list(x), y=list(values), name=name, mode="lines+markers", marker=marker)
+    for name, values in floors.items():
+        styles[name] = (TEXT, "┄")
+        chart.add_scatter(
+            x=list(x), y=values, name=name, mode="lines", line={"color": TEXT, "dash": "dash", "width": 1.5}
+        )
+    lines = {**series, **floors}
+    if not any(value is not None for values in lines.values() for value in values):
+        raise ChartError("there is no value to draw")
+    low, high = _range([v for values in lines.values() for v in values if v is not None], log_y)
+    height = 300
+    ends = {name: [v for v in values if v is not None][-1] for name, values in lines.items() if any(values)}
+    _name_at_right(chart, {f"{n}": (v, *styles[n]) for n, v in ends.items()}, low, high, height, log_y)
+    chart.update_yaxes(range=[low, high], title_text=y_title, type="log" if log_y else "linear")
+    chart.update_xaxes(title_text=x_title, type="log" if log_x else "linear", showgrid=False)
+    if log_x or len(x) <= 12:
+        chart.update_xaxes(tickvals=list(x), ticktext=[number(value) for value in x])
+    chart.table = text_table([x_title, *lines], zip(x, *lines.values(), strict=True))
+    return _finish(chart, title, height + 50)
+
+
+def ladder_chart(
+    rungs: Sequence[str],
+    values: Sequence[float | None],
+    unit: str,
+    rivals: Mapping[str, float] | None = None,
+    floor: float | None = None,
+    *,
+    title: str,
+    side_branches: Iterable[str] = ("autotune",),
+) -> Chart:
+    """One bar a rung in the ladder's order on a log axis, hatched if the rung is a side branch.
+
+    ``rivals`` and the bytes ``floor`` (in the bars' unit) are lines named at the right. None: not measured.
+    """
+    _same_length(rungs=rungs, values=values)
+    lines = {**(rivals or {}), **({"bytes floor" : floor} if floor is not None else {})}
+    known = [value for value in (*values, *lines.values()) if value is not None]
+    if not known or min(known) <= 0:
+        raise ChartError("a log axis needs at least one value, and none that is 0 or less")
+    sides = set(side_branches)
+    chart = Chart()
+    chart.add_bar(
+        x=list(rungs),
+        y=list(values),
+        text=[_short(value) for value in values],
+        textposition="outside",
+        cliponaxis=False,
+        marker={
+            "color": [PALE if rung in sides else BLUE for rung in rungs],
+            "pattern": {"shape": ["/" if rung in sides else "" for rung in rungs], "fgcolor": TEXT},
+        },
+        hovertemplate=f"%{{x}}: %{{y:,.4g}} {unit}<extra></extra>",
+    )
+    colours = dict(zip(lines, (ORANGE, MAGENTA, VIOLET, SKY, PALE) * 9, strict=False))
+    colours["bytes floor"] = GREEN
+    for name, value in lines.items():
+        dash = "solid" if name == "bytes floor" else "dash"
+        chart.add_hline(y=value, line={"color": colours[name], "dash": dash, "width": 1.5})
+    low, high = math.log10(min(known) / 1.7), math.log10(max(known) * 1.5)
+    height = 330
+    _name_at_right(chart, {n: (v, colours[n], "━") for n, v in lines.items()}, low, high, height, True)
+    chart.update_yaxes(type="log", range=[low, high], title_text=unit, dtick=1 if high - low > 2 else "D2")
+    chart.update_xaxes(tickangle=-40, showgrid=False, ticks="")
+    names = [f"{rung} (side branch)" if rung in sides else rung for rung in rungs]
+    chart.table = text_table(["", unit], [*zip(names, values, strict=True), *lines.items()])
+    return _finish(chart, title, height + 7 * max(map(len, rungs)) * 2 // 3)
+
+
+def stacked_time(rows: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "ms") -> Chart:
+    """Where a step's time goes: one horizontal bar a row, one segment a part of it, the total at its end.
+
+    The engine's parts come in the step's order and always have the same colour; other names follow.
+    """
+    if not rows:
+        raise ChartError("there is no row to draw")
+    used = {part for parts in rows.values() for part in parts}
+    parts = [p for p in PARTS if p in used] + sorted(used - PARTS.keys())
+    totals = [sum(row.values()) for row in rows.values()]
+    chart, labels = Chart(), _wrapped(rows, 24)
+    for part, (colour, hatch) in zip(parts, map(_part_style, parts, range(len(parts))), strict=True):
+        values = [row.get(part) for row in rows.values()]
+        chart.add_bar(
+            x=values,
+            y=labels,
+            orientation="h",
+            name=part,
+            text=[part if v and v / max(totals) * 520 > 7.5 * len(part) else "" for v in values],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            insidetextfont_color="#ffffff" if _luminance(colour) < 0.2 else "#10151c",
+            marker={"color": colour, "pattern": {"shape": hatch}} if hatch else {"color": colour},
+            hovertemplate=f"{part}: %{{x:.4g}} {unit}<extra>%{{y}}</extra>",
+        )
+    for label, total in zip(labels, totals, strict=True):
+        text = f"<b>{number(total)} {unit}</b>"
+        chart.add_annotation(x=total, y=label, text=text, showarrow=False, xanchor="left", xshift=4)
+    chart.update_layout(barmode="stack")
+    chart.update_xaxes(range=[0, max(totals) * 1.15], title_text=unit)
+    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    cells = ([part, *(row.get(part) for row in rows.values())] for part in parts)
+    chart.table = text_table([f"part, {unit}", *rows], [*cells, ["total", *totals]])
+    return _finish(chart, title, 46 * len(rows) + 45, legend=parts)
+
+
+MAX_TIMELINE_BYTES = 55_000
+
+
+def timeline(trace: Trace, title: str) -> Chart:
+    """One traced step over time, µs: the host's ranges above what ran; neighbours too close to see are merged.
+
+    On a GPU what ran are kernels and copies; on a CPU, operators.
+    """
+    lanes = _lanes(trace)
+    if not lanes:
+        raise ChartError("the trace holds neither a range nor anything that ran")
+    start = min(e.start for events in lanes.values() for e in events)
+    span = max(e.start + e.duration for events in lanes.values() for e in events) - start
+    gap = span / 1500
+    chart = _draw_lanes(lanes, start, span, gap)
+    while len(json.dumps(bundle(chart)[PLOTLY])) > MAX_TIMELINE_BYTES:
+        gap *= 2
+        chart = _draw_lanes(lanes, start, span, gap)
+    chart.update_layout(barmode="overlay", bargap=0.25)
+    chart.update_xaxes(range=[-span * 0.005, span * 1.005], title_text="µs")
+    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="", categoryarray=list(lanes))
+    busy = {lane: sum(e.duration for e in events) for lane, events in lanes.items()}
+    chart.table = text_table(
+        ["lane", "events", "busy µs", "busy %"],
+        [(lane, len(events), busy[lane], busy[lane] / span * 100) for lane, events in lanes.items()],
+    )
+    shown = [trace_.name for trace_ in chart.data if trace_.showlegend]
+    return _finish(chart, title, 52 * len(lanes) + 45, legend=shown)
+
+
+def _lanes(trace: Trace) -> dict[str, list[Event]]:
+    lanes = {
+        "host ranges": [e for e in trace.ranges() if e.name != STEP_RANGE],
+        "operators": [] if trace.on_gpu else trace.of("op"),
+        "GPU kernels": trace.of("kernel"),
+        "copies": trace.of("copy") + trace.of("memset"),
+    }
+    return {lane: sorted(events, key=lambda e: e.start) for lane, events in lanes.items() if events}
+
+
+def _draw_lanes(lanes: dict[str, list[Event]], start: float, span: float, gap: float) -> Chart:
+    chart = Chart()
+    for lane, events in lanes.items():
+        runs = _merge(events, _kind_of_range if lane == "host ranges" else _kind_of_work, gap)
+        for i, kind in enumerate(dict.fromkeys(kind for kind, _ in runs)):
+            colour, hatch = _part_style(kind, i) if lane == "host ranges" else (WORK_COLOURS[kind], "")
+            mine = [run for k, run in runs if k == kind]
+            lengths = [run[-1].start + run[-1].duration - run[0].start for run in mine]
+            chart.add_bar(
+                x=lengths,
+                y=[lane] * len(mine),
+                base=[run[0].start - start for run in mine],
+                orientation="h",
+                name=kind,
+                legendgroup=lane,
+                showlegend=not any(t.name == kind for t in chart.data),
+                marker={"color": colour, "line_width": 0, **({"pattern_shape": hatch} if hatch else {})},
+                text=[kind if length / span * 620 > 7.5 * len(kind) else "" for length in lengths],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                insidetextfont_color="#ffffff" if _luminance(colour) < 0.2 else "#10151c",
+                hovertext=[_hover(run) for run in mine],
+                hovertemplate="%{hovertext}<br>from %{base:.4g}, %{x:.4g} µs<extra></extra>",
+            )
+    return chart
+
+
+def _merge(events: list[Event], kind: Callable[[Event], str], gap: float) -> list[tuple[str, list[Event]]]:
+    """Runs of one kind whose bars would touch; ``events`` are in order of start."""
+    starts = [
+        kind(e) != kind(last) or e.start - last.start - last.duration > gap
+        for last, e in zip([events[0], *events], events, strict=False)
+    ]
+    numbered = zip(accumulate(starts), events, strict=True)
+    runs = ([event for _, event in group] for _, group in groupby(numbered, key=lambda pair: pair[0]))
+    return [(kind(run[0]), run) for run in runs]
+
+
+def _kind_of_range(event: Event) -> str:
+    return event.name.removeprefix(f"{STEP_RANGE}.")
+
+
+def _kind_of_work(event: Event) -> str:
+    if event.kind in ("copy", "memset"):
+        return "copy"
+    name = event.name.lower()
+    return next(kind for kind, pieces in WORK.items() if any(piece in name for piece in pieces))
+
+
+def _hover(run: list[Event]) -> str:
+    first = run[0].name.removeprefix(f"{STEP_RANGE}.")[:40]
+    return first if len(run) == 1 else f"{len(run)} × {first} …"
+
+
+def _part_style(part: str, i: int) -> tuple[str, str]:
+    return PARTS.get(part, (PALETTE[i % len(PALETTE)], "."))
+
+
+def _finish(chart: Chart, title: str, body: int, legend: Sequence[str] = ()) -> Chart:
+    """Title, size and margins; ``body`` is the height in pixels of the axes with their labels."""
+    lines = textwrap.wrap(title, TITLE_CHARACTERS)
+    top, rows = 16 + LINE * len(lines), math.ceil(sum(7 * len(name) + 50 for name in legend) / (WIDTH - 40))
+    height = top + body + (LINE + 2) * rows + 14
+    right = chart.layout.margin.r or 20
+    chart.update_layout(
+        template=TEMPLATE,
+        title={"text": "<br>".join(lines), "font_size": 15, "y": 1 - 8 / height},
+        width=WIDTH,
+        height=height,
+        margin={"l": 20, "r": right, "t": top, "b": (LINE + 2) * rows + 14 + (40 if body > 100 else 0)},
+        showlegend=bool(legend),
+    )
+    return chart
+
+
+def _name_at_right(chart: Chart, named: dict, low: float, high: float, height: int, log: bool) -> None:
+    """Writes each line's name and value right of the plot, moved apart where they would overlap."""
+    place = math.log10 if log else float
+    wanted = sorted((place(value), name) for name, (value, _, _) in named.items())
+    pixels = _spread([(at - low) / (high - low) * height for at, _ in wanted], gap=15, top=height)
+    for (at, name), pixel in zip(wanted, pixels, strict=True):
+        value, colour, glyph = named[name]
+        chart.add_annotation(
+            x=1,
+            xref="paper",
+            xanchor="left",
+            xshift=6,
+            y=at,
+            yshift=pixel - (at - low) / (high - low) * height,
+            text=f'<span style="color:{colour}">{glyph}</span> {name} {_short(value)}',
+            font_size=11,
+            showarrow=False,
+        )
+    longest = max((len(f"{name} {_short(value[0])}") for name, value in named.items()), default=0)
+    chart.update_layout(margin_r=min(300, 30 + round(6.2 * longest)))
+
+
+def _spread(wanted: list[float], gap: float, top: float) -> list[float]:
+    """``wanted`` positions (ascending) moved apart to ``gap`` where closer, below ``top`` if they fit."""
+    placed: list[float] = []
+    for at in wanted:
+        placed.append(max(at, placed[-1] + gap) if placed else at)
+    limit = top
+    for i in range(len(placed) - 1, -1, -1):
+        placed[i] = min(placed[i], limit)
+        limit = placed[i] - gap
+    return placed
+
+
+def _range(values: list[float], log: bool) -> tuple[float, float]:
+    if not log:
+        return min(0.0, *values), max(*values, 0.0) * 1.08 or 1.0
+    if min(values) <= 0:
+        raise ChartError("a log axis needs values above 0")
+    return math.log10(min(values) / 1.25), math.log10(max(values) * 1.25)
+
+
+def _change(before: float, after: float) -> str:
+    if before == after:
+        return "same"
+    if not before or not after:
+        return "none" if not after else "new"
+    if after >= 2 * before or before >= 2 * after:
+        return f"× {number(after / before)}" if after > before else f"÷ {number(before / after)}"
+    return percent_change(before, after)
+
+
+def _with_unit(value: float, unit: str) -> str:
+    return f"{number(value)} {unit}"
+
+
+def _short(value: float | None) -> str:
+    """Three significant digits with a k or M: ``114k``, ``1.91k``."""
+    for size, suffix in ((1e6, "M"), (1e3, "k")):
+        if value is not None and abs(value) >= size * 0.9995:
+            return number(float(value / size)) + suffix
+    return number(value)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return number(value) if value is None or isinstance(value, (int, float)) else str(value)
+
+
+def _wrapped(labels: Iterable[str], characters: int) -> list[str]:
+    return ["<br>".join(textwrap.wrap(label, characters)) for label in labels]
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance of ``#rrggbb`` (WCAG 2)."""
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def _same_length(**columns: Sequence[Any]) -> None:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ChartError(f"lengths differ: {', '.join(f'{name} {n}' for name, n in lengths.items())}")

@@ -1,0 +1,156 @@
+"""Recipes: one difference a rung, impossible ones refused in a sentence, every possible one builds."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from itertools import product
+
+import pytest
+
+from rosellm.errors import RecipeError
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, Recipe, get_rung, recipe_choices
+from tests.helpers import generate, random_model, random_prompts, small_engine
+
+CHOICES = recipe_choices()
+FIRST_RUNGS = [
+    "dense",
+    "paged",
+    "no_mask",
+    "pinned_h2d",
+    "autotune",
+    "cuda_graph",
+    "triton_append",
+    "full_batch",
+    "identity_pos",
+    "mutable_block_info",
+    "reused_index_buffers",
+]
+
+
+def built(**fields) -> Recipe | str:
+    """The recipe, or the sentence that refuses it."""
+    try:
+        return Recipe(**fields)
+    except RecipeError as error:
+        return str(error)
+
+
+EVERY = [dict(zip(CHOICES, values, strict=True)) for values in product(*CHOICES.values())]
+POSSIBLE = [recipe for recipe in (built(**fields) for fields in EVERY) if isinstance(recipe, Recipe)]
+
+
+def test_the_ladder_begins_with_the_documented_rungs_in_order():
+    assert list(LADDER)[: len(FIRST_RUNGS)] == FIRST_RUNGS
+
+
+@pytest.mark.parametrize("rung", BEFORE)
+def test_a_rung_differs_from_the_one_before_in_exactly_one_field(rung):
+    assert len(LADDER[BEFORE[rung]].difference(LADDER[rung])) == 1
+
+
+def test_every_rung_but_the_first_has_one_before_it_in_the_ladder():
+    order = list(LADDER)
+    assert list(BEFORE) == order[1:]
+    assert all(order.index(before) < order.index(rung) for rung, before in BEFORE.items())
+
+
+def test_the_autotune_side_branch_is_kept_off_the_later_rungs():
+    later = FIRST_RUNGS[FIRST_RUNGS.index("autotune") + 1 :]
+    assert all(LADDER[rung].launch == "fixed" for rung in [*later, BEST_RUNG])
+
+
+def test_no_two_rungs_are_the_same_recipe():
+    assert len(set(LADDER.values())) == len(LADDER)
+
+
+def test_every_variant_of_every_field_is_used_by_some_rung():
+    used = {(name, value) for recipe in LADDER.values() for name, value in recipe.as_dict().items()}
+    assert used == {(name, value) for name, values in CHOICES.items() for value in values}
+
+
+def test_the_difference_of_two_recipes_names_fields_and_values():
+    assert LADDER["dense"].difference(LADDER["no_mask"]) == {
+        "attention": ("dense", "paged"),
+        "mask": ("dense", "none"),
+    }
+    assert LADDER["dense"].difference(LADDER["dense"]) == {}
+
+
+def test_a_recipe_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        LADDER["dense"].mask = "none"
+
+
+def test_a_recipe_survives_a_round_trip_through_its_dictionary():
+    assert all(Recipe(**recipe.as_dict()) == recipe for recipe in POSSIBLE)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_unknown_variant_is_refused_with_what_is_allowed(name):
+    with pytest.raises(RecipeError) as caught:
+        Recipe(**{name: "wrong"})
+    assert all(word in str(caught.value) for word in (name, "'wrong'", *CHOICES[name]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mask": "none"},
+        {"launch": "autotuned"},
+        {"runner": "graph"},
+        {"attention": "paged", "runner": "graph"},
+        {"attention": "paged", "mask": "none", "runner": "graph"},
+        {"attention": "paged", "tables": "pinned", "runner": "graph"},
+    ],
+    ids=str,
+)
+def test_an_impossible_combination_is_refused(change):
+    with pytest.raises(RecipeError):
+        replace(LADDER["dense"], **change)
+
+
+def test_every_refusal_is_one_sentence_that_names_a_field_as_it_was_given():
+    refused = [(fields, built(**fields)) for fields in EVERY if isinstance(built(**fields), str)]
+    assert refused and POSSIBLE
+    for fields, sentence in refused:
+        assert "\n" not in sentence and len(sentence) < 200
+        assert any(f"{name}={value!r}" in sentence for name, value in fields.items())
+
+
+def test_every_possible_recipe_builds_and_steps():
+    gpt, prompts = random_model(0), random_prompts([3, 8])
+    outputs = [
+        generate(small_engine(gpt, recipe=recipe, num_kv_blocks=4), prompts, 3)
+        for recipe in POSSIBLE
+        if recipe.launch == "fixed"
+    ]
+    assert len(outputs) > len(LADDER)
+    assert all(output == outputs[0] for output in outputs)
+
+
+@pytest.mark.gpu
+def test_every_possible_recipe_builds_and_steps_on_a_gpu():
+    gpt, prompts = random_model(0).to("cuda"), random_prompts([3, 8])
+    outputs = [generate(small_engine(gpt, recipe=recipe, num_kv_blocks=4), prompts, 3) for recipe in POSSIBLE]
+    assert all(output == outputs[0] for output in outputs)
+
+
+def test_the_best_rung_is_the_one_an_engine_takes():
+    assert get_rung(None) == BEST_RUNG
+    engine = Engine(random_model(0), num_kv_blocks=4)
+    assert (engine.rung, engine.recipe) == (BEST_RUNG, LADDER[BEST_RUNG])
+
+
+def test_an_engine_takes_a_rung_by_name_or_any_recipe():
+    recipe = replace(LADDER[BEST_RUNG], append="index_put")
+    named, own = (Engine(random_model(0), num_kv_blocks=4, recipe=r) for r in ("paged", recipe))
+    assert (named.rung, named.recipe) == ("paged", LADDER["paged"])
+    assert (own.rung, own.recipe) == (None, recipe)
+
+
+def test_an_unknown_rung_is_refused_with_the_names_of_all():
+    with pytest.raises(RecipeError) as caught:
+        get_rung("fastest")
+    assert "'fastest'" in str(caught.value)
+    assert all(rung in str(caught.value) for rung in LADDER)

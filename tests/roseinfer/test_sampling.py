@@ -1,0 +1,241 @@
+"""Sampling parameters, the tokens they allow, and when a sequence stops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rosellm.errors import PromptError, SamplingError
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import GREEDY, Sampler, SamplingParams, allowed_log_probs
+from tests.helpers import decode_all, generate, random_model, random_prompts, small_config, small_engine
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def sequence(**params) -> Sequence:
+    return Sequence(1, [0], SamplingParams(**params), n_layers=1, eos_token_id=None)
+
+
+def random_logits(rows: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def allowed_by_hand(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+    """Token → probability, by the definitions, one token at a time."""
+    exponentials = [math.exp(x / temperature) for x in logits]
+    ranked = sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None]
+    total, kept, mass = sum(exponentials[i] for i in ranked), [], 0.0
+    for token in ranked:
+        kept.append(token)
+        mass += exponentials[token] / total
+        if mass >= top_p:
+            break
+    total = sum(exponentials[i] for i in kept)
+    return {token: exponentials[token] / total for token in kept}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", range(4))
+def test_allowed_tokens_are_those_of_the_definitions(seed, device):
+    rules = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1.0, 10, 0.5), (2.0, 1, 0.9), (1.0, 99, 1e-9)]
+    logits = random_logits(len(rules), seed=seed)
+    temperature, top_k, top_p = (torch.tensor(column, device=device) for column in zip(*rules, strict=True))
+    found = allowed_log_probs(logits.to(device), temperature, top_k, top_p.float()).cpu()
+    for row, rule in enumerate(rules):
+        expected = allowed_by_hand(logits[row].tolist(), *rule)
+        kept = {i: p for i, p in enumerate(found[row].exp().tolist()) if p > 0}
+        assert kept == pytest.approx(expected, rel=1e-4)
+
+
+def test_greedy_takes_the_likeliest_token_of_every_row():
+    logits = random_logits(6)
+    greedy = [sequence(temperature=0.0, top_k=3, top_p=0.5) for _ in range(6)]
+    assert Sampler()(logits, greedy) == logits.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("change", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}], ids=str)
+def test_rules_that_leave_one_token_are_greedy(change):
+    logits = random_logits(5)
+    assert Sampler()(logits, [sequence(**change) for _ in range(5)]) == logits.argmax(dim=-1).tolist()
+
+
+def test_greedy_and_sampled_rows_mix_in_a_batch():
+    logits = random_logits(4)
+    rows = [
+        sequence(temperature=0.0),
+        sequence(seed=1, temperature=5.0),
+        sequence(temperature=0.0),
+        sequence(top_k=1),
+    ]
+    tokens = Sampler()(logits, rows)
+    best = logits.argmax(dim=-1).tolist()
+    assert [tokens[i] for i in (0, 2, 3)] == [best[i] for i in (0, 2, 3)]
+
+
+def draws(n: int, logits: torch.Tensor, **params) -> list[int]:
+    one = sequence(**params)
+    return [Sampler()(logits[None], [one])[0] for _ in range(n)]
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others():
+    logits = random_logits(1)[0] / 3
+    assert draws(20, logits, seed=1) == draws(20, logits, seed=1)
+    assert draws(20, logits, seed=1) != draws(20, logits, seed=2)
+
+
+def test_without_a_seed_each_request_draws_its_own_numbers():
+    logits = torch.zeros(1000)
+    assert draws(8, logits) != draws(8, logits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_seeded_row_does_not_depend_on_the_rest_of_its_batch(device):
+    logits = random_logits(3).to(device) / 3
+    alone = Sampler()(logits[1:2], [sequence(seed=7)])
+    crowded = Sampler()(logits, [sequence(seed=3), sequence(seed=7), sequence(temperature=0.0)])
+    assert crowded[1] == alone[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_draws_follow_the_allowed_distribution(device):
+    logits, rule = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5]), (1.2, 4, 0.95)
+    n = 4000
+    rows = [sequence(seed=i, temperature=rule[0], top_k=rule[1], top_p=rule[2]) for i in range(n)]
+    tokens = Sampler()(logits.expand(n, -1).to(device), rows)
+    expected = allowed_by_hand(logits.tolist(), *rule)
+    assert set(tokens) == set(expected)
+    for token, probability in expected.items():
+        deviation = (probability * (1 - probability) / n) ** 0.5
+        assert abs(tokens.count(token) / n - probability) < 5 * deviation
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": "1"},
+        {"temperature": True},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": math.nan},
+        {"max_tokens": 0},
+        {"max_tokens": True},
+        {"max_tokens": None},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"seed": 1.0},
+        {"ignore_eos": 1},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+        {"stop": 5},
+        {"stop": [1]},
+    ],
+    ids=str,
+)
+def test_parameters_outside_their_range_are_refused_by_name_and_value(bad):
+    ((name, value),) = bad.items()
+    with pytest.raises(SamplingError) as caught:
+        SamplingParams(**bad)
+    assert str(caught.value).startswith(f"{name} is {value!r}; ")
+
+
+@pytest.mark.parametrize(
+    ("stop", "strings"),
+    [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), (("a",), ("a",)), ([], ())],
+    ids=str,
+)
+def test_stop_strings_become_a_tuple(stop, strings):
+    assert SamplingParams(stop=stop).stop == strings
+
+
+def test_temperature_zero_is_greedy():
+    assert GREEDY.is_greedy and not SamplingParams(temperature=0.01).is_greedy
+
+
+# When a sequence ends
+
+
+def test_a_sequence_stops_at_its_length():
+    one = Sequence(1, [5, 6], SamplingParams(max_tokens=2), n_layers=3, eos_token_id=9)
+    one.commit(7, n_cached=2)
+    assert (one.is_finished, one.n_cached, one.last_token) == (False, 2, 7)
+    one.commit(8, n_cached=1)
+    assert (one.finish_reason, one.output, one.prompt, one.n_output) == ("length", [7, 8], [5, 6], 2)
+    assert len(one.block_ids) == 3
+
+
+@pytest.mark.parametrize(("ignore_eos", "reason"), [(False, "stop"), (True, None)])
+def test_a_sequence_stops_at_the_end_token_unless_it_is_ignored(ignore_eos, reason):
+    one = Sequence(1, [5], SamplingParams(ignore_eos=ignore_eos), n_layers=1, eos_token_id=9)
+    one.commit(9, n_cached=1)
+    assert (one.finish_reason, one.output) == (reason, [9])
+
+
+def test_the_end_token_as_the_last_one_allowed_counts_as_a_stop():
+    one = Sequence(1, [5], SamplingParams(max_tokens=1), n_layers=1, eos_token_id=9)
+    one.commit(9, n_cached=1)
+    assert one.finish_reason == "stop"
+
+
+def test_a_callers_prompt_list_is_not_changed():
+    prompt = [5, 6]
+    Sequence(1, prompt, GREEDY, n_layers=1, eos_token_id=None).commit(7, n_cached=2)
+    assert prompt == [5, 6]
+
+
+def test_an_engine_ends_a_sequence_at_the_models_end_token():
+    prompt = random_prompts([5])
+    ((*_, last),) = outputs = generate(small_engine(random_model(2)), prompt, 12)
+    n = outputs[0].index(last) + 1
+    engine = small_engine(random_model(2, small_config(eos_token_id=last)))
+    stopping = [engine.make_sequence(p, SamplingParams(temperature=0.0, max_tokens=12)) for p in prompt]
+    engine.prefill(stopping)
+    assert decode_all(engine, stopping) == [outputs[0][:n]]
+    assert stopping[0].finish_reason == "stop"
+
+
+def test_seeded_sampling_gives_the_same_tokens_on_every_rung_and_in_any_batch():
+    gpt, prompts = random_model(2), random_prompts([5, 9, 2])
+    params = [SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=i, max_tokens=10) for i in range(3)]
+
+    def sample(rung: str, rows: list[int]) -> list[list[int]]:
+        engine = small_engine(gpt, recipe=rung)
+        sequences = [engine.make_sequence(prompts[row], params[row]) for row in rows]
+        engine.prefill(sequences)
+        return decode_all(engine, sequences)
+
+    together = sample("dense", [0, 1, 2])
+    assert sample("reused_index_buffers", [2, 1, 0]) == together[::-1]
+    assert [sample("paged", [row])[0] for row in range(3)] == together
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "words"),
+    [
+        ([], 1, "empty"),
+        ("text", 1, "str"),
+        ([101], 1, "101"),
+        ([-1], 1, "-1"),
+        ([1.0], 1, "1.0"),
+        ([True], 1, "True"),
+        ([1] * 60, 5, "64 positions"),
+        ([1] * 20, 20, "KV blocks"),
+    ],
+)
+def test_a_prompt_that_can_never_run_is_refused(prompt, max_tokens, words):
+    engine = small_engine(random_model(0), num_kv_blocks=4)
+    with pytest.raises(PromptError, match=words):
+        engine.make_sequence(prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def test_a_prompt_that_just_fits_runs_to_its_end():
+    engine = small_engine(random_model(0), num_kv_blocks=8)
+    ((*_, last),) = generate(engine, [[1] * 60], 4)
+    assert last in range(101)

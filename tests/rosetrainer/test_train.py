@@ -1,0 +1,408 @@
+"""The command that makes the shipped model, and what it is made of."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rosellm.errors import DeviceError, RoseError
+from rosellm.rosetrainer import train as command
+from rosellm.rosetrainer.attention import CausalAttention
+from rosellm.rosetrainer.config import ModelConfig
+from rosellm.rosetrainer.corpus import Corpus, Source, read_corpus
+from rosellm.rosetrainer.model import GPT
+from rosellm.rosetrainer.tokenizer import load_tokenizer, train_tokenizer
+from rosellm.rosetrainer.train import Hyperparameters, Score, mean_loss, replacing_folder, token_stream, train
+from rosellm.rosetrainer.weights import SHIPPED, checkpoint_folder, load_config, load_model
+from tests.helpers import CPU, random_model, small_config, uncached_logits
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(80))
+SOURCES = Corpus(
+    (Source("a.py", TEXT), Source("b.py", TEXT.replace("x", "y"))), (Source("c.py", TEXT[:500]),)
+)
+QUICK = Hyperparameters(
+    epochs=1, batch_size=4, learning_rate=1e-2, warmup_steps=2, dropout=0.1, validate_every=5
+)
+CHECKPOINT_BYTES = 12_000_000
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """A run of the command in a process of its own."""
+
+    folder: Path
+    record: dict
+    stdout: str
+
+
+def run_command(*arguments: str | Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "rosellm.rosetrainer.train", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def run_smoke(tmp_path: Path, device: str) -> Smoke:
+    folder, record = tmp_path / "new" / "rose", tmp_path / "record.json"
+    done = run_command("--smoke", "--device", device, "--output", folder, "--json", record)
+    assert done.returncode == 0, done.stderr
+    return Smoke(folder, json.loads(record.read_text()), done.stdout)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
+    return run_smoke(tmp_path_factory.mktemp("smoke"), "cpu")
+
+
+@pytest.fixture
+def torch_settings():
+    """Puts back the process-wide settings that the command makes."""
+    deterministic, fill = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def tiny_model() -> GPT:
+    return GPT(small_config(n_layers=1, n_positions=16)).initialise(0)
+
+
+def tiny_stream(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(101, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def naive_loss(gpt: GPT, ids: list[int]) -> float:
+    """Each token from its predecessors in its window, one window after the other."""
+    length, nats = gpt.config.n_positions, 0.0
+    for start in range(0, len(ids) - 1, length):
+        window = ids[start : start + length + 1]
+        logits = uncached_logits(gpt, window[:-1])
+        nats += F.cross_entropy(logits.double(), torch.tensor(window[1:]), reduction="sum").item()
+    return nats / (len(ids) - 1)
+
+
+# The command
+
+
+def test_the_command_writes_a_checkpoint_and_nothing_else(smoke: Smoke) -> None:
+    names = {path.name for path in smoke.folder.iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert [path.name for path in smoke.folder.parent.iterdir()] == ["rose"]
+
+
+def test_the_loss_falls(smoke: Smoke) -> None:
+    first, last = smoke.record["curve"][0], smoke.record["curve"][-1]
+    assert last["train_loss"] < first["train_loss"] - 0.8
+    assert last["validation_loss"] < first["validation_loss"] - 0.8
+
+
+def test_the_checkpoint_gives_the_logits_that_transformers_computes(smoke: Smoke) -> None:
+    from transformers import GPT2LMHeadModel
+
+    ours = load_model(str(smoke.folder), CPU, torch.float32)
+    theirs = GPT2LMHeadModel.from_pretrained(smoke.folder, dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(smoke.folder, ours.config)
+    ids = tokenizer.encode("def __init__(self, name):\n        self.name = name")
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(uncached_logits(ours, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_recorded_completions_are_those_of_transformers_greedy_generate(smoke: Smoke) -> None:
+    from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    theirs = GPT2LMHeadModel.from_pretrained(smoke.folder, dtype=torch.float32).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(smoke.folder)
+    assert len(smoke.record["completions"]) == 3
+    for completion in smoke.record["completions"]:
+        prompt = tokenizer(completion["prompt"], return_tensors="pt")
+        n_prompt = prompt.input_ids.shape[1]
+        n_new = min(command.COMPLETION_TOKENS, theirs.config.n_positions - n_prompt)
+        out = theirs.generate(**prompt, max_new_tokens=n_new, do_sample=False, pad_token_id=0)[0, n_prompt:]
+        assert completion["completion"] == tokenizer.decode(out, skip_special_tokens=True)
+
+
+def test_the_recorded_validation_is_that_of_the_stored_weights_over_the_exact_text(smoke: Smoke) -> None:
+    held_out = read_corpus().subset(command.SMOKE_BYTES).validation
+    gpt = load_model(str(smoke.folder), CPU, torch.float32)
+    stream = token_stream(held_out, load_tokenizer(smoke.folder, gpt.config), CPU)
+    n_bytes = sum(len(source.text.encode()) for source in held_out)
+    loss = mean_loss(gpt, stream, 16)
+    validation = smoke.record["validation"]
+    assert validation["n_bytes"] == n_bytes
+    assert validation["n_tokens"] == len(stream) - 1
+    assert validation["nats_per_token"] == pytest.approx(loss, abs=1e-5)
+    assert validation["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    bits = validation["nats_per_token"] * (len(stream) - 1) / math.log(2)
+    assert validation["bits_per_byte"] == pytest.approx(bits / n_bytes)
+
+
+def test_the_weights_stored_are_those_of_the_best_validation(smoke: Smoke) -> None:
+    best = min(smoke.record["curve"], key=lambda point: point["validation_loss"])
+    assert smoke.record["best_step"] == best["step"]
+    assert smoke.record["validation"]["nats_per_token"] == pytest.approx(best["validation_loss"], abs=2e-3)
+
+
+def test_the_record_counts_the_tokens_seen_and_says_where_it_was_made(smoke: Smoke) -> None:
+    record, hyper = smoke.record, smoke.record["hyperparameters"]
+    assert record["tokens_seen"] == record["steps"] * hyper["batch_size"] * record["model"]["n_positions"]
+    ratio = record["tokens_seen"] / record["corpus"]["train_tokens"]
+    assert ratio == pytest.approx(hyper["epochs"], rel=0.02)
+    assert record["environment"]["torch"] == torch.__version__
+    assert {"device", "python", "time_utc"} <= record["environment"].keys()
+    assert record["seconds"]["all"] >= record["seconds"]["training"] > 0
+
+
+def test_the_summary_tells_the_recorded_figures(smoke: Smoke) -> None:
+    validation = smoke.record["validation"]
+    assert f"Validation loss: {validation['nats_per_token']:.4f} nats/token" in smoke.stdout
+    assert f"Perplexity: {validation['perplexity']:.3f}" in smoke.stdout
+    assert f"Bits per byte: {validation['bits_per_byte']:.4f}" in smoke.stdout
+    assert f"Tokens seen: {smoke.record['tokens_seen']:,}" in smoke.stdout
+
+
+@pytest.mark.gpu
+def test_the_command_trains_on_a_gpu(tmp_path: Path) -> None:
+    made = run_smoke(tmp_path, "cuda")
+    first, last = made.record["curve"][0], made.record["curve"][-1]
+    assert last["validation_loss"] < first["validation_loss"] - 0.8
+    assert made.record["environment"]["device"] == torch.cuda.get_device_name()
+
+
+def test_an_unknown_device_is_one_line_and_status_2() -> None:
+    done = run_command("--device", "tpu")
+    assert done.returncode == 2
+    assert done.stderr == "device 'tpu' is unknown; use auto, cuda or cpu\n"
+
+
+def test_an_absent_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.pick_device("auto") == CPU
+    with pytest.raises(DeviceError, match="'cuda' is not available here"):
+        command.pick_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--corpus", "absent"], "corpus 'absent' is not a folder"),
+        (["--json", "absent/record.json"], "record 'absent/record.json' is not a file name"),
+        (["--json", "full"], "record 'full' is not a file name"),
+        (["--output", "full"], "output 'full' holds 'thesis.txt'"),
+        (["--output", "full/thesis.txt"], "output 'full/thesis.txt' is not a folder"),
+        (["--output", "full/thesis.txt/rose"], "output 'full/thesis.txt/rose' cannot be written"),
+        (["--epochs", "0"], "epochs is 0.0; a positive number is needed"),
+        (["--epochs", "inf"], "epochs is inf"),
+        (["--batch-size", "-1"], "batch_size is -1; a positive number is needed"),
+        (["--learning-rate", "nan"], "learning_rate is nan"),
+        (["--warmup-steps", "-1"], "warmup_steps is -1; zero or a positive number is needed"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--dropout", "1"], "dropout is 1.0; it must be at least 0 and below 1"),
+    ],
+)
+def test_bad_input_is_one_line_status_2_and_changes_nothing(
+    arguments: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    torch_settings: None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "read_corpus", small_corpus_or_error)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("years of work")
+    assert command.main(["--smoke", "--device", "cpu", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(told)
+    assert printed.err.count("\n") == 1
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
+        "full",
+        "full/thesis.txt",
+    ]
+
+
+def small_corpus_or_error(folder: Path | None) -> Corpus:
+    return SOURCES if folder is None else read_corpus(folder)
+
+
+def test_a_corpus_too_small_for_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = ModelConfig(vocab_size=4096, n_positions=16, n_layers=1, n_heads=1, d_model=8, eos_token_id=0)
+    with pytest.raises(RoseError, match=r"the corpus yields \d+ tokens; the model's vocabulary is 4096"):
+        command.make_model(config, QUICK, SOURCES, CPU, tmp_path)
+
+
+# Replacing a folder
+
+
+def test_a_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
+    target = tmp_path / "rose"
+    target.mkdir()
+    (target / "config.json").write_text("old")
+    (target / "tokenizer.json").write_text("old")
+    with replacing_folder(target) as folder:
+        (folder / "config.json").write_text("new")
+        assert (target / "config.json").read_text() == "old"
+    assert [path.name for path in target.iterdir()] == ["config.json"]
+    assert (target / "config.json").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["rose"]
+
+
+def test_a_failure_leaves_the_old_checkpoint_as_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "rose"
+    target.mkdir()
+    (target / "config.json").write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing_folder(target) as folder:
+        (folder / "config.json").write_text("new")
+        raise KeyboardInterrupt
+    assert (target / "config.json").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["rose"]
+
+
+# Training
+
+
+@pytest.mark.parametrize("n", [2, 10, 16, 17, 18, 33, 70])
+def test_the_mean_loss_predicts_every_token_but_the_first_once(n: int) -> None:
+    gpt = random_model(0, small_config(n_positions=16))
+    stream = tiny_stream(n)
+    assert mean_loss(gpt, stream, batch_size=2) == pytest.approx(naive_loss(gpt, stream.tolist()), rel=1e-5)
+
+
+def test_the_window_loss_is_in_nats_over_fp32() -> None:
+    gpt = random_model(0, small_config(n_positions=16)).bfloat16()
+    windows = tiny_stream(34).view(2, 17)
+    loss = command.window_loss(gpt, windows)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(naive_loss(gpt.float(), windows.flatten()[:17].tolist()), rel=0.5)
+
+
+def test_the_stream_starts_with_end_of_text_and_ends_every_file_with_it() -> None:
+    tokenizer = train_tokenizer([TEXT], 300)
+    sources = SOURCES.train
+    stream = token_stream(sources, tokenizer, CPU).tolist()
+    expected = [0, *tokenizer.encode(sources[0].text), 0, *tokenizer.encode(sources[1].text), 0]
+    assert stream == expected
+
+
+def test_batches_are_windows_of_the_stream_and_reach_both_its_ends() -> None:
+    stream = torch.arange(20)
+    windows = torch.cat(list(command._batches(stream, 16, replace(QUICK, batch_size=8), steps=8)))
+    assert windows.shape == (64, 17)
+    assert torch.equal(windows, windows[:, :1] + torch.arange(17))
+    assert set(windows[:, 0].tolist()) == {0, 1, 2, 3}
+
+
+def test_equal_seeds_give_equal_files_and_another_seed_does_not(tmp_path: Path) -> None:
+    config = ModelConfig(vocab_size=300, n_positions=16, n_layers=1, n_heads=2, d_model=16, eos_token_id=0)
+    written = []
+    for run, seed in enumerate((1, 1, 2)):
+        folder = tmp_path / str(run)
+        folder.mkdir()
+        command.make_model(config, replace(QUICK, epochs=0.1, seed=seed), SOURCES, CPU, folder)
+        written.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert written[0] == written[1]
+    assert written[0]["model.safetensors"] != written[2]["model.safetensors"]
+    assert written[0]["tokenizer.json"] == written[2]["tokenizer.json"]
+
+
+def test_training_leaves_the_weights_of_the_best_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = iter([3.0, 1.0, 2.0, 2.5])
+    seen = []
+
+    def scripted_loss(gpt: GPT, *_: object) -> float:
+        seen.append(gpt.blocks[0].up.weight.detach().clone())
+        return next(scores)
+
+    monkeypatch.setattr(command, "mean_loss", scripted_loss)
+    gpt = tiny_model()
+    done = train(gpt, tiny_stream(16 * 4 * 4), tiny_stream(40), replace(QUICK, validate_every=1))
+    assert [point["validation_loss"] for point in done.curve] == [3.0, 1.0, 2.0, 2.5]
+    assert done.best_step == 2
+    assert torch.equal(gpt.blocks[0].up.weight, seen[1])
+    assert not torch.equal(seen[1], seen[3])
+
+
+def test_a_diverged_training_is_told_with_its_step() -> None:
+    gpt = tiny_model()
+    with torch.no_grad():
+        gpt.ln_f.weight.fill_(math.nan)
+    with pytest.raises(RoseError, match="the loss is not finite at step 1; lower the learning rate 0.01"):
+        train(gpt, tiny_stream(200), tiny_stream(40), QUICK)
+
+
+def test_a_stream_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(RoseError, match="16 training and 40 validation tokens; more than 16 and at least 2"):
+        train(tiny_model(), tiny_stream(16), tiny_stream(40), QUICK)
+
+
+def test_the_learning_rate_warms_up_peaks_and_falls_to_a_tenth() -> None:
+    hyper = replace(QUICK, learning_rate=1.0, warmup_steps=10)
+    rates = [hyper.rate(step, 110) for step in range(111)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10] == max(rates) == pytest.approx(1.0)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[60] == pytest.approx(0.55)
+    assert rates[110] == pytest.approx(0.1)
+
+
+def test_dropout_acts_in_training_mode_alone() -> None:
+    gpt = tiny_model()
+    ids = tiny_stream(16)
+
+    def hidden() -> torch.Tensor:
+        with torch.no_grad():
+            return gpt(ids, torch.arange(16), CausalAttention([16], CPU))
+
+    before = hidden()
+    command.add_dropout(gpt, 0.5)
+    assert not torch.equal(gpt.train() and hidden(), before)
+    assert torch.equal(gpt.eval() and hidden(), before)
+
+
+def test_weight_decay_spares_biases_and_norms() -> None:
+    gpt = tiny_model()
+    decayed, spared = command._optimizer(gpt, QUICK).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (QUICK.weight_decay, 0.0)
+    names = {id(parameter): name for name, parameter in gpt.named_parameters()}
+    assert all(name.endswith("bias") or "ln_" in name for name in (names[id(p)] for p in spared["params"]))
+    assert not any("ln_" in names[id(p)] for p in decayed["params"])
+    assert len(decayed["params"]) + len(spared["params"]) == len(names)
+
+
+def test_bits_per_byte_and_perplexity_follow_from_the_loss() -> None:
+    score = Score(nats_per_token=math.log(8), n_tokens=100, n_bytes=300)
+    assert score.perplexity == pytest.approx(8)
+    assert score.bits_per_byte == pytest.approx(1.0)
+
+
+# The shipped checkpoint
+
+
+def test_the_shipped_checkpoint_has_the_full_shape_and_fits_twelve_megabytes() -> None:
+    folder = checkpoint_folder(SHIPPED)
+    config = load_config(folder)
+    assert config == command.ROSE_TINY
+    assert config.n_parameters == sum(p.numel() for p in GPT(config).parameters())
+    assert load_tokenizer(folder, config).vocab_size == config.vocab_size
+    assert sum(path.stat().st_size for path in folder.rglob("*")) <= CHECKPOINT_BYTES
+
+
+def test_the_shipped_model_knows_python_it_was_not_trained_on() -> None:
+    folder = checkpoint_folder(SHIPPED)
+    gpt = load_model(SHIPPED, CPU, torch.float32)
+    stream = token_stream(read_corpus().validation, load_tokenizer(folder, gpt.config), CPU)
+    assert mean_loss(gpt, stream[:8193], batch_size=4) < 3.0
