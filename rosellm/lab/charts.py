@@ -23,7 +23,8 @@ PLOTLY = "application/vnd.plotly.v1+json"
 BLUE, ORANGE, GREEN = "#366fae", "#f35e01", "#1fa46f"
 SKY, MAGENTA, VIOLET, PALE = "#1da7ff", "#ae2e69", "#8a42ff", "#9db2bc"
 PALETTE = (BLUE, ORANGE, GREEN, SKY, MAGENTA, VIOLET, PALE)
-TEXT, GRID = "#7a7f87", "rgba(127,127,127,0.25)"
+TEXT, GRID, INK, PAPER = "#7a7f87", "rgba(127,127,127,0.25)", "#10151c", "#ffffff"
+HATCHING = {"fillmode": "overlay", "fgcolor": INK, "fgopacity": 0.35, "size": 6, "solidity": 0.25}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 
 # The parts of the decode step: colour and hatching, the same in every chart.
@@ -47,7 +48,7 @@ WORK = {
 }
 WORK_COLOURS = dict(zip((*WORK, "copy"), (GREEN, ORANGE, BLUE, PALE, SKY), strict=True))
 
-WIDTH, LINE, TITLE_CHARACTERS = 800, 19, 92
+WIDTH, LINE, TITLE_CHARACTERS = 760, 19, 86
 AXIS = {
     "gridcolor": GRID,
     "linecolor": GRID,
@@ -64,7 +65,14 @@ TEMPLATE = go.layout.Template(
         "xaxis": AXIS,
         "yaxis": AXIS,
         "title": {"x": 0, "xref": "container", "xanchor": "left", "yref": "container", "yanchor": "top"},
-        "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
+        "legend": {
+            "orientation": "h",
+            "traceorder": "normal",
+            "x": 0,
+            "y": 0,
+            "yref": "container",
+            "yanchor": "bottom",
+        },
         "barcornerradius": 2,
         "hoverlabel": {"align": "left"},
     }
@@ -82,7 +90,7 @@ class Chart(go.Figure):
 
 
 def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """An aligned table: text to the left, numbers to the right, as :func:`rosellm.lab.records.number` has them."""
+    """An aligned table: text to the left, numbers to the right as ``records.number`` writes them."""
     rows = [list(row) for row in rows]
     for row in rows:
         if len(row) != len(headers):
@@ -96,8 +104,8 @@ def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     ]
     written.insert(1, ["─" * width for width in widths])
     pads = [str.rjust if to_right else str.ljust for to_right in right]
-    lines = ("  ".join(pad(cell, w) for pad, cell, w in zip(pads, line, widths, strict=True)) for line in written)
-    return "\n".join(line.rstrip() for line in lines)
+    padded = ([pad(cell, w) for pad, cell, w in zip(pads, line, widths, strict=True)] for line in written)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def show(figure: go.Figure, table: str | None = None) -> None:
@@ -111,7 +119,7 @@ def show(figure: go.Figure, table: str | None = None) -> None:
 def bundle(figure: go.Figure, table: str | None = None) -> dict[str, Any]:
     """What :func:`show` displays, by MIME type; floats have five significant digits."""
     drawn = _rounded(json.loads(figure.to_json()))
-    drawn["config"] = {"displaylogo": False, "responsive": True}
+    drawn["config"] = {"displayModeBar": False}
     text = table if table is not None else getattr(figure, "table", "")
     return {PLOTLY: drawn, "text/plain": text or figure.layout.title.text or "a figure"}
 
@@ -152,7 +160,7 @@ def before_after(
         ["", *names, "unit", "change"],
         [[*row, _change(row[1], row[2])] for row in zip(labels, before, after, units, strict=True)],
     )
-    return _finish(chart, title, 54 * len(labels) + (45 if shared else 0), legend=names)
+    return _finish(chart, title, 54 * len(labels), legend=names, has_axis=shared)
 
 
 def step_lines(
@@ -166,7 +174,7 @@ def step_lines(
     log_y: bool = False,
     floors: Mapping[str, float | Sequence[float]] | None = None,
 ) -> Chart:
-    """One line with markers a series, named at its end; ``floors`` (a value, or one for each x) are dashed."""
+    """A line with markers a series, named at its end; ``floors`` (a value, or one for each x) are dashed."""
     floors = {
         name: [f] * len(x) if isinstance(f, (int, float)) else list(f) for name, f in (floors or {}).items()
     }
@@ -188,12 +196,13 @@ def step_lines(
     height = 300
     ends = {name: [v for v in values if v is not None][-1] for name, values in lines.items() if any(values)}
     _name_at_right(chart, {f"{n}": (v, *styles[n]) for n, v in ends.items()}, low, high, height, log_y)
-    chart.update_yaxes(range=[low, high], title_text=y_title, type="log" if log_y else "linear")
+    ticks = {"type": "log", **_log_ticks(low, high)} if log_y else {}
+    chart.update_yaxes(range=[low, high], title_text=y_title, **ticks)
     chart.update_xaxes(title_text=x_title, type="log" if log_x else "linear", showgrid=False)
     if log_x or len(x) <= 12:
         chart.update_xaxes(tickvals=list(x), ticktext=[number(value) for value in x])
     chart.table = text_table([x_title, *lines], zip(x, *lines.values(), strict=True))
-    return _finish(chart, title, height + 50)
+    return _finish(chart, title, height)
 
 
 def ladder_chart(
@@ -211,7 +220,7 @@ def ladder_chart(
     ``rivals`` and the bytes ``floor`` (in the bars' unit) are lines named at the right. None: not measured.
     """
     _same_length(rungs=rungs, values=values)
-    lines = {**(rivals or {}), **({"bytes floor" : floor} if floor is not None else {})}
+    lines = {**(rivals or {}), **({"bytes floor": floor} if floor is not None else {})}
     known = [value for value in (*values, *lines.values()) if value is not None]
     if not known or min(known) <= 0:
         raise ChartError("a log axis needs at least one value, and none that is 0 or less")
@@ -221,11 +230,14 @@ def ladder_chart(
         x=list(rungs),
         y=list(values),
         text=[_short(value) for value in values],
-        textposition="outside",
-        cliponaxis=False,
+        textposition="inside",
+        insidetextanchor="start",
+        constraintext="none",
+        textangle=-90,
+        insidetextfont_color=[INK if rung in sides else PAPER for rung in rungs],
         marker={
             "color": [PALE if rung in sides else BLUE for rung in rungs],
-            "pattern": {"shape": ["/" if rung in sides else "" for rung in rungs], "fgcolor": TEXT},
+            "pattern": HATCHING | {"shape": ["/" if rung in sides else "" for rung in rungs]},
         },
         hovertemplate=f"%{{x}}: %{{y:,.4g}} {unit}<extra></extra>",
     )
@@ -234,14 +246,14 @@ def ladder_chart(
     for name, value in lines.items():
         dash = "solid" if name == "bytes floor" else "dash"
         chart.add_hline(y=value, line={"color": colours[name], "dash": dash, "width": 1.5})
-    low, high = math.log10(min(known) / 1.7), math.log10(max(known) * 1.5)
+    low, high = math.log10(min(known) / 3), math.log10(max(known) * 1.4)
     height = 330
     _name_at_right(chart, {n: (v, colours[n], "━") for n, v in lines.items()}, low, high, height, True)
-    chart.update_yaxes(type="log", range=[low, high], title_text=unit, dtick=1 if high - low > 2 else "D2")
+    chart.update_yaxes(type="log", range=[low, high], title_text=unit, **_log_ticks(low, high))
     chart.update_xaxes(tickangle=-40, showgrid=False, ticks="")
     names = [f"{rung} (side branch)" if rung in sides else rung for rung in rungs]
     chart.table = text_table(["", unit], [*zip(names, values, strict=True), *lines.items()])
-    return _finish(chart, title, height + 7 * max(map(len, rungs)) * 2 // 3)
+    return _finish(chart, title, height + 5 * max(map(len, rungs)) - 20)
 
 
 def stacked_time(rows: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "ms") -> Chart:
@@ -266,8 +278,8 @@ def stacked_time(rows: Mapping[str, Mapping[str, float]], *, title: str, unit: s
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,
-            insidetextfont_color="#ffffff" if _luminance(colour) < 0.2 else "#10151c",
-            marker={"color": colour, "pattern": {"shape": hatch}} if hatch else {"color": colour},
+            insidetextfont_color=_ink_on(colour),
+            marker=_fill(colour, hatch),
             hovertemplate=f"{part}: %{{x:.4g}} {unit}<extra>%{{y}}</extra>",
         )
     for label, total in zip(labels, totals, strict=True):
@@ -278,14 +290,14 @@ def stacked_time(rows: Mapping[str, Mapping[str, float]], *, title: str, unit: s
     chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     cells = ([part, *(row.get(part) for row in rows.values())] for part in parts)
     chart.table = text_table([f"part, {unit}", *rows], [*cells, ["total", *totals]])
-    return _finish(chart, title, 46 * len(rows) + 45, legend=parts)
+    return _finish(chart, title, 46 * len(rows), legend=parts)
 
 
 MAX_TIMELINE_BYTES = 55_000
 
 
 def timeline(trace: Trace, title: str) -> Chart:
-    """One traced step over time, µs: the host's ranges above what ran; neighbours too close to see are merged.
+    """One traced step over time, µs: the host's ranges above what ran; what is too close to see is merged.
 
     On a GPU what ran are kernels and copies; on a CPU, operators.
     """
@@ -308,7 +320,7 @@ def timeline(trace: Trace, title: str) -> Chart:
         [(lane, len(events), busy[lane], busy[lane] / span * 100) for lane, events in lanes.items()],
     )
     shown = [trace_.name for trace_ in chart.data if trace_.showlegend]
-    return _finish(chart, title, 52 * len(lanes) + 45, legend=shown)
+    return _finish(chart, title, 46 * len(lanes), legend=shown)
 
 
 def _lanes(trace: Trace) -> dict[str, list[Event]]:
@@ -335,14 +347,13 @@ def _draw_lanes(lanes: dict[str, list[Event]], start: float, span: float, gap: f
                 base=[run[0].start - start for run in mine],
                 orientation="h",
                 name=kind,
-                legendgroup=lane,
                 showlegend=not any(t.name == kind for t in chart.data),
-                marker={"color": colour, "line_width": 0, **({"pattern_shape": hatch} if hatch else {})},
+                marker=_fill(colour, hatch),
                 text=[kind if length / span * 620 > 7.5 * len(kind) else "" for length in lengths],
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
-                insidetextfont_color="#ffffff" if _luminance(colour) < 0.2 else "#10151c",
+                insidetextfont_color=_ink_on(colour),
                 hovertext=[_hover(run) for run in mine],
                 hovertemplate="%{hovertext}<br>from %{base:.4g}, %{x:.4g} µs<extra></extra>",
             )
@@ -380,18 +391,19 @@ def _part_style(part: str, i: int) -> tuple[str, str]:
     return PARTS.get(part, (PALETTE[i % len(PALETTE)], "."))
 
 
-def _finish(chart: Chart, title: str, body: int, legend: Sequence[str] = ()) -> Chart:
-    """Title, size and margins; ``body`` is the height in pixels of the axes with their labels."""
+def _finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_axis: bool = True) -> Chart:
+    """Title, size and margins; ``body`` is the height of the plot in pixels, without the axis below it."""
     lines = textwrap.wrap(title, TITLE_CHARACTERS)
     top, rows = 16 + LINE * len(lines), math.ceil(sum(7 * len(name) + 50 for name in legend) / (WIDTH - 40))
-    height = top + body + (LINE + 2) * rows + 14
+    bottom = (LINE + 2) * rows + (55 if has_axis else 10)
+    height = top + body + bottom
     right = chart.layout.margin.r or 20
     chart.update_layout(
         template=TEMPLATE,
-        title={"text": "<br>".join(lines), "font_size": 15, "y": 1 - 8 / height},
+        title={"text": "<br>".join(lines), "font_size": 15, "y": 1 - (8 + LINE * (len(lines) - 1)) / height},
         width=WIDTH,
         height=height,
-        margin={"l": 20, "r": right, "t": top, "b": (LINE + 2) * rows + 14 + (40 if body > 100 else 0)},
+        margin={"l": 20, "r": right, "t": top, "b": bottom},
         showlegend=bool(legend),
     )
     return chart
@@ -439,18 +451,30 @@ def _range(values: list[float], log: bool) -> tuple[float, float]:
     return math.log10(min(values) / 1.25), math.log10(max(values) * 1.25)
 
 
+def _log_ticks(low: float, high: float) -> dict[str, Any]:
+    """Ticks of a log axis from ``10**low`` to ``10**high``, the fewer a decade the more decades there are."""
+    steps = (1, 2, 5) if high - low < 1.8 else (1, 3) if high - low < 3.2 else (1,)
+    ticks = [s * 10.0**k for k in range(math.floor(low), math.ceil(high)) for s in steps]
+    return {"tickvals": ticks, "ticktext": [_tick(tick) for tick in ticks]}
+
+
+def _tick(value: float) -> str:
+    size, suffix = next(((s, x) for s, x in ((1e6, "M"), (1e3, "k")) if value >= s), (1, ""))
+    return f"{value / size:.9g}{suffix}"
+
+
 def _change(before: float, after: float) -> str:
     if before == after:
         return "same"
     if not before or not after:
         return "none" if not after else "new"
     if after >= 2 * before or before >= 2 * after:
-        return f"× {number(after / before)}" if after > before else f"÷ {number(before / after)}"
+        return f"× {after / before:.3g}" if after > before else f"÷ {before / after:.3g}"
     return percent_change(before, after)
 
 
 def _with_unit(value: float, unit: str) -> str:
-    return f"{number(value)} {unit}"
+    return f"{number(value)} {unit}".rstrip()
 
 
 def _short(value: float | None) -> str:
@@ -477,6 +501,14 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def _fill(colour: str, hatch: str) -> dict[str, Any]:
+    return {"color": colour, "pattern": HATCHING | {"shape": hatch}} if hatch else {"color": colour}
+
+
+def _ink_on(colour: str) -> str:
+    return PAPER if _luminance(colour) < 0.2 else INK
 
 
 def _luminance(colour: str) -> float:

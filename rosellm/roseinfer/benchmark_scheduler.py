@@ -1,7 +1,7 @@
 """Measures a scheduler on a batch of requests.
 
 Decode throughput is tokens made by decode steps over time spent in decode steps; a request's first token
-comes from its prefill. Total throughput is all completion tokens over the whole run. Tokens are token ids.
+comes from its prefill. Total throughput is all completion tokens, counted as ids, over the whole run.
 """
 
 from __future__ import annotations

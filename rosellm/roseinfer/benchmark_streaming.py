@@ -1,7 +1,7 @@
 """Measures streaming under load.
 
-Requests are submitted one by one to a streaming manager, and each has a thread that reads its text. TTFT,
-TPOT and ITL are taken where the manager hands tokens over, from the moment of submission on; with a stream
+Requests are submitted one by one to a streaming manager; one thread takes all of their text, as a server's event loop
+would. TTFT, TPOT and ITL are taken where the manager hands tokens over, from the moment of submission on; with a stream
 interval of N, tokens are handed over N at a time. Total throughput is all completion tokens over the time
 from the first submission to the last token.
 """
@@ -99,22 +99,15 @@ def _run_once(
     load: StreamingLoad,
 ) -> dict[str, Any]:
     cli.prepare_run(engine)
-    inboxes = [SimpleQueue() for _ in prompts]
+    inbox = SimpleQueue()
     with (
-        ThreadPoolExecutor(len(prompts)) as threads,
+        ThreadPoolExecutor(1) as thread,
         StreamingManager(engine, config, load.tokenize_workers, load.stream_interval) as manager,
     ):
-        readings = [
-            threads.submit(_read, manager, inbox) for inbox in inboxes
-        ]  # all wait before the clock starts
         start = perf_counter()
-        try:
-            request_ids = _submit(manager, prompts, params, load.submit_interval_s, inboxes)
-        finally:
-            for inbox in inboxes:
-                inbox.put(None)
-        for reading in readings:
-            reading.result()
+        reading = thread.submit(_read, inbox, len(prompts))
+        request_ids = _submit(manager, prompts, params, load.submit_interval_s, inbox)
+        reading.result()
         read_time = perf_counter() - start
         outputs = [manager.result(request_id) for request_id in request_ids]
     return _figures(engine, outputs, start, read_time)
@@ -125,25 +118,28 @@ def _submit(
     prompts: cli.Prompts,
     params: SamplingParams,
     interval_s: float,
-    inboxes: list[SimpleQueue],
+    inbox: SimpleQueue,
 ) -> list[int]:
-    """Each request at its time, its id to its reader."""
+    """Each request at its time. If one is refused, the reader is told that no more will come."""
     start = perf_counter()
     request_ids = []
-    for index, (prompt, inbox) in enumerate(zip(prompts, inboxes, strict=True)):
-        if interval_s:
-            sleep(max(0.0, start + index * interval_s - perf_counter()))
-        request_ids.append(manager.add_request(prompt, params))
-        inbox.put(request_ids[-1])
+    try:
+        for index, prompt in enumerate(prompts):
+            if interval_s:
+                sleep(max(0.0, start + index * interval_s - perf_counter()))
+            request_ids.append(manager.add_request(prompt, params, inbox))
+    except BaseException:
+        for _ in prompts:
+            inbox.put((None, None))
+        raise
     return request_ids
 
 
-def _read(manager: StreamingManager, inbox: SimpleQueue) -> None:
-    """One client: reads its request's text to the end. None instead of an id: there is no request."""
-    request_id = inbox.get()
-    if request_id is not None:
-        for _ in manager.stream_text(request_id):
-            pass
+def _read(inbox: SimpleQueue, n_requests: int) -> None:
+    """The client: one thread that takes every request's text as it comes, until all have ended."""
+    while n_requests:
+        _, piece = inbox.get()
+        n_requests -= piece is None
 
 
 def _figures(engine: Engine, outputs: list[RequestOutput], start: float, read_time: float) -> dict[str, Any]:

@@ -104,6 +104,9 @@ class IncrementalText:
         self._held = ""
 
     def _absorb(self, piece: str) -> None:
+        if not self._stops:
+            self._pieces.append(piece)
+            return
         held = self._held + piece
         ends = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
         if ends:

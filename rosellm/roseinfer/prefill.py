@@ -7,6 +7,7 @@ from itertools import zip_longest
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
 from rosellm.roseinfer.kv_append_triton import kv_append_rows_ref
@@ -17,6 +18,8 @@ from rosellm.rosetrainer.attention import CausalAttention, masked_attention
 from rosellm.rosetrainer.model import GPT
 
 PREFILL_RANGE = "roseinfer.prefill_sessions"
+# cuDNN's attention plans anew, for tens of milliseconds, at every new length, and prompts come in all lengths.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Prefill:
@@ -27,7 +30,7 @@ class Prefill:
 
     @torch.inference_mode()
     def __call__(self, sequences: list[Sequence]) -> None:
-        with record_function(PREFILL_RANGE):
+        with record_function(PREFILL_RANGE), sdpa_kernel(BACKENDS):
             starts = [s.n_cached for s in sequences]
             counts = [len(s.tokens) - s.n_cached for s in sequences]
             for layer in range(self.blocks.num_layers):

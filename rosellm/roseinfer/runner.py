@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kv_blocks import KVBlockManager
-from rosellm.rosetrainer.attention import Attend, masked_attention
+from rosellm.rosetrainer.attention import Attend
 from rosellm.rosetrainer.model import GPT
 
 
@@ -24,7 +24,7 @@ class DecodeInputs:
     positions: Tensor  # [B] int32, tokens cached before this step
     context_lens: Tensor  # [B] int32, the same numbers, as attention wants them
     tables: list[Tensor] | Tensor  # L tables [B, MAX_BLOCKS] int32
-    mask: Tensor | None  # [B, max(context_lens) + 1] bool, or None
+    mask: Tensor | None  # [B, max(context_lens) + 1], added to scores; None where nothing needs it
     max_context: int  # the longest context, known to the host
 
 
@@ -41,7 +41,11 @@ AttendFactory = Callable[[DecodeInputs, KVBlockManager], Attend]
 
 
 def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
-    """Past keys and values gathered into dense ``[B, H_kv, L, D]`` tensors, then ordinary masked attention."""
+    """Past keys and values gathered into dense ``[B, H_kv, L, D]`` tensors, then ordinary masked attention.
+
+    Written out, because torch's fused attention may pick a backend that plans anew for every length, and here each step has
+    another one.
+    """
 
     def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
         used = -(-inputs.max_context // blocks.block_size)
@@ -54,8 +58,10 @@ def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k_all = gather(blocks.k_cache[layer], inputs.tables[layer], k)
             v_all = gather(blocks.v_cache[layer], inputs.tables[layer], v)
-            mask = inputs.mask[:, None, None, :]  # [B, 1, 1, max_context + 1]
-            return masked_attention(q[:, :, None], k_all, v_all, mask)[:, :, 0]
+            grouped = q.view(len(q), k.shape[1], -1, q.shape[2])  # [B, H_kv, G, D]
+            scores = grouped @ k_all.transpose(2, 3) * q.shape[2] ** -0.5  # [B, H_kv, G, max_context + 1]
+            weights = (scores + inputs.mask[:, None, None]).softmax(dim=-1, dtype=torch.float32)
+            return (weights.to(v.dtype) @ v_all).view_as(q)
 
         return attend
 

@@ -19,14 +19,15 @@ STEP_RANGE = "roseinfer.decode_step_sessions"
 
 
 def dense_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> Tensor:
-    """Which cached positions are real, and the new token: ``[B, max_context + 1]``, as a boolean mask.
+    """What to add to the scores so that padding is not seen: ``[B, max_context + 1]``, 0 for real tokens, else the lowest number.
 
-    ``arange``, a comparison with the lengths, a column of ones, a cast, and the cast back that attention wants.
+    ``arange``, a comparison with the lengths, a column of ones for the new token, a cast, and the turn into a penalty.
     """
     positions = torch.arange(max_context, device=context_lens.device)
-    held = (positions[None, :] < context_lens[:, None]).to(dtype)  # [B, max_context]
-    ones = torch.ones(len(context_lens), 1, dtype=dtype, device=context_lens.device)
-    return torch.cat((held, ones), dim=1).to(torch.bool)
+    held = positions[None, :] < context_lens[:, None]  # [B, max_context]
+    new = torch.ones(len(context_lens), 1, dtype=torch.bool, device=context_lens.device)
+    seen = torch.cat((held, new), dim=1).to(dtype)
+    return (1 - seen) * torch.finfo(dtype).min
 
 
 def no_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> None:

@@ -22,6 +22,17 @@ _END = object()
 """Closes a queue of pieces."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Tagged:
+    """Puts into a queue that several requests share."""
+
+    inbox: SimpleQueue
+    request_id: int
+
+    def put(self, piece: object) -> None:
+        self.inbox.put((self.request_id, None if piece is _END else piece))
+
+
 @dataclass(slots=True, eq=False)
 class _Stream:
     """One request between its client and the worker; ``output`` or ``error`` is there once it has ended."""
@@ -29,7 +40,7 @@ class _Stream:
     request_id: int
     params: SamplingParams
     metrics: RequestMetrics
-    pieces: SimpleQueue = field(default_factory=SimpleQueue)
+    pieces: SimpleQueue | _Tagged
     ended: Event = field(default_factory=Event)
     sequence: Sequence | None = None
     text: IncrementalText | None = None
@@ -75,8 +86,13 @@ class StreamingManager:
         self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
         self._worker.start()
 
-    def add_request(self, prompt: str | list[int], params: SamplingParams) -> int:
+    def add_request(
+        self, prompt: str | list[int], params: SamplingParams, inbox: SimpleQueue | None = None
+    ) -> int:
         """Queue a prompt, text or token ids, and return the request's id.
+
+        inbox: a queue that gets ``(request id, piece)`` for every piece and ``(request id, None)`` at the end, so that one
+        thread can follow many requests, as an event loop does; :meth:`stream_text` is then not for this request.
 
         Raises ``PromptError``, ``SamplingError``, ``OverloadError``, or ``RoseError`` once closed or failed.
         """
@@ -86,7 +102,7 @@ class StreamingManager:
         if not isinstance(params, SamplingParams):
             raise SamplingError(f"params is {params!r}; give SamplingParams")
         with self._lock:
-            stream = self._open(params, arrival)
+            stream = self._open(params, arrival, inbox)
             if self._pool is not None and isinstance(prompt, str):
                 self._pool.submit(self._prepare_in_pool, stream, prompt)
                 return stream.request_id
@@ -101,7 +117,10 @@ class StreamingManager:
 
     def stream_text(self, request_id: int) -> Iterator[str]:
         """The request's text in pieces, until it ends; for one reader. Raises what made the request fail."""
-        return self._read(self._stream(request_id))
+        stream = self._stream(request_id)
+        if isinstance(stream.pieces, _Tagged):
+            raise RoseError(f"request {request_id} hands its text to the inbox it was added with")
+        return self._read(stream)
 
     def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
         """Wait, at most ``timeout`` seconds, for the request's end. Raises what made it fail."""
@@ -146,7 +165,7 @@ class StreamingManager:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _open(self, params: SamplingParams, arrival: float) -> _Stream:
+    def _open(self, params: SamplingParams, arrival: float, inbox: SimpleQueue | None) -> _Stream:
         """A registered stream; the lock is held."""
         if self._refusal is not None:
             raise RoseError(self._refusal) from self._failure
@@ -155,7 +174,9 @@ class StreamingManager:
                 f"{len(self._in_flight)} requests are in flight and max_in_flight is {self.max_in_flight}; "
                 "try again later"
             )
-        stream = _Stream(next(self._ids), params, RequestMetrics(arrival))
+        request_id = next(self._ids)
+        pieces = SimpleQueue() if inbox is None else _Tagged(inbox, request_id)
+        stream = _Stream(request_id, params, RequestMetrics(arrival), pieces)
         self._streams[stream.request_id] = stream
         self._in_flight.add(stream)
         return stream

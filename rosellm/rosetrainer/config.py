@@ -34,6 +34,13 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise CheckpointError(f"{name} is {value!r}; a positive integer is needed")
+        if not isinstance(self.norm_eps, (int, float)) or not self.norm_eps > 0:
+            raise CheckpointError(f"norm_eps is {self.norm_eps!r}; a positive number is needed")
+        if not isinstance(self.tie_embeddings, bool):
+            raise CheckpointError(f"tie_embeddings is {self.tie_embeddings!r}; true or false is needed")
+        eos = self.eos_token_id
+        if eos is not None and (not isinstance(eos, int) or isinstance(eos, bool) or eos < 0):
+            raise CheckpointError(f"eos_token_id is {eos!r}; one token id or none is needed")
         if self.d_model % self.n_heads:
             raise CheckpointError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:

@@ -38,6 +38,13 @@ class Corpus:
     train: tuple[Source, ...]
     validation: tuple[Source, ...]
 
+    def digest(self) -> str:
+        """SHA-256 over paths and texts: equal for equal corpora, whichever Python holds them."""
+        whole = hashlib.sha256()
+        for source in self.train + self.validation:
+            whole.update(f"{source.path}\0{source.text}\0".encode())
+        return whole.hexdigest()
+
     def subset(self, n_bytes: int) -> Corpus:
         """The first files of each side: about ``n_bytes`` to train on and a tenth of that to validate."""
         return Corpus(_first(self.train, n_bytes), _first(self.validation, n_bytes // 10))

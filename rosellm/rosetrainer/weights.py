@@ -143,9 +143,10 @@ def _shards(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            outside = [name for name in names if Path(name).name != name]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is not a valid safetensors index") from error
-        if any(Path(name).name != name for name in names):
+        if outside:
             raise CheckpointError(f"{index} names files outside its folder")
         shards = [folder / name for name in names]
     else:

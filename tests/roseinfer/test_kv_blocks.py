@@ -273,6 +273,16 @@ def test_exhaustion_names_the_layer_and_the_counts():
         manager.reserve_prompt(1, [], 3 * BLOCK)
 
 
+def test_a_prompt_counts_the_clone_of_a_shared_block_among_its_needs():
+    manager, mine = make_manager(max_blocks_per_layer=2), []
+    manager.reserve_prompt(0, mine, 1)
+    manager.incref_blocks(mine)
+    before, old = books(manager), list(mine)
+    with pytest.raises(KVCacheExhausted, match="layer 0 needs 2 more KV blocks and 1 of 2 are free"):
+        manager.reserve_prompt(0, mine, BLOCK)
+    assert same_books(before, books(manager)) and mine == old
+
+
 def test_info_of_a_free_block_is_an_error():
     with pytest.raises(KeyError):
         make_manager().info(0)

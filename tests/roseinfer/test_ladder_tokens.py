@@ -275,6 +275,24 @@ def test_each_engine_reads_the_environment_when_it_is_built(monkeypatch):
     assert (first.gate, second.gate) == (AppendGate(5), AppendGate(6))
 
 
+def test_rows_past_the_batch_have_no_context_in_a_captured_run():
+    engine = small_engine(random_model(3), recipe="cuda_graph")
+    sequences = greedy_sequences(engine, PROMPTS["mixed"], [8, 8, 8, 8, 8, 2, 2])
+    engine.prefill(sequences)
+    decode_all(engine, sequences)
+    (bucket,) = engine._step.runner._captured
+    static = engine._step.runner._captured[bucket].static
+    assert bucket == 8
+    assert static.context_lens.tolist() == [s.n_cached - 1 for s in sequences[:5]] + [0, 0, 0]
+
+
+@pytest.mark.gpu
+def test_an_autotuned_kernel_is_tuned_before_it_is_captured(checkpoint):
+    folder, expected = checkpoint
+    engine = small_engine(load(folder, "cuda"), recipe=replace(LADDER["cuda_graph"], launch="autotuned"))
+    assert generate(engine, PROMPTS["mixed"], N_TOKENS) == expected["mixed"].tokens
+
+
 @pytest.mark.gpu
 def test_the_graph_runner_captures_once_a_bucket_and_replays_for_smaller_batches():
     engine = small_engine(random_model(3).to("cuda"), recipe="cuda_graph")

@@ -68,6 +68,14 @@ def test_default_parameters_sample_sixteen_tokens(llm: LLM) -> None:
     assert first.token_ids != second.token_ids
 
 
+def test_the_shipped_model_is_the_default_and_completes_python() -> None:
+    prompt = "def add(a, b):\n    return"
+    result = LLM(device="cpu").generate(
+        prompt, SamplingParams(temperature=0.0, max_tokens=3), use_tqdm=False
+    )[0]
+    assert result.outputs[0].text.startswith(" a")
+
+
 def test_a_stop_string_ends_the_text(llm: LLM) -> None:
     whole = llm.generate("hello", SamplingParams(temperature=0.0, max_tokens=20), use_tqdm=False)[0].outputs[
         0

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
 from time import perf_counter, sleep
 
 import pytest
@@ -324,3 +325,21 @@ def test_bad_options_are_refused_by_name(engine: Engine, options: dict, told: st
 def test_an_engine_without_a_tokenizer_cannot_stream() -> None:
     with pytest.raises(RoseError, match="needs a tokenizer"):
         StreamingManager(small_engine(random_model(0), recipe="dense"))
+
+
+def test_one_inbox_follows_many_requests_and_tells_each_end(engine):
+    inbox = SimpleQueue()
+    with StreamingManager(engine) as manager:
+        ids = [manager.add_request([i + 1, 7], greedy(6), inbox) for i in range(5)]
+        with pytest.raises(RoseError, match="inbox"):
+            manager.stream_text(ids[0])
+        texts, ended = {i: "" for i in ids}, []
+        while len(ended) < len(ids):
+            request_id, piece = inbox.get(timeout=10)
+            if piece is None:
+                ended.append(request_id)
+            else:
+                texts[request_id] += piece
+        assert sorted(ended) == sorted(ids)
+        assert all(texts[i] == manager.result(i).text for i in ids)
+    assert_all_free(engine)

@@ -110,6 +110,12 @@ def test_a_subset_takes_the_first_files_of_both_sides() -> None:
     assert subset == Corpus(sources[:10], sources[:1])
 
 
+def test_the_digest_tells_a_changed_text_a_changed_path_and_nothing_else() -> None:
+    a, b, c = Source("a.py", "x"), Source("b.py", "x"), Source("a.py", "y")
+    assert Corpus((a,), (b,)).digest() == Corpus((a,), (b,)).digest()
+    assert len({Corpus((first,), (b,)).digest() for first in (a, b, c)}) == 3
+
+
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(RoseError, match="'.*absent' is not a folder"):
         read_corpus(tmp_path / "absent")

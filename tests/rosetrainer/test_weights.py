@@ -119,15 +119,17 @@ def test_shards_load_as_one_file_does(folder):
     assert same(load(folder), expected)
 
 
-def refused(folder: Path, words: str) -> None:
-    with pytest.raises(CheckpointError, match=words) as caught:
+def refused(folder: Path, *words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
         load(folder)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
 
 
 def test_a_missing_tensor_is_named(folder):
     rewrite(folder, lambda tensors: {name: t for name, t in tensors.items() if name != WPE})
-    refused(folder, rf"lacks 1 tensors, the first is {WPE}")
+    refused(folder, f"lacks 1 tensors, the first is {WPE}")
 
 
 def test_a_missing_head_of_an_untied_model_is_named(tmp_path):
@@ -139,10 +141,7 @@ def test_a_missing_head_of_an_untied_model_is_named(tmp_path):
 @pytest.mark.parametrize("shape", [(63, 32), (64, 31), (32, 64), (64 * 32,), (1, 64, 32)], ids=str)
 def test_a_wrong_shape_is_told(folder, shape):
     rewrite(folder, lambda tensors: tensors | {WPE: torch.zeros(shape)})
-    refused(
-        folder,
-        rf"{WPE}.*shape {list(shape)}.*\[64, 32\]".replace(f"{list(shape)}", rf"\{list(shape)}"[:-1] + r"\]"),
-    )
+    refused(folder, WPE, f"shape {list(shape)}", "[64, 32]")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -152,7 +151,7 @@ def test_a_value_that_is_not_finite_is_refused(folder, bad):
         return tensors
 
     rewrite(folder, spoil)
-    refused(folder, f"{WPE}.*not finite")
+    refused(folder, WPE, "not finite")
 
 
 def test_integer_weights_are_refused(folder):
@@ -189,7 +188,7 @@ def test_a_pickle_under_a_safetensors_name_is_refused_and_not_run(folder):
 
 def test_a_checkpoint_with_pickled_weights_only_is_refused(folder):
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-    refused(folder, "lacks model.safetensors .*safetensors only")
+    refused(folder, "lacks model.safetensors", "safetensors only")
 
 
 def test_a_missing_shard_is_named(folder):
@@ -221,13 +220,13 @@ def test_an_index_that_reaches_outside_its_folder_is_refused(folder):
 def test_a_bad_index_is_refused(folder, text):
     split(folder)
     (folder / INDEX).write_text(text)
-    refused(folder, "index|lacks")
+    refused(folder, str(folder))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", '{"model_type": "gpt2"}', "{'a': 1}"])
 def test_a_bad_config_is_refused(folder, text):
     (folder / "config.json").write_text(text)
-    refused(folder, "config.json|model_type")
+    refused(folder, "config.json")
 
 
 def test_a_config_that_is_no_text_is_refused(folder):
@@ -260,8 +259,9 @@ def test_a_dummy_model_has_the_real_shape_and_seeded_weights(folder):
     assert same(a, b) and not same(a, c)
 
 
-def test_a_dummy_model_of_a_known_name_has_its_shape():
-    assert dummy_model("gpt2", torch.device("meta"), torch.float16).config == KNOWN_SHAPES["gpt2"]
+def test_a_dummy_model_of_a_known_name_has_its_shape(monkeypatch):
+    monkeypatch.setitem(KNOWN_SHAPES, "gpt2", small_config(n_layers=3))
+    assert dummy_model("gpt2", CPU, torch.float16).config is KNOWN_SHAPES["gpt2"]
 
 
 def test_a_dummy_model_of_an_unknown_shape_is_refused():

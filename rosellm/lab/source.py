@@ -1,0 +1,115 @@
+"""The package's own source in a notebook: whole, or as a difference."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from IPython.display import Markdown, display
+
+import rosellm
+from rosellm.errors import RoseError
+
+CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
+
+
+class SourceError(RoseError):
+    """Something without source, or a member or difference that does not exist."""
+
+
+def show_source(*objects: object, only: Sequence[str] = (), title: str | None = None) -> None:
+    """Displays the source of functions, classes and Triton kernels, each under its name and file.
+
+    ``only`` names the members of classes to show; the others are left out. There are no line numbers: nbval
+    compares what is displayed, and an edit further up must not change it.
+    """
+    blocks = [f"{_heading(one)}\n```python\n{source_of(one, only)}\n```" for one in objects]
+    display(Markdown("\n\n".join([f"**{title}**", *blocks] if title else blocks)))
+
+
+def show_difference(before: object, after: object, context: int = 5) -> None:
+    """Displays what ``after`` changes in ``before``: a unified difference, ``context`` equal lines around.
+
+    Raises SourceError if both have the same source.
+    """
+    old, new = source_of(before).splitlines(), source_of(after).splitlines()
+    lines = list(difflib.unified_diff(old, new, _name(before), _name(after), n=context, lineterm=""))
+    if not lines:
+        raise SourceError(f"{_name(before)} and {_name(after)} have the same source")
+    heading = f"{_heading(before)} → {_heading(after)}"
+    display(Markdown("\n".join([heading, "```diff", *lines[2:], "```"])))
+
+
+def source_of(one: object, only: Sequence[str] = ()) -> str:
+    """The source of an object, not indented; of a class, if ``only`` names any, its head and those members.
+
+    Raises SourceError for what has no source, and for a member that the class itself does not define.
+    """
+    if only and inspect.isclass(one):
+        return _members(one, only)
+    try:
+        return textwrap.dedent(inspect.getsource(_unwrapped(one))).rstrip()
+    except (OSError, TypeError):
+        raise SourceError(f"{_name(one)} has no Python source to show") from None
+
+
+def _members(cls: type, only: Sequence[str]) -> str:
+    """A class's decorators and ``class`` line, dots for what is left out, and the members named."""
+    lines = source_of(cls).splitlines()
+    (tree,) = ast.parse("\n".join(lines)).body
+    spans = {name: _span(node) for node in tree.body for name in _names(node)}
+    if missing := [name for name in only if name not in spans]:
+        raise SourceError(f"{cls.__name__} does not define {missing[0]}: there are {', '.join(spans)}")
+    head = lines[: _span(tree.body[0])[0]]
+    return "\n\n".join(
+        ["\n".join([*head, "    ..."]), *("\n".join(lines[slice(*spans[name])]) for name in only)]
+    )
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """What a statement in a class defines: a method, or attributes."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _span(node: ast.stmt) -> tuple[int, int]:
+    """First and last line of a statement with its decorators, as a slice."""
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+    return first - 1, node.end_lineno or first
+
+
+def _unwrapped(one: object) -> object:
+    """The Python function within a Triton kernel, autotuner, property, class or static method."""
+    for name in ("fn", "fget", "__func__"):
+        inner = getattr(one, name, None)
+        if inner is not None and not inspect.isclass(one):
+            return _unwrapped(inner)
+    return inspect.unwrap(one) if callable(one) else one
+
+
+def _name(one: object) -> str:
+    inner = _unwrapped(one)
+    return getattr(inner, "__qualname__", None) or type(inner).__name__
+
+
+def _heading(one: object) -> str:
+    return f"`{_name(one)}` · `{_file(one)}`"
+
+
+def _file(one: object) -> str:
+    """The file relative to the checkout; for what a notebook defines, the notebook."""
+    try:
+        path = Path(inspect.getsourcefile(_unwrapped(one)) or "").resolve()
+    except TypeError:
+        raise SourceError(f"{_name(one)} has no Python source to show") from None
+    return (
+        path.relative_to(CHECKOUT).as_posix()
+        if path.is_relative_to(CHECKOUT / "rosellm")
+        else "this notebook"
+    )

@@ -1,0 +1,377 @@
+"""The benchmark commands: their documented forms, their records, what they say to bad input."""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rosellm.errors import PromptError
+from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming, cli
+from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.roseinfer.benchmark_streaming import StreamingLoad, run_streaming_benchmark
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels import TORCH
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.scheduler import SchedulerConfig
+from rosellm.rosetrainer.tokenizer import load_dummy_tokenizer
+from tests.helpers import random_model, random_prompts, small_engine
+
+ROOT = Path(__file__).parents[2]
+MODULES = {
+    "scheduler": benchmark_scheduler,
+    "streaming": benchmark_streaming,
+    "kv_append": benchmark_kv_append,
+}
+ONLINE_LINES = (
+    "Warmup runs: 1",
+    "Measured runs: 3",
+    "Decode time: p50=N mean=N s",
+    "Total time: p50=N mean=N s",
+    "Throughput(completion,decode): p50=N mean=N tokens/s",
+    "Throughput(completion,total): p50=N mean=N tokens/s",
+    "TTFT: p50=N mean=N ms",
+    "TPOT: p50=N mean=N ms",
+    "Latency: p50=N mean=N ms",
+)
+SCHEDULER_FORM = (
+    "--device cpu --prompt Hello --num-requests 4 --max-new-tokens 6 --mode online --max-batch-size 2 "
+    "--no-stop-on-eos --no-prefix-cache --pretok --warmup-runs 1 --repeat-runs 3 --paged-attn"
+)
+STREAMING_FORM = (
+    "--device cpu --prompt Hello --prompt-repeats 1,4 --pretok --tokenize-workers 0 --num-requests 4 "
+    "--max-new-tokens 6 --submit-interval-ms 0 --max-batch-size 4 --prefill-max-batch-size 4 "
+    "--prefill-admission-policy fifo --paged-attn --no-prefix-cache --no-stop-on-eos --warmup-runs 1 "
+    "--repeat-runs 3"
+)
+
+
+def run_command(name: str, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
+    command = [sys.executable, "-m", f"rosellm.roseinfer.benchmark_{name}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=120)
+
+
+def without_numbers(text: str) -> list[str]:
+    return re.sub(r"=[\d,.]+", "=N", text).splitlines()
+
+
+def lines_after(text: str, title: str) -> list[str]:
+    lines = without_numbers(text)
+    return lines[lines.index(title) + 1 :]
+
+
+def scheduler_options(text: str) -> argparse.Namespace:
+    return benchmark_scheduler.parse_options(text.split())
+
+
+def streaming_engine() -> Engine:
+    """A small random model with the shipped tokenizer's stand-in, which can decode any id."""
+    gpt = random_model(0)
+    return small_engine(gpt, tokenizer=load_dummy_tokenizer(gpt.config.vocab_size))
+
+
+def engine_for(**options):
+    return small_engine(random_model(0), **options)
+
+
+def greedy(n: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+
+
+# The documented forms, as processes.
+
+
+def test_the_scheduler_form_prints_its_summary_and_writes_record_and_trace(tmp_path):
+    record_path, trace_path = tmp_path / "record.json", tmp_path / "trace.json"
+    done = run_command("scheduler", *SCHEDULER_FORM.split(), "--json", record_path, "--profile", trace_path)
+    assert done.returncode == 0, done.stderr
+    assert lines_after(done.stdout, "=== online summary ===") == list(ONLINE_LINES)
+    record = json.loads(record_path.read_text())
+    assert (record["schema_version"], record["kind"], record["model"]) == (1, "scheduler", "rose-tiny")
+    assert record["rung"] is None and record["recipe"] == replace(LADDER[BEST_RUNG], runner="eager").as_dict()
+    repeats = record["results"]["online"]["repeats"]
+    assert [(r["completion_tokens"], r["decode_tokens"], r["decode_steps"]) for r in repeats] == [
+        (24, 20, 10)
+    ] * 3
+    assert record["num_kv_blocks"] == 2 + cli.SPARE_KV_BLOCKS
+    assert str(tmp_path) not in record_path.read_text()
+    names = [event.get("name") for event in json.loads(trace_path.read_text())["traceEvents"]]
+    assert names.count("roseinfer.decode_step_sessions") == 5
+
+
+def test_the_cuda_graph_form_takes_the_best_rung_and_the_switches_show_in_the_record(tmp_path):
+    path = tmp_path / "record.json"
+    done = run_command(
+        "scheduler", *SCHEDULER_FORM.split(), "--cuda-graph", "--json", path, ROSELLM_TRITON_KV_APPEND="0"
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert record["rung"] == BEST_RUNG and record["append_gate_min_batch"] is None
+
+
+def test_all_modes_run_dense_and_give_the_same_tokens(tmp_path):
+    path = tmp_path / "record.json"
+    sizes = ("--num-requests", 3, "--max-new-tokens", 4, "--warmup-runs", 0, "--repeat-runs", 1)
+    shape = ("--hf-model-id", "rose-tiny", "--load-format", "dummy", "--prompt-tokens", 5)
+    done = run_command("scheduler", "--device", "cpu", "--mode", "all", *sizes, *shape, "--json", path)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert (record["rung"], list(record["results"])) == ("dense", ["naive", "offline", "online"])
+    assert len({result["repeats"][0]["tokens_sha256"] for result in record["results"].values()}) == 1
+
+
+def test_the_streaming_form_prints_its_summary_and_writes_record_and_trace(tmp_path):
+    record_path, trace_path = tmp_path / "record.json", tmp_path / "trace.json"
+    done = run_command("streaming", *STREAMING_FORM.split(), "--json", record_path, "--profile", trace_path)
+    assert done.returncode == 0, done.stderr
+    lines = lines_after(done.stdout, "=== streaming summary ===")
+    assert lines[:2] == ["Warmup runs: 1", "Measured runs: 3"]
+    assert lines[3].startswith("Throughput (completion,total): ")
+    assert lines[4:] == [f"{name}: p50=N p95=N p99=N ms" for name in ("TTFT", "TPOT", "ITL")]
+    record = json.loads(record_path.read_text())
+    assert record["kind"] == "streaming"
+    assert [r["completion_tokens"] for r in record["results"]["streaming"]["repeats"]] == [24] * 3
+    names = {event.get("name") for event in json.loads(trace_path.read_text())["traceEvents"]}
+    assert "roseinfer.decode_step_sessions" in names
+
+
+def test_the_append_form_prints_a_row_a_variant_and_writes_its_record(tmp_path):
+    path = tmp_path / "record.json"
+    shape = ("--num-heads", 2, "--head-dim", 8, "--block-size", 4, "--repeats", 2)
+    done = run_command("kv_append", "--batch-sizes", "8,16", *shape, "--device", "cpu", "--json", path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    wanted = [(batch, variant) for batch in (8, 16) for variant in benchmark_kv_append.VARIANTS]
+    assert [(row["batch_size"], row["variant"]) for row in rows] == wanted
+    assert all(len(row["repeats_s"]["wall"]) == 2 and row["floor_s"] > 0 for row in rows)
+    assert len(done.stdout.splitlines()) == 3 + len(rows)
+
+
+def test_a_model_that_cannot_be_had_is_one_line_with_the_ways_out():
+    done = run_command("scheduler", "--hf-model-id", "gpt2", "--device", "cpu", HF_HOME="/nonexistent")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: model 'gpt2'")
+    assert "use 'rose-tiny', a local folder, or --load-format dummy" in line
+
+
+# Bad input, in this process: one line on stderr, status 2.
+
+BAD_INPUT = [
+    ("scheduler", "--cuda-graph", "--cuda-graph needs --paged-attn"),
+    ("scheduler", "--rung nope", "rung 'nope' is unknown; use one of dense, paged"),
+    ("scheduler", "--workload W4", "W4 is run by benchmark_streaming"),
+    ("scheduler", "--workload W9", "'W9' is unknown"),
+    ("scheduler", "--workload W7", "512 prompt tokens and 128 new ones exceed the model's 512 positions"),
+    ("scheduler", "--max-new-tokens 1000", "exceed the model's 512 positions"),
+    ("scheduler", "--num-requests 0", "'0' is not a whole number, 1 or more"),
+    ("scheduler", "--num-requests x", "'x' is not a whole number"),
+    ("scheduler", "--max-batch-size -1", "'-1' is not a whole number"),
+    ("scheduler", "--repeat-runs 0", "'0' is not a whole number, 1 or more"),
+    ("scheduler", "--warmup-runs -1", "'-1' is not a whole number, 0 or more"),
+    ("scheduler", "--prompt-tokens 0", "'0' is not a whole number"),
+    ("scheduler", "--block-size 48", "block_size is 48; it must be a power of two"),
+    ("scheduler", "--num-kv-blocks 1 --block-size 4", "the cache has 1"),
+    ("scheduler", "--mode fast", "invalid choice: 'fast'"),
+    ("scheduler", "--dtype int8", "invalid choice: 'int8'"),
+    ("scheduler", "--device tpu", "invalid choice: 'tpu'"),
+    ("scheduler", "--load-format gguf", "invalid choice: 'gguf'"),
+    ("scheduler", "--hf-model-id some-model --load-format dummy", "no shape is known for 'some-model'"),
+    ("scheduler", "--json /nonexistent/record.json", "there is no folder /nonexistent"),
+    ("scheduler", "--profile /dev/null", "not a regular file"),
+    ("scheduler", "--prompt=", "--prompt is empty"),
+    ("scheduler", "--prompt-repeats 1,,4", "'' is not a whole number"),
+    ("scheduler", "--num-req 4", "unrecognized arguments: --num-req"),
+    ("scheduler", "--workload", "expected one argument"),
+    ("streaming", "--submit-interval-ms nan", "'nan' is not a number of milliseconds, 0 or more"),
+    ("streaming", "--submit-interval-ms -1", "'-1' is not a number of milliseconds"),
+    ("streaming", "--stream-interval 0", "'0' is not a whole number, 1 or more"),
+    ("streaming", "--tokenize-workers -1", "'-1' is not a whole number, 0 or more"),
+    ("streaming", "--prefill-admission-policy random", "invalid choice: 'random'"),
+    ("streaming", "--max-new-tokens 1000", "exceed the model's 512 positions"),
+    ("streaming", "--max-new-tokens 1000 --tokenize-workers 1", "exceed the model's 512 positions"),
+    ("streaming", "--workload W0", "W0 is run by benchmark_scheduler"),
+    ("kv_append", "--batch-sizes 128,x", "'x' is not a whole number"),
+    ("kv_append", "--num-heads 0", "'0' is not a whole number"),
+    ("kv_append", "--json /nonexistent/record.json", "there is no folder /nonexistent"),
+    ("kv_append", "--batch-sizes 100000000000", "out of memory"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "wanted"), BAD_INPUT, ids=lambda value: value[:40])
+def test_bad_input_is_one_line_and_status_2(name, arguments, wanted, capsys):
+    try:
+        status = MODULES[name].main(["--device", "cpu", *arguments.split()])
+    except SystemExit as leaving:
+        status = leaving.code
+    [line] = capsys.readouterr().err.splitlines()
+    assert status == 2
+    assert line.startswith("error: ") and wanted in line
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("name", MODULES)
+def test_a_missing_gpu_is_one_line_and_status_2(name, capsys):
+    assert MODULES[name].main(["--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "error: device 'cuda' is not available here; use --device cpu\n"
+
+
+def test_an_error_of_ours_is_not_taken_for_the_users():
+    @cli.command
+    def main(_argv):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        main()
+
+
+# What the figures mean.
+
+
+@pytest.mark.parametrize(
+    ("flags", "recipe"),
+    [
+        ("", "dense"),
+        ("--paged-attn", replace(LADDER[BEST_RUNG], runner="eager")),
+        ("--paged-attn --cuda-graph", BEST_RUNG),
+        ("--rung pinned_h2d", "pinned_h2d"),
+        ("--rung paged --paged-attn --cuda-graph", "paged"),
+    ],
+)
+def test_flags_choose_the_documented_recipe(flags, recipe):
+    assert cli.choose_recipe(scheduler_options(flags)) == recipe
+
+
+def test_prompts_cycle_through_the_repeats():
+    options = benchmark_streaming.parse_options(["--prompt-repeats", "1,4", "--num-requests", "3"])
+    assert cli.make_prompts(options, vocab_size=100) == ["Hello", "Hello" * 4, "Hello"]
+
+
+def test_prompt_tokens_are_random_ids_of_the_asked_length_from_the_seed():
+    def prompts(seed: int) -> list[list[int]]:
+        options = scheduler_options(f"--prompt-tokens 7 --num-requests 3 --seed {seed}")
+        return cli.make_prompts(options, vocab_size=11)
+
+    assert [len(prompt) for prompt in prompts(0)] == [7, 7, 7]
+    assert all(0 <= token < 11 for prompt in prompts(0) for token in prompt)
+    assert prompts(0) == prompts(0) != prompts(1)
+    assert len({tuple(prompt) for prompt in prompts(0)}) == 3
+
+
+def test_the_kv_cache_holds_what_runs_together_and_no_more():
+    gpt = random_model(0)  # 64 positions
+    options = scheduler_options("--num-requests 100 --max-batch-size 3 --max-new-tokens 20 --block-size 8")
+    assert cli.kv_blocks_wanted(options, gpt, longest_prompt=10) == 3 * 4 + cli.SPARE_KV_BLOCKS
+    assert cli.kv_blocks_wanted(options, gpt, longest_prompt=10_000) == 3 * 8 + cli.SPARE_KV_BLOCKS
+
+
+@pytest.mark.parametrize(("mode", "decode_steps"), [("naive", 5 * 4), ("offline", 3 * 4), ("online", 3 * 4)])
+def test_tokens_and_steps_are_counted_in_every_mode(mode, decode_steps):
+    prompts = random_prompts([3, 5, 2, 9, 4])
+    result = run_scheduler_benchmark(
+        engine_for(), prompts, greedy(5), SchedulerConfig(max_batch_size=2), 1, 2, mode
+    )
+    for repeat in result["repeats"]:
+        assert (repeat["completion_tokens"], repeat["decode_tokens"]) == (25, 20)
+        assert repeat["decode_steps"] == decode_steps
+        assert repeat["decode_throughput_tok_s"] == 20 / repeat["decode_time_s"]
+        assert repeat["total_throughput_tok_s"] == 25 / repeat["total_time_s"]
+        assert repeat["decode_time_s"] + repeat["prefill_time_s"] <= repeat["total_time_s"]
+        assert repeat["decode_step_mean_s"] * decode_steps == pytest.approx(repeat["decode_time_s"])
+    assert len({repeat["tokens_sha256"] for repeat in result["repeats"]}) == 1
+
+
+def test_rungs_and_modes_and_streaming_give_one_digest():
+    prompts = random_prompts([3, 9, 5])
+    runs = [
+        run_scheduler_benchmark(engine_for(recipe=rung), prompts, greedy(6), None, 0, 1, mode)
+        for rung, mode in (("dense", "naive"), ("dense", "online"), (BEST_RUNG, "offline"))
+    ]
+    runs.append(run_streaming_benchmark(streaming_engine(), prompts, greedy(6), None, StreamingLoad(), 0, 1))
+    assert len({run["repeats"][0]["tokens_sha256"] for run in runs}) == 1
+
+
+def test_one_token_a_request_leaves_decode_figures_without_value(capsys):
+    result = run_scheduler_benchmark(engine_for(), random_prompts([3]), greedy(1), None, 0, 1)
+    assert result["repeats"][0]["decode_throughput_tok_s"] is None
+    benchmark_scheduler.print_summary(result)
+    assert "Throughput(completion,decode): no value" in capsys.readouterr().out
+
+
+def test_every_run_starts_with_an_empty_prefix_cache():
+    engine = engine_for(prefix_cache=True)
+    prompts = random_prompts([20, 20])
+    result = run_scheduler_benchmark(engine, prompts, greedy(3), SchedulerConfig(), 1, 2)
+    assert engine.prefix_cache.hits == 0
+    assert len({repeat["tokens_sha256"] for repeat in result["repeats"]}) == 1
+
+
+def test_a_refused_prompt_ends_a_streaming_run_at_once():
+    engine = streaming_engine()
+    with pytest.raises(PromptError, match="exceed the model's 64 positions"):
+        run_streaming_benchmark(engine, random_prompts([3, 60]), greedy(20), None, StreamingLoad(), 0, 1)
+    engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+def test_submissions_keep_their_interval():
+    engine = streaming_engine()
+    load = StreamingLoad(submit_interval_s=0.05)
+    result = run_streaming_benchmark(engine, random_prompts([3, 3, 3]), greedy(2), None, load, 0, 1)
+    assert result["repeats"][0]["total_time_s"] >= 0.1
+
+
+def append_shape(dtype: torch.dtype) -> benchmark_kv_append.Shape:
+    return benchmark_kv_append.Shape(6, 2, 8, 4, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_append_sets_share_no_slot(dtype):
+    sets = benchmark_kv_append.make_operands(append_shape(dtype), n_sets=9)
+    slots = {(id(s.caches), block, s.pos) for s in sets for block in s.block_idx.tolist()}
+    assert len(slots) == 9 * 6
+    for variant in benchmark_kv_append.VARIANTS:
+        benchmark_kv_append.check_variant(variant, sets[-1], TORCH, append_shape(dtype))
+
+
+@pytest.mark.parametrize("variant", ["generic", "full_batch", "identity_pos"])
+def test_a_wrong_append_is_not_timed(variant):
+    def one_slot_off(spec):
+        return lambda **operands: spec(**(operands | {"pos": operands["pos"] - 1}))
+
+    shape = append_shape(torch.float32)
+    names = ("kv_append", "kv_append_full_batch", "kv_append_identity_pos")
+    wrong = replace(TORCH, **{name: one_slot_off(getattr(TORCH, name)) for name in names})
+    operands = benchmark_kv_append.make_operands(shape, n_sets=2)[-1]
+    with pytest.raises(AssertionError, match=f"{variant} at batch 6: k_cache_layer differs"):
+        benchmark_kv_append.check_variant(variant, operands, wrong, shape)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_appends_are_timed_on_the_device(tmp_path):
+    path = tmp_path / "record.json"
+    assert benchmark_kv_append.main(["--batch-sizes", "8", "--repeats", "3", "--json", str(path)]) == 0
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["repeats_s"].keys() == {"wall", "device_rotating", "device_same"}
+        assert all(0 < seconds < 1e-3 for seconds in row["repeats_s"]["device_rotating"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", LADDER)
+def test_on_a_gpu_every_rung_is_measured_and_the_tokens_agree(rung, tmp_path):
+    path = tmp_path / "record.json"
+    sizes = "--num-requests 4 --max-new-tokens 8 --repeat-runs 2 --dtype float32"
+    arguments = f"{sizes} --device cuda --rung {rung} --json {path}"
+    assert benchmark_scheduler.main(arguments.split()) == 0
+    record = json.loads(path.read_text())
+    repeats = record["results"]["online"]["repeats"]
+    assert record["environment"]["driver"] and repeats[0]["peak_gpu_memory_bytes"] > 0
+    assert len({repeat["tokens_sha256"] for repeat in repeats}) == 1
