@@ -18,7 +18,7 @@ class DeviceError(RoseError):
 
 
 class SamplingError(RoseError):
-    """Sampling parameters outside their range."""
+    """Sampling parameters outside their range, or logits that nothing can be drawn from."""
 
 
 class PromptError(RoseError):

@@ -1,4 +1,4 @@
-"""Runs of the engine for notebooks and records: timed decode steps, counted decode steps, compared tokens and logits."""
+"""Runs of the engine for notebooks and records: steps timed and counted, tokens and logits compared."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ import torch
 from torch import Tensor
 
 from rosellm.lab.trace import Trace, record_trace
-from rosellm.roseinfer.engine import Engine, resolve_device, resolve_dtype
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels import Kernels
 from rosellm.roseinfer.kv_append import AppendGate
 from rosellm.roseinfer.kv_blocks import blocks_for
+from rosellm.roseinfer.loading import load_parts
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import Sampler, SamplingParams
 from rosellm.rosetrainer.model import GPT
-from rosellm.rosetrainer.weights import dummy_model, load_model
 
 
 @lru_cache(maxsize=2)
 def get_model(model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto") -> GPT:
     """A model, loaded once a process."""
-    where = resolve_device(device)
-    load = dummy_model if load_format == "dummy" else load_model
-    return load(model, where, resolve_dtype(dtype, where))
+    return load_parts(model, device, dtype, load_format)[0]
 
 
 def make_prompts(batch: int, lengths: int | list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -41,8 +39,8 @@ def make_prompts(batch: int, lengths: int | list[int], vocab_size: int, seed: in
 class Bench:
     """An engine of one recipe with a batch of sequences ready to decode.
 
-    prompts: token ids, one list a sequence. new_tokens: room for this many. gate_from: batch size from which Triton appends are used;
-    None reads the environment as a command would.
+    prompts: token ids, one list a sequence. new_tokens: room for this many. gate_from: batch size from which
+    Triton appends are used; None reads the environment as a command would.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ WARM_UP_STEPS = 2
 
 
 def run_recipe(model: GPT, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options) -> Run:
-    """Prefill, a short warm-up, one counted step, then timed steps, ``new_tokens`` tokens a sequence in all."""
+    """Prefill, a short warm-up, one counted step, then timed steps: ``new_tokens`` a sequence in all."""
     bench = Bench(model, recipe, prompts, new_tokens, **options)
     bench.decode(WARM_UP_STEPS)
     trace = bench.trace()
@@ -121,13 +119,15 @@ def run_recipe(model: GPT, recipe: str | Recipe, prompts: list[list[int]], new_t
     return Run(recipe if isinstance(recipe, str) else "custom", bench.tokens, seconds, trace)
 
 
-def compare(model: GPT, before: str | Recipe, after: str | Recipe, prompts, new_tokens: int, **options) -> tuple[Run, Run]:
+def compare(
+    model: GPT, before: str | Recipe, after: str | Recipe, prompts, new_tokens: int, **options
+) -> tuple[Run, Run]:
     """The same work by two recipes, one after the other."""
     return tuple(run_recipe(model, recipe, prompts, new_tokens, **options) for recipe in (before, after))
 
 
 class ForcedSampler(Sampler):
-    """Keeps every step's logits and goes on with given tokens, so that two runs see the same inputs throughout."""
+    """Keeps every step's logits and goes on with given tokens, so that two runs see the same inputs."""
 
     def __init__(self, tokens: list[list[int]]) -> None:
         self.tokens, self.logits = tokens, []
@@ -137,8 +137,10 @@ class ForcedSampler(Sampler):
         return [row[s.n_output] for row, s in zip(self.tokens, sequences, strict=True)]
 
 
-def forced_logits(model: GPT, recipe: str | Recipe, prompts: list[list[int]], tokens: list[list[int]], **options) -> Tensor:
-    """Logits ``[steps, B, V]`` (fp32, on the host) of a recipe that is fed ``tokens`` whatever it would have chosen."""
+def forced_logits(
+    model: GPT, recipe: str | Recipe, prompts: list[list[int]], tokens: list[list[int]], **options
+) -> Tensor:
+    """Logits ``[steps, B, V]`` (fp32, on the host) of a recipe fed ``tokens``, whatever it would choose."""
     sampler = ForcedSampler(tokens)
     bench = Bench(model, recipe, prompts, len(tokens[0]), sampler=sampler, **options)
     bench.decode(len(tokens[0]) - 1)
@@ -152,7 +154,10 @@ def share_equal(a: list[list[int]], b: list[list[int]]) -> float:
 
 
 def compare_logits(expected: Tensor, logits: Tensor) -> dict[str, float]:
-    """Two ``[steps, B, V]`` tensors: how far apart, against the expected ones' own spread, and how often the best token agrees."""
+    """How far apart two ``[steps, B, V]`` tensors are, and in what share of rows the best token is the same.
+
+    The difference is to be read against the expected logits' own standard deviation.
+    """
     return {
         "max_logit_difference": (expected - logits).abs().max().item(),
         "logit_deviation": expected.std().item(),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, groupby
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 from IPython.display import display
@@ -299,28 +300,27 @@ MAX_TIMELINE_BYTES = 55_000
 def timeline(trace: Trace, title: str) -> Chart:
     """One traced step over time, µs: the host's ranges above what ran; what is too close to see is merged.
 
-    On a GPU what ran are kernels and copies; on a CPU, operators.
+    On a GPU what ran are kernels and copies; on a CPU, operators. A merged bar is drawn as what it mostly is.
     """
     lanes = _lanes(trace)
     if not lanes:
         raise ChartError("the trace holds neither a range nor anything that ran")
     start = min(e.start for events in lanes.values() for e in events)
     span = max(e.start + e.duration for events in lanes.values() for e in events) - start
-    gap = span / 1500
-    chart = _draw_lanes(lanes, start, span, gap)
+    sight = span / 1500
+    chart = _draw_lanes(lanes, start, span, sight)
     while len(json.dumps(bundle(chart)[PLOTLY])) > MAX_TIMELINE_BYTES:
-        gap *= 2
-        chart = _draw_lanes(lanes, start, span, gap)
+        sight *= 2
+        chart = _draw_lanes(lanes, start, span, sight)
     chart.update_layout(barmode="overlay", bargap=0.25)
     chart.update_xaxes(range=[-span * 0.005, span * 1.005], title_text="µs")
-    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="", categoryarray=list(lanes))
+    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     busy = {lane: sum(e.duration for e in events) for lane, events in lanes.items()}
     chart.table = text_table(
         ["lane", "events", "busy µs", "busy %"],
         [(lane, len(events), busy[lane], busy[lane] / span * 100) for lane, events in lanes.items()],
     )
-    shown = [trace_.name for trace_ in chart.data if trace_.showlegend]
-    return _finish(chart, title, 46 * len(lanes), legend=shown)
+    return _finish(chart, title, 46 * len(lanes), legend=[bar.name for bar in chart.data if bar.showlegend])
 
 
 def _lanes(trace: Trace) -> dict[str, list[Event]]:
@@ -333,58 +333,78 @@ def _lanes(trace: Trace) -> dict[str, list[Event]]:
     return {lane: sorted(events, key=lambda e: e.start) for lane, events in lanes.items() if events}
 
 
-def _draw_lanes(lanes: dict[str, list[Event]], start: float, span: float, gap: float) -> Chart:
+class _Run(NamedTuple):
+    """Events drawn as one bar."""
+
+    events: list[Event]
+    kinds: Counter[str]
+    start: float
+    end: float
+
+    @property
+    def kind(self) -> str:
+        """What most of its time is."""
+        return self.kinds.most_common(1)[0][0]
+
+    @property
+    def said(self) -> str:
+        first = self.events[0].name.removeprefix(f"{STEP_RANGE}.")[:40]
+        return first if len(self.events) == 1 else f"{len(self.events)} × {first} …"
+
+
+def _draw_lanes(lanes: dict[str, list[Event]], start: float, span: float, sight: float) -> Chart:
     chart = Chart()
     for lane, events in lanes.items():
-        runs = _merge(events, _kind_of_range if lane == "host ranges" else _kind_of_work, gap)
-        for i, kind in enumerate(dict.fromkeys(kind for kind, _ in runs)):
-            colour, hatch = _part_style(kind, i) if lane == "host ranges" else (WORK_COLOURS[kind], "")
-            mine = [run for k, run in runs if k == kind]
-            lengths = [run[-1].start + run[-1].duration - run[0].start for run in mine]
+        by_kind: dict[str, list[_Run]] = {}
+        for run in _merge(events, sight):
+            by_kind.setdefault(run.kind, []).append(run)
+        for i, (kind, runs) in enumerate(by_kind.items()):
+            colour, hatch = (WORK_COLOURS[kind], "") if kind in WORK_COLOURS else _part_style(kind, i)
+            lengths = [run.end - run.start for run in runs]
+            names = [kind if length / span * 580 > 7.5 * len(kind) else "" for length in lengths]
             chart.add_bar(
                 x=lengths,
-                y=[lane] * len(mine),
-                base=[run[0].start - start for run in mine],
+                y=[lane] * len(runs),
+                base=[run.start - start for run in runs],
                 orientation="h",
                 name=kind,
-                showlegend=not any(t.name == kind for t in chart.data),
+                showlegend=all(bar.name != kind for bar in chart.data),
                 marker=_fill(colour, hatch),
-                text=[kind if length / span * 620 > 7.5 * len(kind) else "" for length in lengths],
+                text=names if any(names) else None,
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
                 insidetextfont_color=_ink_on(colour),
-                hovertext=[_hover(run) for run in mine],
+                hovertext=[run.said for run in runs],
                 hovertemplate="%{hovertext}<br>from %{base:.4g}, %{x:.4g} µs<extra></extra>",
             )
     return chart
 
 
-def _merge(events: list[Event], kind: Callable[[Event], str], gap: float) -> list[tuple[str, list[Event]]]:
-    """Runs of one kind whose bars would touch; ``events`` are in order of start."""
-    starts = [
-        kind(e) != kind(last) or e.start - last.start - last.duration > gap
-        for last, e in zip([events[0], *events], events, strict=False)
-    ]
-    numbered = zip(accumulate(starts), events, strict=True)
-    runs = ([event for _, event in group] for _, group in groupby(numbered, key=lambda pair: pair[0]))
-    return [(kind(run[0]), run) for run in runs]
+def _merge(events: list[Event], sight: float) -> list[_Run]:
+    """Events, in order of start, joined if at most ``sight`` apart and of one kind, or no longer together."""
+    runs: list[_Run] = []
+    kind_of = cache(_kind)
+    for event in events:
+        kind, end = kind_of(event.kind, event.name), event.start + event.duration
+        last = runs[-1] if runs else None
+        joins = last is not None and event.start - last.end <= sight
+        if last and joins and (set(last.kinds) == {kind} or end - last.start <= sight):
+            last.events.append(event)
+            last.kinds[kind] += event.duration
+            runs[-1] = last._replace(end=max(last.end, end))
+        else:
+            runs.append(_Run([event], Counter({kind: event.duration}), event.start, end))
+    return runs
 
 
-def _kind_of_range(event: Event) -> str:
-    return event.name.removeprefix(f"{STEP_RANGE}.")
-
-
-def _kind_of_work(event: Event) -> str:
-    if event.kind in ("copy", "memset"):
+def _kind(event_kind: str, name: str) -> str:
+    """What an event is drawn as: its part of the step, "copy", or the work that its name tells of."""
+    if event_kind == "range":
+        return name.removeprefix(f"{STEP_RANGE}.")
+    if event_kind in ("copy", "memset"):
         return "copy"
-    name = event.name.lower()
-    return next(kind for kind, pieces in WORK.items() if any(piece in name for piece in pieces))
-
-
-def _hover(run: list[Event]) -> str:
-    first = run[0].name.removeprefix(f"{STEP_RANGE}.")[:40]
-    return first if len(run) == 1 else f"{len(run)} × {first} …"
+    return next(kind for kind, pieces in WORK.items() if any(piece in name.lower() for piece in pieces))
 
 
 def _part_style(part: str, i: int) -> tuple[str, str]:

@@ -25,7 +25,10 @@ APPEND_RANGE = f"{STEP_RANGE}.kv_append"
 
 
 def count_step(trace: Trace, n_layers: int) -> dict[str, Any]:
-    """What one decode step asked of the device. On a CPU "kernels" are operators called from Python, and nothing is copied."""
+    """What one decode step asked of the device.
+
+    On a CPU "kernels" are operators called from Python, and nothing is copied.
+    """
     tables, append = trace.within(H2D_RANGE), trace.within(APPEND_RANGE)
     return {
         "kernels": trace.kernels,
@@ -43,24 +46,34 @@ def count_step(trace: Trace, n_layers: int) -> dict[str, Any]:
 
 
 def host_time(trace: Trace) -> dict[str, float]:
-    """Microseconds of each part of the step on the host, under the profiler, which makes all of them longer."""
+    """Microseconds of each part of the step on the host, all made longer by the profiler."""
     parts = {e.name.rpartition(".")[2]: e.duration for e in trace.ranges() if e.name != STEP_RANGE}
     return parts
 
 
 def counted_rungs(
-    model: GPT, rungs: list[str], batch: int, new_tokens: int = 16, gate_from: int | None = None
+    model: GPT,
+    rungs: list[str],
+    batch: int,
+    new_tokens: int = 16,
+    lengths: int | list[int] = 2,
+    gate_from: int | None = None,
 ) -> dict[str, dict]:
-    """Each rung's counted step and median step time at one batch size."""
-    prompts = make_prompts(batch, 2, model.config.vocab_size)
+    """Each rung's counted step and median step time at one batch size; prompts take ``lengths`` in turn."""
+    prompts = make_prompts(batch, lengths, model.config.vocab_size)
     figures = {}
     for rung in rungs:
         run = run_recipe(model, rung, prompts, new_tokens, gate_from=gate_from)
-        figures[rung] = count_step(run.trace, model.config.n_layers) | {"step_ms": run.step_ms, "step_s": run.step_seconds}
+        figures[rung] = count_step(run.trace, model.config.n_layers) | {
+            "step_ms": run.step_ms,
+            "step_s": run.step_seconds,
+        }
     return figures
 
 
-def equality(model: GPT, rungs: list[str], lengths: list[int], batch: int, new_tokens: int) -> dict[str, dict]:
+def equality(
+    model: GPT, rungs: list[str], lengths: list[int], batch: int, new_tokens: int
+) -> dict[str, dict]:
     """Every rung against the first: tokens of free runs, and logits where both are fed the same tokens.
 
     The smallest gap between the two best logits tells how close a call the tokens were.
@@ -98,7 +111,7 @@ def step_by_context(
 
 
 def attention_operands(model: GPT, batch: int, context: int, block_size: int = 64) -> dict[str, Any]:
-    """Random operands of ``paged_attention_decode`` at the model's shape, every sequence with ``context`` cached tokens."""
+    """Random operands of ``paged_attention_decode`` in the model's shape, ``context`` tokens cached a row."""
     c, device, dtype = model.config, model.device, model.dtype
     per_sequence = -(-c.n_positions // block_size)
     used = -(-context // block_size)
@@ -120,7 +133,10 @@ def attention_operands(model: GPT, batch: int, context: int, block_size: int = 6
 
 
 def launch_costs(model: GPT, batch: int, context: int, calls: int = 200) -> dict[str, Any]:
-    """Paged attention at every launch configuration, fixed and autotuned: device time, and the host's time to launch (GPU only)."""
+    """Paged attention at every launch configuration, fixed and autotuned: device time, host time to launch.
+
+    Needs a GPU.
+    """
     operands = attention_operands(model, batch, context)
     tuned = paged.make_autotuned_paged_attention_decode()
     start = time.perf_counter()
@@ -135,7 +151,9 @@ def launch_costs(model: GPT, batch: int, context: int, calls: int = 200) -> dict
         "context": context,
         "tuning_s": tuning_s,
         "chosen": [best.num_warps, best.num_stages],
-        "device_us": {f"{w} warps, {s} stages": device_us(lambda f=f: f(**operands)) for (w, s), f in fixed.items()},
+        "device_us": {
+            f"{w} warps, {s} stages": device_us(lambda f=f: f(**operands)) for (w, s), f in fixed.items()
+        },
         "default_device_us": device_us(lambda: default(**operands)),
         "fixed_launch_us": _launch_us(lambda: default(**operands), calls),
         "autotuned_launch_us": _launch_us(lambda: tuned(**operands), calls),
@@ -146,7 +164,11 @@ def device_us(run, calls: int = 20) -> float:
     """Device microseconds a call, from replays of a CUDA graph of ``calls`` calls: no launch gaps."""
     run()
     torch.cuda.synchronize()
-    return triton.testing.do_bench_cudagraph(lambda: [run() for _ in range(calls)], rep=50, return_mode="median") * 1e3 / calls
+    return (
+        triton.testing.do_bench_cudagraph(lambda: [run() for _ in range(calls)], rep=50, return_mode="median")
+        * 1e3
+        / calls
+    )
 
 
 def _launch_us(run, calls: int) -> list[float]:
@@ -161,8 +183,10 @@ def _launch_us(run, calls: int) -> list[float]:
     return repeats
 
 
-def bookkeeping_cost(batch: int, layers: int, steps: int, block_size: int = 64, repeats: int = 5) -> dict[str, list[float]]:
-    """Nanoseconds of pure Python to reserve one token's slot in one layer, for both kinds of block metadata, every repeat."""
+def bookkeeping_cost(
+    batch: int, layers: int, steps: int, block_size: int = 64, repeats: int = 5
+) -> dict[str, list[float]]:
+    """Nanoseconds of Python to reserve one token's slot in one layer: each repeat's, by kind of metadata."""
     figures = {}
     for kind in ("tuple", "slots"):
         figures[kind] = [_reserve_ns(kind, batch, layers, steps, block_size) for _ in range(repeats)]
@@ -180,13 +204,19 @@ def _reserve_ns(kind: str, batch: int, layers: int, steps: int, block_size: int)
     return (time.perf_counter_ns() - start) / (steps * layers * batch)
 
 
-def offline_tuned_step_ms(model: GPT, batch: int, context: int, steps: int, num_warps: int, num_stages: int) -> dict[str, float]:
-    """Median step time with the default launch, the autotuned one, and one tuned beforehand and then fixed."""
+def offline_tuned_step_ms(
+    model: GPT, batch: int, context: int, steps: int, num_warps: int, num_stages: int
+) -> dict[str, float]:
+    """Median step time with the default launch, the autotuned one, and one tuned beforehand, then fixed."""
     prompts = make_prompts(batch, context, model.config.vocab_size)
-    figures = {name: run_recipe(model, rung, prompts, steps).step_ms for name, rung in (("fixed", "pinned_h2d"), ("autotuned", "autotune"))}
+    figures = {
+        name: run_recipe(model, rung, prompts, steps).step_ms
+        for name, rung in (("fixed", "pinned_h2d"), ("autotuned", "autotune"))
+    }
     bench = Bench(model, "pinned_h2d", prompts, 1)
     kernels = replace(
-        bench.engine.kernels, paged_attention_decode=paged.make_fixed_paged_attention_decode(num_warps, num_stages)
+        bench.engine.kernels,
+        paged_attention_decode=paged.make_fixed_paged_attention_decode(num_warps, num_stages),
     )
     figures["tuned offline"] = run_recipe(model, "pinned_h2d", prompts, steps, kernels=kernels).step_ms
     return figures

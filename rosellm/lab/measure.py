@@ -1,7 +1,8 @@
 """Makes the committed records: ``python -m rosellm.lab.measure --output notebooks/results/nvidia-h200``.
 
-Every workload on every rung through the benchmark commands themselves, then the counted, compared and microbenchmarked
-figures that the notebooks draw. One JSON file each; a run that is cut off has lost only the file it was at.
+Every workload on every rung through the benchmark commands themselves, then the counted, compared and
+microbenchmarked figures that the notebooks draw. One JSON file each; a run that is cut off has lost only the
+file it was at.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from rosellm.lab import experiments
 from rosellm.lab.bench import get_model
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.cli import OneLineParser, command
-from rosellm.roseinfer.engine import resolve_device
-from rosellm.roseinfer.record import new_record, write_record
+from rosellm.roseinfer.loading import resolve_device
 from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.record import new_record, write_record
 from rosellm.roseinfer.workloads import WORKLOADS
 
 COMMANDS = {"scheduler": benchmark_scheduler.main, "streaming": benchmark_streaming.main}
@@ -30,25 +31,38 @@ COMMANDS = {"scheduler": benchmark_scheduler.main, "streaming": benchmark_stream
 def measure_workload(workload: str, rung: str, arguments: argparse.Namespace) -> None:
     """One benchmark command, its record kept as ``WORKLOAD-RUNG.json``."""
     target = arguments.output / f"{workload}-{rung}.json"
-    status = COMMANDS[WORKLOADS[workload].form](
-        ["--workload", workload, "--rung", rung, "--hf-model-id", arguments.model, "--load-format", arguments.load_format]
-        + ["--device", arguments.device, "--warmup-runs", "1", "--repeat-runs", str(arguments.repeats), "--json", str(target)]
-    )
+    options = {
+        "--workload": workload,
+        "--rung": rung,
+        "--hf-model-id": arguments.model,
+        "--load-format": arguments.load_format,
+        "--device": arguments.device,
+        "--warmup-runs": "1",
+        "--repeat-runs": str(arguments.repeats),
+        "--json": str(target),
+    }
+    status = COMMANDS[WORKLOADS[workload].form]([text for pair in options.items() for text in pair])
     if status:
         raise RoseError(f"the benchmark of {workload} on {rung} ended with status {status}")
 
 
 def counts(arguments: argparse.Namespace) -> dict:
-    """Kernels, copies, bytes and allocations of one decode step, by rung and batch size."""
-    model = _model(arguments)
-    return {str(batch): experiments.counted_rungs(model, list(LADDER), batch, 32) for batch in (8, 64, 256)}
+    """Kernels, copies, bytes and allocations of one decode step, by batch size and rung.
+
+    "mixed": prompts of unequal lengths.
+    """
+    model, rungs = _model(arguments), list(LADDER)
+    equal = {str(batch): experiments.counted_rungs(model, rungs, batch, 32) for batch in (8, 64, 256)}
+    return equal | {"256 mixed": experiments.counted_rungs(model, rungs, 256, 32, lengths=[2, 8])}
 
 
 def equality(arguments: argparse.Namespace) -> dict:
     """Tokens and logits of every rung against ``dense``, in fp32, fp16 and bf16, on the shipped model."""
     lengths = [1, 2, 5, 63, 64, 65, 130]
     return {
-        dtype: experiments.equality(get_model("rose-tiny", arguments.device, dtype), list(LADDER), lengths, 14, 64)
+        dtype: experiments.equality(
+            get_model("rose-tiny", arguments.device, dtype), list(LADDER), lengths, 14, 64
+        )
         for dtype in ("float32", "float16", "bfloat16")
     }
 
@@ -56,15 +70,24 @@ def equality(arguments: argparse.Namespace) -> dict:
 def context(arguments: argparse.Namespace) -> dict:
     """Step time against the cached context."""
     rungs, contexts = ["dense", "paged", "no_mask", "reused_index_buffers"], [16, 64, 128, 256, 512, 768, 960]
-    return {str(batch): experiments.step_by_context(_model(arguments), rungs, batch, contexts) for batch in (8, 64)}
+    return {
+        str(batch): experiments.step_by_context(_model(arguments), rungs, batch, contexts)
+        for batch in (8, 64)
+    }
 
 
 def autotune(arguments: argparse.Namespace) -> dict:
     """What an autotuned launch costs and what tuning beforehand brings."""
     model = _model(arguments)
-    launches = [experiments.launch_costs(model, batch, length) for batch, length in ((8, 128), (64, 256), (64, 960), (256, 64))]
+    launches = [
+        experiments.launch_costs(model, batch, length)
+        for batch, length in ((8, 128), (64, 256), (64, 960), (256, 64))
+    ]
     warps, stages = launches[1]["chosen"]
-    return {"launches": launches, "step_ms": experiments.offline_tuned_step_ms(model, 64, 256, 64, warps, stages)}
+    return {
+        "launches": launches,
+        "step_ms": experiments.offline_tuned_step_ms(model, 64, 256, 64, warps, stages),
+    }
 
 
 def bookkeeping(arguments: argparse.Namespace) -> dict:
@@ -90,7 +113,9 @@ def measure_experiment(name: str, arguments: argparse.Namespace) -> None:
 
 def measure_kv_append(_name: str, arguments: argparse.Namespace) -> None:
     """The append microbenchmark, its record kept as ``kv_append.json``."""
-    if benchmark_kv_append.main(["--device", arguments.device, "--json", str(arguments.output / "kv_append.json")]):
+    if benchmark_kv_append.main(
+        ["--device", arguments.device, "--json", str(arguments.output / "kv_append.json")]
+    ):
         raise RoseError("the append microbenchmark failed")
 
 
@@ -110,15 +135,23 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="python -m rosellm.lab.measure", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder for the records; made if missing")
-    parser.add_argument("--workloads", default="W0,W1,W2,W3,W4,W5", help="comma-separated; '' for none (default %(default)s)")
-    parser.add_argument("--rungs", default=",".join(LADDER), help="comma-separated (default: the whole ladder)")
     parser.add_argument(
-        "--experiments", default=",".join([*EXPERIMENTS, "kv_append"]), help="comma-separated; '' for none (default %(default)s)"
+        "--workloads", default="W0,W1,W2,W3,W4,W5", help="comma-separated; '' for none (default %(default)s)"
+    )
+    parser.add_argument(
+        "--rungs", default=",".join(LADDER), help="comma-separated (default: the whole ladder)"
+    )
+    parser.add_argument(
+        "--experiments",
+        default=",".join([*EXPERIMENTS, "kv_append"]),
+        help="comma-separated; '' for none (default %(default)s)",
     )
     parser.add_argument("--model", default="gpt2", help="shape of the model (default %(default)s)")
     parser.add_argument("--load-format", default="dummy", help="auto or dummy (default %(default)s)")
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="measured runs of each benchmark (default %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="measured runs of each benchmark (default %(default)s)"
+    )
     return parser
 
 
@@ -136,11 +169,19 @@ def _jobs(arguments: argparse.Namespace) -> list[tuple[str, Callable[[], None]]]
     rungs = _listed("rung", arguments.rungs, LADDER)
     names = _listed("experiment", arguments.experiments, [*EXPERIMENTS, "kv_append"])
     jobs = [
-        (name, lambda name=name: (measure_kv_append if name == "kv_append" else measure_experiment)(name, arguments))
+        (
+            name,
+            lambda name=name: (measure_kv_append if name == "kv_append" else measure_experiment)(
+                name, arguments
+            ),
+        )
         for name in names
     ]
     return jobs + [
-        (f"{workload} {rung}", lambda workload=workload, rung=rung: measure_workload(workload, rung, arguments))
+        (
+            f"{workload} {rung}",
+            lambda workload=workload, rung=rung: measure_workload(workload, rung, arguments),
+        )
         for workload in workloads
         for rung in rungs
     ]

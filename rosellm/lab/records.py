@@ -145,7 +145,10 @@ def rivals(workload: str | None = None) -> dict[str, dict[str, float]]:
 
     With a ``workload``, only those measured on it. What each figure counts is told by :func:`rival_forms`.
     """
-    known = {one["name"]: {id: one[id] for id in WORKLOADS if id in one} for one in _rivals_file()["rivals"]}
+    known = {
+        one["name"]: {id: one[key] for id in WORKLOADS for key in (id, f"{id}_batch8") if key in one}
+        for one in _rivals_file()["rivals"]
+    }
     return {name: values for name, values in known.items() if workload is None or workload in values}
 
 

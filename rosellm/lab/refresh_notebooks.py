@@ -25,14 +25,8 @@ from nbstripout import strip_output
 from tqdm import tqdm
 
 from rosellm.errors import RoseError
-from rosellm.lab.run_notebooks import (
-    PLOTLY,
-    NotebookError,
-    kernel_environment,
-    select,
-    without_widgets,
-    write,
-)
+from rosellm.lab.gallery import PLOTLY, without_widgets, write
+from rosellm.lab.run_notebooks import NotebookError, kernel_environment, select
 
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 LANGUAGE = {

@@ -6,8 +6,6 @@ index of all.
 """
 
 import argparse
-import base64
-import html
 import json
 import logging
 import multiprocessing
@@ -19,13 +17,12 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import nbformat
@@ -33,16 +30,12 @@ import papermill
 import psutil
 import yaml
 from ipykernel.kernelspec import write_kernel_spec
-from nbconvert import HTMLExporter
-from nbformat import NotebookNode
 from papermill.exceptions import PapermillExecutionError
-from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
 from rosellm.errors import RoseError
+from rosellm.lab.gallery import Outcome, page, publish_gallery
 
-PLOTLY = "application/vnd.plotly.v1+json"
-WIDGET = "application/vnd.jupyter.widget-view+json"
 GRACE_SECONDS = 5.0
 
 
@@ -57,17 +50,6 @@ class Job:
     notebook: Path
     parameters: dict[str, Any]
     scratch: Path
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a notebook: ``status`` is "ok", "failed" or "timeout"; ``seconds`` is its run time."""
-
-    name: str
-    seconds: float
-    status: str
-    error: str = ""
-    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -150,58 +132,8 @@ def run(
         outcomes = _supervise(jobs, workers, timeout)
         for job in jobs:
             _publish(job, output)
-        _publish_gallery({job.notebook.stem: job.notebook for job in jobs}, outcomes, output)
+        publish_gallery({job.notebook.stem: job.notebook for job in jobs}, outcomes, output)
     return outcomes
-
-
-def page(notebook: NotebookNode, folder: Path) -> str:
-    """A notebook as one HTML page; figures are drawn by the ``plotly.min.js`` beside it, images are embedded.
-
-    ``folder`` is where the notebook's relative images lie.
-    """
-    shown = without_widgets(nbformat.from_dict(notebook))
-    for number, output in enumerate(_outputs(shown)):
-        figure = output.get("data", {}).get(PLOTLY)
-        if figure is not None:
-            output["data"] = {"text/html": _plot(figure, number)}
-    exporter = HTMLExporter(embed_images=True, raw_template=PAGE)
-    metadata = {"name": title(notebook) or "RoseLLM", "path": str(folder)}
-    body, _ = exporter.from_notebook_node(shown, resources={"metadata": metadata})
-    return _link_pages(body, {path.stem for path in folder.glob("*.ipynb")})
-
-
-def without_widgets(notebook: NotebookNode) -> NotebookNode:
-    """The notebook, changed in place: no widget state, and no output that shows a widget."""
-    notebook.metadata.pop("widgets", None)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
-    return notebook
-
-
-def title(notebook: NotebookNode) -> str:
-    """The first Markdown heading, without its markup; "" if there is none."""
-    for cell in notebook.cells:
-        heading = re.search(r"^#+\s+(.+)$", cell.source, re.MULTILINE)
-        if cell.cell_type == "markdown" and heading:
-            return re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).strip()
-    return ""
-
-
-def picture(notebook: NotebookNode, folder: Path) -> str:
-    """The first PNG or SVG among the outputs, or else in the Markdown, as a data URI; "" if there is none."""
-    for kind in ("image/png", "image/svg+xml"):
-        for output in _outputs(notebook):
-            if kind in output.get("data", {}):
-                return _data_uri(kind, output["data"][kind])
-    return next(_markdown_pictures(notebook, folder), "")
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old text or the new one, never half."""
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    half.write_text(text, encoding="utf-8")
-    os.replace(half, path)
 
 
 def _keep_lists(text: str) -> str:
@@ -328,130 +260,6 @@ def _publish(job: Job, output: Path) -> None:
             os.replace(made, published)
         else:
             published.unlink(missing_ok=True)
-
-
-def _publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], output: Path) -> None:
-    record = output / "gallery.json"
-    cards = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    cards |= {outcome.name: _card(notebooks[outcome.name], outcome, output) for outcome in outcomes}
-    folder = next(iter(notebooks.values())).parent
-    cards = {name: cards[name] for name in sorted(cards) if (folder / f"{name}.ipynb").exists()}
-    write(output / "plotly.min.js", get_plotlyjs())
-    write(record, json.dumps(cards, indent=1))
-    write(output / "index.html", _index(cards, output))
-
-
-def _card(notebook: Path, outcome: Outcome, output: Path) -> dict[str, Any]:
-    committed = nbformat.read(notebook, as_version=4)
-    executed = output / notebook.name
-    fresh = picture(nbformat.read(executed, as_version=4), notebook.parent) if executed.exists() else ""
-    return asdict(outcome) | {
-        "title": title(committed) or outcome.name,
-        "picture": fresh or picture(committed, notebook.parent),
-    }
-
-
-def _index(cards: dict[str, dict[str, Any]], output: Path) -> str:
-    return INDEX.substitute(
-        count=len(cards),
-        failures=sum(card["status"] != "ok" for card in cards.values()),
-        cards="\n".join(_card_html(card, output) for card in cards.values()),
-    )
-
-
-def _card_html(card: dict[str, Any], output: Path) -> str:
-    shown = {key: html.escape(str(value)) for key, value in card.items()}
-    image = f'<img src="{card["picture"]}" alt="">' if card["picture"] else f"<i>{shown['name'][:2]}</i>"
-    page_exists = (output / f"{card['name']}.html").exists()
-    frame = f'<a href="{shown["name"]}.html">' if page_exists else "<a>"
-    given = " ".join(f"{name}={value}" for name, value in card["parameters"].items())
-    return CARD.substitute(
-        shown,
-        frame=frame,
-        image=image,
-        seconds=f"{card['seconds']:.1f}",
-        given=html.escape(given),
-    )
-
-
-def _outputs(notebook: NotebookNode) -> Iterator[NotebookNode]:
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            yield from cell.outputs
-
-
-def _plot(figure: dict[str, Any], number: int) -> str:
-    call = [json.dumps(figure.get(key, default)) for key, default in (("data", []), ("layout", {}))]
-    arguments = ", ".join(call).replace("</", "<\\/")
-    return (
-        f'<div id="figure-{number}"></div>'
-        f'<script>Plotly.newPlot("figure-{number}", {arguments}, {{responsive: true}})</script>'
-    )
-
-
-def _link_pages(body: str, names: set[str]) -> str:
-    def to_page(match: re.Match[str]) -> str:
-        return f'href="{match[1]}.html' if match[1] in names else match[0]
-
-    return re.sub(r'href="(?:\./)?([\w.-]+)\.ipynb', to_page, body)
-
-
-def _markdown_pictures(notebook: NotebookNode, folder: Path) -> Iterator[str]:
-    for cell in notebook.cells:
-        if cell.cell_type != "markdown":
-            continue
-        for attached in cell.get("attachments", {}).values():
-            yield from (_data_uri(kind, data) for kind, data in attached.items())
-        for drawing in re.findall(r"<svg\b.*?</svg>", cell.source, re.DOTALL):
-            yield _data_uri("image/svg+xml", drawing)
-        for one, other in re.findall(r'!\[[^\]]*\]\(([^)\s]+)|<img[^>]*\bsrc="([^"]+)', cell.source):
-            if Path(one or other).suffix in (".svg", ".png") and (folder / (one or other)).is_file():
-                yield _file_uri(folder / (one or other))
-
-
-def _file_uri(path: Path) -> str:
-    kind = {".svg": "image/svg+xml", ".png": "image/png"}[path.suffix]
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
-def _data_uri(kind: str, data: str) -> str:
-    if kind == "image/svg+xml" and data.lstrip().startswith("<"):
-        data = base64.b64encode(data.encode()).decode()
-    return f"data:{kind};base64,{''.join(data.split())}"
-
-
-PAGE = """{% extends 'lab/index.html.j2' %}
-{% block html_head_js_requirejs %}<script src="plotly.min.js"></script>{% endblock %}
-{% block body_header %}{{ super() }}
-<p style="margin: 1em 5em; font-family: sans-serif"><a href="index.html">All notebooks</a></p>
-{% endblock %}"""
-
-CARD = Template(
-    """<article>$frame$image<h2>$title</h2></a>
-<p><b class="$status">$status</b> $name · $seconds s <small>$given</small></p>
-<p><small>$error</small></p></article>"""
-)
-
-INDEX = Template("""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>RoseLLM notebooks</title>
-<style>
-:root { color-scheme: light dark }
-body { font: 15px/1.4 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
-main { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1.2rem }
-article { border: 1px solid #8885; border-radius: 8px; overflow: hidden; padding-bottom: .4rem }
-article a { color: inherit; text-decoration: none }
-img, i { display: block; width: 100%; height: 10rem; object-fit: contain; background: #fff }
-i { background: #8882; font: bold 4rem/10rem system-ui; text-align: center; color: #888 }
-h2 { font-size: 1.05rem } article h2, article p { margin: .5rem .8rem }
-.ok { color: #2a8a3a } .failed, .timeout { color: #d03030 }
-</style></head><body>
-<h1>RoseLLM notebooks</h1>
-<p>$count executed, $failures failed.</p>
-<main>
-$cards
-</main></body></html>
-""")
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:

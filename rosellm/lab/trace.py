@@ -18,8 +18,9 @@ GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
 
 @dataclass(frozen=True)
 class Event:
-    """One entry of the trace; times in µs. kind: kernel, copy, memset, op, range or allocation. ``n_bytes``: moved or allocated.
+    """One entry of the trace; times in µs.
 
+    kind: kernel, copy, memset, op, range or allocation. ``n_bytes``: moved or allocated.
     ``started``: when the host asked for it, which for GPU work is the launch.
     """
 
@@ -114,13 +115,17 @@ def _event(e: dict, launches: dict[int, float]) -> Event | None:
     duration = float(e.get("dur", 0))
     if category in GPU_KINDS:
         launched = launches.get(args.get("correlation"), start)
-        return Event(e["name"], GPU_KINDS[category], start, duration, launched, int(args.get("bytes", 0)), True)
+        return Event(
+            e["name"], GPU_KINDS[category], start, duration, launched, int(args.get("bytes", 0)), True
+        )
     if category == "user_annotation":
         return Event(e["name"], "range", start, duration, start)
     if category == "cpu_op":
         return Event(e["name"], "op", start, duration, start)
     if e["name"] == "[memory]" and args.get("Bytes", 0) > 0:
-        return Event("allocation", "allocation", start, 0.0, start, int(args["Bytes"]), args.get("Device Type") == 1)
+        return Event(
+            "allocation", "allocation", start, 0.0, start, int(args["Bytes"]), args.get("Device Type") == 1
+        )
     return None
 
 

@@ -15,7 +15,7 @@ from rosellm.errors import RoseError
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 LABEL = {"description_width": "initial"}
-WIDE = ipywidgets.Layout(width="32em")
+WIDE = {"width": "32em"}
 
 
 class ControlError(RoseError):

@@ -1,9 +1,9 @@
 """Measures streaming under load.
 
-Requests are submitted one by one to a streaming manager; one thread takes all of their text, as a server's event loop
-would. TTFT, TPOT and ITL are taken where the manager hands tokens over, from the moment of submission on; with a stream
-interval of N, tokens are handed over N at a time. Total throughput is all completion tokens over the time
-from the first submission to the last token.
+Requests are submitted one by one to a streaming manager; one thread takes all of their text, as a server's
+event loop would. TTFT, TPOT and ITL are taken where the manager hands tokens over, from the moment of
+submission on; with a stream interval of N, tokens are handed over N at a time. Total throughput is all
+completion tokens over the time from the first submission to the last token.
 """
 
 from __future__ import annotations

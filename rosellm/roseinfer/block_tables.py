@@ -1,7 +1,8 @@
 """Block tables on their way to the device: which blocks hold each sequence's tokens, for every layer.
 
-Both variants take ``block_ids[layer][row]`` (lists of global block ids) and give one int32 ``[B, MAX_BLOCKS]`` table a layer of block
-indices within the layer's pool. Entries past a sequence's blocks are padding that no kernel reads.
+Both variants take ``block_ids[layer][row]`` (lists of global block ids) and give one table a layer, int32
+``[B, MAX_BLOCKS]``, of block indices within the layer's pool. Entries past a sequence's blocks are
+padding that no kernel reads.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class PerLayerTables:
     def stage(self, block_ids: list[list[list[int]]]) -> list[Tensor]:
         """``block_ids[layer][row]`` → L tensors ``[B, MAX_BLOCKS]``."""
         with record_function(BUILD_RANGE):
-            tables = [self._build(layer * self.blocks_per_layer, rows) for layer, rows in enumerate(block_ids)]
+            tables = [
+                self._build(layer * self.blocks_per_layer, rows) for layer, rows in enumerate(block_ids)
+            ]
         with record_function(H2D_RANGE):
             return [torch.tensor(table, dtype=torch.int32).to(self.device) for table in tables]
 
@@ -55,7 +58,12 @@ class PinnedTables:
             tables = self._staging.host(len(block_ids), len(block_ids[0]), self.max_blocks)
             for layer, rows in enumerate(block_ids):
                 ids = _padded(rows)
-                np.maximum(ids - layer * self.blocks_per_layer, 0, out=tables[layer, :, : ids.shape[1]], casting="unsafe")
+                np.maximum(
+                    ids - layer * self.blocks_per_layer,
+                    0,
+                    out=tables[layer, :, : ids.shape[1]],
+                    casting="unsafe",
+                )
                 tables[layer, :, ids.shape[1] :] = 0
         with record_function(H2D_RANGE):
             return self._staging.send()

@@ -15,16 +15,22 @@ import numpy as np
 import torch
 
 from rosellm.errors import PromptError, RecipeError, RoseError
-from rosellm.roseinfer.engine import CPU_KV_BYTES, DTYPES, GPU_KV_SHARE, Engine, resolve_device, resolve_dtype
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kv_blocks import blocks_for
+from rosellm.roseinfer.loading import (
+    DTYPES,
+    LOAD_FORMATS,
+    AnyTokenizer,
+    kv_blocks_within_memory,
+    load_parts,
+)
 from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
 from rosellm.roseinfer.record import check_writable, write_record
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.scheduler import POLICIES, SchedulerConfig
 from rosellm.roseinfer.workloads import WORKLOADS, get_workload
 from rosellm.rosetrainer.model import GPT
-from rosellm.rosetrainer.tokenizer import DummyTokenizer, Tokenizer, load_dummy_tokenizer, load_tokenizer
-from rosellm.rosetrainer.weights import SHIPPED, checkpoint_folder, dummy_model, load_model
+from rosellm.rosetrainer.weights import SHIPPED
 
 HUB_TIMEOUT_SECONDS = "3"
 SPARE_KV_BLOCKS = 8
@@ -32,7 +38,6 @@ PROFILED_STEPS = 20
 NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id")
 
 Prompts = list[str] | list[list[int]]
-AnyTokenizer = Tokenizer | DummyTokenizer
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -123,7 +128,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--load-format",
-        choices=("auto", "dummy"),
+        choices=LOAD_FORMATS,
         default="auto",
         help="dummy: the model's shape with seeded random weights, no download; default: %(default)s",
     )
@@ -266,7 +271,8 @@ def benchmark_command(
     def main(argv: list[str] | None = None) -> None:
         options = parse_options(argv)
         choose_recipe(options)  # a wrong choice is told before the model is loaded
-        record = measure(options, *load_parts(options))
+        parts = load_parts(options.hf_model_id, options.device, options.dtype, options.load_format)
+        record = measure(options, *parts)
         if options.json:
             write_record(options.json, record)
 
@@ -300,17 +306,6 @@ def choose_recipe(options: argparse.Namespace) -> str | Recipe:
     return best if options.cuda_graph else replace(LADDER[best], runner="eager")
 
 
-def load_parts(options: argparse.Namespace) -> tuple[GPT, AnyTokenizer]:
-    """The model and tokenizer that the options name, for any number of engines."""
-    device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, device)
-    if options.load_format == "dummy":
-        gpt = dummy_model(options.hf_model_id, device, dtype)
-        return gpt, load_dummy_tokenizer(gpt.config.vocab_size)
-    gpt = load_model(options.hf_model_id, device, dtype)
-    return gpt, load_tokenizer(checkpoint_folder(options.hf_model_id), gpt.config)
-
-
 def make_engine(
     options: argparse.Namespace, recipe: str | Recipe, gpt: GPT, tokenizer: AnyTokenizer, longest_prompt: int
 ) -> Engine:
@@ -331,12 +326,7 @@ def kv_blocks_wanted(options: argparse.Namespace, gpt: GPT, longest_prompt: int)
     longest = min(longest_prompt + options.max_new_tokens, gpt.config.n_positions)
     concurrency = min(options.max_batch_size, options.num_requests)
     wanted = concurrency * blocks_for(longest, options.block_size) + SPARE_KV_BLOCKS
-    budget = CPU_KV_BYTES
-    if gpt.device.type == "cuda":
-        budget = int(GPU_KV_SHARE * torch.cuda.mem_get_info(gpt.device)[0])
-    return max(
-        1, min(wanted, budget // (options.block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)))
-    )
+    return kv_blocks_within_memory(gpt, wanted, options.block_size)
 
 
 def make_prompts(options: argparse.Namespace, vocab_size: int) -> Prompts:

@@ -4,51 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from rosellm.errors import CheckpointError, DeviceError, PromptError
+from rosellm.errors import DeviceError, PromptError
 from rosellm.roseinfer.kernels import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append import AppendGate
 from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.loading import kv_blocks_within_memory, load_parts
 from rosellm.roseinfer.prefill import Prefill
 from rosellm.roseinfer.prefix_cache import PrefixCache
 from rosellm.roseinfer.recipe import LADDER, Recipe, build_step, get_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import Sampler, SamplingParams
 from rosellm.rosetrainer.model import GPT
-from rosellm.rosetrainer.tokenizer import load_dummy_tokenizer, load_tokenizer
-from rosellm.rosetrainer.weights import SHIPPED, checkpoint_folder, dummy_model, load_model
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-CPU_KV_BYTES = 2 << 30
-GPU_KV_SHARE = 0.6
-
-
-def resolve_device(name: str) -> torch.device:
-    """``auto``, ``cuda`` or ``cpu`` → a device that is here."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cuda", "cpu"):
-        raise DeviceError(f"device {name!r} is unknown; use 'auto', 'cuda' or 'cpu'")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("device 'cuda' is not available here; use --device cpu")
-    return torch.device(name)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is float16 on a GPU and float32 on a CPU; or a dtype by name."""
-    if name == "auto":
-        return torch.float16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
-        raise DeviceError(f"dtype {name!r} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
-    return DTYPES[name]
+from rosellm.rosetrainer.weights import SHIPPED
 
 
 class Engine:
     """Runs sequences one prefill and one decode step at a time; who runs when is the scheduler's business.
 
-    recipe: a rung of ``LADDER`` by name, None for the best, or any ``Recipe``. max_batch_size: sequences that decode together at most.
-    num_kv_blocks: blocks a layer; None takes what ``max_batch_size`` full-length sequences need, capped by memory. block_size: tokens a
-    block, a power of two. kernels: see ``kernels.choose_kernels``. gate: None reads the environment switches of the Triton append.
-    sampler: None for the ordinary one.
+    recipe: a rung of ``LADDER`` by name, None for the best, or any ``Recipe``. max_batch_size: sequences that
+    decode together at most. num_kv_blocks: blocks a layer; None takes what ``max_batch_size`` full-length
+    sequences need, capped by memory. block_size: tokens a block, a power of two. kernels: see
+    ``kernels.choose_kernels``. gate: None reads the environment switches of the Triton append. sampler: None
+    for the ordinary one.
     """
 
     def __init__(
@@ -99,19 +76,16 @@ class Engine:
 
     @classmethod
     def load(
-        cls, model: str = SHIPPED, *, device: str = "auto", dtype: str = "auto", load_format: str = "auto", **options
+        cls,
+        model: str = SHIPPED,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        load_format: str = "auto",
+        **options,
     ) -> Engine:
-        """An engine for a checkpoint by name (``rose-tiny``, a folder, a hub id) or, with ``load_format="dummy"``, its shape with
-        random weights. Other options as for the constructor."""
-        if load_format not in ("auto", "dummy"):
-            raise CheckpointError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")
-        where = resolve_device(device)
-        kind = resolve_dtype(dtype, where)
-        if load_format == "dummy":
-            gpt = dummy_model(model, where, kind)
-            return cls(gpt, load_dummy_tokenizer(gpt.config.vocab_size), **options)
-        gpt = load_model(model, where, kind)
-        return cls(gpt, load_tokenizer(checkpoint_folder(model), gpt.config), **options)
+        """An engine for what :func:`loading.load_parts` loads. Other options as for the constructor."""
+        return cls(*load_parts(model, device, dtype, load_format), **options)
 
     @property
     def device(self) -> torch.device:
@@ -134,8 +108,8 @@ class Engine:
             )
         if self.blocks_needed(sequence) > self.num_kv_blocks:
             raise PromptError(
-                f"the request needs {self.blocks_needed(sequence)} KV blocks of {self.block_size} tokens a layer; "
-                f"the cache has {self.num_kv_blocks}"
+                f"the request needs {self.blocks_needed(sequence)} KV blocks of {self.block_size} tokens "
+                f"a layer; the cache has {self.num_kv_blocks}"
             )
         return sequence
 
@@ -144,11 +118,11 @@ class Engine:
         return blocks_for(sequence.max_length - 1, self.block_size)
 
     def prefill(self, sequences: list[Sequence]) -> None:
-        """Cache the prompts of new sequences, what the prefix cache holds excepted, and commit their first tokens."""
+        """Cache new sequences' prompts, less what the prefix cache has of them; commit their first tokens."""
         if self.prefix_cache is not None:
             for sequence in sequences:
                 sequence.n_cached, sequence.block_ids = self.prefix_cache.match(sequence.tokens)
-            self.prefix_cache.make_room(sum(blocks_for(s.n_prompt, self.block_size) for s in sequences))
+            self.prefix_cache.make_room(sum(map(self._blocks_to_prefill, sequences)))
         self._prefill(sequences)
         if self.prefix_cache is not None:
             for sequence in sequences:
@@ -157,7 +131,7 @@ class Engine:
     def decode(self, sequences: list[Sequence]) -> None:
         """One more token for every sequence."""
         if self.prefix_cache is not None:
-            self.prefix_cache.make_room(len(sequences))
+            self._make_room_to_decode(sequences)
         self._step(sequences)
 
     def release(self, sequence: Sequence) -> None:
@@ -170,17 +144,32 @@ class Engine:
         """Assert that the KV block books are consistent."""
         self.blocks.check_integrity()
 
+    def _blocks_to_prefill(self, sequence: Sequence) -> int:
+        """Blocks a layer that caching the rest of the prompt takes, the clone of a shared one counted."""
+        return blocks_for(sequence.n_prompt, self.block_size) - sequence.n_cached // self.block_size
+
+    def _make_room_to_decode(self, sequences: list[Sequence]) -> None:
+        """Evict for the sequences that need a block: their last one is full, or shared and so cloned.
+
+        They are counted only where there is not a free block for each sequence.
+        """
+        if self.blocks.num_free_blocks() < len(sequences):
+            ref_count, size = self.blocks.ref_count, self.block_size
+            self.prefix_cache.make_room(
+                sum(s.n_cached % size == 0 or ref_count(s.block_ids[0][-1]) > 1 for s in sequences)
+            )
+
     def _default_kv_blocks(self) -> int:
         wanted = self.max_batch_size * blocks_for(self.max_model_len, self.block_size)
-        budget = CPU_KV_BYTES
-        if self.device.type == "cuda":
-            budget = int(GPU_KV_SHARE * torch.cuda.mem_get_info(self.device)[0])
-        block_bytes = self.block_size * self.config.kv_bytes_per_token(self.model.dtype.itemsize)
-        return max(1, min(wanted, budget // block_bytes))
+        return kv_blocks_within_memory(self.model, wanted, self.block_size)
 
 
 def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int) -> None:
-    for name, value in (("max_batch_size", max_batch_size), ("num_kv_blocks", 1 if num_kv_blocks is None else num_kv_blocks)):
+    counts = {
+        "max_batch_size": max_batch_size,
+        "num_kv_blocks": 1 if num_kv_blocks is None else num_kv_blocks,
+    }
+    for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise DeviceError(f"{name} is {value!r}; it must be a whole number, 1 or more")
     if not isinstance(block_size, int) or block_size < 1 or block_size & (block_size - 1):
@@ -189,7 +178,8 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
 
 def _check_token_ids(prompt: list[int], vocab_size: int) -> None:
     if not isinstance(prompt, list) or not prompt:
-        raise PromptError(f"the prompt is {'empty' if prompt == [] else type(prompt).__name__}; give at least one token id in a list")
+        given = "empty" if prompt == [] else type(prompt).__name__
+        raise PromptError(f"the prompt is {given}; give at least one token id in a list")
     for token in prompt:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise PromptError(f"token id {token!r} is not in the vocabulary of {vocab_size}")

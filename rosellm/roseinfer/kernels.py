@@ -1,7 +1,7 @@
 """The device functions an engine calls, as one value: Triton kernels, or their torch twins.
 
-Triton runs on a GPU, and in its interpreter on a CPU (for tests: about a millisecond a program). The torch twins
-run anywhere and are what an engine on a CPU uses.
+Triton runs on a GPU, and in its interpreter on a CPU (for tests: about a millisecond a program). The torch
+twins run anywhere and are what an engine on a CPU uses.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TORCH = Kernels(
 
 
 def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Kernels:
-    """``auto``: Triton on a GPU or where the recipe tunes a Triton launch, torch on a CPU; or either by name, or a value."""
+    """``triton``, ``torch`` or any ``Kernels``; ``auto``: Triton on a GPU or for tuned launches."""
     if isinstance(name, Kernels):
         return name
     if name == "auto":
@@ -56,7 +56,10 @@ def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Ke
     if name != "triton":
         raise RecipeError(f"kernels={name!r} is unknown; use 'auto', 'triton' or 'torch'")
     if device.type == "cpu" and torch.cuda.is_available():
-        raise RecipeError("kernels='triton' on device 'cpu' needs TRITON_INTERPRET=1 and no GPU in sight; use kernels='torch'")
+        raise RecipeError(
+            "kernels='triton' on device 'cpu' needs TRITON_INTERPRET=1 and no GPU in sight; "
+            "use kernels='torch'"
+        )
     if launch == "fixed":
         return TRITON
     do_bench = None if device.type == "cuda" else _first_configuration

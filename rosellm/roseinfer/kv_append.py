@@ -1,7 +1,7 @@
 """Writing a decode step's new keys and values of all layers into the cache.
 
-A variant is called with the manager's caches, each layer's key and value ``[B, H_kv, D]`` and each layer's ``Slots``. The
-variants differ in how many index tensors they need and how many kernels they launch a layer.
+A variant is called with the manager's caches, each layer's key and value ``[B, H_kv, D]`` and each layer's
+``Slots``. The variants differ in how many index tensors they need and how many kernels they launch a layer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AppendGate:
 
     @classmethod
     def from_environment(cls) -> AppendGate:
-        """From ROSELLM_TRITON_KV_APPEND (0 or 1, default 1) and ROSELLM_TRITON_KV_APPEND_MIN_BATCH (default 128)."""
+        """From ROSELLM_TRITON_KV_APPEND (0 or 1; default 1) and ROSELLM_TRITON_KV_APPEND_MIN_BATCH (128)."""
         switch = os.environ.get(SWITCH_VARIABLE, "1")
         if switch not in ("0", "1"):
             raise RecipeError(f"{SWITCH_VARIABLE}={switch!r}; use 0 or 1")
@@ -80,7 +80,9 @@ class GenericAppend:
     def __init__(self, kernel: Callable[..., None], indices: Indices) -> None:
         self.kernel, self.indices = kernel, indices
 
-    def __call__(self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]) -> None:
+    def __call__(
+        self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]
+    ) -> None:
         batch_idx = list(range(len(slots[0].pos)))
         tensors = self.indices(chain.from_iterable((batch_idx, s.block_idx, s.pos) for s in slots))
         for layer, (rows, block_idx, pos) in enumerate(_by(3, tensors)):
@@ -89,12 +91,14 @@ class GenericAppend:
 
 
 class FullBatchAppend:
-    """Where all rows write the same position: no row and no position tensors. Other batches go to ``fallback``."""
+    """Where all rows write one position: no row or position tensors; other batches go to ``fallback``."""
 
     def __init__(self, kernel: Callable[..., None], indices: Indices, fallback: Append) -> None:
         self.kernel, self.indices, self.fallback = kernel, indices, fallback
 
-    def __call__(self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]) -> None:
+    def __call__(
+        self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]
+    ) -> None:
         positions = slots[0].pos  # the same in every layer
         if positions.count(positions[0]) != len(positions):
             return self.fallback(blocks, keys, values, slots)
@@ -109,7 +113,9 @@ class IdentityPosAppend:
     def __init__(self, kernel: Callable[..., None], indices: Indices) -> None:
         self.kernel, self.indices = kernel, indices
 
-    def __call__(self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]) -> None:
+    def __call__(
+        self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]
+    ) -> None:
         tensors = self.indices(chain.from_iterable((s.block_idx, s.pos) for s in slots))
         for layer, (block_idx, pos) in enumerate(_by(2, tensors)):
             self.kernel(**_operands(blocks, keys, values, layer), block_idx=block_idx, pos=pos)
@@ -121,13 +127,20 @@ class GatedAppend:
     def __init__(self, min_batch: int, small: Append, large: Append) -> None:
         self.min_batch, self.small, self.large = min_batch, small, large
 
-    def __call__(self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]) -> None:
+    def __call__(
+        self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]
+    ) -> None:
         append = self.large if len(slots[0].pos) >= self.min_batch else self.small
         append(blocks, keys, values, slots)
 
 
-def build_append(variant: str, indices: str, kernels: Kernels, device: torch.device, gate: AppendGate) -> Append:
-    """The append of a recipe: ``index_put``, ``generic``, ``full_batch`` or ``identity_pos``, the last three behind ``gate``."""
+def build_append(
+    variant: str, indices: str, kernels: Kernels, device: torch.device, gate: AppendGate
+) -> Append:
+    """The append of a recipe: ``index_put``, ``generic``, ``full_batch`` or ``identity_pos``.
+
+    The last three are used from the batch size of ``gate`` on, ``index_put`` below it.
+    """
     make = INDICES[indices]
     index_put = GenericAppend(kv_append_ref, make(device, torch.int64))
     if variant == "index_put" or gate.min_batch is None:
@@ -145,7 +158,9 @@ def _by(n: int, tensors: list[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     return zip(*[iter(tensors)] * n, strict=True)
 
 
-def _operands(blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], layer: int) -> dict[str, Tensor]:
+def _operands(
+    blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], layer: int
+) -> dict[str, Tensor]:
     return {
         "k_cache_layer": blocks.k_cache[layer],
         "v_cache_layer": blocks.v_cache[layer],

@@ -1,9 +1,10 @@
 """Writing one new token a sequence into a layer's paged KV cache: a torch spec, three kernels.
 
-Caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]`` and contiguous; ``key_new`` and ``value_new`` are ``[B, H_kv, D]`` (rows may be
-strided alike, as slices of a fused projection are; ``[H_kv, D]`` contiguous). Token i of the append goes to block
-``block_idx[i]`` at slot ``pos[i]`` from row ``batch_idx[i]``; index tensors are int32 ``[n]``. The kernels copy bits, so
-they equal the spec exactly. No two tokens of one append may share a slot.
+Caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]`` and contiguous; ``key_new`` and ``value_new`` are
+``[B, H_kv, D]`` (rows may be strided alike, as slices of a fused projection are; ``[H_kv, D]`` contiguous).
+Token i of the append goes to block ``block_idx[i]`` at slot ``pos[i]`` from row ``batch_idx[i]``; index
+tensors are int32 ``[n]``. The kernels copy bits, so they equal the spec exactly. No two tokens of one append
+may share a slot.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def kv_append_rows_ref(
     block_idx: Tensor,
     pos: Tensor | int,
 ) -> None:
-    """The specification where the rows are 0..B-1 in order: no gather; ``pos`` a tensor, or one integer for all."""
+    """The specification where the rows are 0..B-1 in order: no gather; ``pos`` a tensor or one integer."""
     k_cache_layer[block_idx, :, pos] = key_new
     v_cache_layer[block_idx, :, pos] = value_new
 
@@ -87,7 +88,9 @@ def _kv_append_kernel(
     row = tl.load(batch_idx_ptr + token)
     block = tl.load(block_idx_ptr + token)
     pos = tl.load(pos_ptr + token)
-    _copy_token(k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_row, H_KV, BLOCK_SIZE, D, WIDTH)
+    _copy_token(
+        k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_row, H_KV, BLOCK_SIZE, D, WIDTH
+    )
 
 
 @triton.jit(do_not_specialize=["pos"])
@@ -106,7 +109,9 @@ def _kv_append_full_batch_kernel(
 ):
     row = tl.program_id(0)
     block = tl.load(block_idx_ptr + row)
-    _copy_token(k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_row, H_KV, BLOCK_SIZE, D, WIDTH)
+    _copy_token(
+        k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_row, H_KV, BLOCK_SIZE, D, WIDTH
+    )
 
 
 @triton.jit
@@ -126,7 +131,9 @@ def _kv_append_identity_pos_kernel(
     row = tl.program_id(0)
     block = tl.load(block_idx_ptr + row)
     pos = tl.load(pos_ptr + row)
-    _copy_token(k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_row, H_KV, BLOCK_SIZE, D, WIDTH)
+    _copy_token(
+        k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_row, H_KV, BLOCK_SIZE, D, WIDTH
+    )
 
 
 def kv_append_triton(
@@ -142,12 +149,26 @@ def kv_append_triton(
     """Generic append, one kernel: any subset of the rows of ``key_new``, each to its own slot."""
     constants = _constants(k_cache_layer)
     _kv_append_kernel[(block_idx.numel(),)](
-        k_cache_layer, v_cache_layer, key_new, value_new, batch_idx, block_idx, pos, key_new.stride(0), **constants
+        k_cache_layer,
+        v_cache_layer,
+        key_new,
+        value_new,
+        batch_idx,
+        block_idx,
+        pos,
+        key_new.stride(0),
+        **constants,
     )
 
 
 def kv_append_triton_full_batch(
-    *, k_cache_layer: Tensor, v_cache_layer: Tensor, key_new: Tensor, value_new: Tensor, block_idx: Tensor, pos: int
+    *,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    block_idx: Tensor,
+    pos: int,
 ) -> None:
     """Rows 0..B-1 in order, all at the same slot ``pos`` (a Python integer) of their blocks."""
     constants = _constants(k_cache_layer)
@@ -157,7 +178,13 @@ def kv_append_triton_full_batch(
 
 
 def kv_append_triton_identity_pos(
-    *, k_cache_layer: Tensor, v_cache_layer: Tensor, key_new: Tensor, value_new: Tensor, block_idx: Tensor, pos: Tensor
+    *,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    block_idx: Tensor,
+    pos: Tensor,
 ) -> None:
     """Rows 0..B-1 in order, each at its own slot ``pos[b]``."""
     constants = _constants(k_cache_layer)
@@ -169,7 +196,13 @@ def kv_append_triton_identity_pos(
 def _constants(cache: Tensor) -> dict[str, int]:
     _, n_kv_heads, block_size, head_dim = cache.shape
     width = triton.next_power_of_2(n_kv_heads * head_dim)
-    return {"H_KV": n_kv_heads, "BLOCK_SIZE": block_size, "D": head_dim, "WIDTH": width, "num_warps": 4 if width >= 512 else 1}
+    return {
+        "H_KV": n_kv_heads,
+        "BLOCK_SIZE": block_size,
+        "D": head_dim,
+        "WIDTH": width,
+        "num_warps": 4 if width >= 512 else 1,
+    }
 
 
 def kv_append_bytes(n_tokens: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -1,12 +1,13 @@
 """The paged KV cache and its books: which blocks are free, who holds them, how full they are.
 
 Every layer has its own pool of ``max_blocks_per_layer`` blocks. A block id is global:
-``layer * max_blocks_per_layer + block_index``. The books are Python integers; the only device work done here is the clone
-of a block that is shared (copy on write).
+``layer * max_blocks_per_layer + block_index``. The books are Python integers; the only device work done here
+is the clone of a block that is shared (copy on write).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -52,10 +53,10 @@ def blocks_for(n_tokens: int, block_size: int) -> int:
 class KVBlockManager:
     """K and V of all layers as ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with reference-counted blocks.
 
-    num_heads counts key/value heads. Callers own lists of block ids and hand them in; methods that add
-    tokens extend those lists in place. A full block that is shared is never cloned: a new block follows it. A partly
-    filled block that is shared is cloned before the first write (copy on write), so other holders see nothing.
-    ``KVCacheExhausted`` is raised before anything is changed.
+    num_heads counts key/value heads. Callers own lists of block ids and hand them in; methods that add tokens
+    extend those lists in place. A full block that is shared is never cloned: a new block follows it. A partly
+    filled block that is shared is cloned before the first write (copy on write), so other holders see
+    nothing. ``KVCacheExhausted`` is raised before anything is changed.
     """
 
     def __init__(
@@ -104,17 +105,23 @@ class KVBlockManager:
             self._refs[block_id] += 1
 
     def free_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """One holder fewer for each; a block without holders returns to its layer's pool."""
+        """One holder fewer for each; a block without holders returns to its layer's pool.
+
+        Raises KeyError, and changes nothing, if a block has fewer holders than times it is listed.
+        """
+        for block_id, times in Counter(block_ids).items():
+            if self._refs[block_id] < times:
+                raise KeyError(
+                    f"block {block_id} has {self._refs[block_id]} holders; {times} cannot leave it"
+                )
         for block_id in block_ids:
-            if self._refs[block_id] == 0:
-                raise KeyError(f"block {block_id} is free already")
             self._refs[block_id] -= 1
             if self._refs[block_id] == 0:
                 self._free[block_id // self.max_blocks_per_layer].append(block_id)
                 self._infos[block_id] = None
 
     def reserve_tokens(self, layer: int, block_ids_list: list[list[int]]) -> Slots:
-        """A slot for one more token of every row, in the books only; the caller writes the keys and values."""
+        """A slot for one more token of every row, in the books only; the caller writes keys and values."""
         block_idx, pos, slow = self._advance(self._infos, self._refs, self.block_size, block_ids_list)
         if len(slow) > len(self._free[layer]):
             self._undo_advance(block_ids_list, set(slow))
@@ -141,7 +148,7 @@ class KVBlockManager:
             start += self.block_size
 
     def clone_block(self, block_id: int, length: int) -> int:
-        """A private copy of a block that keeps its first ``length`` tokens; one holder leaves the original."""
+        """A private copy of a block, of its first ``length`` tokens; one holder leaves the original."""
         layer = block_id // self.max_blocks_per_layer
         if not self._free[layer]:
             self._raise_exhausted(layer, 1)
@@ -159,7 +166,7 @@ class KVBlockManager:
     def append_token_batch(
         self, layer_idx: int, block_ids_list: list[list[int]], key_new: Tensor, value_new: Tensor
     ) -> None:
-        """One token of every sequence: key_new and value_new ``[B, H, D]``; the lists are extended in place."""
+        """One token of every sequence: key_new, value_new ``[B, H, D]``; the lists are extended in place."""
         slots = self.reserve_tokens(layer_idx, block_ids_list)
         index = torch.tensor(slots, device=self.k_cache.device)  # [2, B]
         kv_append_rows_ref(
@@ -178,8 +185,12 @@ class KVBlockManager:
             assert len(free) == len(set(free)), f"layer {layer} lists a free block twice"
             for block_id in pool:
                 is_free = self._refs[block_id] == 0
-                assert is_free == (self._infos[block_id] is None), f"block {block_id}: metadata and holders disagree"
-            assert set(free) == {b for b in pool if self._refs[b] == 0}, f"layer {layer}: the free list is wrong"
+                assert is_free == (self._infos[block_id] is None), (
+                    f"block {block_id}: metadata and holders disagree"
+                )
+            assert set(free) == {b for b in pool if self._refs[b] == 0}, (
+                f"layer {layer}: the free list is wrong"
+            )
 
     def _allocate(self, layer: int, start: int, length: int) -> int:
         block_id = self._free[layer].pop()

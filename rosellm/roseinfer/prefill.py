@@ -18,12 +18,12 @@ from rosellm.rosetrainer.attention import CausalAttention, masked_attention
 from rosellm.rosetrainer.model import GPT
 
 PREFILL_RANGE = "roseinfer.prefill_sessions"
-# cuDNN's attention plans anew, for tens of milliseconds, at every new length, and prompts come in all lengths.
+# cuDNN's attention plans anew, for tens of milliseconds, at every new length; prompts come in all lengths.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Prefill:
-    """Computes the uncached prompt tokens, writes their keys and values, samples each sequence's first token."""
+    """Computes uncached prompt tokens, writes their keys and values, samples each sequence's first token."""
 
     def __init__(self, model: GPT, blocks: KVBlockManager, sampler: Sampler) -> None:
         self.model, self.blocks, self.sampler = model, blocks, sampler
@@ -37,7 +37,9 @@ class Prefill:
                 for sequence, count in zip(sequences, counts, strict=True):
                     self.blocks.reserve_prompt(layer, sequence.block_ids[layer], count)
             logits = self._run(sequences, starts, counts)
-            for sequence, count, token in zip(sequences, counts, self.sampler(logits, sequences), strict=True):
+            for sequence, count, token in zip(
+                sequences, counts, self.sampler(logits, sequences), strict=True
+            ):
                 sequence.commit(token, n_cached=count)
 
     def _run(self, sequences: list[Sequence], starts: list[int], counts: list[int]) -> Tensor:
@@ -67,14 +69,16 @@ class Prefill:
         last = torch.from_numpy(np.cumsum(counts) - 1).to(device)
         return self.model.logits(hidden[last])  # [B, V]
 
-    def _attention(self, starts: list[int], counts: list[int], tables: Tensor) -> CausalAttention | PrefixAttention:
+    def _attention(
+        self, starts: list[int], counts: list[int], tables: Tensor
+    ) -> CausalAttention | PrefixAttention:
         if any(starts):
             return PrefixAttention(self.blocks, tables, starts, counts)
         return CausalAttention(counts, self.model.device)
 
 
 class PrefixAttention:
-    """New tokens attend to their sequence's cached prefix, read from its blocks, and causally to each other."""
+    """New tokens attend to their sequence's prefix, read from its blocks, and causally to each other."""
 
     def __init__(self, blocks: KVBlockManager, tables: Tensor, starts: list[int], counts: list[int]) -> None:
         self.blocks, self.tables = blocks, tables
@@ -90,20 +94,26 @@ class PrefixAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         padded = q.new_zeros(*self.real.shape, *q.shape[1:])  # [B, T, H, D]
         padded[self.real] = q
-        keys, values = (self._gather(cache[layer], layer) for cache in (self.blocks.k_cache, self.blocks.v_cache))
+        keys, values = (
+            self._gather(cache[layer], layer) for cache in (self.blocks.k_cache, self.blocks.v_cache)
+        )
         return masked_attention(padded.transpose(1, 2), keys, values, self.mask).transpose(1, 2)[self.real]
 
     def _gather(self, cache: Tensor, layer: int) -> Tensor:
         """The layer's blocks of every sequence, new tokens included: ``[B, H_kv, S, D]``."""
         batch, width = self.tables.shape[1:]
         _, n_kv_heads, block_size, head_dim = cache.shape
-        return cache[self.tables[layer]].transpose(1, 2).reshape(batch, n_kv_heads, width * block_size, head_dim)
+        return (
+            cache[self.tables[layer]].transpose(1, 2).reshape(batch, n_kv_heads, width * block_size, head_dim)
+        )
 
 
 def _tables(sequences: list[Sequence], blocks: KVBlockManager) -> np.ndarray:
     """Block indices within the layer's pool, ``[L, B, W]`` int64; padding repeats block 0."""
     layers = []
     for layer in range(blocks.num_layers):
-        rows = zip_longest(*(s.block_ids[layer] for s in sequences), fillvalue=layer * blocks.max_blocks_per_layer)
+        rows = zip_longest(
+            *(s.block_ids[layer] for s in sequences), fillvalue=layer * blocks.max_blocks_per_layer
+        )
         layers.append(np.array(list(rows), dtype=np.int64).T - layer * blocks.max_blocks_per_layer)
     return np.stack(layers)

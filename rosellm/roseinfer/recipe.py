@@ -32,11 +32,17 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, allowed in recipe_choices().items():
             if getattr(self, name) not in allowed:
-                raise RecipeError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}")
+                raise RecipeError(
+                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}"
+                )
         if self.attention == "dense" and self.mask == "none":
-            raise RecipeError("attention='dense' needs mask='dense': dense keys are padded to the longest context")
+            raise RecipeError(
+                "attention='dense' needs mask='dense': dense keys are padded to the longest context"
+            )
         if self.attention == "dense" and self.launch == "autotuned":
-            raise RecipeError("launch='autotuned' tunes the paged attention kernel; attention='dense' has none")
+            raise RecipeError(
+                "launch='autotuned' tunes the paged attention kernel; attention='dense' has none"
+            )
         if self.runner == "graph" and (self.attention, self.mask, self.tables) != ("paged", "none", "pinned"):
             raise RecipeError(
                 "runner='graph' needs attention='paged', mask='none' and tables='pinned': "

@@ -12,16 +12,23 @@ from rosellm.roseinfer.sampling import SamplingParams
 class Sequence:
     """A prompt and the tokens generated so far, with the KV blocks that hold its cached tokens.
 
-    ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between steps exactly the last
-    token is not. ``block_ids[layer]`` are global block ids. ``finish_reason``: None while running, "stop", "length" or "cancelled".
+    ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between
+    steps exactly the last token is not. ``block_ids[layer]`` are global block ids. ``finish_reason``: None
+    while running, "stop", "length" or "cancelled".
     """
 
     __slots__ = (
-        "block_ids", "finish_reason", "n_cached", "n_prompt", "params", "request_id", "tokens", "_eos", "_generator"
+        "block_ids", "finish_reason", "n_cached", "n_prompt", "params", "request_id", "tokens",
+        "_eos", "_generator",
     )  # fmt: skip
 
     def __init__(
-        self, request_id: int, prompt: list[int], params: SamplingParams, n_layers: int, eos_token_id: int | None
+        self,
+        request_id: int,
+        prompt: list[int],
+        params: SamplingParams,
+        n_layers: int,
+        eos_token_id: int | None,
     ) -> None:
         self.request_id, self.params = request_id, params
         self.tokens, self.n_prompt, self.n_cached = list(prompt), len(prompt), 0

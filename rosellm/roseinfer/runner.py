@@ -1,6 +1,7 @@
-"""Running the model for one decode step: every kernel launched from Python, or a captured CUDA graph replayed.
+"""Running the model for one decode step: kernels launched from Python, or a captured CUDA graph replayed.
 
-B sequences, one new token each. Attention reads the cache and the new token; the cache itself is written after the run.
+B sequences, one new token each. Attention reads the cache and the new token; the cache itself is written
+after the run.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ AttendFactory = Callable[[DecodeInputs, KVBlockManager], Attend]
 def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
     """Past keys and values gathered into dense ``[B, H_kv, L, D]`` tensors, then ordinary masked attention.
 
-    Written out, because torch's fused attention may pick a backend that plans anew for every length, and here each step has
-    another one.
+    Written out, because torch's fused attention may pick a backend that plans anew for every length, and here
+    each step has another one.
     """
 
     def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
@@ -122,8 +123,9 @@ def batch_bucket(batch: int) -> int:
 class GraphRunner:
     """One CUDA graph a batch bucket, captured at its first use, fed through static buffers.
 
-    Rows past the batch are inert: context length 0, token 0, and nothing of them is written to the cache. On a CPU, which has
-    no graphs, the same static buffers feed an eager run. Outputs are views that the next run overwrites.
+    Rows past the batch are inert: context length 0, token 0, and nothing of them is written to the cache. On
+    a CPU, which has no graphs, the same static buffers feed an eager run. Outputs are views that the next run
+    overwrites.
     """
 
     def __init__(self, model: GPT, blocks: KVBlockManager, attention: AttendFactory) -> None:
@@ -185,7 +187,9 @@ class _Captured:
         static.context_lens[:batch].copy_(inputs.context_lens)
         static.tables[:, :batch].copy_(inputs.tables)
         out = self.replay()
-        return DecodeOutputs(out.logits[:batch], [k[:batch] for k in out.keys], [v[:batch] for v in out.values])
+        return DecodeOutputs(
+            out.logits[:batch], [k[:batch] for k in out.keys], [v[:batch] for v in out.values]
+        )
 
 
 RUNNERS = {"eager": EagerRunner, "graph": GraphRunner}

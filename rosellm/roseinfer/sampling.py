@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,15 +15,19 @@ from rosellm.errors import SamplingError
 if TYPE_CHECKING:
     from rosellm.roseinfer.request import Sequence
 
+INT64_MAX = 2**63 - 1
+LONGEST_TOLD_BITS = 128
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request's tokens are chosen and when it stops.
 
-    temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k likeliest tokens; 0 keeps all. top_p: keep
-    the smallest set of likeliest tokens whose probability reaches it (Holtzman et al. 2020); 1 keeps all. max_tokens: new tokens at most. seed: the
-    same seed and logits give the same tokens whatever shares the batch; None draws a fresh one. ignore_eos: go on past
-    the end-of-sequence token. stop: a string or list of strings at which the text ends, the stop string not included.
+    temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k likeliest tokens; 0 keeps
+    all. top_p: keep the smallest set of likeliest tokens whose probability reaches it (Holtzman et al. 2020);
+    1 keeps all. max_tokens: new tokens at most. seed: the same seed and logits give the same tokens whatever
+    shares the batch; None draws a fresh one. ignore_eos: go on past the end-of-sequence token. stop: a string
+    or list of strings at which the text ends, the stop string not included. Raises ``SamplingError``.
     """
 
     temperature: float = 1.0
@@ -34,12 +39,12 @@ class SamplingParams:
     stop: str | list[str] | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        self._number("temperature", 0.0, math.inf, "a finite number, 0 (greedy) or more", inclusive_high=False)
-        self._number("top_p", 0.0, 1.0, "above 0 and at most 1", inclusive_low=False)
-        self._whole("top_k", 0)
+        self._number("temperature", 0.0, sys.float_info.max, "a number from 0 (greedy) to 1.79e308")
+        self._number("top_p", math.ulp(0.0), 1.0, "a number above 0 and at most 1")
+        self._whole("top_k", 0, INT64_MAX)
         self._whole("max_tokens", 1)
         if self.seed is not None:
-            self._whole("seed", 0, 2**63 - 1)
+            self._whole("seed", 0, INT64_MAX)
         if not isinstance(self.ignore_eos, bool):
             raise SamplingError(f"ignore_eos is {self.ignore_eos!r}; use True or False")
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -47,18 +52,16 @@ class SamplingParams:
             raise SamplingError(f"stop is {self.stop!r}; use a non-empty string or a list of them")
         object.__setattr__(self, "stop", tuple(stops))
 
-    def _number(self, name, low, high, allowed, inclusive_low=True, inclusive_high=True) -> None:
+    def _number(self, name: str, low: float, high: float, allowed: str) -> None:
         value = getattr(self, name)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        above = is_number and (value >= low if inclusive_low else value > low)
-        below = is_number and (value <= high if inclusive_high else value < high)
-        if not (above and below):
-            raise SamplingError(f"{name} is {value!r}; it must be {allowed}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+            raise SamplingError(f"{name} is {_told(value)}; it must be {allowed}")
 
     def _whole(self, name: str, low: int, high: float = math.inf) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise SamplingError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+            allowed = f", {low} or more" if high == math.inf else f" from {low} to {high}"
+            raise SamplingError(f"{name} is {_told(value)}; it must be a whole number{allowed}")
 
     @property
     def is_greedy(self) -> bool:
@@ -68,12 +71,21 @@ class SamplingParams:
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def allowed_log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Log-probabilities after temperature, top-k and top-p: ``[B, V]`` → ``[B, V]``, −inf where a token is ruled out.
+def _told(value: object) -> str:
+    """``value`` for a message; Python refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > LONGEST_TOLD_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
-    temperature, top_k, top_p ``[B]``; the likeliest token always stays.
+
+def allowed_log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Log-probabilities after temperature, top-k and top-p: ``[B, V]`` → ``[B, V]``, −inf where ruled out.
+
+    temperature, top_k, top_p ``[B]``; the likeliest token always stays. Subtracting a row's maximum before
+    the division changes no probability, and keeps +inf out however small the temperature.
     """
-    scaled = logits.float() / temperature[:, None]
+    below_best = logits.float() - logits.amax(dim=-1, keepdim=True).float()
+    scaled = below_best / temperature[:, None].clamp_min(torch.finfo(torch.float32).tiny)
     ordered, order = scaled.sort(dim=-1, descending=True)
     rank = torch.arange(logits.shape[1], device=logits.device)[None, :]
     limit = torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
@@ -85,7 +97,7 @@ def allowed_log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p:
 
 
 class Sampler:
-    """Next tokens for a batch: one argmax if all rows are greedy; otherwise each sampled row draws from its own generator."""
+    """Next tokens for a batch: one argmax; rows that are not greedy draw from their own generators."""
 
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         """logits ``[B, V]`` → B token ids."""
@@ -96,15 +108,20 @@ class Sampler:
         return tokens.tolist()
 
     def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        """The Gumbel-max trick (Gumbel 1954): the argmax of log-probabilities plus noise is an exact draw."""
+        """The Gumbel-max trick (Gumbel 1954): the argmax of log-probabilities plus noise is an exact draw.
+
+        Raises ``SamplingError`` for logits that give no probabilities (NaN or +inf).
+        """
         params = [s.params for s in sequences]
         column = {"device": logits.device, "dtype": torch.float32}
         log_probs = allowed_log_probs(
             logits,
-            torch.tensor([p.temperature for p in params], **column),
+            torch.tensor([float(p.temperature) for p in params], **column),
             torch.tensor([p.top_k for p in params], device=logits.device),
             torch.tensor([p.top_p for p in params], **column),
         )
+        if log_probs.isnan().any():
+            raise SamplingError("the model's logits are not finite; nothing can be drawn from them")
         noise = torch.empty_like(log_probs)
         for row, sequence in zip(noise, sequences, strict=True):
             row.exponential_(generator=sequence.generator(logits.device))

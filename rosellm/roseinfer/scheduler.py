@@ -353,15 +353,6 @@ class Progress(Protocol):
     def update(self, n: int) -> object: ...
 
 
-def run_naive(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-) -> list[RequestOutput]:
-    """One request at a time, each arriving when the one before has ended: the baseline of batching."""
-    scheduler = OfflineScheduler(engine, SchedulerConfig(max_batch_size=1))
-    pairs = zip(prompts, one_each(params, len(prompts)), strict=True)
-    return [scheduler.run([prompt], own)[0] for prompt, own in pairs]
-
-
 def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> list[SamplingParams]:
     """Sampling parameters for every prompt, from one for all or one each."""
     if isinstance(params, SamplingParams):

@@ -25,14 +25,20 @@ class StagingBuffer:
         if self._sent is not None:
             self._sent.synchronize()
         if size > self._host.numel():
-            self._host = torch.empty(max(size, 2 * self._host.numel()), dtype=self.dtype, pin_memory=self._pin)
+            self._host = torch.empty(
+                max(size, 2 * self._host.numel()), dtype=self.dtype, pin_memory=self._pin
+            )
         self._shape = shape
         return self._host[:size].view(shape).numpy()
 
     def send(self, out: Tensor | None = None) -> Tensor:
         """Copy what :meth:`host` handed out to the device, into the front of ``out`` if given; one copy."""
         source = self._host[: int(np.prod(self._shape))]
-        target = torch.empty(source.shape, dtype=self.dtype, device=self.device) if out is None else out[: source.numel()]
+        target = (
+            torch.empty(source.shape, dtype=self.dtype, device=self.device)
+            if out is None
+            else out[: source.numel()]
+        )
         target.copy_(source, non_blocking=True)
         if self._sent is not None:
             self._sent.record()

@@ -19,9 +19,10 @@ STEP_RANGE = "roseinfer.decode_step_sessions"
 
 
 def dense_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> Tensor:
-    """What to add to the scores so that padding is not seen: ``[B, max_context + 1]``, 0 for real tokens, else the lowest number.
+    """What to add to the scores so that padding is not seen: ``[B, max_context + 1]``.
 
-    ``arange``, a comparison with the lengths, a column of ones for the new token, a cast, and the turn into a penalty.
+    0 for real tokens, else the lowest number; made by ``arange``, a comparison with the lengths, a column of
+    ones for the new token, a cast, and the turn into a penalty.
     """
     positions = torch.arange(max_context, device=context_lens.device)
     held = positions[None, :] < context_lens[:, None]  # [B, max_context]
@@ -38,7 +39,7 @@ MASKS = {"dense": dense_mask, "none": no_mask}
 
 
 class HostStep:
-    """Decode for a batch of sequences, each with one token that is not cached yet; every part chosen beforehand."""
+    """Decode for a batch of sequences, each with one token not cached yet; every part chosen beforehand."""
 
     def __init__(
         self,

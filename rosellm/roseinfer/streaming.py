@@ -91,8 +91,9 @@ class StreamingManager:
     ) -> int:
         """Queue a prompt, text or token ids, and return the request's id.
 
-        inbox: a queue that gets ``(request id, piece)`` for every piece and ``(request id, None)`` at the end, so that one
-        thread can follow many requests, as an event loop does; :meth:`stream_text` is then not for this request.
+        inbox: a queue that gets ``(request id, piece)`` for every piece and ``(request id, None)`` at the
+        end, so that one thread can follow many requests, as an event loop does; :meth:`stream_text` is then
+        not for this request.
 
         Raises ``PromptError``, ``SamplingError``, ``OverloadError``, or ``RoseError`` once closed or failed.
         """

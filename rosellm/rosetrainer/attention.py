@@ -1,7 +1,8 @@
 """Attention as the model sees it: a callable that is handed this step's q, k, v of one layer.
 
 N is the number of tokens in the step: one a sequence in decode, all prompt tokens of all sequences, packed
-one after the other, in prefill and training. H query heads, H_kv key/value heads (H a multiple of H_kv), D head size.
+one after the other, in prefill and training. H query heads, H_kv key/value heads (H a multiple of H_kv), D
+head size.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Attend(Protocol):
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
     """Scaled dot-product attention (Vaswani et al. 2017) with grouped key/value heads.
 
-    q ``[B, H, T, D]``, k and v ``[B, H_kv, S, D]``, mask boolean, broadcastable to ``[B, H, T, S]``, true where a
-    query may look, → ``[B, H, T, D]``.
+    q ``[B, H, T, D]``, k and v ``[B, H_kv, S, D]``, mask boolean, broadcastable to ``[B, H, T, S]``, true
+    where a query may look, → ``[B, H, T, D]``.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]

@@ -12,7 +12,8 @@ from rosellm.errors import CheckpointError
 class ModelConfig:
     """Shape and constants of a decoder-only transformer of the GPT-2 family.
 
-    ``n_kv_heads`` may divide ``n_heads`` (grouped-query attention, Ainslie et al. 2023); GPT-2 has them equal.
+    ``n_kv_heads`` may divide ``n_heads`` (grouped-query attention, Ainslie et al. 2023); None, as in GPT-2,
+    makes them equal. ``d_ff`` None is ``4 * d_model``. Raises ``CheckpointError``.
     """
 
     vocab_size: int
@@ -27,13 +28,12 @@ class ModelConfig:
     eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        set_field = object.__setattr__
-        set_field(self, "n_kv_heads", self.n_kv_heads or self.n_heads)
-        set_field(self, "d_ff", self.d_ff or 4 * self.d_model)
-        for name in ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model", "n_kv_heads", "d_ff"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise CheckpointError(f"{name} is {value!r}; a positive integer is needed")
+        for name in ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model"):
+            self._check_positive(name)
+        for name, default in (("n_kv_heads", self.n_heads), ("d_ff", 4 * self.d_model)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+            self._check_positive(name)
         if not isinstance(self.norm_eps, (int, float)) or not self.norm_eps > 0:
             raise CheckpointError(f"norm_eps is {self.norm_eps!r}; a positive number is needed")
         if not isinstance(self.tie_embeddings, bool):
@@ -45,6 +45,11 @@ class ModelConfig:
             raise CheckpointError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:
             raise CheckpointError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{name} is {value!r}; a positive integer is needed")
 
     @property
     def head_dim(self) -> int:

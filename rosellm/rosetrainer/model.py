@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids and positions ``[N]`` → hidden states ``[N, C]``; :meth:`logits` maps hidden states to ``[N, V]``."""
+    """Token ids and positions ``[N]`` → hidden states ``[N, C]``; :meth:`logits` maps those to ``[N, V]``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class GPT(nn.Module):
         return self.lm_head(hidden)  # [N, V]
 
     def initialise(self, seed: int, std: float = 0.02) -> GPT:
-        """GPT-2's initialisation: normal weights of deviation ``std``, residual outputs scaled by 1/sqrt(2 L), from ``seed``."""
+        """GPT-2's seeded initialisation: normal, deviation ``std``, residual outputs times 1/sqrt(2 L)."""
         generator = torch.Generator(device=self.device).manual_seed(seed)
         residual = std / (2 * self.config.n_layers) ** 0.5
         for name, parameter in self.named_parameters():

@@ -30,8 +30,9 @@ def paged_attention_decode_ref(
 ) -> Tensor:
     """The specification in plain torch, in fp32 arithmetic.
 
-    q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]``, block_table ``[B, MAX_BLOCKS]`` int32, context_lens ``[B]``
-    int32 (0 allowed) → ``[B, H, D]`` of q's dtype. Table entries past a sequence's context may be anything.
+    q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]``, block_table ``[B, MAX_BLOCKS]`` int32, context_lens
+    ``[B]`` int32 (0 allowed) → ``[B, H, D]`` of q's dtype. Table entries past a sequence's context may be
+    anything.
     """
     batch, n_heads, head_dim = q.shape
     n_kv_heads, block_size = k_cache_layer.shape[1:3]
@@ -74,7 +75,7 @@ def _paged_attention_decode_kernel(
     D_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program a (sequence, query head): online softmax (Milakov & Gimelshein 2018), one KV block at a time."""
+    """One program a (sequence, query head): online softmax (Milakov & Gimelshein 2018) block by block."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     kv_head = head // (H // H_KV)
@@ -109,7 +110,7 @@ def _paged_attention_decode_kernel(
 
 
 def make_fixed_paged_attention_decode(num_warps: int = FIXED_NUM_WARPS, num_stages: int = FIXED_NUM_STAGES):
-    """The Triton kernel at one launch configuration; arguments and result as :func:`paged_attention_decode_ref`.
+    """The Triton kernel at one launch configuration, to be called as :func:`paged_attention_decode_ref`.
 
     Caches are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided, ``[H, D]``
     contiguous, k_new and v_new alike); block_table rows are contiguous; block_size is a power of two.
@@ -133,10 +134,11 @@ paged_attention_decode = make_fixed_paged_attention_decode()
 
 
 def make_autotuned_paged_attention_decode(do_bench=None):
-    """The same kernel behind ``triton.autotune`` over num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS.
+    """The same kernel behind ``triton.autotune``.
 
-    Each call makes a tuner of its own, so that engines share no tuning state. The kernel only writes its output,
-    so repeated tuning runs are harmless. do_bench: a replacement for Triton's timer, needed where no GPU is.
+    It tunes num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS. Each call makes a tuner of its
+    own, so that engines share no tuning state. The kernel only writes its output, so repeated tuning runs are
+    harmless. do_bench: a replacement for Triton's timer, needed where no GPU is.
     """
     tuned = triton.autotune(
         configs=[triton.Config({}, num_warps=w, num_stages=s) for w, s in AUTOTUNE_CHOICES],

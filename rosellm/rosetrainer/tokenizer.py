@@ -117,10 +117,11 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
     return Tokenizer(raw, eos)
 
 
-def load_dummy_tokenizer(vocab_size: int, eos_token_id: int | None = None) -> DummyTokenizer:
-    """The tokenizer of ``--load-format dummy`` for a model of ``vocab_size`` tokens."""
+def load_dummy_tokenizer(config: ModelConfig) -> DummyTokenizer:
+    """The tokenizer of ``--load-format dummy`` for a model of that shape."""
     raw = _read(checkpoint_folder(SHIPPED) / "tokenizer.json")
-    return DummyTokenizer(Tokenizer(raw, raw.token_to_id(END_OF_TEXT)), vocab_size, eos_token_id)
+    shipped = Tokenizer(raw, raw.token_to_id(END_OF_TEXT))
+    return DummyTokenizer(shipped, config.vocab_size, config.eos_token_id)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

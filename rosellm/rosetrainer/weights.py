@@ -42,7 +42,8 @@ def checkpoint_folder(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"model {model!r} is neither a local folder nor to be had from the hub ({type(error).__name__}); {WAYS_OUT}"
+            f"model {model!r} is neither a local folder nor to be had from the hub "
+            f"({type(error).__name__}); {WAYS_OUT}"
         ) from error
 
 
@@ -76,14 +77,18 @@ def dummy_model(model: str, device: torch.device, dtype: torch.dtype, seed: int 
         config = load_config(checkpoint_folder(model))
     else:
         known = ", ".join([*KNOWN_SHAPES, SHIPPED])
-        raise CheckpointError(f"no shape is known for {model!r}; use one of {known}, or a folder with a config.json")
+        raise CheckpointError(
+            f"no shape is known for {model!r}; use one of {known}, or a folder with a config.json"
+        )
     return GPT.allocate(config, device, dtype).initialise(seed)
 
 
 def save_model(gpt: GPT, folder: Path, dtype: torch.dtype = torch.float16) -> None:
-    """Write ``config.json`` and ``model.safetensors`` so that this module and ``transformers`` can read them."""
+    """Write ``config.json`` and ``model.safetensors``, for this module and ``transformers`` to read."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {theirs: tensor.detach().to("cpu", dtype).contiguous() for theirs, tensor in _named(gpt).items()}
+    tensors = {
+        theirs: tensor.detach().to("cpu", dtype).contiguous() for theirs, tensor in _named(gpt).items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps(gpt.config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch.")}, indent=1)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -131,10 +136,13 @@ def _find(name: str, available: set[str]) -> str | None:
 def _copy(parameter: Tensor, value: Tensor, name: str, shard: Path) -> None:
     if parameter.shape != value.shape:
         raise CheckpointError(
-            f"{name} in {shard.name} has shape {list(value.shape)}; the config asks for {list(parameter.shape)}"
+            f"{name} in {shard.name} has shape {list(value.shape)}; "
+            f"the config asks for {list(parameter.shape)}"
         )
     if not value.is_floating_point() or not torch.isfinite(value).all():
-        raise CheckpointError(f"{name} in {shard.name} holds values that are not finite floating-point numbers")
+        raise CheckpointError(
+            f"{name} in {shard.name} holds values that are not finite floating-point numbers"
+        )
     parameter.copy_(value)
 
 
@@ -153,5 +161,7 @@ def _shards(folder: Path) -> list[Path]:
         shards = [folder / "model.safetensors"]
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise CheckpointError(f"{folder} lacks {', '.join(missing)} (checkpoints are read from safetensors only)")
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(missing)} (checkpoints are read from safetensors only)"
+        )
     return shards

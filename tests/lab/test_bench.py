@@ -51,7 +51,9 @@ def test_a_traced_step_holds_every_named_range_once(model, prompts):
 
 
 def test_per_layer_tables_cost_operators_for_every_layer_and_pinned_ones_do_not_grow(model, prompts):
-    per_layer, pinned = (Bench(model, rung, prompts, 8).trace().within(H2D_RANGE) for rung in ("no_mask", "pinned_h2d"))
+    per_layer, pinned = (
+        Bench(model, rung, prompts, 8).trace().within(H2D_RANGE) for rung in ("no_mask", "pinned_h2d")
+    )
     assert len(per_layer.of("op", "aten::lift_fresh")) == model.config.n_layers
     assert len(pinned.of("op", "aten::copy_")) == 1
 
@@ -99,12 +101,22 @@ def test_mutable_metadata_is_cheaper_to_advance_than_tuples():
 @pytest.mark.gpu
 def test_host_to_device_copies_in_the_table_range_fall_from_one_a_layer_to_one():
     model = GPT.allocate(
-        ModelConfig(vocab_size=61, n_positions=128, n_layers=3, n_heads=2, d_model=64), torch.device("cuda"), torch.float16
+        ModelConfig(vocab_size=61, n_positions=128, n_layers=3, n_heads=2, d_model=64),
+        torch.device("cuda"),
+        torch.float16,
     ).initialise(0)
     prompts = make_prompts(4, [2, 5], 61)
     counts = {
         rung: experiments.count_step(run_recipe(model, rung, prompts, 8, gate_from=1).trace, 3)
-        for rung in ("paged", "no_mask", "pinned_h2d", "cuda_graph", "triton_append", "identity_pos", "reused_index_buffers")
+        for rung in (
+            "paged",
+            "no_mask",
+            "pinned_h2d",
+            "cuda_graph",
+            "triton_append",
+            "identity_pos",
+            "reused_index_buffers",
+        )
     }
     assert counts["no_mask"]["table_copies"] == 3
     assert counts["pinned_h2d"]["table_copies"] == 1

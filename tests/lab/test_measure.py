@@ -27,7 +27,16 @@ def test_an_experiment_is_recorded_with_its_figures_and_environment(tmp_path):
 
 @pytest.mark.gpu
 def test_a_workload_is_recorded_on_a_gpu(tmp_path):
-    arguments = ["--output", str(tmp_path), "--workloads", "W1", "--rungs", "reused_index_buffers", "--experiments", ""]
+    arguments = [
+        "--output",
+        str(tmp_path),
+        "--workloads",
+        "W1",
+        "--rungs",
+        "reused_index_buffers",
+        "--experiments",
+        "",
+    ]
     assert measure.main(arguments) == 0
     record = json.loads((tmp_path / "W1-reused_index_buffers.json").read_text())
     assert len(record["repeats"]) == 3

@@ -10,8 +10,9 @@ import plotly.graph_objects as go
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from rosellm.lab.gallery import PLOTLY, WIDGET
 from rosellm.lab.refresh_notebooks import add_pictures, draw, main, normalise
-from rosellm.lab.run_notebooks import PLOTLY, WIDGET, NotebookError
+from rosellm.lab.run_notebooks import NotebookError
 
 
 @pytest.fixture

@@ -14,19 +14,7 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from rosellm.lab.run_notebooks import (
-    PLOTLY,
-    WIDGET,
-    NotebookError,
-    check_parameters,
-    main,
-    page,
-    parse_parameters,
-    picture,
-    run,
-    select,
-    title,
-)
+from rosellm.lab.run_notebooks import NotebookError, check_parameters, main, parse_parameters, run, select
 
 ROOT = Path(__file__).parents[2]
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
@@ -179,6 +167,14 @@ class TestRun:
         run(notebooks[:1], build)
         assert list(json.loads((build / "gallery.json").read_text())) == ["a"]
 
+    def test_the_committed_picture_serves_when_the_run_makes_none(self, folder, tmp_path):
+        path = save(folder, "a", "print(1)")
+        notebook = nbformat.read(path, as_version=4)
+        notebook.cells[2].outputs = [new_output("display_data", {"image/png": PNG})]
+        nbformat.write(notebook, path)
+        run([path], tmp_path / "build")
+        assert f'<img src="data:image/png;base64,{PNG}"' in (tmp_path / "build/index.html").read_text()
+
     def test_an_unknown_notebook_or_parameter_is_one_line_and_exit_code_2(self, folder, tmp_path, capsys):
         save(folder, "00_map")
         base = ["--notebooks", str(folder), "--output", str(tmp_path / "build")]
@@ -226,63 +222,3 @@ class TestCommand:
         assert process.returncode == 130 and "Traceback" not in err
         assert wait_until(lambda: not any(is_running(relative.pid) for relative in family))
         assert list((tmp_path / "build").iterdir()) == []
-
-
-class TestPages:
-    def test_figures_are_drawn_from_their_data_and_widgets_are_left_out(self, folder):
-        figure = new_output(
-            "display_data", {PLOTLY: {"data": [{"y": [1, 2]}], "layout": {}}, "image/png": PNG}
-        )
-        widget = new_output("display_data", {WIDGET: {"model_id": "x"}, "text/plain": "IntSlider(value=3)"})
-        notebook = new_notebook(cells=[new_code_cell("show()", outputs=[figure, widget])])
-        notebook.metadata["widgets"] = {"state": {}}
-        text = page(notebook, folder)
-        assert 'Plotly.newPlot("figure-0", [{"y": [1, 2]}], {}' in text
-        assert '<script src="plotly.min.js"></script>' in text
-        assert PNG not in text and "IntSlider" not in text
-        assert len(notebook.cells[0].outputs) == 2 and "widgets" in notebook.metadata
-
-    def test_links_between_notebooks_become_links_between_pages(self, folder):
-        save(folder, "01_dense")
-        notebook = new_notebook(cells=[new_markdown_cell("[a](01_dense.ipynb#x) [b](elsewhere.ipynb)")])
-        text = page(notebook, folder)
-        assert 'href="01_dense.html#x"' in text and 'href="elsewhere.ipynb"' in text
-
-    @pytest.mark.parametrize(
-        ("source", "expected"),
-        [("# Why *paged* `KV`?", "Why paged KV?"), ("text\n\n## [a](b)\n# c", "a"), ("no heading", "")],
-    )
-    def test_the_title_is_the_first_heading_without_markup(self, source, expected):
-        assert title(new_notebook(cells=[new_code_cell("# x"), new_markdown_cell(source)])) == expected
-
-
-class TestPicture:
-    drawing = "<svg xmlns='http://www.w3.org/2000/svg'></svg>"
-
-    def test_a_png_output_comes_before_svg_and_markdown(self, tmp_path):
-        outputs = [new_output("display_data", {kind: data}) for kind, data in self.kinds()]
-        cells = [new_markdown_cell(self.drawing), new_code_cell("x", outputs=outputs)]
-        assert picture(new_notebook(cells=cells), tmp_path) == f"data:image/png;base64,{PNG}"
-
-    def kinds(self):
-        return [("image/svg+xml", self.drawing), ("image/png", PNG)]
-
-    def test_markdown_may_attach_inline_or_name_a_picture(self, tmp_path):
-        (tmp_path / "flow.svg").write_text(self.drawing)
-        attached = new_markdown_cell("![x](attachment:x.png)", attachments={"x.png": {"image/png": PNG}})
-        drawn = picture(new_notebook(cells=[new_markdown_cell(self.drawing)]), tmp_path)
-        assert picture(new_notebook(cells=[attached]), tmp_path) == f"data:image/png;base64,{PNG}"
-        assert drawn.startswith("data:image/svg+xml;base64,")
-        for source in ("![x](flow.svg)", '<img alt="x" src="flow.svg">'):
-            assert picture(new_notebook(cells=[new_markdown_cell(source)]), tmp_path) == drawn
-
-    def test_without_one_there_is_none(self, tmp_path):
-        assert picture(new_notebook(cells=[new_markdown_cell("![x](missing.png)")]), tmp_path) == ""
-
-    def test_the_committed_picture_serves_when_the_run_makes_none(self, folder, tmp_path):
-        path = save(folder, "a", "print(1)")
-        notebook = nbformat.read(path, as_version=4)
-        notebook.cells[2].outputs = [new_output("display_data", {"image/png": PNG})]
-        nbformat.write(notebook, path)
-        run([path], tmp_path / "build")
-        assert f'<img src="data:image/png;base64,{PNG}"' in (tmp_path / "build/index.html").read_text()

@@ -8,7 +8,8 @@ from ipywidgets import Checkbox, Dropdown, IntSlider, SelectionSlider
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
-from rosellm.lab.run_notebooks import PLOTLY, kernel_environment, without_widgets
+from rosellm.lab.gallery import PLOTLY, without_widgets
+from rosellm.lab.run_notebooks import kernel_environment
 from rosellm.lab.widgets import WIDGET, Control, ControlError
 
 SET_UP = """

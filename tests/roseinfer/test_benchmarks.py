@@ -75,7 +75,7 @@ def scheduler_options(text: str) -> argparse.Namespace:
 def streaming_engine() -> Engine:
     """A small random model with the shipped tokenizer's stand-in, which can decode any id."""
     gpt = random_model(0)
-    return small_engine(gpt, tokenizer=load_dummy_tokenizer(gpt.config.vocab_size))
+    return small_engine(gpt, tokenizer=load_dummy_tokenizer(gpt.config))
 
 
 def engine_for(**options):
@@ -287,6 +287,14 @@ def test_tokens_and_steps_are_counted_in_every_mode(mode, decode_steps):
         assert repeat["decode_time_s"] + repeat["prefill_time_s"] <= repeat["total_time_s"]
         assert repeat["decode_step_mean_s"] * decode_steps == pytest.approx(repeat["decode_time_s"])
     assert len({repeat["tokens_sha256"] for repeat in result["repeats"]}) == 1
+
+
+def test_a_naive_request_arrives_when_the_one_before_has_ended():
+    prompts = random_prompts([4, 1, 9])
+    outputs = benchmark_scheduler.MODES["naive"](engine_for(), None).run(prompts, greedy(5))
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    for before, output in zip(outputs, outputs[1:], strict=False):
+        assert output.metrics.arrival >= before.metrics.token_times[-1]
 
 
 def test_rungs_and_modes_and_streaming_give_one_digest():

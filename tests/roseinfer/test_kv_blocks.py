@@ -173,7 +173,7 @@ class BlockMachine(RuleBasedStateMachine):
         with pytest.raises(KeyError):
             self.manager.incref_blocks([*holder.block_ids, free[0]])
         with pytest.raises(KeyError):
-            self.manager.free_blocks([free[0]])
+            self.manager.free_blocks([*holder.block_ids, free[0]])
         assert same_books(before, books(self.manager))
 
     @invariant()
@@ -281,6 +281,23 @@ def test_a_prompt_counts_the_clone_of_a_shared_block_among_its_needs():
     with pytest.raises(KVCacheExhausted, match="layer 0 needs 2 more KV blocks and 1 of 2 are free"):
         manager.reserve_prompt(0, mine, BLOCK)
     assert same_books(before, books(manager)) and mine == old
+
+
+@pytest.mark.parametrize("holders", [1, 2])
+def test_blocks_that_more_would_leave_than_hold_them_stay_as_they_are(holders):
+    manager, mine = make_manager(), []
+    manager.reserve_prompt(0, mine, 2 * BLOCK)
+    for _ in range(holders - 1):
+        manager.incref_blocks(mine)
+    before = books(manager)
+    with pytest.raises(
+        KeyError, match=f"block {mine[1]} has {holders} holders; {holders + 1} cannot leave it"
+    ):
+        manager.free_blocks([mine[0]] + [mine[1]] * (holders + 1))
+    assert same_books(before, books(manager))
+    manager.free_blocks(mine * holders)
+    manager.check_integrity()
+    assert manager.num_free_blocks() == POOL
 
 
 def test_info_of_a_free_block_is_an_error():

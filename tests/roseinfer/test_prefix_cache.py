@@ -14,6 +14,7 @@ from rosellm.errors import KVCacheExhausted
 from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.prefix_cache import PrefixCache, common_prefix
 from tests.helpers import (
+    decode_all,
     generate,
     greedy_sequences,
     random_model,
@@ -331,6 +332,43 @@ def test_an_engine_short_of_blocks_evicts_entries_and_gives_the_same_tokens(gpt)
         assert generate(caching, [prompt], 16) == generate(plain, [prompt], 16)
     assert caching.prefix_cache.hits > 0
     assert len(caching.prefix_cache) < len(prompts)
+
+
+def test_entries_survive_decode_steps_that_need_no_block(gpt):
+    engine = small_engine(gpt, prefix_cache=True, num_kv_blocks=5)  # of 8 tokens
+    (one,) = greedy_sequences(engine, random_prompts([8]), 20)
+    generate(engine, random_prompts([9], seed=1), 1)
+    engine.prefill([one])
+    left = [
+        (engine.decode([one]), engine.blocks.num_free_blocks(), len(engine.prefix_cache))[1:]
+        for _ in range(17)
+    ]
+    assert left[:8] == [(1, 2)] * 8
+    assert left[8:16] == [(0, 2)] * 8
+    assert left[16:] == [(1, 1)]
+    assert one.output == uncached_greedy(gpt, one.prompt, one.n_output)
+
+
+def test_a_step_evicts_for_a_shared_last_block_that_it_has_to_clone(gpt):
+    engine = small_engine(gpt, prefix_cache=True, num_kv_blocks=3)
+    generate(engine, random_prompts([9], seed=1), 1)
+    (one,) = greedy_sequences(engine, random_prompts([5]), 4)
+    engine.prefill([one])
+    assert (engine.blocks.num_free_blocks(), len(engine.prefix_cache)) == (0, 2)
+    engine.decode([one])
+    assert list(engine.prefix_cache._entries) == [tuple(one.prompt)]
+    assert decode_all(engine, [one]) == [uncached_greedy(gpt, one.prompt, 4)]
+
+
+def test_a_prompt_evicts_for_the_blocks_that_its_match_does_not_bring(gpt):
+    engine = small_engine(gpt, prefix_cache=True, num_kv_blocks=6)
+    stem, other = random_prompts([16, 9])
+    generate(engine, [other], 1)
+    generate(engine, [stem], 1)
+    sequences = greedy_sequences(engine, [[*stem, 1], [*stem, 2]], 1)
+    engine.prefill(sequences)
+    assert len(engine.prefix_cache) == 4 and engine.blocks.num_free_blocks() == 0
+    assert [s.output for s in sequences] == [uncached_greedy(gpt, s.prompt, 1) for s in sequences]
 
 
 @pytest.mark.parametrize("seed", range(3))

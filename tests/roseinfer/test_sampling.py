@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -122,8 +123,11 @@ def test_draws_follow_the_allowed_distribution(device):
         {"temperature": True},
         {"top_k": -1},
         {"top_k": 1.5},
+        {"top_k": 2**63},
+        {"top_k": None},
         {"top_p": 0.0},
         {"top_p": 1.1},
+        {"top_p": False},
         {"top_p": math.nan},
         {"max_tokens": 0},
         {"max_tokens": True},
@@ -144,6 +148,80 @@ def test_parameters_outside_their_range_are_refused_by_name_and_value(bad):
     with pytest.raises(SamplingError) as caught:
         SamplingParams(**bad)
     assert str(caught.value).startswith(f"{name} is {value!r}; ")
+
+
+@pytest.mark.parametrize(
+    ("bad", "told"),
+    [
+        (
+            {"seed": 2**63},
+            "seed is 9223372036854775808; it must be a whole number from 0 to 9223372036854775807",
+        ),
+        (
+            {"top_k": 2**64},
+            "top_k is 18446744073709551616; it must be a whole number from 0 to 9223372036854775807",
+        ),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number, 1 or more"),
+        ({"temperature": -1}, "temperature is -1; it must be a number from 0 (greedy) to 1.79e308"),
+        (
+            {"temperature": 10**400},
+            "temperature is an integer of 1329 bits; it must be a number from 0 (greedy) to 1.79e308",
+        ),
+        ({"top_p": 10**5000}, "top_p is an integer of 16610 bits; it must be a number above 0 and at most 1"),
+        (
+            {"top_k": -(2**20000)},
+            "top_k is an integer of 20001 bits; it must be a whole number from 0 to 9223372036854775807",
+        ),
+    ],
+    ids=[0, 1, 2, 3, 4, 5, 6],
+)
+def test_a_refusal_tells_the_allowed_range(bad, told):
+    with pytest.raises(SamplingError) as caught:
+        SamplingParams(**bad)
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-8])
+def test_however_small_the_temperature_the_likeliest_token_is_drawn(temperature, dtype, device):
+    logits = 20 * random_logits(5).to(device, dtype)
+    rows = [sequence(temperature=temperature, top_k=k, top_p=p) for k, p in ((0, 1.0), (3, 0.5)) * 2] + [
+        sequence(temperature=temperature, top_p=5e-324)
+    ]
+    assert Sampler()(logits, rows) == logits.argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e39, sys.float_info.max, 10**300], ids=float)
+def test_however_large_the_temperature_all_tokens_become_equally_likely(temperature):
+    logits, params = random_logits(1, vocab=4), sequence(temperature=temperature).params
+    rule = [torch.tensor([float(x)]) for x in (params.temperature, params.top_k, params.top_p)]
+    assert allowed_log_probs(logits, *rule).exp().tolist() == [[0.25] * 4]
+    assert set(
+        Sampler()(logits.expand(100, -1), [sequence(temperature=temperature) for _ in range(100)])
+    ) == set(range(4))
+
+
+def test_the_largest_values_allowed_are_drawn_with():
+    logits, most = random_logits(1), 2**63 - 1
+    assert (
+        Sampler()(logits, [sequence(top_k=most, seed=most, temperature=1e-3)])
+        == logits.argmax(dim=-1).tolist()
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_refused_and_not_drawn_from(bad, device):
+    logits = random_logits(3).to(device)
+    logits[1, 7] = bad
+    with pytest.raises(SamplingError, match="the model's logits are not finite"):
+        Sampler()(logits, [sequence() for _ in range(3)])
+
+
+def test_a_token_that_logits_rule_out_is_never_drawn():
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0]]).expand(50, -1)
+    assert set(Sampler()(logits, [sequence(seed=i) for i in range(50)])) == {1, 3}
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import Sampler, SamplingParams, allowed_log_probs
-from rosellm.roseinfer.scheduler import (
-    OfflineScheduler,
-    OnlineScheduler,
-    SchedulerConfig,
-    one_each,
-    run_naive,
-)
+from rosellm.roseinfer.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig, one_each
 from rosellm.rosetrainer.tokenizer import Tokenizer, train_tokenizer
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
 
@@ -88,17 +82,6 @@ def test_mixed_lengths_give_the_tokens_of_each_request_alone(policy: str, prefix
     if prefix_cache:
         engine.prefix_cache.clear()
     assert_all_free(engine)
-
-
-def test_naive_runs_one_request_at_a_time_and_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of()
-    prompts = random_prompts([4, 1, 9])
-    batched = OfflineScheduler(engine).run(prompts, greedy())
-    calls = Calls(engine, monkeypatch)
-    alone = run_naive(engine, prompts, greedy())
-    assert [o.token_ids for o in alone] == [o.token_ids for o in batched]
-    assert {len(ids) for _, ids in calls.log} == {1}
-    assert alone[1].metrics.arrival >= alone[0].metrics.token_times[-1]
 
 
 def test_requests_added_while_others_run_join_the_batch() -> None:

@@ -62,6 +62,8 @@ def test_what_we_write_is_what_transformers_writes():
         {"n_positions": 1.5},
         {"n_layer": True},
         {"n_inner": -4},
+        {"n_inner": 0},
+        {"n_embd": None},
     ],
     ids=str,
 )
@@ -92,6 +94,11 @@ def test_a_field_of_the_wrong_type_is_refused(change):
 def test_a_missing_field_is_named(name):
     with pytest.raises(CheckpointError, match=name):
         ModelConfig.from_hf({k: v for k, v in HF.items() if k != name})
+
+
+def test_no_key_value_heads_are_refused():
+    with pytest.raises(CheckpointError, match="n_kv_heads is 0"):
+        small_config(n_kv_heads=0)
 
 
 def test_head_counts_must_divide():

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rosellm.errors import CheckpointError
+from rosellm.rosetrainer.config import KNOWN_SHAPES
 from rosellm.rosetrainer.tokenizer import (
     END_OF_TEXT,
-    DummyTokenizer,
     Tokenizer,
     load_dummy_tokenizer,
     load_tokenizer,
@@ -49,7 +49,7 @@ def saved(tokenizer: Tokenizer, tmp_path: Path) -> Path:
 
 @given(text=st.text(max_size=60).filter(lambda text: END_OF_TEXT not in text))
 def test_every_text_survives_encoding_and_decoding(text: str) -> None:
-    shipped = load_dummy_tokenizer(4096)
+    shipped = load_dummy_tokenizer(small_config(vocab_size=4096))
     assert shipped.decode(shipped.encode(text)) == text
 
 
@@ -165,13 +165,13 @@ def test_a_corrupt_tokenizer_is_refused_in_one_line(tmp_path: Path, content: byt
 
 @pytest.mark.parametrize("vocab_size", [1, 100, 4096, 50257])
 def test_a_dummy_encodes_within_its_models_vocabulary(vocab_size: int) -> None:
-    ids = load_dummy_tokenizer(vocab_size).encode(SAMPLE)
+    ids = load_dummy_tokenizer(small_config(vocab_size=vocab_size)).encode(SAMPLE)
     assert ids
     assert all(0 <= token_id < vocab_size for token_id in ids)
 
 
 def test_a_dummy_decodes_and_streams_every_id_of_its_models_vocabulary() -> None:
-    dummy = load_dummy_tokenizer(50257)
+    dummy = load_dummy_tokenizer(KNOWN_SHAPES["gpt2"])
     ids = [50256, 4096, 4097, *dummy.encode(CODE)]
     stream = dummy.stream()
     streamed = "".join(stream.push(token_id) for token_id in ids)
@@ -179,7 +179,7 @@ def test_a_dummy_decodes_and_streams_every_id_of_its_models_vocabulary() -> None
     assert dummy.decode(ids) == streamed
 
 
-def test_a_dummy_tells_the_models_vocabulary_and_end_of_text(tokenizer: Tokenizer) -> None:
-    dummy = DummyTokenizer(tokenizer, vocab_size=50257, eos_token_id=50256)
+def test_a_dummy_tells_the_models_vocabulary_and_end_of_text() -> None:
+    dummy = load_dummy_tokenizer(KNOWN_SHAPES["gpt2"])
     assert (dummy.vocab_size, dummy.eos_token_id) == (50257, 50256)
-    assert load_dummy_tokenizer(50257).eos_token_id is None
+    assert load_dummy_tokenizer(small_config()).eos_token_id is None

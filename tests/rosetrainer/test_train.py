@@ -15,12 +15,14 @@ import torch.nn.functional as F
 
 from rosellm.errors import DeviceError, RoseError
 from rosellm.rosetrainer import train as command
+from rosellm.rosetrainer import training
 from rosellm.rosetrainer.attention import CausalAttention
 from rosellm.rosetrainer.config import ModelConfig
 from rosellm.rosetrainer.corpus import Corpus, Source, read_corpus
 from rosellm.rosetrainer.model import GPT
 from rosellm.rosetrainer.tokenizer import load_tokenizer, train_tokenizer
-from rosellm.rosetrainer.train import Hyperparameters, Score, mean_loss, replacing_folder, token_stream, train
+from rosellm.rosetrainer.train import replacing_folder
+from rosellm.rosetrainer.training import Hyperparameters, Score, mean_loss, token_stream, train
 from rosellm.rosetrainer.weights import SHIPPED, checkpoint_folder, load_config, load_model
 from tests.helpers import CPU, random_model, small_config, uncached_logits
 
@@ -162,7 +164,10 @@ def test_the_record_counts_the_tokens_seen_and_says_where_it_was_made(smoke: Smo
     ratio = record["tokens_seen"] / record["corpus"]["train_tokens"]
     assert ratio == pytest.approx(hyper["epochs"], rel=0.02)
     assert record["environment"]["torch"] == torch.__version__
-    assert {"device", "python", "time_utc"} <= record["environment"].keys()
+    assert record["environment"]["device"] == record["environment"]["device_name"]
+    versions = {"python", "tokenizers", "triton", "transformers", "numpy", "rosellm"}
+    assert versions | {"driver", "git_commit", "time_utc"} <= record["environment"].keys()
+    assert record["environment"]["driver"] is None
     assert record["seconds"]["all"] >= record["seconds"]["training"] > 0
 
 
@@ -286,8 +291,8 @@ def test_the_window_loss_is_in_nats_over_fp32() -> None:
     gpt = random_model(0, small_config(n_positions=16))
     windows = tiny_stream(34).view(2, 17)
     expected = sum(naive_loss(gpt, window) for window in windows.tolist()) / 2
-    assert command.window_loss(gpt, windows).item() == pytest.approx(expected, rel=1e-5)
-    assert command.window_loss(gpt.bfloat16(), windows).dtype == torch.float32
+    assert training.window_loss(gpt, windows).item() == pytest.approx(expected, rel=1e-5)
+    assert training.window_loss(gpt.bfloat16(), windows).dtype == torch.float32
 
 
 def test_the_stream_starts_with_end_of_text_and_ends_every_file_with_it() -> None:
@@ -300,7 +305,7 @@ def test_the_stream_starts_with_end_of_text_and_ends_every_file_with_it() -> Non
 
 def test_batches_are_windows_of_the_stream_and_reach_both_its_ends() -> None:
     stream = torch.arange(20)
-    windows = torch.cat(list(command._batches(stream, 16, replace(QUICK, batch_size=8), steps=8)))
+    windows = torch.cat(list(training._batches(stream, 16, replace(QUICK, batch_size=8), steps=8)))
     assert windows.shape == (64, 17)
     assert torch.equal(windows, windows[:, :1] + torch.arange(17))
     assert set(windows[:, 0].tolist()) == {0, 1, 2, 3}
@@ -327,7 +332,7 @@ def test_training_leaves_the_weights_of_the_best_validation(monkeypatch: pytest.
         seen.append(gpt.blocks[0].up.weight.detach().clone())
         return next(scores)
 
-    monkeypatch.setattr(command, "mean_loss", scripted_loss)
+    monkeypatch.setattr(training, "mean_loss", scripted_loss)
     gpt = tiny_model()
     done = train(gpt, tiny_stream(16 * 4 * 4), tiny_stream(40), replace(QUICK, validate_every=1))
     assert [point["validation_loss"] for point in done.curve] == [3.0, 1.0, 2.0, 2.5]
@@ -368,14 +373,14 @@ def test_dropout_acts_in_training_mode_alone() -> None:
             return gpt(ids, torch.arange(16), CausalAttention([16], CPU))
 
     before = hidden()
-    command.add_dropout(gpt, 0.5)
+    training.add_dropout(gpt, 0.5)
     assert not torch.equal(gpt.train() and hidden(), before)
     assert torch.equal(gpt.eval() and hidden(), before)
 
 
 def test_weight_decay_spares_biases_and_norms() -> None:
     gpt = tiny_model()
-    decayed, spared = command._optimizer(gpt, QUICK).param_groups
+    decayed, spared = training._optimizer(gpt, QUICK).param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (QUICK.weight_decay, 0.0)
     names = {id(parameter): name for name, parameter in gpt.named_parameters()}
     assert all(name.endswith("bias") or "ln_" in name for name in (names[id(p)] for p in spared["params"]))

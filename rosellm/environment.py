@@ -1,0 +1,78 @@
+"""Where a figure was measured: the part of every record that tells its hardware, versions and commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rosellm
+
+COMMIT_VARIABLE = "ROSELLM_COMMIT"
+CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Where a figure was measured: hardware, versions, git commit (None outside a checkout), time in UTC."""
+    is_gpu = device.type == "cuda"
+    return {
+        "device_name": torch.cuda.get_device_name(device) if is_gpu else _cpu_name(),
+        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_gpu else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if is_gpu
+        else None,
+        "cuda": torch.version.cuda,
+        "cpu": _cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "os": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: _version(name) for name in ("triton", "transformers", "numpy")},
+        "rosellm": rosellm.__version__,
+        **_git_state(),
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, str | bool | None]:
+    """Commit of the checkout that holds the package, and whether tracked files differ from it.
+
+    Where the package was copied without its history, ROSELLM_COMMIT may name the commit it was copied from.
+    """
+    if not (CHECKOUT / ".git").exists():
+        return {"git_commit": os.environ.get(COMMIT_VARIABLE), "git_dirty": None}
+    commit = _output("git", "-C", str(CHECKOUT), "rev-parse", "--verify", "HEAD")
+    changes = _output("git", "-C", str(CHECKOUT), "status", "--porcelain", "--untracked-files=no")
+    return {"git_commit": commit, "git_dirty": bool(changes) if commit and changes is not None else None}
+
+
+def _output(*command: str) -> str | None:
+    """First line of a command's output; None if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else None

@@ -1,0 +1,68 @@
+"""What an engine is made of: device, dtype, model and tokenizer, as many KV blocks as memory holds."""
+
+from __future__ import annotations
+
+import torch
+
+from rosellm.errors import CheckpointError, DeviceError
+from rosellm.rosetrainer.model import GPT
+from rosellm.rosetrainer.tokenizer import DummyTokenizer, Tokenizer, load_dummy_tokenizer, load_tokenizer
+from rosellm.rosetrainer.weights import checkpoint_folder, dummy_model, load_model
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+LOAD_FORMATS = ("auto", "dummy")
+CPU_KV_BYTES = 2 << 30
+GPU_KV_SHARE = 0.6
+
+AnyTokenizer = Tokenizer | DummyTokenizer
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto``, ``cuda`` or ``cpu`` → a device that is here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cuda", "cpu"):
+        raise DeviceError(f"device {name!r} is unknown; use 'auto', 'cuda' or 'cpu'")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("device 'cuda' is not available here; use --device cpu")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is float16 on a GPU and float32 on a CPU; or a dtype by name."""
+    if name == "auto":
+        return torch.float16 if device.type == "cuda" else torch.float32
+    if name not in DTYPES:
+        raise DeviceError(f"dtype {name!r} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
+    return DTYPES[name]
+
+
+def load_parts(
+    model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto"
+) -> tuple[GPT, AnyTokenizer]:
+    """A checkpoint (``rose-tiny``, a folder or a hub id) and its tokenizer.
+
+    load_format: "auto", or "dummy" for seeded random weights in the checkpoint's shape and a tokenizer that
+    needs no download. Raises ``CheckpointError`` or ``DeviceError``.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise CheckpointError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")
+    where = resolve_device(device)
+    kind = resolve_dtype(dtype, where)
+    if load_format == "dummy":
+        gpt = dummy_model(model, where, kind)
+        return gpt, load_dummy_tokenizer(gpt.config)
+    gpt = load_model(model, where, kind)
+    return gpt, load_tokenizer(checkpoint_folder(model), gpt.config)
+
+
+def kv_blocks_within_memory(gpt: GPT, wanted: int, block_size: int) -> int:
+    """``wanted`` blocks a layer, or as many as the KV cache may take; at least 1.
+
+    It may take ``GPU_KV_SHARE`` of a GPU's free memory, ``CPU_KV_BYTES`` on a CPU.
+    """
+    budget = CPU_KV_BYTES
+    if gpt.device.type == "cuda":
+        budget = int(GPU_KV_SHARE * torch.cuda.mem_get_info(gpt.device)[0])
+    block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
+    return max(1, min(wanted, budget // block_bytes))

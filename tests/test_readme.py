@@ -1,0 +1,87 @@
+"""README.md is true: its computed parts are up to date and its commands run."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rosellm.errors import RoseError
+from rosellm.lab import readme
+from rosellm.lab.records import find
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+SMALL = ["--hf-model-id", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--num-requests", "2"]
+SMALL += ["--max-new-tokens", "4", "--warmup-runs", "0", "--repeat-runs", "1"]
+
+
+def python_commands() -> list[list[str]]:
+    blocks = "\n".join(block.replace("\\\n", " ") for language, block in BLOCKS if not language)
+    inline = re.findall(r"`(python -m [^`]+)`", TEXT)
+    lines = [line for line in [*blocks.splitlines(), *inline] if line.startswith("python -m ")]
+    return [shlex.split(line) for line in lines]
+
+
+def made_small(command: list[str], folder: Path) -> list[str]:
+    """The same command at a size for a test, on a CPU, writing into ``folder`` alone."""
+    module = command[2].rpartition(".")[2]
+    overrides = {
+        "benchmark_scheduler": SMALL,
+        "benchmark_streaming": SMALL,
+        "benchmark_kv_append": ["--device", "cpu", "--batch-sizes", "4", "--repeats", "1"],
+        "measure": [
+            "--device",
+            "cpu",
+            "--output",
+            str(folder),
+            "--workloads",
+            "",
+            "--experiments",
+            "bookkeeping",
+        ],
+        "readme": ["--check"],
+        "train": [
+            "--smoke",
+            "--device",
+            "cpu",
+            "--output",
+            str(folder / "m"),
+            "--json",
+            str(folder / "r.json"),
+        ],
+    }
+    return [sys.executable, *command[1:], *overrides[module]]
+
+
+def test_the_computed_parts_are_up_to_date():
+    assert not readme.stale_files(), "run python -m rosellm.lab.readme"
+
+
+@pytest.mark.parametrize("command", python_commands(), ids=lambda command: command[2].rpartition(".")[2])
+def test_every_python_command_runs(command, tmp_path):
+    done = subprocess.run(
+        made_small(command, tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_python_example_runs():
+    (code,) = [block for language, block in BLOCKS if language == "python"]
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 20
+
+
+def test_every_linked_file_exists():
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert len(links) > 10
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_a_missing_section_is_told():
+    with pytest.raises(RoseError, match="<!-- results -->"):
+        readme.updated("<!-- notebooks -->\n<!-- /notebooks -->", find())
