@@ -80,7 +80,7 @@ class Bench:
         return seconds
 
     def trace(self, save_to=None) -> Trace:
-        """One profiled step."""
+        """One profiled step, after one that warms the profiler up: two tokens a sequence."""
         return record_trace(self.decode, save_to)
 
     @property
@@ -115,7 +115,7 @@ def run_recipe(model: GPT, recipe: str | Recipe, prompts: list[list[int]], new_t
     bench = Bench(model, recipe, prompts, new_tokens, **options)
     bench.decode(WARM_UP_STEPS)
     trace = bench.trace()
-    seconds = bench.decode(new_tokens - WARM_UP_STEPS - 2)
+    seconds = bench.decode(new_tokens - WARM_UP_STEPS - 3)
     return Run(recipe if isinstance(recipe, str) else "custom", bench.tokens, seconds, trace)
 
 

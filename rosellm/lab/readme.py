@@ -1,7 +1,8 @@
-"""Keeps README.md true: ``python -m rosellm.lab.readme`` rewrites what is computed, ``--check`` tells whether it is up to date.
+"""Keeps README.md true: ``python -m rosellm.lab.readme`` rewrites what is computed there.
 
-Computed are the ladder's picture (``notebooks/results/ladder.svg``), the table of results and the notebook index with each
-one's finding. They stand between HTML comments that name them.
+With ``--check`` it only tells whether that is up to date. Computed are the ladder's picture
+(``notebooks/results/ladder.svg``), the table of results and the notebook index with each one's finding. The
+last two stand between HTML comments that name them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ LEFT, PANEL, GAP, ROW, TOP = 172, 262, 22, 24, 74
 
 
 def ladder_picture(results: Results) -> str:
-    """Whole-run tokens per second of every rung on three workloads, logarithmic, with rivals and the floor, as SVG."""
+    """Whole-run tokens per second of every rung on three workloads, with rivals and the floor, as SVG."""
     height = TOP + ROW * len(LADDER) + 46
     width = LEFT + len(PANELS) * (PANEL + GAP)
     names = "".join(
@@ -54,8 +55,8 @@ def ladder_picture(results: Results) -> str:
     )
     title = f"Tokens per second of the whole run, GPT-2 small, fp16, on {results.device_name} (logarithmic)"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="{FONT}" font-size="12" role="img"><title>{escape(title)}</title>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="{FONT}" font-size="12" role="img"><title>{escape(title)}</title>'
         f"{_text(8, 22, title, 'start', TEXT, 15, bold=True)}{names}{panels}{_legend(height)}</svg>\n"
     )
 
@@ -87,7 +88,8 @@ def _panel(results: Results, workload: str, x: float, height: float) -> str:
         at, bottom = place(value), height - 42
         dash = "" if colour == GREEN else ' stroke-dasharray="5 4"'
         parts.append(
-            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 4}" y2="{bottom}" stroke="{colour}" stroke-width="1.8"{dash}/>'
+            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 4}" y2="{bottom}" stroke="{colour}" '
+            f'stroke-width="1.8"{dash}/>'
         )
         side, shift = (
             ("end", -3) if colour == MAGENTA else ("start", 3) if colour == ORANGE else ("middle", 0)
@@ -113,7 +115,8 @@ def _legend(height: float) -> str:
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str, size: int = 12, bold: bool = False) -> str:
     weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" fill="{colour}" font-size="{size}"{weight}>{escape(text)}</text>'
+    style = f'text-anchor="{anchor}" fill="{colour}" font-size="{size}"{weight}'
+    return f'<text x="{x:.1f}" y="{y}" {style}>{escape(text)}</text>'
 
 
 def _short(value: float) -> str:
@@ -121,7 +124,7 @@ def _short(value: float) -> str:
 
 
 def results_table(results: Results) -> str:
-    """Every workload: the ladder's start and best rung, the nearest rival, and the share of the bytes floor."""
+    """Every workload: the ladder's start and best rung, the rivals, and the share of the bytes floor."""
     rows = [
         "| workload | `dense` | best rung | | vLLM 0.22.1 | transformers | of the bytes floor |",
         "|---|--:|--:|---|--:|--:|--:|",
@@ -135,13 +138,8 @@ def results_table(results: Results) -> str:
             f"| {workload} | {number(values['dense'])} | **{number(values[best])}** | `{best}` "
             f"| {' | '.join(number(value) for value in others)} | {number(share)} % |"
         )
-    return "\n".join(
-        [
-            *rows,
-            "",
-            f"Completion tokens per second of the whole run, medians. {results.environment_line(f'W3-{BEST_RUNG}')}.",
-        ]
-    )
+    where = results.environment_line(f"W3-{BEST_RUNG}")
+    return "\n".join([*rows, "", f"Completion tokens per second of the whole run, medians. {where}."])
 
 
 def notebook_index(results: Results) -> str:
@@ -165,14 +163,9 @@ def _span(results: Results) -> str:
 
 def _finding(results: Results, rung: str) -> str:
     rows = verdicts(results, BEFORE[rung], rung)
-    told = [
-        f"{row.workload} {row.change}" for row in sorted(rows, key=lambda r: -abs(_log_ratio(r))) if row.sign
-    ][:3]
-    return "; ".join(told) or "no difference beyond the repeats' spread"
-
-
-def _log_ratio(row) -> float:
-    return math.log(sorted(row.after)[len(row.after) // 2] / sorted(row.before)[len(row.before) // 2])
+    largest_first = sorted(rows, key=lambda row: -abs(math.log(row.ratio)))
+    told = [f"{row.workload} {row.change}" for row in largest_first if row.sign][:3]
+    return "; ".join(told) or "no difference beyond the noise"
 
 
 SECTIONS: dict[str, Callable[[Results], str]] = {"results": results_table, "notebooks": notebook_index}

@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 from nbstripout import strip_output
+from PIL import Image
 from tqdm import tqdm
 
 from rosellm.errors import RoseError
@@ -45,6 +47,8 @@ PASSING_KEYS = [
     "cell.metadata.collapsed",
     "cell.metadata.scrolled",
 ]
+
+PNG_COLOURS = 96
 
 Renderer = Callable[[dict[str, Any]], bytes]
 
@@ -93,9 +97,19 @@ def draw(figure: dict[str, Any]) -> bytes:
     """A plotly figure (its JSON) as a PNG. Raises NotebookError if the machine has no browser to draw it."""
     try:
         with warnings.catch_warnings(action="ignore"):  # plotly passes its server an option that it ignores
-            return go.Figure(figure["data"], figure.get("layout"), skip_invalid=True).to_image("png")
+            png = go.Figure(figure["data"], figure.get("layout"), skip_invalid=True).to_image("png")
     except RuntimeError as error:
         raise NotebookError(f"no PNG can be made: {' '.join(str(error).split())}") from None
+    return _with_palette(png)
+
+
+def _with_palette(png: bytes) -> bytes:
+    """The same picture in ``PNG_COLOURS`` colours: charts have few, and the file shrinks to a fifth."""
+    small = BytesIO()
+    Image.open(BytesIO(png)).quantize(PNG_COLOURS, method=Image.Quantize.FASTOCTREE).save(
+        small, "png", optimize=True
+    )
+    return small.getvalue()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import tempfile
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
 
@@ -84,17 +85,28 @@ class Trace:
 
 
 def record_trace(run: Callable[[], object], save_to: Path | None = None) -> Trace:
-    """Profile one call of ``run``; ``save_to`` keeps the Chrome trace."""
+    """Profile one call of ``run``, after another one that warms the profiler up.
+
+    ``save_to`` keeps the Chrome trace.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and stop otherwise
+    gc.collect()  # memory freed under the profiler but taken before it makes torch warn
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
-        run()
-        if on_gpu:
-            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = save_to or Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
+        with profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=1, active=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+            profile_memory=True,
+            acc_events=True,
+        ) as profiler:
+            for _ in range(2):
+                run()
+                if on_gpu:
+                    torch.cuda.synchronize()
+                profiler.step()
         return read_trace(path)
 
 
@@ -118,7 +130,7 @@ def _event(e: dict, launches: dict[int, float]) -> Event | None:
         return Event(
             e["name"], GPU_KINDS[category], start, duration, launched, int(args.get("bytes", 0)), True
         )
-    if category == "user_annotation":
+    if category == "user_annotation" and not e["name"].startswith("ProfilerStep"):
         return Event(e["name"], "range", start, duration, start)
     if category == "cpu_op":
         return Event(e["name"], "op", start, duration, start)

@@ -39,4 +39,4 @@ def test_a_workload_is_recorded_on_a_gpu(tmp_path):
     ]
     assert measure.main(arguments) == 0
     record = json.loads((tmp_path / "W1-reused_index_buffers.json").read_text())
-    assert len(record["repeats"]) == 3
+    assert len(record["results"]["online"]["repeats"]) == 3

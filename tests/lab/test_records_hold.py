@@ -1,0 +1,69 @@
+"""The committed records show what the ladder claims (the floors that every rung had to pass)."""
+
+import pytest
+
+from rosellm.lab.records import find
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+
+RESULTS = find()
+RUNGS = list(LADDER)
+COUNTS = RESULTS.load("counts")["figures"]
+
+
+def from_rung(first: str) -> list[str]:
+    return RUNGS[RUNGS.index(first) :]
+
+
+@pytest.mark.parametrize(
+    ("workload", "first", "figure", "least"),
+    [
+        ("W1", "pinned_h2d", "decode_tok_s", 1_113),
+        ("W2", "pinned_h2d", "decode_tok_s", 6_600),
+        ("W3", "triton_append", "decode_tok_s", 31_600),
+        ("W4", "identity_pos", "total_tok_s", 10_814),
+        ("W5", "mutable_block_info", "total_tok_s", 1_286),
+    ],
+)
+def test_no_rung_is_slower_than_the_code_that_first_took_its_step(workload, first, figure, least):
+    for rung in from_rung(first):
+        assert RESULTS.value(workload, rung, figure) >= least, rung
+
+
+def test_the_whole_of_w3_profits_from_batched_prefill():
+    assert RESULTS.value("W3", BEST_RUNG) >= 25_000
+
+
+def test_the_mask_removal_removes_kernels_and_the_pinned_copy_eleven_of_twelve():
+    at = COUNTS["8"]
+    assert at["no_mask"]["kernels"] < at["paged"]["kernels"]
+    assert at["no_mask"]["table_copies"] == 12
+    assert at["pinned_h2d"]["table_copies"] == 1
+
+
+def test_the_triton_append_is_one_kernel_a_layer_instead_of_four():
+    at = COUNTS["256"]
+    assert at["cuda_graph"]["append_kernels_a_layer"] == 4
+    assert at["triton_append"]["append_kernels_a_layer"] == 1
+
+
+def test_identity_pos_makes_no_batch_idx_where_the_generic_append_does():
+    mixed = COUNTS["256 mixed"]
+    assert mixed["full_batch"]["append_copies_a_layer"] == 3  # batch_idx, block_idx, pos
+    assert mixed["identity_pos"]["append_copies_a_layer"] == 2  # block_idx, pos
+
+
+def test_tokens_of_every_rung_are_those_of_dense_in_fp32_and_logits_close_in_fp16():
+    equality = RESULTS.load("equality")["figures"]
+    for rung in RUNGS:
+        assert equality["float32"][rung]["tokens_equal"], rung
+        half = equality["float16"][rung]
+        assert half["max_logit_difference"] < 0.02 * half["logit_deviation"], rung
+        assert half["share_of_tokens_equal"] > 0.9, rung
+
+
+def test_the_append_kernel_is_within_its_time():
+    rows = {(row["batch_size"], row["variant"]): row for row in RESULTS.load("kv_append")["rows"]}
+    for variant in ("generic", "full_batch", "identity_pos"):
+        assert rows[256, variant]["medians_s"]["device_rotating"] <= 6e-6
+        large = rows[2048, variant]
+        assert large["medians_s"]["device_rotating"] <= 2 * large["floor_s"]
