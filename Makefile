@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 TIMEOUT ?= 300
 export NB P
+export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
 .PHONY: help setup notebooks test lint lab refresh clean

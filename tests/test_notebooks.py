@@ -29,6 +29,7 @@ def faults(path: Path) -> list[str]:
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     found = [*_execution_faults(code), *_metadata_faults(notebook), *_import_faults(code)]
+    found += _unreadable_parameters(path, code)
     found += [f"a cell of more than {MAX_LINES} lines" for cell in notebook.cells if _is_long(cell)]
     found += [
         f"a path of one machine: {match}" for match in MACHINE_PATH.findall("\n".join(_texts(notebook)))
@@ -45,6 +46,8 @@ def _execution_faults(code: list[NotebookNode]) -> Iterator[str]:
         yield "code cells not executed once each, in order"
     if any(output.output_type == "error" for cell in code for output in cell.outputs):
         yield "an error among the outputs"
+    if any(output.get("name") == "stderr" for cell in code for output in cell.outputs):
+        yield "a warning among the outputs"
     if not any(cell.outputs and not UNCHECKED & _tags(cell) for cell in code):
         yield "no output that nbval compares"
 
@@ -55,6 +58,17 @@ def _metadata_faults(notebook: NotebookNode) -> Iterator[str]:
         yield "a kernelspec other than python3"
     if sum("parameters" in _tags(cell) for cell in notebook.cells) != 1:
         yield "not exactly one cell tagged parameters"
+
+
+def _unreadable_parameters(path: Path, code: list[NotebookNode]) -> Iterator[str]:
+    """papermill reads the cell line by line and passes over what it cannot: an ``=`` in a comment, say."""
+    cell = _joined([cell for cell in code if "parameters" in _tags(cell)])
+    assigned = re.findall(r"^(\w+) *=", cell, re.MULTILINE)
+    yield from (
+        f"a parameter that papermill cannot read: {name}"
+        for name in assigned
+        if name not in papermill.inspect_notebook(path)
+    )
 
 
 def _import_faults(code: list[NotebookNode]) -> Iterator[str]:
@@ -111,6 +125,8 @@ SPOILT = {
     "a cell not executed": (_set(3, execution_count=None), "not executed once each"),
     "cells out of order": (_set(3, execution_count=7), "not executed once each"),
     "an error": (_set(4, outputs=[ERROR]), "an error among"),
+    "a warning": (_set(4, outputs=[new_output("stream", name="stderr", text="x")]), "a warning among"),
+    "a parameter unread": (_set(1, source='batch = 4  # or model="x"'), "cannot read: batch"),
     "stripped outputs": (_set(3, outputs=[]), "no output that nbval compares"),
     "only unchecked outputs": (_set(3, metadata={"tags": ["nbval-ignore-output"]}), "no output that nbval"),
     "only skipped outputs": (_set(3, metadata={"tags": ["nbval-skip"]}), "no output that nbval compares"),

@@ -22,6 +22,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 PAGE = """{% extends 'lab/index.html.j2' %}
 {% block html_head_js_requirejs %}<script src="plotly.min.js"></script>{% endblock %}
 {% block body_header %}{{ super() }}
+<style>.jp-RenderedMarkdown .highlight pre { font-family: var(--jp-code-font-family, monospace) }</style>
 <p style="margin: 1em 5em; font-family: sans-serif"><a href="index.html">All notebooks</a></p>
 {% endblock %}"""
 
