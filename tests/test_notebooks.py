@@ -29,7 +29,8 @@ def faults(path: Path) -> list[str]:
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
     found = [*_execution_faults(code), *_metadata_faults(notebook), *_import_faults(code)]
-    found += _unreadable_parameters(path, code)
+    if "kernelspec" in notebook.metadata and not found:
+        found += _unreadable_parameters(path, code)
     found += [f"a cell of more than {MAX_LINES} lines" for cell in notebook.cells if _is_long(cell)]
     found += [
         f"a path of one machine: {match}" for match in MACHINE_PATH.findall("\n".join(_texts(notebook)))
