@@ -62,11 +62,12 @@ def _git_state() -> dict[str, str | bool | None]:
 
     Where the package was copied without its history, ROSELLM_COMMIT may name the commit it was copied from.
     """
-    if not (CHECKOUT / ".git").exists():
+    git = ("git", "-C", str(CHECKOUT))
+    commit = _output(*git, "rev-parse", "--verify", "HEAD") if (CHECKOUT / ".git").exists() else None
+    if commit is None:
         return {"git_commit": os.environ.get(COMMIT_VARIABLE), "git_dirty": None}
-    commit = _output("git", "-C", str(CHECKOUT), "rev-parse", "--verify", "HEAD")
-    changes = _output("git", "-C", str(CHECKOUT), "status", "--porcelain", "--untracked-files=no")
-    return {"git_commit": commit, "git_dirty": bool(changes) if commit and changes is not None else None}
+    changes = _output(*git, "status", "--porcelain", "--untracked-files=no")
+    return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}
 
 
 def _output(*command: str) -> str | None:

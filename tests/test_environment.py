@@ -54,6 +54,14 @@ def test_without_a_checkout_a_variable_may_name_the_commit(tmp_path, monkeypatch
     assert environment(CPU)["git_commit"] == "0123abc" and environment(CPU)["git_dirty"] is None
 
 
+@NEEDS_GIT
+def test_the_variable_names_the_commit_where_the_history_was_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHECKOUT", tmp_path)
+    monkeypatch.setenv("ROSELLM_COMMIT", "0123abc")
+    git(tmp_path, "init", "--quiet")
+    assert environment(CPU)["git_commit"] == "0123abc"
+
+
 @pytest.mark.gpu
 def test_the_environment_of_a_gpu_names_it_and_its_driver():
     found = environment(torch.device("cuda"))

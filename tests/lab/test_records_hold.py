@@ -67,3 +67,19 @@ def test_the_append_kernel_is_within_its_time():
         assert rows[256, variant]["medians_s"]["device_rotating"] <= 6e-6
         large = rows[2048, variant]
         assert large["medians_s"]["device_rotating"] <= 2 * large["floor_s"]
+
+
+def test_every_record_names_its_gpu_versions_and_commit():
+    for name in RESULTS.names():
+        environment = RESULTS.load(name)["environment"]
+        for field in (
+            "device_name",
+            "driver",
+            "torch",
+            "triton",
+            "transformers",
+            "python",
+            "rosellm",
+            "git_commit",
+        ):
+            assert environment[field], f"{name} lacks {field}"
