@@ -408,7 +408,7 @@ def _kind(event_kind: str, name: str) -> str:
 
 
 def _part_style(part: str, i: int) -> tuple[str, str]:
-    return PARTS.get(part, (PALETTE[i % len(PALETTE)], "."))
+    return PARTS.get(part, (PALETTE[i % len(PALETTE)], ""))
 
 
 def _finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_axis: bool = True) -> Chart:

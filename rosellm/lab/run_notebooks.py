@@ -243,9 +243,19 @@ def _execute(job: Job) -> tuple[float, str]:
         error = f"{type(failure).__name__}: {_first_line(str(failure))}"
     seconds = time.monotonic() - started
     if executed.exists():
-        text = page(nbformat.read(executed, as_version=4), job.notebook.parent)
-        executed.with_suffix(".html").write_text(text, encoding="utf-8")
+        page_error = _write_page(executed, job.notebook.parent)
+        error = error or page_error
     return seconds, error
+
+
+def _write_page(executed: Path, folder: Path) -> str:
+    """The executed notebook as HTML beside it; what went wrong, or nothing."""
+    try:
+        text = page(nbformat.read(executed, as_version=4), folder)
+    except Exception as failure:
+        return f"executed, but its page was not made: {type(failure).__name__}: {_first_line(str(failure))}"
+    executed.with_suffix(".html").write_text(text, encoding="utf-8")
+    return ""
 
 
 def _first_line(text: str) -> str:

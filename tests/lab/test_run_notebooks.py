@@ -14,6 +14,7 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from rosellm.lab import run_notebooks
 from rosellm.lab.run_notebooks import NotebookError, check_parameters, main, parse_parameters, run, select
 
 ROOT = Path(__file__).parents[2]
@@ -222,3 +223,15 @@ class TestCommand:
         assert process.returncode == 130 and "Traceback" not in err
         assert wait_until(lambda: not any(is_running(relative.pid) for relative in family))
         assert list((tmp_path / "build").iterdir()) == []
+
+
+def test_a_page_that_cannot_be_made_is_told_in_one_line(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ValueError("no template\nin any path")
+
+    monkeypatch.setattr(run_notebooks, "page", fail)
+    executed = tmp_path / "n.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(), executed)
+    told = run_notebooks._write_page(executed, tmp_path)
+    assert told == "executed, but its page was not made: ValueError: no template"
+    assert not executed.with_suffix(".html").exists()
