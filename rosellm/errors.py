@@ -17,6 +17,10 @@ class DeviceError(RoseError):
     """A device that is absent here or unknown."""
 
 
+class OptionError(RoseError):
+    """An option of the engine outside its range."""
+
+
 class SamplingError(RoseError):
     """Sampling parameters outside their range, or logits that nothing can be drawn from."""
 

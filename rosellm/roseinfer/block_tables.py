@@ -21,7 +21,7 @@ H2D_RANGE = "roseinfer.decode_step_sessions.h2d_block_tables"
 
 
 def _padded(rows: list[list[int]]) -> np.ndarray:
-    """``[B, longest]`` of int64, short rows padded with their last column's first possible id, 0."""
+    """``[B, longest]`` of int64, short rows padded with 0."""
     return np.array(list(zip_longest(*rows, fillvalue=0)), dtype=np.int64).reshape(-1, len(rows)).T
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rosellm.errors import DeviceError, PromptError
+from rosellm.errors import OptionError, PromptError
 from rosellm.roseinfer.kernels import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append import AppendGate
 from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
@@ -171,9 +171,9 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
     }
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise DeviceError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+            raise OptionError(f"{name} is {value!r}; it must be a whole number, 1 or more")
     if not isinstance(block_size, int) or block_size < 1 or block_size & (block_size - 1):
-        raise DeviceError(f"block_size is {block_size!r}; it must be a power of two")
+        raise OptionError(f"block_size is {block_size!r}; it must be a power of two")
 
 
 def _check_token_ids(prompt: list[int], vocab_size: int) -> None:

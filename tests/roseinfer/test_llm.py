@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rosellm import LLM, SamplingParams
-from rosellm.errors import CheckpointError, DeviceError, PromptError, RecipeError, SamplingError
+from rosellm.errors import CheckpointError, DeviceError, OptionError, PromptError, RecipeError, SamplingError
 from rosellm.rosetrainer.tokenizer import train_tokenizer
 from rosellm.rosetrainer.weights import save_model
 from tests.helpers import random_model, small_config, uncached_greedy
@@ -132,8 +132,8 @@ def test_progress_is_shown_only_if_wanted(llm: LLM, capsys: pytest.CaptureFixtur
         ({"device": "tpu"}, DeviceError),
         ({"dtype": "int8"}, DeviceError),
         ({"load_format": "pickle"}, CheckpointError),
-        ({"max_batch_size": 0}, DeviceError),
-        ({"block_size": 3}, DeviceError),
+        ({"max_batch_size": 0}, OptionError),
+        ({"block_size": 3}, OptionError),
     ],
 )
 def test_bad_options_are_refused(checkpoint: Path, options: dict, error) -> None:
