@@ -102,10 +102,6 @@ class Run:
         """Median milliseconds a step."""
         return float(np.median(self.step_seconds)) * 1e3
 
-    @property
-    def tokens_per_second(self) -> float:
-        return len(self.tokens) / float(np.median(self.step_seconds))
-
 
 WARM_UP_STEPS = 2
 

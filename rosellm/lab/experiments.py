@@ -9,7 +9,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 
@@ -220,8 +219,3 @@ def offline_tuned_step_ms(
     )
     figures["tuned offline"] = run_recipe(model, "pinned_h2d", prompts, steps, kernels=kernels).step_ms
     return figures
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and greatest."""
-    return {"median": float(np.median(values)), "min": min(values), "max": max(values)}

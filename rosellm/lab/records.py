@@ -37,11 +37,6 @@ def number(value: float | None) -> str:
     return (f"{value:.{decimals}f}" if decimals < 6 else f"{value:.3g}").replace("-", "−")
 
 
-def tok_s(value: float) -> str:
-    """Tokens per second: ``65,533 tok/s``."""
-    return f"{number(value)} tok/s"
-
-
 def ms(value: float) -> str:
     """Milliseconds: ``8.46 ms``."""
     return f"{number(value)} ms"

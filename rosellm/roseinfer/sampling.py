@@ -68,9 +68,6 @@ class SamplingParams:
         return self.temperature == 0
 
 
-GREEDY = SamplingParams(temperature=0.0)
-
-
 def _told(value: object) -> str:
     """``value`` for a message; Python refuses to print integers of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > LONGEST_TOLD_BITS:

@@ -10,7 +10,7 @@ import torch
 
 from rosellm.errors import PromptError, SamplingError
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.sampling import GREEDY, Sampler, SamplingParams, allowed_log_probs
+from rosellm.roseinfer.sampling import Sampler, SamplingParams, allowed_log_probs
 from tests.helpers import decode_all, generate, random_model, random_prompts, small_config, small_engine
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -234,7 +234,7 @@ def test_stop_strings_become_a_tuple(stop, strings):
 
 
 def test_temperature_zero_is_greedy():
-    assert GREEDY.is_greedy and not SamplingParams(temperature=0.01).is_greedy
+    assert SamplingParams(temperature=0.0).is_greedy and not SamplingParams(temperature=0.01).is_greedy
 
 
 # When a sequence ends
@@ -264,7 +264,7 @@ def test_the_end_token_as_the_last_one_allowed_counts_as_a_stop():
 
 def test_a_callers_prompt_list_is_not_changed():
     prompt = [5, 6]
-    Sequence(1, prompt, GREEDY, n_layers=1, eos_token_id=None).commit(7, n_cached=2)
+    Sequence(1, prompt, SamplingParams(temperature=0.0), n_layers=1, eos_token_id=None).commit(7, n_cached=2)
     assert prompt == [5, 6]
 
 
