@@ -59,6 +59,7 @@ class Engine:
             model.device,
             model.dtype,
             self.recipe.block_info,
+            self.recipe.pool,
         )
         self.prefix_cache = PrefixCache(self.blocks) if prefix_cache else None
         sampler = sampler or Sampler()
@@ -100,7 +101,7 @@ class Engine:
         """A checked request. Raises ``PromptError`` for a prompt that can never run here."""
         _check_token_ids(prompt, self.config.vocab_size)
         self._n_requests += 1
-        sequence = Sequence(self._n_requests, prompt, params, self.config.n_layers, self.config.eos_token_id)
+        sequence = Sequence(self._n_requests, prompt, params, self.blocks.num_pools, self.config.eos_token_id)
         if sequence.max_length > self.max_model_len:
             raise PromptError(
                 f"{sequence.n_prompt} prompt tokens and {params.max_tokens} new ones exceed the model's "

@@ -1,7 +1,8 @@
 """Writing a decode step's new keys and values of all layers into the cache.
 
-A variant is called with the manager's caches, each layer's key and value ``[B, H_kv, D]`` and each layer's
-``Slots``. The variants differ in how many index tensors they need and how many kernels they launch a layer.
+A variant is called with the manager's caches, each layer's key and value ``[B, H_kv, D]`` and each pool's
+``Slots``. The variants differ in how many index tensors they need for a pool and how many kernels they launch
+a layer.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ INDICES = {"fresh": FreshIndices, "reused": ReusedIndices}
 
 
 class GenericAppend:
-    """Index tensors for batch row, block and position a layer; one call of ``kernel`` a layer."""
+    """Index tensors for batch row, block and position a pool; one call of ``kernel`` a layer."""
 
     def __init__(self, kernel: Callable[..., None], indices: Indices) -> None:
         self.kernel, self.indices = kernel, indices
@@ -85,7 +86,8 @@ class GenericAppend:
     ) -> None:
         batch_idx = list(range(len(slots[0].pos)))
         tensors = self.indices(chain.from_iterable((batch_idx, s.block_idx, s.pos) for s in slots))
-        for layer, (rows, block_idx, pos) in enumerate(_by(3, tensors)):
+        for layer, pool in enumerate(blocks.pool_of):
+            rows, block_idx, pos = tensors[3 * pool : 3 * pool + 3]
             operands = _operands(blocks, keys, values, layer)
             self.kernel(**operands, batch_idx=rows, block_idx=block_idx, pos=pos)
 
@@ -99,12 +101,13 @@ class FullBatchAppend:
     def __call__(
         self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]
     ) -> None:
-        positions = slots[0].pos  # the same in every layer
+        positions = slots[0].pos  # the same in every pool
         if positions.count(positions[0]) != len(positions):
             return self.fallback(blocks, keys, values, slots)
         tensors = self.indices(s.block_idx for s in slots)
-        for layer, block_idx in enumerate(tensors):
-            self.kernel(**_operands(blocks, keys, values, layer), block_idx=block_idx, pos=positions[0])
+        for layer, pool in enumerate(blocks.pool_of):
+            operands = _operands(blocks, keys, values, layer)
+            self.kernel(**operands, block_idx=tensors[pool], pos=positions[0])
 
 
 class IdentityPosAppend:
@@ -117,7 +120,8 @@ class IdentityPosAppend:
         self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]
     ) -> None:
         tensors = self.indices(chain.from_iterable((s.block_idx, s.pos) for s in slots))
-        for layer, (block_idx, pos) in enumerate(_by(2, tensors)):
+        for layer, pool in enumerate(blocks.pool_of):
+            block_idx, pos = tensors[2 * pool : 2 * pool + 2]
             self.kernel(**_operands(blocks, keys, values, layer), block_idx=block_idx, pos=pos)
 
 
@@ -152,10 +156,6 @@ def build_append(
     if variant != "generic":
         append = FullBatchAppend(kernels.kv_append_full_batch, small_ints, fallback=append)
     return GatedAppend(gate.min_batch, small=index_put, large=append)
-
-
-def _by(n: int, tensors: list[Tensor]) -> Iterable[tuple[Tensor, ...]]:
-    return zip(*[iter(tensors)] * n, strict=True)
 
 
 def _operands(

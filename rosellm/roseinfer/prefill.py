@@ -33,9 +33,9 @@ class Prefill:
         with record_function(PREFILL_RANGE), sdpa_kernel(BACKENDS):
             starts = [s.n_cached for s in sequences]
             counts = [len(s.tokens) - s.n_cached for s in sequences]
-            for layer in range(self.blocks.num_layers):
+            for pool in range(self.blocks.num_pools):
                 for sequence, count in zip(sequences, counts, strict=True):
-                    self.blocks.reserve_prompt(layer, sequence.block_ids[layer], count)
+                    self.blocks.reserve_prompt(pool, sequence.block_ids[pool], count)
             logits = self._run(sequences, starts, counts)
             for sequence, count, token in zip(
                 sequences, counts, self.sampler(logits, sequences), strict=True
@@ -47,8 +47,8 @@ class Prefill:
         ids = [token for s in sequences for token in s.tokens[s.n_cached :]]
         rows = np.repeat(np.arange(len(counts)), counts)  # [N]
         positions = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)])
-        tables = _tables(sequences, self.blocks)  # [L, B, W]
-        block_idx = tables[:, rows, positions // self.blocks.block_size]  # [L, N]
+        tables = _tables(sequences, self.blocks)  # [POOLS, B, W]
+        block_idx = tables[:, rows, positions // self.blocks.block_size]  # [POOLS, N]
         slots = torch.from_numpy(np.stack((*block_idx, positions % self.blocks.block_size))).to(device)
         ints = torch.tensor(np.stack((ids, positions)), dtype=torch.int32).to(device)  # [2, N]
         attention = self._attention(starts, counts, torch.from_numpy(tables).to(device))
@@ -60,7 +60,7 @@ class Prefill:
                 v_cache_layer=v_cache,
                 key_new=k,
                 value_new=v,
-                block_idx=slots[layer],
+                block_idx=slots[self.blocks.pool_of[layer]],
                 pos=slots[-1],
             )
             return attention(layer, q, k, v)
@@ -103,17 +103,16 @@ class PrefixAttention:
         """The layer's blocks of every sequence, new tokens included: ``[B, H_kv, S, D]``."""
         batch, width = self.tables.shape[1:]
         _, n_kv_heads, block_size, head_dim = cache.shape
-        return (
-            cache[self.tables[layer]].transpose(1, 2).reshape(batch, n_kv_heads, width * block_size, head_dim)
-        )
+        table = self.tables[self.blocks.pool_of[layer]]  # [B, W]
+        return cache[table].transpose(1, 2).reshape(batch, n_kv_heads, width * block_size, head_dim)
 
 
 def _tables(sequences: list[Sequence], blocks: KVBlockManager) -> np.ndarray:
-    """Block indices within the layer's pool, ``[L, B, W]`` int64; padding repeats block 0."""
-    layers = []
-    for layer in range(blocks.num_layers):
+    """Block indices within each pool, ``[POOLS, B, W]`` int64; padding repeats block 0."""
+    tables = []
+    for pool in range(blocks.num_pools):
         rows = zip_longest(
-            *(s.block_ids[layer] for s in sequences), fillvalue=layer * blocks.max_blocks_per_layer
+            *(s.block_ids[pool] for s in sequences), fillvalue=pool * blocks.max_blocks_per_layer
         )
-        layers.append(np.array(list(rows), dtype=np.int64).T - layer * blocks.max_blocks_per_layer)
-    return np.stack(layers)
+        tables.append(np.array(list(rows), dtype=np.int64).T - pool * blocks.max_blocks_per_layer)
+    return np.stack(tables)

@@ -32,7 +32,7 @@ class PrefixCache:
         return len(self._entries)
 
     def match(self, tokens: SequenceOf[int]) -> tuple[int, list[list[int]]]:
-        """The longest cached prefix of ``tokens``, never the last token: its length, each layer's block ids.
+        """The longest cached prefix of ``tokens``, never the last token: its length, each pool's block ids.
 
         The caller becomes a holder of the blocks. A last block that holds more than was matched is cloned;
         where no block is free for the clone, even after eviction, only full blocks are matched.
@@ -60,7 +60,7 @@ class PrefixCache:
         insort(self._ordered, prompt)
 
     def make_room(self, n_blocks: int) -> None:
-        """Evict entries until every layer has ``n_blocks`` free blocks or no entry is left."""
+        """Evict entries until every pool has ``n_blocks`` free blocks or no entry is left."""
         while self._entries and self._num_free() < n_blocks:
             self._evict(next(iter(self._entries)))
 
@@ -77,9 +77,9 @@ class PrefixCache:
         return max(found, key=itemgetter(1), default=((), 0))
 
     def _share(self, block_ids: list[list[int]], n_tokens: int) -> list[list[int]]:
-        shared = [layer[: blocks_for(n_tokens, self.blocks.block_size)] for layer in block_ids]
-        for layer in shared:
-            self.blocks.incref_blocks(layer)
+        shared = [pool[: blocks_for(n_tokens, self.blocks.block_size)] for pool in block_ids]
+        for pool in shared:
+            self.blocks.incref_blocks(pool)
         return shared
 
     def _own_tail(self, block_ids: list[list[int]], n_tokens: int) -> int:
@@ -89,11 +89,11 @@ class PrefixCache:
             return n_tokens
         self.make_room(1)
         if self._num_free() == 0:
-            for layer in block_ids:
-                self.blocks.free_blocks([layer.pop()])
+            for pool in block_ids:
+                self.blocks.free_blocks([pool.pop()])
             return n_full
-        for layer in block_ids:
-            layer[-1] = self.blocks.clone_block(layer[-1], n_tokens - n_full)
+        for pool in block_ids:
+            pool[-1] = self.blocks.clone_block(pool[-1], n_tokens - n_full)
         return n_tokens
 
     def _refresh(self, entry: Tokens) -> None:
@@ -101,14 +101,14 @@ class PrefixCache:
 
     def _evict(self, entry: Tokens) -> None:
         del self._ordered[bisect_left(self._ordered, entry)]
-        for layer in self._entries.pop(entry):
-            self.blocks.free_blocks(layer)
+        for pool in self._entries.pop(entry):
+            self.blocks.free_blocks(pool)
 
     def _num_free(self) -> int:
-        return min(self.blocks.num_free_blocks(layer) for layer in range(self.blocks.num_layers))
+        return min(self.blocks.num_free_blocks(pool) for pool in range(self.blocks.num_pools))
 
     def _no_blocks(self) -> list[list[int]]:
-        return [[] for _ in range(self.blocks.num_layers)]
+        return [[] for _ in range(self.blocks.num_pools)]
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

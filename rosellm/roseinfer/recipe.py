@@ -22,12 +22,13 @@ class Recipe:
 
     attention: Literal["dense", "paged"] = "dense"
     mask: Literal["dense", "none"] = "dense"
-    tables: Literal["per_layer", "pinned"] = "per_layer"
+    tables: Literal["per_layer", "pinned", "resident"] = "per_layer"
     launch: Literal["fixed", "autotuned"] = "fixed"
     runner: Literal["eager", "graph"] = "eager"
     append: Literal["index_put", "generic", "full_batch", "identity_pos"] = "index_put"
     block_info: Literal["tuple", "slots"] = "tuple"
     indices: Literal["fresh", "reused"] = "fresh"
+    pool: Literal["per_layer", "shared"] = "per_layer"
 
     def __post_init__(self) -> None:
         for name, allowed in recipe_choices().items():
@@ -43,9 +44,10 @@ class Recipe:
             raise RecipeError(
                 "launch='autotuned' tunes the paged attention kernel; attention='dense' has none"
             )
-        if self.runner == "graph" and (self.attention, self.mask, self.tables) != ("paged", "none", "pinned"):
+        paged_in_one_tensor = (self.attention, self.mask) == ("paged", "none") and self.tables != "per_layer"
+        if self.runner == "graph" and not paged_in_one_tensor:
             raise RecipeError(
-                "runner='graph' needs attention='paged', mask='none' and tables='pinned': "
+                "runner='graph' needs attention='paged', mask='none' and tables='pinned' or 'resident': "
                 "a captured graph has fixed shapes and reads its inputs from fixed addresses"
             )
 
@@ -76,6 +78,8 @@ _RUNGS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("identity_pos", "full_batch", {"append": "identity_pos"}),
     ("mutable_block_info", "identity_pos", {"block_info": "slots"}),
     ("reused_index_buffers", "mutable_block_info", {"indices": "reused"}),
+    ("resident_tables", "reused_index_buffers", {"tables": "resident"}),
+    ("one_table", "resident_tables", {"pool": "shared"}),
 )
 
 

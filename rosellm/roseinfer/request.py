@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import secrets
 
-import torch
-
 from rosellm.roseinfer.sampling import SamplingParams
 
 
@@ -13,13 +11,13 @@ class Sequence:
     """A prompt and the tokens generated so far, with the KV blocks that hold its cached tokens.
 
     ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between
-    steps exactly the last token is not. ``block_ids[layer]`` are global block ids. ``finish_reason``: None
-    while running, "stop", "length" or "cancelled".
+    steps exactly the last token is not. ``block_ids[pool]`` are global block ids. ``finish_reason``: None
+    while running, "stop", "length" or "cancelled". ``seed`` and a token's index decide its random numbers.
     """
 
     __slots__ = (
-        "block_ids", "finish_reason", "n_cached", "n_prompt", "params", "request_id", "tokens",
-        "_eos", "_generator",
+        "block_ids", "finish_reason", "n_cached", "n_prompt", "params", "request_id", "seed",
+        "tokens", "_eos",
     )  # fmt: skip
 
     def __init__(
@@ -27,15 +25,15 @@ class Sequence:
         request_id: int,
         prompt: list[int],
         params: SamplingParams,
-        n_layers: int,
+        n_pools: int,
         eos_token_id: int | None,
     ) -> None:
         self.request_id, self.params = request_id, params
         self.tokens, self.n_prompt, self.n_cached = list(prompt), len(prompt), 0
-        self.block_ids: list[list[int]] = [[] for _ in range(n_layers)]
+        self.block_ids: list[list[int]] = [[] for _ in range(n_pools)]
         self.finish_reason: str | None = None
         self._eos = None if params.ignore_eos else eos_token_id
-        self._generator: torch.Generator | None = None
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
 
     @property
     def last_token(self) -> int:
@@ -71,10 +69,3 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.tokens) == self.max_length:
             self.finish_reason = "length"
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        """This request's own random numbers, from its seed or a fresh one."""
-        if self._generator is None:
-            seed = secrets.randbits(63) if self.params.seed is None else self.params.seed
-            self._generator = torch.Generator(device=device).manual_seed(seed)
-        return self._generator

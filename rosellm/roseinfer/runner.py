@@ -24,7 +24,7 @@ class DecodeInputs:
     ids: Tensor  # [B] int32
     positions: Tensor  # [B] int32, tokens cached before this step
     context_lens: Tensor  # [B] int32, the same numbers, as attention wants them
-    tables: list[Tensor] | Tensor  # L tables [B, MAX_BLOCKS] int32
+    tables: list[Tensor] | Tensor  # a table [B, MAX_BLOCKS] int32 for every pool
     mask: Tensor | None  # [B, max(context_lens) + 1], added to scores; None where nothing needs it
     max_context: int  # the longest context, known to the host
 
@@ -57,8 +57,9 @@ def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
             return torch.cat((past, new[:, :, None]), dim=2)  # [B, H_kv, max_context + 1, D]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k_all = gather(blocks.k_cache[layer], inputs.tables[layer], k)
-            v_all = gather(blocks.v_cache[layer], inputs.tables[layer], v)
+            table = inputs.tables[blocks.pool_of[layer]]
+            k_all = gather(blocks.k_cache[layer], table, k)
+            v_all = gather(blocks.v_cache[layer], table, v)
             grouped = q.view(len(q), k.shape[1], -1, q.shape[2])  # [B, H_kv, G, D]
             scores = grouped @ k_all.transpose(2, 3) * q.shape[2] ** -0.5  # [B, H_kv, G, max_context + 1]
             weights = (scores + inputs.mask[:, None, None]).softmax(dim=-1, dtype=torch.float32)
@@ -80,7 +81,7 @@ def paged_attention(kernel: Callable[..., Tensor]) -> AttendFactory:
                 v_new=v,
                 k_cache_layer=blocks.k_cache[layer],
                 v_cache_layer=blocks.v_cache[layer],
-                block_table=inputs.tables[layer],
+                block_table=inputs.tables[blocks.pool_of[layer]],
                 context_lens=inputs.context_lens,
                 scale=q.shape[-1] ** -0.5,
             )
@@ -142,13 +143,13 @@ class GraphRunner:
         return self._captured[bucket].run(inputs, batch)
 
     def _capture(self, bucket: int, tables: Tensor) -> _Captured:
-        layers, _, width = tables.shape
+        pools, _, width = tables.shape
         ints = torch.zeros(3, bucket, dtype=torch.int32, device=self._device)
         static = DecodeInputs(
             ids=ints[0],
             positions=ints[1],
             context_lens=ints[2],
-            tables=torch.zeros(layers, bucket, width, dtype=torch.int32, device=self._device),
+            tables=torch.zeros(pools, bucket, width, dtype=torch.int32, device=self._device),
             mask=None,
             max_context=0,
         )

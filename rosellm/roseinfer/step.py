@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from rosellm.roseinfer.block_tables import PerLayerTables, PinnedTables
+from rosellm.roseinfer.block_tables import Tables
 from rosellm.roseinfer.kv_append import Append
 from rosellm.roseinfer.kv_blocks import KVBlockManager, Slots
 from rosellm.roseinfer.request import Sequence
@@ -44,7 +44,7 @@ class HostStep:
     def __init__(
         self,
         blocks: KVBlockManager,
-        tables: PerLayerTables | PinnedTables,
+        tables: Tables,
         mask: Callable[[Tensor, int, torch.dtype], Tensor | None],
         runner: EagerRunner | GraphRunner,
         append: Append,
@@ -71,9 +71,9 @@ class HostStep:
 
     def _reserve(self, sequences: list[Sequence]) -> tuple[list[Slots], list[list[list[int]]]]:
         with record_function(f"{STEP_RANGE}.reserve"):
-            layers = range(self.blocks.num_layers)
-            block_ids = [[s.block_ids[layer] for s in sequences] for layer in layers]
-            return [self.blocks.reserve_tokens(layer, block_ids[layer]) for layer in layers], block_ids
+            pools = range(self.blocks.num_pools)
+            block_ids = [[s.block_ids[pool] for s in sequences] for pool in pools]
+            return [self.blocks.reserve_tokens(pool, block_ids[pool]) for pool in pools], block_ids
 
     def _stage(self, sequences: list[Sequence], block_ids: list[list[list[int]]]) -> DecodeInputs:
         tables = self.tables.stage(block_ids)

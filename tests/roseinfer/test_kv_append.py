@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rosellm.errors import RecipeError
 from rosellm.roseinfer.kernels import TORCH, TRITON, Kernels, choose_kernels
-from rosellm.roseinfer.kv_append import AppendGate, build_append
+from rosellm.roseinfer.kv_append import INDICES, AppendGate, FreshIndices, build_append
 from rosellm.roseinfer.kv_append_triton import (
     kv_append_bytes,
     kv_append_ref,
@@ -155,11 +155,17 @@ LAYERS, HEADS, DIM, BLOCK = 2, 2, 32, 4
 
 
 def run_append(
-    variant: str, indices: str, kernels: Kernels, gate: AppendGate, slots: list[Slots], device
+    variant: str,
+    indices: str,
+    kernels: Kernels,
+    gate: AppendGate,
+    slots: list[Slots],
+    device,
+    pool: str = "per_layer",
 ) -> Tensor:
     """Two steps of an append; both caches ``[2, L, N_BLOCKS, H, BLOCK_SIZE, D]``."""
     generator = torch.Generator().manual_seed(1)
-    blocks = KVBlockManager(LAYERS, HEADS, DIM, BLOCK, 16, device, torch.float32)
+    blocks = KVBlockManager(LAYERS, HEADS, DIM, BLOCK, 16, device, torch.float32, pool=pool)
     append = build_append(variant, indices, kernels, torch.device(device), gate)
     batch = len(slots[0].pos)
     for shift in (0, 8):
@@ -184,6 +190,42 @@ def test_every_variant_writes_what_index_put_writes(variant, indices, positions,
     kernels = choose_kernels("auto", "fixed", torch.device(device))
     expected = run_append("index_put", "fresh", TORCH, gate, slots, device)
     assert torch.equal(run_append(variant, indices, kernels, gate, slots, device), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("positions", [[2, 2, 2], [0, 3, 1], [1]], ids=str)
+@pytest.mark.parametrize("indices", recipe_choices()["indices"])
+@pytest.mark.parametrize("variant", recipe_choices()["append"])
+def test_the_slots_of_a_shared_pool_are_written_in_every_layer(variant, indices, positions, device):
+    slots, gate = slots_of(positions)[:1], AppendGate(1)
+    kernels = choose_kernels("auto", "fixed", torch.device(device))
+    expected = run_append("index_put", "fresh", TORCH, gate, slots * LAYERS, device)
+    assert torch.equal(run_append(variant, indices, kernels, gate, slots, device, "shared"), expected)
+
+
+@pytest.mark.parametrize(
+    ("variant", "positions", "lists"),
+    [
+        ("index_put", [1, 2], 3),
+        ("generic", [1, 2], 3),
+        ("full_batch", [1, 1], 1),
+        ("identity_pos", [1, 1], 1),
+        ("identity_pos", [1, 2], 2),
+    ],
+)
+def test_index_lists_are_sent_once_a_pool(variant, positions, lists, monkeypatch):
+    class Counting(FreshIndices):
+        def __call__(self, rows):
+            tensors = super().__call__(rows)
+            sent.append(len(tensors))
+            return tensors
+
+    monkeypatch.setitem(INDICES, "fresh", Counting)
+    slots, gate = slots_of(positions), AppendGate(1)
+    sent: list[int] = []
+    run_append(variant, "fresh", TORCH, gate, slots, "cpu")
+    run_append(variant, "fresh", TORCH, gate, slots[:1], "cpu", "shared")
+    assert sent == [lists * LAYERS] * 2 + [lists] * 2
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)

@@ -73,6 +73,7 @@ def test_a_batch_that_grows_and_shrinks_gives_the_same_tokens(checkpoint, rung, 
     engine = small_engine(load(folder, device), recipe=rung)
     for _ in range(2):
         assert grow_and_shrink(engine) == truncated(expected["mixed"].tokens)
+        assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
 
 
 COUNTS = [N_TOKENS, 3, 9, 1, 12, 5, N_TOKENS]
@@ -92,12 +93,54 @@ def grow_and_shrink(engine: Engine) -> list[list[int]]:
     outputs = decode_all(engine, sequences)
     for sequence in sequences:
         engine.release(sequence)
-    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+    engine.check_integrity()
     return outputs
 
 
+@pytest.mark.parametrize(("rung", "device"), RUNS)
+def test_shared_prefixes_and_copies_on_write_give_the_same_tokens(checkpoint, rung, device):
+    """Prompts served twice: the second round shares what the first one cached, partly filled blocks too."""
+    folder, expected = checkpoint
+    engine = small_engine(load(folder, device), recipe=rung, prefix_cache=True)
+    for _ in range(2):
+        assert grow_and_shrink(engine) == truncated(expected["mixed"].tokens)
+    assert engine.prefix_cache.hit_tokens >= sum(n - 1 for n in MIXED)
+    engine.prefix_cache.clear()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+@pytest.mark.parametrize(("rung", "device"), RUNS)
+def test_a_sequence_that_lost_its_blocks_and_is_computed_anew_gives_the_same_tokens(checkpoint, rung, device):
+    """It comes back to its row with other blocks in the same lists, the batch being smaller meanwhile."""
+    folder, expected = checkpoint
+    engine = small_engine(load(folder, device), recipe=rung)
+    sequences = greedy_sequences(engine, PROMPTS["mixed"], N_TOKENS)
+    engine.prefill(sequences[:-1])
+    for _ in range(3):
+        engine.decode(sequences[:-1])
+    lost = sequences[-2]
+    engine.release(lost)
+    lost.n_cached = 0
+    engine.prefill(sequences[-1:])  # takes blocks that were the lost sequence's
+    engine.decode(sequences[:-2])
+    engine.prefill([lost])
+    assert decode_all(engine, sequences) == expected["mixed"].tokens
+
+
+@pytest.mark.parametrize("rung", ON_TORCH)
+def test_slots_are_reserved_once_a_pool(rung, monkeypatch):
+    engine, calls = small_engine(random_model(3), recipe=rung), []
+    reserve = engine.blocks.reserve_tokens
+    monkeypatch.setattr(engine.blocks, "reserve_tokens", lambda *a: calls.append(a[0]) or reserve(*a))
+    generate(engine, PROMPTS["equal"], 2)
+    assert calls == ([0] if LADDER[rung].pool == "shared" else list(range(engine.config.n_layers)))
+
+
 @NO_GPU
-@pytest.mark.parametrize("rung", [*TUNED, "paged", "triton_append", "full_batch", "identity_pos", BEST_RUNG])
+@pytest.mark.parametrize(
+    "rung",
+    [*TUNED, "paged", "triton_append", "full_batch", "identity_pos", "reused_index_buffers", "one_table"],
+)
 def test_rungs_on_triton_in_the_interpreter_give_the_tokens_of_transformers(checkpoint, rung):
     folder, expected = checkpoint
     engine = small_engine(load(folder), recipe=rung, kernels="triton")
@@ -124,7 +167,7 @@ LONE_AXES = [
     replace(LADDER[BEST_RUNG], **{name: value})
     for name, values in recipe_choices().items()
     for value in values
-    if name in ("append", "block_info", "indices") and getattr(LADDER[BEST_RUNG], name) != value
+    if name in ("append", "block_info", "indices", "pool") and getattr(LADDER[BEST_RUNG], name) != value
 ]
 
 
@@ -210,6 +253,7 @@ PAIRS = [
     ("paged", "cuda_graph"),
     (BEST_RUNG, BEST_RUNG),
     ("identity_pos", "full_batch"),
+    ("resident_tables", "one_table"),
 ]
 
 

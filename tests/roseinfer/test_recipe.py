@@ -25,6 +25,8 @@ FIRST_RUNGS = [
     "identity_pos",
     "mutable_block_info",
     "reused_index_buffers",
+    "resident_tables",
+    "one_table",
 ]
 
 

@@ -1,0 +1,321 @@
+"""Runs workloads through rivals: ours, transformers or vLLM.
+
+Every rival gets the same prompts as token ids, all at once, and generates greedily, end of sequence ignored;
+workloads of the streaming form are run like this too. One clock goes from the call to the token ids of all
+requests on the host. Rivals named together load the same weights into one process and take turns, run by run,
+so that a slow moment hits all of them; vllm runs only alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from rosellm.errors import OptionError, PromptError, RoseError
+from rosellm.roseinfer import cli
+from rosellm.roseinfer.loading import load_parts, resolve_device, resolve_dtype
+from rosellm.roseinfer.recipe import LADDER, get_rung
+from rosellm.roseinfer.record import (
+    across_repeats,
+    check_writable,
+    new_record,
+    tokens_sha256,
+    write_record,
+)
+from rosellm.roseinfer.rivals import RIVALS, Rival, Task, check_rivals
+from rosellm.roseinfer.workloads import WORKLOADS
+from rosellm.rosetrainer.config import ModelConfig
+from rosellm.rosetrainer.weights import save_model
+
+THROUGHPUT = "total_throughput_tok_s"
+OVERRIDES = ("num_requests", "max_new_tokens", "max_batch_size", "prompt_tokens")
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """One measured run: its tokens, and its figures for the record."""
+
+    tokens: list[list[int]]
+    figures: dict[str, Any]
+
+
+def run_in_turns(
+    rivals: dict[str, Rival],
+    task: Task,
+    warmup_runs: int = 1,
+    repeat_runs: int = 3,
+) -> dict[str, list[TimedRun]]:
+    """Run 1 of every rival, run 2 of every rival, and so on, warm-up runs first; the measured ones of each.
+
+    Times are seconds, throughputs tokens a second, memory bytes: the most that was allocated on the GPU by
+    this process, other rivals' models included, or None where it is not this process that allocates.
+    """
+    for _ in range(warmup_runs):
+        for rival in rivals.values():
+            rival.generate()
+    runs: dict[str, list[TimedRun]] = {name: [] for name in rivals}
+    for _ in range(repeat_runs):
+        for name, rival in rivals.items():
+            runs[name].append(_timed_run(rival, task))
+    return runs
+
+
+def _timed_run(rival: Rival, task: Task) -> TimedRun:
+    on_gpu = rival.in_process and task.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(task.device)
+        torch.cuda.reset_peak_memory_stats(task.device)
+    start = perf_counter()
+    tokens = rival.generate()
+    total_time = perf_counter() - start
+    _check_complete(tokens, task)
+    completion_tokens = sum(map(len, tokens))
+    figures = {
+        "total_time_s": total_time,
+        "completion_tokens": completion_tokens,
+        THROUGHPUT: completion_tokens / total_time,
+        "peak_gpu_memory_bytes": torch.cuda.max_memory_allocated(task.device) if on_gpu else None,
+        "tokens_sha256": tokens_sha256(tokens),
+    }
+    return TimedRun(tokens, figures)
+
+
+def _check_complete(tokens: list[list[int]], task: Task) -> None:
+    """A rival that ended a request early would look fast."""
+    wanted = [task.options.max_new_tokens] * len(task.prompts)
+    if [len(row) for row in tokens] != wanted:
+        raise RuntimeError(f"{sum(map(len, tokens))} tokens came, {sum(wanted)} were asked for")
+
+
+def measure_workload(
+    task: Task, names: list[str], config: ModelConfig, warmup_runs: int, repeat_runs: int
+) -> dict[str, dict[str, Any]]:
+    """One record a rival, in the order of ``names``; the rivals are closed again."""
+    with ExitStack() as cleanup:
+        cleanup.callback(_free_memory)
+        rivals: dict[str, Rival] = {}
+        for name in names:
+            rivals[name] = RIVALS[name](task)
+            cleanup.callback(rivals[name].close)
+        runs = run_in_turns(rivals, task, warmup_runs, repeat_runs)
+        facts = {name: _facts(task, config) | rival.facts() for name, rival in rivals.items()}
+        rivals.clear()
+    return {
+        name: new_record(
+            "rivals",
+            task.device,
+            rival=name,
+            **facts[name],
+            equal_tokens={other: _share_equal(runs[name], runs[other]) for other in names if other != name},
+            results={
+                "offline": {
+                    "mode": "offline",
+                    "warmup_runs": warmup_runs,
+                    "repeat_runs": repeat_runs,
+                    **across_repeats([run.figures for run in runs[name]]),
+                }
+            },
+        )
+        for name in names
+    }
+
+
+def _facts(task: Task, config: ModelConfig) -> dict[str, Any]:
+    """What is the same for all rivals."""
+    return {
+        **cli.request_facts(task.options),
+        "form": "offline",
+        "workload_form": WORKLOADS[task.options.workload].form,
+        "device": task.device.type,
+        "dtype": str(task.dtype).removeprefix("torch."),
+        "model_shape": config.to_hf(),
+        "max_batch_size": task.options.max_batch_size,
+    }
+
+
+def _share_equal(mine: list[TimedRun], theirs: list[TimedRun]) -> float:
+    """Share of positions at which the first measured runs of two rivals have the same token."""
+    return float(np.mean(np.array(mine[0].tokens) == np.array(theirs[0].tokens)))
+
+
+def _free_memory() -> None:
+    """So that one workload's rivals do not crowd the next one's."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def comparison(records: Iterable[dict[str, Any]]) -> list[str]:
+    """A line a record: median, lowest and highest tokens/s, and the ratio to its workload's first rival."""
+    lines = [f"{'':4} {'rival':14} {'tokens/s':>11} {'lowest':>11} {'highest':>11} {'ratio':>7}"]
+    first: dict[str, float] = {}
+    for record in records:
+        result = record["results"]["offline"]
+        median = result["medians"][THROUGHPUT]
+        ratio = median / first.setdefault(record["workload"], median)
+        repeats = [repeat[THROUGHPUT] for repeat in result["repeats"]]
+        figures = f"{median:11,.1f} {min(repeats):11,.1f} {max(repeats):11,.1f} {ratio:6.2f}x"
+        lines.append(f"{record['workload']:4} {record['rival']:14} {figures}")
+    return lines
+
+
+@cli.command
+def main(argv: list[str] | None = None) -> None:
+    """Check everything that is asked for, then measure workload by workload and compare."""
+    options = parse_options(argv)
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    check_rivals(options.rival, device)
+    if options.output:
+        _make_folder(options.output)
+    gpt, tokenizer = load_parts(
+        options.hf_model_id, "cpu", str(dtype).removeprefix("torch."), options.load_format
+    )
+    records = []
+    with TemporaryDirectory(prefix="rosellm-") as folder:
+        save_model(gpt, Path(folder), dtype)
+        config = gpt.config
+        del gpt
+        tasks = [
+            _make_task(workload_options(options, name), Path(folder), device, dtype, config, tokenizer)
+            for name in options.workloads
+        ]
+        for task in tasks:
+            records += _measure_and_write(task, options, config)
+    print("\n".join(comparison(records)))
+
+
+def _make_task(
+    options: argparse.Namespace,
+    checkpoint: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: ModelConfig,
+    tokenizer: cli.AnyTokenizer,
+) -> Task:
+    """Raises ``PromptError`` if the model has too few positions for the workload."""
+    prompts = cli.encode_prompts(cli.make_prompts(options, config.vocab_size), tokenizer)
+    longest = max(map(len, prompts))
+    if longest + options.max_new_tokens > config.n_positions:
+        raise PromptError(
+            f"{options.workload}: {longest} prompt tokens and {options.max_new_tokens} new ones exceed the "
+            f"model's {config.n_positions} positions"
+        )
+    return Task(checkpoint, device, dtype, options, prompts)
+
+
+def _measure_and_write(
+    task: Task, options: argparse.Namespace, config: ModelConfig
+) -> Iterable[dict[str, Any]]:
+    """A workload's records, written as soon as they are known."""
+    sizes = task.options
+    print(
+        f"{sizes.workload}: {sizes.num_requests} requests, {sizes.max_new_tokens} new tokens each, "
+        f"{sizes.max_batch_size} at a time, by {', '.join(options.rival)}",
+        flush=True,
+    )
+    records = measure_workload(task, options.rival, config, options.warmup_runs, options.repeat_runs)
+    if options.output:
+        for name, record in records.items():
+            write_record(options.output / f"{sizes.workload}-{name}.json", record)
+    return records.values()
+
+
+def workload_options(options: argparse.Namespace, name: str) -> argparse.Namespace:
+    """The command's options with the sizes of workload ``name``, overridden ones excepted."""
+    given = {key: value for key, value in vars(options).items() if key not in ("output", "workloads")}
+    overrides = {key: given[key] for key in OVERRIDES if given[key] is not None}
+    fixed = {"workload": name, "seed": 0, "block_size": 64}
+    return argparse.Namespace(**(given | fixed | WORKLOADS[name].flags() | overrides))
+
+
+def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+    """This command's options; None reads the command line."""
+    options = _parser().parse_args(argv)
+    if options.rung is not None and "rosellm" not in options.rival:
+        raise OptionError("--rung is an option of rival rosellm, which is not among those named")
+    get_rung(options.rung)
+    return options
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RoseError(f"cannot write records to {folder}: {error.strerror}") from error
+    check_writable(folder / "record.json")
+
+
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """An argparse type: comma-separated names, each of ``known``, none twice."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; use {', '.join(known)}")
+        if len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(f"{text!r} names one twice")
+        return names
+
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = cli.OneLineParser(
+        prog="python -m rosellm.roseinfer.benchmark_rivals", description=__doc__.partition("\n\n")[2]
+    )
+    parser.add_argument(
+        "--rival",
+        type=_names(RIVALS),
+        required=True,
+        metavar="NAME,NAME",
+        help=f"who runs, the first one being what the others are compared with: {', '.join(RIVALS)}",
+    )
+    parser.add_argument(
+        "--workloads", type=_names(WORKLOADS), required=True, metavar="ID,ID", help=", ".join(WORKLOADS)
+    )
+    parser.add_argument(
+        "--rung", metavar="NAME", help=f"of rosellm; default: the best one; {', '.join(LADDER)}"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="write WORKLOAD-RIVAL.json here; made if missing"
+    )
+    cli.add_model_arguments(parser)
+    cli.add_device_arguments(parser)
+    _add_override_arguments(parser)
+    _add_measuring_arguments(parser)
+    return parser
+
+
+def _add_override_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sizes that replace those of every workload")
+    for name in OVERRIDES:
+        group.add_argument(f"--{name.replace('_', '-')}", type=cli.whole_number(1), metavar="N")
+
+
+def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("measuring")
+    group.add_argument(
+        "--warmup-runs",
+        type=cli.whole_number(0),
+        default=1,
+        help="whole runs before the measured ones; default: %(default)s",
+    )
+    group.add_argument(
+        "--repeat-runs", type=cli.whole_number(1), default=3, help="measured runs; default: %(default)s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

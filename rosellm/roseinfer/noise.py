@@ -1,0 +1,82 @@
+"""Counter-based random numbers: the noise of a draw is a function of seed, position and vocabulary index.
+
+No generator has a state to keep: a draw can be captured in a CUDA graph, and a preempted request that is
+computed again draws the same tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+WORD = 0xFFFFFFFF
+COLUMNS = 1024
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+    counter, key: words 0..2**32-1 in int64 tensors that broadcast together → four such words of random bits.
+    """
+    shape = torch.broadcast_shapes(*(word.shape for word in (*counter, *key)))
+    c0, c1, c2, c3 = (word.expand(shape).clone() for word in counter)
+    k0, k1 = key
+    product0, product2 = torch.empty_like(c0), torch.empty_like(c0)
+    for _ in range(ROUNDS):
+        # int64 products wrap, and c1 and c3 carry junk above bit 31; every use is masked.
+        torch.mul(c0, MULTIPLIERS[0], out=product0)
+        torch.mul(c2, MULTIPLIERS[1], out=product2)
+        torch.bitwise_right_shift(product2, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(WORD)
+        torch.bitwise_right_shift(product0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(WORD)
+        c1, c3, product0, product2 = product2, product0, c3, c1
+        k0, k1 = k0 + KEY_STEPS[0], k1 + KEY_STEPS[1]
+    return c0, c1 & WORD, c2, c3 & WORD
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise, the specification: seeds ``[B]`` int64, positions ``[B]`` int → ``[B, V]`` fp32.
+
+    A row's noise depends on its own seed and position alone. Key: the seed's low and high word; counter:
+    (vocabulary index, position, 0, 0); the first output word's upper 23 bits give a uniform number halfway
+    between multiples of 2**-23, so that neither logarithm meets 0 or 1: values from -2.8 to 16.6.
+    """
+    column = torch.arange(vocab_size, device=seeds.device)  # [V]
+    seeds, position = seeds[:, None], positions.long()[:, None]  # [B, 1]
+    zero = torch.zeros_like(position)
+    word = philox4x32((column, position, zero, zero), (seeds & WORD, (seeds >> 32) & WORD))[0]  # [B, V]
+    return (word >> 9).float().add_(0.5).mul_(2**-23).log_().neg_().log_().neg_()
+
+
+@triton.jit
+def gumbel(seed, position, column):
+    """:func:`gumbel_noise` inside a kernel: seed int64, position and column any integers, all broadcast."""
+    column = column.to(tl.uint32)
+    word, _, _, _ = tl.philox(seed, column, position.to(tl.uint32), column * 0, column * 0, n_rounds=10)
+    uniform = ((word >> 9).to(tl.float32) + 0.5) * (1 / 8388608)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _gumbel_noise_kernel(out_ptr, seeds_ptr, positions_ptr, vocab_size, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    noise = gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), column)
+    tl.store(out_ptr + row * vocab_size + column, noise, mask=column < vocab_size)
+
+
+def gumbel_noise_triton(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """:func:`gumbel_noise` in one kernel: the same random words, the last bits of the logarithms apart.
+
+    seeds and positions contiguous, on the device where Triton runs.
+    """
+    out = torch.empty(len(seeds), vocab_size, device=seeds.device)
+    grid = (len(seeds), triton.cdiv(vocab_size, COLUMNS))
+    _gumbel_noise_kernel[grid](out, seeds, positions, vocab_size, COLUMNS=COLUMNS)
+    return out

@@ -1,0 +1,334 @@
+"""Attention of many new tokens a sequence over a paged KV cache, packed without padding; writes their KV too.
+
+N new tokens of several sequences lie one after the other. A sequence has ``start`` tokens in the cache and
+brings ``count`` new ones (a chunk of its prompt, or all of it); each new token attends to the cached ones
+and, causally, to the new ones, whose keys and values are stored into the cache on the way. H query heads,
+H_kv key/value heads (H a multiple of H_kv), D head size; a layer's caches are
+``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``, and a row of the block table names the blocks of a sequence in order, new
+tokens included.
+
+The work is cut into tiles of consecutive new tokens of one sequence (:class:`Tiles`), made once a prefill.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rosellm.errors import OptionError
+
+BLOCK_M, BLOCK_N = 64, 64  # queries and keys of a tile
+NUM_WARPS, NUM_STAGES = 4, 3
+FP32_BLOCK_N, FP32_NUM_WARPS, FP32_NUM_STAGES = 16, 8, 1  # products in registers, which 64 keys would spill
+SMALLEST_DOT = 16  # of each side of a matrix product in Triton
+LOG2_E = math.log2(math.e)
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The programs of one prefill: ``columns`` is :func:`tile_columns` on the device, ``size`` its tile size.
+
+    The rows of ``columns`` may be strided; a tile of no rows does nothing.
+    """
+
+    columns: Tensor
+    size: int
+
+
+def tile_columns(starts, counts, rows, tile_size: int) -> np.ndarray:
+    """Cut sequences into tiles of at most ``tile_size`` new tokens → ``[6, n_tiles]`` int32, on the host.
+
+    starts and counts: tokens cached and tokens new, one integer a sequence, in packed order; rows: their rows
+    of the block table, None for 0, 1, 2 … A tile's six numbers: its first packed row, its number of rows, the
+    position of its first token in the sequence, the sequence's first packed row, its start, its table row.
+    Tiles that attend to more tokens come first, so that no long one is left running at the end.
+    """
+    starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
+    rows = np.arange(len(counts)) if rows is None else np.asarray(rows, np.int64)
+    n_tiles = -(-counts // tile_size)  # [B]
+    sequence = np.repeat(np.arange(len(counts)), n_tiles)  # [n_tiles]
+    first_tile, first_row = np.cumsum(n_tiles) - n_tiles, np.cumsum(counts) - counts  # [B]
+    before = (np.arange(len(sequence)) - first_tile[sequence]) * tile_size  # new tokens of earlier tiles
+    size = np.minimum(tile_size, counts[sequence] - before)
+    position = starts[sequence] + before
+    columns = np.stack(
+        (
+            first_row[sequence] + before,
+            size,
+            position,
+            first_row[sequence],
+            starts[sequence],
+            rows[sequence],
+        )
+    )
+    return columns[:, np.argsort(-(position + size), kind="stable")].astype(np.int32, order="C")
+
+
+def make_tiles(starts, counts, rows, tile_size: int, device: torch.device | str) -> Tiles:
+    """The tiles of :func:`tile_columns`, sent to ``device`` in one copy."""
+    return Tiles(torch.from_numpy(tile_columns(starts, counts, rows, tile_size)).to(device), tile_size)
+
+
+def prefill_attention_ref(
+    *,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    block_table: Tensor,
+    tiles: Tiles,
+    scale: float,
+) -> Tensor:
+    """The specification in plain torch, in fp32 arithmetic, one sequence at a time.
+
+    q ``[N, H, D]``, k_new and v_new ``[N, H_kv, D]``, block_table ``[rows, W]`` int32 (entries past a
+    sequence's blocks may be anything) → ``[N, H, D]`` of q's dtype. The caches get k_new and v_new.
+    """
+    sequences = _sequences(tiles)
+    _store_new(k_new, v_new, k_cache_layer, v_cache_layer, block_table, sequences)
+    out = q.new_empty(q.shape)
+    for first, count, start, row in sequences:
+        new = slice(first, first + count)
+        blocks = block_table[row, : -(-start // k_cache_layer.shape[2])]
+        k = _with_prefix(k_cache_layer, blocks, start, k_new[new])  # [H_kv, start + count, D]
+        v = _with_prefix(v_cache_layer, blocks, start, v_new[new])
+        out[new] = _causal_attention(q[new].transpose(0, 1).float(), k, v, start, scale).transpose(0, 1)
+    return out
+
+
+def _sequences(tiles: Tiles) -> list[tuple[int, int, int, int]]:
+    """First packed row, count, start and table row of each sequence, in packed order."""
+    counts: dict[tuple[int, int, int], int] = {}
+    for _, n_rows, _, first, start, row in tiles.columns.T.tolist():
+        counts[first, start, row] = counts.get((first, start, row), 0) + n_rows
+    return sorted((first, count, start, row) for (first, start, row), count in counts.items() if count)
+
+
+def _store_new(k_new, v_new, k_cache, v_cache, block_table, sequences) -> None:
+    block_size = k_cache.shape[2]
+    first, count, start, row = np.array(sequences).reshape(-1, 4).T  # [B]
+    rows = np.repeat(row, count)  # [N]
+    positions = np.arange(len(rows)) - np.repeat(first - start, count)
+    rows, positions = torch.from_numpy(np.stack((rows, positions))).to(k_cache.device)
+    block_idx, slots = block_table[rows, positions // block_size], positions % block_size
+    k_cache[block_idx, :, slots], v_cache[block_idx, :, slots] = k_new, v_new
+
+
+def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tensor:
+    """The ``start`` cached tokens and the new ones ``[T, H_kv, D]`` → ``[H_kv, start + T, D]`` in fp32."""
+    cached = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :start]  # [H_kv, start, D]
+    return torch.cat((cached, new.transpose(0, 1)), dim=1).float()
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+    """q ``[H, T, D]``, k and v ``[H_kv, start + T, D]`` → ``[H, T, D]``; token t sees keys 0 … start + t."""
+    count = q.shape[1]
+    mask = torch.ones(count, start + count, dtype=torch.bool, device=q.device).tril(start) if start else None
+    return F.scaled_dot_product_attention(
+        q[None],
+        k[None],
+        v[None],
+        attn_mask=mask,
+        is_causal=not start,
+        scale=scale,
+        enable_gqa=q.shape[0] != k.shape[0],
+    )[0]
+
+
+@triton.jit
+def _absorb(scores, v, highest, total, mixed, scale_log2):
+    """Online softmax (Milakov & Gimelshein 2018) over one more tile of keys, to the base 2.
+
+    scores ``[BLOCK_M, BLOCK_N]`` fp32, not yet scaled, v ``[BLOCK_N, D]``; highest and total ``[BLOCK_M]``,
+    mixed ``[BLOCK_M, D]``: largest scaled score, sum of weights and weighted sum of values so far.
+    """
+    risen = tl.maximum(highest, tl.max(scores, axis=1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - risen[:, None])
+    shrink = tl.exp2(highest - risen)
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+    return risen, total * shrink + tl.sum(weights, axis=1), mixed
+
+
+@triton.jit(
+    do_not_specialize=["tiles_row", "table_row"],
+    do_not_specialize_on_alignment=["tiles_ptr", "block_table_ptr"],
+)
+def _prefill_attention_kernel(
+    out_ptr,
+    q_ptr,
+    k_new_ptr,
+    v_new_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_table_ptr,
+    tiles_ptr,
+    scale_log2,
+    q_row,
+    kv_new_row,
+    cache_block,
+    table_row,
+    tiles_row,
+    H: tl.constexpr,
+    H_KV: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """One program a (tile, query head): cached prefix, new tokens before the tile, the tile itself.
+
+    The first query head of a group stores the tile's keys and values. The tile itself is one round or few:
+    stages of its own would only cost registers.
+    """
+    tile = tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    kv_head = head // (H // H_KV)
+    first = tl.load(tiles_ptr + tile)
+    n_rows = tl.load(tiles_ptr + tiles_row + tile)
+    position = tl.load(tiles_ptr + 2 * tiles_row + tile)
+    sequence_first = tl.load(tiles_ptr + 3 * tiles_row + tile)
+    start = tl.load(tiles_ptr + 4 * tiles_row + tile)
+    table_ptr = block_table_ptr + tl.load(tiles_ptr + 5 * tiles_row + tile).to(tl.int64) * table_row
+
+    i = tl.arange(0, BLOCK_M)
+    j = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_PADDED)
+    in_head = d < D
+    mine = (i < n_rows)[:, None] & in_head[None, :]
+    q_tile = first.to(tl.int64) * q_row + head * D + i[:, None] * q_row + d[None, :]
+    q = tl.load(q_ptr + q_tile, mask=mine, other=0.0).to(DOT)  # [BLOCK_M, D]
+    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    mixed = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
+
+    for begin in range(0, start, BLOCK_N):
+        cached = begin + j
+        held = cached < start
+        block = tl.load(table_ptr + cached // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
+        slot = block * cache_block + kv_head * BLOCK_SIZE * D + cached % BLOCK_SIZE * D
+        loaded = held[:, None] & in_head[None, :]
+        k = tl.load(k_cache_ptr + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
+        v = tl.load(v_cache_ptr + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
+        scores = tl.where(held[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
+        highest, total, mixed = _absorb(scores, v, highest, total, mixed, scale_log2)
+
+    before = first - sequence_first
+    new = sequence_first.to(tl.int64) * kv_new_row + kv_head * D + d[None, :]
+    for begin in range(0, before, BLOCK_N):
+        token = new + (begin + j)[:, None] * kv_new_row
+        k = tl.load(k_new_ptr + token, mask=in_head[None, :], other=0.0).to(DOT)
+        v = tl.load(v_new_ptr + token, mask=in_head[None, :], other=0.0).to(DOT)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        highest, total, mixed = _absorb(scores, v, highest, total, mixed, scale_log2)
+
+    n_stored = tl.where(head % (H // H_KV) == 0, n_rows, 0)
+    for begin in tl.range(0, n_rows, BLOCK_N, num_stages=1):
+        own = begin + j
+        token = new + (before + own)[:, None] * kv_new_row
+        loaded = (own < n_rows)[:, None] & in_head[None, :]
+        k = tl.load(k_new_ptr + token, mask=loaded, other=0.0)
+        v = tl.load(v_new_ptr + token, mask=loaded, other=0.0)
+        place = position + own
+        stored = own < n_stored
+        block = tl.load(table_ptr + place // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+        slot = block * cache_block + kv_head * BLOCK_SIZE * D + place % BLOCK_SIZE * D
+        target = stored[:, None] & in_head[None, :]
+        tl.store(k_cache_ptr + slot[:, None] + d[None, :], k, mask=target)
+        tl.store(v_cache_ptr + slot[:, None] + d[None, :], v, mask=target)
+        seen = own[None, :] <= i[:, None]  # rows past n_rows see zeros and are not stored
+        scores = tl.where(seen, tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee"), float("-inf"))
+        highest, total, mixed = _absorb(scores, v.to(DOT), highest, total, mixed, scale_log2)
+
+    out_tile = first.to(tl.int64) * (H * D) + head * D + i[:, None] * (H * D) + d[None, :]
+    tl.store(out_ptr + out_tile, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
+
+
+def make_prefill_attention(
+    block_m: int = BLOCK_M,
+    block_n: int = BLOCK_N,
+    num_warps: int = NUM_WARPS,
+    num_stages: int = NUM_STAGES,
+):
+    """Flash attention (Dao et al. 2022) in Triton, to be called as :func:`prefill_attention_ref`.
+
+    Tiles of ``block_m`` queries (the tiles' ``size``, also the function's attribute ``tile_size``) meet
+    tiles of ``block_n`` keys; both are powers of two from 16 on, block_m a multiple of block_n.
+
+    Caches and out are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided,
+    ``[H, D]`` contiguous, k_new and v_new alike); block_table rows are contiguous; all of one dtype; scale is
+    positive. No two new tokens may share a slot, and no new token a slot of a prefix that is read. Nothing is
+    said of the order in which slots are written: programs read new tokens from k_new and v_new only.
+    Products of fp16 and bf16 run on tensor cores, those of fp32 in full fp32, the softmax always in fp32.
+    """
+    if block_n < SMALLEST_DOT or block_m % block_n:
+        raise OptionError(
+            f"block_m={block_m}, block_n={block_n}: block_n must divide block_m and be {SMALLEST_DOT} or more"
+        )
+
+    def prefill_attention(
+        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, tiles, scale
+    ) -> Tensor:
+        if tiles.size != block_m:
+            raise OptionError(f"tiles of size {tiles.size} do not fit this kernel, made for size {block_m}")
+        out = q.new_empty(q.shape)
+        _, n_heads, head_dim = q.shape
+        _, n_kv_heads, block_size, _ = k_cache_layer.shape
+        _prefill_attention_kernel[(tiles.columns.shape[1] * n_heads,)](
+            out,
+            q,
+            k_new,
+            v_new,
+            k_cache_layer,
+            v_cache_layer,
+            block_table,
+            tiles.columns,
+            scale * LOG2_E,
+            q.stride(0),
+            k_new.stride(0),
+            k_cache_layer.stride(0),
+            block_table.stride(0),
+            tiles.columns.stride(0),
+            H=n_heads,
+            H_KV=n_kv_heads,
+            D=head_dim,
+            D_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(head_dim)),
+            BLOCK_SIZE=block_size,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            DOT=_dot_dtype(q),
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        return out
+
+    prefill_attention.tile_size = block_m
+    return prefill_attention
+
+
+def _dot_dtype(q: Tensor):
+    """What matrix products multiply; fp32 in Triton's interpreter, which gets products of bf16 wrong."""
+    return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
+
+
+_half_prefill_attention = make_prefill_attention()
+_fp32_prefill_attention = make_prefill_attention(BLOCK_M, FP32_BLOCK_N, FP32_NUM_WARPS, FP32_NUM_STAGES)
+
+
+def prefill_attention(*, q: Tensor, **arguments) -> Tensor:
+    """The kernel of :func:`make_prefill_attention` at the launch configuration of q's dtype."""
+    launch = _fp32_prefill_attention if q.dtype == torch.float32 else _half_prefill_attention
+    return launch(q=q, **arguments)
+
+
+prefill_attention.tile_size = BLOCK_M

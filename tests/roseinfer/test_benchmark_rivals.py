@@ -1,0 +1,302 @@
+"""The comparison with other engines: same requests, same clock, turns taken, records that say what ran."""
+
+import argparse
+import json
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from rosellm.roseinfer import benchmark_rivals, rivals
+from rosellm.roseinfer.benchmark_rivals import comparison, measure_workload, run_in_turns, workload_options
+from rosellm.roseinfer.rivals import RIVALS, VLLM, Task
+from rosellm.roseinfer.workloads import WORKLOADS
+from rosellm.rosetrainer.weights import save_model
+from tests.helpers import CPU, random_model, random_prompts, small_config, uncached_greedy
+
+SMALL = "--num-requests 3 --max-new-tokens 6 --max-batch-size 2 --repeat-runs 2 --device cpu"
+
+
+def make_task(checkpoint, prompts, new_tokens: int, batch: int, dtype=torch.float32) -> Task:
+    options = argparse.Namespace(
+        workload="W1",
+        hf_model_id="small",
+        load_format="auto",
+        num_requests=len(prompts),
+        max_new_tokens=new_tokens,
+        max_batch_size=batch,
+        block_size=8,
+        rung=None,
+        **{name: WORKLOADS["W1"].flags()[name] for name in ("prompt", "prompt_repeats", "prompt_tokens")},
+        stop_on_eos=False,
+        prefix_cache=False,
+        pretok=True,
+    )
+    return Task(checkpoint, CPU, dtype, options, prompts)
+
+
+class Scripted:
+    """A rival that writes down what is asked of it and makes ``n_tokens`` zeros a request."""
+
+    in_process = True
+
+    def __init__(self, task: Task, name: str, log: list[str], n_tokens: int | None = None) -> None:
+        self.task, self.name, self.log = task, name, log
+        self.n_tokens = task.options.max_new_tokens if n_tokens is None else n_tokens
+
+    def generate(self) -> list[list[int]]:
+        self.log.append(self.name)
+        return [[0] * self.n_tokens for _ in self.task.prompts]
+
+    def facts(self) -> dict:
+        return {"rival_version": "0"}
+
+    def close(self) -> None:
+        self.log.append(f"{self.name} closed")
+
+
+@pytest.fixture
+def scripted_task(tmp_path) -> Task:
+    return make_task(tmp_path, [[1], [2], [3]], new_tokens=4, batch=2)
+
+
+# Rivals.
+
+
+@pytest.mark.parametrize("name", ["transformers", "rosellm"])
+def test_a_rival_continues_unequal_prompts_in_order_through_the_end_of_sequence(name, tmp_path):
+    prompts = random_prompts([1, 4, 2, 7, 3])
+    plain = random_model(0)
+    eos = uncached_greedy(plain, prompts[0], 8)[2]
+    gpt = random_model(0, small_config(eos_token_id=eos))
+    save_model(gpt, tmp_path, torch.float32)
+    rival = RIVALS[name](make_task(tmp_path, prompts, new_tokens=8, batch=2))
+    expected = [uncached_greedy(plain, prompt, 8) for prompt in prompts]
+    assert eos in expected[0][:-1]
+    assert rival.generate() == expected
+    assert rival.generate() == expected
+    assert rival.facts()["rival_version"]
+
+
+def test_rosellm_runs_the_rung_and_batch_size_asked_for(tmp_path):
+    save_model(random_model(0), tmp_path, torch.float32)
+    task = make_task(tmp_path, random_prompts([3, 3]), new_tokens=4, batch=2)
+    task.options.rung = "dense"
+    facts = RIVALS["rosellm"](task).facts()
+    assert (facts["rung"], facts["max_batch_size"], facts["prefix_cache"]) == ("dense", 2, False)
+
+
+@pytest.fixture
+def vllm_calls(monkeypatch) -> list:
+    """A module ``vllm`` whose engine answers 7, 8, 9 … and keeps the calls."""
+    calls = []
+
+    class LLM:
+        def __init__(self, **arguments):
+            calls.append(("LLM", arguments))
+            core = SimpleNamespace(shutdown=lambda: calls.append(("shutdown",)))
+            self.llm_engine = SimpleNamespace(engine_core=core)
+
+        def generate(self, prompts, params, use_tqdm):
+            calls.append(("generate", prompts, params, use_tqdm))
+            tokens = tuple(range(7, 7 + params["max_tokens"]))
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)]) for _ in prompts]
+
+    module = ModuleType("vllm")
+    module.LLM, module.SamplingParams = LLM, dict
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setattr(rivals, "version", lambda name: {"vllm": "0.22.1"}[name])
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD")
+    return calls
+
+
+def test_vllm_gets_token_ids_and_greedy_parameters_and_is_shut_down(vllm_calls, tmp_path):
+    rival = VLLM(make_task(tmp_path, [[5], [6, 7]], new_tokens=3, batch=2, dtype=torch.float16))
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    tokens = rival.generate()
+    rival.close()
+    arguments = {
+        "dtype": "float16",
+        "max_num_seqs": 2,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+    }
+    params = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
+    assert vllm_calls == [
+        ("LLM", {"model": str(tmp_path), **arguments}),
+        ("generate", [{"prompt_token_ids": [5]}, {"prompt_token_ids": [6, 7]}], params, False),
+        ("shutdown",),
+    ]
+    assert tokens == [[7, 8, 9], [7, 8, 9]]
+    assert rival.facts() == {"rival_version": "0.22.1", "llm_arguments": arguments}
+
+
+# Turns, clock, records.
+
+
+def test_rivals_take_turns_run_by_run(scripted_task):
+    log = []
+    both = {name: Scripted(scripted_task, name, log) for name in ("a", "b")}
+    runs = run_in_turns(both, scripted_task, warmup_runs=1, repeat_runs=2)
+    assert log == ["a", "b"] * 3
+    assert {name: len(ones) for name, ones in runs.items()} == {"a": 2, "b": 2}
+    for run in runs["a"] + runs["b"]:
+        figures = run.figures
+        assert figures["completion_tokens"] == 12
+        assert figures["total_throughput_tok_s"] == 12 / figures["total_time_s"]
+
+
+@pytest.mark.parametrize("n_tokens", [3, 5])
+def test_a_rival_that_makes_another_number_of_tokens_is_not_measured(scripted_task, n_tokens):
+    rival = Scripted(scripted_task, "a", [], n_tokens)
+    with pytest.raises(RuntimeError, match=f"{3 * n_tokens} tokens came, 12 were asked for"):
+        run_in_turns({"a": rival}, scripted_task, 0, 1)
+
+
+def test_rivals_are_closed_where_a_later_one_fails(scripted_task, monkeypatch):
+    log = []
+    short = {"a": lambda task: Scripted(task, "a", log), "b": lambda task: Scripted(task, "b", log, 1)}
+    monkeypatch.setattr(benchmark_rivals, "RIVALS", short)
+    with pytest.raises(RuntimeError):
+        measure_workload(scripted_task, ["a", "b"], small_config(), 0, 1)
+    assert log == ["a", "b", "b closed", "a closed"]
+
+
+def test_the_share_of_equal_tokens_counts_positions(scripted_task, monkeypatch):
+    class Differs(Scripted):
+        def generate(self):
+            rows = super().generate()
+            rows[0] = [0, 0, 1, 1]
+            return rows
+
+    some = {"a": lambda task: Scripted(task, "a", []), "b": lambda task: Differs(task, "b", [])}
+    monkeypatch.setattr(benchmark_rivals, "RIVALS", some)
+    records = measure_workload(scripted_task, ["a", "b"], small_config(), 0, 1)
+    assert records["a"]["equal_tokens"] == {"b": 10 / 12}
+    assert records["b"]["equal_tokens"] == {"a": 10 / 12}
+
+
+def test_the_ratio_is_to_the_first_rival_of_the_same_workload():
+    def record(workload: str, rival: str, *throughputs: float) -> dict:
+        repeats = [{"total_throughput_tok_s": value} for value in throughputs]
+        medians = {"total_throughput_tok_s": sorted(throughputs)[len(throughputs) // 2]}
+        return {
+            "workload": workload,
+            "rival": rival,
+            "results": {"offline": {"repeats": repeats, "medians": medians}},
+        }
+
+    lines = comparison(
+        [record("W0", "a", 100.0), record("W0", "b", 110.0, 150.0, 90.0), record("W1", "b", 1200.0)]
+    )
+    assert [line.split() for line in lines[1:]] == [
+        ["W0", "a", "100.0", "100.0", "100.0", "1.00x"],
+        ["W0", "b", "110.0", "90.0", "150.0", "1.10x"],
+        ["W1", "b", "1,200.0", "1,200.0", "1,200.0", "1.00x"],
+    ]
+
+
+def test_workloads_keep_their_sizes_where_none_is_given():
+    options = benchmark_rivals.parse_options(
+        ["--rival", "rosellm", "--workloads", "W5,W6", "--max-new-tokens", "9"]
+    )
+    w5, w6 = (workload_options(options, name) for name in options.workloads)
+    assert (w5.num_requests, w5.max_batch_size, w5.max_new_tokens, w5.prompt_tokens) == (128, 8, 9, None)
+    assert (w6.num_requests, w6.max_batch_size, w6.max_new_tokens, w6.prompt_tokens) == (1024, 1024, 9, 128)
+    assert w5.prompt_repeats == (1, 4)
+
+
+def test_the_command_measures_every_workload_by_every_rival(tmp_path, capsys):
+    folder = tmp_path / "new" / "records"
+    command = f"--rival transformers,rosellm --workloads W1,W4 {SMALL} --rung paged --output {folder}"
+    assert benchmark_rivals.main(command.split()) == 0
+    table = capsys.readouterr().out.splitlines()[-4:]
+    assert [line.split()[:2] for line in table] == [
+        [workload, rival] for workload in ("W1", "W4") for rival in ("transformers", "rosellm")
+    ]
+    records = {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+    assert sorted(records) == ["W1-rosellm", "W1-transformers", "W4-rosellm", "W4-transformers"]
+    for record in records.values():
+        assert (record["schema_version"], record["kind"], record["form"]) == (1, "rivals", "offline")
+        assert record["workload_overrides"] == {"num_requests": 3, "max_new_tokens": 6, "max_batch_size": 2}
+        assert (record["model"], record["device"], record["dtype"]) == ("rose-tiny", "cpu", "float32")
+        assert list(record["equal_tokens"].values()) == [1.0]
+        assert [r["completion_tokens"] for r in record["results"]["offline"]["repeats"]] == [18, 18]
+        assert record["environment"]["torch"] == torch.__version__
+        assert str(tmp_path) not in json.dumps(record)
+    assert records["W4-rosellm"]["workload_form"] == "streaming"
+    assert records["W4-rosellm"]["rung"] == "paged"
+    first = {name: record["results"]["offline"]["repeats"][0] for name, record in records.items()}
+    assert first["W4-rosellm"]["tokens_sha256"] == first["W4-transformers"]["tokens_sha256"]
+    assert first["W4-rosellm"]["tokens_sha256"] != first["W1-rosellm"]["tokens_sha256"]
+
+
+# Bad input: one line on stderr, status 2, nothing written.
+
+BAD_INPUT = [
+    ("--workloads W1", "required: --rival"),
+    ("--rival rosellm", "required: --workloads"),
+    ("--rival sglang --workloads W1", "'sglang' is unknown; use vllm, transformers, rosellm"),
+    ("--rival rosellm,rosellm --workloads W1", "'rosellm,rosellm' names one twice"),
+    ("--rival rosellm --workloads W1,W9", "'W9' is unknown; use W0, W1"),
+    ("--rival rosellm --workloads=", "'' is unknown"),
+    ("--rival rosellm --workloads W1 --rung nope", "rung 'nope' is unknown; use one of dense"),
+    ("--rival transformers --workloads W1 --rung dense", "--rung is an option of rival rosellm"),
+    (
+        "--rival transformers --workloads W1,W7",
+        "W7: 512 prompt tokens and 128 new ones exceed the model's 512",
+    ),
+    ("--rival rosellm --workloads W1 --repeat-runs 0", "'0' is not a whole number, 1 or more"),
+    ("--rival rosellm --workloads W1 --warmup-runs -1", "'-1' is not a whole number, 0 or more"),
+    ("--rival rosellm --workloads W1 --max-batch-size x", "'x' is not a whole number"),
+    ("--rival rosellm --workloads W1 --output /dev/null", "cannot write records to /dev/null"),
+    ("--rival rosellm --workloads W1 --hf-model-id gpt5 --load-format dummy", "no shape is known for 'gpt5'"),
+]
+
+
+def refusal(arguments: str, capsys) -> str:
+    try:
+        status = benchmark_rivals.main(["--device", "cpu", *arguments.split()])
+    except SystemExit as leaving:
+        status = leaving.code
+    [line] = capsys.readouterr().err.splitlines()
+    assert status == 2 and line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), BAD_INPUT, ids=lambda value: value[-40:])
+def test_bad_input_is_one_line_and_status_2(arguments, wanted, capsys):
+    assert wanted in refusal(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    ("names", "installed", "wanted"),
+    [
+        ("vllm", (), "rival vllm is not installed here; pip install vllm, or leave it out"),
+        ("rosellm,transformers", ("rosellm",), "rival transformers is not installed here"),
+        ("vllm,rosellm", ("vllm", "rosellm"), "cannot take turns; run rosellm by another command"),
+        ("vllm", ("vllm",), "rival vllm runs on a GPU; use --device cuda"),
+    ],
+)
+def test_a_rival_that_cannot_run_here_is_told_before_anything_is_loaded(
+    names, installed, wanted, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(rivals, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(benchmark_rivals, "load_parts", lambda *_: pytest.fail("a model was loaded"))
+    folder = tmp_path / "records"
+    assert wanted in refusal(f"--rival {names} --workloads W1 --output {folder}", capsys)
+    assert not folder.exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_rivals_agree_in_fp32_and_tell_their_memory(tmp_path):
+    sizes = "--num-requests 5 --max-new-tokens 8 --max-batch-size 3 --repeat-runs 2"
+    command = f"--rival transformers,rosellm --workloads W4 {sizes} --dtype float32 --device cuda"
+    assert benchmark_rivals.main([*command.split(), "--output", str(tmp_path)]) == 0
+    for name in ("transformers", "rosellm"):
+        record = json.loads((tmp_path / f"W4-{name}.json").read_text())
+        assert record["device"] == "cuda" and list(record["equal_tokens"].values()) == [1.0]
+        assert record["results"]["offline"]["repeats"][0]["peak_gpu_memory_bytes"] > 0
