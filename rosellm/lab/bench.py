@@ -19,7 +19,7 @@ from rosellm.roseinfer.kv_blocks import blocks_for
 from rosellm.roseinfer.loading import load_parts
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.sampling import Sampler, SamplingParams
+from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.rosetrainer.model import GPT
 
 
@@ -53,7 +53,6 @@ class Bench:
         block_size: int = 64,
         gate_from: int | None = None,
         kernels: str | Kernels = "auto",
-        sampler: Sampler | None = None,
     ) -> None:
         longest = max(map(len, prompts)) + new_tokens
         self.engine = Engine(
@@ -64,7 +63,6 @@ class Bench:
             block_size=block_size,
             gate=None if gate_from is None else AppendGate(gate_from),
             kernels=kernels,
-            sampler=sampler,
         )
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         self.sequences: list[Sequence] = [self.engine.make_sequence(p, params) for p in prompts]
@@ -78,6 +76,10 @@ class Bench:
             self.engine.decode(self.sequences)
             seconds.append(time.perf_counter() - start)
         return seconds
+
+    def logits(self) -> Tensor:
+        """A copy of the latest step's logits ``[B, V]``, fp32, on the host."""
+        return self.engine.last_logits().to("cpu", torch.float32, copy=True)
 
     def trace(self, save_to=None) -> Trace:
         """One profiled step, after one that warms the profiler up: two tokens a sequence."""
@@ -122,25 +124,19 @@ def compare(
     return tuple(run_recipe(model, recipe, prompts, new_tokens, **options) for recipe in (before, after))
 
 
-class ForcedSampler(Sampler):
-    """Keeps every step's logits and goes on with given tokens, so that two runs see the same inputs."""
-
-    def __init__(self, tokens: list[list[int]]) -> None:
-        self.tokens, self.logits = tokens, []
-
-    def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        self.logits.append(logits.float().cpu())
-        return [row[s.n_output] for row, s in zip(self.tokens, sequences, strict=True)]
-
-
 def forced_logits(
     model: GPT, recipe: str | Recipe, prompts: list[list[int]], tokens: list[list[int]], **options
 ) -> Tensor:
     """Logits ``[steps, B, V]`` (fp32, on the host) of a recipe fed ``tokens``, whatever it would choose."""
-    sampler = ForcedSampler(tokens)
-    bench = Bench(model, recipe, prompts, len(tokens[0]), sampler=sampler, **options)
-    bench.decode(len(tokens[0]) - 1)
-    return torch.stack(sampler.logits)
+    steps = len(tokens[0])
+    bench = Bench(model, recipe, prompts, steps, **options)
+    logits = [bench.logits()]
+    for step in range(steps - 1):
+        for sequence, row in zip(bench.sequences, tokens, strict=True):
+            sequence.tokens[-1] = row[step]
+        bench.decode()
+        logits.append(bench.logits())
+    return torch.stack(logits)
 
 
 def share_equal(a: list[list[int]], b: list[list[int]]) -> float:

@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
@@ -40,6 +41,27 @@ PARTS = {
     "sample": (GREEN, ""),
     "commit": (PALE, "/"),
 }
+# The causes of a step's ledger, likewise.
+CAUSES = {
+    "inputs": (SKY, "/"),
+    "mask": (ORANGE, "/"),
+    "embedding": (MAGENTA, "/"),
+    "norm": (VIOLET, ""),
+    "GEMM": (BLUE, ""),
+    "attention": (GREEN, ""),
+    "append": (ORANGE, ""),
+    "elementwise": (VIOLET, "/"),
+    "views": (GREEN, "/"),
+    "head": (BLUE, "/"),
+    "sampling": (MAGENTA, ""),
+    "copies": (SKY, ""),
+    "other": (PALE, "x"),
+    "between kernels": (PALE, ""),
+    "launch latency": (PALE, "."),
+    "synchronisation": (PALE, "|"),
+    "host": (PALE, "/"),
+}
+STYLES = PARTS | CAUSES
 # What a GPU kernel is for, by a piece of its name, the first that is found.
 WORK = {
     "attention": ("attention", "flash", "fmha", "sdpa"),
@@ -257,25 +279,30 @@ def ladder_chart(
     return _finish(chart, title, height + 5 * max(map(len, rungs)) - 20)
 
 
-def stacked_time(rows: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "ms") -> Chart:
+def stacked_time(
+    rows: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "ms", with_values: bool = False
+) -> Chart:
     """Where a step's time goes: one horizontal bar a row, one segment a part of it, the total at its end.
 
-    The engine's parts come in the step's order and always have the same colour; other names follow.
+    The engine's parts and a ledger's causes come in their order and always have the same colour; other names
+    follow. with_values writes a segment's figure beside its name.
     """
     if not rows:
         raise ChartError("there is no row to draw")
     used = {part for parts in rows.values() for part in parts}
-    parts = [p for p in PARTS if p in used] + sorted(used - PARTS.keys())
+    parts = [p for p in STYLES if p in used] + sorted(used - STYLES.keys())
     totals = [sum(row.values()) for row in rows.values()]
     chart, labels = Chart(), _wrapped(rows, 24)
     for part, (colour, hatch) in zip(parts, map(_part_style, parts, range(len(parts))), strict=True):
         values = [row.get(part) for row in rows.values()]
+        names = [f"{part} {number(v)}" if with_values else part for v in values]
+        fits = [bool(v) and v / max(totals) * 520 > 7.5 * len(n) for v, n in zip(values, names, strict=True)]
         chart.add_bar(
             x=values,
             y=labels,
             orientation="h",
             name=part,
-            text=[part if v and v / max(totals) * 520 > 7.5 * len(part) else "" for v in values],
+            text=[name if fit else "" for name, fit in zip(names, fits, strict=True)],
             textposition="inside",
             insidetextanchor="middle",
             textangle=0,
@@ -292,6 +319,55 @@ def stacked_time(rows: Mapping[str, Mapping[str, float]], *, title: str, unit: s
     cells = ([part, *(row.get(part) for row in rows.values())] for part in parts)
     chart.table = text_table([f"part, {unit}", *rows], [*cells, ["total", *totals]])
     return _finish(chart, title, 46 * len(rows), legend=parts)
+
+
+def waterfall(
+    before: tuple[str, float],
+    changes: Mapping[str, float],
+    after: tuple[str, float],
+    unit: str,
+    *,
+    title: str,
+    smallest: float = 0.005,
+) -> Chart:
+    """From one total to another: a bar for each, named, and between them a bar for every change.
+
+    Changes come from the largest saving to the largest cost; those below ``smallest`` of the larger total are
+    one bar, "the rest". Raises ``ChartError`` where the changes do not lead from one total to the other.
+    """
+    (first, start), (last, end) = before, after
+    if not math.isclose(start + sum(changes.values()), end, rel_tol=1e-6, abs_tol=1e-9):
+        raise ChartError(
+            f"the changes add up to {number(sum(changes.values()))} {unit}, and {first} and {last} are "
+            f"{number(end - start)} {unit} apart"
+        )
+    limit = smallest * max(start, end)
+    steps = sorted(((c, v) for c, v in changes.items() if abs(v) >= limit), key=lambda step: step[1])
+    small = [value for value in changes.values() if 0 < abs(value) < limit]
+    steps += [("the rest", sum(small))] if small else []
+    reached = list(accumulate((value for _, value in steps), initial=start))
+    labels = [f"<b>{first}</b>", *(cause for cause, _ in steps), f"<b>{last}</b>"]
+    lengths = [start, *(value for _, value in steps), end]
+    texts = [f"{'+' if 0 < i <= len(steps) and v > 0 else ''}{number(v)}" for i, v in enumerate(lengths)]
+    chart = Chart()
+    chart.add_bar(
+        x=lengths,
+        y=list(range(len(labels))),
+        base=[0, *reached[:-1], 0],
+        orientation="h",
+        marker_color=[BLUE, *(GREEN if value < 0 else ORANGE for _, value in steps), BLUE],
+        hovertext=[f"{label}: {text} {unit}" for label, text in zip(labels, texts, strict=True)],
+        hoverinfo="text",
+    )
+    rights = [start, *(max(pair) for pair in pairwise(reached)), end]
+    for y, (right, text) in enumerate(zip(rights, texts, strict=True)):
+        chart.add_annotation(x=right, y=y, text=text, showarrow=False, xanchor="left", xshift=4)
+    chart.update_xaxes(range=[0, max(start, end, *reached) * 1.15], title_text=unit)
+    chart.update_yaxes(
+        autorange="reversed", showgrid=False, ticks="", tickvals=list(range(len(labels))), ticktext=labels
+    )
+    chart.table = text_table(["", f"change, {unit}"], [(first, start), *steps, (last, end)])
+    return _finish(chart, title, 30 * len(labels))
 
 
 MAX_TIMELINE_BYTES = 55_000
@@ -408,7 +484,7 @@ def _kind(event_kind: str, name: str) -> str:
 
 
 def _part_style(part: str, i: int) -> tuple[str, str]:
-    return PARTS.get(part, (PALETTE[i % len(PALETTE)], ""))
+    return STYLES.get(part, (PALETTE[i % len(PALETTE)], ""))
 
 
 def _finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_axis: bool = True) -> Chart:

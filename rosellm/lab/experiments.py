@@ -13,6 +13,7 @@ import torch
 import triton
 
 from rosellm.lab.bench import Bench, compare_logits, forced_logits, make_prompts, run_recipe, share_equal
+from rosellm.lab.ledger import step_ledger, tokens_needed
 from rosellm.lab.trace import Trace
 from rosellm.roseinfer.block_tables import H2D_RANGE
 from rosellm.roseinfer.kv_blocks import KVBlockManager
@@ -219,3 +220,12 @@ def offline_tuned_step_ms(
     )
     figures["tuned offline"] = run_recipe(model, "pinned_h2d", prompts, steps, kernels=kernels).step_ms
     return figures
+
+
+def ledgers(
+    model: GPT, rungs: list[str], batch: int, context: int, steps: int = 8
+) -> dict[str, dict[str, Any]]:
+    """Each rung's step ledger with ``batch`` sequences that have about ``context`` tokens cached when profiled."""
+    needed = tokens_needed(steps)
+    prompts = make_prompts(batch, max(1, context - needed + steps // 2), model.config.vocab_size)
+    return {rung: step_ledger(Bench(model, rung, prompts, needed + 1), steps).as_dict() for rung in rungs}

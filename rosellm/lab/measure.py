@@ -25,6 +25,7 @@ from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.record import new_record, write_record
 from rosellm.roseinfer.workloads import WORKLOADS
 
+LEDGER_WORKLOADS = ("W0", "W1", "W2", "W3")
 COMMANDS = {"scheduler": benchmark_scheduler.main, "streaming": benchmark_streaming.main}
 
 
@@ -95,12 +96,23 @@ def bookkeeping(arguments: argparse.Namespace) -> dict:
     return {str(batch): experiments.bookkeeping_cost(batch, 12, 128) for batch in (8, 256)}
 
 
+def ledger(arguments: argparse.Namespace) -> dict:
+    """Where a decode step's time goes, at the batch sizes of four workloads and half their context."""
+    model, rungs = _model(arguments), list(LADDER)
+    rungs = rungs[rungs.index("reused_index_buffers") :]
+    return {
+        str(w.max_batch_size): experiments.ledgers(model, rungs, w.max_batch_size, w.max_new_tokens // 2)
+        for w in map(WORKLOADS.get, LEDGER_WORKLOADS)
+    }
+
+
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "counts": counts,
     "equality": equality,
     "context": context,
     "autotune": autotune,
     "bookkeeping": bookkeeping,
+    "ledger": ledger,
 }
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+RUNTIME = ("cuda_runtime", "cuda_driver")
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
 
 
@@ -21,7 +22,8 @@ GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
 class Event:
     """One entry of the trace; times in µs.
 
-    kind: kernel, copy, memset, op, range or allocation. ``n_bytes``: moved or allocated.
+    kind: kernel, copy, memset, op, range, sync (the host waits for the device) or allocation. ``n_bytes``:
+    moved or allocated.
     ``started``: when the host asked for it, which for GPU work is the launch.
     """
 
@@ -116,7 +118,7 @@ def read_trace(path: Path) -> Trace:
     launches = {
         e["args"]["correlation"]: e["ts"]
         for e in raw
-        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+        if e.get("cat") in RUNTIME and "correlation" in e.get("args", {})
     }
     events = [event for e in raw if (event := _event(e, launches)) is not None]
     return Trace(_outermost_ops(events))
@@ -132,6 +134,8 @@ def _event(e: dict, launches: dict[int, float]) -> Event | None:
         )
     if category == "user_annotation" and not e["name"].startswith("ProfilerStep"):
         return Event(e["name"], "range", start, duration, start)
+    if category in RUNTIME and e["name"].endswith("Synchronize"):
+        return Event(e["name"], "sync", start, duration, start)
     if category == "cpu_op":
         return Event(e["name"], "op", start, duration, start)
     if e["name"] == "[memory]" and args.get("Bytes", 0) > 0:

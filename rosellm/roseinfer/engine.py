@@ -1,19 +1,23 @@
-"""The engine: a model, its KV cache and the decode step of one recipe."""
+"""The engine: a model, its KV cache and the step of one recipe."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 from rosellm.errors import OptionError, PromptError
 from rosellm.roseinfer.kernels import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append import AppendGate
 from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.loading import kv_blocks_within_memory, load_parts
-from rosellm.roseinfer.prefill import Prefill
+from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.prefix_cache import PrefixCache
 from rosellm.roseinfer.recipe import LADDER, Recipe, build_step, get_rung
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.sampling import Sampler, SamplingParams
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.step import Step
 from rosellm.rosetrainer.model import GPT
 from rosellm.rosetrainer.weights import SHIPPED
 
@@ -21,11 +25,13 @@ from rosellm.rosetrainer.weights import SHIPPED
 class Engine:
     """Runs sequences one prefill and one decode step at a time; who runs when is the scheduler's business.
 
+    A step is begun (:meth:`begin_prefill`, :meth:`begin_decode`) and collected: a step that runs on its own
+    on the device gives its tokens later. :meth:`prefill` and :meth:`decode` do both.
+
     recipe: a rung of ``LADDER`` by name, None for the best, or any ``Recipe``. max_batch_size: sequences that
     decode together at most. num_kv_blocks: blocks a layer; None takes what ``max_batch_size`` full-length
     sequences need, capped by memory. block_size: tokens a block, a power of two. kernels: see
-    ``kernels.choose_kernels``. gate: None reads the environment switches of the Triton append. sampler: None
-    for the ordinary one.
+    ``kernels.choose_kernels``. gate: None reads the environment switches of the Triton append.
     """
 
     def __init__(
@@ -40,7 +46,6 @@ class Engine:
         kernels: str | Kernels = "auto",
         gate: AppendGate | None = None,
         prefix_cache: bool = False,
-        sampler: Sampler | None = None,
     ) -> None:
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         self.model, self.tokenizer, self.config = model, tokenizer, model.config
@@ -62,16 +67,14 @@ class Engine:
             self.recipe.pool,
         )
         self.prefix_cache = PrefixCache(self.blocks) if prefix_cache else None
-        sampler = sampler or Sampler()
-        self._prefill = Prefill(model, self.blocks, sampler)
-        self._step = build_step(
+        self._step: Step = build_step(
             self.recipe,
             model=model,
             blocks=self.blocks,
             kernels=self.kernels,
             max_blocks_per_sequence=blocks_for(self.max_model_len, block_size),
+            max_batch_size=max_batch_size,
             gate=self.gate,
-            sampler=sampler,
         )
         self._n_requests = 0
 
@@ -118,25 +121,68 @@ class Engine:
         """Blocks a layer that the sequence may come to hold; its last token is never cached."""
         return blocks_for(sequence.max_length - 1, self.block_size)
 
-    def prefill(self, sequences: list[Sequence]) -> None:
-        """Cache new sequences' prompts, less what the prefix cache has of them; commit their first tokens."""
-        if self.prefix_cache is not None:
-            for sequence in sequences:
-                sequence.n_cached, sequence.block_ids = self.prefix_cache.match(sequence.tokens)
-            self.prefix_cache.make_room(sum(map(self._blocks_to_prefill, sequences)))
-        self._prefill(sequences)
-        if self.prefix_cache is not None:
-            for sequence in sequences:
-                self.prefix_cache.insert(sequence.prompt, sequence.block_ids)
+    @property
+    def run_ahead(self) -> int:
+        """How many begun steps a scheduler leaves unfinished."""
+        return self._step.run_ahead
 
-    def decode(self, sequences: list[Sequence]) -> None:
-        """One more token for every sequence."""
+    def begin_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> list[Sequence]:
+        """Cache at most ``counts[i]`` more tokens of each sequence, None: all the rest.
+
+        Returns those whose tokens are all cached then: they get their next token, and may decode. What the
+        prefix cache has of a new sequence is not computed.
+        """
+        if self.prefix_cache is not None:
+            self._match_prefixes(sequences)
+        rests = [len(s.tokens) - s.n_cached for s in sequences]
+        chunks = rests if counts is None else list(map(min, counts, rests))
+        whole = [s for s, chunk, rest in zip(sequences, chunks, rests, strict=True) if chunk == rest]
+        if self.prefix_cache is not None:
+            self.prefix_cache.make_room(sum(map(self._blocks_to_prefill, sequences, chunks)))
+        self._step.begin_prefill(sequences, chunks)
+        if self.prefix_cache is not None:
+            for sequence in whole:
+                self.prefix_cache.insert(sequence.prompt, sequence.block_ids)
+        return whole
+
+    def begin_decode(self, sequences: list[Sequence]) -> int:
+        """One more token for every sequence; how many rows the step really runs.
+
+        A step that runs ahead leaves out sequences that were asked for their last token already; if that is
+        all of them, nothing runs. A list that is passed again must not have been changed in between.
+        """
         if self.prefix_cache is not None:
             self._make_room_to_decode(sequences)
-        self._step(sequences)
+        return self._step.begin_decode(sequences)
+
+    def collect(self, leave: int = 0) -> Iterator[Done]:
+        """Wait until at most ``leave`` begun steps are unfinished; yield all that have ended, in order.
+
+        A step's tokens are committed to its sequences before it is yielded. Sequences that were released
+        meanwhile may still be listed, but got nothing.
+        """
+        return self._step.collect(leave)
+
+    def prefill(self, sequences: list[Sequence]) -> None:
+        """Cache the rest of the sequences' tokens and commit their next ones; all begun steps are ended."""
+        self.begin_prefill(sequences)
+        self._finish()
+
+    def decode(self, sequences: list[Sequence]) -> None:
+        """Commit one more token to every sequence; all begun steps are ended."""
+        self.begin_decode(sequences)
+        self._finish()
+
+    def last_logits(self) -> Tensor:
+        """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that it gives a token.
+
+        The next step may overwrite them.
+        """
+        return self._step.last_logits()
 
     def release(self, sequence: Sequence) -> None:
-        """Return the blocks of a sequence that is finished or given up."""
+        """Return the blocks of a sequence that is finished or given up; it gets no further token."""
+        self._step.release(sequence)
         for block_ids in sequence.block_ids:
             self.blocks.free_blocks(block_ids)
             block_ids.clear()
@@ -145,20 +191,37 @@ class Engine:
         """Assert that the KV block books are consistent."""
         self.blocks.check_integrity()
 
-    def _blocks_to_prefill(self, sequence: Sequence) -> int:
-        """Blocks a layer that caching the rest of the prompt takes, the clone of a shared one counted."""
-        return blocks_for(sequence.n_prompt, self.block_size) - sequence.n_cached // self.block_size
+    def _finish(self) -> None:
+        for _ in self._step.collect():
+            pass
+
+    def _match_prefixes(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if not sequence.block_ids[0]:
+                sequence.n_cached, sequence.block_ids = self.prefix_cache.match(sequence.tokens)
+
+    def _blocks_to_prefill(self, sequence: Sequence, count: int) -> int:
+        """Blocks a layer that caching ``count`` more tokens takes, the clone of a shared one counted."""
+        n_cached = sequence.n_cached
+        return blocks_for(n_cached + count, self.block_size) - n_cached // self.block_size
 
     def _make_room_to_decode(self, sequences: list[Sequence]) -> None:
         """Evict for the sequences that need a block: their last one is full, or shared and so cloned.
 
-        They are counted only where there is not a free block for each sequence.
+        They are counted only where there is not a free block for each token that may be on its way.
         """
-        if self.blocks.num_free_blocks() < len(sequences):
-            ref_count, size = self.blocks.ref_count, self.block_size
-            self.prefix_cache.make_room(
-                sum(s.n_cached % size == 0 or ref_count(s.block_ids[0][-1]) > 1 for s in sequences)
-            )
+        if self.blocks.num_free_blocks() < (self.run_ahead + 1) * len(sequences):
+            self.prefix_cache.make_room(sum(map(self._blocks_to_decode, sequences)))
+
+    def _blocks_to_decode(self, sequence: Sequence) -> int:
+        """Blocks a layer for the tokens that steps cache by the end of one that is begun now."""
+        held = sequence.block_ids[0]
+        reserved = self.blocks.tokens_reserved(held)
+        length = min(len(sequence.tokens) + self.run_ahead, sequence.max_length - 1)
+        if length <= reserved:
+            return 0
+        cloned = reserved % self.block_size > 0 and self.blocks.ref_count(held[-1]) > 1
+        return blocks_for(length, self.block_size) - len(held) + cloned
 
     def _default_kv_blocks(self) -> int:
         wanted = self.max_batch_size * blocks_for(self.max_model_len, self.block_size)

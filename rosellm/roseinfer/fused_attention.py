@@ -1,7 +1,7 @@
 """Attention of one new token a sequence that also writes the token's key and value into the paged cache.
 
-Shapes as in ``rosetrainer.paged_attention``. A row whose position is negative is inert: its output is zero and
-nothing of it is written.
+Shapes as in ``rosetrainer.paged_attention``. A row whose position is negative is inert: its output is zero
+and nothing of it is written.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def append_and_attend_ref(
 ) -> Tensor:
     """The specification: the appends of all rows that are not inert, and ``paged_attention_decode_ref``.
 
-    positions ``[B]`` int32: tokens of the row cached before, which is where the new one goes; negative for an inert
-    row. block_table ``[B, MAX_BLOCKS]`` int32 names a block for the new token, too.
+    positions ``[B]`` int32: tokens of the row cached before, which is where the new one goes; negative for an
+    inert row. block_table ``[B, MAX_BLOCKS]`` int32 names a block for the new token, too.
     """
     block_size = k_cache_layer.shape[2]
     live = positions >= 0
@@ -118,7 +118,7 @@ def _append_and_attend_kernel(
 ):
     """One program a (sequence, query head); the first head of each group writes the new key and value.
 
-    The next tile is asked for before the present one is worked on; the first, before the new token is awaited.
+    The next tile is asked for before the present one is worked on; the first, before the token is awaited.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -180,8 +180,8 @@ def _append_and_attend_kernel(
 def make_append_and_attend(dependent: bool = False):
     """The Triton kernel, to be called as :func:`append_and_attend_ref`.
 
-    Caches are contiguous, and so are rows of the table; rows of table and positions may be strided. q, k_new and
-    v_new are slices of one fused projection: their rows have one stride, ``[H, D]`` is contiguous.
+    Caches are contiguous, and so is a row of the table; rows of table and positions may be strided. q, k_new
+    and v_new are slices of one fused projection: their rows have one stride, ``[H, D]`` is contiguous.
     """
     launch = launch_options(dependent)
 

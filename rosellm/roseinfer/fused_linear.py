@@ -31,11 +31,11 @@ def few_rows_linear_ref(
     gelu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The specification: ``f(x @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``, in fp32 arithmetic.
+    """The specification: ``f(x @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``, in fp32.
 
-    column_sums ``[N]`` fp32, the sums of ``weight`` over K: given, each row of x is first brought to mean 0 and
-    variance 1. That is done after the product, ``(x @ w - mean * sum(w)) / deviation``, so that the product need
-    not wait for it; a LayerNorm's scale and shift are folded into weight and bias beforehand
+    column_sums ``[N]`` fp32, the sums of ``weight`` over K: given, each row of x is brought to mean 0 and
+    variance 1. That is done after the product, ``(x @ w - mean * sum(w)) / deviation``, so that the product
+    need not wait for it; a LayerNorm's scale and shift are folded into weight and bias beforehand
     (:func:`fold_norm`). gelu: the tanh form. residual ``[M, N]``: is added to, in place, and returned.
     """
     y = x.float() @ weight.float().t()
@@ -56,8 +56,8 @@ def some_rows_linear_ref(
 ) -> Tensor:
     """The specification: ``f(x @ weight.T + bias)`` → ``[M, N]``; or without a bias, ``parts`` sums.
 
-    With ``parts`` above 1 the result is ``[parts, M, N]`` fp32: products over that many equal ranges of K, whose
-    sum whoever reads them takes.
+    With ``parts`` above 1 the result is ``[parts, M, N]`` fp32: products over that many equal ranges of K,
+    whose sum whoever reads them takes.
     """
     if parts == 1:
         y = x.float() @ weight.float().t()
@@ -98,11 +98,11 @@ def _few_rows_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """BN columns a program, for all M <= BM rows; its weights are in registers before the inputs are awaited.
+    """BN columns a program, for all M <= BM rows; its weights are in registers before the inputs are there.
 
-    K is cut into chunks of SLICES x BK; the slices of a chunk are separate products, one a warp, summed at the
-    end: one chain of K / 16 matrix instructions would take longer than the weights do. The larger of BM and BN
-    is the product's rows, of which the hardware wants 16.
+    K is cut into chunks of SLICES x BK; the slices of a chunk are separate products, one a warp, summed at
+    the end: one chain of K / 16 matrix instructions would take longer than the weights do. The larger of BM
+    and BN is the product's rows, of which the hardware wants 16.
     """
     CHUNKS: tl.constexpr = (K + SLICES * BK - 1) // (SLICES * BK)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -1,4 +1,4 @@
-"""What stands between the products of a layer, one kernel each: embeddings; residual sum, bias and LayerNorm."""
+"""What stands between a layer's products, one kernel each: embeddings; residual sum, bias and LayerNorm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rosellm.roseinfer.dependent_launch import launch_dependents, launch_options
 
 
 def embed_ref(*, ids: Tensor, positions: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-    """The specification: ids and positions ``[N]``, tables tokens ``[V, C]`` and places ``[P, C]`` → ``[N, C]``.
+    """The specification: ids, positions ``[N]``, tables tokens ``[V, C]``, places ``[P, C]`` → ``[N, C]``.
 
     A negative position, of an inert row, reads place 0.
     """

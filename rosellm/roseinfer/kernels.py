@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from rosellm.errors import RecipeError
+from rosellm.roseinfer import device_state, fused_attention, fused_head, fused_linear, fused_norm, noise
 from rosellm.roseinfer import kv_append_triton as kv
 from rosellm.rosetrainer import paged_attention as paged
+from rosellm.rosetrainer import prefill_attention as prefill
 
 
 @dataclass(frozen=True)
@@ -25,21 +27,53 @@ class Kernels:
     kv_append: Callable[..., None]
     kv_append_full_batch: Callable[..., None]
     kv_append_identity_pos: Callable[..., None]
+    prefill_attention: Callable[..., torch.Tensor]
+    gumbel_noise: Callable[..., torch.Tensor]
+    append_and_attend: Callable[..., torch.Tensor]
+    embed: Callable[..., torch.Tensor]
+    add_norm: Callable[..., torch.Tensor]
+    few_rows_linear: Callable[..., torch.Tensor]
+    some_rows_linear: Callable[..., torch.Tensor]
+    best_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    advance: Callable[..., None]
 
 
-TRITON = Kernels(
-    "triton",
-    paged.paged_attention_decode,
-    kv.kv_append_triton,
-    kv.kv_append_triton_full_batch,
-    kv.kv_append_triton_identity_pos,
-)
+def _triton(dependent: bool) -> Kernels:
+    """``dependent``: the kernels of the GPU-resident step are launched programmatically dependent."""
+    return Kernels(
+        "triton",
+        paged.paged_attention_decode,
+        kv.kv_append_triton,
+        kv.kv_append_triton_full_batch,
+        kv.kv_append_triton_identity_pos,
+        prefill.prefill_attention,
+        noise.gumbel_noise_triton,
+        fused_attention.make_append_and_attend(dependent),
+        fused_norm.make_embed(dependent),
+        fused_norm.make_add_norm(dependent),
+        fused_linear.make_few_rows_linear(dependent),
+        fused_linear.make_some_rows_linear(dependent),
+        fused_head.make_best_tokens(dependent),
+        device_state.make_advance(dependent),
+    )
+
+
+TRITON, TRITON_DEPENDENT = _triton(dependent=False), _triton(dependent=True)
 TORCH = Kernels(
     "torch",
     paged.paged_attention_decode_ref,
     kv.kv_append_ref,
     kv.kv_append_rows_ref,
-    kv.kv_append_rows_ref,
+    kv.kv_append_live_rows_ref,
+    prefill.prefill_attention_ref,
+    noise.gumbel_noise,
+    fused_attention.append_and_attend_ref,
+    fused_norm.embed_ref,
+    fused_norm.add_norm_ref,
+    fused_linear.few_rows_linear_ref,
+    fused_linear.some_rows_linear_ref,
+    fused_head.best_tokens_ref,
+    device_state.advance_ref,
 )
 
 
@@ -60,7 +94,9 @@ def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Ke
             "kernels='triton' on device 'cpu' needs TRITON_INTERPRET=1 and no GPU in sight; "
             "use kernels='torch'"
         )
-    if launch == "fixed":
+    if launch == "dependent" and device.type == "cuda":
+        return TRITON_DEPENDENT
+    if launch in ("fixed", "dependent"):
         return TRITON
     do_bench = None if device.type == "cuda" else _first_configuration
     return replace(TRITON, paged_attention_decode=paged.make_autotuned_paged_attention_decode(do_bench))

@@ -44,6 +44,21 @@ def kv_append_rows_ref(
     v_cache_layer[block_idx, :, pos] = value_new
 
 
+def kv_append_live_rows_ref(
+    *,
+    k_cache_layer: Tensor,
+    v_cache_layer: Tensor,
+    key_new: Tensor,
+    value_new: Tensor,
+    block_idx: Tensor,
+    pos: Tensor,
+) -> None:
+    """:func:`kv_append_rows_ref` of the rows whose block is not negative; the others are inert."""
+    live = block_idx >= 0
+    k_cache_layer[block_idx[live], :, pos[live]] = key_new[live]
+    v_cache_layer[block_idx[live], :, pos[live]] = value_new[live]
+
+
 @triton.jit
 def _copy_token(
     k_cache_ptr,
@@ -61,7 +76,7 @@ def _copy_token(
 ):
     """Copy the ``H_KV * D`` elements of one token's key and value into its slot."""
     element = tl.arange(0, WIDTH)
-    mask = element < H_KV * D
+    mask = (element < H_KV * D) & (block >= 0)
     head = element // D
     target = block.to(tl.int64) * (H_KV * BLOCK_SIZE * D) + head * (BLOCK_SIZE * D) + pos * D + element % D
     source = source_row.to(tl.int64) * new_row + element
@@ -186,7 +201,7 @@ def kv_append_triton_identity_pos(
     block_idx: Tensor,
     pos: Tensor,
 ) -> None:
-    """Rows 0..B-1 in order, each at its own slot ``pos[b]``."""
+    """Rows 0..B-1 in order, each at its own slot ``pos[b]``; a row with a negative block is left out."""
     constants = _constants(k_cache_layer)
     _kv_append_identity_pos_kernel[(block_idx.numel(),)](
         k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos, key_new.stride(0), **constants

@@ -159,6 +159,12 @@ class KVBlockManager:
             block_ids.append(self._allocate(pool, start, min(self.block_size, n_tokens - first)))
             start += self.block_size
 
+    def tokens_reserved(self, block_ids: list[int]) -> int:
+        """Tokens of a sequence that have slots in the books."""
+        if not block_ids:
+            return 0
+        return (len(block_ids) - 1) * self.block_size + self._infos[block_ids[-1]].length
+
     def clone_block(self, block_id: int, length: int) -> int:
         """A private copy of a block, of its first ``length`` tokens, in every layer of its pool.
 

@@ -1,4 +1,4 @@
-"""What a request hands back: its tokens, its text, and when each token came."""
+"""What steps and requests hand back: who got a token; a request's tokens, its text, and when each token came."""
 
 from __future__ import annotations
 
@@ -6,6 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
+
+from rosellm.roseinfer.request import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step of the engine that has ended.
+
+    ``sequences`` got exactly one token each, which is now their last one; a step that computed only parts of
+    prompts has none. seconds: what the device, or the host that drives it, spent in the step.
+    """
+
+    kind: Literal["prefill", "decode"]
+    sequences: list[Sequence]
+    seconds: float
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""Prefill: all uncached prompt tokens of several sequences, packed, in one run of the model."""
+"""Prefill: uncached prompt tokens of several sequences, packed, in one run of the model."""
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch.profiler import record_function
 from rosellm.roseinfer.kv_append_triton import kv_append_rows_ref
 from rosellm.roseinfer.kv_blocks import KVBlockManager
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.sampling import Sampler
 from rosellm.rosetrainer.attention import CausalAttention, masked_attention
 from rosellm.rosetrainer.model import GPT
 
@@ -23,28 +22,27 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 class Prefill:
-    """Computes uncached prompt tokens, writes their keys and values, samples each sequence's first token."""
+    """Computes chunks of prompts and writes their keys and values."""
 
-    def __init__(self, model: GPT, blocks: KVBlockManager, sampler: Sampler) -> None:
-        self.model, self.blocks, self.sampler = model, blocks, sampler
+    def __init__(self, model: GPT, blocks: KVBlockManager) -> None:
+        self.model, self.blocks = model, blocks
 
     @torch.inference_mode()
-    def __call__(self, sequences: list[Sequence]) -> None:
+    def run(self, sequences: list[Sequence], counts: list[int]) -> Tensor:
+        """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those cached wholly then.
+
+        The blocks' books are advanced; ``n_cached`` is left to the caller.
+        """
         with record_function(PREFILL_RANGE), sdpa_kernel(BACKENDS):
-            starts = [s.n_cached for s in sequences]
-            counts = [len(s.tokens) - s.n_cached for s in sequences]
             for pool in range(self.blocks.num_pools):
                 for sequence, count in zip(sequences, counts, strict=True):
                     self.blocks.reserve_prompt(pool, sequence.block_ids[pool], count)
-            logits = self._run(sequences, starts, counts)
-            for sequence, count, token in zip(
-                sequences, counts, self.sampler(logits, sequences), strict=True
-            ):
-                sequence.commit(token, n_cached=count)
+            return self._run(sequences, [s.n_cached for s in sequences], counts)
 
     def _run(self, sequences: list[Sequence], starts: list[int], counts: list[int]) -> Tensor:
         device = self.model.device
-        ids = [token for s in sequences for token in s.tokens[s.n_cached :]]
+        chunks = [s.tokens[a : a + n] for s, a, n in zip(sequences, starts, counts, strict=True)]
+        ids = list(chain.from_iterable(chunks))
         rows = np.repeat(np.arange(len(counts)), counts)  # [N]
         positions = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)])
         tables = _tables(sequences, self.blocks)  # [POOLS, B, W]
@@ -66,8 +64,9 @@ class Prefill:
             return attention(layer, q, k, v)
 
         hidden = self.model(ints[0], ints[1], write_and_attend)  # [N, C]
-        last = torch.from_numpy(np.cumsum(counts) - 1).to(device)
-        return self.model.logits(hidden[last])  # [B, V]
+        whole = [a + n == len(s.tokens) for s, a, n in zip(sequences, starts, counts, strict=True)]
+        last = torch.from_numpy((np.cumsum(counts) - 1)[whole]).to(device)
+        return hidden[last]  # [n, C]
 
     def _attention(
         self, starts: list[int], counts: list[int], tables: Tensor

@@ -7,9 +7,15 @@ from typing import Literal, get_args, get_type_hints
 
 from rosellm.errors import RecipeError
 from rosellm.roseinfer.block_tables import TABLES
+from rosellm.roseinfer.decode_layers import build_layers
+from rosellm.roseinfer.device_state import DeviceState
 from rosellm.roseinfer.kernels import Kernels
 from rosellm.roseinfer.kv_append import AppendGate, build_append
 from rosellm.roseinfer.kv_blocks import KVBlockManager
+from rosellm.roseinfer.packed_prefill import PackedPrefill
+from rosellm.roseinfer.prefill import Prefill
+from rosellm.roseinfer.resident import ResidentStep
+from rosellm.roseinfer.resident_parts import BIND, build_chooser
 from rosellm.roseinfer.runner import ATTENTION, RUNNERS
 from rosellm.roseinfer.sampling import Sampler
 from rosellm.roseinfer.step import MASKS, HostStep
@@ -23,12 +29,18 @@ class Recipe:
     attention: Literal["dense", "paged"] = "dense"
     mask: Literal["dense", "none"] = "dense"
     tables: Literal["per_layer", "pinned", "resident"] = "per_layer"
-    launch: Literal["fixed", "autotuned"] = "fixed"
+    launch: Literal["fixed", "autotuned", "dependent"] = "fixed"
     runner: Literal["eager", "graph"] = "eager"
-    append: Literal["index_put", "generic", "full_batch", "identity_pos"] = "index_put"
+    append: Literal["index_put", "generic", "full_batch", "identity_pos", "fused"] = "index_put"
     block_info: Literal["tuple", "slots"] = "tuple"
     indices: Literal["fresh", "reused"] = "fresh"
     pool: Literal["per_layer", "shared"] = "per_layer"
+    step: Literal["host", "resident"] = "host"
+    prefill: Literal["padded", "packed"] = "padded"
+    norm: Literal["separate", "fused"] = "separate"
+    activation: Literal["separate", "epilogue"] = "separate"
+    head: Literal["logits", "fused"] = "logits"
+    gemm: Literal["library", "small_m"] = "library"
 
     def __post_init__(self) -> None:
         for name, allowed in recipe_choices().items():
@@ -50,6 +62,11 @@ class Recipe:
                 "runner='graph' needs attention='paged', mask='none' and tables='pinned' or 'resident': "
                 "a captured graph has fixed shapes and reads its inputs from fixed addresses"
             )
+        for (name, value), needs, reason in _NEEDS:
+            wrong = [(n, v) for n, v in needs.items() if getattr(self, n) not in v]
+            if getattr(self, name) == value and wrong:
+                told = " or ".join(repr(v) for v in wrong[0][1])
+                raise RecipeError(f"{name}={value!r} needs {wrong[0][0]}={told}: {reason}")
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
@@ -58,6 +75,31 @@ class Recipe:
         """The fields in which ``other`` differs: name → (here, there)."""
         mine, theirs = self.as_dict(), other.as_dict()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+# A variant, what it needs of other fields, and why.
+_RESIDENT = {"step": ("resident",)}
+_NEEDS: tuple[tuple[tuple[str, str], dict[str, tuple[str, ...]], str], ...] = (
+    (
+        ("step", "resident"),
+        {
+            "attention": ("paged",),
+            "mask": ("none",),
+            "pool": ("shared",),
+            "tables": ("resident",),
+            "append": ("identity_pos", "fused"),
+            "launch": ("fixed", "dependent"),
+        },
+        "what the host does in a step must be gone before the device can go on alone",
+    ),
+    (("append", "fused"), _RESIDENT, "elsewhere keys and values are written after the model has run"),
+    (("prefill", "packed"), _RESIDENT, "its block tables and first tokens are on the device"),
+    (("norm", "fused"), _RESIDENT, "only the resident step takes the model apart"),
+    (("activation", "epilogue"), {"norm": ("fused",)}, "the plain model has GELU as an operator"),
+    (("head", "fused"), _RESIDENT, "the host's sampler takes logits"),
+    (("gemm", "small_m"), {"norm": ("fused",), "activation": ("epilogue",)}, "its kernels hold them all"),
+    (("launch", "dependent"), _RESIDENT, "a chain of kernels overlaps within one captured step"),
+)
 
 
 def recipe_choices() -> dict[str, tuple[str, ...]]:
@@ -80,6 +122,14 @@ _RUNGS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("reused_index_buffers", "mutable_block_info", {"indices": "reused"}),
     ("resident_tables", "reused_index_buffers", {"tables": "resident"}),
     ("one_table", "resident_tables", {"pool": "shared"}),
+    ("resident_step", "one_table", {"step": "resident"}),
+    ("packed_prefill", "resident_step", {"prefill": "packed"}),
+    ("fused_append", "packed_prefill", {"append": "fused"}),
+    ("fused_norm", "fused_append", {"norm": "fused"}),
+    ("fused_gelu", "fused_norm", {"activation": "epilogue"}),
+    ("fused_head", "fused_gelu", {"head": "fused"}),
+    ("small_gemm", "fused_head", {"gemm": "small_m"}),
+    ("dependent_launch", "small_gemm", {"launch": "dependent"}),
 )
 
 
@@ -110,10 +160,13 @@ def build_step(
     blocks: KVBlockManager,
     kernels: Kernels,
     max_blocks_per_sequence: int,
+    max_batch_size: int,
     gate: AppendGate,
-    sampler: Sampler,
-) -> HostStep:
-    """The decode step that ``recipe`` names: the only place where names are looked up."""
+) -> HostStep | ResidentStep:
+    """The step that ``recipe`` names: the only place where names are looked up."""
+    if recipe.step == "resident":
+        return _resident_step(recipe, model, blocks, kernels, max_blocks_per_sequence, max_batch_size)
+    sampler = Sampler(kernels.gumbel_noise)
     attention = ATTENTION[recipe.attention](kernels.paged_attention_decode)
     return HostStep(
         blocks=blocks,
@@ -121,5 +174,23 @@ def build_step(
         mask=MASKS[recipe.mask],
         runner=RUNNERS[recipe.runner](model, blocks, attention),
         append=build_append(recipe.append, recipe.indices, kernels, model.device, gate),
+        prefill=Prefill(model, blocks),
         sampler=sampler,
+    )
+
+
+def _resident_step(
+    recipe: Recipe, model: GPT, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
+) -> ResidentStep:
+    layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
+    packed = recipe.prefill == "packed"
+    return ResidentStep(
+        blocks=blocks,
+        state=DeviceState(n_rows, width, model.device),
+        layers_for=layers_for,
+        bind=BIND[recipe.append](kernels, blocks),
+        chooser=build_chooser(recipe.head, model, kernels),
+        prefill=PackedPrefill(model, blocks, kernels, layers_for) if packed else Prefill(model, blocks),
+        kernels=kernels,
+        capture=recipe.runner == "graph",
     )

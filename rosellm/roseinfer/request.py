@@ -13,11 +13,12 @@ class Sequence:
     ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between
     steps exactly the last token is not. ``block_ids[pool]`` are global block ids. ``finish_reason``: None
     while running, "stop", "length" or "cancelled". ``seed`` and a token's index decide its random numbers.
+    ``stop_token`` ends it, None if nothing does.
     """
 
     __slots__ = (
         "block_ids", "finish_reason", "n_cached", "n_prompt", "params", "request_id", "seed",
-        "tokens", "_eos",
+        "stop_token", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -32,7 +33,7 @@ class Sequence:
         self.tokens, self.n_prompt, self.n_cached = list(prompt), len(prompt), 0
         self.block_ids: list[list[int]] = [[] for _ in range(n_pools)]
         self.finish_reason: str | None = None
-        self._eos = None if params.ignore_eos else eos_token_id
+        self.stop_token = None if params.ignore_eos else eos_token_id
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
 
     @property
@@ -65,7 +66,7 @@ class Sequence:
         """A sampled token; ``n_cached`` more tokens are in the KV cache now."""
         self.n_cached += n_cached
         self.tokens.append(token)
-        if token == self._eos:
+        if token == self.stop_token:
             self.finish_reason = "stop"
         elif len(self.tokens) == self.max_length:
             self.finish_reason = "length"

@@ -123,6 +123,11 @@ def draw(
     return _finite(best, torch.where(temperature > 0, drawn, likeliest)).int()
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The greedy choice of every row, as :func:`draw` makes it: logits ``[B, V]`` → ``[B]`` int32."""
+    return _finite(*logits.max(dim=-1)).int()
+
+
 def _finite(best: Tensor, tokens: Tensor) -> Tensor:
     """``tokens`` of the rows whose largest logit ``best`` is finite, ``NOT_FINITE`` for the others."""
     return torch.where(best.abs() < math.inf, tokens, NOT_FINITE)

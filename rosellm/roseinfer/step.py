@@ -1,8 +1,11 @@
-"""One decode step driven by the host: reserve, stage, run, append, sample, commit."""
+"""What an engine asks of a step, and the step driven by the host: reserve, stage, run, append, sample, commit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,11 +14,53 @@ from torch.profiler import record_function
 from rosellm.roseinfer.block_tables import Tables
 from rosellm.roseinfer.kv_append import Append
 from rosellm.roseinfer.kv_blocks import KVBlockManager, Slots
+from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.prefill import Prefill
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.runner import DecodeInputs, EagerRunner, GraphRunner
 from rosellm.roseinfer.sampling import Sampler
 
 STEP_RANGE = "roseinfer.decode_step_sessions"
+
+
+class Step(Protocol):
+    """Runs prefill and decode for an engine, which says who and how much; tokens may come later.
+
+    Room in the cache has been made beforehand; the step reserves the blocks it writes to. ``run_ahead``: how
+    many begun steps a scheduler leaves unfinished; a sequence may be in that many and in one more.
+    """
+
+    run_ahead: int
+
+    def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
+        """Cache ``counts[i]`` more tokens of each; one whose tokens are all cached then gets its next one.
+
+        ``n_cached`` of the others has advanced on return.
+        """
+        ...
+
+    def begin_decode(self, sequences: list[Sequence]) -> int:
+        """One more token for each; how many rows it really runs.
+
+        That may leave out sequences that were asked for their last token already. A list that is passed
+        again is unchanged.
+        """
+        ...
+
+    def collect(self, leave: int = 0) -> Iterator[Done]:
+        """Wait until at most ``leave`` begun steps are unfinished; yield all that have ended, in order.
+
+        A step's tokens are committed to its sequences before it is yielded, except to those released.
+        """
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence has ended or is given up: it gets no further token, and its blocks will be freed."""
+        ...
+
+    def last_logits(self) -> Tensor:
+        """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that it gives a token."""
+        ...
 
 
 def dense_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> Tensor:
@@ -39,7 +84,12 @@ MASKS = {"dense": dense_mask, "none": no_mask}
 
 
 class HostStep:
-    """Decode for a batch of sequences, each with one token not cached yet; every part chosen beforehand."""
+    """Decode for a batch of sequences, each with one token not cached yet; every part chosen beforehand.
+
+    A step has ended, and its tokens are committed, when ``begin_prefill`` or ``begin_decode`` returns.
+    """
+
+    run_ahead = 0
 
     def __init__(
         self,
@@ -48,10 +98,45 @@ class HostStep:
         mask: Callable[[Tensor, int, torch.dtype], Tensor | None],
         runner: EagerRunner | GraphRunner,
         append: Append,
+        prefill: Prefill,
         sampler: Sampler,
     ) -> None:
         self.blocks, self.tables, self.mask = blocks, tables, mask
-        self.runner, self.append, self.sampler = runner, append, sampler
+        self.runner, self.append, self.prefill, self.sampler = runner, append, prefill, sampler
+        self._ended: deque[Done] = deque()
+        self._logits: Tensor | None = None
+
+    @torch.inference_mode()
+    def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
+        """See :class:`Step`."""
+        start = perf_counter()
+        whole = [s for s, n in zip(sequences, counts, strict=True) if s.n_cached + n == len(s.tokens)]
+        self._logits = self.prefill.model.logits(self.prefill.run(sequences, counts))
+        tokens = self.sampler(self._logits, whole)
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.n_cached += count
+        for sequence, token in zip(whole, tokens, strict=True):
+            sequence.commit(token, n_cached=0)
+        self._ended.append(Done("prefill", whole, perf_counter() - start))
+
+    def begin_decode(self, sequences: list[Sequence]) -> int:
+        """See :class:`Step`."""
+        start = perf_counter()
+        self(sequences)
+        self._ended.append(Done("decode", sequences, perf_counter() - start))
+        return len(sequences)
+
+    def collect(self, leave: int = 0) -> Iterator[Done]:
+        """See :class:`Step`; there is nothing to wait for."""
+        while self._ended:
+            yield self._ended.popleft()
+
+    def release(self, sequence: Sequence) -> None:
+        """See :class:`Step`; nothing is kept of a sequence."""
+
+    def last_logits(self) -> Tensor:
+        """See :class:`Step`."""
+        return self._logits
 
     @torch.inference_mode()
     def __call__(self, sequences: list[Sequence]) -> None:
@@ -64,7 +149,8 @@ class HostStep:
             with record_function(f"{STEP_RANGE}.kv_append"):
                 self.append(self.blocks, outputs.keys, outputs.values, slots)
             with record_function(f"{STEP_RANGE}.sample"):
-                tokens = self.sampler(outputs.logits, sequences)
+                self._logits = outputs.logits
+                tokens = self.sampler(self._logits, sequences)
             with record_function(f"{STEP_RANGE}.commit"):
                 for sequence, token in zip(sequences, tokens, strict=True):
                     sequence.commit(token, n_cached=1)
