@@ -81,6 +81,15 @@ class Bench:
         """A copy of the latest step's logits ``[B, V]``, fp32, on the host."""
         return self.engine.last_logits().to("cpu", torch.float32, copy=True)
 
+    def run_ahead(self, steps: int) -> list[float]:
+        """Seconds that the device spent in each step, begun as far ahead as the engine's step allows."""
+        done = []
+        for _ in range(steps):
+            self.engine.begin_decode(self.sequences)
+            done += self.engine.collect(self.engine.run_ahead)
+        done += self.engine.collect()
+        return [step.seconds for step in done]
+
     def trace(self, save_to=None) -> Trace:
         """One profiled step, after one that warms the profiler up: two tokens a sequence."""
         return record_trace(self.decode, save_to)

@@ -5,8 +5,13 @@ Each takes a model and sizes, and gives a plain dict that goes into a record unc
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -225,7 +230,66 @@ def offline_tuned_step_ms(
 def ledgers(
     model: GPT, rungs: list[str], batch: int, context: int, steps: int = 8
 ) -> dict[str, dict[str, Any]]:
-    """Each rung's step ledger with ``batch`` sequences that have about ``context`` tokens cached when profiled."""
+    """Each rung's step ledger, ``batch`` sequences having about ``context`` tokens cached when profiled."""
     needed = tokens_needed(steps)
     prompts = make_prompts(batch, max(1, context - needed + steps // 2), model.config.vocab_size)
     return {rung: step_ledger(Bench(model, rung, prompts, needed + 1), steps).as_dict() for rung in rungs}
+
+
+def step_grid(
+    model: GPT, rung: str, batches: list[int], contexts: list[int], steps: int = 12
+) -> list[dict[str, Any]]:
+    """Median device µs a decode step at every batch size and cached context that fit, and the KV bytes it
+    reads.
+
+    Steps run as a scheduler runs them, as many ahead as the rung goes.
+    """
+    rows = []
+    for batch in batches:
+        for context in contexts:
+            prompts = make_prompts(batch, context, model.config.vocab_size)
+            bench = Bench(model, rung, prompts, steps + 2)
+            seconds = bench.run_ahead(steps)
+            kv_bytes = batch * (context + steps / 2) * model.config.kv_bytes_per_token(model.dtype.itemsize)
+            rows.append(
+                {
+                    "batch": batch,
+                    "context": context,
+                    "step_us": median(seconds[2:]) * 1e6,
+                    "steps_us": [s * 1e6 for s in seconds],
+                    "kv_bytes": kv_bytes,
+                }
+            )
+    return rows
+
+
+FIRST_TOKENS = """
+import sys
+from rosellm import LLM, SamplingParams
+model, load_format, device, rung = sys.argv[1:]
+llm = LLM(model, rung=rung, device=device, load_format=load_format, max_batch_size=8)
+llm.generate([[1]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+"""
+
+
+def cold_start(
+    model: str, load_format: str, device: str, rung: str, repeats: int = 2
+) -> dict[str, list[float]]:
+    """Seconds from the start of a process to the end of one that made two tokens, the second by a decode
+    step.
+
+    "compiled anew": with an empty cache of compiled Triton kernels; "compiled before": with the one so
+    filled.
+    """
+    seconds: dict[str, list[float]] = {"compiled anew": [], "compiled before": []}
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as cache:
+            for name in seconds:
+                start = time.perf_counter()
+                subprocess.run(
+                    [sys.executable, "-c", FIRST_TOKENS, model, load_format, device, rung],
+                    env=os.environ | {"TRITON_CACHE_DIR": cache},
+                    check=True,
+                )
+                seconds[name].append(time.perf_counter() - start)
+    return seconds

@@ -20,20 +20,22 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
 from torch.profiler import record_function
 
 from rosellm.errors import RoseError
-from rosellm.lab import charts
 from rosellm.lab.bench import Bench
 from rosellm.lab.records import number, percent_change
 from rosellm.lab.roles import OTHER, roles_of
 from rosellm.lab.trace import Event, Trace, record_trace
 from rosellm.roseinfer.step import STEP_RANGE
 from rosellm.rosetrainer.config import ModelConfig
+
+if TYPE_CHECKING:  # a machine that only measures need not be able to draw
+    from rosellm.lab import charts
 
 PROFILED_STEP = "rosellm.lab.ledger.step"
 WARM_UP_STEPS = 6  # in which an engine also gets as far ahead of its host as it goes
@@ -63,7 +65,7 @@ class Ledger:
     """One decode step, cause by cause; µs.
 
     rows: of each kind the largest first; they sum up to ``step_us``, the mean over ``steps`` profiled steps.
-    unprofiled_us: the mean of as many steps that nothing watched. context: mean tokens cached a sequence.
+    unprofiled_us: the mean of steps that nothing watched. context: mean tokens cached a sequence.
     """
 
     name: str
@@ -97,7 +99,7 @@ class Ledger:
         change = percent_change(self.unprofiled_us, self.step_us)
         return (
             f"The profiled step takes {number(self.step_us)} µs, an un-profiled one "
-            f"{number(self.unprofiled_us)} µs ({change}); named causes cover {self.coverage:.1%} of it."
+            f"{number(self.unprofiled_us)} µs ({change}); named causes cover {_percent(self.coverage)} of it."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,11 +116,16 @@ class Ledger:
         """Markdown: the rows, their sum, and the cross-check against the un-profiled step."""
         lines = ["| cause | µs | share | launches | floor, µs |", "|:--|--:|--:|--:|--:|"]
         for row in self.rows:
-            launches = number(round(row.launches, 1)) if row.launches else ""
-            floor = "" if row.floor_us is None else number(row.floor_us)
-            lines.append(f"| {row.cause} | {number(row.us)} | {row.share:.1%} | {launches} | {floor} |")
-        floor = "" if self.floor_us is None else f"**{number(self.floor_us)}**"
-        lines.append(f"| **the step** | **{number(self.step_us)}** | {1:.1%} | | {floor} |")
+            cells = (
+                row.cause,
+                number(row.us),
+                _percent(row.share),
+                f"{row.launches:.3g}",
+                number(row.floor_us),
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+        total = f"**{number(self.step_us)}** | {_percent(1)} | | **{number(self.floor_us)}**"
+        lines.append(f"| **the step** | {total} |")
         return "\n".join([*lines, "", self.cross_check])
 
     def chart(self, title: str | None = None) -> charts.Chart:
@@ -128,7 +135,13 @@ class Ledger:
         if floors:
             bars["floor"] = floors
         title = title or f"Where a step's {number(self.step_us)} µs go, batch {self.batch}"
+        from rosellm.lab import charts
+
         return charts.stacked_time(bars, title=title, unit="µs", with_values=True)
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f} %"
 
 
 def waterfall(before: Ledger, after: Ledger, title: str | None = None) -> charts.Chart:
@@ -137,6 +150,8 @@ def waterfall(before: Ledger, after: Ledger, title: str | None = None) -> charts
     changes = {cause: new.get(cause, 0.0) - old.get(cause, 0.0) for cause in {**old, **new}}
     title = title or f"{before.name} → {after.name}: what became of each microsecond, batch {after.batch}"
     ends = (before.name, before.step_us), (after.name, after.step_us)
+    from rosellm.lab import charts
+
     return charts.waterfall(ends[0], changes, ends[1], "µs", title=title)
 
 
@@ -363,8 +378,8 @@ class Ceiling:
 
 @lru_cache(maxsize=8)
 def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
-    """A GPU's, from a copy of 256 MiB and a product of two 8192 × 8192 matrices."""
-    source = torch.empty(2**28, dtype=torch.uint8, device=device)
+    """A GPU's, from a copy of 1 GiB and a product of two 8192 × 8192 matrices."""
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     a = torch.randn(8192, 8192, device=device, dtype=dtype)
     out = torch.empty_like(a)

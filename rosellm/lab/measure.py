@@ -21,7 +21,7 @@ from rosellm.lab.bench import get_model
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.cli import OneLineParser, command
 from rosellm.roseinfer.loading import resolve_device
-from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.record import new_record, write_record
 from rosellm.roseinfer.workloads import WORKLOADS
 
@@ -106,6 +106,18 @@ def ledger(arguments: argparse.Namespace) -> dict:
     }
 
 
+def grid(arguments: argparse.Namespace) -> dict:
+    """Step time of the best rung over batch size and context."""
+    batches, contexts = [1, 4, 16, 64, 256, 1024], [64, 256, 512, 1000]
+    return {"rung": BEST_RUNG, "rows": experiments.step_grid(_model(arguments), BEST_RUNG, batches, contexts)}
+
+
+def cold_start(arguments: argparse.Namespace) -> dict:
+    """Time to the first tokens of a fresh process."""
+    seconds = experiments.cold_start(arguments.model, arguments.load_format, arguments.device, BEST_RUNG)
+    return {"rung": BEST_RUNG, "seconds": seconds}
+
+
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "counts": counts,
     "equality": equality,
@@ -113,6 +125,8 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "autotune": autotune,
     "bookkeeping": bookkeeping,
     "ledger": ledger,
+    "grid": grid,
+    "cold_start": cold_start,
 }
 
 

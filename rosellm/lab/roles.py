@@ -24,7 +24,8 @@ RANGE_ROLES = {
 }
 # A kernel's role by a piece of its name, the first that is found.
 KERNEL_ROLES = {
-    "append": ("kv_append", "index_put"),
+    "append": ("kv_append",),
+    "put": ("index_put",),
     "attention": ("attention", "attend", "flash", "fmha", "sdpa", "_split_"),
     "softmax": ("softmax",),
     "head": ("best_tokens", "best_of_tile", "lm_head"),
@@ -34,7 +35,7 @@ KERNEL_ROLES = {
     "GEMM": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "_rows_kernel", "cublas", "dot_kernel"),
     "elementwise": ("elementwise", "gelu", "copy", "cat", "fill", "reduce", "index", "scatter", "gather"),
 }
-# An operator's role by its name without namespace and trailing underscore.
+# An operator's role by its name without namespace and, if it works in place, its last underscore.
 OPERATOR_ROLES = {
     name: role
     for role, names in {
@@ -42,13 +43,14 @@ OPERATOR_ROLES = {
         "product": "matmul bmm baddbmm einsum",
         "softmax": "softmax _softmax",
         "attention": "scaled_dot_product_attention",
-        "append": "index_put",
+        "put": "index_put",
         "norm": "layer_norm native_layer_norm",
         "embedding": "embedding",
         "sampling": "argmax sort topk cumsum multinomial log_softmax",
         "elementwise": """
-            abs add amax arange bitwise_and bitwise_not cat clamp clamp_min clone contiguous copy div eq
-            exp fill full gather ge gelu gt index index_copy index_select isinf isnan item le log lt
+            __and__ __or__ abs add amax arange bitwise_and bitwise_not bitwise_or cat clamp clamp_max
+            clamp_min clone contiguous copy div eq exp fill floor_divide full gather ge gelu gt index
+            index_copy index_select isinf isnan item le log logical_and logical_not logical_or lt
             masked_fill max maximum mean min mul ne neg new_full new_ones new_zeros ones pow remainder
             repeat rsqrt rsub scatter square stack sub sum tanh to where zero zeros""",
         "views": """
@@ -60,6 +62,8 @@ OPERATOR_ROLES = {
 }
 # Roles that say what is done and not what for.
 GENERIC = {"elementwise", "views"}
+# Those that usually have one purpose, and that purpose.
+USUAL = {"product": "GEMM", "softmax": "attention", "put": "append"}
 
 
 def roles_of(
@@ -97,7 +101,8 @@ def _role(event: Event, launcher: str, part: str) -> str:
 
 def operator_role(name: str) -> str:
     """``aten::addmm`` → ``GEMM``; "other" if unknown."""
-    return OPERATOR_ROLES.get(name.rpartition("::")[2].rstrip("_"), OTHER)
+    short = name.rpartition("::")[2]
+    return OPERATOR_ROLES.get(short, OPERATOR_ROLES.get(short.rstrip("_"), OTHER))
 
 
 def kernel_role(name: str) -> str:
@@ -111,23 +116,22 @@ def by_place(roles: list[str]) -> list[str]:
     """Roles of one step in order, made definite by what stands around them.
 
     Products behind the last norm are the head, and what follows the head chooses tokens. A softmax, the
-    products next to it and what surrounds them up to the layer's own products are attention. What precedes
-    the embedding makes inputs.
+    products next to it and what surrounds them up to the layer's own products are attention; what else
+    surrounds an append belongs to it. What precedes the embedding, or else the first norm, makes inputs.
     """
     roles = list(roles)
     if "head" not in roles and "norm" in roles:
         _rename(roles, range(_last(roles, "norm"), len(roles)), {"GEMM", "product"}, "head")
     if "head" in roles:
-        _rename(roles, range(_last(roles, "head"), len(roles)), {*GENERIC, "softmax"}, "sampling")
-    for i, role in enumerate(list(roles)):
-        if role in ("attention", "softmax"):
-            roles[i] = "attention"
-            for around in (range(i - 1, -1, -1), range(i + 1, len(roles))):
-                _absorb(roles, around, products=int(role == "softmax"))
-    if "embedding" in roles:
-        _rename(roles, range(roles.index("embedding")), GENERIC, "inputs")
-    _rename(roles, range(len(roles)), {"product"}, "GEMM")
-    return roles
+        _rename(roles, range(_last(roles, "head"), len(roles)), {*GENERIC, "softmax", "put"}, "sampling")
+    first = next((roles.index(role) for role in ("embedding", "norm") if role in roles), 0)
+    _rename(roles, range(first), GENERIC, "inputs")
+    for role, products in (("attention", 0), ("softmax", 1), ("append", 0), ("put", 0)):
+        for i in [i for i, one in enumerate(roles) if one == role]:
+            roles[i] = USUAL.get(role, role)
+            _absorb(roles, range(i - 1, -1, -1), roles[i], products)
+            _absorb(roles, range(i + 1, len(roles)), roles[i], products)
+    return [USUAL.get(role, role) for role in roles]
 
 
 def _last(roles: list[str], role: str) -> int:
@@ -140,11 +144,11 @@ def _rename(roles: list[str], places: Iterable[int], old: set[str], new: str) ->
             roles[i] = new
 
 
-def _absorb(roles: list[str], around: Iterable[int], products: int) -> None:
-    """Turn generic roles, and so many products, into attention, up to the first role that is neither."""
+def _absorb(roles: list[str], around: Iterable[int], role: str, products: int) -> None:
+    """Turn generic roles, and so many products, into ``role``, up to the first that is neither."""
     for i in around:
         if roles[i] == "product" and products:
             products -= 1
         elif roles[i] not in GENERIC:
             return
-        roles[i] = "attention"
+        roles[i] = role

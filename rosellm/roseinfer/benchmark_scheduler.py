@@ -1,7 +1,7 @@
 """Measures a scheduler on a batch of requests.
 
-Decode throughput is tokens made by decode steps over time spent in decode steps; a request's first token
-comes from its prefill. Total throughput is all completion tokens, counted as ids, over the whole run.
+Decode throughput is tokens made by decode steps over time spent in decode steps, on the device where it runs on
+its own; a request's first token comes from its prefill. Total throughput is all completion tokens, counted as ids, over the whole run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.profiler import profile
 
 from rosellm.roseinfer import cli
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.record import (
     across_repeats,
     distribution,
@@ -26,7 +26,6 @@ from rosellm.roseinfer.record import (
     new_record,
     tokens_sha256,
 )
-from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
 from rosellm.rosetrainer.model import GPT
@@ -105,12 +104,10 @@ class _StepTimes:
         super().__init__(engine, config)
         self.step_times: list[float] = []
 
-    def step(self) -> list[Sequence]:
-        steps, seconds = self.decode_steps, self.decode_time_s
-        advanced = super().step()
-        if self.decode_steps > steps:
-            self.step_times.append(self.decode_time_s - seconds)
-        return advanced
+    def record_step(self, done: Done, n_tokens: int) -> None:
+        super().record_step(done, n_tokens)
+        if done.kind == "decode" and n_tokens:
+            self.step_times.append(done.seconds)
 
 
 class _Online(_StepTimes, OnlineScheduler):

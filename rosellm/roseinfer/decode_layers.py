@@ -1,8 +1,9 @@
-"""The model between token ids and the final hidden states, as a decode step runs it: plain, or with fused kernels.
+"""The model between token ids and the final hidden states, as a decode step runs it: plain, or with fused
+kernels.
 
-Each variant is called as the model is, with ids and positions ``[N]`` int32 (a negative position marks an inert
-row) and an ``Attend``, and gives the normalised hidden states ``[N, C]``. Weights are transformed from outside;
-the model stays as it is.
+Each variant is called as the model is, with ids and positions ``[N]`` int32 (a negative position marks an
+inert row) and an ``Attend``, and gives the normalised hidden states ``[N, C]``. Weights are transformed from
+outside; the model stays as it is.
 """
 
 from __future__ import annotations
@@ -60,9 +61,7 @@ class LibraryProducts:
 
     def __init__(self, model: GPT, activated: Callable[[Projection, Tensor], Tensor]) -> None:
         self.blocks, self.activated = model.blocks, activated
-        self.norms = [
-            ((b.ln_1.weight, b.ln_1.bias), (b.ln_2.weight, b.ln_2.bias)) for b in model.blocks
-        ]
+        self.norms = [((b.ln_1.weight, b.ln_1.bias), (b.ln_2.weight, b.ln_2.bias)) for b in model.blocks]
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
         return self.blocks[layer].qkv(x)
@@ -88,7 +87,7 @@ def activation_in_epilogue(projection: Projection, x: Tensor) -> Tensor:
 
 
 class PackedProducts:
-    """Weights packed once for oneDNN, whose products of few rows read them in the order they lie in. On a CPU."""
+    """On a CPU: weights packed once for oneDNN, whose products read them in the order they lie in."""
 
     def __init__(self, model: GPT) -> None:
         library = LibraryProducts(model, activation_apart)
@@ -180,7 +179,6 @@ class SomeRowsProducts:
         width = weights[0].qkv.weight.shape[1]
         bare = weights[0].qkv.weight.new_ones(width), weights[0].qkv.weight.new_zeros(width)
         self.norms = [(bare, bare) for _ in weights]
-        self.parts = parts_of(*weights[0].down.weight.shape)
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
         w = self.weights[layer].qkv
@@ -194,8 +192,9 @@ class SomeRowsProducts:
         return self.linear(x=x, weight=w.weight, bias=w.bias, gelu=True)
 
     def down(self, layer: int, x: Tensor) -> Tensor:
-        y = self.linear(x=x, weight=self.weights[layer].down.weight, parts=self.parts)
-        return y.view(self.parts, *x.shape[:1], -1)
+        weight = self.weights[layer].down.weight
+        parts = parts_of(len(x), *weight.shape)
+        return self.linear(x=x, weight=weight, parts=parts).view(parts, len(x), -1)
 
 
 class FusedLayers:
@@ -210,7 +209,7 @@ class FusedLayers:
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         model, products, norms = self.model, self.products, self.norms
         eps = model.config.norm_eps
-        x = _embedded(self.embed, model, ids, positions)  # [N, C]
+        x = embedded(self.embed, model, ids, positions)  # [N, C]
         h = self.add_norm(x=x, scale=norms[0][0], shift=norms[0][1], eps=eps)
         for layer, block in enumerate(model.blocks):
             mixed = attend(layer, *split_heads(products.qkv(layer, h), model.config))  # [N, H, D]
@@ -232,11 +231,11 @@ class FewRowsLayers:
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         model, eps = self.model, self.model.config.norm_eps
-        x = _embedded(self.embed, model, ids, positions)  # [N, C]
+        x = embedded(self.embed, model, ids, positions)  # [N, C]
         for layer, w in enumerate(self.weights):
             qkv = self._normed(x, w.qkv, eps)
             mixed = attend(layer, *split_heads(qkv, model.config))  # [N, H, D]
-            self._added(mixed.view(len(x), -1), w.out, x)
+            self._added(mixed.reshape(len(x), -1), w.out, x)
             hidden = self._normed(x, w.up, eps, gelu=True)  # [N, F]
             self._added(hidden, w.down, x)
         return self.add_norm(x=x, scale=model.ln_f.weight, shift=model.ln_f.bias, eps=eps)
@@ -248,7 +247,7 @@ class FewRowsLayers:
         self.linear(x=x, weight=w.weight, bias=w.bias, residual=residual)
 
 
-def _embedded(embed, model: GPT, ids: Tensor, positions: Tensor) -> Tensor:
+def embedded(embed, model: GPT, ids: Tensor, positions: Tensor) -> Tensor:
     return embed(
         ids=ids,
         positions=positions,

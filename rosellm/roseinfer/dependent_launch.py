@@ -1,11 +1,12 @@
-"""Programmatic dependent launch: a kernel starts while its predecessor still runs, and waits for it by itself.
+"""Programmatic dependent launch: a kernel starts while its predecessor still runs, and waits for it by
+itself.
 
 Launched with ``launch_pdl=True``, a kernel may begin once every program of its predecessor has called
 :func:`launch_dependents` or ended; what it does before :func:`wait_for_predecessor` overlaps with the
-predecessor's work, and from there on all of that is visible. Every kernel of a chain waits first and only then
-releases its successor, so whichever runs, all kernels but its direct predecessor have ended: what was written two
-or more kernels ago may be read before the wait, what the predecessor writes may not, and nothing may be written
-before it. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+predecessor's work, and from there on all of that is visible. Every kernel of a chain waits first and only
+then releases its successor, so whichever runs, all kernels but its direct predecessor have ended: what was
+written two or more kernels ago may be read before the wait, what the predecessor writes may not, and nothing
+may be written before it. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 """
 
 from __future__ import annotations

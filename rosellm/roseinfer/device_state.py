@@ -28,11 +28,11 @@ _ROW = struct.Struct("<6iq2f")
 class DeviceState:
     """Rows ``[S, FIELDS + W]`` int32 on the device, and the ring ``[ROUNDS, S]`` in which tokens come out.
 
-    The ring is host memory that the device writes to (pinned, where there is a GPU): a row's token of its round
-    r stands at ``ring[r % ROUNDS, row]``, INERT where the row was inert, NOT_FINITE where none could be chosen.
-    S: rows; W: blocks a sequence may hold. The attributes are views: tokens, positions, limits (tokens at which
-    a sequence has its full length), stops (the token that ends it, or -1), top_k int32, seeds int64,
-    temperatures and top_p fp32 ``[S]``, table ``[S, W]``.
+    The ring is host memory that the device writes to (pinned, where there is a GPU): a row's token of its
+    round r stands at ``ring[r % ROUNDS, row]``, INERT where the row was inert, NOT_FINITE where none could be
+    chosen. S: rows; W: blocks a sequence may hold. The attributes are views: tokens, positions, limits
+    (tokens at which a sequence has its full length), stops (the token that ends it, or -1), top_k int32,
+    seeds int64, temperatures and top_p fp32 ``[S]``, table ``[S, W]``.
     """
 
     def __init__(self, n_rows: int, width: int, device: torch.device) -> None:
@@ -84,9 +84,9 @@ def row_bytes(sequence: Sequence, position: int, rounds: int) -> bytes:
 def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
     """The specification: each row takes its new token, puts it into the ring, and goes on or becomes inert.
 
-    slots ``[n]`` int64: the rows. indices ``[n, TILES]`` int32 with values ``[n, TILES]`` fp32: the token is the
-    lowest index of the highest value, NOT_FINITE where that is infinite; without values, ``[n, 1]``, the token
-    itself. A row ends with its stop token, at its full length, or without a token.
+    slots ``[n]`` int64: the rows. indices ``[n, TILES]`` int32 with values ``[n, TILES]`` fp32: the token is
+    the lowest index of the highest value, NOT_FINITE where that is infinite; without values, ``[n, 1]``, the
+    token itself. A row ends with its stop token, at its full length, or without a token.
     """
     tokens = indices[:, 0]
     if values is not None:

@@ -244,6 +244,8 @@ def _check_token_ids(prompt: list[int], vocab_size: int) -> None:
     if not isinstance(prompt, list) or not prompt:
         given = "empty" if prompt == [] else type(prompt).__name__
         raise PromptError(f"the prompt is {given}; give at least one token id in a list")
+    if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
+        return
     for token in prompt:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise PromptError(f"token id {token!r} is not in the vocabulary of {vocab_size}")

@@ -25,11 +25,13 @@ def append_and_attend_ref(
     block_table: Tensor,
     positions: Tensor,
     scale: float,
+    tile: int,
 ) -> Tensor:
     """The specification: the appends of all rows that are not inert, and ``paged_attention_decode_ref``.
 
     positions ``[B]`` int32: tokens of the row cached before, which is where the new one goes; negative for an
-    inert row. block_table ``[B, MAX_BLOCKS]`` int32 names a block for the new token, too.
+    inert row. block_table ``[B, MAX_BLOCKS]`` int32 names a block for the new token, too. tile: how many
+    tokens a kernel reads at a time, a power of two; it changes no result.
     """
     block_size = k_cache_layer.shape[2]
     live = positions >= 0
@@ -68,7 +70,7 @@ def _tile(
     position = start + tl.arange(0, TILE)
     d = tl.arange(0, D_PADDED)
     held = position < context_len
-    if TILE <= BLOCK_SIZE:
+    if BLOCK_SIZE % TILE == 0:
         block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < context_len, other=0).to(tl.int64)
         first = block * cache_block + kv_head * BLOCK_SIZE * D + (start % BLOCK_SIZE) * D
         place = first + tl.arange(0, TILE)[:, None] * D + d[None, :]
@@ -186,12 +188,11 @@ def make_append_and_attend(dependent: bool = False):
     launch = launch_options(dependent)
 
     def append_and_attend(
-        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale
+        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale, tile
     ) -> Tensor:
         batch, n_heads, head_dim = q.shape
         _, n_kv_heads, block_size, _ = k_cache_layer.shape
         out = q.new_empty(q.shape)
-        tile, warps = _shape(batch)
         _append_and_attend_kernel[(batch, n_heads)](
             out,
             q,
@@ -213,7 +214,7 @@ def make_append_and_attend(dependent: bool = False):
             BLOCK_SIZE=block_size,
             TILE=tile,
             DEPENDENT=dependent,
-            num_warps=warps,
+            num_warps=_warps(batch, tile),
             **launch,
         )
         return out
@@ -221,13 +222,18 @@ def make_append_and_attend(dependent: bool = False):
     return append_and_attend
 
 
-def _shape(batch: int) -> tuple[int, int]:
-    """Cached tokens a program reads at a time, and its warps: as measured fastest on an H200.
+def tile_for(batch: int, longest: int) -> int:
+    """Cached tokens that a program reads at a time: as measured fastest on an H200.
 
-    A small batch has few programs, so each must ask for much at a time; a large one has many.
+    A small batch has few programs, so each reads all it needs at once, if that is up to 256 tokens (512 for a
+    single sequence); a large one has many, and small tiles keep them balanced.
     """
-    if batch <= 4:
-        return 256, 8
-    if batch <= 16:
-        return 128, 4
-    return (32, 1) if batch <= 128 else (16, 1)
+    if batch > 128:
+        return 16
+    if batch > 16:
+        return 32
+    return min(max(64, triton.next_power_of_2(longest)), 512 if batch == 1 else 256)
+
+
+def _warps(batch: int, tile: int) -> int:
+    return 1 if batch > 16 else max(1, min(8, max(4, tile // 32)))

@@ -1,10 +1,10 @@
 """The LM head with its choice of a token: logits never reach memory. A torch spec and a kernel.
 
 The best token of a row is found tile by tile: each program multiplies the hidden states by some of the
-vocabulary's columns and keeps the best of them, value and index; ``device_state.advance`` takes the best of the
-``[M, TILES]`` results. A sampled row's value is ``logit + temperature * gumbel noise``, whose argmax is an exact
-draw from ``softmax(logits / temperature)`` (Gumbel 1954), with the noise of ``noise.gumbel``. Logits are rounded
-to the model's dtype first, as if they had been stored.
+vocabulary's columns and keeps the best of them, value and index; ``device_state.advance`` takes the best of
+the ``[M, TILES]`` results. A sampled row's value is ``logit + temperature * gumbel noise``, whose argmax is
+an exact draw from ``softmax(logits / temperature)`` (Gumbel 1954), with the noise of ``noise.gumbel``. Logits
+are rounded to the model's dtype first, as if they had been stored.
 """
 
 from __future__ import annotations
@@ -21,19 +21,28 @@ HOTTEST = 1e30
 
 
 def best_tokens_ref(
-    *, hidden: Tensor, weight: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+    *,
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    sampled: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The specification, with a single tile: values ``[M, 1]`` fp32 and indices ``[M, 1]`` int32.
 
-    hidden ``[M, C]``, weight ``[V, C]``; temperature fp32 (0: greedy), seeds int64 and positions int32 ``[M]``:
-    the row's tokens cached before, so that the token drawn will stand two further on than ``positions`` counts
-    from 0, at ``positions + 1``. A logit that is not a number counts as +inf, so that it is noticed.
+    hidden ``[M, C]``, weight ``[V, C]``; temperature fp32 (0: greedy), seeds int64 and positions int32
+    ``[M]``: the row's tokens cached before, so that the token drawn will stand two further on than
+    ``positions`` counts from 0, at ``positions + 1``. A logit that is not a number counts as +inf, so that it
+    is noticed. sampled: False where all rows are greedy.
     """
     logits = (hidden.float() @ weight.float().t()).to(hidden.dtype).float()
     logits = torch.where(logits.isnan(), float("inf"), logits)
-    noise = gumbel_noise(seeds, positions + 1, weight.shape[0])
-    heat = temperature.clamp_max(HOTTEST)[:, None]
-    values, indices = torch.where(heat > 0, logits + heat * noise, logits).max(dim=1, keepdim=True)
+    if sampled:
+        noise = gumbel_noise(seeds, positions + 1, weight.shape[0])
+        heat = temperature.clamp_max(HOTTEST)[:, None]
+        logits = torch.where(heat > 0, logits + heat * noise, logits)
+    values, indices = logits.max(dim=1, keepdim=True)
     return values, indices.int()
 
 
@@ -55,6 +64,7 @@ def _best_tokens_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    SAMPLED: tl.constexpr,
     HOTTEST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -62,8 +72,6 @@ def _best_tokens_kernel(
     columns = tile * BN + tl.arange(0, BN)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     c = tl.arange(0, BK)
-    heat = tl.load(temperature_ptr + rows * state_row, mask=rows < M, other=0.0)
-    heat = tl.minimum(heat, HOTTEST)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     acc = tl.zeros((BM, BN), tl.float32)
@@ -71,7 +79,9 @@ def _best_tokens_kernel(
         inner = first + c
         held = inner < C
         h = tl.load(
-            hidden_ptr + rows[:, None] * C + inner[None, :], mask=(rows[:, None] < M) & held[None, :], other=0.0
+            hidden_ptr + rows[:, None] * C + inner[None, :],
+            mask=(rows[:, None] < M) & held[None, :],
+            other=0.0,
         )
         w = tl.load(
             weight_ptr + columns[None, :].to(tl.int64) * C + inner[:, None],
@@ -79,15 +89,17 @@ def _best_tokens_kernel(
             other=0.0,
         )
         acc = tl.dot(h, w, acc, input_precision="ieee")
+    # Rounding the accumulators themselves would make ptxas wait for each matrix instruction of the loop.
+    acc += tl.where(columns < V, 0.0, float("-inf"))[None, :]
     logits = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
     logits = tl.where(logits == logits, logits, float("inf"))
-    if tl.max(heat, axis=0) > 0:
+    if SAMPLED:
+        heat = tl.minimum(tl.load(temperature_ptr + rows * state_row, mask=rows < M, other=0.0), HOTTEST)
         seeds = tl.load(seeds_ptr + rows * seed_row, mask=rows < M, other=0)
         positions = tl.load(positions_ptr + rows * state_row, mask=rows < M, other=0) + 1
         every = tl.zeros((BM, BN), tl.int32)
         noise = gumbel(seeds[:, None] + every, positions[:, None] + every, columns[None, :] + every)
         logits = tl.where(heat[:, None] > 0, logits + heat[:, None] * noise, logits)
-    logits = tl.where(columns[None, :] < V, logits, float("-inf"))
     best, index = tl.max(logits, axis=1, return_indices=True)
     tl.store(values_ptr + rows * TILES + tile, best, mask=rows < M)
     tl.store(indices_ptr + rows * TILES + tile, tile * BN + index, mask=rows < M)
@@ -96,11 +108,13 @@ def _best_tokens_kernel(
 def make_best_tokens(dependent: bool = False):
     """The Triton kernel, to be called as :func:`best_tokens_ref`, but with a result a tile: ``[M, TILES]``.
 
-    hidden and weight contiguous. temperature and positions are columns of one int32 state (rows equally strided).
+    hidden and weight contiguous. temperature and positions are columns of one state (rows equally strided).
+    sampled=False leaves out all that draws need, for rows that are greedy without exception: the random
+    numbers of a tile take the registers that its product could use.
     """
     launch = launch_options(dependent)
 
-    def best_tokens(*, hidden, weight, temperature, seeds, positions) -> tuple[Tensor, Tensor]:
+    def best_tokens(*, hidden, weight, temperature, seeds, positions, sampled=True) -> tuple[Tensor, Tensor]:
         rows, width = hidden.shape
         vocab = weight.shape[0]
         bm, bn, bk, warps, stages = _shape(rows, hidden.dtype)
@@ -124,6 +138,7 @@ def make_best_tokens(dependent: bool = False):
             BM=bm,
             BN=bn,
             BK=bk,
+            SAMPLED=sampled,
             HOTTEST=HOTTEST,
             DEPENDENT=dependent,
             num_warps=warps,
@@ -141,4 +156,4 @@ def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
         return 32, 64, 32, 4, 3
     if rows <= 16:
         return 16, 128, 128, 4, 4
-    return (64, 128, 64, 4, 4) if rows <= 64 else (128, 128, 64, 8, 3)
+    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)

@@ -18,7 +18,7 @@ from torch import Tensor
 from rosellm.roseinfer.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 
 FEW_ROWS = 16
-SOME_ROWS = 64
+SOME_ROWS = 256
 
 
 def few_rows_linear_ref(
@@ -41,7 +41,7 @@ def few_rows_linear_ref(
     y = x.float() @ weight.float().t()
     if column_sums is not None:
         mean = x.float().mean(dim=1, keepdim=True)
-        variance = x.float().square().mean(dim=1, keepdim=True) - mean.square()
+        variance = x.float().var(dim=1, correction=0, keepdim=True)
         y = (y - mean * column_sums) * (variance + eps).rsqrt()
     y = y + bias.float()
     if gelu:
@@ -101,8 +101,7 @@ def _few_rows_kernel(
     """BN columns a program, for all M <= BM rows; its weights are in registers before the inputs are there.
 
     K is cut into chunks of SLICES x BK; the slices of a chunk are separate products, one a warp, summed at
-    the end: one chain of K / 16 matrix instructions would take longer than the weights do. The larger of BM
-    and BN is the product's rows, of which the hardware wants 16.
+    the end: one chain of K / 16 matrix instructions would take longer than the weights do.
     """
     CHUNKS: tl.constexpr = (K + SLICES * BK - 1) // (SLICES * BK)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -123,7 +122,8 @@ def _few_rows_kernel(
     target = out_ptr + rows[:, None] * N + columns[None, :]
     if ADD:
         residual = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    acc = tl.zeros((SLICES, BN, BM) if BN >= BM else (SLICES, BM, BN), tl.float32)
+    WEIGHTS_FIRST: tl.constexpr = BN >= 16  # of the two operands, whose rows the hardware takes 16 at a time
+    acc = tl.zeros((SLICES, BN, BM) if WEIGHTS_FIRST else (SLICES, BM, BN), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     squares = tl.zeros((BM,), tl.float32)
     for chunk in tl.static_range(CHUNKS):
@@ -136,16 +136,17 @@ def _few_rows_kernel(
             squares += tl.sum(tl.sum(wide * wide, axis=2), axis=0)
         if BM == 1:
             acc += tl.sum(weights[chunk].to(tl.float32) * x.to(tl.float32), axis=2)[:, :, None]
-        elif BN >= BM:
+        elif WEIGHTS_FIRST:
             acc = tl.dot(weights[chunk], tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
         else:
             acc = tl.dot(x, tl.permute(weights[chunk], (0, 2, 1)), acc, input_precision="ieee")
     y = tl.sum(acc, axis=0)
-    if BN >= BM:
+    if WEIGHTS_FIRST:
         y = tl.trans(y)
     if NORM:
         mean = total / K
-        y = (y - mean[:, None] * sums[None, :]) * tl.rsqrt(squares / K - mean * mean + eps)[:, None]
+        variance = tl.maximum(squares / K - mean * mean, 0.0)
+        y = (y - mean[:, None] * sums[None, :]) * tl.rsqrt(variance + eps)[:, None]
     y += bias[None, :]
     if GELU:
         y = _gelu(y)
@@ -204,7 +205,11 @@ def _some_rows_kernel(
 
 
 def make_few_rows_linear(dependent: bool = False):
-    """The Triton kernel for up to ``FEW_ROWS`` rows, to be called as :func:`few_rows_linear_ref`."""
+    """The Triton kernel for up to ``FEW_ROWS`` rows, to be called as :func:`few_rows_linear_ref`.
+
+    All tensors are contiguous. With column_sums, variance is the difference of two sums: digits are lost
+    where a row's mean is many times its deviation.
+    """
     launch = launch_options(dependent)
 
     def few_rows_linear(*, x, weight, bias, column_sums=None, eps=0.0, gelu=False, residual=None) -> Tensor:
@@ -247,14 +252,17 @@ def _few_rows_shape(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
 
 
 def make_some_rows_linear(dependent: bool = False):
-    """The Triton kernel for up to ``SOME_ROWS`` rows, to be called as :func:`some_rows_linear_ref`."""
+    """The Triton kernel for up to ``SOME_ROWS`` rows, to be called as :func:`some_rows_linear_ref`.
+
+    All tensors are contiguous.
+    """
     launch = launch_options(dependent)
 
     def some_rows_linear(*, x, weight, bias=None, gelu=False, parts=1) -> Tensor:
         rows, k = x.shape
         n = weight.shape[0]
         out = x.new_empty(rows, n) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
-        bm, bn, bk, stages = _some_rows_shape(rows, n, k, x.dtype)
+        bm, bn, bk, warps, stages = _some_rows_shape(rows, n, k, x.dtype)
         _some_rows_kernel[(triton.cdiv(n, bn), triton.cdiv(rows, bm), parts)](
             x,
             weight,
@@ -270,7 +278,7 @@ def make_some_rows_linear(dependent: bool = False):
             BIAS=bias is not None,
             GELU=gelu,
             DEPENDENT=dependent,
-            num_warps=4,
+            num_warps=warps,
             num_stages=stages,
             **launch,
         )
@@ -279,16 +287,18 @@ def make_some_rows_linear(dependent: bool = False):
     return some_rows_linear
 
 
-def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Tile sizes and pipeline stages: as measured fastest on an H200."""
+def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Tile sizes, warps and pipeline stages: as measured fastest on an H200."""
     if dtype == torch.float32:
-        return 32, 32, 32, 3
-    bm = 32 if rows <= 32 else 64
-    if n == k:
-        return bm, 16, 128, 4
-    return (bm, 32, 64, 6) if rows > 32 and n > k else (bm, 32, 128, 4)
+        return 32, 32, 32, 4, 3
+    if rows <= 32:
+        return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
+    if rows <= 128:
+        return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, 4, 6)
+    return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
 
 
-def parts_of(n: int, k: int) -> int:
+def parts_of(rows: int, n: int, k: int) -> int:
     """Ranges of K that keep more programs busy where the inputs are much wider than the outputs."""
-    return 4 if k >= 2 * n and k % 4 == 0 else 1
+    parts = 4 if rows <= 32 or rows > 128 else 8
+    return parts if k >= 2 * n and k % (64 * parts) == 0 else 1

@@ -58,9 +58,9 @@ def _embed_kernel(
     launch_dependents(DEPENDENT)
     token = tl.load(ids_ptr + row * id_stride).to(tl.int64)
     position = tl.maximum(tl.load(positions_ptr + row * position_stride), 0).to(tl.int64)
-    embedded = tl.load(tokens_ptr + token * C + c, mask=inside)
-    embedded += tl.load(places_ptr + position * C + c, mask=inside)
-    tl.store(out_ptr + row * C + c, embedded, mask=inside)
+    embedded = tl.load(tokens_ptr + token * C + c, mask=inside).to(tl.float32)
+    embedded += tl.load(places_ptr + position * C + c, mask=inside).to(tl.float32)
+    tl.store(out_ptr + row * C + c, embedded.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import torch
 from rosellm.errors import RecipeError
 from rosellm.roseinfer import device_state, fused_attention, fused_head, fused_linear, fused_norm, noise
 from rosellm.roseinfer import kv_append_triton as kv
+from rosellm.roseinfer import split_attention as split
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.rosetrainer import prefill_attention as prefill
 
@@ -30,6 +31,7 @@ class Kernels:
     prefill_attention: Callable[..., torch.Tensor]
     gumbel_noise: Callable[..., torch.Tensor]
     append_and_attend: Callable[..., torch.Tensor]
+    split_append_and_attend: Callable[..., torch.Tensor]
     embed: Callable[..., torch.Tensor]
     add_norm: Callable[..., torch.Tensor]
     few_rows_linear: Callable[..., torch.Tensor]
@@ -49,6 +51,7 @@ def _triton(dependent: bool) -> Kernels:
         prefill.prefill_attention,
         noise.gumbel_noise_triton,
         fused_attention.make_append_and_attend(dependent),
+        split.make_split_append_and_attend(dependent=dependent),
         fused_norm.make_embed(dependent),
         fused_norm.make_add_norm(dependent),
         fused_linear.make_few_rows_linear(dependent),
@@ -67,6 +70,7 @@ TORCH = Kernels(
     kv.kv_append_live_rows_ref,
     prefill.prefill_attention_ref,
     noise.gumbel_noise,
+    fused_attention.append_and_attend_ref,
     fused_attention.append_and_attend_ref,
     fused_norm.embed_ref,
     fused_norm.add_norm_ref,

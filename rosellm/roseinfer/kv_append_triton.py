@@ -76,7 +76,7 @@ def _copy_token(
 ):
     """Copy the ``H_KV * D`` elements of one token's key and value into its slot."""
     element = tl.arange(0, WIDTH)
-    mask = (element < H_KV * D) & (block >= 0)
+    mask = element < tl.where(block >= 0, H_KV * D, 0)
     head = element // D
     target = block.to(tl.int64) * (H_KV * BLOCK_SIZE * D) + head * (BLOCK_SIZE * D) + pos * D + element % D
     source = source_row.to(tl.int64) * new_row + element

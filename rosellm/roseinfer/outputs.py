@@ -86,43 +86,45 @@ class IncrementalText:
     """
 
     def __init__(self, tokenizer, stops: tuple[str, ...] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+        self._stops = stops
         self._stream = tokenizer.stream()
-        self._pieces: list[str] = []
-        self._n_taken = 0
+        self._push = self._stream.push
+        self._taken: list[str] = []
+        self._pieces: list[str] = []  # settled and not taken yet
         self._held = ""
         self.stopped = False
 
     @property
     def text(self) -> str:
         """All settled text."""
-        return "".join(self._pieces)
+        return "".join(self._taken + self._pieces)
 
     def push(self, token_id: int) -> None:
         """One token more; ``stopped`` tells whether it completed a stop string."""
-        piece = self._stream.push(token_id)
-        if piece:
+        piece = self._push(token_id)
+        if not self._stops:
+            self._pieces.append(piece)
+        elif piece:
             self._absorb(piece)
 
     def take(self) -> str:
         """Settled text that was not taken before."""
-        new = "".join(self._pieces[self._n_taken :])
-        self._n_taken = len(self._pieces)
+        new = "".join(self._pieces)
+        self._pieces.clear()
+        self._taken.append(new)
         return new
 
-    def finish(self, token_ids: list[int]) -> None:
-        """The sequence has ended with ``token_ids``: settle what was held back or is a character in parts."""
+    def finish(self) -> None:
+        """The sequence has ended: settle what was held back or is a character in parts."""
         if self.stopped:
             return
-        n_known = sum(map(len, self._pieces)) + len(self._held)
-        self._absorb(self._tokenizer.decode(token_ids)[n_known:])
-        self._pieces.append(self._held)
-        self._held = ""
+        rest = self._stream.finish()
+        if self._stops:
+            self._absorb(rest)
+            rest, self._held = self._held, ""
+        self._pieces.append(rest)
 
     def _absorb(self, piece: str) -> None:
-        if not self._stops:
-            self._pieces.append(piece)
-            return
         held = self._held + piece
         ends = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
         if ends:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,68 +15,143 @@ from rosellm.roseinfer.kernels import Kernels
 from rosellm.roseinfer.kv_blocks import KVBlockManager
 from rosellm.roseinfer.prefill import PREFILL_RANGE
 from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.runner import record_graph
 from rosellm.roseinfer.staging import StagingBuffer
-from rosellm.rosetrainer.model import GPT
 from rosellm.rosetrainer.prefill_attention import BLOCK_M, Tiles, tile_columns
+
+CAPTURED_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What the device needs for a run of N tokens of B sequences, views of one int32 buffer.
+
+    ids, positions ``[N]``; columns ``[6, T]`` of the attention's tiles; last ``[B]``: the packed rows of last
+    tokens; table ``[B, W]``. What pads a run is inert: positions of −1, tiles of no rows.
+    """
+
+    ids: Tensor | np.ndarray
+    positions: Tensor | np.ndarray
+    columns: Tensor | np.ndarray
+    last: Tensor | np.ndarray
+    table: Tensor | np.ndarray
+
+    @classmethod
+    def of(cls, buffer: Tensor | np.ndarray, tokens: int, tiles: int, rows: int, width: int) -> _Inputs:
+        ends = np.cumsum([tokens, tokens, 6 * tiles, rows, rows * width]).tolist()
+        ids, positions, columns, last, table = (
+            buffer[start:end] for start, end in zip([0, *ends], ends, strict=False)
+        )
+        return cls(ids, positions, columns.reshape(6, tiles), last, table.reshape(rows, width))
 
 
 class PackedPrefill:
     """Caches tokens by a kernel that attends and writes keys and values at once; for a shared pool.
 
-    ``layers_for`` gives the layers for a number of tokens.
+    layers_for: number of tokens → layers. width: blocks a sequence may hold. capture: runs of up to
+    ``CAPTURED_TOKENS`` tokens are padded to a power of two with inert rows and replayed as a CUDA graph,
+    since the host takes longer to launch their kernels than the GPU to run them.
     """
 
-    def __init__(self, model: GPT, blocks: KVBlockManager, kernels: Kernels, layers_for) -> None:
-        self.model, self.blocks = model, blocks
+    def __init__(
+        self,
+        blocks: KVBlockManager,
+        kernels: Kernels,
+        layers_for: Callable[[int], Layers],
+        width: int,
+        capture: bool,
+    ) -> None:
+        self.blocks, self.width = blocks, width
         self.attention, self.layers_for = kernels.prefill_attention, layers_for
-        self._staging = StagingBuffer(model.device, torch.int32)
+        device = blocks.k_cache.device
+        self._capture = capture and device.type == "cuda"
+        self._staging = StagingBuffer(device, torch.int32)
+        self._captured: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> Tensor:
-        """Cache ``counts[i]`` more tokens of each; hidden states ``[n, C]`` of the last tokens of those cached wholly.
+        """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those cached wholly
+        then.
 
-        The books are advanced; ``n_cached`` stays for whoever commits.
+        The books are advanced, with a last chunk to the end of its block; ``n_cached`` is left to the caller.
         """
         with record_function(PREFILL_RANGE):
             starts = [s.n_cached for s in sequences]
             for sequence, count in zip(sequences, counts, strict=True):
-                self.blocks.reserve_prompt(0, sequence.block_ids[0], count)
-            ids, positions, columns, last, table = self._stage(sequences, starts, counts)
-            tiles = Tiles(columns, BLOCK_M)
+                self.blocks.reserve_prompt(0, sequence.block_ids[0], count + self._ahead(sequence, count))
+            n_tokens = sum(counts)
+            if self._capture and n_tokens <= CAPTURED_TOKENS:
+                return self._replay(sequences, starts, counts, 1 << (n_tokens - 1).bit_length())
+            columns = tile_columns(starts, counts, None, BLOCK_M)
+            shape = n_tokens, columns.shape[1], len(counts), self.width
+            n_whole = self._fill(sequences, starts, counts, columns, shape)
+            inputs = _Inputs.of(self._staging.send().view(-1), *shape)
+            return self._forward(inputs)[inputs.last[:n_whole]]
 
-            def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                return self.attention(
-                    q=q,
-                    k_new=k,
-                    v_new=v,
-                    k_cache_layer=self.blocks.k_cache[layer],
-                    v_cache_layer=self.blocks.v_cache[layer],
-                    block_table=table,
-                    tiles=tiles,
-                    scale=q.shape[-1] ** -0.5,
-                )
+    def _ahead(self, sequence: Sequence, count: int) -> int:
+        """Slots to reserve with the last chunk for tokens to come: the rest of its block, if they need it."""
+        n_tokens = sequence.n_cached + count
+        if n_tokens < len(sequence.tokens):
+            return 0
+        return min(-n_tokens % self.blocks.block_size, max(sequence.max_length - 1 - n_tokens, 0))
 
-            layers: Layers = self.layers_for(len(ids))
-            hidden = layers(ids, positions, attend)  # [N, C]
-            return hidden[last]
+    def _replay(self, sequences: list[Sequence], starts: list[int], counts: list[int], bucket: int) -> Tensor:
+        shape = bucket, bucket, bucket, self.width  # there are no more tiles or sequences than tokens
+        if bucket not in self._captured:
+            self._captured[bucket] = self._record(shape)
+        buffer, forward = self._captured[bucket]
+        n_whole = self._fill(sequences, starts, counts, tile_columns(starts, counts, None, BLOCK_M), shape)
+        self._staging.send(buffer)
+        return forward()[_Inputs.of(buffer, *shape).last[:n_whole]]
 
-    def _stage(self, sequences: list[Sequence], starts: list[int], counts: list[int]) -> list[Tensor]:
-        """Token ids and positions ``[N]``, tiles ``[6, T]``, last rows ``[n]``, tables ``[B, W]``; one copy."""
-        n_tokens, batch = sum(counts), len(counts)
-        ends = np.cumsum(counts)
-        whole = [a + n == len(s.tokens) for s, a, n in zip(sequences, starts, counts, strict=True)]
-        columns = tile_columns(starts, counts, None, BLOCK_M)
-        width = max(len(s.block_ids[0]) for s in sequences)
-        sizes = [n_tokens, n_tokens, columns.size, sum(whole), batch * width]
-        host = self._staging.host(sum(sizes))
-        ids, positions, tiles, last, table = np.split(host, np.cumsum(sizes)[:-1])
-        ids[:] = [t for s, a, n in zip(sequences, starts, counts, strict=True) for t in s.tokens[a : a + n]]
-        positions[:] = np.arange(n_tokens) + np.repeat(np.array(starts) - ends + counts, counts)
-        tiles[:] = columns.reshape(-1)
-        last[:] = (ends - 1)[whole]
-        rows = table.reshape(batch, width)
-        rows[:] = 0
-        for row, sequence in zip(rows, sequences, strict=True):
-            row[: len(sequence.block_ids[0])] = sequence.block_ids[0]
-        ids, positions, tiles, last, table = self._staging.send().split(sizes)
-        return [ids, positions, tiles.view(6, -1), last, table.view(batch, width)]
+    def _record(self, shape: tuple[int, int, int, int]) -> tuple[Tensor, Callable[[], Tensor]]:
+        tokens, tiles, rows, width = shape
+        n_words = 2 * tokens + 6 * tiles + rows + rows * width
+        buffer = torch.zeros(n_words, dtype=torch.int32, device=self.blocks.k_cache.device)
+        inputs = _Inputs.of(buffer, *shape)
+        inputs.positions.fill_(-1)
+        return buffer, record_graph(lambda: self._forward(inputs))
+
+    def _forward(self, inputs: _Inputs) -> Tensor:
+        tiles = Tiles(inputs.columns, BLOCK_M)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.attention(
+                q=q,
+                k_new=k,
+                v_new=v,
+                k_cache_layer=self.blocks.k_cache[layer],
+                v_cache_layer=self.blocks.v_cache[layer],
+                block_table=inputs.table,
+                tiles=tiles,
+                scale=q.shape[-1] ** -0.5,
+            )
+
+        return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, attend)  # [N, C]
+
+    def _fill(
+        self,
+        sequences: list[Sequence],
+        starts: list[int],
+        counts: list[int],
+        columns: np.ndarray,
+        shape: tuple[int, int, int, int],
+    ) -> int:
+        """Write the staging buffer's inputs; the number of sequences that are cached wholly then."""
+        tokens, tiles, rows, width = shape
+        host = self._staging.host(2 * tokens + 6 * tiles + rows + rows * width)
+        inputs = _Inputs.of(host, *shape)
+        n, ends = sum(counts), np.cumsum(counts)
+        spans = list(zip(sequences, starts, counts, strict=True))
+        inputs.ids[:n] = [token for s, a, n in spans for token in s.tokens[a : a + n]]
+        inputs.ids[n:] = 0
+        inputs.positions[:n] = np.arange(n) + np.repeat(np.array(starts) - ends + counts, counts)
+        inputs.positions[n:] = -1
+        inputs.columns[:, : columns.shape[1]] = columns
+        inputs.columns[:, columns.shape[1] :] = 0
+        last = (ends - 1)[[a + n == len(s.tokens) for s, a, n in spans]]
+        inputs.last[: len(last)] = last
+        for row, sequence in zip(inputs.table, sequences, strict=False):
+            ids = sequence.block_ids[0]
+            row[: len(ids)] = ids
+        return len(last)

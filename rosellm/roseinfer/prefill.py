@@ -29,7 +29,8 @@ class Prefill:
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> Tensor:
-        """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those cached wholly then.
+        """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those cached wholly
+        then.
 
         The blocks' books are advanced; ``n_cached`` is left to the caller.
         """

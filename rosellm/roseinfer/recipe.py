@@ -15,7 +15,7 @@ from rosellm.roseinfer.kv_blocks import KVBlockManager
 from rosellm.roseinfer.packed_prefill import PackedPrefill
 from rosellm.roseinfer.prefill import Prefill
 from rosellm.roseinfer.resident import ResidentStep
-from rosellm.roseinfer.resident_parts import BIND, build_chooser
+from rosellm.roseinfer.resident_parts import BINDERS, build_chooser
 from rosellm.roseinfer.runner import ATTENTION, RUNNERS
 from rosellm.roseinfer.sampling import Sampler
 from rosellm.roseinfer.step import MASKS, HostStep
@@ -26,7 +26,7 @@ from rosellm.rosetrainer.model import GPT
 class Recipe:
     """One variant an axis; see the README for what each rung of the ladder changes."""
 
-    attention: Literal["dense", "paged"] = "dense"
+    attention: Literal["dense", "paged", "split"] = "dense"
     mask: Literal["dense", "none"] = "dense"
     tables: Literal["per_layer", "pinned", "resident"] = "per_layer"
     launch: Literal["fixed", "autotuned", "dependent"] = "fixed"
@@ -56,8 +56,8 @@ class Recipe:
             raise RecipeError(
                 "launch='autotuned' tunes the paged attention kernel; attention='dense' has none"
             )
-        paged_in_one_tensor = (self.attention, self.mask) == ("paged", "none") and self.tables != "per_layer"
-        if self.runner == "graph" and not paged_in_one_tensor:
+        paged = self.attention != "dense" and self.mask == "none"
+        if self.runner == "graph" and (not paged or self.tables == "per_layer"):
             raise RecipeError(
                 "runner='graph' needs attention='paged', mask='none' and tables='pinned' or 'resident': "
                 "a captured graph has fixed shapes and reads its inputs from fixed addresses"
@@ -83,7 +83,7 @@ _NEEDS: tuple[tuple[tuple[str, str], dict[str, tuple[str, ...]], str], ...] = (
     (
         ("step", "resident"),
         {
-            "attention": ("paged",),
+            "attention": ("paged", "split"),
             "mask": ("none",),
             "pool": ("shared",),
             "tables": ("resident",),
@@ -91,6 +91,11 @@ _NEEDS: tuple[tuple[tuple[str, str], dict[str, tuple[str, ...]], str], ...] = (
             "launch": ("fixed", "dependent"),
         },
         "what the host does in a step must be gone before the device can go on alone",
+    ),
+    (
+        ("attention", "split"),
+        {**_RESIDENT, "append": ("fused",)},
+        "the resident step chooses its kernels by the longest context, and they append",
     ),
     (("append", "fused"), _RESIDENT, "elsewhere keys and values are written after the model has run"),
     (("prefill", "packed"), _RESIDENT, "its block tables and first tokens are on the device"),
@@ -130,6 +135,7 @@ _RUNGS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("fused_head", "fused_gelu", {"head": "fused"}),
     ("small_gemm", "fused_head", {"gemm": "small_m"}),
     ("dependent_launch", "small_gemm", {"launch": "dependent"}),
+    ("split_kv", "dependent_launch", {"attention": "split"}),
 )
 
 
@@ -141,7 +147,7 @@ def _climb() -> tuple[dict[str, Recipe], dict[str, str]]:
 
 
 LADDER, BEFORE = _climb()
-BEST_RUNG = "reused_index_buffers"
+BEST_RUNG = "dependent_launch"
 
 
 def get_rung(name: str | None) -> str:
@@ -183,14 +189,17 @@ def _resident_step(
     recipe: Recipe, model: GPT, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
 ) -> ResidentStep:
     layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
-    packed = recipe.prefill == "packed"
+    capture = recipe.runner == "graph"
+    prefill: Prefill | PackedPrefill = Prefill(model, blocks)
+    if recipe.prefill == "packed":
+        prefill = PackedPrefill(blocks, kernels, layers_for, width, capture)
     return ResidentStep(
         blocks=blocks,
         state=DeviceState(n_rows, width, model.device),
         layers_for=layers_for,
-        bind=BIND[recipe.append](kernels, blocks),
+        bind=BINDERS[recipe.attention, recipe.append](kernels, blocks),
         chooser=build_chooser(recipe.head, model, kernels),
-        prefill=PackedPrefill(model, blocks, kernels, layers_for) if packed else Prefill(model, blocks),
+        prefill=prefill,
         kernels=kernels,
-        capture=recipe.runner == "graph",
+        capture=capture,
     )

@@ -1,12 +1,13 @@
 """The GPU-resident decode step: tokens, positions, appends, sampling and stops stay on the device.
 
 One captured graph a batch bucket takes every running sequence one token further. The host admits sequences,
-grows their block tables ahead of need, starts steps and, some steps later, reads their tokens from pinned memory. A
-row that has ended is inert until its slot is given to another sequence. ``step.HostStep`` is the same step driven by
-the host, and this one's specification.
+grows their block tables ahead of need, starts steps and, some steps later, reads their tokens from pinned
+memory. A row that has ended is inert until its slot is given to another sequence. ``step.HostStep`` is the
+same step driven by the host, and this one's specification.
 
-Blocks may change hands while steps are in flight: device work is ordered, so what an earlier step still writes is
-written before a later owner's prefill; a row that gives up its slot is made inert before any later step.
+Blocks may change hands while steps are in flight: device work is ordered, so what an earlier step still
+writes is written before a later owner's prefill; a row that gives up its slot is made inert before any later
+step.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.packed_prefill import PackedPrefill
 from rosellm.roseinfer.prefill import Prefill
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.resident_parts import Bind, Chooser
-from rosellm.roseinfer.runner import batch_bucket
+from rosellm.roseinfer.resident_parts import Binder, Chooser
+from rosellm.roseinfer.runner import batch_bucket, record_graph
 from rosellm.roseinfer.staging import StagingBuffer
 from rosellm.roseinfer.step import STEP_RANGE
 
@@ -78,8 +79,9 @@ class _Begun:
 class ResidentStep:
     """Prefill and decode for as many sequences as ``state`` has rows; one engine's, one thread's.
 
-    layers_for: rows → layers. bind: state → attention that appends. chooser: hidden states → tokens. prefill: caches
-    prompts and gives hidden states. capture: whether steps are captured as CUDA graphs; on a CPU there are none.
+    layers_for: rows → layers. bind: state and variant → attention that appends. chooser: hidden states →
+    tokens. prefill: caches prompts and gives hidden states. capture: whether steps are captured as CUDA
+    graphs; on a CPU there are none.
     """
 
     run_ahead = RUN_AHEAD
@@ -89,7 +91,7 @@ class ResidentStep:
         blocks: KVBlockManager,
         state: DeviceState,
         layers_for: Callable[[int], Layers],
-        bind: Bind,
+        bind: Binder,
         chooser: Chooser,
         prefill: Prefill | PackedPrefill,
         kernels: Kernels,
@@ -103,7 +105,7 @@ class ResidentStep:
         self._graph_pool = torch.cuda.graph_pool_handle() if self._capture else None
         self._idle = DeviceState(n_rows, state.table.shape[1], device) if self._capture else None
         self._every_slot = torch.arange(n_rows, device=device)
-        self._steps: dict[tuple[int, str], Callable[[], Tensor]] = {}
+        self._steps: dict[tuple[int, str, str], Callable[[], Tensor]] = {}
         self._staging = StagingBuffer(device, torch.int32)
         self._ring = state.ring.numpy()
         self._sequences: list[Sequence | None] = [None] * n_rows
@@ -145,6 +147,8 @@ class ResidentStep:
         if sequences is not self._listed:
             self._reconcile(sequences)
             self._listed = sequences
+        if not self._begun:
+            self._send_edited(sequences)
         if self._running is None:
             self._running = self._list_running()
         running, slots, mode = self._running
@@ -157,7 +161,8 @@ class ResidentStep:
             bucket = min(batch_bucket(int(slots[-1]) + 1), len(self._sequences))
             self._start_clock()
             with record_function(f"{STEP_RANGE}.model"):
-                hidden = self._step(bucket, mode)()
+                variant = self.bind.variant(bucket, int(self._position[slots].max()))
+                hidden = self._step(bucket, mode, variant)()
             self._note("decode", running, slots)
             self._round[:bucket] += 1
             self._position[slots] += 1
@@ -168,7 +173,7 @@ class ResidentStep:
         return len(running)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
-        """Commits and yields the steps that have ended, in order, having waited until at most ``leave`` have not."""
+        """Waits until at most ``leave`` steps are in flight; commits and yields what has ended, in order."""
         while self._ended:
             yield self._ended.popleft()
         while self._begun:
@@ -187,14 +192,14 @@ class ResidentStep:
 
     @torch.inference_mode()
     def last_logits(self) -> Tensor:
-        """Logits ``[B, V]`` of the latest step begun, from its final hidden states, in its sequences' order."""
+        """Logits ``[B, V]`` of the latest step begun, made anew from its final hidden states."""
         hidden, rows = self._latest
         return self.chooser.logits(hidden[torch.tensor(rows, device=self._device)])
 
     # Steps.
 
     def _first_tokens(self, sequences: list[Sequence], hidden: Tensor) -> None:
-        """Rows for sequences whose tokens are all cached, and tokens; ``hidden`` ``[n, C]`` of their last ones."""
+        """Rows and tokens for sequences cached wholly; ``hidden`` ``[n, C]`` of their last tokens."""
         if not sequences:
             return self._note("prefill", [], np.zeros(0, np.int64))
         slots = np.array([heapq.heappop(self._free) for _ in sequences])
@@ -208,37 +213,26 @@ class ResidentStep:
         self._listed = None
         self._latest = hidden, list(range(len(slots)))
 
-    def _step(self, bucket: int, mode: str) -> Callable[[], Tensor]:
-        if (bucket, mode) not in self._steps:
-            capture = self._captured if self._capture else self._called
-            self._steps[bucket, mode] = capture(bucket, mode)
-        return self._steps[bucket, mode]
+    def _step(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
+        key = bucket, mode, variant
+        if key not in self._steps:
+            self._steps[key] = (self._captured if self._capture else self._called)(*key)
+        return self._steps[key]
 
-    def _called(self, bucket: int, mode: str) -> Callable[[], Tensor]:
-        return lambda: self._run(self.state.first(bucket), mode)
+    def _called(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
+        return lambda: self._run(self.state.first(bucket), mode, variant)
 
-    def _captured(self, bucket: int, mode: str) -> Callable[[], Tensor]:
-        idle = self._idle.first(bucket)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # compiles and allocates before anything is recorded; inert rows write nothing
-                self._run(idle, mode)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool):
-            hidden = self._run(self.state.first(bucket), mode)
+    def _captured(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
+        """Warmed up with inert rows, which write nothing."""
+        idle, state = self._idle.first(bucket), self.state.first(bucket)
+        return record_graph(
+            lambda: self._run(state, mode, variant), lambda: self._run(idle, mode, variant), self._graph_pool
+        )
 
-        def replay() -> Tensor:
-            graph.replay()
-            return hidden
-
-        return replay
-
-    def _run(self, state: DeviceState, mode: str) -> Tensor:
+    def _run(self, state: DeviceState, mode: str, variant: str) -> Tensor:
         """One token more for every row that is not inert; the final hidden states ``[rows, C]``."""
         rows = len(state.rows)
-        hidden = self.layers_for(rows)(state.tokens, state.positions, self.bind(state))
+        hidden = self.layers_for(rows)(state.tokens, state.positions, self.bind(state, variant))
         values, indices = self.chooser(hidden, state, mode)
         self.advance(state=state, slots=self._every_slot[:rows], values=values, indices=indices)
         return hidden
@@ -288,14 +282,28 @@ class ResidentStep:
             self.release(sequence)
         missing = [s for s in missing if s.finish_reason is None]
         if len(missing) > len(self._free):
-            raise OptionError(f"{len(sequences)} sequences exceed the {len(self._sequences)} that run together")
+            raise OptionError(
+                f"{len(sequences)} sequences exceed the {len(self._sequences)} that run together"
+            )
         if missing:
             slots = np.array([heapq.heappop(self._free) for _ in missing])
             self._attach(missing, slots, [s.n_cached for s in missing])
         self._running = None
 
+    def _send_edited(self, sequences: list[Sequence]) -> None:
+        """Rows anew for sequences whose last token is not the one that the device chose."""
+        edited = [
+            s
+            for s in sequences
+            if (slot := self._slot_of.get(s)) is not None
+            and s.last_token != self._ring[(self._round[slot] - 1) % ROUNDS, slot]
+        ]
+        if edited:
+            slots = np.array([self._slot_of[s] for s in edited])
+            self._attach(edited, slots, [s.n_cached for s in edited])
+
     def _attach(self, sequences: list[Sequence], slots: np.ndarray, positions: list[int]) -> Tensor:
-        """Give sequences their rows, on the host and on the device; the slots on the device, ``[n]`` int64."""
+        """Give sequences their rows, on host and device; the slots as the device has them, ``[n]`` int64."""
         words = []
         for sequence, slot, position in zip(sequences, slots.tolist(), positions, strict=True):
             self._sequences[slot], self._slot_of[sequence] = sequence, slot
@@ -368,7 +376,9 @@ class ResidentStep:
             return
         free = [slot for slot in range(len(taken)) if self._sequences[slot] is None]
         sources = taken[len(taken) - len(free) :] if free else taken[:0]
-        moves = [(source, target) for source, target in zip(sources[::-1], free, strict=False) if target < source]
+        moves = [
+            (source, target) for source, target in zip(sources[::-1], free, strict=False) if target < source
+        ]
         if moves:
             self._move(*np.array(moves).T)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,20 +12,40 @@ from torch import Tensor
 
 from rosellm.roseinfer.decode_layers import can_pack, packed_head
 from rosellm.roseinfer.device_state import DeviceState
+from rosellm.roseinfer.fused_attention import tile_for
 from rosellm.roseinfer.kernels import Kernels
 from rosellm.roseinfer.kv_blocks import KVBlockManager
 from rosellm.roseinfer.sampling import SamplingParams, draw, likeliest
+from rosellm.roseinfer.split_attention import SPLIT_TILE, is_worth_splitting
 from rosellm.rosetrainer.attention import Attend
 from rosellm.rosetrainer.model import GPT
 
 ALIGNMENT = 64
-Bind = Callable[[DeviceState], Attend]
+SPLIT = "split"
 
 
-def append_then_attend(kernels: Kernels, blocks: KVBlockManager) -> Bind:
+class Binder(Protocol):
+    """Attention over the cache that also appends, for the rows of a state."""
+
+    def variant(self, rows: int, longest: int) -> str:
+        """Which kernels serve ``rows`` of at most ``longest`` cached tokens; each is captured apart."""
+        ...
+
+    def __call__(self, state: DeviceState, variant: str) -> Attend: ...
+
+
+class AppendThenAttend:
     """Two kernels a layer: the new keys and values into their slots, then paged attention."""
 
-    def bind(state: DeviceState) -> Attend:
+    def __init__(self, kernels: Kernels, blocks: KVBlockManager) -> None:
+        self.kernels, self.blocks = kernels, blocks
+
+    def variant(self, rows: int, longest: int) -> str:
+        """One for all."""
+        return ""
+
+    def __call__(self, state: DeviceState, variant: str) -> Attend:
+        kernels, blocks = self.kernels, self.blocks
         positions = state.positions.clamp_min(0)  # [B]
         block = state.table.gather(1, (positions // blocks.block_size).long()[:, None])[:, 0]
         block = torch.where(state.positions >= 0, block, -1)  # inert rows are not written
@@ -45,28 +66,55 @@ def append_then_attend(kernels: Kernels, blocks: KVBlockManager) -> Bind:
 
         return attend
 
-    return bind
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """An ``Attend`` by a kernel that also appends, and all that it reads besides a layer's q, k and v."""
+
+    kernel: Callable[..., Tensor]
+    tile: int
+    blocks: KVBlockManager
+    state: DeviceState
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.kernel(
+            q=q,
+            k_new=k,
+            v_new=v,
+            k_cache_layer=self.blocks.k_cache[layer],
+            v_cache_layer=self.blocks.v_cache[layer],
+            block_table=self.state.table,
+            positions=self.state.positions,
+            scale=q.shape[-1] ** -0.5,
+            tile=self.tile,
+        )
 
 
-def append_and_attend(kernels: Kernels, blocks: KVBlockManager) -> Bind:
-    """One kernel a layer does both."""
+class AppendAndAttend:
+    """One kernel a layer does both; its tile fits the longest context."""
 
-    def bind(state: DeviceState) -> Attend:
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return kernels.append_and_attend(
-                q=q,
-                k_new=k,
-                v_new=v,
-                k_cache_layer=blocks.k_cache[layer],
-                v_cache_layer=blocks.v_cache[layer],
-                block_table=state.table,
-                positions=state.positions,
-                scale=q.shape[-1] ** -0.5,
-            )
+    def __init__(self, kernels: Kernels, blocks: KVBlockManager) -> None:
+        self.kernels, self.blocks = kernels, blocks
 
-        return attend
+    def variant(self, rows: int, longest: int) -> str:
+        """The tile, in tokens."""
+        return str(tile_for(rows, longest))
 
-    return bind
+    def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
+        return PagedAttention(self.kernels.append_and_attend, int(variant), self.blocks, state)
+
+
+class SplitAppendAndAttend(AppendAndAttend):
+    """The same, but few sequences with long contexts are attended to in ranges (``split_attention``)."""
+
+    def variant(self, rows: int, longest: int) -> str:
+        """SPLIT, or the tile, in tokens."""
+        return SPLIT if is_worth_splitting(rows, longest) else super().variant(rows, longest)
+
+    def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
+        if variant != SPLIT:
+            return super().__call__(state, variant)
+        return PagedAttention(self.kernels.split_append_and_attend, SPLIT_TILE, self.blocks, state)
 
 
 class Chooser(Protocol):
@@ -113,8 +161,10 @@ class FusedChooser:
         self._padded = F.pad(self.weight, (0, 0, 0, -len(self.weight) % ALIGNMENT))
 
     def mode(self, params: list[SamplingParams]) -> str:
-        filtered = any((p.top_k or p.top_p < 1) and not p.is_greedy for p in params)
-        return "filtered" if filtered else "fused"
+        drawn = [p for p in params if not p.is_greedy]
+        if not drawn:
+            return "greedy"
+        return "filtered" if any(p.top_k or p.top_p < 1 for p in drawn) else "drawn"
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self._padded)[:, : len(self.weight)]
@@ -128,6 +178,7 @@ class FusedChooser:
             temperature=state.temperatures,
             seeds=state.seeds,
             positions=state.positions,
+            sampled=mode == "drawn",
         )
 
 
@@ -137,7 +188,12 @@ def draw_for(state: DeviceState, logits: Tensor, noise) -> Tensor:
     return draw(logits, state.temperatures, state.top_k, state.top_p, state.seeds, positions, noise)
 
 
-BIND = {"identity_pos": append_then_attend, "fused": append_and_attend}
+# By a recipe's attention and append.
+BINDERS = {
+    ("paged", "identity_pos"): AppendThenAttend,
+    ("paged", "fused"): AppendAndAttend,
+    ("split", "fused"): SplitAppendAndAttend,
+}
 
 
 def build_chooser(head: str, model: GPT, kernels: Kernels) -> Chooser:

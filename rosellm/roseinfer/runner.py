@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -113,12 +114,40 @@ class EagerRunner:
         return DecodeOutputs(self.model.logits(hidden), keys, values)
 
 
+T = TypeVar("T")
+
+
 def batch_bucket(batch: int) -> int:
     """The captured batch size that serves ``batch``: powers of two to 8, then multiples of 8, 32 and 128."""
     for limit, step in ((8, None), (64, 8), (256, 32)):
         if batch <= limit:
             return 1 << (batch - 1).bit_length() if step is None else -(-batch // step) * step
     return -(-batch // 128) * 128
+
+
+def record_graph(
+    run: Callable[[], T], warm_up: Callable[[], object] | None = None, pool: tuple[int, int] | None = None
+) -> Callable[[], T]:
+    """A CUDA graph of ``run``: each call replays it and gives the tensors that it was captured with.
+
+    Kernels are compiled and tuned, and memory allocated, by two runs of ``warm_up``, None for ``run`` itself,
+    before anything is recorded.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            (warm_up or run)()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        outputs = run()
+
+    def replay() -> T:
+        graph.replay()
+        return outputs
+
+    return replay
 
 
 class GraphRunner:
@@ -155,21 +184,7 @@ class GraphRunner:
         )
         if self._device.type == "cpu":
             return _Captured(static, lambda: self._eager(static))
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # compiles, tunes and allocates before anything is recorded
-                self._eager(static)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = self._eager(static)
-
-        def replay() -> DecodeOutputs:
-            graph.replay()
-            return outputs
-
-        return _Captured(static, replay)
+        return _Captured(static, record_graph(lambda: self._eager(static), pool=self._pool))
 
 
 @dataclass

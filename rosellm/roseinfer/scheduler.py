@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from time import perf_counter
 from typing import Literal, Protocol
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics, RequestOutput
+from rosellm.roseinfer.outputs import Done, IncrementalText, RequestMetrics, RequestOutput
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 
@@ -24,10 +24,11 @@ class SchedulerConfig:
     """What one iteration may do.
 
     max_batch_size: sequences that are active together; None takes the engine's. prefill_max_batch_size and
-    prefill_token_budget: prompts and prompt tokens prefilled in one iteration; a prompt longer than the
-    budget runs alone. admission_policy: "fifo" admits strictly in order; "pack" admits the shortest prompts
-    among the first ``pack_lookahead`` waiting, and every ``fifo_every``-th round is fifo, so that nobody
-    starves. max_in_flight: waiting and active requests together; None sets no limit.
+    prefill_token_budget: prompts and prompt tokens prefilled in one iteration; the last prompt is cut where
+    the budget ends, and goes on before others in the next iteration. admission_policy: "fifo" admits strictly
+    in order; "pack" admits the shortest prompts among the first ``pack_lookahead`` waiting, and every
+    ``fifo_every``-th round is fifo, so that nobody starves. max_in_flight: waiting and active requests
+    together; None sets no limit.
     """
 
     max_batch_size: int | None = None
@@ -59,10 +60,26 @@ class _Request:
     blocks: int
 
 
+class _Listeners:
+    """Who of a step's sequences is still in flight, and what is done with each token.
+
+    listed: the step's list of sequences, which mostly is the same list step after step.
+    """
+
+    __slots__ = ("listed", "note_time", "sequences", "texts")
+
+    def __init__(self, listed: list[Sequence], requests: dict[int, _Request]) -> None:
+        heard = [requests[s.request_id] for s in listed if s.request_id in requests]
+        self.listed = listed
+        self.sequences = [request.sequence for request in heard]
+        self.note_time = [request.metrics.token_times.append for request in heard]
+        self.texts = [(request.sequence, request.text) for request in heard if request.text is not None]
+
+
 class OnlineScheduler:
     """Continuous batching: requests may be added at any time and leave as soon as they end.
 
-    The KV blocks that a sequence may come to need are reserved at its admission, so one that runs is never
+    Where the engine's steps run ahead of the host, it admits, follows texts and keeps results meanwhile. The KV blocks that a sequence may come to need are reserved at its admission, so one that runs is never
     short of them. If the engine raises in :meth:`step`, all active sequences give up their blocks and end as
     "failed", and the error goes on to the caller; waiting requests keep waiting. ``finished`` keeps each
     result until :meth:`take_result`. Not thread-safe, and the only user of its engine while it has active
@@ -82,9 +99,11 @@ class OnlineScheduler:
         self.decode_tokens = self.decode_steps = 0
         self._requests: dict[int, _Request] = {}
         self._waiting: deque[_Request] = deque()
-        self._active: list[Sequence] = []  # replaced, never changed in place
-        self._token_times: list[list[float]] = []  # of the active sequences, in their order
-        self._texts: list[_Request] = []  # active ones that are decoded to text as they go
+        self._prefilling: list[
+            _Request
+        ] = []  # admitted, and not all of the prompt is begun; at most one stays
+        self._active: list[Sequence] = []  # those that decode; replaced, never changed in place
+        self._heard: _Listeners | None = None
         self._free_blocks = engine.num_kv_blocks
         self._packed_rounds = 0
 
@@ -98,7 +117,7 @@ class OnlineScheduler:
 
     @property
     def n_active(self) -> int:
-        return len(self._active)
+        return len(self._active) + len(self._prefilling)
 
     def add_request(self, prompt_ids: list[int], params: SamplingParams) -> int:
         """Queue one request and return its id.
@@ -132,15 +151,20 @@ class OnlineScheduler:
         return sequence.request_id
 
     def step(self) -> list[Sequence]:
-        """One iteration: decode all active sequences, then admit and prefill waiting ones.
+        """One iteration: decode, then prefill what was cut and what is admitted; take the tokens that are there.
 
-        Returns the sequences that got a token, those that it finished included.
+        Returns the sequences that got tokens, each once, those that ended included.
         """
+        run_ahead = self.engine.run_ahead
         try:
-            return self._decode() + self._prefill()
+            begun = self._begin_decode()
+            got = self._collect(run_ahead)
+            begun += self._begin_prefill()
+            got += self._collect(run_ahead if begun else 0)
         except BaseException:
             self._end_active("failed")
             raise
+        return got[0] if len(got) == 1 else list(dict.fromkeys(chain.from_iterable(got)))
 
     def cancel(self, request_id: int) -> bool:
         """End a waiting or active request as "cancelled", free its blocks; False if it has ended already."""
@@ -154,7 +178,7 @@ class OnlineScheduler:
             self._waiting.remove(request)
             self._store_result(request)
         else:
-            self._retire()
+            self._retire([request.sequence])
         return True
 
     def cancel_all(self) -> None:
@@ -164,6 +188,18 @@ class OnlineScheduler:
             request.sequence.finish_reason = "cancelled"
             self._store_result(request)
         self._end_active("cancelled")
+
+    def record_step(self, done: Done, n_tokens: int) -> None:
+        """Add a step that has ended to the figures; for subclasses that keep more of them.
+
+        A decode step all of whose sequences had ended before does not count.
+        """
+        if done.kind == "prefill":
+            self.prefill_time_s += done.seconds
+        elif n_tokens:
+            self.decode_time_s += done.seconds
+            self.decode_tokens += n_tokens
+            self.decode_steps += 1
 
     def take_result(self, request_id: int) -> RequestOutput:
         """The result of a request that has ended, which is then forgotten."""
@@ -189,108 +225,120 @@ class OnlineScheduler:
     def _raise_unknown(self, request_id: int) -> None:
         raise RoseError(f"request {request_id!r} is unknown: it was never added, or its result was taken")
 
-    def _decode(self) -> list[Sequence]:
-        active = self._active
-        if not active:
-            return active
-        start = perf_counter()
-        self.engine.decode(active)
-        now = perf_counter()
-        self.decode_time_s += now - start
-        self.decode_tokens += len(active)
-        self.decode_steps += 1
-        for times in self._token_times:
-            times.append(now)
-        for request in self._texts:
-            _follow(request)
-        self._retire()
-        return active
+    def _begin_decode(self) -> int:
+        return self.engine.begin_decode(self._active) if self._active else 0
 
-    def _prefill(self) -> list[Sequence]:
-        requests = self._admit()
-        if not requests:
-            return []
-        sequences = [request.sequence for request in requests]
-        self._active = self._active + sequences
-        self._token_times += [request.metrics.token_times for request in requests]
-        self._texts += [request for request in requests if request.text is not None]
-        self._free_blocks -= sum(request.blocks for request in requests)
-        start = perf_counter()
-        self.engine.prefill(sequences)
+    def _begin_prefill(self) -> int:
+        """The rest of a prompt that was cut, then the prompts of waiting requests; how many."""
+        self._prefilling += self._admit()
+        sequences = [request.sequence for request in self._prefilling]
+        if sequences:
+            whole = self.engine.begin_prefill(sequences, self._chunks(sequences))
+            self._active = self._active + whole
+            self._prefilling = self._prefilling[len(whole) :]
+        return len(sequences)
+
+    def _chunks(self, sequences: list[Sequence]) -> list[int]:
+        """How many tokens of each are computed now; only the last prompt may be cut."""
+        counts, budget = [], self.config.prefill_token_budget
+        for sequence in sequences:
+            counts.append(min(len(sequence.tokens) - sequence.n_cached, budget))
+            budget -= counts[-1]
+        return counts
+
+    def _collect(self, leave: int) -> list[list[Sequence]]:
+        """Who got a token in each step that has ended."""
+        return [self._take(done) for done in self.engine.collect(leave)]
+
+    def _take(self, done: Done) -> list[Sequence]:
+        """Record a step and its tokens' time, follow texts, retire who has ended; who got a token."""
+        heard = self._heard
+        if heard is None or heard.listed is not done.sequences:
+            heard = self._heard = _Listeners(done.sequences, self._requests)
+        self.record_step(done, len(heard.sequences))
         now = perf_counter()
-        self.prefill_time_s += now - start
-        for request in requests:
-            request.metrics.token_times.append(now)
-            if request.text is not None:
-                _follow(request)
-        self._retire()
-        return sequences
+        for note_time in heard.note_time:
+            note_time(now)
+        for sequence, text in heard.texts:
+            if sequence.finish_reason == "stop":  # the end of sequence is no text
+                continue
+            text.push(sequence.tokens[-1])
+            if text.stopped:
+                sequence.finish_reason = "stop"
+        ended = [sequence for sequence in heard.sequences if sequence.finish_reason is not None]
+        if ended:
+            self._retire(ended)
+        return heard.sequences
 
     def _admit(self) -> list[_Request]:
-        """Waiting requests that start now, taken off the queue."""
-        places = min(self.max_batch_size - len(self._active), self.config.prefill_max_batch_size)
-        if not self._waiting or places < 1:
+        """Waiting requests that start now, taken off the queue, their blocks reserved."""
+        n_begun = len(self._prefilling)
+        places = min(self.max_batch_size - self.n_active, self.config.prefill_max_batch_size - n_begun)
+        rests = [len(r.sequence.tokens) - r.sequence.n_cached for r in self._prefilling]
+        tokens = self.config.prefill_token_budget - sum(rests)
+        if not self._waiting or places < 1 or tokens < 1:
             return []
+        chosen = self._choose(places, tokens)
+        self._free_blocks -= sum(request.blocks for request in chosen)
+        return chosen
+
+    def _choose(self, places: int, tokens: int) -> list[_Request]:
         if self.config.admission_policy == "fifo":
-            return self._admit_in_order(places)
+            return self._admit_in_order(places, tokens)
         if self._packed_rounds < self.config.fifo_every - 1:
-            chosen = self._admit_shortest(places)
+            chosen = self._admit_shortest(places, tokens)
             self._packed_rounds += bool(chosen)
             return chosen
-        chosen = self._admit_in_order(places)
+        chosen = self._admit_in_order(places, tokens)
         if chosen:  # a forced round lasts until the head of the queue fits: nobody overtakes it any more
             self._packed_rounds = 0
         return chosen
 
-    def _admit_in_order(self, places: int) -> list[_Request]:
-        chosen = []
-        tokens, blocks = self.config.prefill_token_budget, self._free_blocks
+    def _admit_in_order(self, places: int, tokens: int) -> list[_Request]:
+        chosen, blocks = [], self._free_blocks
         for request in islice(self._waiting, places):
-            tokens -= request.sequence.n_prompt
             blocks -= request.blocks
-            if blocks < 0 or (tokens < 0 and chosen):
+            if blocks < 0 or tokens < 1:
                 break
+            tokens -= request.sequence.n_prompt
             chosen.append(request)
         for _ in chosen:
             self._waiting.popleft()
         return chosen
 
-    def _admit_shortest(self, places: int) -> list[_Request]:
+    def _admit_shortest(self, places: int, tokens: int) -> list[_Request]:
         """First fit in order of prompt length, so that the token budget serves as many as it can."""
         n_looked_at = min(self.config.pack_lookahead, len(self._waiting))
         looked_at = [self._waiting.popleft() for _ in range(n_looked_at)]
         chosen: dict[int, _Request] = {}
-        tokens, blocks = self.config.prefill_token_budget, self._free_blocks
+        blocks = self._free_blocks
         for request in sorted(looked_at, key=lambda r: r.sequence.n_prompt):
-            n_prompt = request.sequence.n_prompt
-            if len(chosen) == places or (n_prompt > tokens and chosen):
+            if len(chosen) == places or tokens < 1:
                 break
             if request.blocks <= blocks:
                 chosen[request.sequence.request_id] = request
-                tokens -= n_prompt
+                tokens -= request.sequence.n_prompt
                 blocks -= request.blocks
         self._waiting.extendleft(r for r in reversed(looked_at) if r.sequence.request_id not in chosen)
         return list(chosen.values())
 
     def _end_active(self, finish_reason: str) -> None:
-        for sequence in self._active:
+        active = self._active + [request.sequence for request in self._prefilling]
+        for sequence in active:
             sequence.finish_reason = finish_reason
-        self._retire()
+        self._retire(active)
 
-    def _retire(self) -> None:
-        """Release the active sequences that have ended, and keep their results."""
-        ended = [sequence for sequence in self._active if sequence.finish_reason is not None]
-        if not ended:
-            return
-        self._active = [sequence for sequence in self._active if sequence.finish_reason is None]
+    def _retire(self, ended: list[Sequence]) -> None:
+        """Release active sequences, which have a finish reason now, and keep their results."""
+        gone = set(ended)
+        self._active = [sequence for sequence in self._active if sequence not in gone]
+        self._prefilling = [request for request in self._prefilling if request.sequence not in gone]
+        self._heard = None
         for sequence in ended:
             request = self._requests[sequence.request_id]
             self.engine.release(sequence)
             self._free_blocks += request.blocks
             self._store_result(request)
-        running = [self._requests[sequence.request_id] for sequence in self._active]
-        self._token_times = [request.metrics.token_times for request in running]
-        self._texts = [request for request in running if request.text is not None]
 
     def _store_result(self, request: _Request) -> None:
         sequence = request.sequence
@@ -313,7 +361,7 @@ class OnlineScheduler:
         if text is None:
             return partial(self.engine.tokenizer.decode, _without_eos(sequence))
         if not text.stopped:
-            text.finish(_without_eos(sequence))
+            text.finish()
             if text.stopped and sequence.finish_reason == "length":
                 sequence.finish_reason = "stop"
         return lambda: text.text
@@ -364,16 +412,6 @@ def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> l
             f"{len(params)} SamplingParams for {n_prompts} prompts; give one for all, or one each"
         )
     return list(params)
-
-
-def _follow(request: _Request) -> None:
-    """Decode the newest token to text, unless it is the end of sequence; a stop string ends the sequence."""
-    sequence, text = request.sequence, request.text
-    if sequence.finish_reason == "stop":
-        return
-    text.push(sequence.last_token)
-    if text.stopped:
-        sequence.finish_reason = "stop"
 
 
 def _without_eos(sequence: Sequence) -> list[int]:

@@ -18,33 +18,23 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.scheduler import OnlineScheduler, SchedulerConfig
 
-_END = object()
-"""Closes a queue of pieces."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tagged:
-    """Puts into a queue that several requests share."""
-
-    inbox: SimpleQueue
-    request_id: int
-
-    def put(self, piece: object) -> None:
-        self.inbox.put((self.request_id, None if piece is _END else piece))
-
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One request between its client and the worker; ``output`` or ``error`` is there once it has ended."""
+    """One request between its client and the worker; ``output`` or ``error`` is there once it has ended.
+
+    ``put`` hands a piece over, or None for the end: to ``pieces``, or to the inbox that the client named.
+    """
 
     request_id: int
     params: SamplingParams
     metrics: RequestMetrics
-    pieces: SimpleQueue | _Tagged
+    pieces: SimpleQueue | None
+    put: Callable[[str | None], None]
     ended: Event = field(default_factory=Event)
     sequence: Sequence | None = None
     text: IncrementalText | None = None
-    n_tokens: int = 0
+    due: int = 0  # the sequence's length at which text is handed over next
     output: RequestOutput | None = None
     error: BaseException | None = None
 
@@ -119,7 +109,7 @@ class StreamingManager:
     def stream_text(self, request_id: int) -> Iterator[str]:
         """The request's text in pieces, until it ends; for one reader. Raises what made the request fail."""
         stream = self._stream(request_id)
-        if isinstance(stream.pieces, _Tagged):
+        if stream.pieces is None:
             raise RoseError(f"request {request_id} hands its text to the inbox it was added with")
         return self._read(stream)
 
@@ -176,8 +166,9 @@ class StreamingManager:
                 "try again later"
             )
         request_id = next(self._ids)
-        pieces = SimpleQueue() if inbox is None else _Tagged(inbox, request_id)
-        stream = _Stream(request_id, params, RequestMetrics(arrival), pieces)
+        pieces = SimpleQueue() if inbox is None else None
+        put = _putter(inbox, request_id) if pieces is None else pieces.put
+        stream = _Stream(request_id, params, RequestMetrics(arrival), pieces, put)
         self._streams[stream.request_id] = stream
         self._in_flight.add(stream)
         return stream
@@ -201,9 +192,9 @@ class StreamingManager:
             raise RoseError(f"request {request_id!r} is unknown: never added, or forgotten") from None
 
     def _read(self, stream: _Stream) -> Iterator[str]:
-        while (piece := stream.pieces.get()) is not _END:
+        while (piece := stream.pieces.get()) is not None:
             yield piece
-        stream.pieces.put(_END)  # whoever reads again finds the end, too
+        stream.put(None)  # whoever reads again finds the end, too
         _raise_failure(stream)
 
     # The worker's side.
@@ -221,8 +212,7 @@ class StreamingManager:
                 if order is None:
                     return
                 order()
-            for sequence in self._scheduler.step():
-                self._hand_over(sequence)
+            self._hand_over(self._scheduler.step())
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
         """The orders that have come in; waits for one if nothing runs."""
@@ -239,26 +229,28 @@ class StreamingManager:
             return
         stream.sequence = sequence
         stream.text = IncrementalText(self.engine.tokenizer, stream.params.stop)
+        stream.due = sequence.n_prompt + self.stream_interval
         self._running[self._scheduler.submit(sequence, stream.text)] = stream
 
-    def _hand_over(self, sequence: Sequence) -> None:
-        """Count a new token, and pass text on if it is time."""
-        stream = self._running[sequence.request_id]
-        stream.n_tokens += 1
-        if sequence.finish_reason is not None:
-            self._finish(stream)
-        elif stream.n_tokens % self.stream_interval == 0:
-            self._flush(stream)
+    def _hand_over(self, sequences: list[Sequence]) -> None:
+        """Pass on the text of sequences that got tokens, if it is time."""
+        for sequence in sequences:
+            stream = self._running[sequence.request_id]
+            if sequence.finish_reason is not None:
+                self._finish(stream)
+            elif len(sequence.tokens) >= stream.due:
+                self._flush(stream, sequence)
 
-    def _flush(self, stream: _Stream) -> None:
+    def _flush(self, stream: _Stream, sequence: Sequence) -> None:
         piece = stream.text.take()
         if piece:
-            stream.pieces.put(piece)
-        times = stream.metrics.token_times
-        times += [perf_counter()] * (stream.n_tokens - len(times))
+            stream.put(piece)
+        length, times = len(sequence.tokens), stream.metrics.token_times
+        stream.due = length + self.stream_interval
+        times += [perf_counter()] * (length - sequence.n_prompt - len(times))
 
     def _finish(self, stream: _Stream) -> None:
-        self._flush(stream)
+        self._flush(stream, stream.sequence)
         del self._running[stream.sequence.request_id]
         output = self._scheduler.take_result(stream.sequence.request_id)
         self._end(stream, replace(output, request_id=stream.request_id, metrics=stream.metrics))
@@ -297,7 +289,16 @@ class StreamingManager:
             self._in_flight.discard(stream)
             stream.output, stream.error = output, error
             stream.ended.set()
-        stream.pieces.put(_END)
+        stream.put(None)
+
+
+def _putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], None]:
+    """Puts into a queue that several requests share."""
+
+    def put(piece: str | None) -> None:
+        inbox.put((request_id, piece))
+
+    return put
 
 
 def _told(error: BaseException) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -19,16 +22,72 @@ CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!
 """A line break with the indentation after it, a name, up to three digits, punctuation, other white space."""
 
 
-class TextStream:
-    """Incremental decoding of one sequence: the pieces that :meth:`push` returns add up to the text."""
-
-    def __init__(self, raw: tokenizers.Tokenizer) -> None:
-        self._raw = raw
-        self._stream = DecodeStream(skip_special_tokens=True)
+class TextStream(Protocol):
+    """Incremental decoding of one sequence: the pieces that it returns add up to the text."""
 
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty while a UTF-8 character is still in parts."""
-        return self._stream.step(self._raw, token_id) or ""
+        ...
+
+    def finish(self) -> str:
+        """What is left: replacement characters for a character whose last bytes never came."""
+        ...
+
+
+class DecoderStream:
+    """A :class:`TextStream` by any tokenizer's own decoder."""
+
+    def __init__(self, raw: tokenizers.Tokenizer) -> None:
+        self._raw, self._ids, self._n_told = raw, [], 0
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        piece = self._stream.step(self._raw, token_id) or ""
+        self._n_told += len(piece)
+        return piece
+
+    def finish(self) -> str:
+        return self._raw.decode(self._ids, skip_special_tokens=True)[self._n_told :]
+
+
+class BytePieces(dict):
+    """Token id → its text, or its bytes if they are not whole characters; ``find`` gives the bytes, once."""
+
+    def __init__(self, find: Callable[[int], bytes]) -> None:
+        self._find = find
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        piece = self._find(token_id)
+        try:
+            piece = piece.decode()
+        except UnicodeDecodeError:
+            pass
+        self[token_id] = piece
+        return piece
+
+
+class ByteStream:
+    """A :class:`TextStream` of a byte-level vocabulary: most tokens are one look-up."""
+
+    def __init__(self, pieces: BytePieces) -> None:
+        self._pieces = pieces
+        self._begun = False  # a character whose last bytes are to come
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        piece = self._pieces[token_id]
+        if self._begun or piece.__class__ is bytes:
+            return self._join(piece)
+        return piece
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+    def _join(self, piece: str | bytes) -> str:
+        text = self._decoder.decode(piece if isinstance(piece, bytes) else piece.encode())
+        self._begun = bool(self._decoder.getstate()[0])
+        return text
 
 
 class Tokenizer:
@@ -37,6 +96,9 @@ class Tokenizer:
     def __init__(self, raw: tokenizers.Tokenizer, eos_token_id: int | None) -> None:
         self._raw = raw
         self.eos_token_id = eos_token_id
+        self._pieces = BytePieces(self.token_bytes)
+        self._is_byte_level = isinstance(raw.decoder, decoders.ByteLevel)
+        self._special = {str(t) for t in raw.get_added_tokens_decoder().values() if t.special}
 
     @property
     def vocab_size(self) -> int:
@@ -53,7 +115,15 @@ class Tokenizer:
         return self._raw.decode(list(ids), skip_special_tokens=True)
 
     def stream(self) -> TextStream:
-        return TextStream(self._raw)
+        return ByteStream(self._pieces) if self._is_byte_level else DecoderStream(self._raw)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of a token of a byte-level vocabulary; none for special and unknown ones."""
+        token = self._raw.id_to_token(token_id)
+        if token is None or token in self._special:
+            return b""
+        values = byte_of_character()
+        return bytes(map(values.get, token)) if values.keys() >= set(token) else token.encode()
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``, and ``tokenizer_config.json`` for ``transformers.AutoTokenizer``.
@@ -69,16 +139,6 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
 
 
-class DummyStream:
-    """A :class:`TextStream` for ids of a vocabulary that has no tokenizer."""
-
-    def __init__(self, stream: TextStream, vocab_size: int) -> None:
-        self._stream, self._vocab_size = stream, vocab_size
-
-    def push(self, token_id: int) -> str:
-        return self._stream.push(token_id % self._vocab_size)
-
-
 class DummyTokenizer:
     """Stands in for the tokenizer of a model of ``vocab_size`` tokens with random weights.
 
@@ -90,6 +150,8 @@ class DummyTokenizer:
         self._shipped = shipped
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
+        size = shipped.vocab_size
+        self._pieces = BytePieces(lambda token_id: shipped.token_bytes(token_id % size))
 
     def encode(self, text: str) -> list[int]:
         return [token_id % self.vocab_size for token_id in self._shipped.encode(text)]
@@ -97,8 +159,16 @@ class DummyTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._shipped.decode([token_id % self._shipped.vocab_size for token_id in ids])
 
-    def stream(self) -> DummyStream:
-        return DummyStream(self._shipped.stream(), self._shipped.vocab_size)
+    def stream(self) -> TextStream:
+        return ByteStream(self._pieces)
+
+
+@cache
+def byte_of_character() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable Latin-1 stands for itself (Radford et al. 2019)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:

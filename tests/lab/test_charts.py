@@ -11,6 +11,7 @@ from torch.profiler import record_function
 
 from rosellm.lab import charts
 from rosellm.lab.charts import (
+    CAUSES,
     PALETTE,
     PARTS,
     PLOTLY,
@@ -24,6 +25,7 @@ from rosellm.lab.charts import (
     step_lines,
     text_table,
     timeline,
+    waterfall,
 )
 from rosellm.lab.trace import Event, Trace, record_trace
 from rosellm.roseinfer.recipe import LADDER
@@ -69,6 +71,8 @@ def test_the_palette_and_the_text_read_on_light_and_dark_pages(page):
 
 def test_every_part_of_the_step_looks_different():
     assert len(set(PARTS.values())) == len(PARTS)
+    assert len(set(CAUSES.values())) == len(CAUSES)
+    assert not PARTS.keys() & CAUSES.keys()
 
 
 def gpu_trace(n_kernels: int) -> Trace:
@@ -109,6 +113,9 @@ def charts_of_every_kind() -> dict[str, go.Figure]:
         ),
         "stacked_time": stacked_time(
             {"dense": dict.fromkeys(PARTS, 0.5), "paged": {"model": 1.0}}, title="Where?"
+        ),
+        "waterfall": waterfall(
+            ("a", 9.0), {"GEMM": -4.0, "norm": 1.0}, ("b", 6.0), "µs", title="What changed?"
         ),
         "timeline": timeline(gpu_trace(300), "Who waits?"),
     }
@@ -214,6 +221,23 @@ def test_the_parts_of_a_step_come_in_its_order_and_sum_up():
     assert chart.table.splitlines()[-1].split() == ["total", "3.50"]
 
 
+def test_segments_tell_their_figures_where_they_fit():
+    chart = stacked_time({"x": {"GEMM": 90.0, "norm": 1.0}}, title="t", unit="µs", with_values=True)
+    assert {bar.name: bar.text for bar in chart.data} == {"norm": ("",), "GEMM": ("GEMM 90.0",)}
+
+
+def test_a_waterfall_goes_from_savings_to_costs_and_keeps_small_changes_together():
+    changes = {"norm": 10.0, "GEMM": -50.0, "head": -30.0, "copies": 0.3, "host": -0.1, "append": 0.0}
+    chart = waterfall(("old", 100.0), changes, ("new", 30.2), "µs", title="t")
+    bars = chart.data[0]
+    assert chart.layout.yaxis.ticktext == ("<b>old</b>", "GEMM", "head", "norm", "the rest", "<b>new</b>")
+    assert bars.x == pytest.approx([100, -50, -30, 10, 0.2, 30.2])
+    assert bars.base == pytest.approx([0, 100, 50, 20, 30, 0])
+    assert [note.text for note in chart.layout.annotations[1:4]] == ["−50.0", "−30.0", "+10.0"]
+    assert [note.x for note in chart.layout.annotations] == pytest.approx([100, 100, 50, 30, 30.2, 30.2])
+    assert chart.table.splitlines()[-1].split() == ["new", "30.2"]
+
+
 def test_a_timeline_counts_everything_and_draws_what_can_be_seen():
     trace = gpu_trace(20_000)
     chart = timeline(trace, "t")
@@ -266,6 +290,10 @@ def test_on_a_cpu_a_timeline_shows_operators():
         (lambda: step_lines([1], {"a": [None]}, "x", "y", title="t"), "no value to draw"),
         (lambda: ladder_chart(["a"], [None], "tok/s", title="t"), "at least one value"),
         (lambda: stacked_time({}, title="t"), "no row to draw"),
+        (
+            lambda: waterfall(("a", 9), {"GEMM": -4}, ("b", 6), "µs", title="t"),
+            "changes add up to −4 µs, and a and b are −3 µs apart",
+        ),
         (lambda: timeline(Trace([]), "t"), "neither a range nor anything that ran"),
     ],
 )

@@ -34,6 +34,7 @@ EQUAL = [7, 7, 7, 7]
 PROMPTS = {"mixed": random_prompts(MIXED, seed=1), "equal": random_prompts(EQUAL, seed=2)}
 TUNED = [name for name, recipe in LADDER.items() if recipe.launch == "autotuned"]
 ON_TORCH = [name for name in LADDER if name not in TUNED]
+HOST_DRIVEN_RUNGS = [name for name in ON_TORCH if LADDER[name].step == "host"]
 RUNS = [pytest.param(rung, "cpu", id=f"{rung}-cpu") for rung in ON_TORCH] + [
     pytest.param(rung, "cuda", id=f"{rung}-gpu", marks=pytest.mark.gpu) for rung in LADDER
 ]
@@ -127,7 +128,42 @@ def test_a_sequence_that_lost_its_blocks_and_is_computed_anew_gives_the_same_tok
     assert decode_all(engine, sequences) == expected["mixed"].tokens
 
 
-@pytest.mark.parametrize("rung", ON_TORCH)
+@pytest.mark.parametrize(("rung", "device"), RUNS)
+def test_prompts_in_chunks_give_the_same_tokens(checkpoint, rung, device):
+    """Two chunk sizes in one batch, so that some prompts are cached whole while others are not yet."""
+    folder, expected = checkpoint
+    engine = small_engine(load(folder, device), recipe=rung)
+    sequences = greedy_sequences(engine, PROMPTS["mixed"], N_TOKENS)
+    unfinished, seen = sequences, []
+    while unfinished:
+        sizes = [3 + 6 * (s.request_id % 2) for s in unfinished]
+        whole = engine.begin_prefill(unfinished, sizes)
+        seen.append(len(whole))
+        assert all(len(s.tokens) - s.n_cached > 0 for s in unfinished if s not in whole)
+        for done in engine.collect():
+            assert done.kind == "prefill" and done.sequences == whole
+        unfinished = [s for s in unfinished if s not in whole]
+    assert len(seen) > 3 and sum(seen) == len(sequences)
+    assert decode_all(engine, sequences) == expected["mixed"].tokens
+
+
+@pytest.mark.parametrize(("rung", "device"), RUNS)
+def test_steps_that_are_begun_ahead_are_collected_in_order(checkpoint, rung, device):
+    folder, expected = checkpoint
+    engine = small_engine(load(folder, device), recipe=rung)
+    sequences = greedy_sequences(engine, PROMPTS["mixed"], N_TOKENS)
+    assert engine.begin_prefill(sequences) == sequences
+    told = []
+    for _ in range(N_TOKENS + 3):
+        n_rows = engine.begin_decode(sequences) if not sequences[0].is_finished else 0
+        for done in engine.collect(engine.run_ahead if n_rows else 0):
+            told.append(done.kind)
+            assert set(done.sequences) == set(sequences) and done.seconds > 0
+            assert [s.output for s in sequences] == [row[: len(told)] for row in expected["mixed"].tokens]
+    assert told == ["prefill"] + ["decode"] * (N_TOKENS - 1)
+
+
+@pytest.mark.parametrize("rung", HOST_DRIVEN_RUNGS)
 def test_slots_are_reserved_once_a_pool(rung, monkeypatch):
     engine, calls = small_engine(random_model(3), recipe=rung), []
     reserve = engine.blocks.reserve_tokens
@@ -296,7 +332,7 @@ def test_two_engines_share_no_state_but_the_model(rung):
         generate(engine, PROMPTS["mixed"], 3)
     of_a, of_b = mutable_parts(a), mutable_parts(b)
     assert any(isinstance(part, Tensor) for part in of_a.values())
-    assert a.blocks is of_a[id(a.blocks)] and a._step.tables is of_a[id(a._step.tables)]
+    assert a.blocks is of_a[id(a.blocks)] and a._step is of_a[id(a._step)]
     assert not of_a.keys() & of_b.keys()
 
 

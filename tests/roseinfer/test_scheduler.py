@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +16,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig, one_each
 from rosellm.rosetrainer.tokenizer import Tokenizer, train_tokenizer
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
+from tests.late_step import run_late
 
 LENGTHS = [1, 9, 3, 20, 8, 2, 15, 5, 7, 30]
 
@@ -34,19 +37,24 @@ def tokenizer() -> Tokenizer:
 
 
 class Calls:
-    """Keeps the batches that the scheduler gives to the engine."""
+    """Keeps the batches that the scheduler gives to the engine, and the chunks of prompts."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[tuple[str, list[int]]] = []
-        for name in ("prefill", "decode"):
-            monkeypatch.setattr(engine, name, self._spy(name, getattr(engine, name)))
+        self.chunks: list[list[int]] = []
+        begin_prefill, begin_decode = engine.begin_prefill, engine.begin_decode
 
-    def _spy(self, name, run):
-        def spy(sequences: list[Sequence]) -> None:
-            self.log.append((name, [s.request_id for s in sequences]))
-            run(sequences)
+        def spy_prefill(sequences: list[Sequence], counts: list[int]) -> list[Sequence]:
+            self.log.append(("prefill", [s.request_id for s in sequences]))
+            self.chunks.append(counts)
+            return begin_prefill(sequences, counts)
 
-        return spy
+        def spy_decode(sequences: list[Sequence]) -> int:
+            self.log.append(("decode", [s.request_id for s in sequences]))
+            return begin_decode(sequences)
+
+        monkeypatch.setattr(engine, "begin_prefill", spy_prefill)
+        monkeypatch.setattr(engine, "begin_decode", spy_decode)
 
     def of(self, name: str) -> list[list[int]]:
         return [ids for called, ids in self.log if called == name]
@@ -130,13 +138,32 @@ def test_budgets_of_batch_and_tokens_are_respected(monkeypatch: pytest.MonkeyPat
     ids = OnlineScheduler(engine, config)
     requests = ids.add_requests(prompts, greedy(4))
     run_to_end(ids)
-    sizes = {request: len(prompt) for request, prompt in zip(requests, prompts, strict=True)}
-    rounds = [[sizes[request] for request in batch] for batch in calls.of("prefill")]
-    assert sorted(n for batch in rounds for n in batch) == sorted(sizes.values())
-    assert all(len(batch) <= 3 for batch in rounds)
-    assert all(sum(batch) <= 10 or batch == [40] for batch in rounds)
+    computed = Counter()
+    for batch, chunks in zip(calls.of("prefill"), calls.chunks, strict=True):
+        assert 1 <= len(batch) <= 3 and sum(chunks) <= 10 and min(chunks) > 0
+        computed.update(dict(zip(batch, chunks, strict=True)))
+    assert computed == {request: len(prompt) for request, prompt in zip(requests, prompts, strict=True)}
     assert max(len(batch) for batch in calls.of("decode")) <= 9
-    assert rounds[:2] == [[4, 4], [4, 4, 1]]
+    assert calls.chunks[:3] == [[4, 4, 2], [2, 4, 1], [1, 1, 1]]
+    assert [40] not in calls.chunks and [10] in calls.chunks
+
+
+@pytest.mark.parametrize("policy", ["fifo", "pack"])
+def test_a_cut_prompt_goes_on_before_others_are_admitted(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    calls = Calls(engine, monkeypatch)
+    config = SchedulerConfig(prefill_token_budget=10, admission_policy=policy, prefill_max_batch_size=2)
+    scheduler = OnlineScheduler(engine, config)
+    long = scheduler.add_request([1] * 25, greedy(3))
+    first = scheduler.step()
+    short, _, shortest = scheduler.add_requests([[2] * 3, [3] * 2, [4]], greedy(3))
+    second, third = scheduler.step(), scheduler.step()
+    run_to_end(scheduler)
+    nearest = {"fifo": (short, 3), "pack": (shortest, 1)}[policy]
+    assert calls.of("prefill")[:3] == [[long], [long], [long, nearest[0]]]
+    assert calls.chunks[:3] == [[10], [10], [5, nearest[1]]]
+    assert (first, second) == ([], [])
+    assert [s.request_id for s in third] == [long, nearest[0]]
 
 
 def test_fifo_admits_strictly_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +185,9 @@ def test_pack_admits_the_shortest_prompts_of_the_look_ahead(monkeypatch: pytest.
     scheduler.step()
     assert calls.of("prefill")[0] == [ids[2], ids[3], ids[1]]
     scheduler.step()
-    assert calls.of("prefill")[1] == [ids[4]]
+    assert calls.of("prefill")[1] == [ids[4], ids[0]]
     run_to_end(scheduler)
-    assert calls.of("prefill")[2:] == [ids[:1]]
+    assert calls.chunks == [[3, 4, 5], [1, 11], [1]]
 
 
 @pytest.mark.parametrize("long_prompt", [14, 30], ids=["needs a place", "needs most of the cache"])
@@ -304,12 +331,12 @@ def test_an_error_in_the_engine_leaks_no_block(where: str, error, monkeypatch: p
     first, second, third = scheduler.add_requests([[1] * 9, [2], [3]], [greedy(2), greedy(9), greedy(9)])
     scheduler.step()
 
-    def fail_halfway(sequences: list[Sequence]) -> None:
+    def fail_halfway(sequences: list[Sequence], counts: object = None) -> None:
         engine.blocks.reserve_prompt(0, sequences[0].block_ids[0], 3)
         raise error("no luck")
 
     with monkeypatch.context() as broken:
-        broken.setattr(engine, where, fail_halfway)
+        broken.setattr(engine, f"begin_{where}", fail_halfway)
         with pytest.raises(error, match="no luck"):
             scheduler.step()
     assert_all_free(engine)
@@ -387,8 +414,8 @@ class Pieces:
     def push(self, token_id: int) -> str:
         return self.pieces[token_id]
 
-    def decode(self, ids: list[int]) -> str:
-        return "".join(self.pieces[i] for i in ids)
+    def finish(self) -> str:
+        return ""
 
 
 def before_first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
@@ -416,7 +443,7 @@ def test_text_ends_before_the_first_stop_wherever_tokens_break(pieces: list[str]
         assert expected.startswith("".join(taken))
         if text.stopped:
             break
-    text.finish(list(range(len(pieces))))
+    text.finish()
     taken.append(text.take())
     assert ("".join(taken), text.text, text.stopped) == (expected, expected, stopped)
 
@@ -442,7 +469,7 @@ def test_a_character_in_parts_waits_for_its_last_byte_or_the_end(tokenizer: Toke
     for token in ids[:-1]:
         cut.push(token)
     assert cut.take() == "né "
-    cut.finish(ids[:-1])
+    cut.finish()
     assert "né " + cut.take() == cut.text == tokenizer.decode(ids[:-1])
 
 
@@ -502,3 +529,193 @@ def test_without_a_tokenizer_there_is_no_text_and_no_stop_string() -> None:
     assert OfflineScheduler(engine).run([[1]], greedy(2))[0].text is None
     with pytest.raises(SamplingError, match="stop strings need a tokenizer"):
         OnlineScheduler(engine).add_request([1], greedy(2, stop="x"))
+
+
+# Prompts in chunks, and steps that run ahead
+
+RECIPES = ["dense", "one_table"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return [uncached_greedy(random_model(0), prompt, 14) for prompt in random_prompts(LENGTHS)]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+@pytest.mark.parametrize(("budget", "policy"), [(1, "fifo"), (7, "pack"), (16, "fifo")])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_chunks_and_steps_ahead_give_the_tokens_of_each_request_alone(
+    recipe: str, budget: int, policy: str, run_ahead: int, expected: list[list[int]]
+) -> None:
+    engine = engine_of(recipe=recipe, num_kv_blocks=11, max_batch_size=4)
+    prompts = random_prompts(LENGTHS)
+    counts = [1 + 3 * i % 14 for i in range(len(prompts))]
+    if run_ahead:
+        run_late(engine, run_ahead)
+    config = SchedulerConfig(prefill_token_budget=budget, admission_policy=policy)
+    outputs = OfflineScheduler(engine, config).run(prompts, [greedy(n) for n in counts])
+    for tokens, n, output in zip(expected, counts, outputs, strict=True):
+        assert output.token_ids == tokens[:n]
+        assert len(output.metrics.token_times) == n
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize(("num_kv_blocks", "n_hits"), [(14, 30), (40, 100)], ids=["evicting", "ample"])
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_chunks_of_prompts_with_a_cached_prefix_give_the_same_tokens(
+    recipe: str, run_ahead: int, num_kv_blocks: int, n_hits: int
+) -> None:
+    engine = engine_of(recipe=recipe, num_kv_blocks=num_kv_blocks, max_batch_size=3, prefix_cache=True)
+    long = random_prompts([40])[0]
+    prompts = [long, long[:25] + [5, 6], long[:30], long[:8], [3, 4], long[:39] + [1], long]
+    if run_ahead:
+        run_late(engine, run_ahead)
+    outputs = OfflineScheduler(engine, SchedulerConfig(prefill_token_budget=9)).run(prompts, greedy(12))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == uncached_greedy(engine.model, prompt, 12)
+    assert engine.prefix_cache.hit_tokens > n_hits
+    engine.prefix_cache.clear()
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_running_sequences_get_a_token_in_every_iteration_while_a_long_prompt_is_prefilled(
+    run_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(num_kv_blocks=40)
+    if run_ahead:
+        run_late(engine, run_ahead)
+    calls = Calls(engine, monkeypatch)
+    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_token_budget=5))
+    short = scheduler.add_requests([[1], [2, 3]], greedy(30))
+    while scheduler.decode_steps < 2:
+        scheduler.step()
+    n_before = len(calls.chunks)
+    long = scheduler.add_request([4] * 48, greedy(3))
+    iterations = [[s.request_id for s in scheduler.step()] for _ in range(9)]
+    assert iterations == [short] * 9
+    assert calls.chunks[n_before:] == [[5]] * 9
+    assert scheduler.n_active == 3 and scheduler.n_waiting == 0
+    run_to_end(scheduler)
+    assert scheduler.take_result(long).token_ids == uncached_greedy(engine.model, [4] * 48, 3)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_request_can_be_cancelled_in_the_middle_of_its_prompt(run_ahead: int) -> None:
+    engine = engine_of(num_kv_blocks=10)
+    if run_ahead:
+        run_late(engine, run_ahead)
+    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_token_budget=20))
+    short, long = scheduler.add_requests([[1] * 3, [2] * 50], greedy(9))
+    scheduler.step()
+    assert (scheduler.n_active, scheduler.n_waiting) == (2, 0)
+    assert engine.blocks.num_free_blocks() < engine.num_kv_blocks - 1
+    assert scheduler.cancel(long)
+    assert (scheduler.n_active, engine.blocks.num_free_blocks()) == (1, engine.num_kv_blocks - 1)
+    cut = scheduler.take_result(long)
+    assert (cut.finish_reason, cut.token_ids, cut.metrics.ttft) == ("cancelled", [], None)
+    again = scheduler.add_request([2] * 50, greedy(9))  # fits only if the reservation is gone, too
+    scheduler.step()
+    assert scheduler.n_waiting == 0
+    run_to_end(scheduler)
+    assert scheduler.take_result(short).token_ids == uncached_greedy(engine.model, [1] * 3, 9)
+    assert scheduler.take_result(again).token_ids == uncached_greedy(engine.model, [2] * 50, 9)
+    assert_all_free(engine)
+
+
+def test_an_error_in_the_middle_of_a_prompt_leaks_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_token_budget=10))
+    request = scheduler.add_request([1] * 25, greedy(3))
+    scheduler.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "begin_prefill", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scheduler.step()
+    assert scheduler.take_result(request).finish_reason == "failed"
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 3])
+def test_tokens_of_an_ended_sequence_that_are_still_on_their_way_never_reach_it(
+    run_ahead: int, tokenizer: Tokenizer
+) -> None:
+    engine = engine_of(3, tokenizer, max_batch_size=4)
+    prompts = random_prompts([3, 5, 2, 4, 1], vocab_size=tokenizer.vocab_size)
+    whole = OfflineScheduler(engine).run(prompts, greedy(30))
+    params = [greedy(30, stop=output.text[8:11]) for output in whole[:3]] + [greedy(30)] * 2
+    expected = OfflineScheduler(engine).run(prompts, params)
+    late = run_late(engine, run_ahead)
+    scheduler = OnlineScheduler(engine)
+    ids = scheduler.add_requests(prompts, params)
+    while len(scheduler.finished) < 3:
+        scheduler.step()
+    cancelled = next(i for i in ids if i not in scheduler.finished)
+    scheduler.cancel(cancelled)
+    run_to_end(scheduler)
+    assert late.overtaken > 0
+    for request, reference in zip(ids, expected, strict=True):
+        output = scheduler.take_result(request)
+        n = len(output.token_ids)
+        if request == cancelled:
+            assert output.token_ids == reference.token_ids[:n]
+        else:
+            assert (output.token_ids, output.text) == (reference.token_ids, reference.text)
+            assert output.finish_reason == reference.finish_reason
+        assert len(output.metrics.token_times) == n
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(run_ahead: int) -> None:
+    engine = engine_of()
+    late = run_late(engine, run_ahead)
+    scheduler = OfflineScheduler(engine)
+    request = scheduler.add_request([1, 2], greedy(9))
+    begun = []
+    while scheduler.has_unfinished:
+        scheduler.step()
+        begun.append(len(late._begun))
+    assert begun[: run_ahead + 1] == [*range(1, run_ahead + 1), run_ahead]
+    assert begun[-1] == 0 and late.idle == 1
+    assert (scheduler.decode_steps, scheduler.decode_tokens) == (8, 8)
+    assert scheduler.decode_time_s == pytest.approx(8e-3)
+    assert scheduler.take_result(request).token_ids == uncached_greedy(engine.model, [1, 2], 9)
+
+
+def test_several_tokens_of_a_sequence_in_one_iteration_are_told_once() -> None:
+    engine = engine_of()
+    run_late(engine, 3)
+    scheduler = OnlineScheduler(engine)
+    first, second = scheduler.add_requests([[1, 2], [3]], [greedy(9), greedy(4)])
+    told = []
+    while scheduler.has_unfinished:
+        told.append([s.request_id for s in scheduler.step()])
+    assert all(len(ids) == len(set(ids)) for ids in told)
+    assert sum(map(len, told)) < 9 + 4  # some iterations took several tokens
+    assert [len(scheduler.take_result(i).token_ids) for i in (first, second)] == [9, 4]
+
+
+def test_an_error_while_tokens_are_collected_ends_the_active_requests_as_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of()
+    late = run_late(engine, 1)
+    scheduler = OnlineScheduler(engine, SchedulerConfig(max_batch_size=2))
+    first, second, third = scheduler.add_requests([[1], [2], [3]], greedy(4))
+    scheduler.step()
+
+    def lost(leave: int = 0):
+        raise SamplingError("the model's logits are not finite")
+        yield
+
+    with monkeypatch.context() as broken:
+        broken.setattr(late, "collect", lost)
+        with pytest.raises(SamplingError, match="not finite"):
+            scheduler.step()
+    assert [scheduler.take_result(i).finish_reason for i in (first, second)] == ["failed"] * 2
+    assert_all_free(engine)
+    run_to_end(scheduler)
+    assert scheduler.take_result(third).token_ids == uncached_greedy(engine.model, [3], 4)
+    assert scheduler.decode_tokens == 3

@@ -51,16 +51,16 @@ class Gate:
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
     ) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
-        decode = engine.decode
+        begin_decode = engine.begin_decode
 
-        def held_back(sequences) -> None:
+        def held_back(sequences) -> int:
             self.reached.set()
             assert self._open.wait(10)
             if error is not None:
                 raise error
-            decode(sequences)
+            return begin_decode(sequences)
 
-        monkeypatch.setattr(engine, "decode", held_back)
+        monkeypatch.setattr(engine, "begin_decode", held_back)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from rosellm.errors import CheckpointError
 from rosellm.rosetrainer.config import KNOWN_SHAPES
 from rosellm.rosetrainer.tokenizer import (
     END_OF_TEXT,
+    ByteStream,
+    DecoderStream,
     Tokenizer,
     load_dummy_tokenizer,
     load_tokenizer,
@@ -114,6 +117,33 @@ def test_streaming_any_ids_gives_the_decoded_text_up_to_an_unfinished_character(
     assert set(text[len(streamed) :]) <= {REPLACEMENT}
 
 
+@pytest.mark.parametrize("byte_level", [True, False], ids=["looked up", "the library's decoder"])
+@given(ids=st.lists(st.integers(0, 330), max_size=30))  # special, every byte, words, unknown
+def test_a_finished_stream_has_given_the_decoded_text(tokenizer: Tokenizer, ids, byte_level) -> None:
+    stream = tokenizer.stream() if byte_level else DecoderStream(tokenizer._raw)
+    pieces = [stream.push(token_id) for token_id in ids]
+    assert "".join(pieces) + stream.finish() == tokenizer.decode(ids)
+
+
+def test_a_byte_level_vocabulary_is_looked_up_and_another_is_decoded(tokenizer: Tokenizer) -> None:
+    other = train_tokenizer([CODE], vocab_size=300)
+    other._raw.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("f", "g")])
+    other = Tokenizer(other._raw, None)
+    assert isinstance(tokenizer.stream(), ByteStream) and isinstance(other.stream(), DecoderStream)
+    stream = other.stream()
+    text = "".join(stream.push(token_id) for token_id in other.encode("def f")) + stream.finish()
+    assert text == other.decode(other.encode("def f")) == "deg g"
+
+
+def test_an_added_token_beyond_the_byte_alphabet_is_its_own_text() -> None:
+    raw = train_tokenizer([CODE], vocab_size=300)._raw
+    raw.add_tokens(["<π>", "<a b>"])
+    tokenizer = Tokenizer(raw, None)
+    ids = tokenizer.encode("x<π><a b>y")
+    stream = tokenizer.stream()
+    assert len(ids) == 4 and [stream.push(token_id) for token_id in ids] == ["x", "<π>", "<a b>", "y"]
+
+
 def test_streams_of_one_tokenizer_do_not_disturb_each_other(tokenizer: Tokenizer) -> None:
     first, second = tokenizer.stream(), tokenizer.stream()
     rose, tick = tokenizer.encode("🌹"), tokenizer.encode("✓")
@@ -175,7 +205,7 @@ def test_a_dummy_decodes_and_streams_every_id_of_its_models_vocabulary() -> None
     ids = [50256, 4096, 4097, *dummy.encode(CODE)]
     stream = dummy.stream()
     streamed = "".join(stream.push(token_id) for token_id in ids)
-    assert streamed.endswith(CODE)
+    assert streamed.endswith(CODE) and stream.finish() == ""
     assert dummy.decode(ids) == streamed
 
 

@@ -1,0 +1,76 @@
+"""A step that runs ahead of the host, as the GPU-resident one does, made from the host-driven one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from copy import copy
+
+from torch import Tensor
+
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.step import Step
+
+
+class LateStep:
+    """Runs ``step`` at once, on copies of the sequences, and hands tokens over ``run_ahead`` steps later.
+
+    A copy shares its sequence's block lists. ``overtaken`` counts tokens of sequences that were released
+    before these arrived; ``idle`` the decode steps that had nothing left to run.
+    """
+
+    def __init__(self, step: Step, run_ahead: int) -> None:
+        self.step, self.run_ahead = step, run_ahead
+        self.overtaken = self.idle = 0
+        self._ahead: dict[Sequence, Sequence] = {}
+        self._begun: deque[tuple[str, list[Sequence], list[int]]] = deque()
+
+    def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
+        whole = [s for s, n in zip(sequences, counts, strict=True) if s.n_cached + n == len(s.tokens)]
+        copies = []
+        for sequence in sequences:
+            ahead = self._ahead[sequence] = copy(sequence)
+            ahead.tokens = list(sequence.tokens)
+            copies.append(ahead)
+        self.step.begin_prefill(copies, counts)
+        for sequence, count in zip(sequences, counts, strict=True):
+            if sequence not in whole:
+                sequence.n_cached += count
+        self._note("prefill", whole)
+
+    def begin_decode(self, sequences: list[Sequence]) -> int:
+        running = [s for s in sequences if not self._ahead[s].is_finished]
+        self.idle += not running
+        if running:
+            self.step.begin_decode([self._ahead[s] for s in running])
+            self._note("decode", running)
+        return len(running)
+
+    def collect(self, leave: int = 0) -> Iterator[Done]:
+        while len(self._begun) > leave:
+            kind, sequences, tokens = self._begun.popleft()
+            for sequence, token in zip(sequences, tokens, strict=True):
+                if sequence in self._ahead:
+                    sequence.commit(token, n_cached=len(sequence.tokens) - sequence.n_cached)
+                else:
+                    self.overtaken += 1
+            yield Done(kind, sequences, 1e-3)
+
+    def release(self, sequence: Sequence) -> None:
+        self._ahead.pop(sequence, None)
+
+    def last_logits(self) -> Tensor:
+        return self.step.last_logits()
+
+    def _note(self, kind: str, sequences: list[Sequence]) -> None:
+        for _ in self.step.collect():
+            pass
+        self._begun.append((kind, sequences, [self._ahead[s].last_token for s in sequences]))
+
+
+def run_late(engine: Engine, run_ahead: int) -> LateStep:
+    """Make ``engine`` run ahead; its step."""
+    engine._step = LateStep(engine._step, run_ahead)
+    return engine._step
