@@ -58,6 +58,9 @@ class LateStep:
                     self.overtaken += 1
             yield Done(kind, sequences, 1e-3)
 
+    def warm_up(self, rows: int | None = None) -> None:
+        """There is nothing to capture."""
+
     def release(self, sequence: Sequence) -> None:
         self._ahead.pop(sequence, None)
 

@@ -66,6 +66,7 @@ class Bench:
         )
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         self.sequences: list[Sequence] = [self.engine.make_sequence(p, params) for p in prompts]
+        self.engine.warm_up(len(prompts))
         self.engine.prefill(self.sequences)
 
     def decode(self, steps: int = 1) -> list[float]:

@@ -1,7 +1,8 @@
 """Measures a scheduler on a batch of requests.
 
-Decode throughput is tokens made by decode steps over time spent in decode steps, on the device where it runs on
-its own; a request's first token comes from its prefill. Total throughput is all completion tokens, counted as ids, over the whole run.
+Decode throughput is tokens made by decode steps over time spent in decode steps, on the device where that
+runs on its own; a request's first token comes from its prefill. Total throughput is all completion tokens,
+counted as ids, over the whole run.
 """
 
 from __future__ import annotations

@@ -382,6 +382,7 @@ def set_up(
     encoded = encode_prompts(prompts, tokenizer)
     engine = make_engine(options, recipe, gpt, tokenizer, max(map(len, encoded)))
     print_run_header(engine, options)
+    engine.warm_up()
     given = encoded if options.pretok else prompts
     return engine, given, greedy_params(options), scheduler_config(options)
 

@@ -173,6 +173,13 @@ class Engine:
         self.begin_decode(sequences)
         self._finish()
 
+    def warm_up(self, rows: int | None = None) -> None:
+        """Capture greedy steps of ``rows`` sequences, None: of any number, before requests come.
+
+        Without it each is captured when it is first needed, which takes tens of milliseconds.
+        """
+        self._step.warm_up(rows)
+
     def last_logits(self) -> Tensor:
         """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that it gives a token.
 

@@ -1,4 +1,4 @@
-"""What steps and requests hand back: who got a token; a request's tokens, its text, and when each token came."""
+"""What steps and requests hand back: who got a token; the tokens, their text, and when each one came."""
 
 from __future__ import annotations
 

@@ -69,6 +69,14 @@ class PackedPrefill:
         self._captured: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
 
     @torch.inference_mode()
+    def warm_up(self, rows: int) -> None:
+        """Capture runs of up to as many tokens as ``rows`` short prompts may have."""
+        bucket = 1
+        while self._capture and bucket <= min(4 * rows, CAPTURED_TOKENS):
+            self._forward_of(bucket)
+            bucket *= 2
+
+    @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> Tensor:
         """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those cached wholly
         then.
@@ -96,13 +104,20 @@ class PackedPrefill:
         return min(-n_tokens % self.blocks.block_size, max(sequence.max_length - 1 - n_tokens, 0))
 
     def _replay(self, sequences: list[Sequence], starts: list[int], counts: list[int], bucket: int) -> Tensor:
-        shape = bucket, bucket, bucket, self.width  # there are no more tiles or sequences than tokens
-        if bucket not in self._captured:
-            self._captured[bucket] = self._record(shape)
-        buffer, forward = self._captured[bucket]
+        shape = self._shape(bucket)
+        buffer, forward = self._forward_of(bucket)
         n_whole = self._fill(sequences, starts, counts, tile_columns(starts, counts, None, BLOCK_M), shape)
         self._staging.send(buffer)
         return forward()[_Inputs.of(buffer, *shape).last[:n_whole]]
+
+    def _shape(self, bucket: int) -> tuple[int, int, int, int]:
+        """There are no more tiles or sequences than tokens."""
+        return bucket, bucket, bucket, self.width
+
+    def _forward_of(self, bucket: int) -> tuple[Tensor, Callable[[], Tensor]]:
+        if bucket not in self._captured:
+            self._captured[bucket] = self._record(self._shape(bucket))
+        return self._captured[bucket]
 
     def _record(self, shape: tuple[int, int, int, int]) -> tuple[Tensor, Callable[[], Tensor]]:
         tokens, tiles, rows, width = shape

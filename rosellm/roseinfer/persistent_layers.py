@@ -1,9 +1,9 @@
-"""All layers of a decode step in one kernel, for few rows: as many programs as the GPU has multiprocessors.
+"""All layers of a decode step in one kernel, for few rows: one program a multiprocessor, and a barrier.
 
 A small batch's step is a chain of short kernels, each of which ends before all of the next has begun. Here the
-programs stay; a barrier of the whole grid stands between the phases of a layer (qkv, attention, out, up, down),
-and before it every program asks for the weights of its next phase. (Grid barrier: Xiao & Feng 2010; one kernel
-for a whole model: Spector et al. 2025, "Look Ma, No Bubbles!".)
+programs stay. A barrier of the whole grid stands between the phases of a layer (qkv, attention, out, up, down);
+a program asks for the weights of its next phase after it has arrived there and before it waits. (Grid barrier:
+Xiao & Feng 2010. One kernel for a whole model: Spector et al. 2025, "Look Ma, No Bubbles!".)
 
 All programs must run at once, or those that do would wait for ever: the launch is a cooperative one, which the
 driver refuses where that cannot be. A program gives up after ``PATIENCE`` looks, and its results are NaN.
@@ -31,7 +31,8 @@ PERSISTENT_ROWS = 8
 PATIENCE = 1 << 24
 LARGEST_TILE = 128
 BUSY = 128
-WARPS = SLICES = 8
+WARPS = 8
+CHUNK = 1024
 
 
 @triton.jit
@@ -104,64 +105,68 @@ def _inputs(x_ptr, M, K: tl.constexpr, BM: tl.constexpr, SLICES: tl.constexpr, B
 
 @triton.jit
 def _attended(
-    weight_ptr,
+    logs_ptr,
     mixed_ptr,
     M,
     dtype: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
+    K: tl.constexpr,
     SPLITS: tl.constexpr,
     BM: tl.constexpr,
     SLICES: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """As :func:`_inputs`: the weighted mean of the ranges' results ``[SPLITS, M, H, D]``."""
-    K: tl.constexpr = H * D
-    inner = tl.arange(0, SLICES)[:, None, None] * BK + tl.arange(0, BK)[None, None, :]
-    rows = tl.arange(0, BM)[None, :, None]
-    chunks = ()
-    for chunk in tl.static_range((K + SLICES * BK - 1) // (SLICES * BK)):
-        k = chunk * SLICES * BK + inner
-        held = (rows < M) & (k < K)
-        if SPLITS == 1:
-            x = tl.load(mixed_ptr + rows * K + k, mask=held, other=0.0, cache_modifier=".cg")
-        else:
+    """As :func:`_inputs`: the mean of the ranges' results ``[SPLITS, M, K]``, weighted by ``exp2(logs)``."""
+    if SPLITS == 1:
+        chunks = _inputs(mixed_ptr, M, K, BM, SLICES, BK)
+    else:
+        inner = tl.arange(0, SLICES)[:, None, None] * BK + tl.arange(0, BK)[None, None, :]
+        rows = tl.arange(0, BM)[None, :, None]
+        chunks = ()
+        for chunk in tl.static_range((K + SLICES * BK - 1) // (SLICES * BK)):
+            k = chunk * SLICES * BK + inner
+            held = (rows < M) & (k < K)
             logs = ()
             parts = ()
-            highest = tl.full((SLICES, BM, BK), float("-inf"), tl.float32)
             for split in tl.static_range(SPLITS):
-                row = split * M + rows
-                log = tl.load(weight_ptr + row * H + k // D, mask=held, other=0.0, cache_modifier=".cg")
-                logs = logs + (log,)
-                parts = parts + (
-                    tl.load(mixed_ptr + row * K + k, mask=held, other=0.0, cache_modifier=".cg"),
-                )
-                highest = tl.maximum(highest, log)
+                place = (split * M + rows) * K + k
+                logs = logs + (tl.load(logs_ptr + place, mask=held, other=0.0, cache_modifier=".cg"),)
+                parts = parts + (tl.load(mixed_ptr + place, mask=held, other=0.0, cache_modifier=".cg"),)
+            highest = logs[0]
+            for split in tl.static_range(1, SPLITS):
+                highest = tl.maximum(highest, logs[split])
             total = tl.zeros((SLICES, BM, BK), tl.float32)
-            x = tl.zeros((SLICES, BM, BK), tl.float32)
+            mixed = tl.zeros((SLICES, BM, BK), tl.float32)
             for split in tl.static_range(SPLITS):
-                share = tl.exp2(logs[split] - highest)
-                total += share
-                x += share * parts[split]
-            x = x / total
-        chunks = chunks + (x.to(dtype),)
-    return chunks
+                weight = tl.exp2(logs[split] - highest)
+                total += weight
+                mixed += weight * parts[split]
+            chunks = chunks + (mixed / total,)
+    rounded = ()
+    for chunk in tl.static_range(len(chunks)):
+        rounded = rounded + (chunks[chunk].to(dtype),)
+    return rounded
 
 
 @triton.jit
 def _product(x, weights, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr):
     """``x @ weights.T``, ``[BM, BN]`` fp32; the slices are separate products, one a warp, summed at the end."""
-    WEIGHTS_FIRST: tl.constexpr = (BM == 1) | (BN >= 16)  # of the operands; the first has 16 rows in hardware
-    acc = tl.zeros((SLICES, BN, BM) if WEIGHTS_FIRST else (SLICES, BM, BN), tl.float32)
-    for chunk in tl.static_range(len(weights)):
-        if BM == 1:
-            acc += tl.sum(weights[chunk].to(tl.float32) * x[chunk].to(tl.float32), axis=2)[:, :, None]
-        elif WEIGHTS_FIRST:
-            acc = tl.dot(weights[chunk], tl.permute(x[chunk], (0, 2, 1)), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x[chunk], tl.permute(weights[chunk], (0, 2, 1)), acc, input_precision="ieee")
-    y = tl.sum(acc, axis=0)
-    return tl.trans(y) if WEIGHTS_FIRST else y
+    if BM == 1:
+        products = weights[0].to(tl.float32) * x[0].to(tl.float32)
+        for chunk in tl.static_range(1, len(weights)):
+            products += weights[chunk].to(tl.float32) * x[chunk].to(tl.float32)
+        y = tl.sum(tl.sum(products, axis=2), axis=0)[None, :]
+    else:
+        WEIGHTS_FIRST: tl.constexpr = BN >= 16  # of the operands, whose rows the hardware takes 16 at a time
+        acc = tl.zeros((SLICES, BN, BM) if WEIGHTS_FIRST else (SLICES, BM, BN), tl.float32)
+        for chunk in tl.static_range(len(weights)):
+            if WEIGHTS_FIRST:
+                acc = tl.dot(weights[chunk], tl.permute(x[chunk], (0, 2, 1)), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(x[chunk], tl.permute(weights[chunk], (0, 2, 1)), acc, input_precision="ieee")
+        y = tl.sum(acc, axis=0)
+        if WEIGHTS_FIRST:
+            y = tl.trans(y)
+    return y
 
 
 @triton.jit
@@ -250,9 +255,10 @@ def _persistent_layers_kernel(
     PATIENCE: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """Each program multiplies by its own columns of every weight; attention is one (row, head, range) at a time.
+    """Each program multiplies by its own columns of each weight and attends for its own (row, head, range).
 
-    What a phase reads of the weights and of the cache is asked for before the barrier that it waits at.
+    What a phase reads of the weights and of the cache is asked for before the wait for its inputs, and has been
+    asked for by the second-level cache a layer before. Inputs written by other programs bypass the first level.
     """
     WIDTH: tl.constexpr = (H + 2 * H_KV) * D
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -344,9 +350,10 @@ def _persistent_layers_kernel(
             )
             part = split * M + row
             log = tl.where(total > 0.0, highest + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-            tl.store(logs_ptr + part * H + head, log)
             mixed = tl.where(context_len >= 0, mixed / tl.maximum(total, 1e-30), 0.0)
-            tl.store(mixed_ptr + part * C + head * D + d, mixed, mask=in_head)
+            place = part * C + head * D + d
+            tl.store(logs_ptr + place, tl.zeros((D_PADDED,), tl.float32) + log, mask=in_head)
+            tl.store(mixed_ptr + place, mixed, mask=in_head)
             row, head, split, context_len, start, stop = _task(
                 task + PROGRAMS, M, positions_ptr, position_stride, H, SPLITS, TILE
             )
@@ -374,7 +381,7 @@ def _persistent_layers_kernel(
         awaited += PROGRAMS
 
         # out
-        x = _attended(logs_ptr, mixed_ptr, M, dtype, H, D, SPLITS, BM, SLICES, BK_C)
+        x = _attended(logs_ptr, mixed_ptr, M, dtype, C, SPLITS, BM, SLICES, BK_C)
         y = _product(x, out_weights, BM, BN_C, SLICES) + bias[None, :] + residual
         tl.store(residual_ptr, y.to(dtype), mask=c_inside)
         _arrive(count_ptr)
@@ -412,9 +419,9 @@ def _persistent_layers_kernel(
 class PersistentLayers:
     """The layers of up to ``PERSISTENT_ROWS`` rows as one kernel, attention included.
 
-    Called as other layers are, with a ``PagedAttention``, of which it uses the caches and the state; caches are
-    of all layers, contiguous. One call at a time: calls share a counter. weights: copied, one tensor for all
-    layers. programs: all run at once; in the interpreter, which runs one after the other, there can be one.
+    Called as other layers are, with a ``PagedAttention``, of which it uses caches and state; the caches of a
+    layer are contiguous. One call at a time: calls share a counter. weights are copied, into one tensor for all
+    layers. programs: they all run at once; in the interpreter, which runs one after the other, there can be one.
     """
 
     def __init__(self, model: GPT, weights: list[LayerWeights], kernels: Kernels, programs: int) -> None:
@@ -437,11 +444,12 @@ class PersistentLayers:
         rows, width = x.shape
         n_heads, head_dim, hidden = config.n_heads, config.head_dim, config.d_ff
         splits = splits_for(rows * n_heads)
+        slices = 1 if rows == 1 else WARPS
         _persistent_layers_kernel[(self.programs,)](
             x,
             x.new_empty(rows, config.qkv_width),
-            x.new_empty(splits, rows, n_heads, dtype=torch.float32),
-            x.new_empty(splits, rows, n_heads, head_dim, dtype=torch.float32),
+            x.new_empty(splits, rows, width, dtype=torch.float32),
+            x.new_empty(splits, rows, width, dtype=torch.float32),
             x.new_empty(rows, hidden),
             self.count,
             self.qkv.weight,
@@ -479,9 +487,9 @@ class PersistentLayers:
             BN_QKV=_columns(config.qkv_width, self.programs),
             BN_C=_columns(width, self.programs),
             BN_F=_columns(hidden, self.programs),
-            SLICES=SLICES,
-            BK_C=_slice(width),
-            BK_F=_slice(hidden),
+            SLICES=slices,
+            BK_C=_slice(width, slices),
+            BK_F=_slice(hidden, slices),
             PROGRAMS=self.programs,
             PATIENCE=PATIENCE,
             PREFETCH=self.on_gpu,
@@ -500,9 +508,9 @@ def _columns(n: int, programs: int) -> int:
     return max(8, triton.next_power_of_2(triton.cdiv(n, programs)))
 
 
-def _slice(k: int) -> int:
-    """Elements of K in a slice: chunks of 256 for inputs up to 1024, of 1024 beyond."""
-    return min(128, max(16, triton.next_power_of_2(k) // (4 * SLICES)))
+def _slice(k: int, slices: int) -> int:
+    """Elements of K in a slice: one chunk for inputs up to CHUNK, more beyond."""
+    return max(16, min(triton.next_power_of_2(k), CHUNK) // slices)
 
 
 def _stacked(layers: list[RowWeights]) -> RowWeights:
@@ -513,7 +521,10 @@ def _stacked(layers: list[RowWeights]) -> RowWeights:
 def persistent_for_few(
     layers_for: Callable[[int], Layers], model: GPT, kernels: Kernels
 ) -> Callable[[int], Layers]:
-    """``layers_for`` of a decode step, one kernel for up to ``PERSISTENT_ROWS`` rows; of torch twins, as it is."""
+    """``layers_for`` with one kernel for up to ``PERSISTENT_ROWS`` rows; of torch twins, as it is.
+
+    For decode steps only: their attention is a ``PagedAttention``.
+    """
     if kernels.name == "torch":
         return layers_for
     on_gpu = model.device.type == "cuda"

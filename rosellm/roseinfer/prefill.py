@@ -27,6 +27,9 @@ class Prefill:
     def __init__(self, model: GPT, blocks: KVBlockManager) -> None:
         self.model, self.blocks = model, blocks
 
+    def warm_up(self, rows: int) -> None:
+        """Nothing is captured."""
+
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> Tensor:
         """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those cached wholly

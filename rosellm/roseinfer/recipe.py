@@ -13,6 +13,7 @@ from rosellm.roseinfer.kernels import Kernels
 from rosellm.roseinfer.kv_append import AppendGate, build_append
 from rosellm.roseinfer.kv_blocks import KVBlockManager
 from rosellm.roseinfer.packed_prefill import PackedPrefill
+from rosellm.roseinfer.persistent_layers import persistent_for_few
 from rosellm.roseinfer.prefill import Prefill
 from rosellm.roseinfer.resident import ResidentStep
 from rosellm.roseinfer.resident_parts import BINDERS, build_chooser
@@ -40,7 +41,7 @@ class Recipe:
     norm: Literal["separate", "fused"] = "separate"
     activation: Literal["separate", "epilogue"] = "separate"
     head: Literal["logits", "fused"] = "logits"
-    gemm: Literal["library", "small_m"] = "library"
+    gemm: Literal["library", "small_m", "persistent"] = "library"
 
     def __post_init__(self) -> None:
         for name, allowed in recipe_choices().items():
@@ -103,6 +104,11 @@ _NEEDS: tuple[tuple[tuple[str, str], dict[str, tuple[str, ...]], str], ...] = (
     (("activation", "epilogue"), {"norm": ("fused",)}, "the plain model has GELU as an operator"),
     (("head", "fused"), _RESIDENT, "the host's sampler takes logits"),
     (("gemm", "small_m"), {"norm": ("fused",), "activation": ("epilogue",)}, "its kernels hold them all"),
+    (
+        ("gemm", "persistent"),
+        {"norm": ("fused",), "activation": ("epilogue",), "append": ("fused",)},
+        "its one kernel holds whole layers",
+    ),
     (("launch", "dependent"), _RESIDENT, "a chain of kernels overlaps within one captured step"),
 )
 
@@ -136,6 +142,7 @@ _RUNGS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("small_gemm", "fused_head", {"gemm": "small_m"}),
     ("dependent_launch", "small_gemm", {"launch": "dependent"}),
     ("split_kv", "dependent_launch", {"attention": "split"}),
+    ("persistent_kernel", "dependent_launch", {"gemm": "persistent"}),
 )
 
 
@@ -193,6 +200,8 @@ def _resident_step(
     prefill: Prefill | PackedPrefill = Prefill(model, blocks)
     if recipe.prefill == "packed":
         prefill = PackedPrefill(blocks, kernels, layers_for, width, capture)
+    if recipe.gemm == "persistent":
+        layers_for = persistent_for_few(layers_for, model, kernels)
     return ResidentStep(
         blocks=blocks,
         state=DeviceState(n_rows, width, model.device),

@@ -103,6 +103,7 @@ class ResidentStep:
         self._device, self._on_gpu = device, device.type == "cuda"
         self._capture = capture and self._on_gpu
         self._graph_pool = torch.cuda.graph_pool_handle() if self._capture else None
+        self._longest = state.table.shape[1] * blocks.block_size
         self._idle = DeviceState(n_rows, state.table.shape[1], device) if self._capture else None
         self._every_slot = torch.arange(n_rows, device=device)
         self._steps: dict[tuple[int, str, str], Callable[[], Tensor]] = {}
@@ -189,6 +190,18 @@ class ResidentStep:
         if slot is not None:
             self._vacate(slot)
             self._left_behind.add(slot)
+
+    @torch.inference_mode()
+    def warm_up(self, rows: int | None = None) -> None:
+        """Capture the greedy steps of ``rows`` sequences, None: of any number, and prefills of few tokens."""
+        n_rows = len(self._sequences)
+        every = {min(batch_bucket(n), n_rows) for n in ([rows] if rows else range(1, n_rows + 1))}
+        mode = self.chooser.mode([])
+        reach = [1 << k for k in range((self._longest - 1).bit_length() + 1)]
+        for bucket in sorted(every, reverse=True):
+            for variant in {self.bind.variant(bucket, min(n, self._longest)) for n in reach}:
+                self._step(bucket, mode, variant)
+        self.prefill.warm_up(rows or n_rows)
 
     @torch.inference_mode()
     def last_logits(self) -> Tensor:

@@ -79,8 +79,9 @@ class _Listeners:
 class OnlineScheduler:
     """Continuous batching: requests may be added at any time and leave as soon as they end.
 
-    Where the engine's steps run ahead of the host, it admits, follows texts and keeps results meanwhile. The KV blocks that a sequence may come to need are reserved at its admission, so one that runs is never
-    short of them. If the engine raises in :meth:`step`, all active sequences give up their blocks and end as
+    Where the engine's steps run ahead of the host, it admits, follows texts and keeps results meanwhile. The
+    KV blocks that a sequence may come to need are reserved at its admission, so one that runs is never short
+    of them. If the engine raises in :meth:`step`, all active sequences give up their blocks and end as
     "failed", and the error goes on to the caller; waiting requests keep waiting. ``finished`` keeps each
     result until :meth:`take_result`. Not thread-safe, and the only user of its engine while it has active
     sequences.
@@ -151,7 +152,7 @@ class OnlineScheduler:
         return sequence.request_id
 
     def step(self) -> list[Sequence]:
-        """One iteration: decode, then prefill what was cut and what is admitted; take the tokens that are there.
+        """One iteration: decode, then prefill a prompt that was cut and those admitted; take what has ended.
 
         Returns the sequences that got tokens, each once, those that ended included.
         """

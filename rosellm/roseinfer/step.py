@@ -1,4 +1,4 @@
-"""What an engine asks of a step, and the step driven by the host: reserve, stage, run, append, sample, commit."""
+"""What an engine asks of a step; the step driven by the host: reserve, stage, run, append, sample, commit."""
 
 from __future__ import annotations
 
@@ -56,6 +56,10 @@ class Step(Protocol):
 
     def release(self, sequence: Sequence) -> None:
         """The sequence has ended or is given up: it gets no further token, and its blocks will be freed."""
+        ...
+
+    def warm_up(self, rows: int | None = None) -> None:
+        """Capture what steps of ``rows`` sequences will run, None: of any number, so that none has to wait."""
         ...
 
     def last_logits(self) -> Tensor:
@@ -133,6 +137,9 @@ class HostStep:
 
     def release(self, sequence: Sequence) -> None:
         """See :class:`Step`; nothing is kept of a sequence."""
+
+    def warm_up(self, rows: int | None = None) -> None:
+        """See :class:`Step`; graphs are captured at their first use."""
 
     def last_logits(self) -> Tensor:
         """See :class:`Step`."""

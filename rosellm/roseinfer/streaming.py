@@ -73,6 +73,7 @@ class StreamingManager:
         self._failure: BaseException | None = None
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._running: dict[int, _Stream] = {}  # the worker's own, by the scheduler's request id
+        engine.warm_up()
         self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
         self._worker.start()
 

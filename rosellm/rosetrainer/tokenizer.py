@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -59,10 +60,8 @@ class BytePieces(dict):
 
     def __missing__(self, token_id: int) -> str | bytes:
         piece = self._find(token_id)
-        try:
+        with suppress(UnicodeDecodeError):
             piece = piece.decode()
-        except UnicodeDecodeError:
-            pass
         self[token_id] = piece
         return piece
 
@@ -166,7 +165,11 @@ class DummyTokenizer:
 @cache
 def byte_of_character() -> dict[str, int]:
     """How byte-level vocabularies spell bytes: printable Latin-1 stands for itself (Radford et al. 2019)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = sorted(set(range(256)) - set(printable))
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 

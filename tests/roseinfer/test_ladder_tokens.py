@@ -152,14 +152,18 @@ def test_steps_that_are_begun_ahead_are_collected_in_order(checkpoint, rung, dev
     folder, expected = checkpoint
     engine = small_engine(load(folder, device), recipe=rung)
     sequences = greedy_sequences(engine, PROMPTS["mixed"], N_TOKENS)
-    assert engine.begin_prefill(sequences) == sequences
     told = []
-    for _ in range(N_TOKENS + 3):
-        n_rows = engine.begin_decode(sequences) if not sequences[0].is_finished else 0
-        for done in engine.collect(engine.run_ahead if n_rows else 0):
+
+    def collect(leave: int) -> None:
+        for done in engine.collect(leave):
             told.append(done.kind)
             assert set(done.sequences) == set(sequences) and done.seconds > 0
             assert [s.output for s in sequences] == [row[: len(told)] for row in expected["mixed"].tokens]
+
+    assert engine.begin_prefill(sequences) == sequences
+    collect(engine.run_ahead)
+    while not sequences[0].is_finished:
+        collect(engine.run_ahead if engine.begin_decode(sequences) else 0)
     assert told == ["prefill"] + ["decode"] * (N_TOKENS - 1)
 
 
@@ -204,7 +208,8 @@ LONE_AXES = [
     replace(HOST_DRIVEN, **{name: value})
     for name, values in recipe_choices().items()
     for value in values
-    if name in ("append", "block_info", "indices", "pool") and value not in (getattr(HOST_DRIVEN, name), "fused")
+    if name in ("append", "block_info", "indices", "pool")
+    and value not in (getattr(HOST_DRIVEN, name), "fused")
 ]
 
 

@@ -149,7 +149,9 @@ def test_budgets_of_batch_and_tokens_are_respected(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("policy", ["fifo", "pack"])
-def test_a_cut_prompt_goes_on_before_others_are_admitted(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_prompt_goes_on_before_others_are_admitted(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of()
     calls = Calls(engine, monkeypatch)
     config = SchedulerConfig(prefill_token_budget=10, admission_policy=policy, prefill_max_batch_size=2)

@@ -19,6 +19,7 @@ from rosellm.roseinfer.scheduler import OfflineScheduler, SchedulerConfig
 from rosellm.roseinfer.streaming import StreamingManager
 from rosellm.rosetrainer.tokenizer import Tokenizer, train_tokenizer
 from tests.helpers import random_model, small_config, small_engine
+from tests.late_step import run_late
 
 WORDS = "hello world, here is some text to learn from, with words and words"
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
@@ -139,9 +140,30 @@ def test_tokens_are_timed_as_their_piece_is_handed_over(engine: Engine) -> None:
     assert times == sorted(times) and times[-1] < perf_counter()
 
 
+@pytest.mark.parametrize("stream_interval", [1, 2, 5])
+def test_several_tokens_at_once_are_handed_over_in_one_piece(engine: Engine, stream_interval: int) -> None:
+    reference = OfflineScheduler(engine).run([[9, 8]], greedy(12))[0]
+    run_late(engine, 3)
+    with StreamingManager(engine, stream_interval=stream_interval) as manager:
+        request = manager.add_request([9, 8], greedy(12))
+        pieces = list(manager.stream_text(request))
+        result = manager.result(request)
+    assert ("".join(pieces), result.text, result.token_ids) == (reference.text,) * 2 + (reference.token_ids,)
+    handed_over = [result.metrics.token_times.count(t) for t in sorted(set(result.metrics.token_times))]
+    assert sum(handed_over) == 12 and max(handed_over) > stream_interval
+    assert all(n >= stream_interval for n in handed_over[:-1])
+    assert len(pieces) <= len(handed_over)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
 @pytest.mark.parametrize("stream_interval", [1, 3])
-def test_no_part_of_a_stop_string_is_ever_handed_over(engine: Engine, stream_interval: int) -> None:
+def test_no_part_of_a_stop_string_is_ever_handed_over(
+    engine: Engine, stream_interval: int, run_ahead: int
+) -> None:
     whole = OfflineScheduler(engine).run([[9, 8]], greedy(40))[0].text
+    if run_ahead:
+        run_late(engine, run_ahead)
     with StreamingManager(engine, stream_interval=stream_interval) as manager:
         for at in range(6, 16):
             stop = whole[at : at + 5]
@@ -176,7 +198,10 @@ def test_a_stream_that_has_been_read_is_empty_and_ends(engine: Engine) -> None:
         assert list(manager.stream_text(request)) == []
 
 
-def test_cancelling_ends_active_and_waiting_requests(engine: Engine) -> None:
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_cancelling_ends_active_and_waiting_requests(engine: Engine, run_ahead: int) -> None:
+    if run_ahead:
+        run_late(engine, run_ahead)
     with StreamingManager(engine, SchedulerConfig(max_batch_size=1)) as manager:
         active, waiting = (manager.add_request([i], ENDLESS) for i in (1, 2))
         pieces = manager.stream_text(active)
