@@ -62,7 +62,8 @@ class LateStep:
         """There is nothing to capture."""
 
     def release(self, sequence: Sequence) -> None:
-        self._ahead.pop(sequence, None)
+        if sequence in self._ahead:
+            self.step.release(self._ahead.pop(sequence))
 
     def last_logits(self) -> Tensor:
         return self.step.last_logits()

@@ -47,6 +47,7 @@ CAUSES = {
     "mask": (ORANGE, "/"),
     "embedding": (MAGENTA, "/"),
     "norm": (VIOLET, ""),
+    "layers": (BLUE, "x"),
     "GEMM": (BLUE, ""),
     "attention": (GREEN, ""),
     "append": (ORANGE, ""),

@@ -411,6 +411,7 @@ def floors_us(
     }
     n_bytes = {cause: n * itemsize for cause, n in elements.items()} | {"append": 2 * batch * kv}
     n_bytes["attention"] += batch * (context + 1) * kv
+    n_bytes["layers"] = n_bytes["GEMM"] + n_bytes["attention"]  # all of them in one kernel
     flops = {
         "GEMM": 2 * batch * layers * weights,
         "head": 2 * batch * vocab * c,

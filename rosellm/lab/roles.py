@@ -24,6 +24,7 @@ RANGE_ROLES = {
 }
 # A kernel's role by a piece of its name, the first that is found.
 KERNEL_ROLES = {
+    "layers": ("persistent",),
     "append": ("kv_append",),
     "put": ("index_put",),
     "attention": ("attention", "attend", "flash", "fmha", "sdpa", "_split_"),

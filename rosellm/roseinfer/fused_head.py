@@ -46,7 +46,7 @@ def best_tokens_ref(
     return values, indices.int()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _best_tokens_kernel(
     hidden_ptr,
     weight_ptr,

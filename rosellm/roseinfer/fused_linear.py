@@ -78,7 +78,7 @@ def _gelu(y):
     return y / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _few_rows_kernel(
     x_ptr,
     weight_ptr,
@@ -155,7 +155,7 @@ def _few_rows_kernel(
     tl.store(target, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _some_rows_kernel(
     x_ptr,
     weight_ptr,

@@ -63,7 +63,7 @@ def _embed_kernel(
     tl.store(out_ptr + row * C + c, embedded.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _add_norm_kernel(
     x_ptr,
     delta_ptr,

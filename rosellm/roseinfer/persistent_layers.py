@@ -1,12 +1,12 @@
-"""All layers of a decode step in one kernel, for few rows: one program a multiprocessor, and a barrier.
+"""All layers of a decode step in one kernel, for few rows: one program a multiprocessor, and barriers.
 
-A small batch's step is a chain of short kernels, each of which ends before all of the next has begun. Here the
-programs stay. A barrier of the whole grid stands between the phases of a layer (qkv, attention, out, up, down);
-a program asks for the weights of its next phase after it has arrived there and before it waits. (Grid barrier:
-Xiao & Feng 2010. One kernel for a whole model: Spector et al. 2025, "Look Ma, No Bubbles!".)
+A small batch's step is a chain of short kernels, each of which ends before all of the next has begun. Here
+the programs stay. A barrier of the whole grid stands between the phases of a layer (qkv, attention, out, up,
+down); a program asks for the weights of its next phase after it has arrived there and before it waits. (Grid
+barrier: Xiao & Feng 2010. One kernel for a whole model: Spector et al. 2025, "Look Ma, No Bubbles!".)
 
-All programs must run at once, or those that do would wait for ever: the launch is a cooperative one, which the
-driver refuses where that cannot be. A program gives up after ``PATIENCE`` looks, and its results are NaN.
+All programs must run at once, or those that do would wait for ever: the launch is a cooperative one, which
+the driver refuses where that cannot be. A program gives up after ``PATIENCE`` looks; its results are NaN.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _attended(
 
 @triton.jit
 def _product(x, weights, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr):
-    """``x @ weights.T``, ``[BM, BN]`` fp32; the slices are separate products, one a warp, summed at the end."""
+    """``x @ weights.T``, ``[BM, BN]`` fp32; slices are separate products, one a warp, summed at the end."""
     if BM == 1:
         products = weights[0].to(tl.float32) * x[0].to(tl.float32)
         for chunk in tl.static_range(1, len(weights)):
@@ -255,10 +255,11 @@ def _persistent_layers_kernel(
     PATIENCE: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):
-    """Each program multiplies by its own columns of each weight and attends for its own (row, head, range).
+    """Each program multiplies by its own columns of each weight and attends for its own (row, head, range)s.
 
-    What a phase reads of the weights and of the cache is asked for before the wait for its inputs, and has been
-    asked for by the second-level cache a layer before. Inputs written by other programs bypass the first level.
+    What a phase reads of weights and of cached tokens is asked for before the wait for its inputs; the
+    weights are fetched into the second-level cache a layer ahead. What other programs wrote is read past the
+    first level.
     """
     WIDTH: tl.constexpr = (H + 2 * H_KV) * D
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -420,8 +421,9 @@ class PersistentLayers:
     """The layers of up to ``PERSISTENT_ROWS`` rows as one kernel, attention included.
 
     Called as other layers are, with a ``PagedAttention``, of which it uses caches and state; the caches of a
-    layer are contiguous. One call at a time: calls share a counter. weights are copied, into one tensor for all
-    layers. programs: they all run at once; in the interpreter, which runs one after the other, there can be one.
+    layer are contiguous. One call at a time: calls share a counter. weights: copied, into one tensor for all
+    layers. programs: run at once; in the interpreter, which runs one after the other, there can be one. The
+    tiles are those of GPT-2's small shape in half precision; in fp32, or for wider models, registers spill.
     """
 
     def __init__(self, model: GPT, weights: list[LayerWeights], kernels: Kernels, programs: int) -> None:

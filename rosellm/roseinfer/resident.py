@@ -197,7 +197,8 @@ class ResidentStep:
         n_rows = len(self._sequences)
         every = {min(batch_bucket(n), n_rows) for n in ([rows] if rows else range(1, n_rows + 1))}
         mode = self.chooser.mode([])
-        reach = [1 << k for k in range((self._longest - 1).bit_length() + 1)]
+        powers = [1 << k for k in range((self._longest - 1).bit_length() + 1)]
+        reach = [n for power in powers for n in (power - 1, power)]
         for bucket in sorted(every, reverse=True):
             for variant in {self.bind.variant(bucket, min(n, self._longest)) for n in reach}:
                 self._step(bucket, mode, variant)

@@ -59,7 +59,7 @@ class Step(Protocol):
         ...
 
     def warm_up(self, rows: int | None = None) -> None:
-        """Capture what steps of ``rows`` sequences will run, None: of any number, so that none has to wait."""
+        """Capture steps of ``rows`` sequences, None: of any number, so that none has to wait for it."""
         ...
 
     def last_logits(self) -> Tensor:
