@@ -193,7 +193,7 @@ def test_on_a_gpu_the_recipe_chooses_where_gelu_is_computed():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_at_a_real_width_gives_the_models_states(variant, dtype, device):
     """Compared with the fp32 model: in half precision each variant rounds where the others do not."""
-    config = small_config(d_model=768, n_heads=12, n_layers=2, vocab_size=1000)
+    config = small_config(d_model=768, n_heads=12, n_layers=2, vocab_size=1000, n_positions=512)
     exact = random_model(8, config, std=0.02).to(device)
     model = copy.deepcopy(exact).to(dtype)
     exact.load_state_dict(model.state_dict())
