@@ -43,6 +43,7 @@ def made_small(command: list[str], folder: Path) -> list[str]:
             "--experiments",
             "bookkeeping",
         ],
+        "benchmark_rivals": [*SMALL, "--workloads", "W1", "--output", str(folder)],
         "readme": ["--check"],
         "train": [
             "--smoke",

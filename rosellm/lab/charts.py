@@ -17,6 +17,7 @@ from IPython.display import display
 from rosellm.errors import RoseError
 from rosellm.lab.records import number, percent_change
 from rosellm.lab.trace import Event, Trace
+from rosellm.roseinfer.recipe import SIDE_BRANCHES
 from rosellm.roseinfer.step import STEP_RANGE
 
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -237,7 +238,7 @@ def ladder_chart(
     floor: float | None = None,
     *,
     title: str,
-    side_branches: Iterable[str] = ("autotune",),
+    side_branches: Iterable[str] = SIDE_BRANCHES,
 ) -> Chart:
     """One bar a rung in the ladder's order on a log axis, hatched if the rung is a side branch.
 

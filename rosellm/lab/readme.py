@@ -21,7 +21,7 @@ from rosellm.lab.compare import WORKLOADS, verdicts
 from rosellm.lab.diagrams import FONT
 from rosellm.lab.records import Results, find, floor_tok_s, number, results_folder, rivals
 from rosellm.roseinfer.cli import OneLineParser, command
-from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER
+from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, SIDE_BRANCHES
 
 ROOT = results_folder().parent.parent
 PICTURE = "notebooks/results/ladder.svg"
@@ -38,6 +38,18 @@ NOTEBOOK_OF = {
     "08_identity_pos": "identity_pos",
     "09_mutable_block_info": "mutable_block_info",
     "10_reused_index_buffers": "reused_index_buffers",
+    "11_resident_tables": "resident_tables",
+    "12_one_table": "one_table",
+    "13_resident_step": "resident_step",
+    "14_packed_prefill": "packed_prefill",
+    "15_fused_append": "fused_append",
+    "16_fused_norm": "fused_norm",
+    "17_fused_gelu": "fused_gelu",
+    "18_fused_head": "fused_head",
+    "19_small_gemm": "small_gemm",
+    "20_dependent_launch": "dependent_launch",
+    "21_split_kv": "split_kv",
+    "22_persistent_kernel": "persistent_kernel",
 }
 LEFT, PANEL, GAP, ROW, TOP = 172, 262, 22, 24, 74
 
@@ -47,7 +59,7 @@ def ladder_picture(results: Results) -> str:
     height = TOP + ROW * len(LADDER) + 46
     width = LEFT + len(PANELS) * (PANEL + GAP)
     names = "".join(
-        _text(LEFT - 10, TOP + ROW * i + 16, name, "end", PALE if name == "autotune" else TEXT)
+        _text(LEFT - 10, TOP + ROW * i + 16, name, "end", PALE if name in SIDE_BRANCHES else TEXT)
         for i, name in enumerate(LADDER)
     )
     panels = "".join(
@@ -75,15 +87,12 @@ def _panel(results: Results, workload: str, x: float, height: float) -> str:
     parts = [_text(x, 50, f"{workload}: {PANELS[workload]}", "start", TEXT, 13, bold=True)]
     for i, rung in enumerate(LADDER):
         y, end = TOP + ROW * i, place(values[rung])
-        colour = PALE if rung == "autotune" else BLUE
+        colour = PALE if rung in SIDE_BRANCHES else BLUE
+        ink = "#10151c" if rung in SIDE_BRANCHES else "#ffffff"
         parts.append(
             f'<rect x="{x}" y="{y + 3}" width="{end - x:.1f}" height="{ROW - 7}" rx="2" fill="{colour}"/>'
         )
-        parts.append(
-            _text(
-                x + 6, y + 16, number(values[rung]), "start", "#10151c" if rung == "autotune" else "#ffffff"
-            )
-        )
+        parts.append(_text(x + 6, y + 16, number(values[rung]), "start", ink))
     for colour, value in marks.items():
         at, bottom = place(value), height - 42
         dash = "" if colour == GREEN else ' stroke-dasharray="5 4"'

@@ -157,6 +157,17 @@ LADDER, BEFORE = _climb()
 BEST_RUNG = "dependent_launch"
 
 
+def _side_branches() -> frozenset[str]:
+    on_the_way, rung = {"dense"}, BEST_RUNG
+    while rung != "dense":
+        on_the_way.add(rung)
+        rung = BEFORE[rung]
+    return frozenset(LADDER) - on_the_way
+
+
+SIDE_BRANCHES = _side_branches()  # rungs that are kept off the best one
+
+
 def get_rung(name: str | None) -> str:
     """``name`` if it is a rung, the best one for None."""
     if name is None:

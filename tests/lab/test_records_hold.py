@@ -2,8 +2,10 @@
 
 import pytest
 
-from rosellm.lab.records import find
+from rosellm.lab.ledger import Ledger
+from rosellm.lab.records import find, rivals
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+from rosellm.rosetrainer.config import ModelConfig
 
 RESULTS = find()
 RUNGS = list(LADDER)
@@ -83,3 +85,48 @@ def test_every_record_names_its_gpu_versions_and_commit():
             "git_commit",
         ):
             assert environment[field], f"{name} lacks {field}"
+
+
+# The GPU-resident step.
+
+
+@pytest.mark.parametrize(
+    ("workload", "least"),
+    [("W0", 5_000), ("W1", 35_000), ("W4", 150_000), ("W5", 33_000), ("W6", 240_000), ("W7", 105_000)],
+)
+def test_the_best_rung_reaches_what_it_was_meant_to(workload, least):
+    assert RESULTS.value(workload, BEST_RUNG) >= least
+
+
+@pytest.mark.parametrize("workload", ["W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7"])
+def test_the_best_rung_is_past_vllm_on_every_workload(workload):
+    vllm = next(figures for name, figures in rivals().items() if name.startswith("vLLM"))
+    assert min(RESULTS.repeats(workload, BEST_RUNG)) > vllm[workload]
+
+
+@pytest.mark.parametrize("workload", ["W2", "W3"])
+def test_the_slowest_steps_are_near_the_median(workload):
+    figures = RESULTS.record(workload, BEST_RUNG)["results"]["online"]["medians"]
+    assert figures["decode_step_p99_s"] <= 1.3 * figures["decode_step_p50_s"]
+
+
+@pytest.mark.parametrize("workload", ["W0", "W1", "W2", "W3", "W4"])
+def test_memory_is_weights_and_cache_and_little_more(workload):
+    record = RESULTS.record(workload, BEST_RUNG)
+    (result,) = record["results"].values()
+    shape = ModelConfig.from_hf(record["model_shape"])
+    cache = record["num_kv_blocks"] * record["block_size"] * shape.kv_bytes_per_token(2)
+    weights = 2 * shape.n_parameters
+    assert result["medians"]["peak_gpu_memory_bytes"] <= weights + cache + 1.5 * 2**30
+
+
+def test_the_ledgers_account_for_the_step_and_the_gpu_is_busy():
+    for batch, rungs in RESULTS.load("ledger")["figures"].items():
+        for rung, figures in rungs.items():
+            assert Ledger.from_dict(figures).coverage >= 0.95, (batch, rung)
+    for batch in ("64", "256"):
+        assert RESULTS.load("ledger")["figures"][batch][BEST_RUNG]["busy"] >= 0.95
+
+
+def test_a_fresh_process_has_its_first_tokens_soon():
+    assert max(RESULTS.load("cold_start")["figures"]["seconds"]["compiled anew"]) <= 15
