@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from typing import Literal, get_args, get_type_hints
 
 from rosellm.errors import RecipeError
@@ -113,6 +114,7 @@ _NEEDS: tuple[tuple[tuple[str, str], dict[str, tuple[str, ...]], str], ...] = (
 )
 
 
+@cache
 def recipe_choices() -> dict[str, tuple[str, ...]]:
     """Every field of a recipe with its variants."""
     hints = get_type_hints(Recipe)
