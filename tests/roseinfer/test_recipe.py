@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import FrozenInstanceError, replace
-from itertools import product
+from itertools import combinations
 
 import pytest
 
@@ -38,8 +39,20 @@ def built(**fields) -> Recipe | str:
         return str(error)
 
 
-EVERY = [dict(zip(CHOICES, values, strict=True)) for values in product(*CHOICES.values())]
-POSSIBLE = [recipe for recipe in (built(**fields) for fields in EVERY) if isinstance(recipe, Recipe)]
+N_DRAWN, N_BUILT = 20_000, 48
+
+
+def drawn_fields() -> list[dict[str, str]]:
+    """Combinations drawn with a seed, and those one or two fields away from a rung."""
+    draw = random.Random(0)
+    drawn = [{name: draw.choice(values) for name, values in CHOICES.items()} for _ in range(N_DRAWN)]
+    changes = [(name, value) for name, values in CHOICES.items() for value in values]
+    near = [recipe.as_dict() | dict(pair) for recipe in LADDER.values() for pair in combinations(changes, 2)]
+    return drawn + near
+
+
+EVERY = drawn_fields()
+POSSIBLE = list(dict.fromkeys(r for r in (built(**fields) for fields in EVERY) if isinstance(r, Recipe)))
 
 
 def test_the_ladder_begins_with_the_documented_rungs_in_order():
@@ -59,7 +72,7 @@ def test_every_rung_but_the_first_has_one_before_it_in_the_ladder():
 
 def test_the_autotune_side_branch_is_kept_off_the_later_rungs():
     later = FIRST_RUNGS[FIRST_RUNGS.index("autotune") + 1 :]
-    assert all(LADDER[rung].launch == "fixed" for rung in [*later, BEST_RUNG])
+    assert all(LADDER[rung].launch != "autotuned" for rung in [*later, BEST_RUNG])
 
 
 def test_no_two_rungs_are_the_same_recipe():
@@ -121,11 +134,11 @@ def test_every_refusal_is_one_sentence_that_names_a_field_as_it_was_given():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_possible_recipe_with_a_fixed_launch_builds_and_steps(device):
+def test_possible_recipes_build_and_give_the_same_tokens(device):
     gpt, prompts = random_model(0).to(device), random_prompts([3, 8])
-    recipes = [recipe for recipe in POSSIBLE if recipe.launch == "fixed"]
+    possible = [recipe for recipe in POSSIBLE if recipe.launch != "autotuned"]
+    recipes = random.Random(1).sample(possible, N_BUILT)
     outputs = [generate(small_engine(gpt, recipe=r, num_kv_blocks=4), prompts, 3) for r in recipes]
-    assert len(recipes) > len(LADDER)
     assert all(output == outputs[0] for output in outputs)
 
 
@@ -136,7 +149,7 @@ def test_the_best_rung_is_the_one_an_engine_takes():
 
 
 def test_an_engine_takes_a_rung_by_name_or_any_recipe():
-    recipe = replace(LADDER[BEST_RUNG], append="index_put")
+    recipe = replace(LADDER[BEST_RUNG], gemm="library")
     named, own = (Engine(random_model(0), num_kv_blocks=4, recipe=r) for r in ("paged", recipe))
     assert (named.rung, named.recipe) == ("paged", LADDER["paged"])
     assert (own.rung, own.recipe) == (None, recipe)
