@@ -27,7 +27,7 @@ KERNEL_ROLES = {
     "layers": ("persistent",),
     "append": ("kv_append",),
     "put": ("index_put",),
-    "attention": ("attention", "attend", "flash", "fmha", "sdpa", "_split_"),
+    "attention": ("attention", "attend", "flash", "fmha", "sdpa", "_split_", "_combine_"),
     "softmax": ("softmax",),
     "head": ("best_tokens", "best_of_tile", "lm_head"),
     "sampling": ("_advance_", "argmax", "gumbel", "sort", "topk", "scan", "multinomial"),

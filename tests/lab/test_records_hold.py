@@ -130,3 +130,13 @@ def test_the_ledgers_account_for_the_step_and_the_gpu_is_busy():
 
 def test_a_fresh_process_has_its_first_tokens_soon():
     assert max(RESULTS.load("cold_start")["figures"]["seconds"]["compiled anew"]) <= 15
+
+
+def test_on_two_cores_a_batch_of_eight_is_past_transformers():
+    """GPT-2 small's shape, fp32, 64 new tokens each; both in turn in one process."""
+    results = find("cpu")
+    ours, theirs = (
+        results.load(f"W1-{rival}")["results"]["offline"]["medians"]["total_throughput_tok_s"]
+        for rival in ("rosellm", "transformers")
+    )
+    assert ours >= 1.2 * theirs
