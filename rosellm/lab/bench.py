@@ -155,6 +155,24 @@ def share_equal(a: list[list[int]], b: list[list[int]]) -> float:
     return sum(x == y for x, y in pairs) / len(pairs)
 
 
+def first_difference(
+    expected: Tensor, reference: list[list[int]], tokens: list[list[int]]
+) -> dict[str, float] | None:
+    """Where a run first parts from the reference, and how close a call that was; None if it never does.
+
+    expected: the reference's logits ``[steps, B, V]``; both runs have been fed the same tokens up to there,
+    so the gap is what rounding had to overcome.
+    """
+    at = [(step, row) for step in range(len(expected)) for row in range(len(reference))]
+    parted = ((step, row) for step, row in at if reference[row][step] != tokens[row][step])
+    step, row = next(parted, (None, None))
+    if step is None:
+        return None
+    logits = expected[step, row]
+    gap = logits[reference[row][step]] - logits[tokens[row][step]]
+    return {"token": step, "request": row, "logit_gap": gap.item()}
+
+
 def compare_logits(expected: Tensor, logits: Tensor) -> dict[str, float]:
     """How far apart two ``[steps, B, V]`` tensors are, and in what share of rows the best token is the same.
 

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 import triton
 
-from rosellm.lab.bench import Bench, compare_logits, forced_logits, make_prompts, run_recipe, share_equal
+from rosellm.lab.bench import (
+    Bench,
+    compare_logits,
+    first_difference,
+    forced_logits,
+    make_prompts,
+    run_recipe,
+    share_equal,
+)
 from rosellm.lab.ledger import step_ledger, tokens_needed
 from rosellm.lab.trace import Trace
 from rosellm.roseinfer.block_tables import H2D_RANGE
@@ -95,6 +103,7 @@ def equality(
         figures[rung] = compare_logits(expected, logits) | {
             "tokens_equal": tokens == reference,
             "share_of_tokens_equal": share_equal(tokens, reference),
+            "first_difference": first_difference(expected, reference, tokens),
             "smallest_gap_of_reference": (best[..., 0] - best[..., 1]).min().item(),
             "distinct_tokens_of_reference": len({t for row in reference for t in row}),
         }

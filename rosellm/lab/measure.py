@@ -26,6 +26,7 @@ from rosellm.roseinfer.record import new_record, write_record
 from rosellm.roseinfer.workloads import WORKLOADS
 
 LEDGER_WORKLOADS = ("W0", "W1", "W2", "W3")
+LONG_LEDGER_WORKLOADS = ("W6",)  # on the best rung only
 COMMANDS = {"scheduler": benchmark_scheduler.main, "streaming": benchmark_streaming.main}
 
 
@@ -100,16 +101,25 @@ def ledger(arguments: argparse.Namespace) -> dict:
     """Where a decode step's time goes, at the batch sizes of four workloads and half their context."""
     model, rungs = _model(arguments), list(LADDER)
     rungs = rungs[rungs.index("reused_index_buffers") :]
-    return {
+    figures = {
         str(w.max_batch_size): experiments.ledgers(model, rungs, w.max_batch_size, w.max_new_tokens // 2)
         for w in map(WORKLOADS.get, LEDGER_WORKLOADS)
     }
+    for w in map(WORKLOADS.get, LONG_LEDGER_WORKLOADS):
+        context = w.prompt_tokens + w.max_new_tokens // 2
+        figures[str(w.max_batch_size)] = experiments.ledgers(model, [BEST_RUNG], w.max_batch_size, context)
+    return figures
 
 
 def grid(arguments: argparse.Namespace) -> dict:
-    """Step time of the best rung over batch size and context."""
-    batches, contexts = [1, 4, 16, 64, 256, 1024], [64, 256, 512, 1000]
-    return {"rung": BEST_RUNG, "rows": experiments.step_grid(_model(arguments), BEST_RUNG, batches, contexts)}
+    """Step time of the best rung over batch size and context; where keys may be split, with and without."""
+    model, contexts = _model(arguments), [64, 256, 512, 1000]
+    few = [1, 2, 4, 8], [256, 512, 768, 1000]
+    return {
+        "rung": BEST_RUNG,
+        "rows": experiments.step_grid(model, BEST_RUNG, [1, 4, 16, 64, 256, 1024], contexts),
+        "few": {rung: experiments.step_grid(model, rung, *few) for rung in (BEST_RUNG, "split_kv")},
+    }
 
 
 def cold_start(arguments: argparse.Namespace) -> dict:

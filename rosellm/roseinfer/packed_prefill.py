@@ -15,7 +15,7 @@ from rosellm.roseinfer.kernels import Kernels
 from rosellm.roseinfer.kv_blocks import KVBlockManager
 from rosellm.roseinfer.prefill import PREFILL_RANGE
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.runner import record_graph
+from rosellm.roseinfer.runner import GraphPool, record_graph
 from rosellm.roseinfer.staging import StagingBuffer
 from rosellm.rosetrainer.prefill_attention import BLOCK_M, Tiles, tile_columns
 
@@ -50,7 +50,7 @@ class PackedPrefill:
 
     layers_for: number of tokens → layers. width: blocks a sequence may hold. capture: runs of up to
     ``CAPTURED_TOKENS`` tokens are padded to a power of two with inert rows and replayed as a CUDA graph,
-    since the host takes longer to launch their kernels than the GPU to run them.
+    since the host takes longer to launch their kernels than the GPU to run them. pool: the graphs' memory.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class PackedPrefill:
         layers_for: Callable[[int], Layers],
         width: int,
         capture: bool,
+        pool: GraphPool | None,
     ) -> None:
-        self.blocks, self.width = blocks, width
+        self.blocks, self.width, self._pool = blocks, width, pool
         self.attention, self.layers_for = kernels.prefill_attention, layers_for
         device = blocks.k_cache.device
         self._capture = capture and device.type == "cuda"
@@ -125,7 +126,7 @@ class PackedPrefill:
         buffer = torch.zeros(n_words, dtype=torch.int32, device=self.blocks.k_cache.device)
         inputs = _Inputs.of(buffer, *shape)
         inputs.positions.fill_(-1)
-        return buffer, record_graph(lambda: self._forward(inputs))
+        return buffer, record_graph(lambda: self._forward(inputs), pool=self._pool)
 
     def _forward(self, inputs: _Inputs) -> Tensor:
         tiles = Tiles(inputs.columns, BLOCK_M)

@@ -18,7 +18,7 @@ from rosellm.roseinfer.persistent_layers import persistent_for_few
 from rosellm.roseinfer.prefill import Prefill
 from rosellm.roseinfer.resident import ResidentStep
 from rosellm.roseinfer.resident_parts import BINDERS, build_chooser
-from rosellm.roseinfer.runner import ATTENTION, RUNNERS
+from rosellm.roseinfer.runner import ATTENTION, RUNNERS, graph_pool
 from rosellm.roseinfer.sampling import Sampler
 from rosellm.roseinfer.step import MASKS, HostStep
 from rosellm.rosetrainer.model import GPT
@@ -209,10 +209,10 @@ def _resident_step(
     recipe: Recipe, model: GPT, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
 ) -> ResidentStep:
     layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
-    capture = recipe.runner == "graph"
+    capture, pool = recipe.runner == "graph", graph_pool(model.device)
     prefill: Prefill | PackedPrefill = Prefill(model, blocks)
     if recipe.prefill == "packed":
-        prefill = PackedPrefill(blocks, kernels, layers_for, width, capture)
+        prefill = PackedPrefill(blocks, kernels, layers_for, width, capture, pool)
     if recipe.gemm == "persistent":
         layers_for = persistent_for_few(layers_for, model, kernels)
     return ResidentStep(
@@ -224,4 +224,5 @@ def _resident_step(
         prefill=prefill,
         kernels=kernels,
         capture=capture,
+        pool=pool,
     )

@@ -33,7 +33,7 @@ from rosellm.roseinfer.packed_prefill import PackedPrefill
 from rosellm.roseinfer.prefill import Prefill
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.resident_parts import Binder, Chooser
-from rosellm.roseinfer.runner import batch_bucket, record_graph
+from rosellm.roseinfer.runner import GraphPool, batch_bucket, record_graph
 from rosellm.roseinfer.staging import StagingBuffer
 from rosellm.roseinfer.step import STEP_RANGE
 
@@ -81,7 +81,7 @@ class ResidentStep:
 
     layers_for: rows → layers. bind: state and variant → attention that appends. chooser: hidden states →
     tokens. prefill: caches prompts and gives hidden states. capture: whether steps are captured as CUDA
-    graphs; on a CPU there are none.
+    graphs; on a CPU there are none. pool: the graphs' memory.
     """
 
     run_ahead = RUN_AHEAD
@@ -96,13 +96,14 @@ class ResidentStep:
         prefill: Prefill | PackedPrefill,
         kernels: Kernels,
         capture: bool,
+        pool: GraphPool | None,
     ) -> None:
         self.blocks, self.state, self.prefill = blocks, state, prefill
         self.layers_for, self.bind, self.chooser, self.advance = layers_for, bind, chooser, kernels.advance
         n_rows, device = len(state.rows), state.rows.device
         self._device, self._on_gpu = device, device.type == "cuda"
         self._capture = capture and self._on_gpu
-        self._graph_pool = torch.cuda.graph_pool_handle() if self._capture else None
+        self._graph_pool = pool
         self._longest = state.table.shape[1] * blocks.block_size
         self._idle = DeviceState(n_rows, state.table.shape[1], device) if self._capture else None
         self._every_slot = torch.arange(n_rows, device=device)

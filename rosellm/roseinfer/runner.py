@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -115,6 +116,7 @@ class EagerRunner:
 
 
 T = TypeVar("T")
+GraphPool = tuple[int, int]
 
 
 def batch_bucket(batch: int) -> int:
@@ -125,22 +127,36 @@ def batch_bucket(batch: int) -> int:
     return -(-batch // 128) * 128
 
 
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps 32 MiB for each stream that it was ever called on."""
+    return torch.cuda.Stream()
+
+
+def graph_pool(device: torch.device) -> GraphPool | None:
+    """Memory that the graphs of one engine share; None on a CPU.
+
+    They run one after the other: a graph's outputs stay its own, what it needs in between may be another's.
+    """
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
 def record_graph(
-    run: Callable[[], T], warm_up: Callable[[], object] | None = None, pool: tuple[int, int] | None = None
+    run: Callable[[], T], warm_up: Callable[[], object] | None = None, pool: GraphPool | None = None
 ) -> Callable[[], T]:
     """A CUDA graph of ``run``: each call replays it and gives the tensors that it was captured with.
 
     Kernels are compiled and tuned, and memory allocated, by two runs of ``warm_up``, None for ``run`` itself,
     before anything is recorded.
     """
-    side = torch.cuda.Stream()
+    side = _capture_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
             (warm_up or run)()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=side):
         outputs = run()
 
     def replay() -> T:
@@ -162,7 +178,7 @@ class GraphRunner:
         self._eager = EagerRunner(model, blocks, attention)
         self._device = model.device
         self._captured: dict[int, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
+        self._pool = graph_pool(model.device)
 
     def __call__(self, inputs: DecodeInputs) -> DecodeOutputs:
         batch = len(inputs.ids)
