@@ -64,19 +64,23 @@ def gumbel(seed, position, column):
 
 
 @triton.jit
-def _gumbel_noise_kernel(out_ptr, seeds_ptr, positions_ptr, vocab_size, COLUMNS: tl.constexpr):
+def _gumbel_noise_kernel(
+    out_ptr, seeds_ptr, positions_ptr, seed_row, position_row, vocab_size, COLUMNS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    noise = gumbel(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), column)
+    seed, position = tl.load(seeds_ptr + row * seed_row), tl.load(positions_ptr + row * position_row)
+    noise = gumbel(seed, position, column)
     tl.store(out_ptr + row * vocab_size + column, noise, mask=column < vocab_size)
 
 
 def gumbel_noise_triton(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """:func:`gumbel_noise` in one kernel: the same random words, the last bits of the logarithms apart.
 
-    seeds and positions contiguous, on the device where Triton runs.
+    seeds and positions on the device where Triton runs, with any stride.
     """
     out = torch.empty(len(seeds), vocab_size, device=seeds.device)
     grid = (len(seeds), triton.cdiv(vocab_size, COLUMNS))
-    _gumbel_noise_kernel[grid](out, seeds, positions, vocab_size, COLUMNS=COLUMNS)
+    strides = seeds.stride(0), positions.stride(0)
+    _gumbel_noise_kernel[grid](out, seeds, positions, *strides, vocab_size, COLUMNS=COLUMNS)
     return out

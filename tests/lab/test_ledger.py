@@ -25,7 +25,7 @@ from rosellm.lab.ledger import (
 from rosellm.lab.records import ceilings, floor_us
 from rosellm.lab.roles import by_place, kernel_role, operator_role
 from rosellm.lab.trace import Event, Trace, read_trace
-from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.step import STEP_RANGE
 from rosellm.rosetrainer.config import KNOWN_SHAPES
 
@@ -382,6 +382,7 @@ def test_the_recorded_ledgers_start_at_the_host_driven_step(tmp_path, monkeypatc
     late = {rung: LADDER[rung] for rung in ("dense", "reused_index_buffers", "one_table")}
     monkeypatch.setattr(measure, "LADDER", late)
     monkeypatch.setattr(measure, "LEDGER_WORKLOADS", ("W3",))
+    monkeypatch.setattr(measure, "LONG_LEDGER_WORKLOADS", ("W6",))
     asked = []
     monkeypatch.setattr(
         measure.experiments,
@@ -390,8 +391,8 @@ def test_the_recorded_ledgers_start_at_the_host_driven_step(tmp_path, monkeypatc
     )
     options = ["--device", "cpu", "--load-format", "auto", "--model", "rose-tiny", "--output", str(tmp_path)]
     assert measure.main([*options, "--workloads", "", "--experiments", "ledger"]) == 0
-    assert asked == [(["reused_index_buffers", "one_table"], 256, 32)]
-    assert "256" in json.loads((tmp_path / "ledger.json").read_text())["figures"]
+    assert asked == [(["reused_index_buffers", "one_table"], 256, 32), ([BEST_RUNG], 1024, 256)]
+    assert {"256", "1024"} <= set(json.loads((tmp_path / "ledger.json").read_text())["figures"])
 
 
 @pytest.mark.gpu
@@ -403,7 +404,10 @@ def test_a_live_step_on_a_gpu_is_accounted_for(rung):
     rows = {row.cause: row for row in ledger.rows}
     assert ledger.on_gpu and ledger.coverage >= 0.95
     assert sum(row.us for row in ledger.rows) == pytest.approx(ledger.step_us)
-    assert rows["GEMM"].launches >= 4 * model.config.n_layers
-    assert rows["attention"].launches >= model.config.n_layers
+    if rung == "persistent_kernel":
+        assert rows["layers"].launches == 1
+    else:
+        assert rows["GEMM"].launches >= 4 * model.config.n_layers
+        assert rows["attention"].launches >= model.config.n_layers
     assert rows["head"].us > 0
     assert 0 < ledger.floor_us < ledger.step_us

@@ -73,6 +73,14 @@ def test_triton_gives_the_noise_of_the_specification(vocab_size, position_dtype,
     torch.testing.assert_close(found, expected, rtol=3e-7, atol=3e-7)
 
 
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_seeds_and_positions_may_be_columns_of_a_state(device):
+    seeds, positions = (x.to(device) for x in random_rows(6))
+    columns = torch.stack((seeds, positions, -seeds), dim=1)
+    found = gumbel_noise_triton(columns[:, 0], columns[:, 1], 300)
+    assert torch.equal(found, gumbel_noise_triton(seeds, positions, 300))
+
+
 @pytest.mark.gpu
 def test_triton_gives_the_noise_of_the_specification_for_a_whole_vocabulary_and_a_large_batch():
     seeds, positions = (x.cuda() for x in random_rows(300))

@@ -14,6 +14,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import (
+    TRITON_DEVICES,
     decode_all,
     generate,
     greedy_sequences,
@@ -158,16 +159,18 @@ def test_an_edited_last_token_is_what_the_next_step_starts_from():
     assert sequence.tokens[-1:] == expected
 
 
-def test_drawn_tokens_are_those_of_the_host_driven_step():
-    params = SamplingParams(temperature=1.3, top_k=20, top_p=0.9, max_tokens=N_TOKENS, seed=5)
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("wish", [{}, {"top_k": 20, "top_p": 0.9}], ids=["drawn", "filtered"])
+def test_drawn_tokens_are_those_of_the_host_driven_step(wish, device):
+    own = [SamplingParams(temperature=1.3, max_tokens=3, seed=5 + i // 2, **wish) for i in range(3)]
     outputs = []
     for rung in ("one_table", "resident_step", BEST_RUNG):
-        engine = small_engine(GPT, recipe=rung)
-        sequences = [engine.make_sequence(prompt, params) for prompt in PROMPTS[:5]]
+        engine = small_engine(random_model(0).to(device), recipe=rung, kernels="triton")
+        sequences = [engine.make_sequence(*pair) for pair in zip(PROMPTS[:3], own, strict=True)]
         engine.prefill(sequences)
         outputs.append(decode_all(engine, sequences))
     assert outputs[0] == outputs[1] == outputs[2]
-    assert len({tuple(tokens) for tokens in outputs[0]}) == 5
+    assert len({tuple(tokens) for tokens in outputs[0]}) == 3
 
 
 def test_logits_that_are_not_finite_fail_by_name():
