@@ -69,7 +69,7 @@ def row_bytes(sequence: Sequence, position: int, rounds: int) -> bytes:
     """The FIELDS words of a sequence's row, little-endian."""
     params, stop = sequence.params, sequence.stop_token
     return _ROW.pack(
-        sequence.last_token,
+        sequence.tokens[position],
         position,
         sequence.max_length,
         NO_STOP if stop is None else stop,

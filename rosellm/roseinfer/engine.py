@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -77,6 +79,7 @@ class Engine:
             gate=self.gate,
         )
         self._n_requests = 0
+        self._holders: set[Sequence] = set()
 
     @classmethod
     def load(
@@ -132,13 +135,13 @@ class Engine:
         Returns those whose tokens are all cached then: they get their next token, and may decode. What the
         prefix cache has of a new sequence is not computed.
         """
-        if self.prefix_cache is not None:
-            self._match_prefixes(sequences)
-        rests = [len(s.tokens) - s.n_cached for s in sequences]
+        self.match_prefixes(sequences)
+        rests = [s.prefill_length - s.n_cached for s in sequences]
         chunks = rests if counts is None else list(map(min, counts, rests))
         whole = [s for s, chunk, rest in zip(sequences, chunks, rests, strict=True) if chunk == rest]
         if self.prefix_cache is not None:
-            self.prefix_cache.make_room(sum(map(self._blocks_to_prefill, sequences, chunks)))
+            self.has_room_to_prefill(sequences, chunks)
+        self._holders.update(sequences)
         self._step.begin_prefill(sequences, chunks)
         if self.prefix_cache is not None:
             for sequence in whole:
@@ -152,7 +155,7 @@ class Engine:
         all of them, nothing runs. A list that is passed again must not have been changed in between.
         """
         if self.prefix_cache is not None:
-            self._make_room_to_decode(sequences)
+            self.has_room_to_decode(sequences)
         return self._step.begin_decode(sequences)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
@@ -190,35 +193,74 @@ class Engine:
     def release(self, sequence: Sequence) -> None:
         """Return the blocks of a sequence that is finished or given up; it gets no further token."""
         self._step.release(sequence)
+        self._holders.discard(sequence)
         for block_ids in sequence.block_ids:
             self.blocks.free_blocks(block_ids)
             block_ids.clear()
 
+    def match_prefixes(self, sequences: list[Sequence]) -> None:
+        """Give sequences that hold nothing yet the blocks that the prefix cache has of them."""
+        if self.prefix_cache is None:
+            return
+        for sequence in sequences:
+            if not sequence.block_ids[0]:
+                known = sequence.tokens[: sequence.prefill_length]
+                sequence.n_cached, sequence.block_ids = self.prefix_cache.match(known)
+                self._holders.add(sequence)
+
+    def available_blocks(self) -> int:
+        """Blocks a layer that are free, or that only the prefix cache holds."""
+        return self._free_blocks() + (0 if self.prefix_cache is None else self.prefix_cache.num_evictable())
+
+    def blocks_to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
+        """Blocks a layer that caching ``counts`` more tokens takes, None: all the rest.
+
+        The clone of a shared block is counted.
+        """
+        rests = [s.prefill_length - s.n_cached for s in sequences]
+        return sum(map(self._blocks_to_cache, sequences, rests if counts is None else counts))
+
+    def has_room_to_prefill(self, sequences: list[Sequence], counts: list[int]) -> bool:
+        """Whether there are blocks for these tokens; cached prefixes are evicted as far as needed."""
+        at_most = sum(counts) // self.block_size + 2 * len(sequences)
+        return self._free_blocks() >= at_most or self._make_room(self.blocks_to_prefill(sequences, counts))
+
+    def has_room_to_decode(self, sequences: list[Sequence]) -> bool:
+        """Whether there are blocks for one more step, cached prefixes being evicted as far as needed.
+
+        What the sequences need (their last block is full, or shared and so cloned) is counted only where
+        there is not a free block for each token that may be on its way.
+        """
+        if self._free_blocks() >= (self.run_ahead + 1) * len(sequences):
+            return True
+        self._make_room(sum(map(self._blocks_to_decode, sequences)))
+        return self._free_blocks() >= sum(map(self._blocks_to_decode, sequences))
+
     def check_integrity(self) -> None:
-        """Assert that the KV block books are consistent."""
-        self.blocks.check_integrity()
+        """Assert that every KV block is free, or held by just as many as its count says.
+
+        Holders are the sequences that were prefilled and not yet released, and the prefix cache.
+        """
+        held = Counter(chain.from_iterable(ids for s in self._holders for ids in s.block_ids))
+        if self.prefix_cache is not None:
+            held += self.prefix_cache.holdings()
+        self.blocks.check_integrity(held)
 
     def _finish(self) -> None:
         for _ in self._step.collect():
             pass
 
-    def _match_prefixes(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            if not sequence.block_ids[0]:
-                sequence.n_cached, sequence.block_ids = self.prefix_cache.match(sequence.tokens)
+    def _free_blocks(self) -> int:
+        return min(map(self.blocks.num_free_blocks, range(self.blocks.num_pools)))
 
-    def _blocks_to_prefill(self, sequence: Sequence, count: int) -> int:
-        """Blocks a layer that caching ``count`` more tokens takes, the clone of a shared one counted."""
+    def _make_room(self, n_blocks: int) -> bool:
+        if self.prefix_cache is not None:
+            self.prefix_cache.make_room(n_blocks)
+        return self._free_blocks() >= n_blocks
+
+    def _blocks_to_cache(self, sequence: Sequence, count: int) -> int:
         n_cached = sequence.n_cached
         return blocks_for(n_cached + count, self.block_size) - n_cached // self.block_size
-
-    def _make_room_to_decode(self, sequences: list[Sequence]) -> None:
-        """Evict for the sequences that need a block: their last one is full, or shared and so cloned.
-
-        They are counted only where there is not a free block for each token that may be on its way.
-        """
-        if self.blocks.num_free_blocks() < (self.run_ahead + 1) * len(sequences):
-            self.prefix_cache.make_room(sum(map(self._blocks_to_decode, sequences)))
 
     def _blocks_to_decode(self, sequence: Sequence) -> int:
         """Blocks a layer for the tokens that steps cache by the end of one that is begun now."""

@@ -10,6 +10,7 @@ write).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -212,8 +213,11 @@ class KVBlockManager:
             pos=index[1],
         )
 
-    def check_integrity(self) -> None:
-        """Every block is either free, once, without holders or metadata, or held with both."""
+    def check_integrity(self, held: Mapping[int, int] | None = None) -> None:
+        """Every block is either free, once, without holders or metadata, or held with both.
+
+        held: how many holders each block in use has, where the caller knows; the counts must say the same.
+        """
         for pool, free in enumerate(self._free):
             ids = range(pool * self.max_blocks_per_layer, (pool + 1) * self.max_blocks_per_layer)
             assert len(free) == len(set(free)), f"{self._name(pool)} lists a free block twice"
@@ -224,6 +228,13 @@ class KVBlockManager:
                 )
             assert set(free) == {b for b in ids if self._refs[b] == 0}, (
                 f"{self._name(pool)}: the free list is wrong"
+            )
+        if held is not None:
+            counted = {block_id: n for block_id, n in enumerate(self._refs) if n}
+            wrong = {b for b in counted.keys() | held.keys() if counted.get(b, 0) != held.get(b, 0)}
+            assert not wrong, "; ".join(
+                f"block {b} counts {counted.get(b, 0)} holders and has {held.get(b, 0)}"
+                for b in sorted(wrong)
             )
 
     def _allocate(self, pool: int, start: int, length: int) -> int:

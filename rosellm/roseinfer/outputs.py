@@ -28,11 +28,13 @@ class Done:
 class RequestMetrics:
     """When a request arrived and when each of its tokens came, in ``time.perf_counter`` seconds.
 
-    The figures are seconds; those that need more tokens than there are, are None.
+    The figures are seconds; those that need more tokens than there are, are None. preemptions: how often it
+    gave up its KV blocks to others.
     """
 
     arrival: float
     token_times: list[float] = field(default_factory=list)
+    preemptions: int = 0
 
     @property
     def ttft(self) -> float | None:

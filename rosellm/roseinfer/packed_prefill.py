@@ -100,7 +100,7 @@ class PackedPrefill:
     def _ahead(self, sequence: Sequence, count: int) -> int:
         """Slots to reserve with the last chunk for tokens to come: the rest of its block, if they need it."""
         n_tokens = sequence.n_cached + count
-        if n_tokens < len(sequence.tokens):
+        if n_tokens < sequence.prefill_length:
             return 0
         return min(-n_tokens % self.blocks.block_size, max(sequence.max_length - 1 - n_tokens, 0))
 
@@ -165,7 +165,7 @@ class PackedPrefill:
         inputs.positions[n:] = -1
         inputs.columns[:, : columns.shape[1]] = columns
         inputs.columns[:, columns.shape[1] :] = 0
-        last = (ends - 1)[[a + n == len(s.tokens) for s, a, n in spans]]
+        last = (ends - 1)[[a + n == s.prefill_length for s, a, n in spans]]
         inputs.last[: len(last)] = last
         for row, sequence in zip(inputs.table, sequences, strict=False):
             ids = sequence.block_ids[0]

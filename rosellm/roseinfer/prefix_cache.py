@@ -7,7 +7,9 @@ right beside the place where the query would be inserted: a lookup costs O(lengt
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from itertools import chain
 from operator import itemgetter
 
 from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
@@ -63,6 +65,15 @@ class PrefixCache:
         """Evict entries until every pool has ``n_blocks`` free blocks or no entry is left."""
         while self._entries and self._num_free() < n_blocks:
             self._evict(next(iter(self._entries)))
+
+    def holdings(self) -> Counter[int]:
+        """How often the entries hold each block."""
+        return Counter(chain.from_iterable(ids for pools in self._entries.values() for ids in pools))
+
+    def num_evictable(self) -> int:
+        """Blocks of a pool that would be free if all entries were evicted."""
+        held = Counter(chain.from_iterable(pools[0] for pools in self._entries.values()))
+        return sum(self.blocks.ref_count(block_id) == times for block_id, times in held.items())
 
     def clear(self) -> None:
         """Evict all entries."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 
+from rosellm.errors import RoseError
 from rosellm.roseinfer.sampling import SamplingParams
 
 
@@ -13,12 +14,13 @@ class Sequence:
     ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between
     steps exactly the last token is not. ``block_ids[pool]`` are global block ids. ``finish_reason``: None
     while running, "stop", "length" or "cancelled". ``seed`` and a token's index decide its random numbers.
-    ``stop_token`` ends it, None if nothing does.
+    ``stop_token`` ends it, None if nothing does. ``replays``: if its blocks were taken from it, its output is
+    decoded again, token by token, as it was the first time; else it is prefilled, like the prompt.
     """
 
     __slots__ = (
-        "block_ids", "finish_reason", "n_cached", "n_prompt", "params", "request_id", "seed",
-        "stop_token", "tokens",
+        "block_ids", "finish_reason", "n_cached", "n_prompt", "params", "replays", "request_id",
+        "seed", "stop_token", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -28,11 +30,13 @@ class Sequence:
         params: SamplingParams,
         n_pools: int,
         eos_token_id: int | None,
+        replays: bool = False,
     ) -> None:
         self.request_id, self.params = request_id, params
         self.tokens, self.n_prompt, self.n_cached = list(prompt), len(prompt), 0
         self.block_ids: list[list[int]] = [[] for _ in range(n_pools)]
         self.finish_reason: str | None = None
+        self.replays = replays
         self.stop_token = None if params.ignore_eos else eos_token_id
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
 
@@ -50,6 +54,11 @@ class Sequence:
         return self.tokens[self.n_prompt :]
 
     @property
+    def prefill_length(self) -> int:
+        """Tokens that a prefill caches before the next one can be chosen."""
+        return self.n_prompt if self.replays else len(self.tokens)
+
+    @property
     def n_output(self) -> int:
         return len(self.tokens) - self.n_prompt
 
@@ -62,11 +71,23 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def commit(self, token: int, n_cached: int) -> None:
-        """A sampled token; ``n_cached`` more tokens are in the KV cache now."""
+    def commit(self, token: int, n_cached: int) -> bool:
+        """A sampled token; ``n_cached`` more tokens are in the KV cache now. False if it was known before."""
         self.n_cached += n_cached
+        if self.n_cached < len(self.tokens):
+            self._check_replayed(token)
+            return False
         self.tokens.append(token)
         if token == self.stop_token:
             self.finish_reason = "stop"
         elif len(self.tokens) == self.max_length:
             self.finish_reason = "length"
+        return True
+
+    def _check_replayed(self, token: int) -> None:
+        known = self.tokens[self.n_cached]
+        if token != known:
+            raise RoseError(
+                f"token {self.n_cached} of request {self.request_id} was {known} and became {token} "
+                "when it was decoded again"
+            )

@@ -131,7 +131,7 @@ class ResidentStep:
 
         Raises ``OptionError`` where there are not slots enough, and nothing is begun.
         """
-        whole = [s.n_cached + n == len(s.tokens) for s, n in zip(sequences, counts, strict=True)]
+        whole = [s.n_cached + n == s.prefill_length for s, n in zip(sequences, counts, strict=True)]
         if sum(whole) > len(self._free):
             raise OptionError(
                 f"{sum(whole)} more sequences exceed the {len(self._sequences)} that run together at most: "
@@ -218,7 +218,7 @@ class ResidentStep:
         if not sequences:
             return self._note("prefill", [], np.zeros(0, np.int64))
         slots = np.array([heapq.heappop(self._free) for _ in sequences])
-        index = self._attach(sequences, slots, [len(s.tokens) - 1 for s in sequences])
+        index = self._attach(sequences, slots, [s.prefill_length - 1 for s in sequences])
         chosen = self.chooser(hidden, self.state.at(index), self.chooser.mode([s.params for s in sequences]))
         self.advance(state=self.state, slots=index, values=chosen[0], indices=chosen[1])
         self._note("prefill", sequences, slots)
@@ -272,8 +272,8 @@ class ResidentStep:
                 continue
             if token < 0:
                 raise SamplingError("the model's logits are not finite; nothing can be chosen from them")
-            sequence.commit(token, n_cached)
-            got.append(sequence)
+            if sequence.commit(token, n_cached):
+                got.append(sequence)
             if sequence.finish_reason is not None:
                 self._vacate(self._slot_of[sequence])
         return Done(begun.kind, got, begun.clock.seconds_since(begun.since))
@@ -311,7 +311,7 @@ class ResidentStep:
             s
             for s in sequences
             if (slot := self._slot_of.get(s)) is not None
-            and s.last_token != self._ring[(self._round[slot] - 1) % ROUNDS, slot]
+            and s.tokens[s.n_cached] != self._ring[(self._round[slot] - 1) % ROUNDS, slot]
         ]
         if edited:
             slots = np.array([self._slot_of[s] for s in edited])
@@ -322,7 +322,7 @@ class ResidentStep:
         words = []
         for sequence, slot, position in zip(sequences, slots.tolist(), positions, strict=True):
             self._sequences[slot], self._slot_of[sequence] = sequence, slot
-            self._left[slot] = sequence.max_length - len(sequence.tokens)
+            self._left[slot] = sequence.max_length - position - 1
             self._position[slot] = position
             self._reserved[slot] = self.blocks.tokens_reserved(sequence.block_ids[0])
             words.append(row_bytes(sequence, position, int(self._round[slot])))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from time import perf_counter
 from typing import Literal, Protocol
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.roseinfer.admission import Request, Room, WaitingQueue
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, IncrementalText, RequestMetrics, RequestOutput
 from rosellm.roseinfer.request import Sequence
@@ -50,16 +50,6 @@ class SchedulerConfig:
                 raise RoseError(f"{field.name} is {value!r}; it must be a whole number, 1 or more")
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    """A request in flight, with the KV blocks a layer that it may come to hold."""
-
-    sequence: Sequence
-    metrics: RequestMetrics
-    text: IncrementalText | None
-    blocks: int
-
-
 class _Listeners:
     """Who of a step's sequences is still in flight, and what is done with each token.
 
@@ -68,7 +58,7 @@ class _Listeners:
 
     __slots__ = ("listed", "note_time", "sequences", "texts")
 
-    def __init__(self, listed: list[Sequence], requests: dict[int, _Request]) -> None:
+    def __init__(self, listed: list[Sequence], requests: dict[int, Request]) -> None:
         heard = [requests[s.request_id] for s in listed if s.request_id in requests]
         self.listed = listed
         self.sequences = [request.sequence for request in heard]
@@ -79,12 +69,13 @@ class _Listeners:
 class OnlineScheduler:
     """Continuous batching: requests may be added at any time and leave as soon as they end.
 
-    Where the engine's steps run ahead of the host, it admits, follows texts and keeps results meanwhile. The
-    KV blocks that a sequence may come to need are reserved at its admission, so one that runs is never short
-    of them. If the engine raises in :meth:`step`, all active sequences give up their blocks and end as
-    "failed", and the error goes on to the caller; waiting requests keep waiting. ``finished`` keeps each
-    result until :meth:`take_result`. Not thread-safe, and the only user of its engine while it has active
-    sequences.
+    Where the engine's steps run ahead of the host, it admits, follows texts and keeps results meanwhile.
+    Where the KV cache runs dry, the prefix cache gives up its blocks first; then the youngest request is
+    preempted: it gives up its blocks, waits before all others, and is computed again later, to the same
+    tokens (``preemptions`` counts them). If the engine raises in :meth:`step`, all active sequences give up
+    their blocks and end as "failed", and the error goes on to the caller; waiting requests keep waiting.
+    ``finished`` keeps each result until :meth:`take_result`. Not thread-safe, and the only user of its engine
+    while it has active sequences.
     """
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
@@ -97,16 +88,13 @@ class OnlineScheduler:
             )
         self.finished: dict[int, RequestOutput] = {}
         self.decode_time_s = self.prefill_time_s = 0.0
-        self.decode_tokens = self.decode_steps = 0
-        self._requests: dict[int, _Request] = {}
-        self._waiting: deque[_Request] = deque()
-        self._prefilling: list[
-            _Request
-        ] = []  # admitted, and not all of the prompt is begun; at most one stays
+        self.decode_tokens = self.decode_steps = self.preemptions = 0
+        self._requests: dict[int, Request] = {}
+        self._waiting = WaitingQueue(self.config)
+        self._prefilling: list[Request] = []  # admitted, and not all is begun; after a step at most one
         self._active: list[Sequence] = []  # those that decode; replaced, never changed in place
         self._heard: _Listeners | None = None
-        self._free_blocks = engine.num_kv_blocks
-        self._packed_rounds = 0
+        self._unreserved = engine.num_kv_blocks  # were all active requests to grow to their full length
 
     @property
     def has_unfinished(self) -> bool:
@@ -146,7 +134,7 @@ class OnlineScheduler:
         if text is None and sequence.params.stop:
             text = IncrementalText(self.engine.tokenizer, sequence.params.stop)
         metrics = RequestMetrics(arrival=perf_counter())
-        request = _Request(sequence, metrics, text, self.engine.blocks_needed(sequence))
+        request = Request(sequence, metrics, text, self.engine.blocks_needed(sequence))
         self._requests[sequence.request_id] = request
         self._waiting.append(request)
         return sequence.request_id
@@ -158,10 +146,11 @@ class OnlineScheduler:
         """
         run_ahead = self.engine.run_ahead
         try:
+            got = self._make_room_to_decode()
             begun = self._begin_decode()
-            got = self._collect(run_ahead)
-            begun += self._begin_prefill()
-            got += self._collect(run_ahead if begun else 0)
+            got += self._collect(run_ahead)
+            prefilled, ended = self._begin_prefill()
+            got += ended + self._collect(run_ahead if begun + prefilled else 0)
         except BaseException:
             self._end_active("failed")
             raise
@@ -175,8 +164,7 @@ class OnlineScheduler:
                 self._raise_unknown(request_id)
             return False
         request.sequence.finish_reason = "cancelled"
-        if request in self._waiting:
-            self._waiting.remove(request)
+        if self._waiting.remove(request):
             self._store_result(request)
         else:
             self._retire([request.sequence])
@@ -184,8 +172,7 @@ class OnlineScheduler:
 
     def cancel_all(self) -> None:
         """Cancel whatever is waiting or active."""
-        while self._waiting:
-            request = self._waiting.popleft()
+        for request in self._waiting.clear():
             request.sequence.finish_reason = "cancelled"
             self._store_result(request)
         self._end_active("cancelled")
@@ -229,23 +216,56 @@ class OnlineScheduler:
     def _begin_decode(self) -> int:
         return self.engine.begin_decode(self._active) if self._active else 0
 
-    def _begin_prefill(self) -> int:
-        """The rest of a prompt that was cut, then the prompts of waiting requests; how many."""
+    def _begin_prefill(self) -> tuple[int, list[list[Sequence]]]:
+        """The rest of a prompt that was cut, then waiting ones; how many, and who got tokens meanwhile."""
         self._prefilling += self._admit()
-        sequences = [request.sequence for request in self._prefilling]
+        if not self._prefilling:
+            return 0, []
+        self.engine.match_prefixes([request.sequence for request in self._prefilling])
+        got = self._preempt_until(lambda: self.engine.has_room_to_prefill(*self._next_chunks()))
+        sequences, counts = self._next_chunks()
         if sequences:
-            whole = self.engine.begin_prefill(sequences, self._chunks(sequences))
+            whole = self.engine.begin_prefill(sequences, counts)
             self._active = self._active + whole
             self._prefilling = self._prefilling[len(whole) :]
-        return len(sequences)
+        return len(sequences), got
 
-    def _chunks(self, sequences: list[Sequence]) -> list[int]:
-        """How many tokens of each are computed now; only the last prompt may be cut."""
+    def _make_room_to_decode(self) -> list[list[Sequence]]:
+        """The pool has a block for every sequence that needs one; who got a token meanwhile."""
+        if not self._active:
+            return []
+        return self._preempt_until(lambda: self.engine.has_room_to_decode(self._active))
+
+    def _preempt_until(self, has_room: Callable[[], bool]) -> list[list[Sequence]]:
+        """Preempt the youngest while there is no room for all; the oldest always stays.
+
+        Begun steps are ended first: their tokens count, and who ends with them gives up its blocks.
+        """
+        if has_room():
+            return []
+        got = self._collect(0)
+        while self.n_active > 1 and not has_room():
+            self._preempt(max(self._running(), key=lambda request: request.sequence.request_id))
+        return got
+
+    def _running(self) -> list[Request]:
+        return [self._requests[sequence.request_id] for sequence in self._active] + self._prefilling
+
+    def _preempt(self, request: Request) -> None:
+        self._leave([request.sequence])
+        request.sequence.n_cached = 0
+        request.metrics.preemptions += 1
+        self.preemptions += 1
+        self._waiting.put_back(request)
+
+    def _next_chunks(self) -> tuple[list[Sequence], list[int]]:
+        """Whose tokens are computed now, and how many of each; only the last one's may be cut."""
+        sequences = [request.sequence for request in self._prefilling]
         counts, budget = [], self.config.prefill_token_budget
         for sequence in sequences:
-            counts.append(min(len(sequence.tokens) - sequence.n_cached, budget))
+            counts.append(min(sequence.prefill_length - sequence.n_cached, budget))
             budget -= counts[-1]
-        return counts
+        return sequences, counts
 
     def _collect(self, leave: int) -> list[list[Sequence]]:
         """Who got a token in each step that has ended."""
@@ -271,57 +291,22 @@ class OnlineScheduler:
             self._retire(ended)
         return heard.sequences
 
-    def _admit(self) -> list[_Request]:
-        """Waiting requests that start now, taken off the queue, their blocks reserved."""
+    def _admit(self) -> list[Request]:
+        """Waiting requests that start now, taken off the queue."""
         n_begun = len(self._prefilling)
         places = min(self.max_batch_size - self.n_active, self.config.prefill_max_batch_size - n_begun)
-        rests = [len(r.sequence.tokens) - r.sequence.n_cached for r in self._prefilling]
+        rests = [r.sequence.prefill_length - r.sequence.n_cached for r in self._prefilling]
         tokens = self.config.prefill_token_budget - sum(rests)
         if not self._waiting or places < 1 or tokens < 1:
             return []
-        chosen = self._choose(places, tokens)
-        self._free_blocks -= sum(request.blocks for request in chosen)
+        chosen = self._waiting.admit(places, tokens, self._room())
+        self._unreserved -= sum(request.blocks for request in chosen)
         return chosen
 
-    def _choose(self, places: int, tokens: int) -> list[_Request]:
-        if self.config.admission_policy == "fifo":
-            return self._admit_in_order(places, tokens)
-        if self._packed_rounds < self.config.fifo_every - 1:
-            chosen = self._admit_shortest(places, tokens)
-            self._packed_rounds += bool(chosen)
-            return chosen
-        chosen = self._admit_in_order(places, tokens)
-        if chosen:  # a forced round lasts until the head of the queue fits: nobody overtakes it any more
-            self._packed_rounds = 0
-        return chosen
-
-    def _admit_in_order(self, places: int, tokens: int) -> list[_Request]:
-        chosen, blocks = [], self._free_blocks
-        for request in islice(self._waiting, places):
-            blocks -= request.blocks
-            if blocks < 0 or tokens < 1:
-                break
-            tokens -= request.sequence.n_prompt
-            chosen.append(request)
-        for _ in chosen:
-            self._waiting.popleft()
-        return chosen
-
-    def _admit_shortest(self, places: int, tokens: int) -> list[_Request]:
-        """First fit in order of prompt length, so that the token budget serves as many as it can."""
-        n_looked_at = min(self.config.pack_lookahead, len(self._waiting))
-        looked_at = [self._waiting.popleft() for _ in range(n_looked_at)]
-        chosen: dict[int, _Request] = {}
-        blocks = self._free_blocks
-        for request in sorted(looked_at, key=lambda r: r.sequence.n_prompt):
-            if len(chosen) == places or tokens < 1:
-                break
-            if request.blocks <= blocks:
-                chosen[request.sequence.request_id] = request
-                tokens -= request.sequence.n_prompt
-                blocks -= request.blocks
-        self._waiting.extendleft(r for r in reversed(looked_at) if r.sequence.request_id not in chosen)
-        return list(chosen.values())
+    def _room(self) -> Room:
+        promised = self.engine.blocks_to_prefill([request.sequence for request in self._prefilling])
+        free = self.engine.available_blocks() - promised
+        return Room(free, self._unreserved, self.n_active, self.engine.block_size)
 
     def _end_active(self, finish_reason: str) -> None:
         active = self._active + [request.sequence for request in self._prefilling]
@@ -331,17 +316,21 @@ class OnlineScheduler:
 
     def _retire(self, ended: list[Sequence]) -> None:
         """Release active sequences, which have a finish reason now, and keep their results."""
-        gone = set(ended)
+        self._leave(ended)
+        for sequence in ended:
+            self._store_result(self._requests[sequence.request_id])
+
+    def _leave(self, leaving: list[Sequence]) -> None:
+        """Active sequences run no longer and give up their blocks."""
+        gone = set(leaving)
         self._active = [sequence for sequence in self._active if sequence not in gone]
         self._prefilling = [request for request in self._prefilling if request.sequence not in gone]
         self._heard = None
-        for sequence in ended:
-            request = self._requests[sequence.request_id]
+        for sequence in leaving:
             self.engine.release(sequence)
-            self._free_blocks += request.blocks
-            self._store_result(request)
+            self._unreserved += self._requests[sequence.request_id].blocks
 
-    def _store_result(self, request: _Request) -> None:
+    def _store_result(self, request: Request) -> None:
         sequence = request.sequence
         del self._requests[sequence.request_id]
         decode = self._decoder(request)
@@ -354,7 +343,7 @@ class OnlineScheduler:
             decode=decode,
         )
 
-    def _decoder(self, request: _Request) -> Callable[[], str | None]:
+    def _decoder(self, request: Request) -> Callable[[], str | None]:
         """What makes the text: nothing is decoded yet unless it was followed all along."""
         sequence, text = request.sequence, request.text
         if self.engine.tokenizer is None:

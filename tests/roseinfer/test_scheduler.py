@@ -207,15 +207,6 @@ def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt: int) 
     assert scheduler.take_result(long).finish_reason == "length"
 
 
-def test_reserved_blocks_keep_the_pool_from_running_dry(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(num_kv_blocks=6)
-    calls = Calls(engine, monkeypatch)
-    outputs = OfflineScheduler(engine).run([[i] for i in range(1, 8)], greedy(24))  # 3 blocks each
-    assert max(len(batch) for batch in calls.of("decode")) == 2
-    assert all(len(output.token_ids) == 24 for output in outputs)
-    assert_all_free(engine)
-
-
 def test_a_request_that_ends_with_its_first_token_never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(0)
     first = uncached_greedy(model, [3, 4], 1)[0]
