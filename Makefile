@@ -9,7 +9,7 @@ export NB P
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help setup notebooks test lint lab refresh clean
+.PHONY: help setup notebooks test soak lint lab refresh clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,12 +23,17 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P="batch=64 quick=false" sets parameters)
-	@$(PY) -m rosellm.lab.run_notebooks --select "$$NB" --parameters "$$P" --workers $(WORKERS) --timeout $(TIMEOUT)
+	@exec $(PY) -m rosellm.lab.run_notebooks --select "$$NB" --parameters "$$P" --workers $(WORKERS) --timeout $(TIMEOUT)
 
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## run the package's tests (pytest) and every notebook as a test (nbval)
 	$(PY) -m pytest tests notebooks -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 120 \
 		--nbval-sanitize-with notebooks/nbval_sanitize.cfg
+
+soak: export OMP_NUM_THREADS := 1
+soak: $(STAMP) ## run 1,000,000 random operations on the engine's parts (SEED=1 draws those of an earlier run)
+	$(PY) -m pytest tests/soak/test_random_programs.py -k every_invariant -q -n 2 --maxschedchunk 1 --soak 1000000 \
+		$(if $(SEED),--soak-seed $(SEED))
 
 lint: $(STAMP) ## check the style of the Python files (ruff)
 	$(PY) -m ruff check rosellm tests conftest.py
@@ -38,7 +43,7 @@ lab: $(STAMP) ## open the notebooks in JupyterLab, on 127.0.0.1 with its token (
 	$(PY) -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(LAB)
 
 refresh: $(STAMP) ## execute the notebooks in place, add PNGs and normalise them (NB selects)
-	@$(PY) -m rosellm.lab.refresh_notebooks --select "$$NB"
+	@exec $(PY) -m rosellm.lab.refresh_notebooks --select "$$NB"
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

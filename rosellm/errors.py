@@ -1,5 +1,7 @@
 """Errors that a user can cause; commands print them as one line and exit with status 2."""
 
+LONGEST_TOLD_BITS = 128
+
 
 class RoseError(ValueError):
     """A request, option, file or environment that cannot be served, told in one sentence."""
@@ -35,3 +37,10 @@ class OverloadError(RoseError):
 
 class KVCacheExhausted(RoseError):
     """No free KV block is left; nothing was changed."""
+
+
+def told(value: object) -> str:
+    """``value`` for a message; Python refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > LONGEST_TOLD_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)

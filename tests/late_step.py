@@ -25,10 +25,10 @@ class LateStep:
         self.step, self.run_ahead = step, run_ahead
         self.overtaken = self.idle = 0
         self._ahead: dict[Sequence, Sequence] = {}
-        self._begun: deque[tuple[str, list[Sequence], list[int]]] = deque()
+        self._begun: deque[tuple[str, list[Sequence], list[int], list[int]]] = deque()
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        whole = [s for s, n in zip(sequences, counts, strict=True) if s.n_cached + n == len(s.tokens)]
+        whole = [s for s, n in zip(sequences, counts, strict=True) if s.n_cached + n == s.prefill_length]
         copies = []
         for sequence in sequences:
             ahead = self._ahead[sequence] = copy(sequence)
@@ -38,25 +38,26 @@ class LateStep:
         for sequence, count in zip(sequences, counts, strict=True):
             if sequence not in whole:
                 sequence.n_cached += count
-        self._note("prefill", whole)
+        self._note("prefill", whole, [s.prefill_length - s.n_cached for s in whole])
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
         running = [s for s in sequences if not self._ahead[s].is_finished]
         self.idle += not running
         if running:
             self.step.begin_decode([self._ahead[s] for s in running])
-            self._note("decode", running)
+            self._note("decode", running, [1] * len(running))
         return len(running)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
         while len(self._begun) > leave:
-            kind, sequences, tokens = self._begun.popleft()
-            for sequence, token in zip(sequences, tokens, strict=True):
-                if sequence in self._ahead:
-                    sequence.commit(token, n_cached=len(sequence.tokens) - sequence.n_cached)
-                else:
+            kind, sequences, tokens, counts = self._begun.popleft()
+            got = []
+            for sequence, token, count in zip(sequences, tokens, counts, strict=True):
+                if sequence not in self._ahead:
                     self.overtaken += 1
-            yield Done(kind, sequences, 1e-3)
+                elif sequence.commit(token, count):
+                    got.append(sequence)
+            yield Done(kind, got, 1e-3)
 
     def warm_up(self, rows: int | None = None) -> None:
         """There is nothing to capture."""
@@ -68,10 +69,12 @@ class LateStep:
     def last_logits(self) -> Tensor:
         return self.step.last_logits()
 
-    def _note(self, kind: str, sequences: list[Sequence]) -> None:
+    def _note(self, kind: str, sequences: list[Sequence], counts: list[int]) -> None:
+        """``counts``: tokens of each that the step has cached."""
         for _ in self.step.collect():
             pass
-        self._begun.append((kind, sequences, [self._ahead[s].last_token for s in sequences]))
+        ahead = [self._ahead[s] for s in sequences]
+        self._begun.append((kind, sequences, [a.tokens[a.n_cached] for a in ahead], counts))
 
 
 def run_late(engine: Engine, run_ahead: int) -> LateStep:

@@ -3,7 +3,6 @@
 import base64
 import html
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +14,8 @@ import nbformat
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from plotly.offline import get_plotlyjs
+
+from rosellm.atomic import write_text
 
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -75,9 +76,9 @@ def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], out
     cards |= {outcome.name: _card(notebooks[outcome.name], outcome, output) for outcome in outcomes}
     folder = next(iter(notebooks.values())).parent
     cards = {name: cards[name] for name in sorted(cards) if (folder / f"{name}.ipynb").exists()}
-    write(output / "plotly.min.js", get_plotlyjs())
-    write(record, json.dumps(cards, indent=1))
-    write(output / "index.html", _index(cards, output))
+    write_text(output / "plotly.min.js", get_plotlyjs())
+    write_text(record, json.dumps(cards, indent=1))
+    write_text(output / "index.html", _index(cards, output))
 
 
 def page(notebook: NotebookNode, folder: Path) -> str:
@@ -121,13 +122,6 @@ def picture(notebook: NotebookNode, folder: Path) -> str:
             if kind in output.get("data", {}):
                 return _data_uri(kind, output["data"][kind])
     return next(_markdown_pictures(notebook, folder), "")
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file so that a reader sees the old text or the new one, never half."""
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    half.write_text(text, encoding="utf-8")
-    os.replace(half, path)
 
 
 def _card(notebook: Path, outcome: Outcome, output: Path) -> dict[str, Any]:

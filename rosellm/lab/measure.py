@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
+from rosellm.command_line import OneLineParser, whole_number
 from rosellm.errors import RoseError
 from rosellm.lab import experiments
 from rosellm.lab.bench import get_model
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.cli import OneLineParser, command
-from rosellm.roseinfer.loading import resolve_device
+from rosellm.roseinfer.cli import command
+from rosellm.roseinfer.loading import LOAD_FORMATS, resolve_device
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.record import new_record, write_record
 from rosellm.roseinfer.workloads import WORKLOADS
@@ -44,8 +45,8 @@ def measure_workload(workload: str, rung: str, arguments: argparse.Namespace) ->
         "--json": str(target),
     }
     status = COMMANDS[WORKLOADS[workload].form]([text for pair in options.items() for text in pair])
-    if status:
-        raise RoseError(f"the benchmark of {workload} on {rung} ended with status {status}")
+    if status:  # the benchmark has told why
+        raise SystemExit(status)
 
 
 def counts(arguments: argparse.Namespace) -> dict:
@@ -149,10 +150,11 @@ def measure_experiment(name: str, arguments: argparse.Namespace) -> None:
 
 def measure_kv_append(_name: str, arguments: argparse.Namespace) -> None:
     """The append microbenchmark, its record kept as ``kv_append.json``."""
-    if benchmark_kv_append.main(
+    status = benchmark_kv_append.main(
         ["--device", arguments.device, "--json", str(arguments.output / "kv_append.json")]
-    ):
-        raise RoseError("the append microbenchmark failed")
+    )
+    if status:  # as above
+        raise SystemExit(status)
 
 
 @command
@@ -160,6 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     """Check everything that is asked for, then measure it job by job."""
     arguments = _parser().parse_args(argv)
     jobs = _jobs(arguments)
+    resolve_device(arguments.device)
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name, job in jobs:
         start = time.perf_counter()
@@ -183,10 +186,13 @@ def _parser() -> argparse.ArgumentParser:
         help="comma-separated; '' for none (default %(default)s)",
     )
     parser.add_argument("--model", default="gpt2", help="shape of the model (default %(default)s)")
-    parser.add_argument("--load-format", default="dummy", help="auto or dummy (default %(default)s)")
-    parser.add_argument("--device", default="cuda", help="cuda or cpu (default %(default)s)")
+    parser.add_argument("--load-format", choices=LOAD_FORMATS, default="dummy", help="default %(default)s")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="measured runs of each benchmark (default %(default)s)"
+        "--repeats",
+        type=whole_number(1),
+        default=3,
+        help="measured runs of each benchmark (default %(default)s)",
     )
     return parser
 

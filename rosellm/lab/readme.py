@@ -15,12 +15,14 @@ from pathlib import Path
 
 import nbformat
 
+from rosellm.atomic import write_text
+from rosellm.command_line import OneLineParser
 from rosellm.errors import RoseError
 from rosellm.lab.charts import BLUE, GREEN, MAGENTA, ORANGE, PALE, TEXT
 from rosellm.lab.compare import WORKLOADS, verdicts
 from rosellm.lab.diagrams import FONT
 from rosellm.lab.records import Results, find, floor_tok_s, number, results_folder, rivals
-from rosellm.roseinfer.cli import OneLineParser, command
+from rosellm.roseinfer.cli import command
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, SIDE_BRANCHES
 
 ROOT = results_folder().parent.parent
@@ -202,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     if check and stale:
         raise RoseError(f"{', '.join(stale)} out of date: run python -m rosellm.lab.readme")
     for name, text in stale.items():
-        (ROOT / name).write_text(text, encoding="utf-8")
+        write_text(ROOT / name, text)
         print(f"{name} renewed")
 
 

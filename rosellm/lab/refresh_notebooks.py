@@ -9,9 +9,12 @@ import base64
 import os
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import kaleido
 import nbformat
 import plotly.graph_objects as go
+import psutil
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
@@ -26,8 +30,11 @@ from nbstripout import strip_output
 from PIL import Image
 from tqdm import tqdm
 
+from rosellm.atomic import write_text
+from rosellm.command_line import OneLineParser
 from rosellm.errors import RoseError
-from rosellm.lab.gallery import PLOTLY, without_widgets, write
+from rosellm.lab.gallery import PLOTLY, without_widgets
+from rosellm.lab.interruption import Interruption, kill_family
 from rosellm.lab.run_notebooks import NotebookError, kernel_environment, select
 
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -49,6 +56,7 @@ PASSING_KEYS = [
 ]
 
 PNG_COLOURS = 96
+POLL_SECONDS = 0.2
 
 Renderer = Callable[[dict[str, Any]], bytes]
 
@@ -76,7 +84,10 @@ def execute(path: Path, timeout: float) -> NotebookNode:
 
     Raises NotebookError if a cell fails.
     """
-    notebook = nbformat.read(path, as_version=4)
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except Exception as error:  # whatever the file makes of nbformat
+        raise NotebookError(f"{path} cannot be read as a notebook: {type(error).__name__}") from error
     client = NotebookClient(
         notebook,
         timeout=timeout,
@@ -123,38 +134,78 @@ def browser() -> Iterator[Renderer]:
         kaleido.stop_sync_server(silence_warnings=True)
 
 
-def refresh(notebooks: Sequence[Path], renderer: Renderer | None, timeout: float = 300.0) -> None:
+def refresh(
+    notebooks: Sequence[Path],
+    renderer: Renderer | None,
+    timeout: float = 300.0,
+    interruption: Interruption | None = None,
+) -> list[Path]:
     """Executes the notebooks in place, one after the other; without a ``renderer`` no PNG is added.
 
-    Raises NotebookError for the first notebook that fails; it and the later ones are left as they were.
+    Returns those that are done, not all after an ``interruption``. Raises NotebookError for the first one
+    that fails; it and the later ones are left as they were.
     """
+    interruption, done = interruption or Interruption(), []
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(kernel_environment(Path(folder)))
         for path in tqdm(notebooks, unit="notebook"):
-            notebook = normalise(execute(path, timeout))
+            notebook = _until_interrupted(interruption, partial(execute, path, timeout))
+            if notebook is None:
+                break
+            normalise(notebook)
             if renderer:
                 add_pictures(notebook, renderer)
-            write(path, nbformat.writes(notebook) + "\n")
+            write_text(path, nbformat.writes(notebook) + "\n")
+            done.append(path)
+    return done
+
+
+def _until_interrupted(interruption: Interruption, run: Callable[[], NotebookNode]) -> NotebookNode | None:
+    """What ``run`` returns, called in a thread, where nbclient leaves signals alone; None if interrupted.
+
+    The kernels that it has started are ended then.
+    """
+    here = psutil.Process()
+    others = set(here.children())
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run)
+        while not running.done():
+            wait([running], POLL_SECONDS)
+            if interruption.number is not None:
+                for kernel in set(here.children()) - others:
+                    kill_family(kernel)
+    return running.result() if interruption.number is None else None
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="their folder")
     parser.add_argument("--select", default="", help="names or their beginnings, comma or space separated")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a cell may take")
     parser.add_argument("--without-png", action="store_true", help="for a machine without Chrome or Chromium")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if not 0 < arguments.timeout <= threading.TIMEOUT_MAX:
+        raise NotebookError(f"timeout must be above 0 and finite, not {arguments.timeout:g}")
+    return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, or 2 for a request that cannot be served or a notebook that fails."""
-    arguments = _arguments(argv)
+    """Runs the command; returns 0, 2 if asked wrongly or a notebook fails, 130 or 143 if interrupted."""
     try:
-        with nullcontext() if arguments.without_png else browser() as renderer:
-            refresh(select(arguments.notebooks, arguments.select), renderer, arguments.timeout)
+        arguments = _arguments(argv)
+        notebooks = select(arguments.notebooks, arguments.select)
+        with (
+            Interruption() as interruption,
+            nullcontext() if arguments.without_png else browser() as renderer,
+        ):
+            done = refresh(notebooks, renderer, arguments.timeout, interruption)
     except RoseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if len(done) < len(notebooks):
+        names = (path.stem for path in notebooks)
+        print(interruption.told((path.stem for path in done), names), file=sys.stderr)
+        return interruption.exit_code
     return 0
 
 

@@ -2,24 +2,28 @@
 
 Each notebook runs in a worker process of its own (papermill, in the notebooks' folder, with the interpreter
 that runs this command). The output folder receives the executed notebook and an HTML page of each, and an
-index of all.
+index of all. SIGINT (Ctrl-C) and SIGTERM end the run: what is finished is published, the rest is as before.
 """
 
 import argparse
+import ast
 import json
 import logging
 import multiprocessing
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,10 +37,13 @@ from ipykernel.kernelspec import write_kernel_spec
 from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
+from rosellm.atomic import write_text
+from rosellm.command_line import OneLineParser
 from rosellm.errors import RoseError
 from rosellm.lab.gallery import Outcome, page, publish_gallery
+from rosellm.lab.interruption import Interruption, is_running, kill_children, kill_family, signals_held_back
 
-GRACE_SECONDS = 5.0
+SCRATCH = ".run-"
 
 
 class NotebookError(RoseError):
@@ -94,22 +101,27 @@ def parse_parameters(text: str) -> dict[str, Any]:
 
 
 def check_parameters(notebooks: Sequence[Path], parameters: dict[str, Any]) -> None:
-    """Raises NotebookError unless every one of the notebooks has every one of the parameters."""
+    """Raises NotebookError unless each of the notebooks has each of the parameters, with such a value."""
     for notebook in notebooks if parameters else ():
-        known = papermill.inspect_notebook(notebook)
+        known = _known_parameters(notebook)
         for name in parameters.keys() - known.keys():
             raise NotebookError(
                 f"{notebook.stem} has no parameter {name!r}: it has {', '.join(sorted(known)) or 'none'}"
             )
+        for name, value in parameters.items():
+            if not _is_like(value, known[name]):
+                raise NotebookError(
+                    f"{notebook.stem} cannot take {name}={value!r}: it takes a value like {known[name]!r}"
+                )
 
 
 def kernel_environment(folder: Path) -> dict[str, str]:
     """Environment in which the kernel "python3" is this interpreter, whatever kernels the machine has.
 
-    The kernel's description is written to ``folder``, which must stay while kernels are started.
+    The kernel's description is written to ``folder``, which must stay while kernels run.
     """
     write_kernel_spec(folder / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
-    return {"JUPYTER_PATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return {"JUPYTER_PATH": str(folder), "JUPYTER_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
 def run(
@@ -118,22 +130,65 @@ def run(
     parameters: dict[str, Any] | None = None,
     workers: int = 2,
     timeout: float = 300.0,
+    interruption: Interruption | None = None,
 ) -> list[Outcome]:
     """Executes the notebooks, ``workers`` at a time, and publishes what they leave in ``output``.
 
     A notebook that takes more than ``timeout`` seconds is ended. The notebooks themselves are only read.
-    Raises NotebookError for an unknown parameter, before anything runs.
+    After an ``interruption`` the outcomes are those of the notebooks that were finished by then. Raises
+    NotebookError for an unknown parameter, before anything runs.
     """
     parameters = parameters or {}
     check_parameters(notebooks, parameters)
-    output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output, prefix=".run-", ignore_cleanup_errors=True) as scratch:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotebookError(f"output {str(output)!r} cannot be a folder: {error.strerror}") from error
+    _remove_leftovers(output)
+    with tempfile.TemporaryDirectory(
+        dir=output, prefix=f"{SCRATCH}{os.getpid()}-", ignore_cleanup_errors=True
+    ) as scratch:
         jobs = [Job(path.resolve(), parameters, Path(scratch).resolve()) for path in notebooks]
-        outcomes = _supervise(jobs, workers, timeout)
-        for job in jobs:
+        outcomes = _supervise(jobs, workers, timeout, interruption or Interruption())
+        names = {outcome.name for outcome in outcomes}
+        finished = {job.notebook.stem: job for job in jobs if job.notebook.stem in names}
+        for job in finished.values():
             _publish(job, output)
-        publish_gallery({job.notebook.stem: job.notebook for job in jobs}, outcomes, output)
+        if finished:
+            publish_gallery({name: job.notebook for name, job in finished.items()}, outcomes, output)
     return outcomes
+
+
+def _remove_leftovers(output: Path) -> None:
+    """Scratch folders of runs that were killed."""
+    for folder in output.glob(f"{SCRATCH}*-*"):
+        owner = folder.name.removeprefix(SCRATCH).partition("-")[0]
+        if not is_running(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _known_parameters(notebook: Path) -> dict[str, Any]:
+    """Name → default; None for one that is no literal."""
+    try:
+        found = papermill.inspect_notebook(notebook)
+    except Exception as error:  # nbformat and papermill raise whatever the file makes of them
+        raise NotebookError(f"{notebook} cannot be read as a notebook: {_first_line(str(error))}") from error
+    return {name: _literal(parameter["default"]) for name, parameter in found.items()}
+
+
+def _literal(text: str) -> Any:
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text)
+    return None
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether ``value`` may stand for ``default``: of its type, or an integer for a real number."""
+    if isinstance(default, list):
+        return isinstance(value, list) and all(_is_like(item, one) for one in default[:1] for item in value)
+    if isinstance(default, float):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return default is None or type(value) is type(default)
 
 
 def _keep_lists(text: str) -> str:
@@ -141,39 +196,45 @@ def _keep_lists(text: str) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    with suppress(json.JSONDecodeError):
+    with suppress(json.JSONDecodeError, RecursionError):
         return json.loads(text)
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         raise NotebookError(f"the value of parameter {name!r} cannot be read as YAML: {text!r}") from None
 
 
-def _supervise(jobs: Sequence[Job], workers: int, timeout: float) -> list[Outcome]:
+def _supervise(
+    jobs: Sequence[Job], workers: int, timeout: float, interruption: Interruption
+) -> list[Outcome]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rosellm", "papermill", "nbconvert"])
     waiting, running, outcomes = deque(jobs), [], []
     try:
         with tqdm(total=len(jobs), unit="notebook") as bar:
-            while waiting or running:
+            while (waiting or running) and interruption.number is None:
                 while waiting and len(running) < workers:
                     running.append(_start(context, waiting.popleft()))
                 bar.set_postfix_str(", ".join(one.job.notebook.stem for one in running))
                 oldest = min(one.started for one in running)
-                wait([one.process.sentinel for one in running], max(0.0, oldest + timeout - time.monotonic()))
+                sentinels = [one.process.sentinel for one in running]
+                wait([interruption.reader, *sentinels], max(0.0, oldest + timeout - time.monotonic()))
                 for one in [one for one in running if _is_over(one, timeout)]:
                     outcomes.append(_finish(one, timeout))
                     running.remove(one)
                     bar.update()
     finally:
-        _end([one.process for one in running])
+        for one in running:
+            _end(one.process)
     return sorted(outcomes, key=lambda outcome: outcome.name)
 
 
 def _start(context: multiprocessing.context.BaseContext, job: Job) -> Running:
     channel, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(job, theirs))
-    process.start()
+    resource_tracker.ensure_running()  # its own start would let the signals through
+    with signals_held_back():
+        process.start()
     theirs.close()
     return Running(job, process, channel, time.monotonic())
 
@@ -185,7 +246,7 @@ def _is_over(running: Running, timeout: float) -> bool:
 def _finish(running: Running, timeout: float) -> Outcome:
     job, code = running.job, running.process.exitcode
     if code is None:
-        _end([running.process])
+        _end(running.process)
         return Outcome(job.notebook.stem, timeout, "timeout", f"not done after {timeout:g} s", job.parameters)
     try:
         seconds, error = running.channel.recv()
@@ -194,35 +255,27 @@ def _finish(running: Running, timeout: float) -> Outcome:
     return Outcome(job.notebook.stem, seconds, "failed" if error else "ok", error, job.parameters)
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
-    """Ends the workers with their kernels: politely first, so that kernels leave no files, then surely."""
-    family = []
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            family += psutil.Process(process.pid).children(recursive=True)
-        process.terminate()
-    for process in processes:
-        process.join(GRACE_SECONDS)
-        process.kill()
-        process.join()
-    for relative in family:
-        with suppress(psutil.NoSuchProcess):
-            relative.kill()
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+def _end(process: BaseProcess) -> None:
+    """Ends a worker with its kernel; their files are all in the scratch folder."""
+    with suppress(psutil.NoSuchProcess):
+        kill_family(psutil.Process(process.pid))
+    process.join()
 
 
 def _work(job: Job, channel: Connection) -> None:
-    signal.signal(
-        signal.SIGINT, lambda *_: None
-    )  # Ctrl-C reaches the whole group; the supervisor ends the workers
-    signal.signal(signal.SIGTERM, _interrupt)
+    os.setsid()  # Ctrl-C is for the supervisor, who ends the workers
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    threading.Thread(target=_follow_parent, daemon=True).start()
     logging.getLogger("papermill").setLevel(logging.ERROR)
     os.environ.update(kernel_environment(job.scratch / "kernels" / job.notebook.stem))
-    with suppress(KeyboardInterrupt):
-        channel.send(_execute(job))
+    channel.send(_execute(job))
+
+
+def _follow_parent() -> None:
+    """Nobody waits for this worker once the supervisor has been killed."""
+    multiprocessing.parent_process().join()
+    kill_children(psutil.Process())
+    os._exit(1)
 
 
 def _execute(job: Job) -> tuple[float, str]:
@@ -254,7 +307,7 @@ def _write_page(executed: Path, folder: Path) -> str:
         text = page(nbformat.read(executed, as_version=4), folder)
     except Exception as failure:
         return f"executed, but its page was not made: {type(failure).__name__}: {_first_line(str(failure))}"
-    executed.with_suffix(".html").write_text(text, encoding="utf-8")
+    write_text(executed.with_suffix(".html"), text)
     return ""
 
 
@@ -279,7 +332,7 @@ def _table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="their folder")
     parser.add_argument("--output", type=Path, default=Path("build"), help="folder of the results")
     parser.add_argument("--select", default="", help="names or their beginnings, comma or space separated")
@@ -287,25 +340,29 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="notebooks at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a notebook may take")
     arguments = parser.parse_args(argv)
-    if arguments.workers < 1 or arguments.timeout <= 0:
+    if arguments.workers < 1 or not 0 < arguments.timeout <= threading.TIMEOUT_MAX:
         given = f"{arguments.workers} and {arguments.timeout:g}"
-        raise NotebookError(f"workers must be 1 or more and timeout above 0, not {given}")
+        raise NotebookError(f"workers must be 1 or more and timeout above 0 and finite, not {given}")
     return arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, 1 if a notebook failed, 2 for a wrong request, 130 if interrupted."""
+    """Runs the command; returns 0, 1 if a notebook failed, 2 if asked wrongly, 130 or 143 if interrupted."""
     try:
-        arguments = _arguments(argv)
-        notebooks = select(arguments.notebooks, arguments.select)
-        parameters = parse_parameters(arguments.parameters)
-        outcomes = run(notebooks, arguments.output, parameters, arguments.workers, arguments.timeout)
+        with Interruption() as interruption:
+            arguments = _arguments(argv)
+            notebooks = select(arguments.notebooks, arguments.select)
+            parameters = parse_parameters(arguments.parameters)
+            outcomes = run(
+                notebooks, arguments.output, parameters, arguments.workers, arguments.timeout, interruption
+            )
     except RoseError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    if len(outcomes) < len(notebooks):
+        done = (outcome.name for outcome in outcomes)
+        print(interruption.told(done, (path.stem for path in notebooks)), file=sys.stderr)
+        return interruption.exit_code
     print(_table(outcomes))
     print(f"gallery: {arguments.output / 'index.html'}")
     failures = [outcome for outcome in outcomes if outcome.status != "ok"]
@@ -315,5 +372,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(main())

@@ -9,10 +9,13 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
+
+from rosellm.atomic import replacing
 
 RUNTIME = ("cuda_runtime", "cuda_driver")
 GPU_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "memset"}
@@ -100,7 +103,7 @@ def record_trace(run: Callable[[], object], save_to: Path | None = None) -> Trac
         with profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=1, active=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+            on_trace_ready=partial(_export, path=path),
             profile_memory=True,
             acc_events=True,
         ) as profiler:
@@ -110,6 +113,11 @@ def record_trace(run: Callable[[], object], save_to: Path | None = None) -> Trac
                     torch.cuda.synchronize()
                 profiler.step()
         return read_trace(path)
+
+
+def _export(profiler: profile, path: Path) -> None:
+    with replacing(path) as unfinished:
+        profiler.export_chrome_trace(str(unfinished))
 
 
 def read_trace(path: Path) -> Trace:

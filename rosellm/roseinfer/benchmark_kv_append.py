@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--batch-sizes",
-        type=cli.whole_numbers,
+        type=cli.whole_numbers(cli.MOST_ROWS),
         default=(128, 256, 512, 1024, 2048),
         metavar="N,N",
         help="tokens a call",

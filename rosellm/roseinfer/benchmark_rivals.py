@@ -301,7 +301,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_override_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sizes that replace those of every workload")
     for name in OVERRIDES:
-        group.add_argument(f"--{name.replace('_', '-')}", type=cli.whole_number(1), metavar="N")
+        group.add_argument(
+            f"--{name.replace('_', '-')}", type=cli.whole_number(1, cli.MOST_REQUESTS), metavar="N"
+        )
 
 
 def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.profiler import profile
 
+from rosellm.atomic import replacing
 from rosellm.roseinfer import cli
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
@@ -66,7 +67,8 @@ def profile_run(
     short = replace(params, max_tokens=min(params.max_tokens, cli.PROFILED_STEPS + 1))
     with profile() as trace:
         _run_once(engine, prompts[:together], short, config, mode)
-    trace.export_chrome_trace(str(path))
+    with replacing(path) as unfinished:
+        trace.export_chrome_trace(str(unfinished))
 
 
 def _run_once(
@@ -85,6 +87,7 @@ def _run_once(
         "decode_steps": scheduler.decode_steps,
         "decode_tokens": scheduler.decode_tokens,
         "completion_tokens": completion_tokens,
+        "preemptions": scheduler.preemptions,
         "decode_throughput_tok_s": scheduler.decode_tokens / scheduler.decode_time_s
         if scheduler.decode_steps
         else None,

@@ -21,6 +21,7 @@ from typing import Any
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
+from rosellm.atomic import replacing
 from rosellm.roseinfer import cli
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
@@ -88,7 +89,8 @@ def profile_run(
     short = replace(params, max_tokens=min(params.max_tokens, cli.PROFILED_STEPS + 1))
     with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
         _run_once(engine, prompts[: engine.max_batch_size], short, config, load)
-    trace.export_chrome_trace(str(path))
+    with replacing(path) as unfinished:
+        trace.export_chrome_trace(str(unfinished))
 
 
 def _run_once(

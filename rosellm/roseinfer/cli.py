@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rosellm.command_line import OneLineParser, is_out_of_memory, whole_number
 from rosellm.errors import PromptError, RecipeError, RoseError
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kv_blocks import blocks_for
@@ -35,19 +36,12 @@ from rosellm.rosetrainer.weights import SHIPPED
 HUB_TIMEOUT_SECONDS = "3"
 SPARE_KV_BLOCKS = 8
 PROFILED_STEPS = 20
+MOST_REQUESTS = MOST_TOKENS = 1 << 20
+MOST_ROWS = 1 << 40
+DAY_MS = 86_400_000
 NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id")
 
 Prompts = list[str] | list[list[int]]
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Tells a usage error in one line on stderr and exits with status 2."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str) -> None:
-        self.exit(2, f"error: {message}\n")
 
 
 def command(body: Callable[[list[str] | None], None]) -> Callable[[list[str] | None], int]:
@@ -59,8 +53,10 @@ def command(body: Callable[[list[str] | None], None]) -> Callable[[list[str] | N
             body(argv)
         except RoseError as error:
             return _fail(str(error))
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+        except OSError as error:
+            return _fail(str(error))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
                 raise
             return _fail("out of memory; ask for a smaller batch, fewer KV blocks or a smaller model")
         except KeyboardInterrupt:
@@ -75,30 +71,22 @@ def _fail(message: str, status: int = 2) -> int:
     return status
 
 
-def whole_number(low: int) -> Callable[[str], int]:
-    """An argparse type: an integer of at least ``low``."""
-
-    def parse(text: str) -> int:
-        if not text.strip().lstrip("+-").isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {low} or more")
-        return int(text)
-
-    return parse
-
-
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """An argparse type: comma-separated integers of at least 1."""
-    return tuple(whole_number(1)(part) for part in text.split(","))
+def whole_numbers(high: int) -> Callable[[str], tuple[int, ...]]:
+    """An argparse type: comma-separated integers from 1 to ``high``."""
+    one = whole_number(1, high)
+    return lambda text: tuple(map(one, text.split(",")))
 
 
 def milliseconds(text: str) -> float:
-    """An argparse type: a finite duration of 0 or more."""
+    """An argparse type: a duration of 0 to a day."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of milliseconds, 0 or more")
+    if not 0 <= value <= DAY_MS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of milliseconds, 0 or more and at most {DAY_MS}, a day"
+        )
     return value
 
 
@@ -147,7 +135,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
     group.add_argument(
         "--block-size",
-        type=whole_number(1),
+        type=whole_number(1, MOST_TOKENS),
         default=64,
         help="tokens a KV block, a power of two; default: %(default)s",
     )
@@ -169,21 +157,23 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--workload", metavar="ID", help=f"preset of these options, explicit ones win: {', '.join(WORKLOADS)}"
     )
-    group.add_argument("--num-requests", type=whole_number(1), default=16, help="default: %(default)s")
+    group.add_argument(
+        "--num-requests", type=whole_number(1, MOST_REQUESTS), default=16, help="default: %(default)s"
+    )
     group.add_argument(
         "--max-new-tokens", type=whole_number(1), default=64, help="tokens a request; default: %(default)s"
     )
     group.add_argument("--prompt", default="Hello", help="text of every prompt; default: %(default)s")
     group.add_argument(
         "--prompt-repeats",
-        type=whole_numbers,
+        type=whole_numbers(MOST_TOKENS),
         default=(1,),
         metavar="N,N",
         help="requests repeat the text N times, in turn; default: 1",
     )
     group.add_argument(
         "--prompt-tokens",
-        type=whole_number(1),
+        type=whole_number(1, MOST_TOKENS),
         metavar="N",
         help="prompts of N seeded random token ids instead of text",
     )
@@ -334,8 +324,8 @@ def make_prompts(options: argparse.Namespace, vocab_size: int) -> Prompts:
     if options.prompt_tokens is not None:
         shape = (options.num_requests, options.prompt_tokens)
         return np.random.default_rng(options.seed).integers(vocab_size, size=shape).tolist()
-    repeats = options.prompt_repeats
-    return [options.prompt * repeats[i % len(repeats)] for i in range(options.num_requests)]
+    texts = [options.prompt * n for n in options.prompt_repeats]
+    return [texts[i % len(texts)] for i in range(options.num_requests)]
 
 
 def encode_prompts(prompts: Prompts, tokenizer: AnyTokenizer) -> list[list[int]]:

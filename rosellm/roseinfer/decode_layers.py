@@ -174,8 +174,13 @@ class LayerWeights:
 class SomeRowsProducts:
     """Tiles of ``fused_linear.some_rows_linear``; the wide inputs of ``down`` in parts."""
 
-    def __init__(self, weights: list[LayerWeights], kernels: Kernels) -> None:
-        self.weights, self.linear = weights, kernels.some_rows_linear
+    def __init__(
+        self,
+        weights: list[LayerWeights],
+        kernels: Kernels,
+        parts_of: Callable[[int, int, int], int] = parts_of,
+    ) -> None:
+        self.weights, self.linear, self.parts_of = weights, kernels.some_rows_linear, parts_of
         width = weights[0].qkv.weight.shape[1]
         bare = weights[0].qkv.weight.new_ones(width), weights[0].qkv.weight.new_zeros(width)
         self.norms = [(bare, bare) for _ in weights]
@@ -193,7 +198,7 @@ class SomeRowsProducts:
 
     def down(self, layer: int, x: Tensor) -> Tensor:
         weight = self.weights[layer].down.weight
-        parts = parts_of(len(x), *weight.shape)
+        parts = self.parts_of(len(x), *weight.shape)
         return self.linear(x=x, weight=weight, parts=parts).view(parts, len(x), -1)
 
 

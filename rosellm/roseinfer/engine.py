@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from rosellm.errors import OptionError, PromptError
+from rosellm.errors import OptionError, PromptError, SamplingError, told
+from rosellm.roseinfer.batch_invariant import ALIGNMENT
 from rosellm.roseinfer.kernels import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append import AppendGate
 from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
@@ -23,6 +25,8 @@ from rosellm.roseinfer.step import Step
 from rosellm.rosetrainer.model import GPT
 from rosellm.rosetrainer.weights import SHIPPED
 
+LARGEST_SIZE = 2**31 - 1  # what the device counts with
+
 
 class Engine:
     """Runs sequences one prefill and one decode step at a time; who runs when is the scheduler's business.
@@ -34,6 +38,8 @@ class Engine:
     decode together at most. num_kv_blocks: blocks a layer; None takes what ``max_batch_size`` full-length
     sequences need, capped by memory. block_size: tokens a block, a power of two. kernels: see
     ``kernels.choose_kernels``. gate: None reads the environment switches of the Triton append.
+    deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or the cache
+    (``batch_invariant``); prompts are then cut at multiples of ``prefill_alignment`` tokens only.
     """
 
     def __init__(
@@ -48,11 +54,15 @@ class Engine:
         kernels: str | Kernels = "auto",
         gate: AppendGate | None = None,
         prefix_cache: bool = False,
+        deterministic: bool = False,
     ) -> None:
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         self.model, self.tokenizer, self.config = model, tokenizer, model.config
         self.rung = None if isinstance(recipe, Recipe) else get_rung(recipe)
         self.recipe = recipe if isinstance(recipe, Recipe) else LADDER[self.rung]
+        if deterministic:
+            self.recipe = replace(self.recipe, numerics="invariant")
+        self.deterministic = self.recipe.numerics == "invariant"
         self.max_batch_size, self.block_size = max_batch_size, block_size
         self.max_model_len = self.config.n_positions
         self.gate = gate or AppendGate.from_environment()
@@ -68,7 +78,8 @@ class Engine:
             self.recipe.block_info,
             self.recipe.pool,
         )
-        self.prefix_cache = PrefixCache(self.blocks) if prefix_cache else None
+        self.prefill_alignment = ALIGNMENT if self.deterministic else 1
+        self.prefix_cache = PrefixCache(self.blocks, self.prefill_alignment) if prefix_cache else None
         self._step: Step = build_step(
             self.recipe,
             model=model,
@@ -105,9 +116,18 @@ class Engine:
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """A checked request. Raises ``PromptError`` for a prompt that can never run here."""
+        if not isinstance(params, SamplingParams):
+            raise SamplingError(f"params is {params!r}; give SamplingParams")
         _check_token_ids(prompt, self.config.vocab_size)
         self._n_requests += 1
-        sequence = Sequence(self._n_requests, prompt, params, self.blocks.num_pools, self.config.eos_token_id)
+        sequence = Sequence(
+            self._n_requests,
+            prompt,
+            params,
+            self.blocks.num_pools,
+            self.config.eos_token_id,
+            replays=self.deterministic,
+        )
         if sequence.max_length > self.max_model_len:
             raise PromptError(
                 f"{sequence.n_prompt} prompt tokens and {params.max_tokens} new ones exceed the model's "
@@ -138,6 +158,7 @@ class Engine:
         self.match_prefixes(sequences)
         rests = [s.prefill_length - s.n_cached for s in sequences]
         chunks = rests if counts is None else list(map(min, counts, rests))
+        self._check_chunks(sequences, chunks, rests)
         whole = [s for s, chunk, rest in zip(sequences, chunks, rests, strict=True) if chunk == rest]
         if self.prefix_cache is not None:
             self.has_room_to_prefill(sequences, chunks)
@@ -246,6 +267,15 @@ class Engine:
             held += self.prefix_cache.holdings()
         self.blocks.check_integrity(held)
 
+    def _check_chunks(self, sequences: list[Sequence], chunks: list[int], rests: list[int]) -> None:
+        for sequence, chunk, rest in zip(sequences, chunks, rests, strict=True):
+            end = sequence.n_cached + chunk
+            if chunk < rest and end % self.prefill_alignment:
+                raise OptionError(
+                    f"a chunk ends at token {end}; in deterministic mode one must end at a multiple of "
+                    f"{self.prefill_alignment}, or at the prompt's end"
+                )
+
     def _finish(self) -> None:
         for _ in self._step.collect():
             pass
@@ -281,12 +311,16 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
     counts = {
         "max_batch_size": max_batch_size,
         "num_kv_blocks": 1 if num_kv_blocks is None else num_kv_blocks,
+        "block_size": block_size,
     }
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise OptionError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-    if not isinstance(block_size, int) or block_size < 1 or block_size & (block_size - 1):
-        raise OptionError(f"block_size is {block_size!r}; it must be a power of two")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
+            kind = "a power of two" if name == "block_size" else "a whole number"
+            raise OptionError(
+                f"{name} is {told(value)}; it must be {kind}, 1 or more, at most {LARGEST_SIZE}"
+            )
+    if block_size & (block_size - 1):
+        raise OptionError(f"block_size is {block_size}; it must be a power of two")
 
 
 def _check_token_ids(prompt: list[int], vocab_size: int) -> None:
@@ -297,4 +331,4 @@ def _check_token_ids(prompt: list[int], vocab_size: int) -> None:
         return
     for token in prompt:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise PromptError(f"token id {token!r} is not in the vocabulary of {vocab_size}")
+            raise PromptError(f"token id {told(token)} is not in the vocabulary of {vocab_size}")

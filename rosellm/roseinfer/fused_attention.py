@@ -6,6 +6,8 @@ and nothing of it is written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -179,8 +181,12 @@ def _append_and_attend_kernel(
     tl.store(out_ptr + (row * H + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
-def make_append_and_attend(dependent: bool = False):
-    """The Triton kernel, to be called as :func:`append_and_attend_ref`.
+def _warps(batch: int, tile: int) -> int:
+    return 1 if batch > 16 else max(1, min(8, max(4, tile // 32)))
+
+
+def make_append_and_attend(dependent: bool = False, warps: Callable[[int, int], int] = _warps):
+    """The Triton kernel, to be called as :func:`append_and_attend_ref`. warps: of a batch and a tile.
 
     Caches are contiguous, and so is a row of the table; rows of table and positions may be strided. q, k_new
     and v_new are slices of one fused projection: their rows have one stride, ``[H, D]`` is contiguous.
@@ -214,7 +220,7 @@ def make_append_and_attend(dependent: bool = False):
             BLOCK_SIZE=block_size,
             TILE=tile,
             DEPENDENT=dependent,
-            num_warps=_warps(batch, tile),
+            num_warps=warps(batch, tile),
             **launch,
         )
         return out
@@ -233,7 +239,3 @@ def tile_for(batch: int, longest: int) -> int:
     if batch > 16:
         return 32
     return min(max(64, triton.next_power_of_2(longest)), 512 if batch == 1 else 256)
-
-
-def _warps(batch: int, tile: int) -> int:
-    return 1 if batch > 16 else max(1, min(8, max(4, tile // 32)))

@@ -9,6 +9,8 @@ are rounded to the model's dtype first, as if they had been stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,7 @@ from rosellm.roseinfer.dependent_launch import launch_dependents, launch_options
 from rosellm.roseinfer.noise import gumbel, gumbel_noise
 
 HOTTEST = 1e30
+Shape = Callable[[int, torch.dtype], tuple[int, int, int, int, int]]
 
 
 def best_tokens_ref(
@@ -105,19 +108,29 @@ def _best_tokens_kernel(
     tl.store(indices_ptr + rows * TILES + tile, tile * BN + index, mask=rows < M)
 
 
-def make_best_tokens(dependent: bool = False):
+def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Tile sizes, warps and pipeline stages: as measured fastest on an H200."""
+    if dtype == torch.float32:
+        return 32, 64, 32, 4, 3
+    if rows <= 16:
+        return 16, 128, 128, 4, 4
+    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)
+
+
+def make_best_tokens(dependent: bool = False, shape: Shape = _shape):
     """The Triton kernel, to be called as :func:`best_tokens_ref`, but with a result a tile: ``[M, TILES]``.
 
     hidden and weight contiguous. temperature and positions are columns of one state (rows equally strided).
     sampled=False leaves out all that draws need, for rows that are greedy without exception: the random
-    numbers of a tile take the registers that its product could use.
+    numbers of a tile take the registers that its product could use. shape: rows and dtype → tile sizes, warps
+    and pipeline stages.
     """
     launch = launch_options(dependent)
 
     def best_tokens(*, hidden, weight, temperature, seeds, positions, sampled=True) -> tuple[Tensor, Tensor]:
         rows, width = hidden.shape
         vocab = weight.shape[0]
-        bm, bn, bk, warps, stages = _shape(rows, hidden.dtype)
+        bm, bn, bk, warps, stages = shape(rows, hidden.dtype)
         tiles = triton.cdiv(vocab, bn)
         values = torch.empty(rows, tiles, device=hidden.device)
         indices = torch.empty(rows, tiles, device=hidden.device, dtype=torch.int32)
@@ -148,12 +161,3 @@ def make_best_tokens(dependent: bool = False):
         return values, indices
 
     return best_tokens
-
-
-def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile sizes, warps and pipeline stages: as measured fastest on an H200."""
-    if dtype == torch.float32:
-        return 32, 64, 32, 4, 3
-    if rows <= 16:
-        return 16, 128, 128, 4, 4
-    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)

@@ -9,6 +9,8 @@ Weights are ``[N, K]`` with K contiguous, the transpose of a GPT-2 checkpoint's;
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from rosellm.roseinfer.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 
+Shape = Callable[[int, int, int, torch.dtype], tuple[int, int, int, int, int]]
 FEW_ROWS = 16
 SOME_ROWS = 256
 
@@ -251,10 +254,21 @@ def _few_rows_shape(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
     return (16, 4, 256, 4) if rows == 1 else (8, 8, 128, 4)
 
 
-def make_some_rows_linear(dependent: bool = False):
+def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Tile sizes, warps and pipeline stages: as measured fastest on an H200."""
+    if dtype == torch.float32:
+        return 32, 32, 32, 4, 3
+    if rows <= 32:
+        return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
+    if rows <= 128:
+        return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, 4, 6)
+    return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
+
+
+def make_some_rows_linear(dependent: bool = False, shape: Shape = _some_rows_shape):
     """The Triton kernel for up to ``SOME_ROWS`` rows, to be called as :func:`some_rows_linear_ref`.
 
-    All tensors are contiguous.
+    All tensors are contiguous. shape: rows, n, k and dtype → tile sizes, warps and pipeline stages.
     """
     launch = launch_options(dependent)
 
@@ -262,7 +276,7 @@ def make_some_rows_linear(dependent: bool = False):
         rows, k = x.shape
         n = weight.shape[0]
         out = x.new_empty(rows, n) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
-        bm, bn, bk, warps, stages = _some_rows_shape(rows, n, k, x.dtype)
+        bm, bn, bk, warps, stages = shape(rows, n, k, x.dtype)
         _some_rows_kernel[(triton.cdiv(n, bn), triton.cdiv(rows, bm), parts)](
             x,
             weight,
@@ -285,17 +299,6 @@ def make_some_rows_linear(dependent: bool = False):
         return out
 
     return some_rows_linear
-
-
-def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile sizes, warps and pipeline stages: as measured fastest on an H200."""
-    if dtype == torch.float32:
-        return 32, 32, 32, 4, 3
-    if rows <= 32:
-        return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
-    if rows <= 128:
-        return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, 4, 6)
-    return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
 
 
 def parts_of(rows: int, n: int, k: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from os import PathLike
+
 import torch
 
 from rosellm.errors import CheckpointError, DeviceError
 from rosellm.rosetrainer.model import GPT
 from rosellm.rosetrainer.tokenizer import DummyTokenizer, Tokenizer, load_dummy_tokenizer, load_tokenizer
-from rosellm.rosetrainer.weights import checkpoint_folder, dummy_model, load_model
+from rosellm.rosetrainer.weights import SHIPPED, checkpoint_folder, dummy_model, load_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LOAD_FORMATS = ("auto", "dummy")
@@ -32,7 +34,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """``auto`` is float16 on a GPU and float32 on a CPU; or a dtype by name."""
     if name == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise DeviceError(f"dtype {name!r} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[name]
 
@@ -45,6 +47,8 @@ def load_parts(
     load_format: "auto", or "dummy" for seeded random weights in the checkpoint's shape and a tokenizer that
     needs no download. Raises ``CheckpointError`` or ``DeviceError``.
     """
+    if not isinstance(model, (str, PathLike)):
+        raise CheckpointError(f"model is {model!r}; give '{SHIPPED}', a folder or a hub id")
     if load_format not in LOAD_FORMATS:
         raise CheckpointError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")
     where = resolve_device(device)

@@ -21,11 +21,11 @@ class PrefixCache:
     """Entries hold their blocks by reference count; the least recently used entry is evicted first.
 
     A cached block is never written: whoever appends to it shares it with the entry, so the manager clones it
-    for the writer (copy on write).
+    for the writer (copy on write). alignment: matches are cut to a multiple of so many tokens.
     """
 
-    def __init__(self, blocks: KVBlockManager) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: KVBlockManager, alignment: int = 1) -> None:
+        self.blocks, self.alignment = blocks, alignment
         self.hits, self.hit_tokens = 0, 0
         self._entries: dict[Tokens, list[list[int]]] = {}  # least recently used first
         self._ordered: list[Tokens] = []
@@ -40,7 +40,7 @@ class PrefixCache:
         where no block is free for the clone, even after eviction, only full blocks are matched.
         """
         entry, n_common = self._nearest(tuple(tokens))
-        n_matched = min(n_common, len(tokens) - 1)
+        n_matched = min(n_common, len(tokens) - 1) // self.alignment * self.alignment
         if n_matched < 1:
             return 0, self._no_blocks()
         self._refresh(entry)

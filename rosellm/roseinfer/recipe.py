@@ -7,6 +7,12 @@ from functools import cache
 from typing import Literal, get_args, get_type_hints
 
 from rosellm.errors import RecipeError
+from rosellm.roseinfer.batch_invariant import (
+    InvariantAppendAndAttend,
+    invariant_chooser,
+    invariant_kernels,
+    invariant_layers,
+)
 from rosellm.roseinfer.block_tables import TABLES
 from rosellm.roseinfer.decode_layers import build_layers
 from rosellm.roseinfer.device_state import DeviceState
@@ -43,6 +49,7 @@ class Recipe:
     activation: Literal["separate", "epilogue"] = "separate"
     head: Literal["logits", "fused"] = "logits"
     gemm: Literal["library", "small_m", "persistent"] = "library"
+    numerics: Literal["fast", "invariant"] = "fast"
 
     def __post_init__(self) -> None:
         for name, allowed in recipe_choices().items():
@@ -111,6 +118,17 @@ _NEEDS: tuple[tuple[tuple[str, str], dict[str, tuple[str, ...]], str], ...] = (
         "its one kernel holds whole layers",
     ),
     (("launch", "dependent"), _RESIDENT, "a chain of kernels overlaps within one captured step"),
+    (
+        ("numerics", "invariant"),
+        {
+            "prefill": ("packed",),
+            "attention": ("paged",),
+            "append": ("fused",),
+            "head": ("fused",),
+            "gemm": ("small_m",),
+        },
+        "only these kernels can be held to one order of their sums",
+    ),
 )
 
 
@@ -174,7 +192,7 @@ def get_rung(name: str | None) -> str:
     """``name`` if it is a rung, the best one for None."""
     if name is None:
         return BEST_RUNG
-    if name not in LADDER:
+    if not isinstance(name, str) or name not in LADDER:
         raise RecipeError(f"rung {name!r} is unknown; use one of {', '.join(LADDER)}")
     return name
 
@@ -208,19 +226,26 @@ def build_step(
 def _resident_step(
     recipe: Recipe, model: GPT, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
 ) -> ResidentStep:
-    layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
     capture, pool = recipe.runner == "graph", graph_pool(model.device)
+    if recipe.numerics == "invariant":
+        kernels = invariant_kernels(kernels, recipe.launch == "dependent" and model.device.type == "cuda")
+        layers_for, prefill_layers_for = invariant_layers(model, kernels)
+        bind, chooser = InvariantAppendAndAttend(kernels, blocks), invariant_chooser(model, kernels)
+    else:
+        layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
+        bind = BINDERS[recipe.attention, recipe.append](kernels, blocks)
+        prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels)
     prefill: Prefill | PackedPrefill = Prefill(model, blocks)
     if recipe.prefill == "packed":
-        prefill = PackedPrefill(blocks, kernels, layers_for, width, capture, pool)
+        prefill = PackedPrefill(blocks, kernels, prefill_layers_for, width, capture, pool)
     if recipe.gemm == "persistent":
         layers_for = persistent_for_few(layers_for, model, kernels)
     return ResidentStep(
         blocks=blocks,
         state=DeviceState(n_rows, width, model.device),
         layers_for=layers_for,
-        bind=BINDERS[recipe.attention, recipe.append](kernels, blocks),
-        chooser=build_chooser(recipe.head, model, kernels),
+        bind=bind,
+        chooser=chooser,
         prefill=prefill,
         kernels=kernels,
         capture=capture,

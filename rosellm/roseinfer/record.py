@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rosellm.atomic import write_text
 from rosellm.environment import environment
 from rosellm.errors import RoseError
 from rosellm.roseinfer.engine import Engine
@@ -87,10 +88,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write ``record`` as JSON, unrounded; a reader sees the old file or the whole new one."""
     check_writable(path)
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+        write_text(path, text)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise RoseError(f"cannot write {path}: {error.strerror}") from error

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rosellm.errors import SamplingError
+from rosellm.errors import SamplingError, told
 from rosellm.roseinfer.noise import gumbel_noise
 
 if TYPE_CHECKING:
     from rosellm.roseinfer.request import Sequence
 
 INT64_MAX = 2**63 - 1
-LONGEST_TOLD_BITS = 128
 FLOAT32 = torch.finfo(torch.float32)
 NOT_FINITE = -2
 
@@ -61,24 +60,17 @@ class SamplingParams:
     def _number(self, name: str, low: float, high: float, allowed: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-            raise SamplingError(f"{name} is {_told(value)}; it must be {allowed}")
+            raise SamplingError(f"{name} is {told(value)}; it must be {allowed}")
 
     def _whole(self, name: str, low: int, high: float = math.inf) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             allowed = f", {low} or more" if high == math.inf else f" from {low} to {high}"
-            raise SamplingError(f"{name} is {_told(value)}; it must be a whole number{allowed}")
+            raise SamplingError(f"{name} is {told(value)}; it must be a whole number{allowed}")
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
-
-
-def _told(value: object) -> str:
-    """``value`` for a message; Python refuses to print integers of thousands of digits."""
-    if isinstance(value, int) and value.bit_length() > LONGEST_TOLD_BITS:
-        return f"an integer of {value.bit_length()} bits"
-    return repr(value)
 
 
 def allowed_log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

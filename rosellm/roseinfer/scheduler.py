@@ -9,7 +9,7 @@ from itertools import chain
 from time import perf_counter
 from typing import Literal, Protocol
 
-from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
 from rosellm.roseinfer.admission import Request, Room, WaitingQueue
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, IncrementalText, RequestMetrics, RequestOutput
@@ -120,6 +120,8 @@ class OnlineScheduler:
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[int]:
         """Queue all of them, or none: every prompt is checked first. ``params``: one for all, or one each."""
+        if not isinstance(prompts, (list, tuple)):
+            raise PromptError(f"the prompts are {told(prompts)}; give a list of lists of token ids")
         self._check_room(len(prompts))
         sequences = []
         for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
@@ -198,9 +200,10 @@ class OnlineScheduler:
         return self.finished.pop(request_id)
 
     def _make_sequence(self, prompt_ids: list[int], params: SamplingParams) -> Sequence:
+        sequence = self.engine.make_sequence(prompt_ids, params)
         if params.stop and self.engine.tokenizer is None:
             raise SamplingError("stop strings need a tokenizer, and this engine has none")
-        return self.engine.make_sequence(prompt_ids, params)
+        return sequence
 
     def _check_room(self, n_new: int) -> None:
         limit = self.config.max_in_flight
@@ -259,12 +262,22 @@ class OnlineScheduler:
         self._waiting.put_back(request)
 
     def _next_chunks(self) -> tuple[list[Sequence], list[int]]:
-        """Whose tokens are computed now, and how many of each; only the last one's may be cut."""
-        sequences = [request.sequence for request in self._prefilling]
-        counts, budget = [], self.config.prefill_token_budget
-        for sequence in sequences:
-            counts.append(min(sequence.prefill_length - sequence.n_cached, budget))
-            budget -= counts[-1]
+        """Whose tokens are computed now, and how many of each; only the last one's may be cut.
+
+        Where the engine cuts at multiples of some tokens, the first one may exceed the budget by that.
+        """
+        sequences, counts, budget = [], [], self.config.prefill_token_budget
+        aligned = self.engine.prefill_alignment
+        for sequence in (request.sequence for request in self._prefilling):
+            rest = sequence.prefill_length - sequence.n_cached
+            count = rest if rest <= budget else budget - budget % aligned
+            if not count and not sequences:
+                count = min(rest, aligned)
+            if not count:
+                break
+            sequences.append(sequence)
+            counts.append(count)
+            budget -= count
         return sequences, counts
 
     def _collect(self, leave: int) -> list[list[Sequence]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from time import perf_counter
+from traceback import format_exception_only
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
 from rosellm.roseinfer.engine import Engine
@@ -17,6 +20,14 @@ from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics, RequestOu
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.scheduler import OnlineScheduler, SchedulerConfig
+
+
+class ClosedError(RoseError):
+    """The streaming manager is closed: it takes no request, and those in flight were cut off."""
+
+
+class WorkerError(RoseError):
+    """The streaming worker has failed, of ``__cause__``: no request in flight or to come is served."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +45,7 @@ class _Stream:
     ended: Event = field(default_factory=Event)
     sequence: Sequence | None = None
     text: IncrementalText | None = None
+    cancelled: bool = False  # a client has asked for its end
     due: int = 0  # the sequence's length at which text is handed over next
     output: RequestOutput | None = None
     error: BaseException | None = None
@@ -45,8 +57,9 @@ class StreamingManager:
     Text is handed over every ``stream_interval`` tokens of a request, and when it ends; a piece never holds
     part of a stop string. Queues have no bound, so a reader who walks away holds up nobody. Prompts given as
     text are tokenised in the caller's thread, or by ``tokenize_workers`` threads; an error there reaches the
-    reader. If the worker fails, every waiter gets the error and no further request is taken. A request's
-    results are kept until :meth:`forget`. Use as a context manager, or call :meth:`close`.
+    reader. If the worker fails, every waiter gets a ``WorkerError`` and no further request is taken. A
+    request's results are kept until :meth:`forget`. Use as a context manager, or call :meth:`close`, which
+    the interpreter's exit does otherwise.
     """
 
     def __init__(
@@ -69,13 +82,13 @@ class StreamingManager:
         self._streams: dict[int, _Stream] = {}
         self._in_flight: set[_Stream] = set()
         self._ids = count(1)
-        self._refusal: str | None = None
-        self._failure: BaseException | None = None
+        self._refusal: RoseError | None = None  # why no request is taken any more
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._running: dict[int, _Stream] = {}  # the worker's own, by the scheduler's request id
         engine.warm_up()
         self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
         self._worker.start()
+        atexit.register(self.close)  # a worker killed inside torch may crash the exit
 
     def add_request(
         self, prompt: str | list[int], params: SamplingParams, inbox: SimpleQueue | None = None
@@ -86,25 +99,24 @@ class StreamingManager:
         end, so that one thread can follow many requests, as an event loop does; :meth:`stream_text` is then
         not for this request.
 
-        Raises ``PromptError``, ``SamplingError``, ``OverloadError``, or ``RoseError`` once closed or failed.
+        Raises ``PromptError``, ``SamplingError``, ``OverloadError``, ``ClosedError`` or ``WorkerError``.
         """
         arrival = perf_counter()
         if not isinstance(prompt, (str, list)):
             raise PromptError(f"the prompt is {prompt!r}; give text or a list of token ids")
         if not isinstance(params, SamplingParams):
             raise SamplingError(f"params is {params!r}; give SamplingParams")
+        if inbox is not None and not isinstance(inbox, SimpleQueue):
+            raise RoseError(f"inbox is {inbox!r}; give a queue.SimpleQueue, which is never full")
+        in_pool = self._pool is not None and isinstance(prompt, str)
         with self._lock:
-            stream = self._open(params, arrival, inbox)
-            if self._pool is not None and isinstance(prompt, str):
+            stream = self._new_stream(params, arrival, inbox)
+            if in_pool:
                 self._pool.submit(self._prepare_in_pool, stream, prompt)
-                return stream.request_id
-        try:
-            self._prepare(stream, prompt)
-        except BaseException:
-            with self._lock:
-                self._in_flight.discard(stream)
-                del self._streams[stream.request_id]
-            raise
+            self._streams[stream.request_id] = stream
+            self._in_flight.add(stream)
+        if not in_pool:
+            self._prepare_here(stream, prompt)
         return stream.request_id
 
     def stream_text(self, request_id: int) -> Iterator[str]:
@@ -131,7 +143,9 @@ class StreamingManager:
         stream = self._stream(request_id)
         if stream.ended.is_set():
             return False
-        self._orders.put(partial(self._cancel, stream))
+        if not stream.cancelled:
+            stream.cancelled = True
+            self._orders.put(partial(self._cancel, stream))
         return True
 
     def forget(self, request_id: int) -> None:
@@ -143,12 +157,15 @@ class StreamingManager:
             self._streams.pop(request_id, None)
 
     def close(self) -> None:
-        """Cancel all requests, stop the worker and release every waiter. May be called again."""
+        """Cut off all requests and stop the worker, which at most ends the step it is in.
+
+        Every waiter gets a ``ClosedError``. May be called again, and by several threads.
+        """
         with self._lock:
-            self._refusal = self._refusal or "the streaming manager is closed"
+            self._refusal = self._refusal or ClosedError("the streaming manager is closed")
         self._orders.put(None)
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
         self._worker.join()
 
     def __enter__(self) -> StreamingManager:
@@ -157,10 +174,10 @@ class StreamingManager:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _open(self, params: SamplingParams, arrival: float, inbox: SimpleQueue | None) -> _Stream:
-        """A registered stream; the lock is held."""
+    def _new_stream(self, params: SamplingParams, arrival: float, inbox: SimpleQueue | None) -> _Stream:
+        """A stream, if there is room for it; the lock is held."""
         if self._refusal is not None:
-            raise RoseError(self._refusal) from self._failure
+            _raise_again(self._refusal)
         if self.max_in_flight is not None and len(self._in_flight) >= self.max_in_flight:
             raise OverloadError(
                 f"{len(self._in_flight)} requests are in flight and max_in_flight is {self.max_in_flight}; "
@@ -169,10 +186,16 @@ class StreamingManager:
         request_id = next(self._ids)
         pieces = SimpleQueue() if inbox is None else None
         put = _putter(inbox, request_id) if pieces is None else pieces.put
-        stream = _Stream(request_id, params, RequestMetrics(arrival), pieces, put)
-        self._streams[stream.request_id] = stream
-        self._in_flight.add(stream)
-        return stream
+        return _Stream(request_id, params, RequestMetrics(arrival), pieces, put)
+
+    def _prepare_here(self, stream: _Stream, prompt: str | list[int]) -> None:
+        try:
+            self._prepare(stream, prompt)
+        except BaseException:
+            with self._lock:
+                self._in_flight.discard(stream)
+                del self._streams[stream.request_id]
+            raise
 
     def _prepare(self, stream: _Stream, prompt: str | list[int]) -> None:
         ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -183,13 +206,13 @@ class StreamingManager:
     def _prepare_in_pool(self, stream: _Stream, prompt: str) -> None:
         try:
             self._prepare(stream, prompt)
-        except Exception as error:  # whatever it is, the reader is told
+        except BaseException as error:  # whatever it is, a panic of the tokenizer too, the reader is told
             self._end(stream, error=error)
 
     def _stream(self, request_id: int) -> _Stream:
         try:
             return self._streams[request_id]
-        except KeyError:
+        except (KeyError, TypeError):
             raise RoseError(f"request {request_id!r} is unknown: never added, or forgotten") from None
 
     def _read(self, stream: _Stream) -> Iterator[str]:
@@ -203,9 +226,12 @@ class StreamingManager:
     def _work(self) -> None:
         try:
             self._serve()
-            self._cancel_rest()
+            self._scheduler.cancel_all()
+            self._release_all()
         except BaseException as error:
             self._fail(error)
+        finally:
+            atexit.unregister(self.close)
 
     def _serve(self) -> None:
         while True:
@@ -216,14 +242,11 @@ class StreamingManager:
             self._hand_over(self._scheduler.step())
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
-        """The orders that have come in; waits for one if nothing runs."""
-        wait = not self._scheduler.has_unfinished
-        while True:
-            try:
-                yield self._orders.get(block=wait)
-            except Empty:
-                return
-            wait = False
+        """The orders that have come in by now; waits for one if nothing runs."""
+        if not self._scheduler.has_unfinished:
+            yield self._orders.get()
+        for _ in range(self._orders.qsize()):
+            yield self._orders.get()
 
     def _start(self, stream: _Stream, sequence: Sequence) -> None:
         if stream.ended.is_set():  # cancelled while it was tokenised
@@ -265,20 +288,21 @@ class StreamingManager:
         self._scheduler.cancel(stream.sequence.request_id)
         self._finish(stream)
 
-    def _cancel_rest(self) -> None:
-        with self._lock:
-            rest = list(self._in_flight)
-        for stream in rest:
-            self._cancel(stream)
-
     def _fail(self, error: BaseException) -> None:
+        failure = WorkerError(f"the streaming worker has failed ({_told(error)}); make a new manager")
+        failure.__cause__ = error
         with self._lock:
-            self._failure = error
-            self._refusal = f"the streaming worker has failed ({_told(error)}); make a new manager"
+            self._refusal = failure
+        self._release_all()
+        with suppress(Exception):  # a lost device cannot free anything; that it is lost has been told
+            self._scheduler.cancel_all()
+
+    def _release_all(self) -> None:
+        """Tell all who wait why there is no more."""
+        with self._lock:
             rest = list(self._in_flight)
         for stream in rest:
-            self._end(stream, error=error)
-        self._scheduler.cancel_all()
+            self._end(stream, error=self._refusal)
 
     def _end(
         self, stream: _Stream, output: RequestOutput | None = None, error: BaseException | None = None
@@ -303,15 +327,20 @@ def _putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], None]
 
 
 def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    """Type and message, also of an exception whose own ``__str__`` fails."""
+    return format_exception_only(error)[0].strip()
 
 
 def _raise_failure(stream: _Stream) -> None:
-    """A fresh exception for each waiter, since several threads may raise it."""
     if isinstance(stream.error, RoseError):
-        raise type(stream.error)(str(stream.error)) from stream.error
+        _raise_again(stream.error)
     if stream.error is not None:
         raise RoseError(f"request {stream.request_id} failed ({_told(stream.error)})") from stream.error
+
+
+def _raise_again(error: RoseError) -> None:
+    """A fresh exception each time, since several threads may raise it."""
+    raise type(error)(str(error)) from (error.__cause__ or error)
 
 
 def _check_whole(name: str, value: int, low: int) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 from rosellm.errors import CheckpointError
 
+INT32_MAX = 2**31 - 1
+MOST_LAYERS = 4096
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -34,22 +37,25 @@ class ModelConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
             self._check_positive(name)
-        if not isinstance(self.norm_eps, (int, float)) or not self.norm_eps > 0:
-            raise CheckpointError(f"norm_eps is {self.norm_eps!r}; a positive number is needed")
+        eps = self.norm_eps
+        if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps <= 1:
+            raise CheckpointError(f"norm_eps is {eps!r}; a number above 0 and at most 1 is needed")
         if not isinstance(self.tie_embeddings, bool):
             raise CheckpointError(f"tie_embeddings is {self.tie_embeddings!r}; true or false is needed")
         eos = self.eos_token_id
-        if eos is not None and (not isinstance(eos, int) or isinstance(eos, bool) or eos < 0):
-            raise CheckpointError(f"eos_token_id is {eos!r}; one token id or none is needed")
+        if eos is not None and not _is_whole(eos, 0, INT32_MAX):
+            raise CheckpointError(
+                f"eos_token_id is {eos!r}; one token id (0 to {INT32_MAX}) or none is needed"
+            )
         if self.d_model % self.n_heads:
             raise CheckpointError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
         if self.n_heads % self.n_kv_heads:
             raise CheckpointError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
 
     def _check_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{name} is {value!r}; a positive integer is needed")
+        value, most = getattr(self, name), MOST_LAYERS if name == "n_layers" else INT32_MAX
+        if not _is_whole(value, 1, most):
+            raise CheckpointError(f"{name} is {value!r}; a whole number from 1 to {most} is needed")
 
     @property
     def head_dim(self) -> int:
@@ -80,11 +86,9 @@ class ModelConfig:
         activation = hf.get("activation_function", "gelu_new")
         if activation not in ("gelu_new", "gelu_pytorch_tanh"):
             raise CheckpointError(f"activation_function {activation!r} is not supported; 'gelu_new' is")
-        for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
-            if hf.get(name):
-                raise CheckpointError(f"{name}=true is not supported")
-        if hf.get("scale_attn_weights") is False:
-            raise CheckpointError("scale_attn_weights=false is not supported")
+        for name, only in _FIXED.items():
+            if hf.get(name, only) is not only:
+                raise CheckpointError(f"{name} {hf[name]!r} is not supported; only {only} is")
         missing = [k for k in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd") if k not in hf]
         if missing:
             raise CheckpointError(f"config.json lacks {', '.join(missing)}")
@@ -118,6 +122,18 @@ class ModelConfig:
             "bos_token_id": self.eos_token_id,
             "eos_token_id": self.eos_token_id,
         }
+
+
+# What GPT-2's config can change of attention, and the one value that this model computes with.
+_FIXED = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "reorder_and_upcast_attn": False,
+}
+
+
+def _is_whole(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def _gpt2(n_layers: int, n_heads: int, d_model: int) -> ModelConfig:

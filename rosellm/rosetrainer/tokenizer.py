@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -14,7 +15,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers.decoders import DecodeStream
 
-from rosellm.errors import CheckpointError
+from rosellm.atomic import replacing, write_text
+from rosellm.errors import CheckpointError, PromptError
 from rosellm.rosetrainer.config import ModelConfig
 from rosellm.rosetrainer.weights import SHIPPED, checkpoint_folder
 
@@ -104,7 +106,12 @@ class Tokenizer:
         return self._raw.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        return self._raw.encode(text, add_special_tokens=False).ids
+        """Token ids. Raises ``PromptError`` for text that this vocabulary, or UTF-8, cannot spell."""
+        try:
+            return self._raw.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            _reraise_unless_the_librarys(error)
+            raise PromptError(f"text {reprlib.repr(text)} cannot be encoded: {_line(error)}") from error
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """:meth:`encode` of each text, on all cores."""
@@ -129,13 +136,14 @@ class Tokenizer:
 
         Without the latter AutoTokenizer would split text as GPT-2 does, whatever the former says.
         """
-        self._raw.save(str(folder / "tokenizer.json"), pretty=False)
+        with replacing(folder / "tokenizer.json") as unfinished:
+            self._raw.save(str(unfinished), pretty=False)
         fields = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": END_OF_TEXT,
             "eos_token": END_OF_TEXT,
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+        write_text(folder / "tokenizer_config.json", json.dumps(fields, indent=1) + "\n")
 
 
 class DummyTokenizer:
@@ -183,9 +191,13 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
     if not path.is_file():
         raise CheckpointError(f"{folder} has no tokenizer.json")
     raw = _read(path)
-    size = raw.get_vocab_size(with_added_tokens=True)
-    if size > config.vocab_size:
-        raise CheckpointError(f"{path} has {size} tokens; the model has embeddings for {config.vocab_size}")
+    ids = raw.get_vocab(with_added_tokens=True).values()
+    if len(ids) > config.vocab_size:
+        raise CheckpointError(
+            f"{path} has {len(ids)} tokens; the model has embeddings for {config.vocab_size}"
+        )
+    if max(ids, default=0) >= config.vocab_size:
+        raise CheckpointError(f"{path} has token id {max(ids)}; the model has ids below {config.vocab_size}")
     eos = raw.token_to_id(END_OF_TEXT) if config.eos_token_id is None else config.eos_token_id
     return Tokenizer(raw, eos)
 
@@ -221,7 +233,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _read(path: Path) -> tokenizers.Tokenizer:
+    """The file's tokenizer, which cuts no text and pads none, whatever the file says (as transformers)."""
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
+        raw = tokenizers.Tokenizer.from_file(str(path))
+    except BaseException as error:
+        _reraise_unless_the_librarys(error)
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {_line(error)}") from error
+    raw.no_truncation()
+    raw.no_padding()
+    return raw
+
+
+def _reraise_unless_the_librarys(error: BaseException) -> None:
+    """`tokenizers` raises bare Exceptions, and panics that are no Exceptions at all."""
+    if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+        raise error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

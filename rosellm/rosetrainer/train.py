@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ import tokenizers
 import torch
 from torch import Tensor
 
+from rosellm.atomic import write_text
+from rosellm.command_line import OneLineParser, is_out_of_memory
 from rosellm.environment import environment
 from rosellm.errors import DeviceError, RoseError
 from rosellm.rosetrainer.config import ModelConfig
@@ -197,18 +200,15 @@ def replacing_folder(output: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: dict[str, object]) -> None:
-    """Write ``value`` at ``path`` in one rename."""
-    fresh = path.with_name(f".{path.name}.new-{os.getpid()}")
+    """Write ``value`` at ``path``, whole or not at all."""
     try:
-        fresh.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(path)
+        write_text(path, json.dumps(value, indent=1) + "\n")
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise RoseError(f"record {str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m rosellm.rosetrainer.train",
         description="Train the model that ships with RoseLLM on the Python standard library's sources.",
     )
@@ -265,8 +265,17 @@ def main(arguments: list[str] | None = None) -> int:
     except RoseError as error:
         print(error, file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print("out of memory; ask for a smaller batch", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left over
     sys.exit(main())

@@ -18,6 +18,8 @@ from rosellm.rosetrainer.corpus import Source
 from rosellm.rosetrainer.model import GPT
 from rosellm.rosetrainer.tokenizer import Tokenizer
 
+MOST = {"epochs": 1_000_000, "batch_size": 65_536, "learning_rate": 1_000, "weight_decay": 1_000}
+
 
 @dataclass(frozen=True)
 class Hyperparameters:
@@ -41,6 +43,9 @@ class Hyperparameters:
         for name in ("epochs", "batch_size", "learning_rate", "clip_norm", "validate_every"):
             if not 0 < getattr(self, name) < math.inf:
                 raise RoseError(f"{name} is {getattr(self, name)}; a positive number is needed")
+        for name, most in MOST.items():
+            if getattr(self, name) > most:
+                raise RoseError(f"{name} is {getattr(self, name)}; it must be at most {most}")
         for name in ("warmup_steps", "weight_decay", "seed"):
             if not 0 <= getattr(self, name) < 2**63:
                 raise RoseError(f"{name} is {getattr(self, name)}; zero or a positive number is needed")

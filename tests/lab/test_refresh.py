@@ -2,6 +2,7 @@
 
 import base64
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from rosellm.lab.gallery import PLOTLY, WIDGET
+from rosellm.lab.interruption import Interruption, is_running
 from rosellm.lab.refresh_notebooks import add_pictures, draw, main, normalise
 from rosellm.lab.run_notebooks import NotebookError
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for changed in ("JUPYTER_PATH", "OMP_NUM_THREADS"):
+    for changed in ("JUPYTER_PATH", "JUPYTER_RUNTIME_DIR", "OMP_NUM_THREADS"):
         monkeypatch.setenv(changed, os.environ.get(changed, ""))
     return tmp_path
 
@@ -101,3 +103,23 @@ def test_an_unknown_notebook_is_exit_code_2(folder, capsys):
     save(folder, "00_a", "1")
     assert main(["--notebooks", str(folder), "--select", "7", "--without-png"]) == 2
     assert "no notebook is called '7': there are 00_a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_is_done_and_leaves_the_rest_as_it_was(folder, capsys, number):
+    """The second notebook sends the signal to the command from within its own kernel."""
+    note = folder / "pid"
+    sources = f"open({str(note)!r}, 'w').write(str(os.getpid()))\nos.kill(os.getppid(), {number})"
+    done = save(folder, "00_done", "print(1)")
+    cut = save(folder, "01_cut", f"import os, time\n{sources}\ntime.sleep(100)")
+    never = save(folder, "02_never", "print(1)")
+    before = cut.read_bytes(), never.read_bytes()
+    with Interruption() as outer:  # a signal that came too late would end the tests
+        status = main(["--notebooks", str(folder), "--without-png"])
+    assert (status, outer.number) == (128 + number, None)
+    told = f"interrupted by {number.name}: finished 00_done; not finished 01_cut, 02_never"
+    assert capsys.readouterr().err.splitlines()[-1] == told
+    assert not is_running(int(note.read_text()))
+    assert outputs(done)[0][0].text == "1\n"
+    assert (cut.read_bytes(), never.read_bytes()) == before
+    assert sorted(folder.iterdir()) == [done, cut, never, note]

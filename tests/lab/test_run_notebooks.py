@@ -1,12 +1,17 @@
 """The batch runner, on notebooks made here that import nothing heavy."""
 
 import json
+import multiprocessing
 import os
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import nbformat
@@ -15,6 +20,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from rosellm.lab import run_notebooks
+from rosellm.lab.interruption import Interruption, is_running
 from rosellm.lab.run_notebooks import NotebookError, check_parameters, main, parse_parameters, run, select
 
 ROOT = Path(__file__).parents[2]
@@ -35,10 +41,6 @@ def save(folder: Path, name: str, *sources: str, parameters: str = "batch = 4\nq
 def printed(path: Path) -> str:
     notebook = nbformat.read(path, as_version=4)
     return "".join(o.text for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "stream")
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def wait_until(condition, seconds: float = 30.0) -> bool:
@@ -210,19 +212,181 @@ class TestCommand:
         assert process.returncode == 0, err
         assert printed(tmp_path / "build/a.ipynb") == f"{sys.executable} {folder} 1\n"
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_an_interrupt_leaves_no_process_and_no_half_result(self, folder, tmp_path, start, number):
-        note = tmp_path / "pid"
-        save(folder, "a", f"import os; open({str(note)!r}, 'w').write(str(os.getpid()))\nwhile True: pass")
-        process = start()
-        assert wait_until(lambda: note.exists() and note.read_text(), 60)
-        family = psutil.Process(process.pid).children(recursive=True)
-        assert int(note.read_text()) in [relative.pid for relative in family]
-        process.send_signal(number)
+
+WAITS = "import os, time\nos.open({note!r}, os.O_CREAT)\nwhile True:\n    time.sleep(0.1)"
+
+
+class TestInterrupted:
+    """Stopped by signals as a terminal, a service manager or an impatient user sends them."""
+
+    @pytest.fixture
+    def build(self, tmp_path: Path) -> Path:
+        return tmp_path / "build"
+
+    @pytest.fixture
+    def make(self, folder: Path, tmp_path: Path):
+        """``make notebooks`` in a session of its own, as in a terminal; what is left of it goes at last."""
+        if shutil.which("make") is None:
+            pytest.skip("make is not installed")
+        for name, age in (("pyproject.toml", 100), ("installed", 0)):
+            (tmp_path / name).touch()
+            os.utime(tmp_path / name, (time.time() - age,) * 2)
+        command = [
+            "make",
+            "-f",
+            str(ROOT / "Makefile"),
+            f"PY={sys.executable}",
+            "STAMP=installed",
+            "notebooks",
+        ]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "RUN_ID": str(tmp_path)}
+        started = []
+
+        def start(*options: str) -> subprocess.Popen:
+            started.append(
+                subprocess.Popen(
+                    [*command, *options],
+                    cwd=tmp_path,
+                    env=environment,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+            return started[-1]
+
+        yield start
+        for process in started:
+            process.kill()
+            process.wait()
+        for orphan in self.running(tmp_path):
+            orphan.kill()
+
+    def running(self, tmp_path: Path) -> list[psutil.Process]:
+        """Whatever descends from a run in this folder: the environment is handed down."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.pid != os.getpid() and process.environ().get("RUN_ID") == str(tmp_path):
+                    found.append(process)
+        return found
+
+    def nothing_runs(self, tmp_path: Path) -> bool:
+        return wait_until(lambda: not self.running(tmp_path), 20)
+
+    def no_kernel_runs(self) -> bool:
+        """Among what descends from the tests, forkserver and resource tracker apart."""
+        return wait_until(
+            lambda: (
+                not any(
+                    "ipykernel_launcher" in process.cmdline()
+                    for process in psutil.Process().children(recursive=True)
+                    if is_running(process.pid)
+                )
+            ),
+            20,
+        )
+
+    def is_whole(self, build: Path) -> bool:
+        """No file that is hidden or half there; every notebook has its page and its card."""
+        if not build.exists() or not list(build.iterdir()):
+            return True
+        names = {path.stem for path in build.glob("*.ipynb")}
+        for name in names:
+            nbformat.validate(nbformat.read(build / f"{name}.ipynb", as_version=4))
+            assert (build / f"{name}.html").read_text().rstrip().endswith("</html>")
+        assert set(json.loads((build / "gallery.json").read_text())) == names
+        expected = {"gallery.json", "index.html", "plotly.min.js"}
+        expected |= {f"{name}.{kind}" for name in names for kind in ("ipynb", "html")}
+        return {path.name for path in build.iterdir()} == expected
+
+    def test_ctrl_c_at_make_publishes_what_is_finished_and_the_next_run_works(
+        self, folder, tmp_path, build, make
+    ):
+        note = tmp_path / "note"
+        save(folder, "00_done", "print('done')")
+        endless = save(folder, "01_endless", WAITS.format(note=str(note)))
+        save(folder, "02_never", "print('never')")
+        process = make("WORKERS=1")
+        assert wait_until(note.exists, 60)
+        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)  # users press it twice
         _, err = process.communicate(timeout=30)
-        assert process.returncode == 130 and "Traceback" not in err
-        assert wait_until(lambda: not any(is_running(relative.pid) for relative in family))
-        assert list((tmp_path / "build").iterdir()) == []
+        assert process.returncode != 0 and "Traceback" not in err
+        told = "interrupted by SIGINT: finished 00_done; not finished 01_endless, 02_never"
+        assert err.count("interrupted by") == 1 and told in err.splitlines(), err
+        assert self.nothing_runs(tmp_path)
+        assert self.is_whole(build) and printed(build / "00_done.ipynb") == "done\n"
+        assert not (build / "01_endless.ipynb").exists() and not (build / "02_never.ipynb").exists()
+        save(folder, endless.stem, "print('now')")
+        run(select(folder), build)
+        assert self.is_whole(build) and printed(build / "01_endless.ipynb") == "now\n"
+
+    def test_sigterm_to_make_alone_ends_the_run(self, folder, tmp_path, build, make):
+        note = tmp_path / "note"
+        save(folder, "a", WAITS.format(note=str(note)))
+        process = make()
+        assert wait_until(note.exists, 60)
+        os.kill(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        assert "interrupted by SIGTERM: finished none; not finished a" in err.splitlines(), err
+        assert process.returncode != 0 and "Traceback" not in err
+        assert self.nothing_runs(tmp_path) and list(build.iterdir()) == []
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_to_the_command_alone_is_its_exit_code(self, folder, build, capsys, number):
+        save(folder, "a", f"import os, time\nos.kill({os.getpid()}, {number})\ntime.sleep(100)")
+        with Interruption() as outer:  # a signal that came too late would end the tests
+            status = main(["--notebooks", str(folder), "--output", str(build)])
+        assert (status, outer.number) == (128 + number, None)
+        told = f"interrupted by {number.name}: finished none; not finished a"
+        assert capsys.readouterr().err.splitlines()[-1] == told
+        assert self.no_kernel_runs() and list(build.iterdir()) == []
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_a_signal_at_any_moment_leaves_nothing_half_done(self, folder, build, capsys, seed):
+        for name in ("a", "b", "c"):
+            save(folder, name, "print(1)")
+        rng = random.Random(seed)
+        number, seconds = rng.choice([signal.SIGINT, signal.SIGTERM]), rng.uniform(0.0, 3.0)
+        clock = threading.Timer(seconds, os.kill, (os.getpid(), number))
+        with Interruption():
+            clock.start()
+            status = main(["--notebooks", str(folder), "--output", str(build), "--workers", "1"])
+            clock.cancel()
+            clock.join()
+        assert status in (0, 128 + number)
+        finished = {path.stem for path in build.glob("*.ipynb")}
+        assert (finished == {"a", "b", "c"}) == (status == 0)
+        told = capsys.readouterr().err.splitlines()[-1]
+        if status:
+            rest = ", ".join(sorted({"a", "b", "c"} - finished))
+            assert told.endswith(f"finished {', '.join(sorted(finished)) or 'none'}; not finished {rest}")
+        assert self.no_kernel_runs() and self.is_whole(build)
+
+    def test_when_the_supervisor_is_killed_its_workers_end_and_the_next_run_clears_up(
+        self, folder, tmp_path, build
+    ):
+        note = tmp_path / "note"
+        source = "import os, pathlib, time\npids = f'{os.getpid()} {os.getppid()}'\n"
+        source += f"pathlib.Path({str(tmp_path / 'half')!r}).write_text(pids)\n"
+        source += f"os.rename({str(tmp_path / 'half')!r}, {str(note)!r})\ntime.sleep(100)"
+        supervisor = multiprocessing.get_context("forkserver").Process(
+            target=run, args=([save(folder, "a", source)], build)
+        )
+        supervisor.start()
+        assert wait_until(note.exists, 60)
+        supervisor.kill()
+        supervisor.join()
+        kernel, worker = map(int, note.read_text().split())
+        assert wait_until(lambda: not is_running(kernel) and not is_running(worker))
+        (left,) = build.iterdir()
+        concurrent = build / f".run-{os.getpid()}-x"
+        concurrent.mkdir()
+        run([save(folder, "a", "print(1)")], build)
+        assert not left.exists() and concurrent.exists()
+        concurrent.rmdir()
+        assert self.is_whole(build)
 
 
 def test_a_page_that_cannot_be_made_is_told_in_one_line(tmp_path, monkeypatch):

@@ -8,13 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rosellm.errors import KVCacheExhausted
 from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
-from rosellm.roseinfer.prefix_cache import PrefixCache, common_prefix
+from rosellm.roseinfer.prefix_cache import PrefixCache
 from rosellm.roseinfer.recipe import recipe_choices
 from tests.helpers import (
     decode_all,
@@ -240,88 +237,6 @@ def test_lookup_compares_a_query_with_few_entries(make_server):
     n_matched, _ = server.cache.match([Token(t) for t in (1, 2, 3, 200, 201)])
     assert n_matched == 3
     assert len(compared) < 100
-
-
-class ServingMachine(RuleBasedStateMachine):
-    """Prompts from a small alphabet served, continued and released under memory pressure."""
-
-    POOL = 12
-    pool_kind = "per_layer"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.server = Server(self.POOL, self.pool_kind)
-        self.running: list[tuple[list[list[int]], list[int]]] = []  # block ids, tokens
-
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14))
-    def serve(self, prompt):
-        entries = list(self.server.cache._entries)
-        longest = min(len(prompt) - 1, max((common_prefix(e, tuple(prompt)) for e in entries), default=0))
-        had_room = self.server.blocks.num_free_blocks() > 0
-        needed = blocks_for(len(prompt), BLOCK)
-        in_use = len({b for block_ids, _ in self.running for b in block_ids[0]})
-        if in_use + needed > self.POOL:
-            return  # a scheduler would not admit it
-        n_matched, block_ids = self.server.serve(prompt)
-        assert n_matched == longest or (not had_room and n_matched in (longest, longest // BLOCK * BLOCK))
-        self.running.append((block_ids, prompt))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), token=st.integers(0, 1))
-    def append(self, data, token):
-        block_ids, tokens = data.draw(st.sampled_from(self.running))
-        in_use = len({b for ids, _ in self.running for b in ids[0]})
-        if in_use == self.POOL and len(tokens) % BLOCK == 0:
-            return
-        self.server.append(block_ids, token)
-        tokens.append(token)
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def release(self, data):
-        place = data.draw(st.integers(0, len(self.running) - 1))
-        self.server.release(self.running.pop(place)[0])
-
-    @rule(n=st.integers(0, POOL))
-    def make_room(self, n):
-        self.server.cache.make_room(n)
-        assert self.server.blocks.num_free_blocks() >= n or len(self.server.cache) == 0
-
-    @rule()
-    def clear(self):
-        self.server.cache.clear()
-
-    @invariant()
-    def every_sequence_holds_its_own_tokens(self):
-        self.server.blocks.check_integrity()
-        for block_ids, tokens in self.running:
-            assert self.server.cached(block_ids) == both(tokens)
-
-    @invariant()
-    def every_entry_holds_its_prompt(self):
-        cache = self.server.cache
-        assert sorted(cache._entries) == cache._ordered
-        for entry, block_ids in cache._entries.items():
-            assert [tuple(tokens[: len(entry)]) for tokens in self.server.cached(block_ids)] == both(entry)
-
-    @invariant()
-    def every_holder_is_counted(self):
-        holders = [ids for ids, _ in self.running] + list(self.server.cache._entries.values())
-        for pool in range(self.server.blocks.num_pools):
-            held = [b for ids in holders for b in ids[pool]]
-            assert self.POOL - self.server.blocks.num_free_blocks(pool) == len(set(held))
-            assert all(self.server.blocks.ref_count(b) == held.count(b) for b in set(held))
-
-
-class SharedPoolServingMachine(ServingMachine):
-    pool_kind = "shared"
-
-
-STEPS = settings(max_examples=40, stateful_step_count=30, deadline=None)
-TestServing = ServingMachine.TestCase
-TestServing.settings = STEPS
-TestServingFromASharedPool = SharedPoolServingMachine.TestCase
-TestServingFromASharedPool.settings = STEPS
 
 
 @pytest.fixture(scope="module")

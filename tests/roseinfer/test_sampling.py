@@ -354,9 +354,11 @@ def test_draws_of_neighbouring_seeds_or_positions_are_independent(varied):
 def test_a_request_computed_again_draws_the_same_tokens():
     logits = random_logits(8) / 3
     first = sequence(seed=5)
+    first.n_cached = first.n_prompt - 1
     for row in logits:
         first.commit(*Sampler()(row[None], [first]), n_cached=1)
     again = sequence(prompt=tuple(first.tokens[:4]), seed=5)
+    again.n_cached = again.n_prompt - 1
     for row in logits[3:]:
         again.commit(*Sampler()(row[None], [again]), n_cached=1)
     assert again.tokens == first.tokens

@@ -36,8 +36,9 @@ def same(a: GPT, b: GPT) -> bool:
 
 
 def rewrite(folder: Path, change) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    save_file(change(tensors), folder / WEIGHTS)
+    changed = change(load_file(folder / WEIGHTS))
+    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
@@ -94,9 +95,94 @@ def test_names_load_without_the_transformer_prefix(folder):
 
 def test_tensors_that_the_model_has_not_are_left_alone(folder):
     expected = load(folder)
-    extra = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64), "lm_head.weight": torch.zeros(101, 32)}
+    extra = {"transformer.h.0.attn.bias": torch.ones(1, 1, 64, 64), "score.weight": torch.tensor(torch.nan)}
     rewrite(folder, lambda tensors: tensors | extra)
     assert same(load(folder), expected)
+
+
+Tensors = dict[str, torch.Tensor]
+WTE, HEAD = "transformer.wte.weight", "lm_head.weight"
+
+
+def bare(tensors: Tensors) -> Tensors:
+    return {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+
+
+def with_buffers(tensors: Tensors) -> Tensors:
+    """The causal masks that files of transformers 2 to 4 carry."""
+    layers = [name.removesuffix("c_attn.weight") for name in tensors if name.endswith("attn.c_attn.weight")]
+    mask = torch.ones(64, 64, dtype=torch.uint8).tril()[None, None]
+    return (
+        tensors
+        | {f"{layer}bias": mask.clone() for layer in layers}
+        | {f"{layer}masked_bias": torch.tensor(-1e4) for layer in layers}
+    )
+
+
+def with_another_head(tensors: Tensors) -> Tensors:
+    return tensors | {HEAD: tensors[WTE].flip(0).contiguous()}
+
+
+def with_the_same_head(tensors: Tensors) -> Tensors:
+    return tensors | {HEAD: tensors[WTE].clone()}
+
+
+def with_the_head_alone(tensors: Tensors) -> Tensors:
+    """What ``safetensors.torch.save_model`` keeps of two names for one tensor."""
+    return with_the_same_head(tensors) | {WTE: None}
+
+
+def mixed(tensors: Tensors) -> Tensors:
+    return {name: t.to(DTYPES[i % 3]) for i, (name, t) in enumerate(sorted(tensors.items()))}
+
+
+HUB_SHAPES = {
+    "prefixed": (),
+    "bare": (bare,),
+    "bare-buffers": (with_buffers, bare),
+    "buffers": (with_buffers,),
+    "another-head": (with_another_head,),
+    "another-head-bare": (with_another_head, bare),
+    "same-head": (with_the_same_head,),
+    "head-alone": (with_the_head_alone,),
+    "mixed-dtypes": (mixed,),
+}
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one-file", "shards"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", HUB_SHAPES)
+def test_a_checkpoint_in_any_of_the_hubs_shapes_gives_the_logits_of_transformers(
+    tmp_path, shape, dtype, shards
+):
+    from transformers import GPT2LMHeadModel
+
+    save_model(random_model(0, small_config(eos_token_id=5)), tmp_path, dtype)
+    for change in HUB_SHAPES[shape]:
+        rewrite(tmp_path, change)
+    if shards:
+        split(tmp_path)
+    theirs, report = GPT2LMHeadModel.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    (prompt,) = random_prompts([20])
+    with torch.inference_mode():
+        expected = theirs.eval()(torch.tensor([prompt])).logits[0]
+    ours = load(tmp_path)
+    assert ours.config.tie_embeddings == (not shape.startswith("another-head"))
+    torch.testing.assert_close(uncached_logits(ours, prompt), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_untied_head_is_another_than_the_embedding(tmp_path):
+    """Else the heads of the test above could be mistaken for one another."""
+    save_model(random_model(0), tmp_path)
+    tied = load(tmp_path)
+    rewrite(tmp_path, with_another_head)
+    (prompt,) = random_prompts([20])
+    logits, others = uncached_logits(tied, prompt), uncached_logits(load(tmp_path), prompt)
+    torch.testing.assert_close(others, logits.flip(-1), rtol=1e-5, atol=1e-5)
+    assert (others - logits).abs().max() > 1
 
 
 def split(folder: Path) -> dict:
@@ -106,9 +192,9 @@ def split(folder: Path) -> dict:
     (folder / WEIGHTS).unlink()
     weight_map = {}
     for shard, part in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
-        save_file({name: tensors[name] for name in part}, folder / shard)
+        save_file({name: tensors[name] for name in part}, folder / shard, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, shard)
-    index = {"metadata": {}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index))
     return index
 

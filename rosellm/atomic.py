@@ -1,0 +1,29 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write, of the same name in a hidden folder beside ``path``, whose place it takes on success.
+
+    A reader sees the old file or the whole new one, whenever the writer is stopped. Raises OSError as writing
+    does; the old file is there then, and nothing else.
+    """
+    target = Path(os.path.realpath(path))
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        unfinished = Path(folder) / target.name
+        yield unfinished
+        unfinished.replace(target)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8, whole or not at all."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")

@@ -1,0 +1,136 @@
+"""Logits of prefill and of each decode step against ``transformers`` with its own cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.rosetrainer.weights import SHIPPED, checkpoint_folder, load_model, save_model
+from tests.helpers import (
+    decode_all,
+    greedy_sequences,
+    random_model,
+    random_prompts,
+    small_config,
+    small_engine,
+)
+
+N_TOKENS = 10
+LENGTHS = [1, 8, 9, 21]
+SHAPES = {
+    "two-heads": small_config(eos_token_id=3),
+    "untied-wide-mlp": small_config(tie_embeddings=False, n_heads=4, d_ff=200, eos_token_id=3),
+    "deep-odd-heads": small_config(n_layers=5, n_heads=3, d_model=48, vocab_size=257, eos_token_id=3),
+}
+BOUNDS = {torch.float32: 4e-6, torch.float16: 6e-3, torch.bfloat16: 4e-2}
+"""Largest difference of two logits over the largest logit: some roundings (2^-24, 2^-11, 2^-8) a layer."""
+RUNGS = ["dense", BEST_RUNG]
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A model of ``transformers`` after its greedy run: tokens ``[B][N]``, logits ``[N][B, V]`` fp32."""
+
+    tokens: list[list[int]]
+    logits: list[Tensor]
+    smallest_lead: float
+
+
+@pytest.fixture(scope="module", params=[*SHAPES, SHIPPED])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == SHIPPED:
+        return checkpoint_folder(SHIPPED)
+    path = tmp_path_factory.mktemp(request.param)
+    save_model(random_model(len(request.param), SHAPES[request.param]), path, torch.float32)
+    return path
+
+
+def prompts_for(folder: Path) -> list[list[int]]:
+    return random_prompts(LENGTHS, seed=5, vocab_size=101 if folder != checkpoint_folder(SHIPPED) else 4096)
+
+
+@torch.inference_mode()
+def theirs(folder: Path, dtype: torch.dtype, device: str) -> Theirs:
+    """Each prompt by itself, a token at a time over ``past_key_values``."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
+    model = model.to(device).eval()
+    tokens, logits = [], []
+    for prompt in prompts_for(folder):
+        ids, past, rows, chosen = torch.tensor([prompt], device=device), None, [], []
+        for _ in range(N_TOKENS):
+            step = model(ids, past_key_values=past, use_cache=True)
+            past = step.past_key_values
+            rows.append(step.logits[0, -1].float().cpu())
+            chosen.append(int(rows[-1].argmax()))
+            ids = torch.tensor([chosen[-1:]], device=device)
+        tokens.append(chosen)
+        logits.append(torch.stack(rows))
+    steps = list(torch.stack(logits, dim=1))
+    best = torch.stack(steps).topk(2).values
+    return Theirs(tokens, steps, (best[..., 0] - best[..., 1]).min().item())
+
+
+def forced(folder: Path, dtype: torch.dtype, device: str, rung: str, tokens: list[list[int]]) -> list[Tensor]:
+    """Our logits of prefill and each decode step, fed the same ``tokens`` whatever would be chosen."""
+    engine = small_engine(load_model(str(folder), torch.device(device), dtype), recipe=rung)
+    sequences = greedy_sequences(engine, prompts_for(folder), N_TOKENS + 1)
+    engine.prefill(sequences)
+    steps = [engine.last_logits().float().cpu().clone()]
+    for step in range(N_TOKENS - 1):
+        for sequence, row in zip(sequences, tokens, strict=True):
+            sequence.tokens[-1] = row[step]
+        engine.decode(sequences)
+        steps.append(engine.last_logits().float().cpu().clone())
+    for sequence in sequences:
+        engine.release(sequence)
+    engine.check_integrity()
+    return steps
+
+
+RUNS = [pytest.param(dtype, "cpu", id=f"{dtype}-cpu".removeprefix("torch.")) for dtype in BOUNDS] + [
+    pytest.param(dtype, "cuda", id=f"{dtype}-gpu".removeprefix("torch."), marks=pytest.mark.gpu)
+    for dtype in BOUNDS
+]
+
+
+@pytest.mark.parametrize(("dtype", "device"), RUNS)
+def test_logits_of_prefill_and_every_step_are_those_of_transformers(folder: Path, dtype, device: str):
+    expected = theirs(folder, dtype, device)
+    largest = max(step.abs().max().item() for step in expected.logits)
+    for rung in RUNGS:
+        found = forced(folder, dtype, device, rung, expected.tokens)
+        errors = [(f - e).abs().max().item() for f, e in zip(found, expected.logits, strict=True)]
+        told = f"{folder.name} {rung} {device} {dtype}: max error prefill {errors[0]:.2e}"
+        print(f"{told}, steps {max(errors[1:]):.2e}, of the largest logit {max(errors) / largest:.1e}")
+        assert max(errors) <= BOUNDS[dtype] * largest
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_tokens_in_fp32_are_those_of_transformers(folder: Path, device: str, rung: str):
+    expected = theirs(folder, torch.float32, device)
+    engine = small_engine(load_model(str(folder), torch.device(device), torch.float32), recipe=rung)
+    sequences = greedy_sequences(engine, prompts_for(folder), N_TOKENS)
+    engine.prefill(sequences)
+    assert expected.smallest_lead > 1e-4
+    assert decode_all(engine, sequences) == expected.tokens
+
+
+def test_another_models_logits_would_be_noticed(tmp_path: Path):
+    """Three weights of 18,000, changed by a tenth: more than the bound of fp32 in every step."""
+    gpt = random_model(1, SHAPES["two-heads"])
+    save_model(gpt, tmp_path, torch.float32)
+    expected = theirs(tmp_path, torch.float32, "cpu")
+    largest = max(step.abs().max().item() for step in expected.logits)
+    gpt.blocks[0].up.weight[0, :3] += 0.1
+    save_model(gpt, tmp_path, torch.float32)
+    found = forced(tmp_path, torch.float32, "cpu", "dense", expected.tokens)
+    errors = [(f - e).abs().max().item() for f, e in zip(found, expected.logits, strict=True)]
+    assert min(errors) > BOUNDS[torch.float32] * largest

@@ -1,0 +1,132 @@
+"""A step without a model: the next token is a function of the tokens that the KV cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kv_blocks import KVBlockManager
+from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.step import Step
+from tests.helpers import random_model, small_config
+from tests.late_step import run_late
+
+VOCAB, EOS, BLOCK, N_POSITIONS = 13, 0, 4, 48
+RUNG_OF = {"per_layer": "mutable_block_info", "shared": "one_table"}
+CONFIG = small_config(
+    vocab_size=VOCAB, eos_token_id=EOS, n_positions=N_POSITIONS, n_layers=2, n_heads=1, d_model=1
+)
+WEIGHTS = np.random.default_rng(0).integers(1, 97, N_POSITIONS).astype(np.float32)  # sums of these are exact
+
+
+def next_token(context: np.ndarray) -> int:
+    """The token after these, ``[n]`` float32."""
+    return int(context @ WEIGHTS[: len(context)] + len(context)) % VOCAB
+
+
+@cache
+def tokens_after(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What follows a prompt, as far as there are positions."""
+    tokens = list(prompt)
+    while len(tokens) < N_POSITIONS:
+        tokens.append(next_token(np.array(tokens, np.float32)))
+    return tuple(tokens[len(prompt) :])
+
+
+class FakeStep:
+    """Driven by the host, as :class:`rosellm.roseinfer.step.HostStep`; a token's key is the token.
+
+    Every token depends on its whole context, read from the cache by block table: a block that is lost,
+    shared by mistake or written by another gives other tokens.
+    """
+
+    run_ahead = 0
+
+    def __init__(self, blocks: KVBlockManager) -> None:
+        self.blocks = blocks
+        self._keys = blocks.k_cache.numpy()[:, :, 0, :, 0]  # [L, N_BLOCKS, BLOCK_SIZE], the cache itself
+        self._ended: list[Done] = []
+
+    def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
+        for pool in range(self.blocks.num_pools):
+            for sequence, count in zip(sequences, counts, strict=True):
+                self.blocks.reserve_prompt(pool, sequence.block_ids[pool], count)
+        for sequence, count in zip(sequences, counts, strict=True):
+            end = sequence.n_cached + count
+            for layer, pool in enumerate(self.blocks.pool_of):
+                for position in range(sequence.n_cached, end):
+                    block_index = sequence.block_ids[pool][position // BLOCK] - self._first(pool)
+                    self._keys[layer, block_index, position % BLOCK] = sequence.tokens[position]
+            sequence.n_cached = end
+        whole = [s for s in sequences if s.n_cached == s.prefill_length]
+        got = [s for s in whole if s.commit(self._next(s, s.n_cached), n_cached=0)]
+        self._ended.append(Done("prefill", got, 1e-3))
+
+    def begin_decode(self, sequences: list[Sequence]) -> int:
+        tokens = [s.tokens[s.n_cached] for s in sequences]
+        slots = [
+            self.blocks.reserve_tokens(pool, [s.block_ids[pool] for s in sequences])
+            for pool in range(self.blocks.num_pools)
+        ]
+        for layer, pool in enumerate(self.blocks.pool_of):
+            self._keys[layer, slots[pool].block_idx, slots[pool].pos] = tokens
+        got = [s for s in sequences if s.commit(self._next(s, s.n_cached + 1), n_cached=1)]
+        self._ended.append(Done("decode", got, 1e-3))
+        return len(sequences)
+
+    def collect(self, leave: int = 0) -> Iterator[Done]:
+        while self._ended:
+            yield self._ended.pop(0)
+
+    def release(self, sequence: Sequence) -> None:
+        """Nothing is kept of a sequence."""
+
+    def warm_up(self, rows: int | None = None) -> None:
+        """There is nothing to capture."""
+
+    def last_logits(self) -> Tensor:
+        raise NotImplementedError("a step without a model has no logits")
+
+    def _next(self, sequence: Sequence, n_cached: int) -> int:
+        """From the cache of one layer, in turns."""
+        layer = n_cached % len(self._keys)
+        pool = self.blocks.pool_of[layer]
+        first = self._first(pool)
+        rows = self._keys[layer, [block_id - first for block_id in sequence.block_ids[pool]]]
+        return next_token(rows.ravel()[:n_cached])
+
+    def _first(self, pool: int) -> int:
+        return pool * self.blocks.max_blocks_per_layer
+
+
+def fake_engine(pool: Literal["per_layer", "shared"], run_ahead: int, **options) -> Engine:
+    """An engine with all its parts but the step, whose tokens come ``run_ahead`` steps late."""
+    engine = Engine(_never_run(), recipe=RUNG_OF[pool], block_size=BLOCK, **options)
+    engine._step = FakeStep(engine.blocks)
+    if run_ahead:
+        run_late(engine, run_ahead)
+    return engine
+
+
+def call_before(step: Step, hook: Callable[[], None]) -> None:
+    """From now on ``hook`` is called before any prefill or decode is begun."""
+
+    def hooked(begin: Callable) -> Callable:
+        def hook_and_begin(*arguments):
+            hook()
+            return begin(*arguments)
+
+        return hook_and_begin
+
+    step.begin_prefill, step.begin_decode = hooked(step.begin_prefill), hooked(step.begin_decode)
+
+
+@cache
+def _never_run():
+    return random_model(0, CONFIG)

@@ -1,0 +1,44 @@
+"""Faults to plant, so that it is seen that they are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kv_blocks import KVBlockManager
+from rosellm.roseinfer.prefix_cache import PrefixCache
+from rosellm.roseinfer.streaming import StreamingManager
+
+
+def leak_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    free_blocks = KVBlockManager.free_blocks
+
+    def free_all_but_one(self, ids) -> None:
+        free_blocks(self, ids[: max(len(ids) - 1, 1)])
+
+    monkeypatch.setattr(KVBlockManager, "free_blocks", free_all_but_one)
+
+
+def share_a_block_that_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixCache, "_own_tail", lambda self, block_ids, n_tokens: n_tokens)
+
+
+def keep_the_blocks_of_the_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = Engine.release
+
+    def keep(self, sequence) -> None:
+        if sequence.finish_reason != "cancelled":
+            release(self, sequence)
+
+    monkeypatch.setattr(Engine, "release", keep)
+
+
+def swallow_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    flush = StreamingManager._flush
+
+    def swallow(self, stream, sequence) -> None:
+        if len(sequence.tokens) % 8 == 0:
+            stream.text.take()
+        flush(self, stream, sequence)
+
+    monkeypatch.setattr(StreamingManager, "_flush", swallow)

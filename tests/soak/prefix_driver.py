@@ -1,0 +1,192 @@
+"""Random operations on the prefix cache: prompts are matched, kept and evicted while holders come and go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.prefix_cache import PrefixCache, Tokens, common_prefix
+from tests.soak.programs import Driver
+
+LAYERS, MOST_HOLDERS, LONGEST = 2, 4, 16
+LAYER_STEP = 100.0  # a token's key in layer l is token + 100 l
+
+
+@dataclass(eq=False)
+class Holder:
+    """A sequence: its block ids in every pool, and the tokens that they hold."""
+
+    block_ids: list[list[int]]
+    tokens: list[int]
+
+
+class PrefixDriver(Driver):
+    """The holders are ours; the cache's entries are read, and must follow from what was done."""
+
+    weights = {
+        "serve": 6, "match": 2, "insert": 2, "append": 5, "release": 4, "make_room": 1, "clear": 1,
+    }  # fmt: skip
+    axes = {"pool": ("per_layer", "shared"), "n_blocks": (12, 6, 18), "block_size": (4, 1, 2)}
+
+    def open(self, pool: str, n_blocks: int, block_size: int) -> None:
+        self.blocks = KVBlockManager(LAYERS, 1, 1, block_size, n_blocks, "cpu", torch.float32, pool=pool)
+        self.cache = PrefixCache(self.blocks)
+        self.keys = self.blocks.k_cache.numpy()[:, :, 0, :, 0]  # [L, N_BLOCKS, BLOCK_SIZE], the cache itself
+        self.size, self.n_blocks = block_size, n_blocks
+        self.holders: list[Holder] = []
+
+    # Operations.
+
+    def serve(self, a: int, b: int) -> bool:
+        """What an engine does with a prompt: match, make room, compute the rest, keep it."""
+        prompt = _prompt(a, b)
+        in_use = len({i for holder in self.holders for i in holder.block_ids[0]})
+        if len(self.holders) == MOST_HOLDERS or in_use + blocks_for(len(prompt), self.size) > self.n_blocks:
+            return False
+        holder = self._matched(prompt)
+        self.holders.append(holder)
+        n_matched = len(holder.tokens)
+        self._make_room(blocks_for(len(prompt), self.size) - n_matched // self.size)
+        for pool, ids in enumerate(holder.block_ids):
+            self.blocks.reserve_prompt(pool, ids, len(prompt) - n_matched)
+        holder.tokens = prompt
+        self._write(holder, n_matched)
+        self.cache.insert(prompt, holder.block_ids)
+        return True
+
+    def match(self, a: int, b: int) -> bool:
+        """A match alone: its holder goes on from what was found, if anything was."""
+        if len(self.holders) == MOST_HOLDERS:
+            return False
+        holder = self._matched(_prompt(a, b))
+        if holder.tokens:
+            self.holders.append(holder)
+        return True
+
+    def insert(self, a: int, b: int) -> bool:
+        """Keep the first tokens of a holder, whatever it is now."""
+        if not self.holders:
+            return False
+        holder = self._holder(a)
+        kept = tuple(holder.tokens[: 1 + b % len(holder.tokens)])
+        before = self._entries()
+        self.cache.insert(kept, holder.block_ids)
+        begun_with = [entry for entry in before if entry[: len(kept)] == kept]
+        assert len(self.cache) == len(before) + (not begun_with)
+        newest = next(reversed(self._entries()))
+        assert newest in begun_with if begun_with else newest == kept
+        return True
+
+    def append(self, a: int, b: int) -> bool:
+        """One token more, where room for it can be made."""
+        holder = self._holder(a) if self.holders else None
+        if not holder or len(holder.tokens) == LONGEST:
+            return False
+        self._make_room(1)
+        if self._n_free() == 0:
+            return True
+        slots = [self.blocks.reserve_tokens(pool, [ids]) for pool, ids in enumerate(holder.block_ids)]
+        assert {pos for slot in slots for pos in slot.pos} == {len(holder.tokens) % self.size}
+        holder.tokens = [*holder.tokens, b % 2]
+        self._write(holder, len(holder.tokens) - 1)
+        return True
+
+    def release(self, a: int, b: int) -> bool:
+        if not self.holders:
+            return False
+        for ids in self.holders.pop(a % len(self.holders)).block_ids:
+            self.blocks.free_blocks(ids)
+        return True
+
+    def make_room(self, a: int, b: int) -> None:
+        self._make_room(a % (self.n_blocks + 2))
+
+    def clear(self, a: int, b: int) -> bool:
+        n_entries = len(self.cache)
+        self.cache.clear()
+        return n_entries > 0
+
+    # What must hold.
+
+    def check(self) -> None:
+        entries = self._entries()
+        assert self.cache._ordered == sorted(entries)
+        pools = chain(*(holder.block_ids for holder in self.holders), *entries.values())
+        self.blocks.check_integrity(Counter(chain.from_iterable(pools)))
+        found = [(keys - LAYER_STEP * layer).tolist() for layer, keys in enumerate(self.keys)]
+        for holder in self.holders:
+            self._check_tokens(found, holder.block_ids, holder.tokens)
+            assert self.blocks.tokens_reserved(holder.block_ids[0]) == len(holder.tokens)
+        for entry, block_ids in entries.items():
+            self._check_tokens(found, block_ids, list(entry))
+
+    def end(self) -> None:
+        while self.holders:
+            self.release(0, 0)
+        self.check()
+        self.cache.clear()
+        self.check()
+        assert self._n_free() == self.n_blocks
+
+    # The model.
+
+    def _holder(self, a: int) -> Holder:
+        return self.holders[a % len(self.holders)]
+
+    def _entries(self) -> dict[Tokens, list[list[int]]]:
+        """What is kept, least recently used first."""
+        return dict(self.cache._entries)
+
+    def _n_free(self) -> int:
+        return min(map(self.blocks.num_free_blocks, range(self.blocks.num_pools)))
+
+    def _matched(self, prompt: list[int]) -> Holder:
+        """A holder of the longest prefix that is kept, or of its full blocks where none is free to clone."""
+        before, n_free, hits = self._entries(), self._n_free(), self.cache.hits
+        common = {entry: common_prefix(entry, tuple(prompt)) for entry in before}
+        longest = min(max(common.values(), default=0), len(prompt) - 1)
+        n_matched, block_ids = self.cache.match(prompt)
+        full = longest // self.size * self.size
+        assert n_matched == longest or (n_free == 0 and n_matched == full)
+        assert self.cache.hits == hits + (n_matched > 0)
+        if longest and self.cache:
+            assert common[next(reversed(self._entries()))] >= longest  # used, so the last to go
+        self.seen["matched tokens"] += n_matched
+        self.seen["matches cut short"] += n_matched < longest
+        return Holder(block_ids, prompt[:n_matched])
+
+    def _make_room(self, n_blocks: int) -> None:
+        """The least recently used go first, and no more of them than must."""
+        before = list(self._entries().items())
+        self.cache.make_room(n_blocks)
+        n_gone = len(before) - len(self.cache)
+        assert list(self._entries().items()) == before[n_gone:]
+        assert self._n_free() >= n_blocks or not self.cache
+        if n_gone:
+            held = {i for holder in self.holders for i in holder.block_ids[0]}
+            kept = held.union(*(block_ids[0] for _, block_ids in before[n_gone - 1 :]))
+            assert self.n_blocks - len(kept) < n_blocks
+        self.seen["evictions"] += n_gone
+
+    def _write(self, holder: Holder, start: int) -> None:
+        for layer, pool in enumerate(self.blocks.pool_of):
+            for position in range(start, len(holder.tokens)):
+                index = holder.block_ids[pool][position // self.size] - pool * self.n_blocks
+                self.keys[layer, index, position % self.size] = holder.tokens[position] + LAYER_STEP * layer
+
+    def _check_tokens(self, found: list, block_ids: list[list[int]], tokens: list[int]) -> None:
+        """The blocks begin with these in every layer; ``found``: what each layer's blocks hold."""
+        for layer, pool in enumerate(self.blocks.pool_of):
+            first = pool * self.n_blocks
+            held = [token for block_id in block_ids[pool] for token in found[layer][block_id - first]]
+            assert held[: len(tokens)] == tokens
+
+
+def _prompt(a: int, b: int) -> list[int]:
+    """Up to twelve tokens of two kinds, so that many begin alike: the bits of ``a``, then of ``b``."""
+    bits = f"{a:08b}{b >> 4:04b}"
+    return [int(bit) for bit in bits[: 1 + b % 12]]

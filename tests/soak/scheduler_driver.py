@@ -1,0 +1,317 @@
+"""Random operations on a scheduler: every request ends once, with the tokens an ample pool gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+
+from rosellm.errors import OverloadError, PromptError, RoseError
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
+from tests.helpers import random_model, random_prompts, small_config
+from tests.soak.fake_step import (
+    BLOCK,
+    EOS,
+    N_POSITIONS,
+    VOCAB,
+    call_before,
+    fake_engine,
+    tokens_after,
+)
+from tests.soak.programs import Driver
+
+MOST_IN_FLIGHT = 10
+LONGEST_PROMPT, MOST_TOKENS = 20, 25
+DOCUMENTS = random_prompts([LONGEST_PROMPT] * 3, seed=1, vocab_size=VOCAB)
+UNKNOWN = 10**6
+
+
+class FaultError(RuntimeError):
+    """What a step is made to raise."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request, the tokens that it must come to if nobody interferes, and who has."""
+
+    prompt: list[int]
+    tokens: list[int]
+    reason: str
+    cancelled: bool = False
+    failed: bool = False
+
+    @classmethod
+    def of(cls, prompt: list[int], params: SamplingParams, following: Sequence[int]) -> Asked:
+        """``following``: what comes after the prompt, as if nothing ended it."""
+        tokens = list(following[: params.max_tokens])
+        if params.ignore_eos or EOS not in tokens:
+            return cls(prompt, tokens, "length")
+        return cls(prompt, tokens[: tokens.index(EOS) + 1], "stop")
+
+    def judge(self, output: RequestOutput) -> None:
+        """The tokens of a run with an ample pool, or as many of them as came before the end."""
+        n_tokens = len(output.token_ids)
+        assert output.prompt_token_ids == self.prompt
+        assert output.token_ids == self.tokens[:n_tokens]
+        assert len(output.metrics.token_times) == n_tokens
+        if output.finish_reason == self.reason:
+            assert n_tokens == len(self.tokens)
+        else:
+            assert {"cancelled": self.cancelled, "failed": self.failed}[output.finish_reason]
+
+
+class SchedulerDriver(Driver):
+    """Requests come, are cancelled and end over a small pool; the model under them is a function."""
+
+    weights = {
+        "add": 16, "add_many": 4, "step": 70, "cancel": 5, "take": 10, "cancel_all": 1, "fault": 1,
+        "forget_prefixes": 2, "misuse": 2,
+    }  # fmt: skip
+    axes = {
+        "run_ahead_and_replays": ((0, False), (3, False), (0, True), (3, True), (1, False)),
+        "pool": ("shared", "per_layer"),
+        "n_blocks": (8, 6, 12, 30),
+        "prefix_cache": (False, True),
+        "admission_policy": ("fifo", "pack"),
+        "prefill_token_budget": (64, 7, 1),
+        "max_batch_size": (4, 2, 1),
+    }
+
+    def open(self, admission_policy: str, prefill_token_budget: int, max_batch_size: int, **options) -> None:
+        self.engine = self.make_engine(max_batch_size=max_batch_size, **options)
+        config = SchedulerConfig(
+            admission_policy=admission_policy,
+            prefill_token_budget=prefill_token_budget,
+            pack_lookahead=4,
+            fifo_every=3,
+            max_in_flight=MOST_IN_FLIGHT,
+        )
+        self.scheduler = OnlineScheduler(self.engine, config)
+        self.running: dict[int, Asked] = {}
+        self.ended: dict[int, RequestOutput] = {}  # and not taken
+        self.fault_in: int | None = None
+        call_before(self.engine._step, self._raise_fault)
+
+    def make_engine(
+        self, pool: str, run_ahead_and_replays: tuple[int, bool], n_blocks: int, **options
+    ) -> Engine:
+        run_ahead, replays = run_ahead_and_replays
+        engine = fake_engine(pool, run_ahead, num_kv_blocks=n_blocks, **options)
+        engine.deterministic = replays  # whoever is preempted decodes its output again
+        return engine
+
+    def expected(self, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
+        """What follows, as if nothing ended it."""
+        return tokens_after(tuple(prompt))
+
+    # Operations.
+
+    def add(self, a: int, b: int) -> None:
+        prompt, params = prompt_of(a, b), params_of(a, b)
+        error = self._refusal([prompt], [params])
+        if error is not None:
+            self.refused(error, lambda: self.scheduler.add_request(prompt, params))
+        else:
+            self._note(self.scheduler.add_request(prompt, params), prompt, params)
+
+    def add_many(self, a: int, b: int) -> None:
+        """All or none of four; some of them may be too long for the cache."""
+        prompts = [prompt_of(a + i, b + 7 * i) for i in range(4)]
+        params = [params_of(a, b)] * 4
+        error = self._refusal(prompts, params)
+        if error is not None:
+            self.refused(error, lambda: self.scheduler.add_requests(prompts, params))
+            return
+        for request_id, prompt in zip(self.scheduler.add_requests(prompts, params), prompts, strict=True):
+            self._note(request_id, prompt, params[0])
+
+    def step(self, a: int, b: int) -> bool:
+        if not self.running:
+            return False
+        is_failing = self.fault_in is not None
+        try:
+            got = self.scheduler.step()
+        except FaultError:
+            assert is_failing and self.fault_in is None
+            assert self.scheduler.n_active == 0
+            for asked in self.running.values():
+                asked.failed = True
+            self.seen["faults"] += 1
+            return True
+        assert len(set(got)) == len(got)
+        for sequence in got:
+            n_output = sequence.n_output
+            assert n_output > 0
+            assert sequence.output == self.running[sequence.request_id].tokens[:n_output]
+        return True
+
+    def cancel(self, a: int, b: int) -> bool:
+        """A request that runs, or one that has ended, which is too late."""
+        known = [*self.running, *self.ended]
+        if not known:
+            return False
+        request_id = known[a % len(known)]
+        if request_id in self.running:
+            self.running[request_id].cancelled = True
+            assert self.scheduler.cancel(request_id)
+            assert self.scheduler.finished[request_id].finish_reason == "cancelled"
+        else:
+            assert not self.scheduler.cancel(request_id)
+        return True
+
+    def cancel_all(self, a: int, b: int) -> bool:
+        for asked in self.running.values():
+            asked.cancelled = True
+        self.scheduler.cancel_all()
+        assert not self.scheduler.has_unfinished
+        return bool(self.running)
+
+    def take(self, a: int, b: int) -> bool:
+        if not self.ended:
+            return False
+        request_id = sorted(self.ended)[a % len(self.ended)]
+        assert self.scheduler.take_result(request_id) is self.ended.pop(request_id)
+        self.refused(RoseError, lambda: self.scheduler.take_result(request_id))
+        return True
+
+    def fault(self, a: int, b: int) -> bool:
+        """A step that is begun soon will raise."""
+        if self.fault_in is not None:
+            return False
+        self.fault_in = a % 4
+        return True
+
+    def forget_prefixes(self, a: int, b: int) -> bool:
+        if self.engine.prefix_cache is None:
+            return False
+        self.engine.prefix_cache.clear()
+        return True
+
+    def misuse(self, a: int, b: int) -> None:
+        """Unknown and unfinished requests, and prompts that can never run."""
+        self.refused(RoseError, lambda: self.scheduler.cancel(UNKNOWN))
+        self.refused(RoseError, lambda: self.scheduler.take_result(next(iter(self.running), UNKNOWN)))
+        if len(self.running) < MOST_IN_FLIGHT:
+            params = SamplingParams(max_tokens=N_POSITIONS)
+            for bad in ([], [VOCAB], [1] * N_POSITIONS):
+                self.refused(PromptError, lambda bad=bad: self.scheduler.add_request(bad, params))
+
+    # What must hold.
+
+    def check(self) -> None:
+        for request_id in self.scheduler.finished.keys() - self.ended.keys():
+            output = self.ended[request_id] = self.scheduler.finished[request_id]
+            self.running.pop(request_id).judge(output)  # a second end finds nobody
+            self.seen[output.finish_reason] += 1
+        assert self.scheduler.finished.keys() == self.ended.keys()
+        assert self.scheduler.n_waiting + self.scheduler.n_active == len(self.running)
+        assert self.scheduler.has_unfinished == bool(self.running)
+        assert self.scheduler.n_active <= self.scheduler.max_batch_size
+        check_holders(self.engine, self.scheduler)
+
+    def end(self) -> None:
+        self.fault_in = None
+        for _ in range(100 * (LONGEST_PROMPT + MOST_TOKENS) * MOST_IN_FLIGHT):
+            if not self.running:
+                break
+            self.apply("step", 0, 0)
+        assert not self.running, f"{len(self.running)} requests never end"
+        self.seen["preemptions"] += self.scheduler.preemptions
+        if self.engine.prefix_cache is not None:
+            self.seen["prefix hits"] += self.engine.prefix_cache.hits
+        self.forget_prefixes(0, 0)
+        self.check()
+        assert_whole(self.engine)
+        assert self.scheduler._unreserved == self.engine.num_kv_blocks
+
+    # The model.
+
+    def _note(self, request_id: int, prompt: list[int], params: SamplingParams) -> None:
+        assert request_id not in self.running
+        self.running[request_id] = Asked.of(prompt, params, self.expected(prompt, params))
+
+    def _refusal(
+        self, prompts: list[list[int]], params: list[SamplingParams]
+    ) -> type[OverloadError] | type[PromptError] | None:
+        if len(self.running) + len(prompts) > MOST_IN_FLIGHT:
+            return OverloadError
+        lengths = [len(prompt) + own.max_tokens - 1 for prompt, own in zip(prompts, params, strict=True)]
+        return PromptError if max(lengths) > self.engine.num_kv_blocks * BLOCK else None
+
+    def _raise_fault(self) -> None:
+        if self.fault_in is None:
+            return
+        if self.fault_in == 0:
+            self.fault_in = None
+            raise FaultError("a step is made to fail")
+        self.fault_in -= 1
+
+
+class ModelSchedulerDriver(SchedulerDriver):
+    """The same over a real, very small model, driven by the host and resident."""
+
+    axes = {"rung": (BEST_RUNG, "mutable_block_info")} | {
+        name: values
+        for name, values in SchedulerDriver.axes.items()
+        if name not in ("run_ahead_and_replays", "pool")
+    }
+
+    def make_engine(self, rung: str, n_blocks: int, **options) -> Engine:
+        return Engine(_model(), recipe=rung, block_size=BLOCK, num_kv_blocks=n_blocks, **options)
+
+    def expected(self, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
+        return _tokens_of_ample_run()[tuple(prompt), params.temperature]
+
+
+def check_holders(engine: Engine, scheduler: OnlineScheduler) -> None:
+    """The books are consistent; those who hold blocks are the requests in flight and the prefix cache."""
+    holders = [request.sequence.block_ids for request in scheduler._requests.values()]
+    if engine.prefix_cache is not None:
+        holders += engine.prefix_cache._entries.values()
+    pools = chain.from_iterable(holders)
+    engine.blocks.check_integrity(Counter(chain.from_iterable(pools)))
+
+
+def assert_whole(engine: Engine) -> None:
+    """Every block is free."""
+    engine.check_integrity()
+    for pool in range(engine.blocks.num_pools):
+        assert engine.blocks.num_free_blocks(pool) == engine.num_kv_blocks
+
+
+def prompt_of(a: int, b: int) -> list[int]:
+    """The beginning of one of three documents, and one of two last tokens: 120 prompts in all."""
+    return [*DOCUMENTS[a % 3][: b % LONGEST_PROMPT], 1 + a % 2]
+
+
+def params_of(a: int, b: int) -> SamplingParams:
+    """A third is drawn with a seed; half go on past the end of sequence."""
+    temperature = float(a % 9 < 3)
+    return SamplingParams(
+        temperature=temperature, seed=7, max_tokens=1 + 2 * (b // LONGEST_PROMPT), ignore_eos=a >= 128
+    )
+
+
+@cache
+def _model():
+    config = small_config(vocab_size=VOCAB, eos_token_id=EOS, n_positions=N_POSITIONS, d_model=8)
+    return random_model(0, config)
+
+
+@cache
+def _tokens_of_ample_run() -> dict[tuple[tuple[int, ...], float], tuple[int, ...]]:
+    """What follows each prompt, greedily and drawn, in a dense run with a pool for all."""
+    engine = Engine(_model(), recipe="dense", block_size=BLOCK)
+    prompts = [prompt_of(a, b) for a in range(6) for b in range(LONGEST_PROMPT)]
+    found = {}
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=7, max_tokens=MOST_TOKENS, ignore_eos=True)
+        for output in OfflineScheduler(engine).run(prompts, params):
+            found[tuple(output.prompt_token_ids), temperature] = tuple(output.token_ids)
+    return found

@@ -1,0 +1,118 @@
+"""Files are there whole or not at all, whatever stops the writer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rosellm.atomic import replacing, write_text
+from rosellm.lab import trace
+from rosellm.roseinfer.record import write_record
+
+ROOT = Path(__file__).parents[1]
+STOPPED = [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError(), SystemExit(143)]
+
+
+@pytest.mark.parametrize("error", STOPPED, ids=lambda error: type(error).__name__)
+def test_a_writer_that_is_stopped_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, error: BaseException
+) -> None:
+    path = tmp_path / "record.json"
+    write_text(path, "old")
+    with pytest.raises(type(error)), replacing(path) as unfinished:
+        unfinished.write_text("ne")
+        assert path.read_text() == "old"
+        raise error
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_new_file_is_there_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    with replacing(path) as unfinished:
+        assert unfinished.name == path.name  # a writer may go by the ending
+        unfinished.write_bytes(b"whole")
+        assert not path.exists() and not list(tmp_path.glob("*.gz"))
+    assert path.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_goes_on_pointing_to_the_file_that_is_replaced(tmp_path: Path) -> None:
+    path, link = tmp_path / "record.json", tmp_path / "link.json"
+    path.write_text("old")
+    link.symlink_to(path)
+    write_text(link, "new")
+    assert link.is_symlink() and path.read_text() == "new"
+
+
+def test_a_writer_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "record.json"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_interrupted_in_mid_write_is_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "record.json"
+    write_record(path, {"figure": 1})
+    before = path.read_bytes()
+
+    def interrupted(self: Path, text: str, **_options: object) -> None:
+        self.write_bytes(text.encode()[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_record(path, {"figure": 2})
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_trace_that_cannot_be_exported_leaves_the_old_one(tmp_path: Path) -> None:
+    class Profiler:
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_text('{"traceEv')
+            raise RuntimeError("no space")
+
+    path = tmp_path / "trace.json"
+    path.write_text("old")
+    with pytest.raises(RuntimeError, match="no space"):
+        trace._export(Profiler(), path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+KILLER = """
+import json, os, random, signal, sys, time
+from itertools import count
+from pathlib import Path
+from rosellm.lab.records import Results
+from rosellm.roseinfer.record import write_record
+
+folder, rng, seen = Path(sys.argv[1]), random.Random(0), set()
+record = lambda i: {"number": i, "figures": [i] * 30_000}
+write_record(folder / "grid.json", record(0))
+for _ in range(25):
+    writer = os.fork()
+    if not writer:
+        for number in count(1):
+            write_record(folder / "grid.json", record(number))
+    end = time.monotonic() + rng.uniform(0.02, 0.08)
+    while time.monotonic() < end:
+        assert Results(folder).names() == ["grid"]
+        read = Results(folder).load("grid")
+        assert read == record(read["number"])
+        seen.add(read["number"])
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    read = Results(folder).load("grid")
+    assert read == record(read["number"])
+print(len(seen))
+"""
+
+
+def test_a_record_s_reader_never_finds_half_of_it_though_writers_are_killed_at_random(tmp_path: Path) -> None:
+    killer = [sys.executable, "-c", KILLER, str(tmp_path)]
+    done = subprocess.run(killer, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 3
