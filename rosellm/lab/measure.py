@@ -17,7 +17,7 @@ import torch
 
 from rosellm.command_line import OneLineParser, whole_number
 from rosellm.errors import RoseError
-from rosellm.lab import experiments
+from rosellm.lab import experiments, robustness
 from rosellm.lab.bench import get_model
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.cli import command
@@ -129,6 +129,33 @@ def cold_start(arguments: argparse.Namespace) -> dict:
     return {"rung": BEST_RUNG, "seconds": seconds}
 
 
+def kv_pressure(arguments: argparse.Namespace) -> dict:
+    """Throughput with a quarter of the KV blocks that all requests need, and with all of them."""
+    workloads = [WORKLOADS[name] for name in ("W6", "W7")]
+    return {
+        w.id: robustness.kv_pressure(_model(arguments), w.num_requests, w.prompt_tokens, w.max_new_tokens)
+        for w in workloads
+    }
+
+
+def determinism(arguments: argparse.Namespace) -> dict:
+    """What batch invariance costs, and what changes without it."""
+    model = _model(arguments)
+    return {
+        "cost": {
+            name: robustness.determinism_cost(model, WORKLOADS[name])
+            for name in ("W0", "W1", "W2", "W3", "W6", "W7")
+        },
+        "bits": {
+            dtype: robustness.invariance(
+                get_model(arguments.model, arguments.device, dtype, arguments.load_format),
+                [1, 2, 8, 9, 16, 17, 32, 64, 65, 128, 129, 256],
+            )
+            for dtype in ("float16", "bfloat16", "float32")
+        },
+    }
+
+
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "counts": counts,
     "equality": equality,
@@ -138,6 +165,8 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "ledger": ledger,
     "grid": grid,
     "cold_start": cold_start,
+    "kv_pressure": kv_pressure,
+    "determinism": determinism,
 }
 
 

@@ -150,6 +150,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="reuse the KV of shared prompt prefixes; default: on",
     )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="a request's logits are bitwise the same whatever shares its batch; on the late rungs",
+    )
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
@@ -308,6 +313,7 @@ def make_engine(
         num_kv_blocks=options.num_kv_blocks or kv_blocks_wanted(options, gpt, longest_prompt),
         block_size=options.block_size,
         prefix_cache=options.prefix_cache,
+        deterministic=options.deterministic,
     )
 
 
