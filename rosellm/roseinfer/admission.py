@@ -10,7 +10,7 @@ from typing import Protocol
 from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics
 from rosellm.roseinfer.request import Sequence
 
-ACTIVE_PER_SPARE_BLOCK = 4
+ACTIVE_PER_SPARE_BLOCK = 1
 
 
 @dataclass(slots=True, eq=False)

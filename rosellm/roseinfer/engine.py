@@ -244,7 +244,7 @@ class Engine:
     def has_room_to_prefill(self, sequences: list[Sequence], counts: list[int]) -> bool:
         """Whether there are blocks for these tokens; cached prefixes are evicted as far as needed."""
         at_most = sum(counts) // self.block_size + 2 * len(sequences)
-        return self._free_blocks() >= at_most or self._make_room(self.blocks_to_prefill(sequences, counts))
+        return self._free_blocks() >= at_most or self.make_room(self.blocks_to_prefill(sequences, counts))
 
     def has_room_to_decode(self, sequences: list[Sequence]) -> bool:
         """Whether there are blocks for one more step, cached prefixes being evicted as far as needed.
@@ -254,8 +254,19 @@ class Engine:
         """
         if self._free_blocks() >= (self.run_ahead + 1) * len(sequences):
             return True
-        self._make_room(sum(map(self._blocks_to_decode, sequences)))
-        return self._free_blocks() >= sum(map(self._blocks_to_decode, sequences))
+        if self.make_room(sum(self.blocks_to_decode(sequences))):
+            return True
+        return self._free_blocks() >= sum(self.blocks_to_decode(sequences))  # eviction may have ended sharing
+
+    def make_room(self, n_blocks: int) -> bool:
+        """Evict cached prefixes until a layer has ``n_blocks`` free blocks; whether it has."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.make_room(n_blocks)
+        return self._free_blocks() >= n_blocks
+
+    def blocks_to_decode(self, sequences: list[Sequence]) -> list[int]:
+        """Blocks a layer that each needs for the tokens cached by the end of a step that is begun now."""
+        return list(map(self._blocks_to_decode, sequences))
 
     def check_integrity(self) -> None:
         """Assert that every KV block is free, or held by just as many as its count says.
@@ -283,17 +294,11 @@ class Engine:
     def _free_blocks(self) -> int:
         return min(map(self.blocks.num_free_blocks, range(self.blocks.num_pools)))
 
-    def _make_room(self, n_blocks: int) -> bool:
-        if self.prefix_cache is not None:
-            self.prefix_cache.make_room(n_blocks)
-        return self._free_blocks() >= n_blocks
-
     def _blocks_to_cache(self, sequence: Sequence, count: int) -> int:
         n_cached = sequence.n_cached
         return blocks_for(n_cached + count, self.block_size) - n_cached // self.block_size
 
     def _blocks_to_decode(self, sequence: Sequence) -> int:
-        """Blocks a layer for the tokens that steps cache by the end of one that is begun now."""
         held = sequence.block_ids[0]
         reserved = self.blocks.tokens_reserved(held)
         length = min(len(sequence.tokens) + self.run_ahead, sequence.max_length - 1)

@@ -225,7 +225,7 @@ class OnlineScheduler:
         if not self._prefilling:
             return 0, []
         self.engine.match_prefixes([request.sequence for request in self._prefilling])
-        got = self._preempt_until(lambda: self.engine.has_room_to_prefill(*self._next_chunks()))
+        got = self._make_room_to_prefill()
         sequences, counts = self._next_chunks()
         if sequences:
             whole = self.engine.begin_prefill(sequences, counts)
@@ -234,25 +234,33 @@ class OnlineScheduler:
         return len(sequences), got
 
     def _make_room_to_decode(self) -> list[list[Sequence]]:
-        """The pool has a block for every sequence that needs one; who got a token meanwhile."""
-        if not self._active:
+        """The pool has the blocks that the next step needs; who got a token meanwhile."""
+        if not self._active or self.engine.has_room_to_decode(self._active):
             return []
-        return self._preempt_until(lambda: self.engine.has_room_to_decode(self._active))
-
-    def _preempt_until(self, has_room: Callable[[], bool]) -> list[list[Sequence]]:
-        """Preempt the youngest while there is no room for all; the oldest always stays.
-
-        Begun steps are ended first: their tokens count, and who ends with them gives up its blocks.
-        """
-        if has_room():
-            return []
-        got = self._collect(0)
-        while self.n_active > 1 and not has_room():
-            self._preempt(max(self._running(), key=lambda request: request.sequence.request_id))
+        got = self._collect(0)  # begun steps count, and who ends with them gives up its blocks
+        needs = dict(zip(self._active, self.engine.blocks_to_decode(self._active), strict=True))
+        self._preempt_until_there_are(needs)
         return got
 
-    def _running(self) -> list[Request]:
-        return [self._requests[sequence.request_id] for sequence in self._active] + self._prefilling
+    def _make_room_to_prefill(self) -> list[list[Sequence]]:
+        """The same for the next chunks of prompts."""
+        sequences, counts = self._next_chunks()
+        if self.engine.has_room_to_prefill(sequences, counts):
+            return []
+        got = self._collect(0)
+        needs = {s: self.engine.blocks_to_prefill([s], [n]) for s, n in zip(sequences, counts, strict=True)}
+        self._preempt_until_there_are(needs)
+        return got
+
+    def _preempt_until_there_are(self, needs: dict[Sequence, int]) -> None:
+        """Preempt the youngest until there are the blocks that the others need; the oldest always stays."""
+        needed = sum(needs.values())
+        running = [self._requests[sequence.request_id] for sequence in self._active] + self._prefilling
+        running.sort(key=lambda request: request.sequence.request_id)
+        while len(running) > 1 and not self.engine.make_room(needed):
+            youngest = running.pop()
+            needed -= needs.get(youngest.sequence, 0)
+            self._preempt(youngest)
 
     def _preempt(self, request: Request) -> None:
         self._leave([request.sequence])

@@ -71,7 +71,7 @@ def test_the_youngest_is_preempted_and_the_oldest_never(monkeypatch):
 
     def spy(scheduler, request):
         preempt(scheduler, request)
-        others = [r.sequence.request_id for r in scheduler._running()]
+        others = [s.request_id for s in scheduler._active]
         still_running.append(max(others) < request.sequence.request_id)
 
     monkeypatch.setattr(OnlineScheduler, "_preempt", spy)
