@@ -103,7 +103,8 @@ def equality(
         figures[rung] = compare_logits(expected, logits) | {
             "tokens_equal": tokens == reference,
             "share_of_tokens_equal": share_equal(tokens, reference),
-            "first_difference": first_difference(expected, reference, tokens),
+            "first_difference": (parted := first_difference(expected, reference, tokens)),
+            "gap_at_first_difference": parted and parted["logit_gap"],
             "smallest_gap_of_reference": (best[..., 0] - best[..., 1]).min().item(),
             "distinct_tokens_of_reference": len({t for row in reference for t in row}),
         }

@@ -44,7 +44,7 @@ class LLM:
 
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the best one.
     device: "auto", "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format: "auto",
-    or "dummy" for random weights. The sizes are those of ``Engine``.
+    or "dummy" for random weights. The sizes and ``deterministic`` are those of ``Engine``.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class LLM:
         max_batch_size: int = 256,
         num_kv_blocks: int | None = None,
         block_size: int = 64,
+        deterministic: bool = False,
     ) -> None:
         self.engine = Engine.load(
             model,
@@ -68,6 +69,7 @@ class LLM:
             max_batch_size=max_batch_size,
             num_kv_blocks=num_kv_blocks,
             block_size=block_size,
+            deterministic=deterministic,
         )
 
     def generate(

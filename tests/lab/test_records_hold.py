@@ -110,7 +110,7 @@ def test_the_slowest_steps_are_near_the_median(workload):
     assert figures["decode_step_p99_s"] <= 1.3 * figures["decode_step_p50_s"]
 
 
-@pytest.mark.parametrize("workload", ["W0", "W1", "W2", "W3", "W4"])
+@pytest.mark.parametrize("workload", ["W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7"])
 def test_memory_is_weights_and_cache_and_little_more(workload):
     record = RESULTS.record(workload, BEST_RUNG)
     (result,) = record["results"].values()
@@ -124,7 +124,7 @@ def test_the_ledgers_account_for_the_step_and_the_gpu_is_busy():
     for batch, rungs in RESULTS.load("ledger")["figures"].items():
         for rung, figures in rungs.items():
             assert Ledger.from_dict(figures).coverage >= 0.95, (batch, rung)
-    for batch in ("64", "256"):
+    for batch in ("64", "256", "1024"):
         assert RESULTS.load("ledger")["figures"][batch][BEST_RUNG]["busy"] >= 0.95
 
 
@@ -140,3 +140,20 @@ def test_on_two_cores_a_batch_of_eight_is_past_transformers():
         for rival in ("rosellm", "transformers")
     )
     assert ours >= 1.2 * theirs
+
+
+# What an engine keeps to when it is pressed.
+
+
+def test_a_quarter_of_the_kv_blocks_leaves_most_of_the_throughput():
+    for workload, figures in RESULTS.load("kv_pressure")["figures"].items():
+        assert figures["ratio"] >= 0.7, workload
+        assert all(run["preemptions"] > 0 for run in figures["tight"]["repeats"]), workload
+
+
+def test_batch_invariance_costs_little_on_large_batches_and_changes_no_bit():
+    figures = RESULTS.load("determinism")["figures"]
+    assert figures["cost"]["W2"]["cost"] <= 0.1 and figures["cost"]["W3"]["cost"] <= 0.1
+    for dtype, bits in figures["bits"].items():
+        assert not any(bits["invariant"].values()), dtype
+        assert any(bits["fast"].values()), dtype

@@ -58,6 +58,14 @@ def test_one_prompt_may_be_given_bare(llm: LLM) -> None:
         assert len(llm.generate(bare, GREEDY, use_tqdm=False)) == 1
 
 
+def test_a_deterministic_engine_may_be_asked_for(checkpoint: Path) -> None:
+    asked = LLM(str(checkpoint), device="cpu", deterministic=True)
+    assert asked.engine.recipe.numerics == "invariant"
+    params = SamplingParams(temperature=0.8, max_tokens=5, seed=3)
+    (alone,) = asked.generate([1, 2, 3], params, use_tqdm=False)
+    assert asked.generate([[4], [1, 2, 3]], params, use_tqdm=False)[1].outputs == alone.outputs
+
+
 def test_no_prompts_give_no_results(llm: LLM) -> None:
     assert llm.generate([], use_tqdm=False) == []
 
