@@ -13,7 +13,7 @@ from rosellm.roseinfer.request import Sequence
 ACTIVE_PER_SPARE_BLOCK = 1
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Request:
     """A request in flight, with the KV blocks a layer that it may come to hold."""
 
@@ -23,7 +23,7 @@ class Request:
     blocks: int
 
 
-@dataclass(slots=True)
+@dataclass
 class Room:
     """KV blocks a layer for one round of admission.
 

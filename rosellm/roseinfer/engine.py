@@ -246,17 +246,17 @@ class Engine:
         at_most = sum(counts) // self.block_size + 2 * len(sequences)
         return self._free_blocks() >= at_most or self.make_room(self.blocks_to_prefill(sequences, counts))
 
-    def has_room_to_decode(self, sequences: list[Sequence]) -> bool:
-        """Whether there are blocks for one more step, cached prefixes being evicted as far as needed.
+    def has_room_to_decode(self, sequences: list[Sequence], steps: int = 1) -> bool:
+        """Whether there are blocks for so many more steps, cached prefixes being evicted as far as needed.
 
         What the sequences need (their last block is full, or shared and so cloned) is counted only where
         there is not a free block for each token that may be on its way.
         """
-        if self._free_blocks() >= (self.run_ahead + 1) * len(sequences):
+        if self._free_blocks() >= (self.run_ahead + steps) * len(sequences):
             return True
-        if self.make_room(sum(self.blocks_to_decode(sequences))):
+        if self.make_room(sum(self.blocks_to_decode(sequences, steps))):
             return True
-        return self._free_blocks() >= sum(self.blocks_to_decode(sequences))  # eviction may have ended sharing
+        return self._free_blocks() >= sum(self.blocks_to_decode(sequences, steps))  # eviction ends sharing
 
     def make_room(self, n_blocks: int) -> bool:
         """Evict cached prefixes until a layer has ``n_blocks`` free blocks; whether it has."""
@@ -264,9 +264,10 @@ class Engine:
             self.prefix_cache.make_room(n_blocks)
         return self._free_blocks() >= n_blocks
 
-    def blocks_to_decode(self, sequences: list[Sequence]) -> list[int]:
-        """Blocks a layer that each needs for the tokens cached by the end of a step that is begun now."""
-        return list(map(self._blocks_to_decode, sequences))
+    def blocks_to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
+        """Blocks a layer that each needs for the tokens cached by the end of so many steps begun from now."""
+        ahead = self.run_ahead + steps - 1
+        return [self._blocks_to_decode(sequence, ahead) for sequence in sequences]
 
     def check_integrity(self) -> None:
         """Assert that every KV block is free, or held by just as many as its count says.
@@ -298,10 +299,10 @@ class Engine:
         n_cached = sequence.n_cached
         return blocks_for(n_cached + count, self.block_size) - n_cached // self.block_size
 
-    def _blocks_to_decode(self, sequence: Sequence) -> int:
+    def _blocks_to_decode(self, sequence: Sequence, ahead: int) -> int:
         held = sequence.block_ids[0]
         reserved = self.blocks.tokens_reserved(held)
-        length = min(len(sequence.tokens) + self.run_ahead, sequence.max_length - 1)
+        length = min(len(sequence.tokens) + ahead, sequence.max_length - 1)
         if length <= reserved:
             return 0
         cloned = reserved % self.block_size > 0 and self.blocks.ref_count(held[-1]) > 1

@@ -17,6 +17,7 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 
 POLICIES = ("fifo", "pack")
+STEPS_ASSURED = 16
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class OnlineScheduler:
         self._prefilling: list[Request] = []  # admitted, and not all is begun; after a step at most one
         self._active: list[Sequence] = []  # those that decode; replaced, never changed in place
         self._heard: _Listeners | None = None
+        self._assured: list[Sequence] | None = None  # they have blocks for so many steps more
+        self._assured_steps = 0
         self._unreserved = engine.num_kv_blocks  # were all active requests to grow to their full length
 
     @property
@@ -229,18 +232,30 @@ class OnlineScheduler:
         sequences, counts = self._next_chunks()
         if sequences:
             whole = self.engine.begin_prefill(sequences, counts)
+            self._assured_steps = 0
             self._active = self._active + whole
             self._prefilling = self._prefilling[len(whole) :]
         return len(sequences), got
 
     def _make_room_to_decode(self) -> list[list[Sequence]]:
         """The pool has the blocks that the next step needs; who got a token meanwhile."""
-        if not self._active or self.engine.has_room_to_decode(self._active):
+        if not self._active or self._has_room_to_decode():
             return []
         got = self._collect(0)  # begun steps count, and who ends with them gives up its blocks
         needs = dict(zip(self._active, self.engine.blocks_to_decode(self._active), strict=True))
         self._preempt_until_there_are(needs)
         return got
+
+    def _has_room_to_decode(self) -> bool:
+        """Asked of the engine for some steps at once, since the answer takes a look at every sequence."""
+        if self._assured is not self._active:
+            self._assured, self._assured_steps = self._active, 0
+        if not self._assured_steps and self.engine.has_room_to_decode(self._active, STEPS_ASSURED):
+            self._assured_steps = STEPS_ASSURED
+        if self._assured_steps:
+            self._assured_steps -= 1
+            return True
+        return self.engine.has_room_to_decode(self._active)
 
     def _make_room_to_prefill(self) -> list[list[Sequence]]:
         """The same for the next chunks of prompts."""

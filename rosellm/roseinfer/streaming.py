@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from time import perf_counter
 from traceback import format_exception_only
@@ -20,6 +20,8 @@ from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics, RequestOu
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.scheduler import OnlineScheduler, SchedulerConfig
+
+ORDERS_A_STEP = 1024
 
 
 class ClosedError(RoseError):
@@ -242,11 +244,14 @@ class StreamingManager:
             self._hand_over(self._scheduler.step())
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
-        """The orders that have come in by now; waits for one if nothing runs."""
-        if not self._scheduler.has_unfinished:
-            yield self._orders.get()
-        for _ in range(self._orders.qsize()):
-            yield self._orders.get()
+        """The orders that have come in, some hundreds at most; waits for one if nothing runs."""
+        wait = not self._scheduler.has_unfinished
+        for _ in range(ORDERS_A_STEP):
+            try:
+                yield self._orders.get(block=wait)
+            except Empty:
+                return
+            wait = False
 
     def _start(self, stream: _Stream, sequence: Sequence) -> None:
         if stream.ended.is_set():  # cancelled while it was tokenised
