@@ -179,6 +179,14 @@ def _span(results: Results) -> str:
     return f"W3: {number(values['dense'])} → {number(values[BEST_RUNG])} tok/s up the ladder"
 
 
+def _split(results: Results) -> str:
+    steps = results.load("grid")["figures"]["few"]
+    pairs = zip(steps["dependent_launch"], steps["split_kv"], strict=True)
+    gain, row = max((1 - new["step_us"] / old["step_us"], new["batch"]) for old, new in pairs)
+    rows = "1 row" if row == 1 else f"{row} rows"
+    return f"no workload passes its gate; behind it a step of {rows} takes up to {number(gain * 100)} % less"
+
+
 def _invariance(results: Results) -> str:
     cost = results.load("determinism")["figures"]["cost"]
     lost = "; ".join(f"{workload} −{number(cost[workload]['cost'] * 100)} %" for workload in ("W2", "W3"))
@@ -190,7 +198,12 @@ def _pressure(results: Results) -> str:
     return f"a quarter of the KV blocks: W6 keeps {number(kept * 100)} % of its tokens a second"
 
 
-OTHER_FINDINGS = {"00_map": _span, "23_determinism": _invariance, "24_faults": _pressure}
+OTHER_FINDINGS = {
+    "00_map": _span,
+    "21_split_kv": _split,
+    "23_determinism": _invariance,
+    "24_faults": _pressure,
+}
 
 
 def _finding(results: Results, rung: str) -> str:

@@ -101,9 +101,9 @@ def final_logits(
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     others = [engine.make_sequence(other, params) for other in company or []]
     probe = engine.make_sequence(prompt, params)
-    _prefill(engine, probe, chunk)
     if others:
         engine.prefill(others)
+    _prefill(engine, probe, chunk)
     while not probe.is_finished:
         if probe.n_output == preempted_after:
             preempted_after = None

@@ -229,9 +229,13 @@ class Engine:
                 sequence.n_cached, sequence.block_ids = self.prefix_cache.match(known)
                 self._holders.add(sequence)
 
+    def free_blocks(self) -> int:
+        """Blocks a layer that nobody holds."""
+        return min(map(self.blocks.num_free_blocks, range(self.blocks.num_pools)))
+
     def available_blocks(self) -> int:
         """Blocks a layer that are free, or that only the prefix cache holds."""
-        return self._free_blocks() + (0 if self.prefix_cache is None else self.prefix_cache.num_evictable())
+        return self.free_blocks() + (0 if self.prefix_cache is None else self.prefix_cache.num_evictable())
 
     def blocks_to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
         """Blocks a layer that caching ``counts`` more tokens takes, None: all the rest.
@@ -244,25 +248,25 @@ class Engine:
     def has_room_to_prefill(self, sequences: list[Sequence], counts: list[int]) -> bool:
         """Whether there are blocks for these tokens; cached prefixes are evicted as far as needed."""
         at_most = sum(counts) // self.block_size + 2 * len(sequences)
-        return self._free_blocks() >= at_most or self.make_room(self.blocks_to_prefill(sequences, counts))
+        return self.free_blocks() >= at_most or self.make_room(self.blocks_to_prefill(sequences, counts))
 
-    def has_room_to_decode(self, sequences: list[Sequence], steps: int = 1) -> bool:
-        """Whether there are blocks for so many more steps, cached prefixes being evicted as far as needed.
+    def has_room_to_decode(self, sequences: list[Sequence]) -> bool:
+        """Whether there are blocks for one more step, cached prefixes being evicted as far as needed.
 
         What the sequences need (their last block is full, or shared and so cloned) is counted only where
         there is not a free block for each token that may be on its way.
         """
-        if self._free_blocks() >= (self.run_ahead + steps) * len(sequences):
+        if self.free_blocks() >= (self.run_ahead + 1) * len(sequences):
             return True
-        if self.make_room(sum(self.blocks_to_decode(sequences, steps))):
+        if self.make_room(sum(self.blocks_to_decode(sequences))):
             return True
-        return self._free_blocks() >= sum(self.blocks_to_decode(sequences, steps))  # eviction ends sharing
+        return self.free_blocks() >= sum(self.blocks_to_decode(sequences))  # eviction may have ended sharing
 
     def make_room(self, n_blocks: int) -> bool:
         """Evict cached prefixes until a layer has ``n_blocks`` free blocks; whether it has."""
         if self.prefix_cache is not None:
             self.prefix_cache.make_room(n_blocks)
-        return self._free_blocks() >= n_blocks
+        return self.free_blocks() >= n_blocks
 
     def blocks_to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
         """Blocks a layer that each needs for the tokens cached by the end of so many steps begun from now."""
@@ -291,9 +295,6 @@ class Engine:
     def _finish(self) -> None:
         for _ in self._step.collect():
             pass
-
-    def _free_blocks(self) -> int:
-        return min(map(self.blocks.num_free_blocks, range(self.blocks.num_pools)))
 
     def _blocks_to_cache(self, sequence: Sequence, count: int) -> int:
         n_cached = sequence.n_cached

@@ -96,7 +96,7 @@ class OnlineScheduler:
         self._active: list[Sequence] = []  # those that decode; replaced, never changed in place
         self._heard: _Listeners | None = None
         self._assured: list[Sequence] | None = None  # they have blocks for so many steps more
-        self._assured_steps = 0
+        self._assured_steps = self._assured_need = 0
         self._unreserved = engine.num_kv_blocks  # were all active requests to grow to their full length
 
     @property
@@ -247,15 +247,18 @@ class OnlineScheduler:
         return got
 
     def _has_room_to_decode(self) -> bool:
-        """Asked of the engine for some steps at once, since the answer takes a look at every sequence."""
-        if self._assured is not self._active:
-            self._assured, self._assured_steps = self._active, 0
-        if not self._assured_steps and self.engine.has_room_to_decode(self._active, STEPS_ASSURED):
-            self._assured_steps = STEPS_ASSURED
-        if self._assured_steps:
+        """Counted for some steps at once, since that takes a look at every sequence.
+
+        What was counted then holds as long as so many blocks are free, whoever else takes some.
+        """
+        free = self.engine.free_blocks()
+        if self._assured is self._active and self._assured_steps and free >= self._assured_need:
             self._assured_steps -= 1
             return True
-        return self.engine.has_room_to_decode(self._active)
+        self._assured = self._active
+        self._assured_need = sum(self.engine.blocks_to_decode(self._active, STEPS_ASSURED))
+        self._assured_steps = STEPS_ASSURED - 1
+        return free >= self._assured_need or self.engine.has_room_to_decode(self._active)
 
     def _make_room_to_prefill(self) -> list[list[Sequence]]:
         """The same for the next chunks of prompts."""

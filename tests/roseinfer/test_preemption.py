@@ -50,21 +50,6 @@ def test_requests_that_outgrow_the_pool_finish_with_the_tokens_of_an_ample_one(r
     assert [len(output.metrics.token_times) for output in outputs] == [N_TOKENS] * len(PROMPTS)
 
 
-@pytest.mark.parametrize("policy", ["fifo", "pack"])
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["", "prefix cache"])
-@pytest.mark.parametrize("budget", [4, 1000])
-@pytest.mark.parametrize("rung", ["dense", BEST_RUNG])
-def test_the_same_with_chunked_prompts_cached_prefixes_and_every_policy(rung, budget, prefix_cache, policy):
-    options = {"recipe": rung, "prefix_cache": prefix_cache}
-    config = {"prefill_token_budget": budget, "admission_policy": policy}
-    _, expected = run(small_engine(GPT, num_kv_blocks=AMPLE, **options), SHARED, greedy(), **config)
-    engine = small_engine(GPT, num_kv_blocks=9, **options)
-    scheduler, outputs = run(engine, SHARED, greedy(), **config)
-    assert tokens_of(outputs) == tokens_of(expected)
-    assert scheduler.preemptions > 0
-    assert not prefix_cache or engine.prefix_cache.hits > 0
-
-
 def test_the_youngest_is_preempted_and_the_oldest_never(monkeypatch):
     still_running = []
     preempt = OnlineScheduler._preempt

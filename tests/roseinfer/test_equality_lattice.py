@@ -1,0 +1,540 @@
+"""The equality lattice: in any combination, a request gets the tokens that plain ``dense`` gives it alone.
+
+Axes: model, rung, batch composition, admission policy, prefill chunk, prefix cache, preemption, streaming,
+runner, deterministic mode. Every pair of values that can occur together does, on a CPU and on a GPU (a
+covering array); on a CPU, six rungs run the full product of four axes of scheduling.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cache
+from itertools import combinations, product
+from threading import Event
+
+import pytest
+import torch
+
+from rosellm.errors import RecipeError
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kv_blocks import blocks_for
+from rosellm.roseinfer.loading import load_parts
+from rosellm.roseinfer.outputs import IncrementalText, RequestOutput
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, Recipe
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.resident import ResidentStep
+from rosellm.roseinfer.runner import EagerRunner, GraphRunner
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.scheduler import OfflineScheduler, SchedulerConfig
+from rosellm.roseinfer.streaming import StreamingManager
+from rosellm.rosetrainer.model import GPT
+from rosellm.rosetrainer.tokenizer import Tokenizer, train_tokenizer
+from rosellm.rosetrainer.weights import SHIPPED
+from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
+
+WORDS = "hello world, here is some text to learn from, with words and words"
+PROMPT_SEED = 84
+BUDGET = 5  # prompt tokens an iteration, where prompts are cut
+TOGETHER = 2  # prompts an iteration, where several start at a time
+MORE_OUTPUT = 11  # tokens each, so that blocks run out
+LONGEST_OUTPUT = 24
+LEAST_LEAD = 1e-3  # of a greedy token's logit over the second best, lest rounding decide
+SMALL_MODELS = {
+    "plain": (0, {}),
+    "grouped": (1, {"n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "d_model": 48, "tie_embeddings": False}),
+    "odd": (2, {"n_heads": 3, "n_kv_heads": 1, "d_model": 27, "d_ff": 50}),
+}
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Requests that are there together. suffixes: prompt tokens of each after the prefix that all share.
+
+    places: sequences that run together at most. outputs: tokens each gets, and ``MORE_OUTPUT`` if someone is
+    to be preempted. tight: KV blocks a layer that are too few for them, without and with a prefix cache; None
+    where nobody can be preempted. prefix: tokens.
+    """
+
+    places: int
+    outputs: tuple[int, ...]
+    suffixes: tuple[int, ...]
+    tight: tuple[int, int | None] | None
+    prefix: int = 10
+    block_size: int = 8
+
+
+# The request that lasts longest comes last and has the longest prompt, so that it has the highest row.
+COMPOSITIONS = {
+    "alone": Composition(1, (9,), (12,), None),
+    "equal": Composition(4, (9,) * 4, (9,) * 4, (8, 8)),
+    "mixed": Composition(5, (4, 6, 5, 8, 13), (11, 3, 7, 6, 17), (10, 9)),
+    "crowded": Composition(3, (6, 4, 7, 5, 4, 6, 9), (13, 2, 9, 7, 5, 3, 14), (11, 9)),
+}
+# In deterministic mode prompts are cut, and prefixes shared, at multiples of 64 tokens. A prefix as long as
+# that saves more blocks than the outputs take: nobody is preempted where it is cached.
+LONG_COMPOSITIONS = {
+    "alone": Composition(1, (9,), (118,), None, 66, 64),
+    "equal": Composition(3, (7,) * 3, (118,) * 3, (7, None), 66, 64),
+    "mixed": Composition(4, (4, 6, 5, 9), (120, 116, 122, 123), (7, None), 66, 64),
+    "crowded": Composition(2, (6, 4, 7, 5), (120, 116, 121, 117), (7, None), 66, 64),
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One value an axis. stream: tokens between two pieces of text; 0: the offline scheduler, no stream."""
+
+    model: str
+    rung: str
+    composition: str
+    policy: str
+    prefill: str
+    prefix_cache: bool
+    forced: bool
+    stream: int
+    runner: str
+    deterministic: bool
+
+    def recipe(self) -> Recipe:
+        numerics = "invariant" if self.deterministic else "fast"
+        return replace(LADDER[self.rung], runner=self.runner, numerics=numerics)
+
+    def is_allowed(self) -> bool:
+        tight = self.shape().tight
+        can_be_forced = tight is not None and tight[self.prefix_cache] is not None
+        return (can_be_forced or not self.forced) and takes(self.rung, self.runner, self.deterministic)
+
+    def shape(self) -> Composition:
+        return (LONG_COMPOSITIONS if self.deterministic else COMPOSITIONS)[self.composition]
+
+    def __str__(self) -> str:
+        marks = {"cache": self.prefix_cache, "forced": self.forced, "deterministic": self.deterministic}
+        words = [self.rung, self.model, self.composition, self.policy, self.prefill, self.runner]
+        return "-".join([*words, f"stream{self.stream}", *(mark for mark, is_set in marks.items() if is_set)])
+
+
+@cache
+def takes(rung: str, runner: str, deterministic: bool) -> bool:
+    """Whether the rung takes that runner and that mode."""
+    try:
+        replace(LADDER[rung], runner=runner, numerics="invariant" if deterministic else "fast")
+    except RecipeError:
+        return False
+    return True
+
+
+def axes_on(device: str) -> dict[str, tuple]:
+    """Every axis with its values. Tuned launches need Triton, which would be interpreted on a CPU."""
+    rungs = tuple(name for name in LADDER if device == "cuda" or LADDER[name].launch != "autotuned")
+    both = (False, True)
+    values = (
+        (*SMALL_MODELS, SHIPPED), rungs, tuple(COMPOSITIONS), ("fifo", "pack"),
+        ("whole", "budget", "several"), both, both, (0, 1, 3), ("eager", "graph"), both,
+    )  # fmt: skip
+    return dict(zip((field.name for field in fields(Combination)), values, strict=True))
+
+
+Pair = tuple[tuple[int, object], tuple[int, object]]
+
+
+def pairs_of(combination: Combination) -> Iterator[Pair]:
+    """Every two of its values, each with its axis."""
+    return combinations(enumerate(astuple(combination)), 2)
+
+
+def can_occur(axes: dict[str, tuple], given: Iterable[tuple[int, object]]) -> bool:
+    """Whether any allowed combination has the ``given`` values."""
+    given = dict(given)
+    choices = [(given[axis],) if axis in given else some for axis, some in enumerate(axes.values())]
+    return any(Combination(*values).is_allowed() for values in product(*choices))
+
+
+def every_pair(axes: dict[str, tuple]) -> list[Pair]:
+    """In a fixed order."""
+    places = [[(axis, value) for value in choices] for axis, choices in enumerate(axes.values())]
+    return [pair for two in combinations(places, 2) for pair in product(*two)]
+
+
+@cache
+def allowed_pairs(device: str) -> list[Pair]:
+    """Those that occur in an allowed combination."""
+    axes = axes_on(device)
+    return [pair for pair in every_pair(axes) if can_occur(axes, pair)]
+
+
+def draw(axes: dict[str, tuple], rng: random.Random, given: Iterable[tuple[int, object]]) -> Combination:
+    """A random allowed combination with the ``given`` values."""
+    fixed = dict(given)
+    while True:
+        values = [fixed.get(axis, rng.choice(choices)) for axis, choices in enumerate(axes.values())]
+        if (combination := Combination(*values)).is_allowed():
+            return combination
+
+
+@cache
+def covering_array(device: str, tries: int = 40) -> list[Combination]:
+    """Combinations in which every allowed pair occurs: greedily, the best of some random ones each time
+    (AETG, Cohen et al. 1997)."""
+    axes, rng = axes_on(device), random.Random(0)
+    missing, chosen = dict.fromkeys(allowed_pairs(device)), []
+    while missing:
+        drawn = [draw(axes, rng, next(iter(missing))) for _ in range(tries)]
+        best = max(drawn, key=lambda c: sum(pair in missing for pair in pairs_of(c)))
+        for pair in pairs_of(best):
+            missing.pop(pair, None)
+        chosen.append(best)
+    return chosen
+
+
+FULL_RUNGS = ("dense", "cuda_graph", "mutable_block_info", "resident_step", "packed_prefill", BEST_RUNG)
+FULL_AXES = ("composition", "prefill", "prefix_cache", "forced")
+
+
+def full_product() -> list[Combination]:
+    """Every combination of ``FULL_AXES`` on ``FULL_RUNGS``; the other axes are drawn, but small models and
+    fast numerics only."""
+    cheap = {"model": tuple(SMALL_MODELS), "rung": FULL_RUNGS, "deterministic": (False,)}
+    axes = axes_on("cpu") | cheap
+    names, rng = list(axes), random.Random(1)
+    told = [(names.index(name), axes[name]) for name in ("rung", *FULL_AXES)]
+    drawn = []
+    for values in product(*(choices for _, choices in told)):
+        given = dict(zip((axis for axis, _ in told), values, strict=True))
+        if can_occur(axes, given.items()):
+            drawn.append(draw(axes, rng, given.items()))
+    return drawn
+
+
+DEVICES = ("cpu", "cuda")
+ON_CPU, ON_GPU = dict.fromkeys(covering_array("cpu") + full_product()), covering_array("cuda")
+
+
+# Models, and what they generate alone.
+
+
+@cache
+def tokenizer_of_words() -> Tokenizer:
+    return train_tokenizer([WORDS], 290)
+
+
+@cache
+def parts(name: str, device: str) -> tuple[GPT, Tokenizer]:
+    """A model in fp32 and its tokenizer."""
+    if name == SHIPPED:
+        return load_parts(SHIPPED, device, "float32")
+    seed, shape = SMALL_MODELS[name]
+    tokenizer = tokenizer_of_words()
+    config = small_config(vocab_size=tokenizer.vocab_size, n_positions=256, **shape)
+    return random_model(seed, config).to(torch.device(device), torch.float32), tokenizer
+
+
+@cache
+def dense_engine(name: str) -> Engine:
+    return Engine(parts(name, "cpu")[0], recipe="dense", max_batch_size=1)
+
+
+@cache
+def alone(name: str, prompt: tuple[int, ...]) -> tuple[list[int], float]:
+    """What plain ``dense`` on a CPU makes of a request that is all there is; by how much its tokens led."""
+    engine = dense_engine(name)
+    sequence = engine.make_sequence(list(prompt), greedy(LONGEST_OUTPUT))
+    engine.prefill([sequence])
+    leads = [lead(engine)]
+    while not sequence.is_finished:
+        engine.decode([sequence])
+        leads.append(lead(engine))
+    engine.release(sequence)
+    return sequence.output, min(leads)
+
+
+def lead(engine: Engine) -> float:
+    best, second = engine.last_logits()[0].topk(2).values.tolist()
+    return best - second
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+# Requests.
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A request that is served first, so that its prefix may be cached, then those that come together."""
+
+    primer: list[int]
+    prompts: list[list[int]]
+    outputs: tuple[int, ...]
+    composition: Composition
+
+    @classmethod
+    def of(cls, combination: Combination) -> Workload:
+        shape = combination.shape()
+        vocab_size = parts(combination.model, "cpu")[0].config.vocab_size
+        prefix, end, *suffixes = random_prompts([shape.prefix, 3, *shape.suffixes], PROMPT_SEED, vocab_size)
+        outputs = tuple(n + MORE_OUTPUT * combination.forced for n in shape.outputs)
+        return cls(prefix + end, [prefix + suffix for suffix in suffixes], outputs, shape)
+
+    def expected(self, model: str) -> list[list[int]]:
+        """The primer's tokens, then those of the others."""
+        every = zip([self.primer, *self.prompts], [1, *self.outputs], strict=True)
+        return [alone(model, tuple(prompt))[0][:n] for prompt, n in every]
+
+    def num_kv_blocks(self, combination: Combination) -> int:
+        """Too few, or enough for all at once and for the primer in the prefix cache."""
+        if combination.forced:
+            return self.composition.tight[combination.prefix_cache]
+        lengths = [len(prompt) + n for prompt, n in zip(self.prompts, self.outputs, strict=True)]
+        return sum(blocks_for(n, self.composition.block_size) for n in [*lengths, len(self.primer) + 1]) + 1
+
+
+class Witness:
+    """What an engine does: prompts in the order of their first chunks, chunks, rows, clones, moves."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.first_seen: dict[int, None] = {}
+        self.prefills: list[list[int]] = []
+        self.rows: list[int] = []
+        self.n_cut = self.n_clones = self.n_moves = 0
+        self._engine = engine
+        self._begin_prefill, self._begin_decode = engine.begin_prefill, engine.begin_decode
+        engine.begin_prefill, engine.begin_decode = self._see_prefill, self._see_decode
+        self._clone_block, engine.blocks.clone_block = engine.blocks.clone_block, self._see_clone
+        if isinstance(engine._step, ResidentStep):
+            self._move, engine._step._move = engine._step._move, self._see_move
+
+    def _see_prefill(self, sequences: list[Sequence], counts: list[int]) -> list[Sequence]:
+        self.first_seen.update(dict.fromkeys(s.request_id for s in sequences))
+        self.prefills.append(counts)
+        whole = self._begin_prefill(sequences, counts)
+        self.n_cut += len(sequences) - len(whole)
+        return whole
+
+    def _see_decode(self, sequences: list[Sequence]) -> int:
+        self.rows.append(self._begin_decode(sequences))
+        return self.rows[-1]
+
+    def _see_clone(self, block_id: int, length: int) -> int:
+        self.n_clones += 1
+        return self._clone_block(block_id, length)
+
+    def _see_move(self, sources, targets) -> None:
+        self.n_moves += len(sources)
+        self._move(sources, targets)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Results in the order of the requests, each one's pieces of text, and how often any was preempted."""
+
+    outputs: list[RequestOutput]
+    pieces: list[list[str]]
+    preemptions: int
+
+
+def serve(engine: Engine, config: SchedulerConfig, work: Workload, stream: int) -> Served:
+    """The primer alone, to its end, then all others at once."""
+    params = [greedy(n) for n in work.outputs]
+    if stream:
+        return serve_streaming(engine, config, work, params, stream)
+    scheduler = OfflineScheduler(engine, config)
+    outputs = scheduler.run([work.primer], greedy(1)) + scheduler.run(work.prompts, params)
+    return Served(outputs, [], scheduler.preemptions)
+
+
+def serve_streaming(
+    engine: Engine, config: SchedulerConfig, work: Workload, params: list[SamplingParams], interval: int
+) -> Served:
+    """The worker is held back while the requests come in, so that it finds all of them."""
+    with StreamingManager(engine, config, stream_interval=interval) as manager:
+        ids = [manager.add_request(work.primer, greedy(1))]
+        manager.result(ids[0], 60)
+        all_are_there = Event()
+        manager._orders.put(lambda: assert_true(all_are_there.wait(60)))
+        ids += [manager.add_request(prompt, own) for prompt, own in zip(work.prompts, params, strict=True)]
+        all_are_there.set()
+        pieces = [list(manager.stream_text(i)) for i in ids]
+        return Served([manager.result(i, 60) for i in ids], pieces, manager._scheduler.preemptions)
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+def pieces_of(tokens: list[int], tokenizer: Tokenizer, interval: int) -> list[str]:
+    """The text of every ``interval`` tokens, and of the rest; characters in parts wait for their end."""
+    text, pieces = IncrementalText(tokenizer), []
+    for n, token in enumerate(tokens, 1):
+        text.push(token)
+        if n == len(tokens):
+            text.finish()
+        if n % interval == 0 or n == len(tokens):
+            pieces.append(text.take())
+    return [piece for piece in pieces if piece]
+
+
+# The lattice.
+
+
+CASES = [pytest.param(c, "cpu", id=f"{c}-cpu") for c in ON_CPU]
+CASES += [pytest.param(c, "cuda", id=f"{c}-gpu", marks=pytest.mark.gpu) for c in ON_GPU]
+
+
+@pytest.mark.parametrize(("combination", "device"), CASES)
+def test_every_combination_gives_the_tokens_of_the_request_alone(combination: Combination, device: str):
+    work = Workload.of(combination)
+    engine = engine_for(combination, device, work)
+    witness = Witness(engine)
+    served = serve(engine, config_for(combination), work, combination.stream)
+    assert [output.token_ids for output in served.outputs] == work.expected(combination.model)
+    assert {output.finish_reason for output in served.outputs} == {"length"}
+    assert_runner(engine, combination)
+    assert_batches(witness, combination, work)
+    assert_prefills(witness, combination, work)
+    assert_pressure(engine, witness, served, combination, work)
+    assert_text(engine, served, combination)
+    assert_idle(engine)
+
+
+def engine_for(combination: Combination, device: str, work: Workload) -> Engine:
+    model, tokenizer = parts(combination.model, device)
+    return small_engine(
+        model,
+        tokenizer=tokenizer,
+        recipe=replace(LADDER[combination.rung], runner=combination.runner),
+        deterministic=combination.deterministic,
+        max_batch_size=work.composition.places,
+        num_kv_blocks=work.num_kv_blocks(combination),
+        block_size=work.composition.block_size,
+        prefix_cache=combination.prefix_cache,
+    )
+
+
+def config_for(combination: Combination) -> SchedulerConfig:
+    limits = {"budget": {"prefill_token_budget": BUDGET}, "several": {"prefill_max_batch_size": TOGETHER}}
+    return SchedulerConfig(
+        admission_policy=combination.policy, fifo_every=3, **limits.get(combination.prefill, {})
+    )
+
+
+def assert_runner(engine: Engine, combination: Combination) -> None:
+    """The recipe is the combination's, and a graph was really captured, or its buffers made, where wanted."""
+    assert engine.recipe == combination.recipe() and engine.deterministic == combination.deterministic
+    is_graph, on_gpu = combination.runner == "graph", engine.device.type == "cuda"
+    if isinstance(engine._step, ResidentStep):
+        assert engine._step._capture == (is_graph and on_gpu)
+        assert engine._step._steps
+        return
+    runner = engine._step.runner
+    assert type(runner) is (GraphRunner if is_graph else EagerRunner)
+    assert not is_graph or runner._captured
+
+
+def assert_batches(witness: Witness, combination: Combination, work: Workload) -> None:
+    """All places were taken at once, where nothing keeps requests apart; rows moved up as others left."""
+    places = work.composition.places
+    if combination.forced or combination.prefill == "budget":
+        assert min(2, places) <= max(witness.rows) <= places
+        return
+    assert max(witness.rows) == places
+    if combination.composition == "mixed" and LADDER[combination.rung].step == "resident":
+        assert witness.n_moves > 0
+
+
+def assert_prefills(witness: Witness, combination: Combination, work: Workload) -> None:
+    """Prompts were cut, or started as many at a time as they should, and in the order of the policy."""
+    order = list(witness.first_seen)
+    if combination.policy == "fifo":
+        assert order == sorted(order)
+    elif combination.composition in ("mixed", "crowded"):
+        assert order != sorted(order)
+    n_prompts, most = 1 + len(work.prompts), max(map(len, witness.prefills))
+    if combination.prefill == "budget":
+        aligned = 64 if combination.deterministic else BUDGET
+        assert max(map(sum, witness.prefills)) <= aligned
+        assert witness.n_cut > 0 and sum(map(len, witness.prefills)) > n_prompts
+        return
+    assert witness.n_cut == 0
+    at_once = work.composition.places
+    if combination.prefill == "several":
+        at_once = min(TOGETHER, at_once)
+    assert most <= at_once
+    if not combination.forced:
+        assert most == at_once and sum(map(len, witness.prefills)) == n_prompts
+
+
+def assert_pressure(
+    engine: Engine, witness: Witness, served: Served, combination: Combination, work: Workload
+) -> None:
+    """Requests were preempted if forced and else not; every prompt found the prefix that it shares."""
+    assert (served.preemptions > 0) == combination.forced
+    cache = engine.prefix_cache
+    if cache is None:
+        assert not combination.prefix_cache and witness.n_clones == 0
+        return
+    n_found = 1 if combination.forced else len(work.prompts)
+    aligned = work.composition.prefix // engine.prefill_alignment * engine.prefill_alignment
+    assert cache.hits >= n_found and cache.hit_tokens >= n_found * aligned
+    assert combination.deterministic or witness.n_clones > 0
+
+
+def assert_text(engine: Engine, served: Served, combination: Combination) -> None:
+    """The text of the tokens; handed over at the stream's interval, on a GPU perhaps later."""
+    tokenizer, interval = engine.tokenizer, combination.stream
+    assert [o.text for o in served.outputs] == [tokenizer.decode(o.token_ids) for o in served.outputs]
+    if not interval:
+        return
+    expected = [pieces_of(output.token_ids, tokenizer, interval) for output in served.outputs]
+    assert ["".join(pieces) for pieces in served.pieces] == [output.text for output in served.outputs]
+    if engine.device.type == "cpu":
+        assert served.pieces == expected
+    for pieces, most in zip(served.pieces, expected, strict=True):
+        assert len(pieces) <= len(most)
+    assert [len(o.metrics.token_times) for o in served.outputs] == [len(o.token_ids) for o in served.outputs]
+
+
+def assert_idle(engine: Engine) -> None:
+    engine.check_integrity()
+    if engine.prefix_cache is not None:
+        engine.prefix_cache.clear()
+        engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_two_values_that_can_occur_together_do(device: str):
+    found = {pair for combination in covering_array(device) for pair in pairs_of(combination)}
+    assert found == set(allowed_pairs(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_cannot_occur_together_is_known(device: str):
+    """Graphs of fixed shapes, modes that need certain kernels, the preemption of the only request."""
+    axes = axes_on(device)
+    names, missing = list(axes), set(every_pair(axes)) - set(allowed_pairs(device))
+    found = {frozenset((names[axis], value) for axis, value in pair) for pair in missing}
+    eager_only = [rung for rung in axes["rung"] if LADDER[rung].tables == "per_layer"]
+    fast_only = [rung for rung in axes["rung"] if rung not in ("small_gemm", "dependent_launch")]
+    expected = [{("rung", rung), ("runner", "graph")} for rung in eager_only]
+    expected += [{("rung", rung), ("deterministic", True)} for rung in fast_only]
+    assert found == {frozenset(pair) for pair in [*expected, {("composition", "alone"), ("forced", True)}]}
+
+
+def test_there_are_hundreds_of_combinations():
+    assert len(ON_CPU) >= 330 and len(ON_GPU) >= 90
+    assert {c.rung for c in full_product()} == set(FULL_RUNGS)
+
+
+@pytest.mark.parametrize("model", [*SMALL_MODELS, SHIPPED])
+def test_what_is_expected_is_varied_nowhere_nearly_tied_and_what_an_uncached_model_gives(model: str):
+    works = {(c.composition, c.forced, c.deterministic): Workload.of(c) for c in ON_CPU if c.model == model}
+    prompts = {tuple(prompt) for work in works.values() for prompt in [work.primer, *work.prompts]}
+    assert min(alone(model, prompt)[1] for prompt in prompts) > LEAST_LEAD
+    assert len({token for prompt in prompts for token in alone(model, prompt)[0]}) > 15
+    for prompt in sorted(prompts, key=len)[:2]:
+        assert alone(model, prompt)[0] == uncached_greedy(
+            parts(model, "cpu")[0], list(prompt), LONGEST_OUTPUT
+        )
