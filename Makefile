@@ -9,10 +9,10 @@ export NB P
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help setup notebooks test soak lint lab refresh clean
+.PHONY: help setup notebooks test test-browser soak lint lab refresh clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv and install the project into it, once
 
@@ -22,6 +22,10 @@ $(STAMP): pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[notebooks,test]'
 	@touch $@
 
+$(STAMP)-browser: $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[browser]'
+	@touch $@
+
 notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P="batch=64 quick=false" sets parameters)
 	@exec $(PY) -m rosellm.lab.run_notebooks --select "$$NB" --parameters "$$P" --workers $(WORKERS) --timeout $(TIMEOUT)
 
@@ -29,6 +33,9 @@ test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## run the package's tests (pytest) and every notebook as a test (nbval)
 	$(PY) -m pytest tests notebooks -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 120 \
 		--nbval-sanitize-with notebooks/nbval_sanitize.cfg
+
+test-browser: $(STAMP)-browser ## open notebooks in JupyterLab and headless Chromium, run them, move controls
+	$(PY) -m pytest tests/browser -m browser
 
 soak: export OMP_NUM_THREADS := 1
 soak: $(STAMP) ## run 1,000,000 random operations on the engine's parts (SEED=1 draws those of an earlier run)

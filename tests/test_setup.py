@@ -64,6 +64,17 @@ def test_every_command_may_come_first_and_then_only_runs(copy, target):
     assert len(runs) == 2 * len(set(runs))
 
 
+def test_the_browser_extra_comes_with_the_browser_tests_only_and_once(copy):
+    make("test", folder=copy)
+    assert "browser]" not in (copy / "calls").read_text()
+    for _ in range(2):
+        assert make("test-browser", folder=copy).returncode == 0
+    assert (copy / "calls").read_text().count(
+        "pip install --quiet --disable-pip-version-check -e .[browser]"
+    ) == 1
+    assert (copy / "calls").read_text().count("pytest tests/browser -m browser") == 2
+
+
 def test_a_failed_installation_is_not_taken_for_done(copy):
     (copy / ".venv/bin/python").write_text("#!/bin/sh\ntest $3 = --version\n")
     assert make("setup", folder=copy).returncode != 0
@@ -114,7 +125,7 @@ def test_one_test_command_covers_the_package_and_the_notebooks():
 
 def test_conda_and_make_install_the_same_project_with_the_same_extras():
     (pip,) = [part["pip"] for part in ENVIRONMENT["dependencies"] if isinstance(part, dict)]
-    extras = sorted(PROJECT["optional-dependencies"])
+    extras = sorted(set(PROJECT["optional-dependencies"]) - {"browser"})
     assert pip == [f"-e .[{','.join(extras)}]"]
     assert f"-e '.[{','.join(extras)}]'" in commands("setup")
     assert f"python{PROJECT['requires-python']}" in ENVIRONMENT["dependencies"]
@@ -135,4 +146,10 @@ def test_ci_checks_style_notebooks_and_tests():
     assert os.access(script, os.X_OK)
     text = script.read_text()
     assert "set -euo pipefail" in text
-    assert re.findall(r"^make (\w+)$", text, re.MULTILINE) == ["setup", "lint", "notebooks", "test"]
+    assert re.findall(r"^make (\S+)$", text, re.MULTILINE) == [
+        "setup",
+        "lint",
+        "notebooks",
+        "test",
+        "test-browser",
+    ]

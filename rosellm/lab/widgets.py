@@ -26,8 +26,9 @@ class ControlError(RoseError):
 class Control:
     """One value to be chosen, by mouse or arrow keys.
 
-    label: what it is, with its unit. values: a range (slider), numbers in a list (slider), texts in a
-    list (drop-down), or True or False (check box, which begins so). first: the value to begin with.
+    label: what it is, with its unit. values: a range, numbers or texts in a list (a slider all three, since
+    in JupyterLab the arrow keys leave a drop-down for another cell), or True or False (check box, which
+    begins so). first: the value to begin with.
     """
 
     label: str
@@ -54,9 +55,7 @@ class Control:
         if isinstance(self.values, range):
             ends = {"min": self.values[0], "max": self.values[-1], "step": self.values.step}
             return ipywidgets.IntSlider(**ends, **common, continuous_update=False)
-        if any(isinstance(value, str) for value in self.values):
-            return ipywidgets.Dropdown(options=list(self.values), **common)
-        options = [(f"{value:,}", value) for value in self.values]
+        options = [(value if isinstance(value, str) else f"{value:,}", value) for value in self.values]
         return ipywidgets.SelectionSlider(options=options, **common, continuous_update=False)
 
 

@@ -30,6 +30,7 @@ def run_machine(driver: type[Driver], n_examples: int, seen: Counter[str]) -> No
             derandomize=True,
             database=None,
             report_multiple_bugs=False,
+            print_blob=False,
         ),
     )
 
@@ -39,7 +40,7 @@ def run_machine(driver: type[Driver], n_examples: int, seen: Counter[str]) -> No
     [
         (BlockDriver, 200, 5000, {"KVCacheExhausted raised", "KeyError raised", "shared blocks"}),
         (PrefixDriver, 170, 5000, {"matched tokens", "evictions"}),
-        (SchedulerDriver, 80, 6000, ENDS | REFUSED | {"faults", "prefix hits", "preemptions"}),
+        (SchedulerDriver, 80, 5000, ENDS | REFUSED | {"faults", "prefix hits", "preemptions"}),
         (StreamingDriver, 50, 2500, ENDS | REFUSED | {"faults", "ClosedError raised", "WorkerError raised"}),
         (ModelSchedulerDriver, 12, 700, ENDS | REFUSED | {"prefix hits", "preemptions"}),
     ],

@@ -1,0 +1,116 @@
+"""A JupyterLab on a copy of the notebooks, and a headless Chromium to look at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread, Timer
+
+import nbformat
+import pytest
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+OPENED = ("00_map", "03_pinned_h2d", "09_mutable_block_info")
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+LAB = ["-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"]
+SETTINGS = {"apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
+SETTINGS |= {"notebook-extension/tracker": {"windowingMode": "none"}}
+START_S, WAIT_S = 60, 90
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator:
+    """A headless browser; the system's own, since playwright's is a download of its own."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(CHROMIUM)} is installed")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Notebooks without outputs, so that whatever is seen was made here."""
+    copy = tmp_path_factory.mktemp("lab") / "notebooks"
+    shutil.copytree(NOTEBOOKS, copy, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    for name in OPENED:
+        path = copy / f"{name}.ipynb"
+        notebook = nbformat.read(path, as_version=4)
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = [], None
+        nbformat.write(notebook, path)
+    return copy
+
+
+@pytest.fixture(scope="session")
+def lab(chromium, folder: Path) -> Iterator[tuple[str, str]]:
+    """Address and token of a JupyterLab that has its settings, like its notebooks, to itself."""
+    server = subprocess.Popen(
+        [sys.executable, *LAB], cwd=folder, env=_environment(folder.parent), stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield _address(server)
+    finally:
+        server.terminate()
+        server.wait(START_S)
+
+
+def _environment(home: Path) -> dict[str, str]:
+    own = {f"JUPYTER_{kind}_DIR": str(home / kind.lower()) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    own |= {f"JUPYTERLAB_{kind}_DIR": str(home / kind.lower()) for kind in ("SETTINGS", "WORKSPACES")}
+    for name, values in SETTINGS.items():
+        path = home / "settings/@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(values))
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("JUPYTER")}
+    return inherited | own | {"IPYTHONDIR": str(home / "ipython"), "OMP_NUM_THREADS": "1"}
+
+
+def _address(server: subprocess.Popen) -> tuple[str, str]:
+    """Read from what the server says once it listens; the rest of its log is kept from filling the pipe."""
+    limit = Timer(START_S, server.kill)
+    limit.start()
+    said = []
+    for line in server.stderr:
+        said.append(line)
+        if found := re.search(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", line):
+            limit.cancel()
+            Thread(target=deque(maxlen=0).extend, args=(server.stderr,), daemon=True).start()
+            return found[1], found[2]
+    raise RuntimeError(f"JupyterLab did not start:\n{''.join(said)}")
+
+
+@pytest.fixture(scope="module", params=OPENED)
+def page(request: pytest.FixtureRequest, chromium, lab: tuple[str, str]) -> Iterator:
+    """A notebook in JupyterLab whose cells have all run, or up to the first error."""
+    address, token = lab
+    page = chromium.new_page(viewport={"width": 1400, "height": 1000})
+    page.set_default_timeout(WAIT_S * 1000)
+    page.goto(f"{address}/lab/workspaces/{request.param}/tree/{request.param}.ipynb?token={token}")
+    _run_all(page)
+    yield page
+    page.close()
+
+
+def _run_all(page) -> None:
+    """JupyterLab may ignore the command, silently, until the kernel is idle for the first time."""
+    idle = page.locator("#jp-main-statusbar").get_by_text("| Idle")
+    idle.wait_for()
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    pending = page.locator(".jp-CodeCell .jp-InputPrompt", has_text="[*]").first
+    pending.wait_for()
+    pending.wait_for(state="detached")
+    idle.wait_for()

@@ -1,0 +1,47 @@
+"""What a reader does in JupyterLab works: run all cells, move the controls with the keyboard."""
+
+import re
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+ERROR = '[data-mime-type="application/vnd.jupyter.stderr"]:has-text("Traceback (most recent call last)")'
+NOT_FOR_KEYS = ".jupyter-widgets select"  # JupyterLab takes the arrow keys for itself
+CONTROLS = ".jupyter-widgets :is([role=slider], input[type=checkbox])"
+FIGURES = """cell => [...cell.querySelectorAll(".js-plotly-plot")]
+    .map(plot => JSON.stringify([plot.data, plot.layout.title]))"""
+REDRAWN = (
+    f"([cell, before]) => {{ const now = ({FIGURES})(cell); return now.length == 1 && now[0] != before }}"
+)
+
+
+def key(control) -> str:
+    """The arrow that leads away from where the control stands, or the space that ticks a box."""
+    if control.get_attribute("type") == "checkbox":
+        return "Space"
+    least, now = (float(control.get_attribute(f"aria-value{end}")) for end in ("min", "now"))
+    return "ArrowRight" if now == least else "ArrowLeft"
+
+
+def redrawn_by_key(page, cell, control) -> None:
+    """Returns once the key has led to another figure; playwright's TimeoutError if it does not."""
+    cell.locator(".js-plotly-plot").wait_for()
+    (before,) = cell.evaluate(FIGURES)
+    control.press(key(control))
+    page.wait_for_function(REDRAWN, arg=[cell.element_handle(), before], timeout=10_000)
+
+
+def test_every_cell_runs_without_an_error(page):
+    assert page.locator(ERROR).all_inner_texts() == []
+    prompts = page.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts()
+    assert [prompt for prompt in prompts if not re.fullmatch(r"\[\d+\]:", prompt)] == []
+
+
+def test_every_control_redraws_its_figure_when_a_key_moves_it(page):
+    cells = page.locator(".jp-CodeCell").filter(has=page.locator(CONTROLS)).all()
+    assert cells and not page.locator(NOT_FOR_KEYS).count()
+    for cell in cells:
+        for control in cell.locator(CONTROLS).all():
+            redrawn_by_key(page, cell, control)
+    assert page.locator(ERROR).all_inner_texts() == []
