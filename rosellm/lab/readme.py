@@ -194,8 +194,9 @@ def _invariance(results: Results) -> str:
 
 
 def _pressure(results: Results) -> str:
-    kept = results.load("kv_pressure")["figures"]["W6"]["ratio"]
-    return f"a quarter of the KV blocks: W6 keeps {number(kept * 100)} % of its tokens a second"
+    figures = results.load("kv_pressure")["figures"]
+    kept = "; ".join(f"{workload} {number(one['ratio'] * 100)} %" for workload, one in figures.items())
+    return f"what a quarter of the KV blocks leaves of the tokens a second: {kept}"
 
 
 def _append(results: Results) -> str:
