@@ -8,6 +8,8 @@ Several consecutive steps are profiled. A step lasts from its first kernel to th
 - *copies*, by direction.
 - *gaps*: nothing runs although it was launched already, or the host is yet to learn that all has ended.
 - *host*: nothing runs because the host has not launched it; it is in this range of the engine.
+
+Beside them stands all of the host's work, function by function, whether or not something runs meanwhile.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.profiler import record_function
 
 from rosellm.errors import RoseError
 from rosellm.lab.bench import Bench
+from rosellm.lab.host_functions import HostFunction, host_functions, host_table
 from rosellm.lab.records import number, percent_change
 from rosellm.lab.roles import OTHER, roles_of
 from rosellm.lab.trace import Event, Trace, record_trace
@@ -66,6 +69,7 @@ class Ledger:
 
     rows: of each kind the largest first; they sum up to ``step_us``, the mean over ``steps`` profiled steps.
     unprofiled_us: the mean of steps that nothing watched. context: mean tokens cached a sequence.
+    functions: the host's work, the costliest functions first.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Ledger:
     on_gpu: bool
     batch: int
     context: float
+    functions: tuple[HostFunction, ...]
 
     @property
     def coverage(self) -> float:
@@ -110,7 +115,9 @@ class Ledger:
     def from_dict(cls, figures: Mapping[str, Any]) -> Ledger:
         """A recorded ledger."""
         values = {name: figures[name] for name in cls.__dataclass_fields__}
-        return cls(**values | {"rows": tuple(Row(**row) for row in figures["rows"])})
+        rows = tuple(Row(**row) for row in figures["rows"])
+        functions = tuple(HostFunction(**one) for one in figures["functions"])
+        return cls(**values | {"rows": rows, "functions": functions})
 
     def table(self) -> str:
         """Markdown: the rows, their sum, and the cross-check against the un-profiled step."""
@@ -127,6 +134,13 @@ class Ledger:
         total = f"**{number(self.step_us)}** | {_percent(1)} | | **{number(self.floor_us)}**"
         lines.append(f"| **the step** | {total} |")
         return "\n".join([*lines, "", self.cross_check])
+
+    def show(self, title: str | None = None) -> None:
+        """Displays the chart, then the table of causes and that of the host's functions."""
+        from rosellm.lab import charts, compare
+
+        charts.show(self.chart(title))
+        compare.say(f"{self.table()}\n\n{host_table(self.functions)}")
 
     def chart(self, title: str | None = None) -> charts.Chart:
         """One bar of the step and, where it is known, one of the floor."""
@@ -166,7 +180,7 @@ def _segments(rows: Iterable[Row]) -> dict[str, float]:
 
 def tokens_needed(steps: int = 8) -> int:
     """Tokens a sequence that :func:`step_ledger` decodes."""
-    return WARM_UP_STEPS + 4 * (steps + 1)
+    return WARM_UP_STEPS + 5 * (steps + 1)
 
 
 def step_ledger(
@@ -182,6 +196,7 @@ def step_ledger(
     engine, batch = bench.engine, len(bench.sequences)
     _check(bench, steps)
     ends = drive(bench, WARM_UP_STEPS + 2 * (steps + 1))[WARM_UP_STEPS:]
+    functions = host_functions(lambda: drive(bench, steps + 1), steps + 1)
     cached = fmean(len(s.tokens) for s in bench.sequences) + steps
     trace = record_trace(lambda: drive(bench, steps + 1), save_to)
     context = cached + (steps - 1) / 2
@@ -198,6 +213,7 @@ def step_ledger(
         on_gpu=trace.on_gpu,
         batch=batch,
         context=context,
+        functions=functions,
     )
 
 

@@ -99,10 +99,11 @@ def bookkeeping(arguments: argparse.Namespace) -> dict:
 
 def ledger(arguments: argparse.Namespace) -> dict:
     """Where a decode step's time goes, at the batch sizes of four workloads and half their context."""
-    model, rungs = _model(arguments), list(LADDER)
-    rungs = rungs[rungs.index("reused_index_buffers") :]
+    model = _model(arguments)
     return {
-        str(w.max_batch_size): experiments.ledgers(model, rungs, w.max_batch_size, w.max_new_tokens // 2)
+        str(w.max_batch_size): experiments.ledgers(
+            model, list(LADDER), w.max_batch_size, w.max_new_tokens // 2
+        )
         for w in map(WORKLOADS.get, LEDGER_WORKLOADS)
     }
 

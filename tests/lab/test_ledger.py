@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import rosellm
-from rosellm.lab import experiments, measure
+from rosellm.lab import charts, compare, experiments, measure
 from rosellm.lab.bench import Bench, get_model, make_prompts
+from rosellm.lab.host_functions import HostFunction
 from rosellm.lab.ledger import (
     PROFILED_STEP,
     Ceiling,
@@ -267,6 +268,10 @@ def ledger_of(rows, name="here", **changes) -> Ledger:
         "on_gpu": True,
         "batch": 8,
         "context": 9.5,
+        "functions": (
+            HostFunction("`step.HostStep.__call__`", 30.0, 1),
+            HostFunction("9 others", 10.0, 12.5),
+        ),
     }
     return Ledger(name, tuple(rows), **values | changes)
 
@@ -350,6 +355,20 @@ def test_a_live_step_on_a_cpu_is_accounted_for(tiny, rung):
     assert rows["head"].launches == 1
     assert rows["attention"].us > 0
     assert ledger.floor_us is None and not ledger.on_gpu
+    host_us = sum(function.us for function in ledger.functions)
+    assert any(".forward" in f.name or "_ref" in f.name for f in ledger.functions)
+    assert 0.2 * ledger.unprofiled_us < host_us
+
+
+def test_one_call_shows_the_chart_and_both_tables(monkeypatch):
+    shown = []
+    monkeypatch.setattr(charts, "show", shown.append)
+    monkeypatch.setattr(compare, "say", shown.append)
+    ledger_of(ROWS).show()
+    chart, text = shown
+    assert isinstance(chart, charts.Chart)
+    assert "| GEMM |" in text and "| `step.HostStep.__call__` | 30.0 | 75.0 % | 1 |" in text
+    assert "| **together** | **40.0** | 100.0 % | |" in text
 
 
 def test_the_context_is_that_of_the_profiled_steps(tiny):
@@ -362,7 +381,7 @@ def test_the_context_is_that_of_the_profiled_steps(tiny):
 def test_too_little_room_and_bad_numbers_of_steps_are_told(tiny):
     bench = Bench(tiny, "paged", make_prompts(1, 2, tiny.config.vocab_size), 12)
     with pytest.raises(
-        LedgerError, match="decodes 22 tokens a sequence and the bench has room for 11; give it 11"
+        LedgerError, match="decodes 26 tokens a sequence and the bench has room for 11; give it 15"
     ):
         step_ledger(bench, steps=3)
     for wrong in (0, -1, 2.5, True):
@@ -378,9 +397,7 @@ def test_the_experiment_gives_a_ledger_a_rung_near_the_context_asked_for(tiny):
         assert figure["context"] == pytest.approx(60, abs=4)
 
 
-def test_the_recorded_ledgers_start_at_the_host_driven_step(tmp_path, monkeypatch):
-    late = {rung: LADDER[rung] for rung in ("dense", "reused_index_buffers", "one_table")}
-    monkeypatch.setattr(measure, "LADDER", late)
+def test_the_recorded_ledgers_are_those_of_every_rung_at_the_workloads_sizes(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "LEDGER_WORKLOADS", ("W3",))
     asked = []
     monkeypatch.setattr(
@@ -390,7 +407,7 @@ def test_the_recorded_ledgers_start_at_the_host_driven_step(tmp_path, monkeypatc
     )
     options = ["--device", "cpu", "--load-format", "auto", "--model", "rose-tiny", "--output", str(tmp_path)]
     assert measure.main([*options, "--workloads", "", "--experiments", "ledger,ledger_w6"]) == 0
-    assert asked == [(["reused_index_buffers", "one_table"], 256, 32), ([BEST_RUNG], 1024, 256)]
+    assert asked == [(list(LADDER), 256, 32), ([BEST_RUNG], 1024, 256)]
     assert "256" in json.loads((tmp_path / "ledger.json").read_text())["figures"]
     assert (tmp_path / "ledger_w6.json").exists()
 
