@@ -78,7 +78,7 @@ def test_the_python_example_runs():
 
 
 def test_every_linked_file_exists():
-    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT) + re.findall(r'src(?:set)?="([^"]+)"', TEXT)
     assert len(links) > 10
     assert [link for link in links if not (ROOT / link).exists()] == []
 

@@ -17,7 +17,6 @@ from IPython.display import display
 from rosellm.errors import RoseError
 from rosellm.lab.records import number, percent_change
 from rosellm.lab.trace import Event, Trace
-from rosellm.roseinfer.recipe import SIDE_BRANCHES
 from rosellm.roseinfer.step import STEP_RANGE
 
 PLOTLY = "application/vnd.plotly.v1+json"
@@ -185,7 +184,7 @@ def before_after(
         ["", *names, "unit", "change"],
         [[*row, _change(row[1], row[2])] for row in zip(labels, before, after, units, strict=True)],
     )
-    return _finish(chart, title, 54 * len(labels), legend=names, has_axis=shared)
+    return finish(chart, title, 54 * len(labels), legend=names, has_axis=shared)
 
 
 def step_lines(
@@ -221,64 +220,13 @@ def step_lines(
     height = 300
     ends = {name: [v for v in values if v is not None][-1] for name, values in lines.items() if any(values)}
     _name_at_right(chart, {f"{n}": (v, *styles[n]) for n, v in ends.items()}, low, high, height, log_y)
-    ticks = {"type": "log", **_log_ticks(low, high)} if log_y else {}
+    ticks = {"type": "log", **log_ticks(low, high)} if log_y else {}
     chart.update_yaxes(range=[low, high], title_text=y_title, **ticks)
     chart.update_xaxes(title_text=x_title, type="log" if log_x else "linear", showgrid=False)
     if log_x or len(x) <= 12:
         chart.update_xaxes(tickvals=list(x), ticktext=[number(value) for value in x])
     chart.table = text_table([x_title, *lines], zip(x, *lines.values(), strict=True))
-    return _finish(chart, title, height)
-
-
-def ladder_chart(
-    rungs: Sequence[str],
-    values: Sequence[float | None],
-    unit: str,
-    rivals: Mapping[str, float] | None = None,
-    floor: float | None = None,
-    *,
-    title: str,
-    side_branches: Iterable[str] = SIDE_BRANCHES,
-) -> Chart:
-    """One bar a rung in the ladder's order on a log axis, hatched if the rung is a side branch.
-
-    ``rivals`` and the bytes ``floor`` (in the bars' unit) are lines named at the right. None: not measured.
-    """
-    _same_length(rungs=rungs, values=values)
-    lines = {**(rivals or {}), **({"bytes floor": floor} if floor is not None else {})}
-    known = [value for value in (*values, *lines.values()) if value is not None]
-    if not known or min(known) <= 0:
-        raise ChartError("a log axis needs at least one value, and none that is 0 or less")
-    sides = set(side_branches)
-    chart = Chart()
-    chart.add_bar(
-        x=list(rungs),
-        y=list(values),
-        text=[_short(value) for value in values],
-        textposition="inside",
-        insidetextanchor="start",
-        constraintext="none",
-        textangle=-90,
-        insidetextfont_color=[INK if rung in sides else PAPER for rung in rungs],
-        marker={
-            "color": [PALE if rung in sides else BLUE for rung in rungs],
-            "pattern": HATCHING | {"shape": ["/" if rung in sides else "" for rung in rungs]},
-        },
-        hovertemplate=f"%{{x}}: %{{y:,.4g}} {unit}<extra></extra>",
-    )
-    colours = dict(zip(lines, (ORANGE, MAGENTA, VIOLET, SKY, PALE) * 9, strict=False))
-    colours["bytes floor"] = GREEN
-    for name, value in lines.items():
-        dash = "solid" if name == "bytes floor" else "dash"
-        chart.add_hline(y=value, line={"color": colours[name], "dash": dash, "width": 1.5})
-    low, high = math.log10(min(known) / 3), math.log10(max(known) * 1.4)
-    height = 330
-    _name_at_right(chart, {n: (v, colours[n], "━") for n, v in lines.items()}, low, high, height, True)
-    chart.update_yaxes(type="log", range=[low, high], title_text=unit, **_log_ticks(low, high))
-    chart.update_xaxes(tickangle=-40, showgrid=False, ticks="")
-    names = [f"{rung} (side branch)" if rung in sides else rung for rung in rungs]
-    chart.table = text_table(["", unit], [*zip(names, values, strict=True), *lines.items()])
-    return _finish(chart, title, height + 5 * max(map(len, rungs)) - 20)
+    return finish(chart, title, height)
 
 
 def stacked_time(
@@ -309,7 +257,7 @@ def stacked_time(
             insidetextanchor="middle",
             textangle=0,
             insidetextfont_color=_ink_on(colour),
-            marker=_fill(colour, hatch),
+            marker=fill(colour, hatch),
             hovertemplate=f"{part}: %{{x:.4g}} {unit}<extra>%{{y}}</extra>",
         )
     for label, total in zip(labels, totals, strict=True):
@@ -320,7 +268,7 @@ def stacked_time(
     chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     cells = ([part, *(row.get(part) for row in rows.values())] for part in parts)
     chart.table = text_table([f"part, {unit}", *rows], [*cells, ["total", *totals]])
-    return _finish(chart, title, 46 * len(rows), legend=parts)
+    return finish(chart, title, 46 * len(rows), legend=parts)
 
 
 def waterfall(
@@ -369,7 +317,7 @@ def waterfall(
         autorange="reversed", showgrid=False, ticks="", tickvals=list(range(len(labels))), ticktext=labels
     )
     chart.table = text_table(["", f"change, {unit}"], [(first, start), *steps, (last, end)])
-    return _finish(chart, title, 30 * len(labels))
+    return finish(chart, title, 30 * len(labels))
 
 
 MAX_MOMENTS, POOL_HEIGHT = 200, 270
@@ -430,7 +378,7 @@ def pool_over_time(
         [(name, len(marks[name]), min(step for step, _ in marks[name])) for name in used]
         + [("most blocks held", max(totals), totals.index(max(totals)))],
     )
-    return _finish(chart, title, POOL_HEIGHT, legend=[one.name for one in chart.data if one.showlegend])
+    return finish(chart, title, POOL_HEIGHT, legend=[one.name for one in chart.data if one.showlegend])
 
 
 def _add_band(
@@ -516,7 +464,7 @@ def timeline(trace: Trace, title: str) -> Chart:
         ["lane", "events", "busy µs", "busy %"],
         [(lane, len(events), busy[lane], busy[lane] / span * 100) for lane, events in lanes.items()],
     )
-    return _finish(chart, title, 46 * len(lanes), legend=[bar.name for bar in chart.data if bar.showlegend])
+    return finish(chart, title, 46 * len(lanes), legend=[bar.name for bar in chart.data if bar.showlegend])
 
 
 def _lanes(trace: Trace) -> dict[str, list[Event]]:
@@ -565,7 +513,7 @@ def _draw_lanes(lanes: dict[str, list[Event]], start: float, span: float, sight:
                 orientation="h",
                 name=kind,
                 showlegend=all(bar.name != kind for bar in chart.data),
-                marker=_fill(colour, hatch),
+                marker=fill(colour, hatch),
                 text=names if any(names) else None,
                 textposition="inside",
                 insidetextanchor="middle",
@@ -607,7 +555,7 @@ def _part_style(part: str, i: int) -> tuple[str, str]:
     return STYLES.get(part, (PALETTE[i % len(PALETTE)], ""))
 
 
-def _finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_axis: bool = True) -> Chart:
+def finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_axis: bool = True) -> Chart:
     """Title, size and margins; ``body`` is the height of the plot in pixels, without the axis below it."""
     lines = textwrap.wrap(title, TITLE_CHARACTERS)
     top, rows = 16 + LINE * len(lines), math.ceil(sum(7 * len(name) + 50 for name in legend) / (WIDTH - 40))
@@ -639,11 +587,11 @@ def _name_at_right(chart: Chart, named: dict, low: float, high: float, height: i
             xshift=6,
             y=at,
             yshift=pixel - (at - low) / (high - low) * height,
-            text=f'<span style="color:{colour}">{glyph}</span> {name} {_short(value)}',
+            text=f'<span style="color:{colour}">{glyph}</span> {name} {short(value)}',
             font_size=11,
             showarrow=False,
         )
-    longest = max((len(f"{name} {_short(value[0])}") for name, value in named.items()), default=0)
+    longest = max((len(f"{name} {short(value[0])}") for name, value in named.items()), default=0)
     chart.update_layout(margin_r=min(300, 30 + round(6.2 * longest)))
 
 
@@ -667,7 +615,7 @@ def _range(values: list[float], log: bool) -> tuple[float, float]:
     return math.log10(min(values) / 1.25), math.log10(max(values) * 1.25)
 
 
-def _log_ticks(low: float, high: float) -> dict[str, Any]:
+def log_ticks(low: float, high: float) -> dict[str, Any]:
     """Ticks of a log axis from ``10**low`` to ``10**high``, the fewer a decade the more decades there are."""
     steps = (1, 2, 5) if high - low < 1.8 else (1, 3) if high - low < 3.2 else (1,)
     ticks = [s * 10.0**k for k in range(math.floor(low), math.ceil(high)) for s in steps]
@@ -693,7 +641,7 @@ def _with_unit(value: float, unit: str) -> str:
     return f"{number(value)} {unit}".rstrip()
 
 
-def _short(value: float | None) -> str:
+def short(value: float | None) -> str:
     """Three significant digits with a k or M: ``114k``, ``1.91k``."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if value is not None and abs(value) >= size * 0.9995:
@@ -719,7 +667,7 @@ def _rounded(value: Any) -> Any:
     return [_rounded(item) for item in value] if isinstance(value, list) else value
 
 
-def _fill(colour: str, hatch: str) -> dict[str, Any]:
+def fill(colour: str, hatch: str) -> dict[str, Any]:
     return {"color": colour, "pattern": HATCHING | {"shape": hatch}} if hatch else {"color": colour}
 
 

@@ -1,4 +1,4 @@
-"""Executed notebooks as HTML pages, and the index of them all with a card each."""
+"""Executed notebooks as HTML pages, and the index of them all with a card each; none needs a network."""
 
 import base64
 import html
@@ -16,12 +16,16 @@ from nbformat import NotebookNode
 from plotly.offline import get_plotlyjs
 
 from rosellm.atomic import write_text
+from rosellm.lab.findings import TOLD, finding
+from rosellm.lab.records import find
 
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 PAGE = """{% extends 'lab/index.html.j2' %}
 {% block html_head_js_requirejs %}<script src="plotly.min.js"></script>{% endblock %}
+{% block html_head_js_mathjax %}{% endblock %}
+{% block html_head_js_mermaidjs %}{% endblock %}
 {% block body_header %}{{ super() }}
 <style>.jp-RenderedMarkdown .highlight pre { font-family: var(--jp-code-font-family, monospace) }</style>
 <p style="margin: 1em 5em; font-family: sans-serif"><a href="index.html">All notebooks</a></p>
@@ -29,7 +33,8 @@ PAGE = """{% extends 'lab/index.html.j2' %}
 
 CARD = Template(
     """<article>$frame$image<h2>$title</h2></a>
-<p><b class="$status">$status</b> $name · $seconds s <small>$given</small></p>
+<p>$finding</p>
+<p class="run"><b class="$status">$status</b> $name · $seconds s <small>$given</small></p>
 <p><small>$error</small></p></article>"""
 )
 
@@ -44,11 +49,11 @@ article { border: 1px solid #8885; border-radius: 8px; overflow: hidden; padding
 article a { color: inherit; text-decoration: none }
 img, i { display: block; width: 100%; height: 10rem; object-fit: contain; background: #fff }
 i { background: #8882; font: bold 4rem/10rem system-ui; text-align: center; color: #888 }
-h2 { font-size: 1.05rem } article h2, article p { margin: .5rem .8rem }
+h2 { font-size: 1.05rem } article h2, article p { margin: .5rem .8rem } .run { color: #888 }
 .ok { color: #2a8a3a } .failed, .timeout { color: #d03030 }
 </style></head><body>
 <h1>RoseLLM notebooks</h1>
-<p>$count executed, $failures failed.</p>
+<p>$count executed, $failures failed. Findings are computed from the records of one $device.</p>
 <main>
 $cards
 </main></body></html>
@@ -117,8 +122,8 @@ def title(notebook: NotebookNode) -> str:
 
 def picture(notebook: NotebookNode, folder: Path) -> str:
     """The first PNG or SVG among the outputs, or else in the Markdown, as a data URI; "" if there is none."""
-    for kind in ("image/png", "image/svg+xml"):
-        for output in _outputs(notebook):
+    for output in _outputs(notebook):
+        for kind in ("image/png", "image/svg+xml"):
             if kind in output.get("data", {}):
                 return _data_uri(kind, output["data"][kind])
     return next(_markdown_pictures(notebook, folder), "")
@@ -130,7 +135,8 @@ def _card(notebook: Path, outcome: Outcome, output: Path) -> dict[str, Any]:
     fresh = picture(nbformat.read(executed, as_version=4), notebook.parent) if executed.exists() else ""
     return asdict(outcome) | {
         "title": title(committed) or outcome.name,
-        "picture": fresh or picture(committed, notebook.parent),
+        "finding": finding(find(), outcome.name) if outcome.name in TOLD else "",
+        "picture": picture(committed, notebook.parent) or fresh,
     }
 
 
@@ -138,12 +144,14 @@ def _index(cards: dict[str, dict[str, Any]], output: Path) -> str:
     return INDEX.substitute(
         count=len(cards),
         failures=sum(card["status"] != "ok" for card in cards.values()),
+        device=find().device_name,
         cards="\n".join(_card_html(card, output) for card in cards.values()),
     )
 
 
 def _card_html(card: dict[str, Any], output: Path) -> str:
     shown = {key: html.escape(str(value)) for key, value in card.items()}
+    shown["finding"] = re.sub(r"`([^`]+)`", r"<code>\1</code>", shown["finding"])
     image = f'<img src="{card["picture"]}" alt="">' if card["picture"] else f"<i>{shown['name'][:2]}</i>"
     page_exists = (output / f"{card['name']}.html").exists()
     frame = f'<a href="{shown["name"]}.html">' if page_exists else "<a>"
@@ -166,17 +174,31 @@ def _outputs(notebook: NotebookNode) -> Iterator[NotebookNode]:
 def _plot(figure: dict[str, Any], number: int) -> str:
     call = [json.dumps(figure.get(key, default)) for key, default in (("data", []), ("layout", {}))]
     arguments = ", ".join(call).replace("</", "<\\/")
-    return (
-        f'<div id="figure-{number}"></div>'
-        f'<script>Plotly.newPlot("figure-{number}", {arguments}, {{responsive: true}})</script>'
-    )
+    name, options = f"figure-{number}", "{responsive: true}"
+    draw = f'Plotly.newPlot("{name}", {arguments}, {options}){_links(arguments)}'
+    return f'<div id="{name}"></div><script>{draw}</script>'
+
+
+def _links(figure: str) -> str:
+    """Sets a figure's links after each drawing: plotly drops relative ones on a page opened from a file."""
+    found = re.findall(r'<a href=\\"([^"\\]+)\\">([^<]+)<', figure)
+    targets = {text: target for target, text in found}
+    if not targets:
+        return ""
+    return f""".then(figure => {{
+  const targets = {json.dumps(targets)};
+  const link = () => figure.querySelectorAll("a").forEach(
+    a => targets[a.textContent] && a.setAttribute("href", targets[a.textContent]));
+  figure.on("plotly_afterplot", link);
+  link();
+}})"""
 
 
 def _link_pages(body: str, names: set[str]) -> str:
     def to_page(match: re.Match[str]) -> str:
-        return f'href="{match[1]}.html' if match[1] in names else match[0]
+        return f"{match[1]}.html" if match[1] in names else match[0]
 
-    return re.sub(r'href="(?:\./)?([\w.-]+)\.ipynb', to_page, body)
+    return re.sub(r'(?<=")(?:\./)?([\w.-]+)\.ipynb(?=[\\"#?])', to_page, body)
 
 
 def _markdown_pictures(notebook: NotebookNode, folder: Path) -> Iterator[str]:

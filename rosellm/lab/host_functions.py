@@ -25,8 +25,8 @@ class HostFunction:
 def host_functions(run: Callable[[], object], steps: int, most: int = MOST) -> tuple[HostFunction, ...]:
     """Runs ``run``, which does ``steps`` steps, under cProfile: the ``most`` costly functions, then the rest.
 
-    The profiler's own cost is in every call, so shares tell more than µs. The sum is the host's time, whether or
-    not a GPU works beside it. Waiting for a GPU is time of the function that waits.
+    The profiler's own cost is in every call, so shares tell more than µs. The sum is the host's time, whether
+    or not a GPU works beside it. Waiting for a GPU is time of the function that waits.
     """
     profiler = cProfile.Profile(builtins=False)
     profiler.runcall(run)

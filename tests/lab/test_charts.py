@@ -19,7 +19,6 @@ from rosellm.lab.charts import (
     ChartError,
     before_after,
     bundle,
-    ladder_chart,
     pool_over_time,
     show,
     stacked_time,
@@ -29,7 +28,6 @@ from rosellm.lab.charts import (
     waterfall,
 )
 from rosellm.lab.trace import Event, Trace, record_trace
-from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.step import STEP_RANGE
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
@@ -115,14 +113,6 @@ def charts_of_every_kind() -> dict[str, go.Figure]:
             log_x=True,
             log_y=True,
             floors={"bytes floor": 0.06},
-        ),
-        "ladder_chart": ladder_chart(
-            list(LADDER),
-            [1000.0 * (i + 1) for i in range(len(LADDER))],
-            "tok/s",
-            {"vLLM": 65533.0},
-            2e6,
-            title="W3",
         ),
         "stacked_time": stacked_time(
             {"dense": dict.fromkeys(PARTS, 0.5), "paged": {"model": 1.0}}, title="Where?"
@@ -218,14 +208,6 @@ def test_names_of_close_lines_keep_apart():
     low, high = chart.layout.yaxis.range
     at = sorted((note.y - low) / (high - low) * 300 + note.yshift for note in chart.layout.annotations)
     assert all(b - a > 14 for a, b in zip(at, at[1:], strict=False))
-
-
-def test_a_ladder_marks_its_side_branch_and_names_rivals_and_floor():
-    chart = ladder_chart(["a", "autotune"], [10.0, None], "tok/s", {"vLLM": 20.0}, 100.0, title="t")
-    assert chart.data[0].marker.pattern.shape == ("", "/")
-    assert [shape.y0 for shape in chart.layout.shapes] == [20, 100]
-    assert {"vLLM 20.0", "bytes floor 100"} == {n.text.split("</span> ")[1] for n in chart.layout.annotations}
-    assert chart.table.splitlines()[3].split() == ["autotune", "(side", "branch)", "–"]
 
 
 def test_the_parts_of_a_step_come_in_its_order_and_sum_up():
@@ -333,7 +315,6 @@ def test_on_a_cpu_a_timeline_shows_operators():
             "log axis needs values above 0",
         ),
         (lambda: step_lines([1], {"a": [None]}, "x", "y", title="t"), "no value to draw"),
-        (lambda: ladder_chart(["a"], [None], "tok/s", title="t"), "at least one value"),
         (lambda: stacked_time({}, title="t"), "no row to draw"),
         (
             lambda: waterfall(("a", 9), {"GEMM": -4}, ("b", 6), "µs", title="t"),
