@@ -1,0 +1,54 @@
+"""The exercises' promise: with %autoreload an edit of the package is in the next engine, without a restart."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import rosellm
+
+SESSION = '''
+from pathlib import Path
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+
+
+def cell(source):
+    result = shell.run_cell(source)
+    result.raise_error()
+
+
+cell("%load_ext autoreload")
+cell("%autoreload 2")
+cell("""
+import rosellm
+from rosellm.lab.bench import Bench, get_model, make_prompts
+gpt = get_model("rose-tiny", "cpu")
+run = lambda: Bench(gpt, "paged", make_prompts(3, 4, gpt.config.vocab_size), 4).decode()
+_ = run()
+""")
+step = Path(rosellm.__file__).parent / "roseinfer" / "step.py"
+old = step.read_text()
+line = "            slots, block_ids = self._reserve(sequences)\\n"
+assert old.count(line) == 1
+step.write_text(old.replace(line, line + "            print(len(sequences), 'rows')\\n"))
+cell("print('edited'); run()")
+step.write_text(old)
+cell("print('undone'); run()")
+'''
+
+
+def test_an_edited_step_runs_without_a_restart_and_can_be_undone(tmp_path):
+    copy = tmp_path / "rosellm"
+    shutil.copytree(Path(rosellm.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run(
+        [sys.executable, "-c", "import rosellm\n" + SESSION],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["edited", "3", "rows", "undone"]
