@@ -1,4 +1,4 @@
-"""The exercises' promise: with %autoreload an edit of the package is in the next engine, without a restart."""
+"""The exercises' promise: under %autoreload an edit of the package is in the next engine; no restart."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ def cell(source):
 
 
 cell("%load_ext autoreload")
-cell("%autoreload 2")
+cell("%autoreload 2 --full")
 cell("""
 import rosellm
 from rosellm.lab.bench import Bench, get_model, make_prompts
@@ -30,12 +30,12 @@ _ = run()
 """)
 step = Path(rosellm.__file__).parent / "roseinfer" / "step.py"
 old = step.read_text()
-line = "            slots, block_ids = self._reserve(sequences)\\n"
+line = "        self(sequences)\\n"
 assert old.count(line) == 1
-step.write_text(old.replace(line, line + "            print(len(sequences), 'rows')\\n"))
-cell("print('edited'); run()")
+step.write_text(old.replace(line, line + "        print(len(sequences), 'rows')\\n"))
+cell("print('edited'); _ = run()")
 step.write_text(old)
-cell("print('undone'); run()")
+cell("print('undone'); _ = run()")
 '''
 
 
