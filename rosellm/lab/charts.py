@@ -633,7 +633,9 @@ def _change(before: float, after: float) -> str:
     if not before or not after:
         return "none" if not after else "new"
     if after >= 2 * before or before >= 2 * after:
-        return f"× {after / before:.3g}" if after > before else f"÷ {before / after:.3g}"
+        times = max(after / before, before / after)
+        told = number(times) if times >= 100 else f"{times:.3g}"
+        return f"× {told}" if after > before else f"÷ {told}"
     return percent_change(before, after)
 
 

@@ -26,7 +26,7 @@ from rosellm.lab.bench import (
     run_recipe,
     share_equal,
 )
-from rosellm.lab.ledger import step_ledger, tokens_needed
+from rosellm.lab.ledger import step_ledger, tokens_before_profile, tokens_needed
 from rosellm.lab.trace import Trace
 from rosellm.roseinfer.block_tables import H2D_RANGE
 from rosellm.roseinfer.kv_blocks import KVBlockManager
@@ -241,9 +241,9 @@ def ledgers(
     model: GPT, rungs: list[str], batch: int, context: int, steps: int = 8
 ) -> dict[str, dict[str, Any]]:
     """Each rung's step ledger, ``batch`` sequences having about ``context`` tokens cached when profiled."""
-    needed = tokens_needed(steps)
-    prompts = make_prompts(batch, max(1, context - needed + steps // 2), model.config.vocab_size)
-    return {rung: step_ledger(Bench(model, rung, prompts, needed + 1), steps).as_dict() for rung in rungs}
+    length, room = max(1, context - tokens_before_profile(steps)), tokens_needed(steps) + 1
+    prompts = make_prompts(batch, length, model.config.vocab_size)
+    return {rung: step_ledger(Bench(model, rung, prompts, room), steps).as_dict() for rung in rungs}
 
 
 def step_grid(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +31,12 @@ def host_functions(run: Callable[[], object], steps: int, most: int = MOST) -> t
     """
     profiler = cProfile.Profile(builtins=False)
     profiler.runcall(run)
-    every = [
-        HostFunction(_name(entry.code), entry.inlinetime / steps * 1e6, entry.callcount / steps)
-        for entry in profiler.getstats()
-        if isinstance(entry.code, CodeType)
-    ]
-    every.sort(key=lambda function: -function.us)
+    us, calls = Counter(), Counter()
+    for entry in profiler.getstats():
+        if isinstance(entry.code, CodeType):
+            us[_name(entry.code)] += entry.inlinetime / steps * 1e6
+            calls[_name(entry.code)] += entry.callcount / steps
+    every = [HostFunction(name, spent, calls[name]) for name, spent in us.most_common()]
     rest = every[most:]
     if rest:
         told = f"{len(rest)} other functions"
@@ -55,4 +56,6 @@ def host_table(functions: Sequence[HostFunction]) -> str:
 
 def _name(code: CodeType) -> str:
     """``kv_blocks.KVBlocks.reserve``: the module's file, then the name in it."""
-    return f"`{Path(code.co_filename).stem}.{code.co_qualname}`"
+    path = Path(code.co_filename)
+    file = "notebook" if "ipykernel" in str(path.parent) else path.stem
+    return f"`{'generated' if file == '<string>' else file}.{code.co_qualname}`"

@@ -1,7 +1,8 @@
 """Where a decode step's time goes: each microsecond has a named cause, and stands beside its floor.
 
-Several consecutive steps are profiled. A step lasts from its first kernel to the first kernel of the next
-(on a CPU, from one call to the next), so the rows of a ledger sum up to the step:
+Several consecutive steps are profiled, and the quieter half of them counts: what else a machine does at
+times, or a step that opens a block, is not what a usual step costs. A step lasts from its first kernel to the
+first kernel of the next (on a CPU, from one call to the next), so the rows of a ledger sum up to the step:
 
 - *work*: kernels by what they are for; on a CPU, operators. Where two overlap, as they do under programmatic
   dependent launch, the time belongs to the one that started first.
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,6 +47,8 @@ WARM_UP_STEPS = 6  # in which an engine also gets as far ahead of its host as it
 KINDS = ("work", "copies", "gaps", "host")
 BETWEEN, LAUNCH, SYNC = "between kernels", "launch latency", "synchronisation"
 HOST, OUTSIDE = "host: ", "outside the step"
+MOST_DISTURBANCE = 1.2
+DISTURBED = "Read gaps and host rows with care: the profiler made them longer."
 
 
 class LedgerError(RoseError):
@@ -67,8 +71,9 @@ class Row:
 class Ledger:
     """One decode step, cause by cause; µs.
 
-    rows: of each kind the largest first; they sum up to ``step_us``, the mean over ``steps`` profiled steps.
-    unprofiled_us: the mean of steps that nothing watched. context: mean tokens cached a sequence.
+    rows: of each kind the largest first; they sum up to ``step_us``, the mean over the quieter half of
+    ``steps`` profiled steps. unprofiled_us: the mean of steps that nothing watched, in the quieter of two
+    stretches, one before the profile and one after. context: mean tokens cached a sequence.
     functions: the host's work, the costliest functions first.
     """
 
@@ -102,10 +107,16 @@ class Ledger:
     def cross_check(self) -> str:
         """The profiled step beside the un-profiled one, in a sentence."""
         change = percent_change(self.unprofiled_us, self.step_us)
-        return (
+        told = (
             f"The profiled step takes {number(self.step_us)} µs, an un-profiled one "
             f"{number(self.unprofiled_us)} µs ({change}); named causes cover {_percent(self.coverage)} of it."
         )
+        return f"{told} {DISTURBED}" if self.is_disturbed else told
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the profiled step is so much longer than an un-profiled one that its gaps mislead."""
+        return self.step_us > MOST_DISTURBANCE * self.unprofiled_us
 
     def as_dict(self) -> dict[str, Any]:
         """For a record; :meth:`from_dict` reads it back."""
@@ -183,6 +194,11 @@ def tokens_needed(steps: int = 8) -> int:
     return WARM_UP_STEPS + 5 * (steps + 1)
 
 
+def tokens_before_profile(steps: int = 8) -> int:
+    """Tokens a sequence that it has decoded when half of the profiled steps are done."""
+    return WARM_UP_STEPS + 2 * (steps + 1) + steps // 2
+
+
 def step_ledger(
     bench: Bench, steps: int = 8, *, ceiling: Ceiling | None = None, save_to: Path | None = None
 ) -> Ledger:
@@ -195,11 +211,13 @@ def step_ledger(
     """
     engine, batch = bench.engine, len(bench.sequences)
     _check(bench, steps)
-    ends = drive(bench, WARM_UP_STEPS + 2 * (steps + 1))[WARM_UP_STEPS:]
-    functions = host_functions(lambda: drive(bench, steps + 1), steps + 1)
+    drive(bench, WARM_UP_STEPS)
+    unprofiled = [_mean_us(bench, steps)]
     cached = fmean(len(s.tokens) for s in bench.sequences) + steps
     trace = record_trace(lambda: drive(bench, steps + 1), save_to)
     context = cached + (steps - 1) / 2
+    unprofiled.append(_mean_us(bench, steps))
+    functions = host_functions(lambda: drive(bench, steps + 1), steps + 1)
     if ceiling is None and engine.device.type == "cuda":
         ceiling = measure_ceiling(engine.device, engine.model.dtype)
     itemsize = engine.model.dtype.itemsize
@@ -208,7 +226,7 @@ def step_ledger(
         name=engine.rung or "custom",
         rows=rows,
         step_us=sum(row.us for row in rows),
-        unprofiled_us=(ends[-1] - ends[0]) / (len(ends) - 1) * 1e6,
+        unprofiled_us=min(unprofiled),
         steps=steps,
         on_gpu=trace.on_gpu,
         batch=batch,
@@ -239,6 +257,12 @@ def drive(bench: Bench, steps: int) -> list[float]:
     return ends + [time.perf_counter() for _ in engine.collect()]
 
 
+def _mean_us(bench: Bench, steps: int) -> float:
+    """Of ``steps`` consecutive steps, from the end of the one before them to the end of the last."""
+    ends = drive(bench, steps + 1)
+    return (ends[-1] - ends[0]) / steps * 1e6
+
+
 class Span(NamedTuple):
     """A stretch of time, µs, and what it is called."""
 
@@ -248,7 +272,7 @@ class Span(NamedTuple):
 
 
 def account(trace: Trace, floors: Mapping[str, float] | None = None) -> tuple[Row, ...]:
-    """Rows of the mean step between the first and the last ``PROFILED_STEP`` range of a trace.
+    """Rows of the mean of the quieter half of the steps, each from one ``PROFILED_STEP`` range to the next.
 
     floors: µs by cause. Raises ``LedgerError`` for fewer than two steps, or one that launched nothing.
     """
@@ -256,18 +280,19 @@ def account(trace: Trace, floors: Mapping[str, float] | None = None) -> tuple[Ro
     if len(steps) < 2:
         raise LedgerError(f"the trace holds {len(steps)} steps; a ledger needs two or more")
     host, work = HostTimeline(trace), _work(trace)
-    window = _window(work, steps, trace.on_gpu)
+    windows = _quieter_half(_windows(work, steps, trace.on_gpu))
     causes = roles_of(work, trace.of("op"), [step.start for step in steps], host.at)
     launches = Counter(
         (_kind(event), cause)
         for event, cause in zip(work, causes, strict=True)
-        if window.start <= event.start < window.end
+        if any(window.start <= event.start < window.end for window in windows)
     )
     us: Counter[tuple[str, str]] = Counter()
-    for kind, piece in _pieces(work, causes, window, host, trace.on_gpu):
-        us[kind, piece.name] += piece.end - piece.start
-        launches[kind, piece.name] += kind in ("gaps", "host")
-    n, length, floors = len(steps) - 1, window.end - window.start, floors or {}
+    for window in windows:
+        for kind, piece in _pieces(work, causes, window, host, trace.on_gpu):
+            us[kind, piece.name] += piece.end - piece.start
+            launches[kind, piece.name] += kind in ("gaps", "host")
+    n, length, floors = len(windows), sum(map(_length, windows)), floors or {}
     rows = [
         Row(cause, kind, us[kind, cause] / n, us[kind, cause] / length, count / n, floors.get(cause))
         for (kind, cause), count in launches.items()
@@ -280,12 +305,18 @@ def _work(trace: Trace) -> list[Event]:
     return [event for event in trace.events if event.kind in kinds]
 
 
-def _window(work: list[Event], steps: list[Event], on_gpu: bool) -> Span:
-    """From the first kernel of the first step to that of the last; on a CPU, from call to call."""
-    if not on_gpu:
-        return Span(steps[0].start, steps[-1].start)
-    first, last = (_first_kernel(work, step) for step in (steps[0], steps[-1]))
-    return Span(first, last)
+def _windows(work: list[Event], steps: list[Event], on_gpu: bool) -> list[Span]:
+    """Each step from its first kernel to that of the next; on a CPU, from call to call."""
+    starts = [_first_kernel(work, step) if on_gpu else step.start for step in steps]
+    return [Span(start, end) for start, end in pairwise(starts)]
+
+
+def _quieter_half(windows: list[Span]) -> list[Span]:
+    return sorted(sorted(windows, key=_length)[: (len(windows) + 1) // 2])
+
+
+def _length(span: Span) -> float:
+    return span.end - span.start
 
 
 def _first_kernel(work: list[Event], step: Event) -> float:

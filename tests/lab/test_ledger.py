@@ -80,12 +80,19 @@ def test_every_microsecond_of_a_host_driven_step_has_its_cause():
     }
 
 
-def test_rows_sum_up_to_the_distance_of_first_kernels_whatever_jitters():
+def test_rows_sum_up_to_the_quieter_half_of_the_distances_of_first_kernels():
     late = [e for e in host_driven(207) if e.kind != "sync"]
-    rows = account(Trace(steps(3, 100) + host_driven(0) + host_driven(100) + late))
-    assert sum(row.us for row in rows) == pytest.approx((207 + 25 - 25) / 2)
+    last = [e for e in host_driven(300) if e.kind != "sync"]
+    rows = account(Trace(steps(4, 100) + host_driven(0) + host_driven(100) + late + last))
+    assert sum(row.us for row in rows) == pytest.approx((100 + 93) / 2)  # of 100, 107 and 93
     assert sum(row.share for row in rows) == pytest.approx(1)
     assert {row.cause: row.launches for row in rows}["norm"] == 1
+
+
+def test_a_disturbed_profile_is_told():
+    quiet, disturbed = (ledger_of(ROWS, unprofiled_us=us) for us in (90.0, 80.0))
+    assert disturbed.is_disturbed and not quiet.is_disturbed
+    assert "with care" in disturbed.cross_check and "with care" not in quiet.cross_check
 
 
 def test_overlapped_time_belongs_to_the_kernel_that_started_first():
@@ -374,7 +381,8 @@ def test_one_call_shows_the_chart_and_both_tables(monkeypatch):
 def test_the_context_is_that_of_the_profiled_steps(tiny):
     bench = Bench(tiny, "paged", make_prompts(2, [10, 20], tiny.config.vocab_size), tokens_needed(3) + 1)
     ledger = step_ledger(bench, steps=3)
-    cached = sum(s.n_cached for s in bench.sequences) / 2  # after the fourth, which only ends the third
+    later = 2 * (3 + 1)  # un-profiled ones, and those whose functions are timed
+    cached = sum(s.n_cached for s in bench.sequences) / 2 - later  # after the step that only ends the third
     assert ledger.context == (cached - 4 + cached - 2) / 2
 
 
