@@ -53,7 +53,8 @@ h2 { font-size: 1.05rem } article h2, article p { margin: .5rem .8rem } .run { c
 .ok { color: #2a8a3a } .failed, .timeout { color: #d03030 }
 </style></head><body>
 <h1>RoseLLM notebooks</h1>
-<p>$count executed, $failures failed. Findings are computed from the records of one $device.</p>
+<p>$count executed, $failures failed. Findings are computed from the records of one $device: tokens a second
+of whole runs, against the rung before; W0 to W3 are 1, 8, 64 and 256 sequences at a time, W4 and W5 streams.</p>
 <main>
 $cards
 </main></body></html>
@@ -187,8 +188,10 @@ def _links(figure: str) -> str:
         return ""
     return f""".then(figure => {{
   const targets = {json.dumps(targets)};
-  const link = () => figure.querySelectorAll("a").forEach(
-    a => targets[a.textContent] && a.setAttribute("href", targets[a.textContent]));
+  const link = () => figure.querySelectorAll("a").forEach(a => {{
+    if (targets[a.textContent]) a.setAttribute("href", targets[a.textContent]);
+    a.style.pointerEvents = "all";
+  }});
   figure.on("plotly_afterplot", link);
   link();
 }})"""

@@ -101,7 +101,9 @@ def ladder_chart(
         showgrid=False,
         zeroline=False,
         ticks="",
+        fixedrange=True,  # or what drags the axis would lie on the links
     )
+    chart.update_xaxes(fixedrange=True)
     chart.table = _table(panels, lines, rungs)
     finish(chart, title, round(ROW * (len(rungs) - top + 0.5)), has_axis=False)
     return chart.update_layout(margin_b=32, height=chart.layout.height + 22)
@@ -165,7 +167,7 @@ def _add_lines(chart: Chart, lines: Mapping[str, float], low: float, high: float
             x=at,
             y=y,
             text=f"{name} {short(value)}",
-            font={"size": 11, "color": colour},
+            font_size=11,
             xanchor="right" if at_left else "left",
             xshift=-4 if at_left else 4,
             showarrow=False,

@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+from rosellm.roseinfer.recipe import BEFORE
+
 pytestmark = pytest.mark.browser
 
 ERROR = '[data-mime-type="application/vnd.jupyter.stderr"]:has-text("Traceback (most recent call last)")'
@@ -11,6 +13,9 @@ NOT_FOR_KEYS = ".jupyter-widgets select"  # JupyterLab takes the arrow keys for 
 CONTROLS = ".jupyter-widgets :is([role=slider], input[type=checkbox])"
 FIGURES = """cell => [...cell.querySelectorAll(".js-plotly-plot")]
     .map(plot => JSON.stringify([plot.data, plot.layout.title]))"""
+HREFS = (
+    """links => links.map(a => [a.textContent, a.getAttributeNS("http://www.w3.org/1999/xlink", "href")])"""
+)
 REDRAWN = (
     f"([cell, before]) => {{ const now = ({FIGURES})(cell); return now.length == 1 && now[0] != before }}"
 )
@@ -45,3 +50,10 @@ def test_every_control_redraws_its_figure_when_a_key_moves_it(page):
         for control in cell.locator(CONTROLS).all():
             redrawn_by_key(page, cell, control)
     assert page.locator(ERROR).all_inner_texts() == []
+
+
+def test_a_rungs_name_in_the_ladders_chart_links_to_its_notebook(page):
+    if "00_map" not in page.url:
+        pytest.skip("only 00_map draws the ladder")
+    links = page.locator(".js-plotly-plot .ytick a").evaluate_all(HREFS)
+    assert ["paged", "01_paged_attention.ipynb"] in links and len(links) >= len(BEFORE)

@@ -28,6 +28,7 @@ def test_each_rung_links_to_its_notebook():
     chart = ladder_chart(VALUES, "tok/s", title="t")
     assert chart.layout.yaxis.ticktext[:2] == ("dense", '<a href="01_paged_attention.ipynb">paged</a>')
     assert len(chart.layout.yaxis.ticktext) == len(LADDER)
+    assert chart.layout.yaxis.fixedrange and chart.layout.xaxis.fixedrange  # nothing lies on the links
 
 
 def test_a_column_for_the_speed_the_share_of_the_floor_and_this_machine():

@@ -1,0 +1,61 @@
+"""The gallery opens from the file system without a network: figures are drawn, links lead on."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from rosellm.lab.gallery import Outcome, page, publish_gallery
+
+pytestmark = pytest.mark.browser
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+SHOWN = ("00_map", "01_paged_attention")
+LINK = """() => {
+  const link = document.querySelector(".js-plotly-plot .ytick a");
+  link.scrollIntoView({block: "center"});
+  const box = link.getBoundingClientRect();
+  return [link.textContent, box.x + box.width / 2, box.y + box.height / 2];
+}"""
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gallery")
+    paths = {name: NOTEBOOKS / f"{name}.ipynb" for name in SHOWN}
+    for name, path in paths.items():
+        (folder / f"{name}.html").write_text(page(nbformat.read(path, as_version=4), NOTEBOOKS))
+    publish_gallery(paths, [Outcome(name, 1.0, "ok") for name in SHOWN], folder)
+    return folder
+
+
+@pytest.fixture
+def offline(chromium):
+    """A page without a network, and the addresses that it asked for."""
+    context = chromium.new_context(offline=True)
+    context.set_default_timeout(30_000)
+    page, asked = context.new_page(), []
+    page.on("request", lambda request: asked.append(request.url))
+    yield page, asked
+    context.close()
+
+
+def test_the_index_shows_a_picture_a_card_and_leads_to_the_pages(gallery, offline):
+    shown, asked = offline
+    shown.goto((gallery / "index.html").as_uri())
+    assert shown.locator("article").count() == len(SHOWN)
+    assert shown.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
+    shown.locator("article a").first.click()
+    shown.wait_for_url("**/00_map.html")
+    shown.locator(".js-plotly-plot .main-svg").first.wait_for()
+    assert {url.partition(":")[0] for url in asked} <= {"file", "data", "blob"}
+
+
+def test_a_rungs_name_in_the_ladders_chart_leads_to_its_page(gallery, offline):
+    shown, _asked = offline
+    shown.goto((gallery / "00_map.html").as_uri())
+    shown.locator(".js-plotly-plot .ytick a").first.wait_for(state="attached")
+    rung, x, y = shown.evaluate(LINK)
+    assert rung == "paged"
+    shown.mouse.click(x, y)
+    shown.wait_for_url("**/01_paged_attention.html")
