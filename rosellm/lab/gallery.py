@@ -54,7 +54,8 @@ h2 { font-size: 1.05rem } article h2, article p { margin: .5rem .8rem } .run { c
 </style></head><body>
 <h1>RoseLLM notebooks</h1>
 <p>$count executed, $failures failed. Findings are computed from the records of one $device: tokens a second
-of whole runs, against the rung before; W0 to W3 are 1, 8, 64 and 256 sequences at a time, W4 and W5 streams.</p>
+of whole runs, against the rung before. W0 to W3 are 1, 8, 64 and 256 sequences at a time, W4 and W5 are
+streams.</p>
 <main>
 $cards
 </main></body></html>
