@@ -34,7 +34,7 @@ test: $(STAMP) ## run the package's tests (pytest) and every notebook as a test 
 	$(PY) -m pytest tests notebooks -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 120 \
 		--nbval-sanitize-with notebooks/nbval_sanitize.cfg
 
-test-browser: $(STAMP)-browser ## open notebooks in JupyterLab and headless Chromium, run them, move controls
+test-browser: $(STAMP)-browser ## open notebooks in JupyterLab and headless Chromium, run them, move controls (NB selects)
 	$(PY) -m pytest tests/browser -m browser
 
 soak: export OMP_NUM_THREADS := 1

@@ -36,8 +36,10 @@ from rosellm.lab.host_functions import HostFunction, host_functions, host_table
 from rosellm.lab.records import number, percent_change
 from rosellm.lab.roles import OTHER, roles_of
 from rosellm.lab.trace import Event, Trace, record_trace
+from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.step import STEP_RANGE
 from rosellm.rosetrainer.config import ModelConfig
+from rosellm.rosetrainer.model import GPT
 
 if TYPE_CHECKING:  # a machine that only measures need not be able to draw
     from rosellm.lab import charts
@@ -178,6 +180,17 @@ def waterfall(before: Ledger, after: Ledger, title: str | None = None) -> charts
     from rosellm.lab import charts
 
     return charts.waterfall(ends[0], changes, ends[1], "µs", title=title)
+
+
+def live_waterfall(
+    model: GPT, before: str | Recipe, after: str | Recipe, prompts: list[list[int]], steps: int = 8
+) -> charts.Chart:
+    """From a decode step of one recipe to one of another, both measured here and now on the same prompts.
+
+    The prompts must leave room for :func:`tokens_needed` new tokens. Raises ``LedgerError``.
+    """
+    room = tokens_needed(steps) + 1
+    return waterfall(*(step_ledger(Bench(model, one, prompts, room), steps) for one in (before, after)))
 
 
 def _segments(rows: Iterable[Row]) -> dict[str, float]:

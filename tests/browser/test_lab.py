@@ -11,14 +11,14 @@ pytestmark = pytest.mark.browser
 ERROR = '[data-mime-type="application/vnd.jupyter.stderr"]:has-text("Traceback (most recent call last)")'
 NOT_FOR_KEYS = ".jupyter-widgets select"  # JupyterLab takes the arrow keys for itself
 CONTROLS = ".jupyter-widgets :is([role=slider], input[type=checkbox])"
-FIGURES = """cell => [...cell.querySelectorAll(".js-plotly-plot")]
-    .map(plot => JSON.stringify([plot.data, plot.layout.title]))"""
+DRAWN = ".js-plotly-plot .main-svg, .jp-RenderedSVG, .jp-RenderedMarkdown"
+FIGURES = """cell => JSON.stringify([
+    [...cell.querySelectorAll(".js-plotly-plot")].map(plot => [plot.data, plot.layout.title]),
+    [...cell.querySelectorAll(".jp-RenderedSVG, .jp-RenderedMarkdown")].map(shown => shown.innerHTML)])"""
 HREFS = (
     """links => links.map(a => [a.textContent, a.getAttributeNS("http://www.w3.org/1999/xlink", "href")])"""
 )
-REDRAWN = (
-    f"([cell, before]) => {{ const now = ({FIGURES})(cell); return now.length == 1 && now[0] != before }}"
-)
+REDRAWN = f"([cell, before]) => ({FIGURES})(cell) != before"
 
 
 def key(control) -> str:
@@ -31,8 +31,8 @@ def key(control) -> str:
 
 def redrawn_by_key(page, cell, control) -> None:
     """Returns once the key has led to another figure; playwright's TimeoutError if it does not."""
-    cell.locator(".js-plotly-plot").wait_for()
-    (before,) = cell.evaluate(FIGURES)
+    cell.locator(DRAWN).first.wait_for()
+    before = cell.evaluate(FIGURES)
     control.press(key(control))
     page.wait_for_function(REDRAWN, arg=[cell.element_handle(), before], timeout=10_000)
 

@@ -19,6 +19,7 @@ from rosellm.lab.ledger import (
     Row,
     account,
     floors_us,
+    live_waterfall,
     step_ledger,
     tokens_needed,
     waterfall,
@@ -376,6 +377,14 @@ def test_one_call_shows_the_chart_and_both_tables(monkeypatch):
     assert isinstance(chart, charts.Chart)
     assert "| GEMM |" in text and "| `step.HostStep.__call__` | 30.0 | 75.0 % | 1 |" in text
     assert "| **together** | **40.0** | 100.0 % | |" in text
+
+
+def test_two_recipes_are_compared_here_and_now(tiny):
+    prompts = make_prompts(2, [3, 9], tiny.config.vocab_size)
+    table = live_waterfall(tiny, "dense", "paged", prompts, steps=2).table.splitlines()
+    assert table[2].split()[0] == "dense" and table[-1].split()[0] == "paged"
+    *changes, last = (float(line.split()[-1].replace(",", "").replace("−", "-")) for line in table[2:])
+    assert sum(changes) == pytest.approx(last, rel=0.01)
 
 
 def test_the_context_is_that_of_the_profiled_steps(tiny):
