@@ -137,7 +137,6 @@ def _card(notebook: Path, outcome: Outcome, output: Path) -> dict[str, Any]:
     fresh = picture(nbformat.read(executed, as_version=4), notebook.parent) if executed.exists() else ""
     return asdict(outcome) | {
         "title": title(committed) or outcome.name,
-        "finding": finding(find(), outcome.name) if outcome.name in TOLD else "",
         "picture": picture(committed, notebook.parent) or fresh,
     }
 
@@ -153,7 +152,8 @@ def _index(cards: dict[str, dict[str, Any]], output: Path) -> str:
 
 def _card_html(card: dict[str, Any], output: Path) -> str:
     shown = {key: html.escape(str(value)) for key, value in card.items()}
-    shown["finding"] = re.sub(r"`([^`]+)`", r"<code>\1</code>", shown["finding"])
+    told = finding(find(), card["name"]) if card["name"] in TOLD else ""
+    shown["finding"] = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(told))
     image = f'<img src="{card["picture"]}" alt="">' if card["picture"] else f"<i>{shown['name'][:2]}</i>"
     page_exists = (output / f"{card['name']}.html").exists()
     frame = f'<a href="{shown["name"]}.html">' if page_exists else "<a>"

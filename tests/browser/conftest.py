@@ -18,10 +18,11 @@ import pytest
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 USUAL = ("00_map", "03_pinned_h2d", "09_mutable_block_info")
-WANTED = (
-    tuple(os.environ.get("NB", "").split()) or USUAL
-)  # beginnings of names, as `make notebooks` takes them
+# Beginnings of names, as `make notebooks` takes them.
+WANTED = tuple(os.environ.get("NB", "").split()) or USUAL
 OPENED = [path.stem for path in sorted(NOTEBOOKS.glob("*.ipynb")) if path.stem.startswith(WANTED)]
+if not OPENED:
+    raise pytest.UsageError(f"no notebook's name begins with NB={' '.join(WANTED)!r}")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 LAB = ["-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"]

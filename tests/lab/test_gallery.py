@@ -104,9 +104,13 @@ class TestCards:
 
     def test_a_notebook_of_ones_own_has_a_card_without_a_finding(self, tmp_path):
         assert "<p></p>" in self.publish(tmp_path, "99_mine")
-        assert "finding" in json.loads((tmp_path / "build" / "gallery.json").read_text())["99_mine"]
         with pytest.raises(RecordError, match="'99_mine' has no finding"):
             finding(find(), "99_mine")
+
+    def test_findings_are_those_of_the_records_now_not_of_an_earlier_run(self, tmp_path):
+        self.publish(tmp_path, "02_mask_removal")
+        kept = json.loads((tmp_path / "build" / "gallery.json").read_text())
+        assert "finding" not in kept["02_mask_removal"]
 
     def test_every_notebook_has_a_finding(self):
         notebooks = {path.stem for path in (Path(__file__).parents[2] / "notebooks").glob("*.ipynb")}
