@@ -27,7 +27,7 @@ $(STAMP)-browser: $(STAMP)
 	@touch $@
 
 notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P="batch=64 quick=false" sets parameters)
-	@exec $(PY) -m rosellm.lab.run_notebooks --select "$$NB" --parameters "$$P" --workers $(WORKERS) --timeout $(TIMEOUT)
+	@exec $(PY) -m rosellm.lab.running.run_notebooks --select "$$NB" --parameters "$$P" --workers $(WORKERS) --timeout $(TIMEOUT)
 
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## run the package's tests (pytest) and every notebook as a test (nbval)
@@ -50,7 +50,7 @@ lab: $(STAMP) ## open the notebooks in JupyterLab, on 127.0.0.1 with its token (
 	$(PY) -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(LAB)
 
 refresh: $(STAMP) ## execute the notebooks in place, add PNGs and normalise them (NB selects)
-	@exec $(PY) -m rosellm.lab.refresh_notebooks --select "$$NB"
+	@exec $(PY) -m rosellm.lab.running.refresh_notebooks --select "$$NB"
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rosellm.models.attention import CausalAttention
+from rosellm.models.config import ModelConfig
+from rosellm.models.model import GPT
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.kv_append import AppendGate
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.rosetrainer.attention import CausalAttention
-from rosellm.rosetrainer.config import ModelConfig
-from rosellm.rosetrainer.model import GPT
+from rosellm.roseinfer.steps.kv_append import AppendGate
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.step import Step
+from rosellm.roseinfer.steps.step import Step
 
 
 class LateStep:

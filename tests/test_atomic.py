@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rosellm.atomic import replacing, write_text
-from rosellm.lab import trace
-from rosellm.roseinfer.record import write_record
+from rosellm.lab.records import trace
+from rosellm.roseinfer.bench.record import write_record
 
 ROOT = Path(__file__).parents[1]
 STOPPED = [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError(), SystemExit(143)]
@@ -86,8 +86,8 @@ KILLER = """
 import json, os, random, signal, sys, time
 from itertools import count
 from pathlib import Path
-from rosellm.lab.records import Results
-from rosellm.roseinfer.record import write_record
+from rosellm.lab.records.records import Results
+from rosellm.roseinfer.bench.record import write_record
 
 folder, rng, seen = Path(sys.argv[1]), random.Random(0), set()
 record = lambda i: {"number": i, "figures": [i] * 30_000}

@@ -23,12 +23,12 @@ cell("%load_ext autoreload")
 cell("%autoreload 2 --full")
 cell("""
 import rosellm
-from rosellm.lab.bench import Bench, get_model, make_prompts
+from rosellm.lab.records.bench import Bench, get_model, make_prompts
 gpt = get_model("rose-tiny", "cpu")
 run = lambda: Bench(gpt, "paged", make_prompts(3, 4, gpt.config.vocab_size), 4).decode()
 _ = run()
 """)
-step = Path(rosellm.__file__).parent / "roseinfer" / "step.py"
+step = Path(rosellm.__file__).parent / "roseinfer" / "steps" / "host.py"
 old = step.read_text()
 line = "        self(sequences)\\n"
 assert old.count(line) == 1

@@ -18,8 +18,7 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from nbformat.v4 import new_code_cell, new_notebook
 from safetensors.torch import load_file, save_file
 
@@ -34,7 +33,10 @@ from rosellm.errors import (
     RoseError,
     SamplingError,
 )
-from rosellm.lab import measure, readme, refresh_notebooks, run_notebooks
+from rosellm.lab.records import measure
+from rosellm.lab.running import readme, refresh_notebooks, run_notebooks
+from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
+from rosellm.models.weights import save_model
 from rosellm.roseinfer import (
     benchmark_kv_append,
     benchmark_rivals,
@@ -42,11 +44,9 @@ from rosellm.roseinfer import (
     benchmark_streaming,
 )
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
-from rosellm.roseinfer.streaming import StreamingManager
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.rosetrainer import train
-from rosellm.rosetrainer.tokenizer import load_tokenizer, train_tokenizer
-from rosellm.rosetrainer.weights import save_model
 from tests.helpers import random_model, small_config
 
 ROOT = Path(__file__).parents[1]

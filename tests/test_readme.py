@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rosellm.errors import RoseError
-from rosellm.lab import readme
-from rosellm.lab.records import find
+from rosellm.lab.records.records import find
+from rosellm.lab.running import readme
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -59,7 +59,7 @@ def made_small(command: list[str], folder: Path) -> list[str]:
 
 
 def test_the_computed_parts_are_up_to_date():
-    assert not readme.stale_files(), "run python -m rosellm.lab.readme"
+    assert not readme.stale_files(), "run python -m rosellm.lab.running.readme"
 
 
 @pytest.mark.parametrize("command", python_commands(), ids=lambda command: command[2].rpartition(".")[2])

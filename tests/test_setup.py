@@ -112,7 +112,9 @@ def test_the_selection_and_parameters_reach_the_runner_unchanged(copy):
     given = "prompt='two words' quick=false sizes=[1,2]"
     make("notebooks", "NB=03,05 07", f"P={given}", folder=copy)
     call = (copy / "calls").read_text().splitlines()[-1]
-    assert call.startswith(f"-m rosellm.lab.run_notebooks --select 03,05 07 --parameters {given} --workers 2")
+    assert call.startswith(
+        f"-m rosellm.lab.running.run_notebooks --select 03,05 07 --parameters {given} --workers 2"
+    )
 
 
 def test_one_test_command_covers_the_package_and_the_notebooks():

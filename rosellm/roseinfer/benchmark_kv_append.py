@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rosellm.roseinfer import cli
-from rosellm.roseinfer.kernels import Kernels, choose_kernels
+from rosellm.models.loading import resolve_device, resolve_dtype
+from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
+from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_bytes, kv_append_ref
-from rosellm.roseinfer.loading import resolve_device, resolve_dtype
-from rosellm.roseinfer.record import check_writable, new_record, write_record
 
 CALLS = {"cuda": 50, "cpu": 5}
 ROTATED_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}

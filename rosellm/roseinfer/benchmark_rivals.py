@@ -23,20 +23,20 @@ import numpy as np
 import torch
 
 from rosellm.errors import OptionError, PromptError, RoseError
-from rosellm.roseinfer import cli
-from rosellm.roseinfer.loading import load_parts, resolve_device, resolve_dtype
-from rosellm.roseinfer.recipe import LADDER, get_rung
-from rosellm.roseinfer.record import (
+from rosellm.models.config import ModelConfig
+from rosellm.models.loading import load_parts, resolve_device, resolve_dtype
+from rosellm.models.weights import save_model
+from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench.record import (
     across_repeats,
     check_writable,
     new_record,
     tokens_sha256,
     write_record,
 )
-from rosellm.roseinfer.rivals import RIVALS, Rival, Task, check_rivals
-from rosellm.roseinfer.workloads import WORKLOADS
-from rosellm.rosetrainer.config import ModelConfig
-from rosellm.rosetrainer.weights import save_model
+from rosellm.roseinfer.bench.rivals import RIVALS, Rival, Task, check_rivals
+from rosellm.roseinfer.bench.workloads import WORKLOADS
+from rosellm.roseinfer.recipe import LADDER, get_rung
 
 THROUGHPUT = "total_throughput_tok_s"
 OVERRIDES = ("num_requests", "max_new_tokens", "max_batch_size", "prompt_tokens")

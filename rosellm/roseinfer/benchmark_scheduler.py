@@ -18,19 +18,19 @@ from typing import Any
 from torch.profiler import profile
 
 from rosellm.atomic import replacing
-from rosellm.roseinfer import cli
-from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import Done, RequestOutput
-from rosellm.roseinfer.record import (
+from rosellm.models.model import GPT
+from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench.record import (
     across_repeats,
     distribution,
     engine_facts,
     new_record,
     tokens_sha256,
 )
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
-from rosellm.rosetrainer.model import GPT
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
 
 
 def run_scheduler_benchmark(

@@ -22,20 +22,20 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
 from rosellm.atomic import replacing
-from rosellm.roseinfer import cli
-from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import RequestOutput
-from rosellm.roseinfer.record import (
+from rosellm.models.model import GPT
+from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench.record import (
     across_repeats,
     distribution,
     engine_facts,
     new_record,
     tokens_sha256,
 )
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.scheduler import SchedulerConfig
-from rosellm.roseinfer.streaming import StreamingManager
-from rosellm.rosetrainer.model import GPT
+from rosellm.roseinfer.serving.scheduler import SchedulerConfig
+from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)
 

@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import OptionError, PromptError, SamplingError, told
-from rosellm.roseinfer.batch_invariant import ALIGNMENT
-from rosellm.roseinfer.kernels import Kernels, choose_kernels
-from rosellm.roseinfer.kv_append import AppendGate
-from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
-from rosellm.roseinfer.loading import kv_blocks_within_memory, load_parts
+from rosellm.models.loading import load_parts
+from rosellm.models.model import GPT
+from rosellm.models.weights import SHIPPED
+from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.prefix_cache import PrefixCache
+from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
+from rosellm.roseinfer.layers.batch_invariant import ALIGNMENT
 from rosellm.roseinfer.outputs import Done
-from rosellm.roseinfer.prefix_cache import PrefixCache
 from rosellm.roseinfer.recipe import LADDER, Recipe, build_step, get_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.step import Step
-from rosellm.rosetrainer.model import GPT
-from rosellm.rosetrainer.weights import SHIPPED
+from rosellm.roseinfer.steps.kv_append import AppendGate
+from rosellm.roseinfer.steps.step import Step
 
 LARGEST_SIZE = 2**31 - 1  # what the device counts with
 
@@ -37,7 +38,7 @@ class Engine:
     recipe: a rung of ``LADDER`` by name, None for the best, or any ``Recipe``. max_batch_size: sequences that
     decode together at most. num_kv_blocks: blocks a layer; None takes what ``max_batch_size`` full-length
     sequences need, capped by memory. block_size: tokens a block, a power of two. kernels: see
-    ``kernels.choose_kernels``. gate: None reads the environment switches of the Triton append.
+    ``kernels.table.choose_kernels``. gate: None reads the environment switches of the Triton append.
     deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or the cache
     (``batch_invariant``); prompts are then cut at multiples of ``prefill_alignment`` tokens only.
     """

@@ -8,11 +8,11 @@ from typing import Any
 from tqdm import tqdm
 
 from rosellm.errors import PromptError
+from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.scheduler import OfflineScheduler, one_each
-from rosellm.rosetrainer.weights import SHIPPED
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, one_each
 
 Prompt = str | list[int]
 

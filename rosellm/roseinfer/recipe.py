@@ -7,27 +7,29 @@ from functools import cache
 from typing import Literal, get_args, get_type_hints
 
 from rosellm.errors import RecipeError
-from rosellm.roseinfer.batch_invariant import (
+from rosellm.models.model import GPT
+from rosellm.roseinfer.cache.block_tables import TABLES
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.layers.attention import BINDERS
+from rosellm.roseinfer.layers.batch_invariant import (
     InvariantAppendAndAttend,
     invariant_chooser,
     invariant_kernels,
     invariant_layers,
 )
-from rosellm.roseinfer.block_tables import TABLES
-from rosellm.roseinfer.decode_layers import build_layers
-from rosellm.roseinfer.device_state import DeviceState
-from rosellm.roseinfer.kernels import Kernels
-from rosellm.roseinfer.kv_append import AppendGate, build_append
-from rosellm.roseinfer.kv_blocks import KVBlockManager
-from rosellm.roseinfer.packed_prefill import PackedPrefill
-from rosellm.roseinfer.persistent_layers import persistent_for_few
-from rosellm.roseinfer.prefill import Prefill
-from rosellm.roseinfer.resident import ResidentStep
-from rosellm.roseinfer.resident_parts import BINDERS, build_chooser
-from rosellm.roseinfer.runner import ATTENTION, RUNNERS, graph_pool
-from rosellm.roseinfer.sampling import Sampler
-from rosellm.roseinfer.step import MASKS, HostStep
-from rosellm.rosetrainer.model import GPT
+from rosellm.roseinfer.layers.choosers import build_chooser
+from rosellm.roseinfer.layers.fused import build_layers
+from rosellm.roseinfer.layers.persistent import persistent_for_few
+from rosellm.roseinfer.layers.sampler import Sampler
+from rosellm.roseinfer.steps.cuda_graph import graph_pool
+from rosellm.roseinfer.steps.host import MASKS, HostStep
+from rosellm.roseinfer.steps.kv_append import AppendGate, build_append
+from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
+from rosellm.roseinfer.steps.prefill import Prefill
+from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.steps.runner import ATTENTION, RUNNERS
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,19 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, seeded."""
+"""How one request's tokens are chosen."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from rosellm.errors import SamplingError, told
-from rosellm.roseinfer.noise import gumbel_noise
 
 if TYPE_CHECKING:
-    from rosellm.roseinfer.request import Sequence
+    pass
 
 INT64_MAX = 2**63 - 1
-FLOAT32 = torch.finfo(torch.float32)
 NOT_FINITE = -2
-
-Noise = Callable[[Tensor, Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -71,86 +63,3 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
-
-
-def allowed_log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Log-probabilities after temperature, top-k and top-p: ``[B, V]`` → ``[B, V]``, −inf where ruled out.
-
-    temperature, top_k, top_p ``[B]``; the likeliest token always stays, and of equals the first. Subtracting
-    a row's maximum before the division changes no probability, and keeps +inf out however small the
-    temperature; one beyond float32 counts as its largest number.
-    """
-    below_best = logits.float() - logits.amax(dim=-1, keepdim=True).float()
-    scaled = below_best / temperature[:, None].clamp(FLOAT32.tiny, FLOAT32.max)
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[1], device=logits.device)[None, :]
-    limit = torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
-    ordered = ordered.masked_fill(rank >= limit, float("-inf"))
-    probs = ordered.softmax(dim=-1)
-    mass_before = probs.cumsum(dim=-1) - probs
-    ordered = ordered.masked_fill((mass_before >= top_p[:, None]) & (rank > 0), float("-inf"))
-    return torch.empty_like(ordered).scatter_(1, order, ordered).log_softmax(dim=-1)
-
-
-def draw(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    noise: Noise = gumbel_noise,
-) -> Tensor:
-    """The next token of every row: logits ``[B, V]`` → ``[B]`` int32; nothing waits for the host.
-
-    temperature, top_p ``[B]`` float32, top_k ``[B]`` int, seeds ``[B]`` int64; positions ``[B]`` int, the
-    index that the new token will have in its sequence. At temperature 0, which is also what float32 makes of
-    anything below 1e-45, the largest raw logit wins, the first of equals. Otherwise the Gumbel-max trick
-    (Gumbel 1954): the argmax of log-probabilities plus noise is a draw. ``NOT_FINITE`` for a row that gives
-    no probabilities: with NaN, with +inf, or all −inf.
-    """
-    best, likeliest = logits.max(dim=-1)
-    log_probs = allowed_log_probs(logits, temperature, top_k, top_p)
-    drawn = log_probs.add_(noise(seeds, positions, logits.shape[1])).argmax(dim=-1)
-    return _finite(best, torch.where(temperature > 0, drawn, likeliest)).int()
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """The greedy choice of every row, as :func:`draw` makes it: logits ``[B, V]`` → ``[B]`` int32."""
-    return _finite(*logits.max(dim=-1)).int()
-
-
-def _finite(best: Tensor, tokens: Tensor) -> Tensor:
-    """``tokens`` of the rows whose largest logit ``best`` is finite, ``NOT_FINITE`` for the others."""
-    return torch.where(best.abs() < math.inf, tokens, NOT_FINITE)
-
-
-class Sampler:
-    """Next tokens for a batch: one argmax; rows that are not greedy are drawn with their requests' own noise.
-
-    noise: :func:`noise.gumbel_noise` or its Triton twin.
-    """
-
-    def __init__(self, noise: Noise = gumbel_noise) -> None:
-        self.noise = noise
-
-    def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """logits ``[B, V]`` → B token ids. Raises ``SamplingError`` where logits give no probabilities."""
-        tokens = _finite(*logits.max(dim=-1))
-        sampled = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
-        if sampled:
-            tokens[sampled] = self._draw(logits[sampled], [sequences[row] for row in sampled]).long()
-        tokens = tokens.tolist()
-        if NOT_FINITE in tokens:
-            raise SamplingError("the model's logits are not finite; nothing can be drawn from them")
-        return tokens
-
-    def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        params = [s.params for s in sequences]
-        reals = torch.tensor([[float(p.temperature) for p in params], [p.top_p for p in params]])
-        integers = torch.tensor(
-            [[p.top_k for p in params], [s.seed for s in sequences], [len(s.tokens) for s in sequences]]
-        )
-        temperature, top_p = reals.to(logits.device)
-        top_k, seeds, positions = integers.to(logits.device)
-        return draw(logits, temperature, top_k, top_p, seeds, positions, self.noise)

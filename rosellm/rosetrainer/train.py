@@ -34,10 +34,11 @@ from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser, is_out_of_memory
 from rosellm.environment import environment
 from rosellm.errors import DeviceError, RoseError
-from rosellm.rosetrainer.config import ModelConfig
+from rosellm.models.config import ModelConfig
+from rosellm.models.model import GPT
+from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
+from rosellm.models.weights import load_model, save_model
 from rosellm.rosetrainer.corpus import Corpus, read_corpus
-from rosellm.rosetrainer.model import GPT
-from rosellm.rosetrainer.tokenizer import load_tokenizer, train_tokenizer
 from rosellm.rosetrainer.training import (
     Hyperparameters,
     Score,
@@ -47,7 +48,6 @@ from rosellm.rosetrainer.training import (
     token_stream,
     train,
 )
-from rosellm.rosetrainer.weights import load_model, save_model
 
 ROSE_TINY = ModelConfig(vocab_size=4096, n_positions=512, n_layers=5, n_heads=4, d_model=256, eos_token_id=0)
 SMOKE_MODEL = ModelConfig(vocab_size=512, n_positions=64, n_layers=2, n_heads=2, d_model=64, eos_token_id=0)

@@ -13,10 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rosellm.errors import RoseError
-from rosellm.rosetrainer.attention import CausalAttention
+from rosellm.models.attention import CausalAttention
+from rosellm.models.model import GPT
+from rosellm.models.tokenizer import Tokenizer
 from rosellm.rosetrainer.corpus import Source
-from rosellm.rosetrainer.model import GPT
-from rosellm.rosetrainer.tokenizer import Tokenizer
 
 MOST = {"epochs": 1_000_000, "batch_size": 65_536, "learning_rate": 1_000, "weight_decay": 1_000}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from rosellm.lab.gallery import Outcome, page, publish_gallery
+from rosellm.lab.running.gallery import Outcome, page, publish_gallery
 
 pytestmark = pytest.mark.browser
 

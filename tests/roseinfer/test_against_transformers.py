@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rosellm.models.weights import SHIPPED, checkpoint_folder, load_model, save_model
 from rosellm.roseinfer.recipe import BEST_RUNG
-from rosellm.rosetrainer.weights import SHIPPED, checkpoint_folder, load_model, save_model
 from tests.helpers import (
     decode_all,
     greedy_sequences,

@@ -9,11 +9,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from rosellm.roseinfer import benchmark_rivals, rivals
+from rosellm.models.weights import save_model
+from rosellm.roseinfer import benchmark_rivals
+from rosellm.roseinfer.bench import rivals
+from rosellm.roseinfer.bench.rivals import RIVALS, VLLM, Task
+from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.benchmark_rivals import comparison, measure_workload, run_in_turns, workload_options
-from rosellm.roseinfer.rivals import RIVALS, VLLM, Task
-from rosellm.roseinfer.workloads import WORKLOADS
-from rosellm.rosetrainer.weights import save_model
 from tests.helpers import CPU, random_model, random_prompts, small_config, uncached_greedy
 
 SMALL = "--num-requests 3 --max-new-tokens 6 --max-batch-size 2 --repeat-runs 2 --device cpu"

@@ -13,15 +13,16 @@ import pytest
 import torch
 
 from rosellm.errors import PromptError
-from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming, cli
+from rosellm.models.tokenizer import load_dummy_tokenizer
+from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
+from rosellm.roseinfer.bench import cli
 from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.benchmark_streaming import StreamingLoad, run_streaming_benchmark
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.kernels import TORCH
+from rosellm.roseinfer.kernels.table import TORCH
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.scheduler import SchedulerConfig
-from rosellm.rosetrainer.tokenizer import load_dummy_tokenizer
+from rosellm.roseinfer.serving.scheduler import SchedulerConfig
 from tests.helpers import random_model, random_prompts, small_engine
 
 ROOT = Path(__file__).parents[2]

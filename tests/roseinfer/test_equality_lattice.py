@@ -18,20 +18,20 @@ import pytest
 import torch
 
 from rosellm.errors import RecipeError
+from rosellm.models.loading import load_parts
+from rosellm.models.model import GPT
+from rosellm.models.tokenizer import Tokenizer, train_tokenizer
+from rosellm.models.weights import SHIPPED
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.kv_blocks import blocks_for
-from rosellm.roseinfer.loading import load_parts
 from rosellm.roseinfer.outputs import IncrementalText, RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, Recipe
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.resident import ResidentStep
-from rosellm.roseinfer.runner import EagerRunner, GraphRunner
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.scheduler import OfflineScheduler, SchedulerConfig
-from rosellm.roseinfer.streaming import StreamingManager
-from rosellm.rosetrainer.model import GPT
-from rosellm.rosetrainer.tokenizer import Tokenizer, train_tokenizer
-from rosellm.rosetrainer.weights import SHIPPED
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.steps.runner import EagerRunner, GraphRunner
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
 
 WORDS = "hello world, here is some text to learn from, with words and words"

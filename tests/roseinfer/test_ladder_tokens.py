@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rosellm.models.model import GPT
+from rosellm.models.weights import load_model, save_model
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.kv_append import AppendGate
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, recipe_choices
-from rosellm.rosetrainer.model import GPT
-from rosellm.rosetrainer.weights import load_model, save_model
+from rosellm.roseinfer.steps.kv_append import AppendGate
 from tests.helpers import (
     Greedy,
     decode_all,

@@ -9,8 +9,8 @@ import torch
 
 from rosellm import LLM, SamplingParams
 from rosellm.errors import CheckpointError, DeviceError, OptionError, PromptError, RecipeError, SamplingError
-from rosellm.rosetrainer.tokenizer import train_tokenizer
-from rosellm.rosetrainer.weights import save_model
+from rosellm.models.tokenizer import train_tokenizer
+from rosellm.models.weights import save_model
 from tests.helpers import random_model, small_config, uncached_greedy
 
 WORDS = "hello world, here is some text to learn from, with words and words"

@@ -14,16 +14,15 @@ import torch
 import torch.nn.functional as F
 
 from rosellm.errors import DeviceError, RoseError
-from rosellm.rosetrainer import train as command
-from rosellm.rosetrainer import training
-from rosellm.rosetrainer.attention import CausalAttention
-from rosellm.rosetrainer.config import ModelConfig
+from rosellm.models.attention import CausalAttention
+from rosellm.models.config import ModelConfig
+from rosellm.models.model import GPT
+from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
+from rosellm.models.weights import SHIPPED, checkpoint_folder, load_config, load_model
+from rosellm.rosetrainer import train as command, training
 from rosellm.rosetrainer.corpus import Corpus, Source, read_corpus
-from rosellm.rosetrainer.model import GPT
-from rosellm.rosetrainer.tokenizer import load_tokenizer, train_tokenizer
 from rosellm.rosetrainer.train import replacing_folder
 from rosellm.rosetrainer.training import Hyperparameters, Score, mean_loss, token_stream, train
-from rosellm.rosetrainer.weights import SHIPPED, checkpoint_folder, load_config, load_model
 from tests.helpers import CPU, random_model, small_config, uncached_logits
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n\n" for i in range(80))

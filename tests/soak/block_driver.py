@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rosellm.errors import KVCacheExhausted
-from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from tests.soak.programs import Driver
 
 LAYERS, MOST_HOLDERS = 2, 5

@@ -9,11 +9,11 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.kv_blocks import KVBlockManager
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.step import Step
+from rosellm.roseinfer.steps.step import Step
 from tests.helpers import random_model, small_config
 from tests.late_step import run_late
 
@@ -40,7 +40,7 @@ def tokens_after(prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class FakeStep:
-    """Driven by the host, as :class:`rosellm.roseinfer.step.HostStep`; a token's key is the token.
+    """Driven by the host, as :class:`rosellm.roseinfer.steps.host.HostStep`; a token's key is the token.
 
     Every token depends on its whole context, read from the cache by block table: a block that is lost,
     shared by mistake or written by another gives other tokens.

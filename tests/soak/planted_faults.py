@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.kv_blocks import KVBlockManager
-from rosellm.roseinfer.prefix_cache import PrefixCache
-from rosellm.roseinfer.streaming import StreamingManager
+from rosellm.roseinfer.serving.streaming import StreamingManager
 
 
 def leak_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from itertools import chain
 
 import torch
 
-from rosellm.roseinfer.kv_blocks import KVBlockManager, blocks_for
-from rosellm.roseinfer.prefix_cache import PrefixCache, Tokens, common_prefix
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.prefix_cache import PrefixCache, Tokens, common_prefix
 from tests.soak.programs import Driver
 
 LAYERS, MOST_HOLDERS, LONGEST = 2, 4, 16

@@ -10,8 +10,8 @@ from time import perf_counter
 
 from rosellm.errors import OverloadError, PromptError, RoseError
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.scheduler import SchedulerConfig
-from rosellm.roseinfer.streaming import ClosedError, StreamingManager, WorkerError
+from rosellm.roseinfer.serving.scheduler import SchedulerConfig
+from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
 from tests.soak.fake_step import N_POSITIONS, VOCAB, call_before, fake_engine, tokens_after
 from tests.soak.programs import Driver
 from tests.soak.scheduler_driver import Asked, FaultError, assert_whole, check_holders, params_of, prompt_of

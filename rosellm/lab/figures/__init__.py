@@ -1,0 +1,1 @@
+"""Charts, diagrams and controls."""

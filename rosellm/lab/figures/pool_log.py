@@ -1,0 +1,141 @@
+"""Follows a scheduler step by step: who holds the KV blocks, and what became of whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rosellm.lab.figures.charts import Chart, pool_over_time
+from rosellm.roseinfer.serving.admission import Request
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
+
+KINDS = ("preempted", "evicted", "cancelled", "failed", "finished")
+ENDS = {"length": "finished", "stop": "finished", "cancelled": "cancelled", "failed": "failed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The first layer's pool between two steps, in blocks; with ``free`` they add up to the pool.
+
+    requests: those of each active request, the oldest first; a block that several hold counts for the oldest.
+    cached: held by the prefix cache alone. lost: neither free nor anybody's. waiting: requests in the queue.
+    """
+
+    requests: dict[int, int]
+    cached: int
+    lost: int
+    free: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something of ``KINDS`` that was found at a moment; ``who`` is a request or an evicted prefix."""
+
+    moment: int
+    kind: str
+    who: str
+
+
+class PoolLog:
+    """What a scheduler's pool looks like at each moment, and what happened up to it.
+
+    It compares the books with what they were, so the scheduler needs no hook: requests that are gone have
+    ended, preemptions are counted in their metrics, and cache entries that are missing were evicted.
+    ``moments[0]`` is the state at the beginning.
+    """
+
+    def __init__(self, scheduler: OnlineScheduler) -> None:
+        self.scheduler, self.engine = scheduler, scheduler.engine
+        self.moments: list[Moment] = []
+        self.happenings: list[Happening] = []
+        self._known: dict[int, Request] = {}
+        self._ended: set[int] = set(scheduler.finished)
+        self._preemptions: Counter[int] = Counter()
+        self._entries: list[tuple[int, ...]] = []
+        self.note()
+
+    def note(self) -> None:
+        """One moment more; to be called after each step, or after whatever else is to be seen."""
+        at = len(self.moments)
+        self.happenings += [Happening(at, kind, who) for kind, who in self._changes()]
+        self.moments.append(self._moment())
+
+    def run(self) -> PoolLog:
+        """Steps until no request is left, noting each one."""
+        while self.scheduler.has_unfinished:
+            self.scheduler.step()
+            self.note()
+        return self
+
+    def follow(self) -> PoolLog:
+        """From now on each step of this one scheduler is noted, whoever calls it: a streaming worker, say."""
+        step = self.scheduler.step
+
+        def noted():
+            try:
+                return step()
+            finally:
+                self.note()
+
+        self.scheduler.step = noted
+        return self
+
+    def count(self, kind: str) -> int:
+        """How often something of ``KINDS`` happened."""
+        return sum(one.kind == kind for one in self.happenings)
+
+    def moments_of(self, kind: str) -> list[int]:
+        """When something of ``KINDS`` happened, once for each time."""
+        return [one.moment for one in self.happenings if one.kind == kind]
+
+    def chart(self, title: str) -> Chart:
+        """The pool over time."""
+        holders = sorted({request for moment in self.moments for request in moment.requests})
+        return pool_over_time(
+            {str(one): [moment.requests.get(one, 0) for moment in self.moments] for one in holders},
+            self.engine.num_kv_blocks,
+            {kind: [(h.moment, h.who) for h in self.happenings if h.kind == kind] for kind in KINDS},
+            cached=[moment.cached for moment in self.moments],
+            lost=[moment.lost for moment in self.moments],
+            title=title,
+        )
+
+    def _changes(self) -> Iterator[tuple[str, str]]:
+        present = self.scheduler._requests
+        self._known |= present
+        for request_id, request in self._known.items():
+            times = request.metrics.preemptions
+            yield from [("preempted", f"request {request_id}")] * (times - self._preemptions[request_id])
+            self._preemptions[request_id] = times
+        for request_id in sorted(self._known.keys() - present.keys()):
+            yield self._end(request_id, self._known.pop(request_id).sequence.finish_reason)
+        for request_id in sorted(
+            self.scheduler.finished.keys() - self._ended
+        ):  # begun and ended between two notes
+            yield self._end(request_id, self.scheduler.finished[request_id].finish_reason)
+        cache = self.engine.prefix_cache
+        entries = {} if cache is None else cache._entries
+        gone = [entry for entry in self._entries if entry not in entries]
+        yield from (("evicted", f"a prefix of {len(entry)} tokens") for entry in gone)
+        self._entries = list(entries)
+
+    def _end(self, request_id: int, finish_reason: str) -> tuple[str, str]:
+        self._ended.add(request_id)
+        return ENDS[finish_reason], f"request {request_id}"
+
+    def _moment(self) -> Moment:
+        counted: set[int] = set()
+        held: dict[int, int] = {}
+        for request_id, request in sorted(self.scheduler._requests.items()):
+            own = set(request.sequence.block_ids[0]) - counted
+            counted |= own
+            if own:
+                held[request_id] = len(own)
+        cache = self.engine.prefix_cache
+        in_first_pool = range(self.engine.num_kv_blocks)
+        cached = set() if cache is None else set(cache.holdings()) & set(in_first_pool) - counted
+        free = self.engine.blocks.num_free_blocks()
+        lost = len(in_first_pool) - free - len(counted) - len(cached)
+        return Moment(held, len(cached), lost, free, self.scheduler.n_waiting)

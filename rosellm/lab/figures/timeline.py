@@ -1,0 +1,275 @@
+"""A decode step before a change and after it, over time: what the host was in, and what ran."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rosellm.lab.figures.charts import (
+    HATCHING,
+    LINE,
+    PALE,
+    PLOTLY,
+    STYLES,
+    TEMPLATE,
+    TEXT,
+    WIDTH,
+    Chart,
+    ChartError,
+    bundle,
+    text_table,
+)
+from rosellm.lab.records.ledger import SYNC, HostTimeline
+from rosellm.lab.records.records import number
+from rosellm.lab.records.roles import roles_of
+from rosellm.lab.records.trace import Event, Trace
+from rosellm.roseinfer.steps.step import STEP_RANGE
+
+MAX_RECTANGLES, MAX_BYTES = 1_500, 56_000
+PIXELS, ZOOM, LANE_PIXELS = 560, 16, 30
+GAPS_TOLD = ("operators", "GPU kernels")
+
+
+class _Lane(NamedTuple):
+    """Events in order of start, each with what it is drawn as."""
+
+    name: str
+    events: list[Event]
+    labels: list[str]
+
+    def busy(self) -> float:
+        """µs in which at least one event goes on."""
+        total, done = 0.0, float("-inf")
+        for event in self.events:
+            end = event.start + event.duration
+            total += max(0.0, end - max(event.start, done))
+            done = max(done, end)
+        return total
+
+
+class _Panel(NamedTuple):
+    """One trace's lanes, µs from ``start``."""
+
+    name: str
+    lanes: list[_Lane]
+    start: float
+    span: float
+
+
+class _Rectangle(NamedTuple):
+    """Events drawn as one; ``us`` by label."""
+
+    start: float
+    end: float
+    us: Counter[str]
+    first: Event
+    events: int
+
+    @property
+    def label(self) -> str:
+        """What most of its time is."""
+        return self.us.most_common(1)[0][0]
+
+    @property
+    def said(self) -> str:
+        name = _short_name(self.first.name)
+        return name if self.events == 1 else f"{self.events} × {name} …"
+
+
+def timeline(before_trace: Trace, after_trace: Trace, names: tuple[str, str], title: str = "") -> Chart:
+    """Two traces of one decode step each, one above the other on one axis, µs; to zoom, drag a stretch.
+
+    Lanes: the engine's ranges by depth, the operators that Python called, the host's waits, the GPU's
+    kernels, its copies. Operators and kernels have the colour of their role; what is empty is a gap.
+    Neighbours that a ``ZOOM``-fold enlargement could not tell apart share a rectangle, drawn as what it
+    mostly is; more do where there would be more than ``MAX_RECTANGLES`` or ``MAX_BYTES`` of JSON. The axis
+    says within how many µs. Raises ``ChartError``.
+    """
+    if len(names) != 2:
+        raise ChartError(f"a timeline has two names, one a trace, not {len(names)}: {', '.join(names)}")
+    panels = [_panel(name, trace) for name, trace in zip(names, (before_trace, after_trace), strict=True)]
+    span = max(panel.span for panel in panels)
+    chart, drawn, sight = _fitting(panels, span / PIXELS / ZOOM)
+    lanes = [(panel, lane) for panel in panels for lane in panel.lanes]
+    n_events = sum(len(lane.events) for _, lane in lanes)
+    said = f"{n_events:,} events in {sum(drawn):,} rectangles: within {number(sight)} µs they may share one"
+    rows = [
+        (panel.name, lane.name, len(lane.events), n, lane.busy(), lane.busy() / panel.span * 100)
+        for (panel, lane), n in zip(lanes, drawn, strict=True)
+    ]
+    headers = ["", "lane", "events", "rectangles", "busy µs", "busy %"]
+    chart.table = f"{text_table(headers, rows)}\n{said}"
+    chart.update_xaxes(range=[-span * 0.005, span * 1.005], tickformat=",.6~g")
+    chart.update_xaxes(title={"text": f"µs ({said})", "font_size": 11})
+    return _laid_out(chart, title or f"One decode step, {names[0]} above {names[1]}", panels)
+
+
+def _panel(name: str, trace: Trace) -> _Panel:
+    lanes = [lane for lane in _lanes(trace) if lane.events]
+    if not lanes:
+        raise ChartError(f"the trace of {name} holds neither a range nor anything that ran")
+    start = min(event.start for lane in lanes for event in lane.events)
+    end = max(event.start + event.duration for lane in lanes for event in lane.events)
+    return _Panel(name, lanes, start, end - start)
+
+
+def _lanes(trace: Trace) -> list[_Lane]:
+    host, operators = HostTimeline(trace), trace.of("op")
+    steps = [step.start for step in trace.ranges(STEP_RANGE)]
+    on_gpu = [event for event in trace.events if event.kind in ("kernel", "copy", "memset")]
+    work = list(zip(on_gpu, roles_of(on_gpu, operators, steps, host.at), strict=True))
+    kernels = [(event, role) for event, role in work if event.kind == "kernel"]
+    waits = trace.of("sync")
+    return [
+        *_nested(trace.ranges()),
+        _Lane("operators", operators, roles_of(operators, operators, steps, host.at)),
+        _Lane("waits", waits, [SYNC] * len(waits)),
+        _Lane("GPU kernels", [event for event, _ in kernels], [role for _, role in kernels]),
+        _Lane("GPU copies", copies := [e for e in on_gpu if e.kind != "kernel"], ["copies"] * len(copies)),
+    ]
+
+
+def _nested(ranges: list[Event]) -> list[_Lane]:
+    """A lane for each depth."""
+    by_depth: dict[int, list[Event]] = defaultdict(list)
+    opened: list[float] = []
+    for one in sorted(ranges, key=lambda e: (e.start, -e.duration)):
+        while opened and opened[-1] <= one.start:
+            opened.pop()
+        by_depth[len(opened)].append(one)
+        opened.append(one.start + one.duration)
+    return [
+        _Lane(
+            "ranges" if depth == 0 else f"ranges, depth {depth + 1}", events, [_part(e.name) for e in events]
+        )
+        for depth, events in sorted(by_depth.items())
+    ]
+
+
+def _part(range_name: str) -> str:
+    return "the step" if range_name == STEP_RANGE else range_name.rpartition(".")[2]
+
+
+def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
+    """Events at most ``sight`` apart are joined if of one label, or no longer than that together."""
+    merged: list[_Rectangle] = []
+    for event, label in zip(lane.events, lane.labels, strict=True):
+        end = event.start + event.duration
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and event.start - last.end <= sight
+            and (set(last.us) == {label} or end - last.start <= sight)
+        ):
+            us = last.us + Counter({label: event.duration})
+            merged[-1] = last._replace(end=max(last.end, end), us=us, events=last.events + 1)
+        else:
+            merged.append(_Rectangle(event.start, end, Counter({label: event.duration}), event, 1))
+    return merged
+
+
+def _fitting(panels: Sequence[_Panel], sight: float) -> tuple[Chart, list[int], float]:
+    """The bars, how many each lane has, and within how many µs they were merged: ``sight`` or more."""
+    while True:
+        merged = [[_merge(lane, sight) for lane in panel.lanes] for panel in panels]
+        drawn = [len(rectangles) for lanes in merged for rectangles in lanes]
+        if sum(drawn) <= MAX_RECTANGLES:
+            chart = _draw(panels, merged)
+            if len(json.dumps(bundle(chart)[PLOTLY])) <= MAX_BYTES:
+                return chart, drawn, sight
+        sight *= 2
+
+
+def _draw(panels: Sequence[_Panel], merged: list[list[list[_Rectangle]]]) -> Chart:
+    """The bars; a legend for the ranges and one for the work."""
+    by_label: dict[tuple[str, str], list[tuple[int, float, _Rectangle]]] = defaultdict(list)
+    y = 0
+    for panel, rectangles_of in zip(panels, merged, strict=True):
+        for lane, rectangles in zip(panel.lanes, rectangles_of, strict=True):
+            y += 1
+            legend = "legend2" if lane.name.startswith("ranges") else "legend"
+            for one in rectangles:
+                by_label[legend, one.label].append((y, one.start - panel.start, one))
+        y += 1
+    order = {label: i for i, label in enumerate(STYLES)}
+    chart = Chart()
+    for legend, label in sorted(by_label, key=lambda key: (key[0], order.get(key[1], -1))):
+        _add_bars(chart, legend, label, by_label[legend, label])
+    return chart
+
+
+def _add_bars(chart: Chart, legend: str, label: str, bars: list[tuple[int, float, _Rectangle]]) -> None:
+    colour, hatch = STYLES.get(label, (PALE, ""))
+    chart.add_bar(
+        x=np.array([one.end - one.start for _, _, one in bars], np.float32),  # typed arrays are stored packed
+        y=np.array([y for y, _, _ in bars], np.int8),
+        base=np.array([start for _, start, _ in bars], np.float32),
+        width=0.8,
+        orientation="h",
+        name=label,
+        legend=legend,
+        marker={"color": colour, "pattern": HATCHING | {"shape": hatch}} if hatch else {"color": colour},
+        texttemplate=label,
+        textposition="inside",
+        insidetextanchor="middle",
+        textangle=0,
+        hovertext=[one.said for _, _, one in bars],
+        hovertemplate=f"<b>{label}</b>: %{{hovertext}}<br>from %{{base:.5g}}, %{{x:.4g}} µs<extra></extra>",
+    )
+
+
+def _short_name(name: str) -> str:
+    """``void at::native::reduce_kernel<512, …>(…)`` → ``reduce_kernel``; a range's last part."""
+    plain = name.replace("(anonymous namespace)::", "").split("<")[0].split("(")[0].strip()
+    return (_part(plain) if "::" not in plain else plain.rpartition("::")[2])[:32]
+
+
+def _laid_out(chart: Chart, title: str, panels: Sequence[_Panel]) -> Chart:
+    ticks, y = {}, 0
+    for panel in panels:
+        chart.add_annotation(
+            x=0,
+            xref="paper",
+            xanchor="left",
+            y=y,
+            text=f"<b>{panel.name}</b>, {number(panel.span)} µs",
+            font={"size": 12, "color": TEXT},
+            showarrow=False,
+        )
+        for lane in panel.lanes:
+            y += 1
+            busy = f", {lane.busy() / panel.span:.0%} busy" if lane.name in GAPS_TOLD else ""
+            ticks[y] = f"{lane.name}{busy}"
+        y += 1
+    rows = {legend: _legend_rows(chart, legend) for legend in ("legend", "legend2")}
+    foot = (LINE + 4) * (sum(rows.values()) + 1)
+    height = 40 + LANE_PIXELS * y + 50 + foot
+    chart.update_yaxes(
+        range=[y - 0.4, -0.6], fixedrange=True, showgrid=False, ticks="", tickvals=list(ticks), zeroline=False
+    )
+    chart.update_yaxes(ticktext=list(ticks.values()))
+    higher = (LINE + 4) * (rows["legend"] + 0.4) / height
+    return chart.update_layout(
+        template=TEMPLATE,
+        title={"text": title, "font_size": 15, "y": 1 - 8 / height},
+        width=WIDTH,
+        height=height,
+        margin={"l": 20, "r": 20, "t": 40, "b": 50 + foot},
+        barmode="overlay",
+        dragmode="zoom",
+        uniformtext={"mode": "hide", "minsize": 9},
+        legend={"itemclick": False},
+        legend2=TEMPLATE.layout.legend.to_plotly_json() | {"y": higher, "itemclick": False},
+    )
+
+
+def _legend_rows(chart: Chart, legend: str) -> int:
+    """Entries stand in columns as wide as the longest."""
+    names = [bar.name for bar in chart.data if bar.legend == legend]
+    columns = PIXELS // (6.2 * max(map(len, names), default=0) + 52)
+    return math.ceil(len(names) / max(1, columns))

@@ -1,0 +1,1 @@
+"""What is measured and recorded, and what the records allow to be said."""

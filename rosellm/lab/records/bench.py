@@ -1,0 +1,185 @@
+"""Runs of the engine for notebooks and records: steps timed and counted, tokens and logits compared."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.lab.records.trace import Trace, record_trace
+from rosellm.models.loading import load_parts
+from rosellm.models.model import GPT
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.recipe import Recipe
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.steps.kv_append import AppendGate
+
+
+@lru_cache(maxsize=2)
+def get_model(model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto") -> GPT:
+    """A model, loaded once a process."""
+    return load_parts(model, device, dtype, load_format)[0]
+
+
+def make_prompts(batch: int, lengths: int | list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Seeded random token ids; ``lengths`` are taken in turn."""
+    lengths = [lengths] if isinstance(lengths, int) else lengths
+    draw = random.Random(seed)
+    return [[draw.randrange(vocab_size) for _ in range(lengths[i % len(lengths)])] for i in range(batch)]
+
+
+class Bench:
+    """An engine of one recipe with a batch of sequences ready to decode.
+
+    prompts: token ids, one list a sequence. new_tokens: room for this many. gate_from: batch size from which
+    Triton appends are used; None reads the environment as a command would.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        recipe: str | Recipe,
+        prompts: list[list[int]],
+        new_tokens: int,
+        *,
+        block_size: int = 64,
+        gate_from: int | None = None,
+        kernels: str | Kernels = "auto",
+    ) -> None:
+        longest = max(map(len, prompts)) + new_tokens
+        self.engine = Engine(
+            model,
+            recipe=recipe,
+            max_batch_size=len(prompts),
+            num_kv_blocks=len(prompts) * blocks_for(longest, block_size),
+            block_size=block_size,
+            gate=None if gate_from is None else AppendGate(gate_from),
+            kernels=kernels,
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        self.sequences: list[Sequence] = [self.engine.make_sequence(p, params) for p in prompts]
+        self.engine.warm_up(len(prompts))
+        self.engine.prefill(self.sequences)
+
+    def decode(self, steps: int = 1) -> list[float]:
+        """Seconds of each step; a step ends when its tokens are on the host."""
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.engine.decode(self.sequences)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+    def logits(self) -> Tensor:
+        """A copy of the latest step's logits ``[B, V]``, fp32, on the host."""
+        return self.engine.last_logits().to("cpu", torch.float32, copy=True)
+
+    def run_ahead(self, steps: int) -> list[float]:
+        """Seconds that the device spent in each step, begun as far ahead as the engine's step allows."""
+        done = []
+        for _ in range(steps):
+            self.engine.begin_decode(self.sequences)
+            done += self.engine.collect(self.engine.run_ahead)
+        done += self.engine.collect()
+        return [step.seconds for step in done]
+
+    def trace(self, save_to=None) -> Trace:
+        """One profiled step, after one that warms the profiler up: two tokens a sequence."""
+        return record_trace(self.decode, save_to)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [s.output for s in self.sequences]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recipe's run: its tokens, every measured step's seconds, and one counted step."""
+
+    name: str
+    tokens: list[list[int]]
+    step_seconds: list[float]
+    trace: Trace
+
+    @property
+    def step_ms(self) -> float:
+        """Median milliseconds a step."""
+        return float(np.median(self.step_seconds)) * 1e3
+
+
+WARM_UP_STEPS = 2
+
+
+def run_recipe(model: GPT, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options) -> Run:
+    """Prefill, a short warm-up, one counted step, then timed steps: ``new_tokens`` a sequence in all."""
+    bench = Bench(model, recipe, prompts, new_tokens, **options)
+    bench.decode(WARM_UP_STEPS)
+    trace = bench.trace()
+    seconds = bench.decode(new_tokens - WARM_UP_STEPS - 3)
+    return Run(recipe if isinstance(recipe, str) else "custom", bench.tokens, seconds, trace)
+
+
+def compare(
+    model: GPT, before: str | Recipe, after: str | Recipe, prompts, new_tokens: int, **options
+) -> tuple[Run, Run]:
+    """The same work by two recipes, one after the other."""
+    return tuple(run_recipe(model, recipe, prompts, new_tokens, **options) for recipe in (before, after))
+
+
+def forced_logits(
+    model: GPT, recipe: str | Recipe, prompts: list[list[int]], tokens: list[list[int]], **options
+) -> Tensor:
+    """Logits ``[steps, B, V]`` (fp32, on the host) of a recipe fed ``tokens``, whatever it would choose."""
+    steps = len(tokens[0])
+    bench = Bench(model, recipe, prompts, steps, **options)
+    logits = [bench.logits()]
+    for step in range(steps - 1):
+        for sequence, row in zip(bench.sequences, tokens, strict=True):
+            sequence.tokens[-1] = row[step]
+        bench.decode()
+        logits.append(bench.logits())
+    return torch.stack(logits)
+
+
+def share_equal(a: list[list[int]], b: list[list[int]]) -> float:
+    """Share of positions at which two runs have the same token."""
+    pairs = [(x, y) for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True)]
+    return sum(x == y for x, y in pairs) / len(pairs)
+
+
+def first_difference(
+    expected: Tensor, reference: list[list[int]], tokens: list[list[int]]
+) -> dict[str, float] | None:
+    """Where a run first parts from the reference, and how close a call that was; None if it never does.
+
+    expected: the reference's logits ``[steps, B, V]``; both runs have been fed the same tokens up to there,
+    so the gap is what rounding had to overcome.
+    """
+    at = [(step, row) for step in range(len(expected)) for row in range(len(reference))]
+    parted = ((step, row) for step, row in at if reference[row][step] != tokens[row][step])
+    step, row = next(parted, (None, None))
+    if step is None:
+        return None
+    logits = expected[step, row]
+    gap = logits[reference[row][step]] - logits[tokens[row][step]]
+    return {"token": step, "request": row, "logit_gap": gap.item()}
+
+
+def compare_logits(expected: Tensor, logits: Tensor) -> dict[str, float]:
+    """How far apart two ``[steps, B, V]`` tensors are, and in what share of rows the best token is the same.
+
+    The difference is to be read against the expected logits' own standard deviation.
+    """
+    return {
+        "max_logit_difference": (expected - logits).abs().max().item(),
+        "logit_deviation": expected.std().item(),
+        "share_of_argmax_equal": (expected.argmax(-1) == logits.argmax(-1)).float().mean().item(),
+    }

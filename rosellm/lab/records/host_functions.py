@@ -1,0 +1,61 @@
+"""The host's own time in a stretch of decode steps, Python function by function (cProfile)."""
+
+from __future__ import annotations
+
+import cProfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+
+from rosellm.lab.records.records import number
+
+MOST = 10
+
+
+@dataclass(frozen=True)
+class HostFunction:
+    """One function's own µs, with what it calls in C but not in Python, and its calls, a step."""
+
+    name: str
+    us: float
+    calls: float
+
+
+def host_functions(run: Callable[[], object], steps: int, most: int = MOST) -> tuple[HostFunction, ...]:
+    """Runs ``run``, which does ``steps`` steps, under cProfile: the ``most`` costly functions, then the rest.
+
+    The profiler's own cost is in every call, so shares tell more than µs. The sum is the host's time, whether
+    or not a GPU works beside it. Waiting for a GPU is time of the function that waits.
+    """
+    profiler = cProfile.Profile(builtins=False)
+    profiler.runcall(run)
+    us, calls = Counter(), Counter()
+    for entry in profiler.getstats():
+        if isinstance(entry.code, CodeType):
+            us[_name(entry.code)] += entry.inlinetime / steps * 1e6
+            calls[_name(entry.code)] += entry.callcount / steps
+    every = [HostFunction(name, spent, calls[name]) for name, spent in us.most_common()]
+    rest = every[most:]
+    if rest:
+        told = f"{len(rest)} other functions"
+        every[most:] = [HostFunction(told, sum(f.us for f in rest), sum(f.calls for f in rest))]
+    return tuple(every)
+
+
+def host_table(functions: Sequence[HostFunction]) -> str:
+    """Markdown: each function's µs, share and calls a step, and their sum."""
+    total = sum(function.us for function in functions)
+    lines = ["| host work, by function | µs, profiled | share | calls |", "|:--|--:|--:|--:|"]
+    lines += [
+        f"| {f.name} | {number(f.us)} | {f.us / total * 100:.1f} % | {f.calls:.3g} |" for f in functions
+    ]
+    return "\n".join([*lines, f"| **together** | **{number(total)}** | 100.0 % | |"])
+
+
+def _name(code: CodeType) -> str:
+    """``kv_blocks.KVBlocks.reserve``: the module's file, then the name in it."""
+    path = Path(code.co_filename)
+    file = "notebook" if "ipykernel" in str(path.parent) else path.stem
+    return f"`{'generated' if file == '<string>' else file}.{code.co_qualname}`"

@@ -1,0 +1,211 @@
+"""Committed benchmark records: what was measured on a device, the rivals' figures, the floor under both."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rosellm
+from rosellm.errors import RoseError
+from rosellm.models.config import KNOWN_SHAPES
+from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
+from rosellm.roseinfer.recipe import LADDER
+
+RIVALS_FILE = "rivals-h200.json"
+BYTES_FP16 = 2
+SHORT_NAMES = {"decode_tok_s": "decode_throughput_tok_s", "total_tok_s": "total_throughput_tok_s"}
+
+
+class RecordError(RoseError):
+    """A record, figure or folder of records that does not exist, or cannot be read."""
+
+
+def number(value: float | None) -> str:
+    """A figure for readers: whole with thousands separators from 100 up, else three significant digits.
+
+    "–" stands for None and for what is not a number.
+    """
+    if value is None or math.isnan(value):
+        return "–"
+    if isinstance(value, int) or abs(value) >= 99.95 or value == 0:
+        return f"{value:,.0f}".replace("-", "−")
+    decimals = 2 - math.floor(math.log10(float(f"{abs(value):.2e}")))
+    return (f"{value:.{decimals}f}" if decimals < 6 else f"{value:.3g}").replace("-", "−")
+
+
+def ms(value: float) -> str:
+    """Milliseconds: ``8.46 ms``."""
+    return f"{number(value)} ms"
+
+
+def percent_change(before: float, after: float) -> str:
+    """The change from ``before`` with one decimal: ``+2.6 %``, ``−5.4 %``. ``before`` must not be 0."""
+    if not before:
+        raise RecordError("a change in percent needs a figure other than 0 to start from")
+    return f"{(after / before - 1) * 100:+.1f} %".replace("-", "−")
+
+
+def results_folder() -> Path:
+    """``notebooks/results`` of this checkout, or of the working folder if the package is elsewhere."""
+    checkout = Path(rosellm.__file__).resolve().parent.parent
+    tried = [checkout / "notebooks" / "results", Path("results"), Path("notebooks/results")]
+    for folder in tried:
+        if folder.is_dir():
+            return folder
+    raise RecordError("there is no folder notebooks/results beside the package or in the working folder")
+
+
+@dataclass(frozen=True)
+class Results:
+    """The records of one device, a JSON file each: ``<workload>-<rung>.json``, or named by what they hold."""
+
+    folder: Path
+
+    def names(self) -> list[str]:
+        """What there is to load, in alphabetical order."""
+        return sorted(path.stem for path in self.folder.glob("*.json"))
+
+    def load(self, name: str) -> dict[str, Any]:
+        """The whole file ``name``, such as ``kv_append``; raises RecordError, listing what exists."""
+        if name not in self.names():
+            raise RecordError(f"{self.folder.name} has no record {name!r}: there are {_listed(self.names())}")
+        return _read(self.folder / f"{name}.json")
+
+    def record(self, workload: str, rung: str) -> dict[str, Any]:
+        """A benchmark's whole record; raises RecordError, listing the rungs measured on this workload."""
+        rungs = self.rungs(workload)
+        if rung not in rungs:
+            raise RecordError(f"{self.folder.name} has no {workload} of {rung!r}: there are {_listed(rungs)}")
+        return self.load(f"{workload}-{rung}")
+
+    def rungs(self, workload: str) -> list[str]:
+        """The rungs measured on a workload, in the ladder's order."""
+        prefix = f"{workload}-"
+        found = [name.removeprefix(prefix) for name in self.names() if name.startswith(prefix)]
+        return sorted(found, key=lambda rung: list(LADDER).index(rung) if rung in LADDER else len(LADDER))
+
+    def value(self, workload: str, rung: str, figure: str = "total_tok_s") -> float:
+        """The median over the repeats of one figure; raises RecordError, listing the figures, if unknown.
+
+        ``decode_tok_s`` and ``total_tok_s`` stand for the throughputs of decode steps and of the whole run.
+        """
+        return _figure(self._result(workload, rung)["medians"], figure)
+
+    def repeats(self, workload: str, rung: str, figure: str = "total_tok_s") -> list[float]:
+        """Every repeat's value of one figure, in the order measured."""
+        return [_figure(repeat, figure) for repeat in self._result(workload, rung)["repeats"]]
+
+    def values(self, workload: str, figure: str = "total_tok_s") -> dict[str, float]:
+        """Rung → median of one figure, for all rungs measured on a workload."""
+        return {rung: self.value(workload, rung, figure) for rung in self.rungs(workload)}
+
+    @property
+    def device_name(self) -> str:
+        """As the driver calls it: ``NVIDIA H200``."""
+        return self._environment(None)["device_name"]
+
+    def environment_line(self, name: str | None = None) -> str:
+        """Where and when a record was measured, in one line; by default the newest one."""
+        env = self._environment(name)
+        versions = [f"{key} {env[key]}" for key in ("driver", "torch", "triton") if env.get(key)]
+        return " · ".join([env["device_name"], *versions, env["time_utc"][:10]])
+
+    def _result(self, workload: str, rung: str) -> dict[str, Any]:
+        results = self.record(workload, rung)["results"]
+        return results["streaming" if "streaming" in results else "online"]
+
+    def _environment(self, name: str | None) -> dict[str, Any]:
+        wanted = self.names() if name is None else [name]
+        known = [env for env in (self.load(one).get("environment") for one in wanted) if env]
+        if not known:
+            raise RecordError(f"no record of {self.folder.name} tells its environment: {_listed(wanted)}")
+        return max(known, key=lambda env: env["time_utc"])
+
+
+def find(device: str = "nvidia-h200", folder: Path | None = None) -> Results:
+    """The records of a device, by its folder's name in ``folder`` (by default :func:`results_folder`)."""
+    folder = folder or results_folder()
+    devices = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    if device not in devices:
+        raise RecordError(f"no records of device {device!r}: there are {_listed(devices)}")
+    return Results(folder / device)
+
+
+def rivals(workload: str | None = None) -> dict[str, dict[str, float]]:
+    """Name → workload → completion tokens per second of other engines on the same GPU.
+
+    With a ``workload``, only those measured on it. What each figure counts is told by :func:`rival_forms`.
+    """
+    known = {
+        one["name"]: {id: one[key] for id in WORKLOADS for key in (id, f"{id}_batch8") if key in one}
+        for one in _rivals_file()["rivals"]
+    }
+    return {name: values for name, values in known.items() if workload is None or workload in values}
+
+
+def rival_forms() -> dict[str, str]:
+    """Name → how that engine was run, and what its figures count."""
+    return {one["name"]: one["form"] for one in _rivals_file()["rivals"]}
+
+
+def ceilings() -> dict[str, Any]:
+    """What the GPU can do at best, measured: copy bandwidth, a graph node, a step's GEMMs, the LM head."""
+    return _rivals_file()["ceilings"]
+
+
+def floor_us(workload: str) -> float:
+    """Bytes floor of a decode step at mid-run, µs: GPT-2 small's fp16 weights and the K/V, at copy speed.
+
+    A sequence then holds its prompt and half its new tokens; the table of positions is not read as a whole.
+    """
+    one = _workload(workload)
+    shape = KNOWN_SHAPES["gpt2"]
+    weights = (shape.n_parameters - shape.n_positions * shape.d_model) * BYTES_FP16
+    context = _prompt_tokens(workload) + one.max_new_tokens / 2
+    cached = one.max_batch_size * context * shape.kv_bytes_per_token(BYTES_FP16)
+    return (weights + cached) / (ceilings()["device_copy_TB_s"] * 1e6)
+
+
+def floor_tok_s(workload: str) -> float:
+    """Tokens per second if every decode step took :func:`floor_us`."""
+    return _workload(workload).max_batch_size / floor_us(workload) * 1e6
+
+
+def _workload(name: str) -> Workload:
+    if name not in WORKLOADS:
+        raise RecordError(f"workload {name!r} is unknown: there are {_listed(WORKLOADS)}")
+    return WORKLOADS[name]
+
+
+def _prompt_tokens(workload: str) -> float:
+    """Mean prompt length; the workloads' prompt is one token of GPT-2, repeated."""
+    one = _workload(workload)
+    return one.prompt_tokens or sum(one.prompt_repeats) / len(one.prompt_repeats)
+
+
+def _rivals_file() -> dict[str, Any]:
+    return _read(results_folder() / RIVALS_FILE)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordError(f"cannot read {path.name} in {path.parent.name}: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path.name} in {path.parent.name} is not JSON: {error}") from None
+
+
+def _figure(figures: dict[str, Any], name: str) -> float:
+    full_name = SHORT_NAMES.get(name, name)
+    if full_name not in figures:
+        raise RecordError(f"no figure is called {name!r}: there are {_listed(figures)}")
+    return figures[full_name]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

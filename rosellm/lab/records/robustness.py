@@ -1,0 +1,154 @@
+"""What an engine keeps to when it is pressed: throughput with little KV memory, bits in any company.
+
+Measurements for notebooks and ``rosellm.lab.records.measure``; each gives a plain dict.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rosellm.lab.records.bench import make_prompts
+from rosellm.models.model import GPT
+from rosellm.roseinfer.bench.workloads import Workload
+from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.sampling import SamplingParams
+
+KEPT = ("total_throughput_tok_s", "decode_step_p50_s", "preemptions", "tokens_sha256")
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def in_turns(
+    engines: dict[str, Engine], prompts: list[list[int]], new_tokens: int, repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Whole runs of each engine, turn by turn after one that warms up: every repeat's figures."""
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    runs: dict[str, list[dict]] = {name: [] for name in engines}
+    for turn in range(repeats + 1):
+        for name, engine in engines.items():
+            result = run_scheduler_benchmark(engine, prompts, params, None, 0, 1)["repeats"][0]
+            if turn:
+                runs[name].append({key: result[key] for key in KEPT})
+    return {
+        name: {
+            "num_kv_blocks": engines[name].num_kv_blocks,
+            "tok_s": median(run["total_throughput_tok_s"] for run in own),
+            "repeats": own,
+        }
+        for name, own in runs.items()
+    }
+
+
+def kv_pressure(
+    model: GPT, n: int, prompt_tokens: int, new_tokens: int, share: float = 0.25, repeats: int = 3, **options
+) -> dict[str, Any]:
+    """``n`` requests at once with the KV blocks that all of them need, and with ``share`` of that."""
+    prompts = make_prompts(n, prompt_tokens, model.config.vocab_size)
+    block_size = options.get("block_size", 64)
+    each = blocks_for(prompt_tokens + new_tokens - 1, block_size)
+    pools = {"ample": n * each, "tight": max(each, int(n * each * share))}
+    engines = {
+        name: Engine(model, max_batch_size=n, num_kv_blocks=blocks, **options)
+        for name, blocks in pools.items()
+    }
+    for engine in engines.values():
+        engine.warm_up()
+    runs = in_turns(engines, prompts, new_tokens, repeats)
+    return {
+        "requests": n,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "share": share,
+        "ratio": runs["tight"]["tok_s"] / runs["ample"]["tok_s"],
+        **runs,
+    }
+
+
+def determinism_cost(model: GPT, workload: Workload, repeats: int = 3) -> dict[str, Any]:
+    """A workload's whole-run throughput without and with ``deterministic``, and the share lost by it."""
+    lengths = 1 if workload.prompt_tokens is None else workload.prompt_tokens
+    prompts = make_prompts(workload.num_requests, lengths, model.config.vocab_size)
+    batch = workload.max_batch_size
+    blocks = batch * blocks_for(lengths + workload.max_new_tokens - 1, 64)
+    engines = {
+        name: Engine(model, max_batch_size=batch, num_kv_blocks=blocks, deterministic=name == "invariant")
+        for name in ("fast", "invariant")
+    }
+    for engine in engines.values():
+        engine.warm_up()
+    runs = in_turns(engines, prompts, workload.max_new_tokens, repeats)
+    return {"cost": 1 - runs["invariant"]["tok_s"] / runs["fast"]["tok_s"], **runs}
+
+
+def final_logits(
+    engine: Engine,
+    prompt: list[int],
+    new_tokens: int,
+    company: list[list[int]] | None = None,
+    chunk: int | None = None,
+    preempted_after: int | None = None,
+) -> Tensor:
+    """The logits ``[V]`` from which the last of ``new_tokens`` greedy tokens was chosen.
+
+    company: prompts of other requests in the batch. chunk: the prompt is computed so many tokens at a time.
+    preempted_after: the request gives up its blocks once it has so many tokens, and is computed again.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    others = [engine.make_sequence(other, params) for other in company or []]
+    probe = engine.make_sequence(prompt, params)
+    if others:
+        engine.prefill(others)
+    _prefill(engine, probe, chunk)
+    while not probe.is_finished:
+        if probe.n_output == preempted_after:
+            preempted_after = None
+            engine.release(probe)
+            probe.n_cached = 0
+            _prefill(engine, probe, chunk)
+        else:
+            engine.decode([probe, *(s for s in others if not s.is_finished)])
+    logits = engine.last_logits()[0].clone()
+    for sequence in (probe, *others):
+        engine.release(sequence)
+    return logits
+
+
+def _prefill(engine: Engine, sequence, chunk: int | None) -> None:
+    while not engine.begin_prefill([sequence], None if chunk is None else [chunk]):
+        pass
+    for _ in engine.collect():
+        pass
+
+
+def invariance(
+    model: GPT, batches: list[int], prompt_tokens: int = 150, new_tokens: int = 24
+) -> dict[str, dict[str, int]]:
+    """How many of a request's logits change a bit with the circumstances, without the mode and with it."""
+    prompts = make_prompts(max(batches), prompt_tokens, model.config.vocab_size)
+    figures = {}
+    for name in ("fast", "invariant"):
+        options = {"max_batch_size": max(batches), "deterministic": name == "invariant"}
+        blocks = max(batches) * blocks_for(prompt_tokens + new_tokens, 64) + 8
+        engine = Engine(model, num_kv_blocks=blocks, prefix_cache=False, **options)
+        caching = Engine(model, num_kv_blocks=blocks, prefix_cache=True, **options)
+        alone = final_logits(engine, prompts[0], new_tokens)
+        final_logits(caching, prompts[0], new_tokens)
+        found = {f"{n} together": final_logits(engine, prompts[0], new_tokens, prompts[1:n]) for n in batches}
+        found |= {
+            "prompt in chunks of 64": final_logits(engine, prompts[0], new_tokens, chunk=64),
+            "prefix from the cache": final_logits(caching, prompts[0], new_tokens),
+            "preempted": final_logits(engine, prompts[0], new_tokens, preempted_after=new_tokens // 2),
+        }
+        figures[name] = {how: bits_changed(alone, logits) for how, logits in found.items()}
+    return figures
+
+
+def bits_changed(a: Tensor, b: Tensor) -> int:
+    """Elements whose bit patterns differ."""
+    kind = BITS[a.dtype.itemsize]
+    return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())

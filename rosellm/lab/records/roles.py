@@ -1,0 +1,155 @@
+"""What each kernel or operator of a decode step is for.
+
+Kernels are known by their names, operators by theirs. Where that says too little, the range of the engine
+that launched them tells, or what stands around them in the step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+
+from rosellm.lab.records.trace import Event
+
+OTHER = "other"
+
+# What a range of the engine launches, whatever it is called.
+RANGE_ROLES = {
+    "kv_append": "append",
+    "sample": "sampling",
+    "build_mask": "mask",
+    "build_block_tables": "inputs",
+    "h2d_block_tables": "inputs",
+    "stage_tokens": "inputs",
+}
+# A kernel's role by a piece of its name, the first that is found.
+KERNEL_ROLES = {
+    "layers": ("persistent",),
+    "append": ("kv_append",),
+    "put": ("index_put",),
+    "attention": ("attention", "attend", "flash", "fmha", "sdpa", "_split_", "_combine_"),
+    "softmax": ("softmax",),
+    "head": ("best_tokens", "best_of_tile", "lm_head"),
+    "sampling": ("_advance_", "argmax", "gumbel", "sort", "topk", "scan", "multinomial"),
+    "norm": ("layer_norm", "layernorm", "_norm_", "rmsnorm"),
+    "embedding": ("embed", "indexselect", "index_select", "vectorized_gather"),
+    "GEMM": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "_rows_kernel", "cublas", "dot_kernel"),
+    "elementwise": ("elementwise", "gelu", "copy", "cat", "fill", "reduce", "index", "scatter", "gather"),
+}
+# An operator's role by its name without namespace and, if it works in place, its last underscore.
+OPERATOR_ROLES = {
+    name: role
+    for role, names in {
+        "GEMM": "addmm mm linear _addmm_activation _linear_pointwise",
+        "product": "matmul bmm baddbmm einsum",
+        "softmax": "softmax _softmax",
+        "attention": "scaled_dot_product_attention",
+        "put": "index_put",
+        "norm": "layer_norm native_layer_norm",
+        "embedding": "embedding",
+        "sampling": "argmax sort topk cumsum multinomial log_softmax",
+        "elementwise": """
+            __and__ __or__ abs add amax arange bitwise_and bitwise_not bitwise_or cat clamp clamp_max
+            clamp_min clone contiguous copy div eq exp fill floor_divide full gather ge gelu gt index
+            index_copy index_select isinf isnan item le log logical_and logical_not logical_or lt
+            masked_fill max maximum mean min mul ne neg new_full new_ones new_zeros ones pow remainder
+            repeat rsqrt rsub scatter square stack sub sum tanh to where zero zeros""",
+        "views": """
+            alias chunk detach empty empty_like empty_strided expand lift_fresh narrow new_empty permute
+            reshape resolve_conj resolve_neg select slice split split_with_sizes squeeze t tensor_split
+            transpose unbind unsqueeze view view_as""",
+    }.items()
+    for name in names.split()
+}
+# Roles that say what is done and not what for.
+GENERIC = {"elementwise", "views"}
+# Those that usually have one purpose, and that purpose.
+USUAL = {"product": "GEMM", "softmax": "attention", "put": "append"}
+
+
+def roles_of(
+    work: list[Event], operators: list[Event], step_starts: list[float], part_at: Callable[[float], str]
+) -> list[str]:
+    """The role of every event of ``work``, in order of start.
+
+    operators: those that Python called, in order of start. part_at: what the host is in at a moment.
+    """
+    op_starts = [op.start for op in operators]
+
+    def launcher(event: Event) -> str:
+        i = bisect_right(op_starts, event.started) - 1
+        inside = i >= 0 and event.started <= operators[i].start + operators[i].duration
+        return operators[i].name if inside else ""
+
+    roles = [_role(event, launcher(event), part_at(event.started)) for event in work]
+    members: dict[int, list[int]] = {}
+    for i, event in enumerate(work):
+        members.setdefault(bisect_right(step_starts, event.started), []).append(i)
+    for indices in members.values():
+        for i, role in zip(indices, by_place([roles[i] for i in indices]), strict=True):
+            roles[i] = role
+    return roles
+
+
+def _role(event: Event, launcher: str, part: str) -> str:
+    if event.kind == "copy":
+        return next((f"copy {way}" for way in ("HtoD", "DtoH", "DtoD") if way in event.name), "copy")
+    if event.kind == "memset":
+        return "memset"
+    by_launcher = operator_role(launcher)
+    return RANGE_ROLES.get(part, kernel_role(event.name) if by_launcher == OTHER else by_launcher)
+
+
+def operator_role(name: str) -> str:
+    """``aten::addmm`` → ``GEMM``; "other" if unknown."""
+    short = name.rpartition("::")[2]
+    return OPERATOR_ROLES.get(short, OPERATOR_ROLES.get(short.rstrip("_"), OTHER))
+
+
+def kernel_role(name: str) -> str:
+    """``_add_norm_kernel`` → ``norm``; "other" if unknown."""
+    lower = name.lower()
+    roles = (role for role, pieces in KERNEL_ROLES.items() if any(piece in lower for piece in pieces))
+    return next(roles, OTHER)
+
+
+def by_place(roles: list[str]) -> list[str]:
+    """Roles of one step in order, made definite by what stands around them.
+
+    Products behind the last norm are the head, and what follows the head chooses tokens. A softmax, the
+    products next to it and what surrounds them up to the layer's own products are attention; what else
+    surrounds an append belongs to it. What precedes the embedding, or else the first norm, makes inputs.
+    """
+    roles = list(roles)
+    if "head" not in roles and "norm" in roles:
+        _rename(roles, range(_last(roles, "norm"), len(roles)), {"GEMM", "product"}, "head")
+    if "head" in roles:
+        _rename(roles, range(_last(roles, "head"), len(roles)), {*GENERIC, "softmax", "put"}, "sampling")
+    first = next((roles.index(role) for role in ("embedding", "norm") if role in roles), 0)
+    _rename(roles, range(first), GENERIC, "inputs")
+    for role, products in (("attention", 0), ("softmax", 1), ("append", 0), ("put", 0)):
+        for i in [i for i, one in enumerate(roles) if one == role]:
+            roles[i] = USUAL.get(role, role)
+            _absorb(roles, range(i - 1, -1, -1), roles[i], products)
+            _absorb(roles, range(i + 1, len(roles)), roles[i], products)
+    return [USUAL.get(role, role) for role in roles]
+
+
+def _last(roles: list[str], role: str) -> int:
+    return len(roles) - 1 - roles[::-1].index(role)
+
+
+def _rename(roles: list[str], places: Iterable[int], old: set[str], new: str) -> None:
+    for i in places:
+        if roles[i] in old:
+            roles[i] = new
+
+
+def _absorb(roles: list[str], around: Iterable[int], role: str, products: int) -> None:
+    """Turn generic roles, and so many products, into ``role``, up to the first that is neither."""
+    for i in around:
+        if roles[i] == "product" and products:
+            products -= 1
+        elif roles[i] not in GENERIC:
+            return
+        roles[i] = role

@@ -1,0 +1,1 @@
+"""Executing and refreshing notebooks, the gallery, the README."""

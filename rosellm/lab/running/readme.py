@@ -1,0 +1,109 @@
+"""Keeps README.md true: ``python -m rosellm.lab.running.readme`` rewrites what is computed there.
+
+With ``--check`` it only tells whether that is up to date. Computed are the ladder's pictures for light and
+dark pages (``notebooks/results/ladder-*.svg``), the table of results and the notebook index with each one's
+finding. The last two stand between HTML comments that name them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+
+from rosellm.atomic import write_text
+from rosellm.command_line import OneLineParser
+from rosellm.errors import RoseError
+from rosellm.lab.figures.compare import WORKLOADS
+from rosellm.lab.figures.ladder_picture import RIVALS, THEMES, ladder_picture
+from rosellm.lab.records.findings import finding
+from rosellm.lab.records.records import Results, find, floor_tok_s, number, results_folder, rivals
+from rosellm.roseinfer.bench.cli import command
+from rosellm.roseinfer.recipe import BEST_RUNG
+
+ROOT = results_folder().parent.parent
+PICTURES = {name: f"notebooks/results/ladder-{name}.svg" for name in THEMES}
+
+
+def results_table(results: Results) -> str:
+    """Every workload: the ladder's start and best rung, the rivals, and the share of the bytes floor."""
+    rows = [
+        "| workload | `dense` | best rung | | vLLM 0.22.1 | transformers | of the bytes floor |",
+        "|---|--:|--:|---|--:|--:|--:|",
+    ]
+    for workload in WORKLOADS:
+        values = results.values(workload)
+        best = max(values, key=values.get)
+        others = [rivals(workload).get(name, {}).get(workload) for name in RIVALS]
+        share = values[best] / floor_tok_s(workload) * 100
+        rows.append(
+            f"| {workload} | {number(values['dense'])} | **{number(values[best])}** | `{best}` "
+            f"| {' | '.join(number(value) for value in others)} | {number(share)} % |"
+        )
+    where = results.environment_line(f"W3-{BEST_RUNG}")
+    return "\n".join([*rows, "", f"Completion tokens per second of the whole run, medians. {where}."])
+
+
+def notebook_index(results: Results) -> str:
+    """A row a notebook: its title, and what the records say of its rung."""
+    rows = ["| notebook | question | finding on the recorded GPU |", "|---|---|---|"]
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        rows.append(
+            f"| [{path.stem}](notebooks/{path.name}) | {_title(path)} | {finding(results, path.stem)} |"
+        )
+    return "\n".join(rows)
+
+
+def _title(path: Path) -> str:
+    first = nbformat.read(path, 4).cells[0].source.splitlines()[0]
+    return first.lstrip("# ").partition("·")[2].strip() or first.lstrip("# ")
+
+
+SECTIONS: dict[str, Callable[[Results], str]] = {"results": results_table, "notebooks": notebook_index}
+
+
+def updated(text: str, results: Results) -> str:
+    """README text with every computed section renewed."""
+    for name, section in SECTIONS.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise RoseError(f"README.md has no section between <!-- {name} --> and <!-- /{name} -->")
+        text = pattern.sub(lambda m, s=section: f"{m[1]}{s(results)}\n{m[2]}", text)
+    return text
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Rewrite what is computed, or with ``--check`` fail if anything would change."""
+    parser = OneLineParser(
+        prog="python -m rosellm.lab.running.readme", description=__doc__.partition("\n\n")[2]
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if something is out of date"
+    )
+    check = parser.parse_args(argv).check
+    stale = stale_files()
+    if check and stale:
+        raise RoseError(f"{', '.join(stale)} out of date: run python -m rosellm.lab.running.readme")
+    for name, text in stale.items():
+        write_text(ROOT / name, text)
+        print(f"{name} renewed")
+
+
+def stale_files() -> dict[str, str]:
+    """File → the text it should have, for those that differ."""
+    results = find()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    wanted = {"README.md": updated(readme, results)}
+    wanted |= {PICTURES[name]: ladder_picture(results, theme) for name, theme in THEMES.items()}
+    return {
+        name: text
+        for name, text in wanted.items()
+        if not (ROOT / name).is_file() or (ROOT / name).read_text(encoding="utf-8") != text
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

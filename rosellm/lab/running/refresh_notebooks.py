@@ -1,0 +1,213 @@
+"""Executes the notebooks in place for a commit: ``python -m rosellm.lab.running.refresh_notebooks``.
+
+Default parameters, fresh outputs, a PNG beside every plotly figure (for readers without JavaScript), and
+nothing in the files that would differ on another machine: no widget state, no timings, one kernel's name.
+"""
+
+import argparse
+import base64
+import os
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import kaleido
+import nbformat
+import plotly.graph_objects as go
+import psutil
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
+from nbstripout import strip_output
+from PIL import Image
+from tqdm import tqdm
+
+from rosellm.atomic import write_text
+from rosellm.command_line import OneLineParser
+from rosellm.errors import RoseError
+from rosellm.lab.running.gallery import PLOTLY, without_widgets
+from rosellm.lab.running.interruption import Interruption, kill_family
+from rosellm.lab.running.run_notebooks import NotebookError, kernel_environment, select
+
+KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+LANGUAGE = {
+    "file_extension": ".py",
+    "mimetype": "text/x-python",
+    "name": "python",
+    "pygments_lexer": "ipython3",
+}
+PASSING_KEYS = [
+    "metadata.papermill",
+    "metadata.signature",
+    "metadata.vscode",
+    "cell.metadata.papermill",
+    "cell.metadata.execution",
+    "cell.metadata.ExecuteTime",
+    "cell.metadata.collapsed",
+    "cell.metadata.scrolled",
+]
+
+PNG_COLOURS = 96
+POLL_SECONDS = 0.2
+
+Renderer = Callable[[dict[str, Any]], bytes]
+
+
+def normalise(notebook: NotebookNode) -> NotebookNode:
+    """The notebook, changed in place: outputs, counts and ids stay; widgets, timings and machine names go."""
+    strip_output(notebook, keep_output=True, keep_count=True, keep_id=True, extra_keys=PASSING_KEYS)
+    notebook.metadata["kernelspec"] = dict(KERNELSPEC)
+    notebook.metadata["language_info"] = dict(LANGUAGE)
+    return without_widgets(notebook)
+
+
+def add_pictures(notebook: NotebookNode, render: Renderer) -> NotebookNode:
+    """The notebook, changed in place: every plotly output carries its PNG too, as ``render`` makes it."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            figure = output.get("data", {}).get(PLOTLY)
+            if figure is not None:
+                output.data["image/png"] = base64.b64encode(render(figure)).decode()
+    return notebook
+
+
+def execute(path: Path, timeout: float) -> NotebookNode:
+    """A copy of the notebook, executed in its folder with its own parameters; ``timeout`` is seconds a cell.
+
+    Raises NotebookError if a cell fails.
+    """
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except Exception as error:  # whatever the file makes of nbformat
+        raise NotebookError(f"{path} cannot be read as a notebook: {type(error).__name__}") from error
+    client = NotebookClient(
+        notebook,
+        timeout=timeout,
+        kernel_name="python3",
+        coalesce_streams=True,
+        record_timing=False,
+        resources={"metadata": {"path": str(path.parent)}},
+    )
+    try:
+        return client.execute()
+    except CellExecutionError as error:
+        raise NotebookError(f"{path.stem} is left as it was: {error.ename}: {error.evalue}") from None
+    except (CellTimeoutError, DeadKernelError) as error:
+        raise NotebookError(f"{path.stem} is left as it was: {str(error).splitlines()[0]}") from None
+
+
+def draw(figure: dict[str, Any]) -> bytes:
+    """A plotly figure (its JSON) as a PNG. Raises NotebookError if the machine has no browser to draw it."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # plotly passes its server an option that it ignores
+            png = go.Figure(figure["data"], figure.get("layout"), skip_invalid=True).to_image("png")
+    except RuntimeError as error:
+        raise NotebookError(f"no PNG can be made: {' '.join(str(error).split())}") from None
+    return _with_palette(png)
+
+
+def _with_palette(png: bytes) -> bytes:
+    """The same picture in ``PNG_COLOURS`` colours: charts have few, and the file shrinks to a fifth."""
+    small = BytesIO()
+    Image.open(BytesIO(png)).quantize(PNG_COLOURS, method=Image.Quantize.FASTOCTREE).save(
+        small, "png", optimize=True
+    )
+    return small.getvalue()
+
+
+@contextmanager
+def browser() -> Iterator[Renderer]:
+    """A renderer that keeps one browser for all pictures; raises NotebookError if the machine has none."""
+    draw({"data": []})  # kaleido's server hangs without a browser, a single drawing says so
+    kaleido.start_sync_server(silence_warnings=True)
+    try:
+        yield draw
+    finally:
+        kaleido.stop_sync_server(silence_warnings=True)
+
+
+def refresh(
+    notebooks: Sequence[Path],
+    renderer: Renderer | None,
+    timeout: float = 300.0,
+    interruption: Interruption | None = None,
+) -> list[Path]:
+    """Executes the notebooks in place, one after the other; without a ``renderer`` no PNG is added.
+
+    Returns those that are done, not all after an ``interruption``. Raises NotebookError for the first one
+    that fails; it and the later ones are left as they were.
+    """
+    interruption, done = interruption or Interruption(), []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(kernel_environment(Path(folder)))
+        for path in tqdm(notebooks, unit="notebook"):
+            notebook = _until_interrupted(interruption, partial(execute, path, timeout))
+            if notebook is None:
+                break
+            normalise(notebook)
+            if renderer:
+                add_pictures(notebook, renderer)
+            write_text(path, nbformat.writes(notebook) + "\n")
+            done.append(path)
+    return done
+
+
+def _until_interrupted(interruption: Interruption, run: Callable[[], NotebookNode]) -> NotebookNode | None:
+    """What ``run`` returns, called in a thread, where nbclient leaves signals alone; None if interrupted.
+
+    The kernels that it has started are ended then.
+    """
+    here = psutil.Process()
+    others = set(here.children())
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run)
+        while not running.done():
+            wait([running], POLL_SECONDS)
+            if interruption.number is not None:
+                for kernel in set(here.children()) - others:
+                    kill_family(kernel)
+    return running.result() if interruption.number is None else None
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="their folder")
+    parser.add_argument("--select", default="", help="names or their beginnings, comma or space separated")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a cell may take")
+    parser.add_argument("--without-png", action="store_true", help="for a machine without Chrome or Chromium")
+    arguments = parser.parse_args(argv)
+    if not 0 < arguments.timeout <= threading.TIMEOUT_MAX:
+        raise NotebookError(f"timeout must be above 0 and finite, not {arguments.timeout:g}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, 2 if asked wrongly or a notebook fails, 130 or 143 if interrupted."""
+    try:
+        arguments = _arguments(argv)
+        notebooks = select(arguments.notebooks, arguments.select)
+        with (
+            Interruption() as interruption,
+            nullcontext() if arguments.without_png else browser() as renderer,
+        ):
+            done = refresh(notebooks, renderer, arguments.timeout, interruption)
+    except RoseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if len(done) < len(notebooks):
+        names = (path.stem for path in notebooks)
+        print(interruption.told((path.stem for path in done), names), file=sys.stderr)
+        return interruption.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

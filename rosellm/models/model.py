@@ -1,0 +1,111 @@
+"""GPT-2 (Radford et al. 2019), pre-norm decoder, over a flat list of tokens.
+
+The model knows nothing of batches, caches or masks: attention is passed in (see ``attention.Attend``), and
+every other operation works on each token by itself. N tokens, C model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rosellm.models.attention import Attend
+from rosellm.models.config import ModelConfig
+
+
+class Projection(nn.Module):
+    """``x @ weight + bias`` with weight ``[in, out]``, the layout of GPT-2 checkpoints."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_in, n_out))
+        self.bias = nn.Parameter(torch.zeros(n_out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class Block(nn.Module):
+    """One transformer layer: attention and MLP, each behind a LayerNorm and a residual."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.config = layer, config
+        self.ln_1 = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.qkv = Projection(config.d_model, config.qkv_width)
+        self.out = Projection(config.d_model, config.d_model)
+        self.ln_2 = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.up = Projection(config.d_model, config.d_ff)
+        self.down = Projection(config.d_ff, config.d_model)
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        x = x + self._attention(self.ln_1(x), attend)  # [N, C]
+        hidden = F.gelu(self.up(self.ln_2(x)), approximate="tanh")  # [N, F]
+        return x + self.down(hidden)  # [N, C]
+
+    def _attention(self, x: Tensor, attend: Attend) -> Tensor:
+        c = self.config
+        heads = self.qkv(x).view(-1, c.n_heads + 2 * c.n_kv_heads, c.head_dim)  # [N, H + 2 H_kv, D]
+        q, k, v = heads.split((c.n_heads, c.n_kv_heads, c.n_kv_heads), dim=1)
+        mixed = attend(self.layer, q, k, v)  # [N, H, D]
+        return self.out(mixed.reshape(-1, c.d_model))  # [N, C]
+
+
+class GPT(nn.Module):
+    """Token ids and positions ``[N]`` → hidden states ``[N, C]``; :meth:`logits` maps those to ``[N, V]``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.position_embedding = nn.Embedding(config.n_positions, config.d_model)
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
+        self.ln_f = nn.LayerNorm(config.d_model, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.token_embedding.weight
+
+    @classmethod
+    def allocate(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> GPT:
+        """An inference model whose weights are allocated and not yet set."""
+        with torch.device("meta"):
+            gpt = cls(config)
+        gpt = gpt.to_empty(device=device).to(dtype)
+        gpt._tie()
+        return gpt.requires_grad_(False).eval()
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.token_embedding.weight.dtype
+
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        x = self.token_embedding(ids) + self.position_embedding(positions)  # [N, C]
+        for block in self.blocks:
+            x = block(x, attend)
+        return self.ln_f(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden)  # [N, V]
+
+    def initialise(self, seed: int, std: float = 0.02) -> GPT:
+        """GPT-2's seeded initialisation: normal, deviation ``std``, residual outputs times 1/sqrt(2 L)."""
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        residual = std / (2 * self.config.n_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif ".ln_" in f".{name}":
+                nn.init.ones_(parameter)
+            else:
+                scale = residual if name.endswith(("out.weight", "down.weight")) else std
+                with torch.no_grad():
+                    parameter.normal_(0.0, scale, generator=generator)
+        return self

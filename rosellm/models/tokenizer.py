@@ -1,0 +1,254 @@
+"""Text to token ids and back, over the `tokenizers` library."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers.decoders import DecodeStream
+
+from rosellm.atomic import replacing, write_text
+from rosellm.errors import CheckpointError, PromptError
+from rosellm.models.config import ModelConfig
+from rosellm.models.weights import SHIPPED, checkpoint_folder
+
+END_OF_TEXT = "<|endoftext|>"
+CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!\S)|\s+"
+"""A line break with the indentation after it, a name, up to three digits, punctuation, other white space."""
+
+
+class TextStream(Protocol):
+    """Incremental decoding of one sequence: the pieces that it returns add up to the text."""
+
+    def push(self, token_id: int) -> str:
+        """The text that ``token_id`` completes; empty while a UTF-8 character is still in parts."""
+        ...
+
+    def finish(self) -> str:
+        """What is left: replacement characters for a character whose last bytes never came."""
+        ...
+
+
+class DecoderStream:
+    """A :class:`TextStream` by any tokenizer's own decoder."""
+
+    def __init__(self, raw: tokenizers.Tokenizer) -> None:
+        self._raw, self._ids, self._n_told = raw, [], 0
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        piece = self._stream.step(self._raw, token_id) or ""
+        self._n_told += len(piece)
+        return piece
+
+    def finish(self) -> str:
+        return self._raw.decode(self._ids, skip_special_tokens=True)[self._n_told :]
+
+
+class BytePieces(dict):
+    """Token id → its text, or its bytes if they are not whole characters; ``find`` gives the bytes, once."""
+
+    def __init__(self, find: Callable[[int], bytes]) -> None:
+        self._find = find
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        piece = self._find(token_id)
+        with suppress(UnicodeDecodeError):
+            piece = piece.decode()
+        self[token_id] = piece
+        return piece
+
+
+class ByteStream:
+    """A :class:`TextStream` of a byte-level vocabulary: most tokens are one look-up."""
+
+    def __init__(self, pieces: BytePieces) -> None:
+        self._pieces = pieces
+        self._begun = False  # a character whose last bytes are to come
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        piece = self._pieces[token_id]
+        if self._begun or piece.__class__ is bytes:
+            return self._join(piece)
+        return piece
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+    def _join(self, piece: str | bytes) -> str:
+        text = self._decoder.decode(piece if isinstance(piece, bytes) else piece.encode())
+        self._begun = bool(self._decoder.getstate()[0])
+        return text
+
+
+class Tokenizer:
+    """A tokenizer of a checkpoint; special tokens leave no trace in decoded text."""
+
+    def __init__(self, raw: tokenizers.Tokenizer, eos_token_id: int | None) -> None:
+        self._raw = raw
+        self.eos_token_id = eos_token_id
+        self._pieces = BytePieces(self.token_bytes)
+        self._is_byte_level = isinstance(raw.decoder, decoders.ByteLevel)
+        self._special = {str(t) for t in raw.get_added_tokens_decoder().values() if t.special}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._raw.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids. Raises ``PromptError`` for text that this vocabulary, or UTF-8, cannot spell."""
+        try:
+            return self._raw.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            _reraise_unless_the_librarys(error)
+            raise PromptError(f"text {reprlib.repr(text)} cannot be encoded: {_line(error)}") from error
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """:meth:`encode` of each text, on all cores."""
+        return [encoding.ids for encoding in self._raw.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._raw.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self) -> TextStream:
+        return ByteStream(self._pieces) if self._is_byte_level else DecoderStream(self._raw)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes of a token of a byte-level vocabulary; none for special and unknown ones."""
+        token = self._raw.id_to_token(token_id)
+        if token is None or token in self._special:
+            return b""
+        values = byte_of_character()
+        return bytes(map(values.get, token)) if values.keys() >= set(token) else token.encode()
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json``, and ``tokenizer_config.json`` for ``transformers.AutoTokenizer``.
+
+        Without the latter AutoTokenizer would split text as GPT-2 does, whatever the former says.
+        """
+        with replacing(folder / "tokenizer.json") as unfinished:
+            self._raw.save(str(unfinished), pretty=False)
+        fields = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+        }
+        write_text(folder / "tokenizer_config.json", json.dumps(fields, indent=1) + "\n")
+
+
+class DummyTokenizer:
+    """Stands in for the tokenizer of a model of ``vocab_size`` tokens with random weights.
+
+    Text is encoded by ``shipped`` (ids beyond ``vocab_size`` wrap round), and any id is decoded as
+    ``id % shipped.vocab_size``: readable nonsense, and nothing is downloaded.
+    """
+
+    def __init__(self, shipped: Tokenizer, vocab_size: int, eos_token_id: int | None) -> None:
+        self._shipped = shipped
+        self.vocab_size = vocab_size
+        self.eos_token_id = eos_token_id
+        size = shipped.vocab_size
+        self._pieces = BytePieces(lambda token_id: shipped.token_bytes(token_id % size))
+
+    def encode(self, text: str) -> list[int]:
+        return [token_id % self.vocab_size for token_id in self._shipped.encode(text)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._shipped.decode([token_id % self._shipped.vocab_size for token_id in ids])
+
+    def stream(self) -> TextStream:
+        return ByteStream(self._pieces)
+
+
+@cache
+def byte_of_character() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable Latin-1 stands for itself (Radford et al. 2019)."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
+    """The tokenizer in ``folder/tokenizer.json``; without one in the config, ``<|endoftext|>`` ends a text.
+
+    Raises CheckpointError for a missing or corrupt file and for a vocabulary larger than the model's.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json")
+    raw = _read(path)
+    ids = raw.get_vocab(with_added_tokens=True).values()
+    if len(ids) > config.vocab_size:
+        raise CheckpointError(
+            f"{path} has {len(ids)} tokens; the model has embeddings for {config.vocab_size}"
+        )
+    if max(ids, default=0) >= config.vocab_size:
+        raise CheckpointError(f"{path} has token id {max(ids)}; the model has ids below {config.vocab_size}")
+    eos = raw.token_to_id(END_OF_TEXT) if config.eos_token_id is None else config.eos_token_id
+    return Tokenizer(raw, eos)
+
+
+def load_dummy_tokenizer(config: ModelConfig) -> DummyTokenizer:
+    """The tokenizer of ``--load-format dummy`` for a model of that shape."""
+    raw = _read(checkpoint_folder(SHIPPED) / "tokenizer.json")
+    shipped = Tokenizer(raw, raw.token_to_id(END_OF_TEXT))
+    return DummyTokenizer(shipped, config.vocab_size, config.eos_token_id)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) of at most ``vocab_size`` tokens.
+
+    ``<|endoftext|>`` is id 0; the 256 bytes are always tokens, so every text can be encoded.
+    """
+    raw = tokenizers.Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(CODE_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(texts, trainer)
+    return Tokenizer(raw, raw.token_to_id(END_OF_TEXT))
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
+    """The file's tokenizer, which cuts no text and pads none, whatever the file says (as transformers)."""
+    try:
+        raw = tokenizers.Tokenizer.from_file(str(path))
+    except BaseException as error:
+        _reraise_unless_the_librarys(error)
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {_line(error)}") from error
+    raw.no_truncation()
+    raw.no_padding()
+    return raw
+
+
+def _reraise_unless_the_librarys(error: BaseException) -> None:
+    """`tokenizers` raises bare Exceptions, and panics that are no Exceptions at all."""
+    if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+        raise error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,237 @@
+"""Loading and saving of Hugging Face GPT-2 checkpoints (safetensors only)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rosellm.atomic import replacing, write_text
+from rosellm.errors import CheckpointError
+from rosellm.models.config import KNOWN_SHAPES, ModelConfig
+from rosellm.models.model import GPT
+
+SHIPPED = "rose-tiny"
+WAYS_OUT = f"use '{SHIPPED}', a local folder, or --load-format dummy"
+STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+CHECKPOINT_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
+
+_EMBEDDING, _HEAD = "transformer.wte.weight", "lm_head.weight"
+_LAYER_NAMES = {
+    "ln_1": "ln_1",
+    "attn.c_attn": "qkv",
+    "attn.c_proj": "out",
+    "ln_2": "ln_2",
+    "mlp.c_fc": "up",
+    "mlp.c_proj": "down",
+}
+
+
+def checkpoint_folder(model: str) -> Path:
+    """The folder that holds ``model``: the shipped one, a local folder, or a hub id (fetched or cached)."""
+    if model == SHIPPED:
+        return Path(str(files("rosellm") / "assets" / SHIPPED))
+    if os.path.isdir(model):
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"model {model!r} is neither a local folder nor to be had from the hub "
+            f"({type(error).__name__}); {WAYS_OUT}"
+        ) from error
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The model's shape from ``folder/config.json``."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return ModelConfig.from_hf(fields)
+
+
+def load_model(model: str, device: torch.device, dtype: torch.dtype) -> GPT:
+    """The checkpoint ``model`` (shipped name, folder or hub id) on ``device`` in ``dtype``."""
+    folder = checkpoint_folder(model)
+    config, shards = load_config(folder), _shards(folder)
+    _check_extent(config, shards, folder)
+    gpt = GPT.allocate(_with_its_head(config, shards), device, dtype)
+    _copy_weights(gpt, shards, folder)
+    return gpt
+
+
+def dummy_model(model: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> GPT:
+    """The real shape of ``model`` with seeded random weights; nothing is downloaded."""
+    if model in KNOWN_SHAPES:
+        config = KNOWN_SHAPES[model]
+    elif model == SHIPPED or os.path.isdir(model):
+        config = load_config(checkpoint_folder(model))
+    else:
+        known = ", ".join([*KNOWN_SHAPES, SHIPPED])
+        raise CheckpointError(
+            f"no shape is known for {model!r}; use one of {known}, or a folder with a config.json"
+        )
+    _check_memory(config, device, dtype)
+    return GPT.allocate(config, device, dtype).initialise(seed)
+
+
+def _check_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    wanted, there = (
+        config.n_parameters * dtype.itemsize,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+    if device.type == "cuda":
+        there = torch.cuda.mem_get_info(device)[1]
+    if wanted > there:
+        raise CheckpointError(
+            f"{config.n_parameters:,} parameters in {_dtype_name(dtype)} take {wanted / 1e9:,.0f} GB; "
+            f"device {device.type!r} has {there / 1e9:,.0f} GB"
+        )
+
+
+def save_model(gpt: GPT, folder: Path, dtype: torch.dtype = torch.float16) -> None:
+    """Write ``config.json`` and ``model.safetensors``, for this module and ``transformers`` to read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        theirs: tensor.detach().to("cpu", dtype).contiguous() for theirs, tensor in _named(gpt).items()
+    }
+    with replacing(folder / "model.safetensors") as unfinished:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+    text = json.dumps(gpt.config.to_hf() | {"torch_dtype": _dtype_name(dtype)}, indent=1)
+    write_text(folder / "config.json", text + "\n")
+
+
+def _named(gpt: GPT) -> dict[str, Tensor]:
+    """Every parameter of ``gpt`` under its checkpoint name; a tied head is not listed."""
+    names = {
+        _EMBEDDING: gpt.token_embedding.weight,
+        "transformer.wpe.weight": gpt.position_embedding.weight,
+        "transformer.ln_f.weight": gpt.ln_f.weight,
+        "transformer.ln_f.bias": gpt.ln_f.bias,
+    }
+    for i, block in enumerate(gpt.blocks):
+        for theirs, ours in _LAYER_NAMES.items():
+            for part in ("weight", "bias"):
+                names[f"transformer.h.{i}.{theirs}.{part}"] = getattr(getattr(block, ours), part)
+    if not gpt.config.tie_embeddings:
+        names[_HEAD] = gpt.lm_head.weight
+    return names
+
+
+def _check_extent(config: ModelConfig, shards: list[Path], folder: Path) -> None:
+    """A config that asks for more than its files can hold is refused before anything is allocated."""
+    n_bytes = 0
+    for shard in shards:
+        with _opened(shard):
+            n_bytes += shard.stat().st_size
+    if config.n_parameters > n_bytes:
+        raise CheckpointError(
+            f"{folder} holds {n_bytes:,} bytes of safetensors and lacks tensors: "
+            f"its config.json asks for {config.n_parameters:,} parameters"
+        )
+
+
+def _with_its_head(config: ModelConfig, shards: list[Path]) -> ModelConfig:
+    """``config``, untied where the files hold a head that is not the token embedding (as transformers 5)."""
+    if not config.tie_embeddings:
+        return config
+    both = [tensor.double() for _, tensor, _ in _tensors(shards, [_HEAD, _EMBEDDING])]
+    return replace(config, tie_embeddings=len(both) < 2 or torch.equal(*both))
+
+
+@torch.no_grad()
+def _copy_weights(gpt: GPT, shards: list[Path], folder: Path) -> None:
+    wanted = _named(gpt)
+    for name, value, shard in _tensors(shards, list(wanted)):
+        _copy(wanted.pop(name), value, name, shard)
+    if gpt.config.tie_embeddings and _EMBEDDING in wanted:
+        for _, value, shard in _tensors(shards, [_HEAD]):
+            _copy(wanted.pop(_EMBEDDING), value, _HEAD, shard)
+    if wanted:
+        raise CheckpointError(f"{folder} lacks {len(wanted)} tensors, the first is {next(iter(wanted))}")
+
+
+def _tensors(shards: list[Path], names: list[str]) -> Iterator[tuple[str, Tensor, Path]]:
+    """Each of ``names`` that the shards hold, once: its values on the CPU, and where they were found."""
+    missing = dict.fromkeys(names)
+    for shard in shards:
+        with _opened(shard) as tensors:
+            available = set(tensors.keys())
+            for name in [n for n in missing if _find(n, available)]:
+                del missing[name]
+                yield name, tensors.get_tensor(_find(name, available)), shard
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(shard, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{shard} cannot be read as safetensors: {error}") from error
+
+
+def _find(name: str, available: set[str]) -> str | None:
+    """``name`` as the shard spells it, with or without the ``transformer.`` prefix."""
+    bare = name.removeprefix("transformer.")
+    return next((n for n in (name, bare) if n in available), None)
+
+
+def _copy(parameter: Tensor, value: Tensor, name: str, shard: Path) -> None:
+    if parameter.shape != value.shape:
+        raise CheckpointError(
+            f"{name} in {shard.name} has shape {list(value.shape)}; "
+            f"the config asks for {list(parameter.shape)}"
+        )
+    if value.dtype not in STORED_DTYPES:
+        known = ", ".join(map(_dtype_name, STORED_DTYPES))
+        raise CheckpointError(f"{name} in {shard.name} is stored as {_dtype_name(value.dtype)}; use {known}")
+    value = value.to(parameter.dtype)
+    if not torch.isfinite(value).all():
+        raise CheckpointError(
+            f"{name} in {shard.name} holds values that are not finite in {_dtype_name(parameter.dtype)}"
+        )
+    parameter.copy_(value)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            outside = [name for name in names if Path(name).name != name]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{index} is not a valid safetensors index") from error
+        if outside:
+            raise CheckpointError(f"{index} names files outside its folder")
+        shards = [folder / name for name in names]
+    else:
+        shards = [folder / "model.safetensors"]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(missing)} (checkpoints are read from safetensors only)"
+        )
+    return shards

@@ -1,0 +1,1 @@
+"""What the benchmark commands share."""

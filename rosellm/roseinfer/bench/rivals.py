@@ -1,0 +1,190 @@
+"""Engines that can be given the same requests: ours, and others where they are installed.
+
+A rival is built of a :class:`Task` and then asked again and again for the greedy continuations of the same
+prompts, token ids in and token ids out, the end of sequence ignored. All rivals load one checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+import rosellm
+from rosellm.errors import DeviceError, RoseError
+from rosellm.models.weights import load_model
+from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench.record import engine_facts
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
+
+
+class RivalError(RoseError):
+    """A rival that is not installed, cannot run here, or cannot share the process."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rival is set up for.
+
+    checkpoint: a folder with ``config.json`` and ``model.safetensors``. options: a benchmark's, with the
+    sizes of the workload. prompts: token ids, one list a request.
+    """
+
+    checkpoint: Path
+    device: torch.device
+    dtype: torch.dtype
+    options: argparse.Namespace
+    prompts: list[list[int]]
+
+
+class Rival(Protocol):
+    """An engine with a model loaded. ``in_process``: whether this process holds its memory."""
+
+    in_process: bool
+
+    def __init__(self, task: Task) -> None: ...
+
+    def generate(self) -> list[list[int]]:
+        """The new token ids of every prompt, in order, on the host."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """For the record: version, and how it was set up."""
+        ...
+
+    def close(self) -> None:
+        """Give back what garbage collection does not."""
+        ...
+
+
+class Rosellm:
+    """``OfflineScheduler``, which ``LLM.generate`` runs, on an engine of the rung asked for."""
+
+    in_process = True
+
+    def __init__(self, task: Task) -> None:
+        options, self.prompts = task.options, task.prompts
+        gpt = load_model(str(task.checkpoint), task.device, task.dtype)
+        blocks = cli.kv_blocks_wanted(options, gpt, max(map(len, task.prompts)))
+        self.params = cli.greedy_params(options)
+        self.engine = Engine(
+            gpt,
+            recipe=options.rung,
+            max_batch_size=options.max_batch_size,
+            num_kv_blocks=blocks,
+            block_size=options.block_size,
+        )
+
+    def generate(self) -> list[list[int]]:
+        outputs = OfflineScheduler(self.engine).run(self.prompts, self.params)
+        return [output.token_ids for output in outputs]
+
+    def facts(self) -> dict[str, Any]:
+        return {"rival_version": rosellm.__version__, **engine_facts(self.engine)}
+
+    def close(self) -> None:
+        pass
+
+
+class Transformers:
+    """``GPT2LMHeadModel.generate``: static batches of at most ``max_batch_size`` prompts, padded on the left.
+
+    There is no end of sequence in its generation config: ``min_new_tokens`` would forbid that token, and the
+    other rivals may choose it.
+    """
+
+    in_process = True
+
+    def __init__(self, task: Task) -> None:
+        from transformers import GPT2LMHeadModel
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        self.prompts, self.options = task.prompts, task.options
+        self.model = GPT2LMHeadModel.from_pretrained(task.checkpoint, dtype=task.dtype).to(task.device)
+        self.model.generation_config.eos_token_id = None
+
+    def generate(self) -> list[list[int]]:
+        size = self.options.max_batch_size
+        batches = [self.prompts[i : i + size] for i in range(0, len(self.prompts), size)]
+        return [tokens for batch in batches for tokens in self._generate_batch(batch)]
+
+    def _generate_batch(self, prompts: list[list[int]]) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        missing = [longest - len(prompt) for prompt in prompts]
+        ids = [[0] * n + prompt for n, prompt in zip(missing, prompts, strict=True)]
+        mask = [[0] * n + [1] * (longest - n) for n in missing]
+        output = self.model.generate(
+            torch.tensor(ids, device=self.model.device),
+            attention_mask=torch.tensor(mask, device=self.model.device),
+            max_new_tokens=self.options.max_new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return output[:, longest:].tolist()
+
+    def facts(self) -> dict[str, Any]:
+        attention = self.model.config._attn_implementation
+        return {"rival_version": version("transformers"), "attention": attention}
+
+    def close(self) -> None:
+        pass
+
+
+class VLLM:
+    """vLLM's offline ``LLM.generate`` in its default form: an engine process of its own, CUDA graphs."""
+
+    in_process = False
+
+    def __init__(self, task: Task) -> None:
+        # rosellm's import has asked for CUDA devices, after which a forked engine process cannot use them
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        from vllm import LLM, SamplingParams
+
+        self.arguments = {
+            "dtype": str(task.dtype).removeprefix("torch."),
+            "max_num_seqs": task.options.max_batch_size,
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": True,
+        }
+        self.llm = LLM(model=str(task.checkpoint), **self.arguments)
+        self.prompts = [{"prompt_token_ids": prompt} for prompt in task.prompts]
+        self.params = SamplingParams(
+            temperature=0.0, max_tokens=task.options.max_new_tokens, ignore_eos=True, detokenize=False
+        )
+
+    def generate(self) -> list[list[int]]:
+        outputs = self.llm.generate(self.prompts, self.params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def facts(self) -> dict[str, Any]:
+        return {"rival_version": version("vllm"), "llm_arguments": self.arguments}
+
+    def close(self) -> None:
+        """End the engine process, which holds most of the GPU's memory until then."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+RIVALS: dict[str, type[Rival]] = {"vllm": VLLM, "transformers": Transformers, "rosellm": Rosellm}
+
+
+def check_rivals(names: list[str], device: torch.device) -> None:
+    """Raises ``RivalError`` or ``DeviceError`` before anything is loaded."""
+    for name in names:
+        if find_spec(name) is None:
+            raise RivalError(f"rival {name} is not installed here; pip install {name}, or leave it out")
+    if "vllm" in names:
+        if len(names) > 1:
+            others = ", ".join(name for name in names if name != "vllm")
+            raise RivalError(
+                f"vllm takes most of the GPU's memory and cannot take turns; run {others} by another command"
+            )
+        if device.type == "cpu":
+            raise DeviceError("rival vllm runs on a GPU; use --device cuda")

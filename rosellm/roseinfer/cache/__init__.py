@@ -1,0 +1,1 @@
+"""The paged KV cache: its blocks, tables, prefixes, and what the device keeps of each sequence."""

@@ -1,0 +1,77 @@
+"""What the device keeps of every running sequence, so that a decode step needs nothing from the host.
+
+One row of 32-bit words a sequence: its last token, how many of its tokens are cached, when it stops, how its
+tokens are chosen, and its block table. A row with a negative position is inert: nothing is written for it.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.request import Sequence
+
+TOKEN, POSITION, LIMIT, STOP, ROUND, TOP_K, SEED, TEMPERATURE, TOP_P, FIELDS = 0, 1, 2, 3, 4, 5, 6, 8, 9, 10
+INERT = NO_STOP = -1
+ROUNDS = 64
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = torch.finfo(torch.float32).max
+_ROW = struct.Struct("<6iq2f")
+
+
+class DeviceState:
+    """Rows ``[S, FIELDS + W]`` int32 on the device, and the ring ``[ROUNDS, S]`` in which tokens come out.
+
+    The ring is host memory that the device writes to (pinned, where there is a GPU): a row's token of its
+    round r stands at ``ring[r % ROUNDS, row]``, INERT where the row was inert, NOT_FINITE where none could be
+    chosen. S: rows; W: blocks a sequence may hold. The attributes are views: tokens, positions, limits
+    (tokens at which a sequence has its full length), stops (the token that ends it, or -1), top_k int32,
+    seeds int64, temperatures and top_p fp32 ``[S]``, table ``[S, W]``.
+    """
+
+    def __init__(self, n_rows: int, width: int, device: torch.device) -> None:
+        padded = FIELDS + width + width % 2  # seeds are read as 64-bit words
+        self.rows = torch.zeros(n_rows, padded, dtype=torch.int32, device=device)
+        self.rows[:, POSITION] = INERT
+        self.ring = torch.full((ROUNDS, n_rows), INERT, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._view(width)
+
+    def _view(self, width: int) -> None:
+        rows, floats = self.rows, self.rows.view(torch.float32)
+        self.tokens, self.positions = rows[:, TOKEN], rows[:, POSITION]
+        self.limits, self.stops, self.rounds = rows[:, LIMIT], rows[:, STOP], rows[:, ROUND]
+        self.top_k, self.seeds = rows[:, TOP_K], rows.view(torch.int64)[:, SEED // 2]
+        self.temperatures, self.top_p = floats[:, TEMPERATURE], floats[:, TOP_P]
+        self.table = rows[:, FIELDS : FIELDS + width]
+
+    def first(self, n_rows: int) -> DeviceState:
+        """A view of the first rows, with the same ring."""
+        return self._part(self.rows[:n_rows])
+
+    def at(self, slots: Tensor) -> DeviceState:
+        """A copy of some rows, with the same ring."""
+        return self._part(self.rows[slots])
+
+    def _part(self, rows: Tensor) -> DeviceState:
+        part = object.__new__(DeviceState)
+        part.rows, part.ring = rows, self.ring
+        part._view(self.table.shape[1])
+        return part
+
+
+def row_bytes(sequence: Sequence, position: int, rounds: int) -> bytes:
+    """The FIELDS words of a sequence's row, little-endian."""
+    params, stop = sequence.params, sequence.stop_token
+    return _ROW.pack(
+        sequence.tokens[position],
+        position,
+        sequence.max_length,
+        NO_STOP if stop is None else stop,
+        rounds,
+        min(params.top_k, INT32_MAX),
+        sequence.seed,
+        min(params.temperature, FLOAT32_MAX),
+        params.top_p,
+    )

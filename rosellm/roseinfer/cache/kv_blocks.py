@@ -1,0 +1,304 @@
+"""The paged KV cache and its books: which blocks are free, who holds them, how full they are.
+
+A pool is an allocator of ``max_blocks_per_layer`` blocks. With ``pool="per_layer"`` every layer has its own;
+with ``"shared"`` there is one, and a block of it is the block of that index in every layer at once, so the
+books are kept once for all layers. A block id is global: ``pool * max_blocks_per_layer + block_index``. The
+books are Python integers; the only device work done here is the clone of a block that is shared (copy on
+write).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rosellm.errors import KVCacheExhausted, RoseError
+from rosellm.roseinfer.kv_append_triton import kv_append_rows_ref
+
+
+class KVBlockInfo(NamedTuple):
+    """A block in use: its layer, its index in the pool, the position of its first token, tokens held.
+
+    The layer is 0 in a pool that all layers share.
+    """
+
+    layer: int
+    block_index: int
+    start: int
+    length: int
+
+
+@dataclass(slots=True)
+class MutableKVBlockInfo:
+    """The same, incremented in place. Read ``length`` before the increment where the old value is meant."""
+
+    layer: int
+    block_index: int
+    start: int
+    length: int
+
+
+class Slots(NamedTuple):
+    """Where one new token of each row goes in the layers of one pool: block index and position in it."""
+
+    block_idx: list[int]
+    pos: list[int]
+
+
+def blocks_for(n_tokens: int, block_size: int) -> int:
+    """Blocks that hold ``n_tokens`` tokens."""
+    return -(-n_tokens // block_size)
+
+
+class KVBlockManager:
+    """K and V of all layers as ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with reference-counted blocks.
+
+    num_heads counts key/value heads. Callers own lists of block ids, one a sequence and pool, and hand them
+    in; methods that add tokens extend those lists in place. A full block that is shared is never cloned: a
+    new block follows it. A partly filled block that is shared is cloned before the first write (copy on
+    write), so other holders see nothing. ``KVCacheExhausted`` is raised before anything is changed.
+    ``pool_of[layer]`` is the pool of a layer.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        block_size: int,
+        max_blocks_per_layer: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        block_info: Literal["tuple", "slots"] = "slots",
+        pool: Literal["per_layer", "shared"] = "per_layer",
+    ) -> None:
+        shape = (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim)
+        self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
+        self.v_cache = torch.zeros(shape, device=device, dtype=dtype)
+        self.num_layers, self.block_size = num_layers, block_size
+        self.max_blocks_per_layer = max_blocks_per_layer
+        self.pool_of = _POOL_OF[pool](num_layers)
+        self.num_pools = len(set(self.pool_of))
+        self._new_info, self._advance = _BLOCK_INFO[block_info]
+        total = self.num_pools * max_blocks_per_layer
+        self._infos: list = [None] * total
+        self._refs = [0] * total
+        self._free = [
+            list(range((pool + 1) * max_blocks_per_layer - 1, pool * max_blocks_per_layer - 1, -1))
+            for pool in range(self.num_pools)
+        ]
+
+    def num_free_blocks(self, pool: int = 0) -> int:
+        return len(self._free[pool])
+
+    def info(self, block_id: int) -> KVBlockInfo | MutableKVBlockInfo:
+        """Metadata of a block in use."""
+        if self._refs[block_id] == 0:
+            raise KeyError(f"block {block_id} is free")
+        return self._infos[block_id]
+
+    def ref_count(self, block_id: int) -> int:
+        return self._refs[block_id]
+
+    def incref_blocks(self, block_ids: SequenceOf[int]) -> None:
+        """One more holder for each of these blocks."""
+        for block_id in block_ids:
+            if self._refs[block_id] == 0:
+                raise KeyError(f"block {block_id} is free and cannot be shared")
+        for block_id in block_ids:
+            self._refs[block_id] += 1
+
+    def free_blocks(self, block_ids: SequenceOf[int]) -> None:
+        """One holder fewer for each; a block without holders returns to its pool.
+
+        Raises KeyError, and changes nothing, if a block has fewer holders than times it is listed.
+        """
+        for block_id, times in Counter(block_ids).items():
+            if self._refs[block_id] < times:
+                raise KeyError(
+                    f"block {block_id} has {self._refs[block_id]} holders; {times} cannot leave it"
+                )
+        for block_id in block_ids:
+            self._refs[block_id] -= 1
+            if self._refs[block_id] == 0:
+                self._free[block_id // self.max_blocks_per_layer].append(block_id)
+                self._infos[block_id] = None
+
+    def reserve_tokens(self, pool: int, block_ids_list: list[list[int]]) -> Slots:
+        """A slot for one more token of every row, in the books only.
+
+        The caller writes keys and values, in every layer of the pool.
+        """
+        block_idx, pos, slow = self._advance(self._infos, self._refs, self.block_size, block_ids_list)
+        if len(slow) > len(self._free[pool]):
+            self._undo_advance(block_ids_list, set(slow))
+            self._raise_exhausted(pool, len(slow))
+        for row in slow:
+            block_idx[row], pos[row] = self._open_slot(pool, block_ids_list[row])
+        return Slots(block_idx, pos)
+
+    def reserve_prompt(self, pool: int, block_ids: list[int], n_tokens: int) -> None:
+        """Slots for ``n_tokens`` more tokens of one sequence, in the books only."""
+        tail = self._infos[block_ids[-1]] if block_ids else None
+        room = self.block_size - tail.length if tail else 0
+        clone = bool(room) and n_tokens > 0 and self._refs[block_ids[-1]] > 1
+        needed = blocks_for(max(n_tokens - room, 0), self.block_size) + clone
+        if needed > len(self._free[pool]):
+            self._raise_exhausted(pool, needed)
+        if clone:
+            block_ids[-1] = self.clone_block(block_ids[-1], tail.length)
+        if room and n_tokens:
+            self._set_length(block_ids[-1], tail.length + min(room, n_tokens))
+        start = tail.start + self.block_size if tail else 0
+        for first in range(room, n_tokens, self.block_size):
+            block_ids.append(self._allocate(pool, start, min(self.block_size, n_tokens - first)))
+            start += self.block_size
+
+    def tokens_reserved(self, block_ids: list[int]) -> int:
+        """Tokens of a sequence that have slots in the books."""
+        if not block_ids:
+            return 0
+        return (len(block_ids) - 1) * self.block_size + self._infos[block_ids[-1]].length
+
+    def clone_block(self, block_id: int, length: int) -> int:
+        """A private copy of a block, of its first ``length`` tokens, in every layer of its pool.
+
+        One holder leaves the original.
+        """
+        pool = block_id // self.max_blocks_per_layer
+        if not self._free[pool]:
+            self._raise_exhausted(pool, 1)
+        clone = self._allocate(pool, self._infos[block_id].start, length)
+        source, target = self._infos[block_id].block_index, self._infos[clone].block_index
+        for cache in (self.k_cache, self.v_cache):
+            layers = cache.unflatten(0, (self.num_pools, -1))[pool]  # [layers of the pool, N_BLOCKS, ...]
+            layers[:, target].copy_(layers[:, source])
+        self.free_blocks([block_id])
+        return clone
+
+    def append_token(self, layer_idx: int, block_ids: list[int], key_new: Tensor, value_new: Tensor) -> None:
+        """One token of one sequence: key_new and value_new ``[H, D]``; ``block_ids`` is extended in place.
+
+        As :meth:`append_token_batch`, only where the layer has a pool of its own.
+        """
+        self.append_token_batch(layer_idx, [block_ids], key_new[None], value_new[None])
+
+    def append_token_batch(
+        self, layer_idx: int, block_ids_list: list[list[int]], key_new: Tensor, value_new: Tensor
+    ) -> None:
+        """One token of every sequence: key_new, value_new ``[B, H, D]``; the lists are extended in place.
+
+        Books and cache advance together here, layer by layer. In a pool that layers share, the books
+        advance once for all of them, so this raises ``RoseError``: reserve, then write every layer.
+        """
+        if self.num_pools < self.num_layers:
+            raise RoseError(
+                f"pool='shared' keeps one set of books for {self.num_layers} layers; "
+                "use reserve_tokens once and write every layer's keys and values to its slots"
+            )
+        slots = self.reserve_tokens(layer_idx, block_ids_list)
+        index = torch.tensor(slots, device=self.k_cache.device)  # [2, B]
+        kv_append_rows_ref(
+            k_cache_layer=self.k_cache[layer_idx],
+            v_cache_layer=self.v_cache[layer_idx],
+            key_new=key_new,
+            value_new=value_new,
+            block_idx=index[0],
+            pos=index[1],
+        )
+
+    def check_integrity(self, held: Mapping[int, int] | None = None) -> None:
+        """Every block is either free, once, without holders or metadata, or held with both.
+
+        held: how many holders each block in use has, where the caller knows; the counts must say the same.
+        """
+        for pool, free in enumerate(self._free):
+            ids = range(pool * self.max_blocks_per_layer, (pool + 1) * self.max_blocks_per_layer)
+            assert len(free) == len(set(free)), f"{self._name(pool)} lists a free block twice"
+            for block_id in ids:
+                is_free = self._refs[block_id] == 0
+                assert is_free == (self._infos[block_id] is None), (
+                    f"block {block_id}: metadata and holders disagree"
+                )
+            assert set(free) == {b for b in ids if self._refs[b] == 0}, (
+                f"{self._name(pool)}: the free list is wrong"
+            )
+        if held is not None:
+            counted = {block_id: n for block_id, n in enumerate(self._refs) if n}
+            wrong = {b for b in counted.keys() | held.keys() if counted.get(b, 0) != held.get(b, 0)}
+            assert not wrong, "; ".join(
+                f"block {b} counts {counted.get(b, 0)} holders and has {held.get(b, 0)}"
+                for b in sorted(wrong)
+            )
+
+    def _allocate(self, pool: int, start: int, length: int) -> int:
+        block_id = self._free[pool].pop()
+        self._refs[block_id] = 1
+        block_index = block_id - pool * self.max_blocks_per_layer
+        self._infos[block_id] = self._new_info(pool, block_index, start, length)
+        return block_id
+
+    def _open_slot(self, pool: int, block_ids: list[int]) -> tuple[int, int]:
+        """Rollover into a new block, or copy on write; room has been checked."""
+        tail = self._infos[block_ids[-1]] if block_ids else None
+        if tail is None or tail.length == self.block_size:
+            block_ids.append(self._allocate(pool, tail.start + self.block_size if tail else 0, 1))
+            return self._infos[block_ids[-1]].block_index, 0
+        pos = tail.length
+        block_ids[-1] = self.clone_block(block_ids[-1], pos + 1)
+        return self._infos[block_ids[-1]].block_index, pos
+
+    def _set_length(self, block_id: int, length: int) -> None:
+        info = self._infos[block_id]
+        self._infos[block_id] = self._new_info(info.layer, info.block_index, info.start, length)
+
+    def _undo_advance(self, block_ids_list: list[list[int]], slow: set[int]) -> None:
+        for row, block_ids in enumerate(block_ids_list):
+            if row not in slow:
+                self._set_length(block_ids[-1], self._infos[block_ids[-1]].length - 1)
+
+    def _raise_exhausted(self, pool: int, needed: int) -> None:
+        raise KVCacheExhausted(
+            f"{self._name(pool)} needs {needed} more KV blocks and {len(self._free[pool])} of "
+            f"{self.max_blocks_per_layer} are free"
+        )
+
+    def _name(self, pool: int) -> str:
+        return f"layer {pool}" if self.num_pools == self.num_layers else "the shared pool"
+
+
+def _advance_tuples(infos: list, refs: list[int], block_size: int, block_ids_list: list[list[int]]):
+    """One token more for every row whose last block has room and one holder; the other rows are returned."""
+    block_idx, pos, slow = [0] * len(block_ids_list), [0] * len(block_ids_list), []
+    for row, block_ids in enumerate(block_ids_list):
+        last = block_ids[-1] if block_ids else -1
+        info = infos[last]
+        if block_ids and info.length < block_size and refs[last] == 1:
+            block_idx[row], pos[row] = info.block_index, info.length
+            infos[last] = KVBlockInfo(info.layer, info.block_index, info.start, info.length + 1)
+        else:
+            slow.append(row)
+    return block_idx, pos, slow
+
+
+def _advance_slots(infos: list, refs: list[int], block_size: int, block_ids_list: list[list[int]]):
+    """As :func:`_advance_tuples`, in place: the position is read before the increment."""
+    block_idx, pos, slow = [0] * len(block_ids_list), [0] * len(block_ids_list), []
+    for row, block_ids in enumerate(block_ids_list):
+        last = block_ids[-1] if block_ids else -1
+        info = infos[last]
+        if block_ids and info.length < block_size and refs[last] == 1:
+            block_idx[row], pos[row] = info.block_index, info.length
+            info.length += 1
+        else:
+            slow.append(row)
+    return block_idx, pos, slow
+
+
+_POOL_OF = {"per_layer": lambda layers: tuple(range(layers)), "shared": lambda layers: (0,) * layers}
+_BLOCK_INFO = {"tuple": (KVBlockInfo, _advance_tuples), "slots": (MutableKVBlockInfo, _advance_slots)}

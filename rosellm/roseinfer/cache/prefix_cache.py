@@ -1,0 +1,127 @@
+"""Prefix cache: the KV blocks of prompts already computed, for prompts that begin alike.
+
+The prompts are kept in lexicographic order, so the one with the longest prefix in common with a query stands
+right beside the place where the query would be inserted: a lookup costs O(length x log entries).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from itertools import chain
+from operator import itemgetter
+
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+
+Tokens = tuple[int, ...]
+
+
+class PrefixCache:
+    """Entries hold their blocks by reference count; the least recently used entry is evicted first.
+
+    A cached block is never written: whoever appends to it shares it with the entry, so the manager clones it
+    for the writer (copy on write). alignment: matches are cut to a multiple of so many tokens.
+    """
+
+    def __init__(self, blocks: KVBlockManager, alignment: int = 1) -> None:
+        self.blocks, self.alignment = blocks, alignment
+        self.hits, self.hit_tokens = 0, 0
+        self._entries: dict[Tokens, list[list[int]]] = {}  # least recently used first
+        self._ordered: list[Tokens] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def match(self, tokens: SequenceOf[int]) -> tuple[int, list[list[int]]]:
+        """The longest cached prefix of ``tokens``, never the last token: its length, each pool's block ids.
+
+        The caller becomes a holder of the blocks. A last block that holds more than was matched is cloned;
+        where no block is free for the clone, even after eviction, only full blocks are matched.
+        """
+        entry, n_common = self._nearest(tuple(tokens))
+        n_matched = min(n_common, len(tokens) - 1) // self.alignment * self.alignment
+        if n_matched < 1:
+            return 0, self._no_blocks()
+        self._refresh(entry)
+        block_ids = self._share(self._entries[entry], n_matched)
+        n_matched = self._own_tail(block_ids, n_matched)
+        self.hits += n_matched > 0
+        self.hit_tokens += n_matched
+        return n_matched, block_ids
+
+    def insert(self, tokens: SequenceOf[int], block_ids: list[list[int]]) -> None:
+        """Keep the blocks that hold ``tokens``; an entry that begins with them already is refreshed."""
+        prompt = tuple(tokens)
+        entry, n_common = self._nearest(prompt)
+        if n_common == len(prompt):
+            if prompt:
+                self._refresh(entry)
+            return
+        self._entries[prompt] = self._share(block_ids, len(prompt))
+        insort(self._ordered, prompt)
+
+    def make_room(self, n_blocks: int) -> None:
+        """Evict entries until every pool has ``n_blocks`` free blocks or no entry is left."""
+        while self._entries and self._num_free() < n_blocks:
+            self._evict(next(iter(self._entries)))
+
+    def holdings(self) -> Counter[int]:
+        """How often the entries hold each block."""
+        return Counter(chain.from_iterable(ids for pools in self._entries.values() for ids in pools))
+
+    def num_evictable(self) -> int:
+        """Blocks of a pool that would be free if all entries were evicted."""
+        held = Counter(chain.from_iterable(pools[0] for pools in self._entries.values()))
+        return sum(self.blocks.ref_count(block_id) == times for block_id, times in held.items())
+
+    def clear(self) -> None:
+        """Evict all entries."""
+        for entry in list(self._entries):
+            self._evict(entry)
+
+    def _nearest(self, tokens: Tokens) -> tuple[Tokens, int]:
+        """The entry with the longest prefix in common with ``tokens``, and that prefix's length."""
+        place = bisect_left(self._ordered, tokens)
+        beside = self._ordered[max(place - 1, 0) : place + 1]
+        found = [(entry, common_prefix(entry, tokens)) for entry in beside]
+        return max(found, key=itemgetter(1), default=((), 0))
+
+    def _share(self, block_ids: list[list[int]], n_tokens: int) -> list[list[int]]:
+        shared = [pool[: blocks_for(n_tokens, self.blocks.block_size)] for pool in block_ids]
+        for pool in shared:
+            self.blocks.incref_blocks(pool)
+        return shared
+
+    def _own_tail(self, block_ids: list[list[int]], n_tokens: int) -> int:
+        """Clone a last block that holds more than ``n_tokens``, or drop it; the tokens that remain."""
+        n_full = (len(block_ids[0]) - 1) * self.blocks.block_size
+        if self.blocks.info(block_ids[0][-1]).length == n_tokens - n_full:
+            return n_tokens
+        self.make_room(1)
+        if self._num_free() == 0:
+            for pool in block_ids:
+                self.blocks.free_blocks([pool.pop()])
+            return n_full
+        for pool in block_ids:
+            pool[-1] = self.blocks.clone_block(pool[-1], n_tokens - n_full)
+        return n_tokens
+
+    def _refresh(self, entry: Tokens) -> None:
+        self._entries[entry] = self._entries.pop(entry)
+
+    def _evict(self, entry: Tokens) -> None:
+        del self._ordered[bisect_left(self._ordered, entry)]
+        for pool in self._entries.pop(entry):
+            self.blocks.free_blocks(pool)
+
+    def _num_free(self) -> int:
+        return min(self.blocks.num_free_blocks(pool) for pool in range(self.blocks.num_pools))
+
+    def _no_blocks(self) -> list[list[int]]:
+        return [[] for _ in range(self.blocks.num_pools)]
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many leading tokens are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,1 @@
+"""Every Triton kernel under its torch specification, and the table of them."""

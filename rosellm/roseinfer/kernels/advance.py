@@ -1,0 +1,125 @@
+"""The end of a resident step: each row takes its token and goes on or becomes inert. A spec and a kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rosellm.roseinfer.cache.device_state import (
+    INERT,
+    INT32_MAX,
+    LIMIT,
+    POSITION,
+    ROUND,
+    ROUNDS,
+    STOP,
+    TOKEN,
+    DeviceState,
+)
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.sampling import NOT_FINITE
+
+
+def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
+    """The specification: each row takes its new token, puts it into the ring, and goes on or becomes inert.
+
+    slots ``[n]`` int64: the rows. indices ``[n, TILES]`` int32 with values ``[n, TILES]`` fp32: the token is
+    the lowest index of the highest value, NOT_FINITE where that is infinite; without values, ``[n, 1]``, the
+    token itself. A row ends with its stop token, at its full length, or without a token.
+    """
+    tokens = indices[:, 0]
+    if values is not None:
+        best = values.max(dim=1, keepdim=True).values
+        tokens = torch.where(values == best, indices, INT32_MAX).min(dim=1).values
+        tokens = torch.where(best[:, 0].isinf(), NOT_FINITE, tokens)
+    positions, rounds = state.positions[slots], state.rounds[slots]
+    live = positions >= 0
+    ended = (tokens == state.stops[slots]) | (positions + 2 >= state.limits[slots]) | (tokens < 0)
+    told = torch.where(live, tokens, INERT).to(torch.int32)
+    state.ring[rounds.long().cpu() % ROUNDS, slots.cpu()] = told.to(state.ring.device)
+    state.rounds[slots] = rounds + 1
+    state.tokens[slots] = torch.where(live & (tokens >= 0), tokens, state.tokens[slots])
+    state.positions[slots] = torch.where(live & ~ended, positions + 1, INERT)
+
+
+@triton.jit
+def _advance_kernel(
+    rows_ptr,
+    slots_ptr,
+    values_ptr,
+    indices_ptr,
+    ring_ptr,
+    row_words,
+    ring_row,
+    TILES,
+    WIDTH: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    TOKEN: tl.constexpr,
+    POSITION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    STOP: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    NOT_FINITE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One row a program."""
+    program = tl.program_id(0)
+    slot = tl.load(slots_ptr + program)
+    row = rows_ptr + slot * row_words
+    position = tl.load(row + POSITION)
+    limit = tl.load(row + LIMIT)
+    stop = tl.load(row + STOP)
+    count = tl.load(row + ROUND)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    if CHOOSE:
+        tile = tl.arange(0, WIDTH)
+        inside = tile < TILES
+        values = tl.load(values_ptr + program * TILES + tile, mask=inside, other=float("-inf"))
+        indices = tl.load(indices_ptr + program * TILES + tile, mask=inside, other=2147483647)
+        best = tl.max(values, axis=0)
+        token = tl.min(tl.where(values == best, indices, 2147483647), axis=0)
+        token = tl.where((best == float("inf")) | (best == float("-inf")), NOT_FINITE, token)
+    else:
+        token = tl.load(indices_ptr + program)
+    live = position >= 0
+    ended = (token == stop) | (position + 2 >= limit) | (token < 0)
+    tl.store(ring_ptr + (count % ROUNDS) * ring_row + slot, tl.where(live, token, -1))
+    tl.store(row + ROUND, count + 1)
+    tl.store(row + TOKEN, token, mask=live & (token >= 0))
+    tl.store(row + POSITION, tl.where(live & (ended == 0), position + 1, -1))
+
+
+def make_advance(dependent: bool = False):
+    """The Triton kernel, to be called as :func:`advance_ref`. values and indices contiguous."""
+    launch = launch_options(dependent)
+
+    def advance(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
+        tiles = indices.shape[1]
+        _advance_kernel[(len(slots),)](
+            state.rows,
+            slots,
+            indices if values is None else values,
+            indices,
+            state.ring,
+            state.rows.stride(0),
+            state.ring.stride(0),
+            tiles,
+            WIDTH=triton.next_power_of_2(tiles),
+            CHOOSE=values is not None,
+            TOKEN=TOKEN,
+            POSITION=POSITION,
+            LIMIT=LIMIT,
+            STOP=STOP,
+            ROUND=ROUND,
+            ROUNDS=ROUNDS,
+            NOT_FINITE=NOT_FINITE,
+            DEPENDENT=dependent,
+            num_warps=4 if values is not None else 1,
+            **launch,
+        )
+
+    return advance

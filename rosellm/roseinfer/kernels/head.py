@@ -1,0 +1,163 @@
+"""The LM head with its choice of a token: logits never reach memory. A torch spec and a kernel.
+
+The best token of a row is found tile by tile: each program multiplies the hidden states by some of the
+vocabulary's columns and keeps the best of them, value and index; ``advance.advance`` takes the best of
+the ``[M, TILES]`` results. A sampled row's value is ``logit + temperature * gumbel noise``, whose argmax is
+an exact draw from ``softmax(logits / temperature)`` (Gumbel 1954), with the noise of ``noise.gumbel``. Logits
+are rounded to the model's dtype first, as if they had been stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise
+
+HOTTEST = 1e30
+Shape = Callable[[int, torch.dtype], tuple[int, int, int, int, int]]
+
+
+def best_tokens_ref(
+    *,
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    sampled: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The specification, with a single tile: values ``[M, 1]`` fp32 and indices ``[M, 1]`` int32.
+
+    hidden ``[M, C]``, weight ``[V, C]``; temperature fp32 (0: greedy), seeds int64 and positions int32
+    ``[M]``: the row's tokens cached before, so that the token drawn will stand two further on than
+    ``positions`` counts from 0, at ``positions + 1``. A logit that is not a number counts as +inf, so that it
+    is noticed. sampled: False where all rows are greedy.
+    """
+    logits = (hidden.float() @ weight.float().t()).to(hidden.dtype).float()
+    logits = torch.where(logits.isnan(), float("inf"), logits)
+    if sampled:
+        noise = gumbel_noise(seeds, positions + 1, weight.shape[0])
+        heat = temperature.clamp_max(HOTTEST)[:, None]
+        logits = torch.where(heat > 0, logits + heat * noise, logits)
+    values, indices = logits.max(dim=1, keepdim=True)
+    return values, indices.int()
+
+
+@triton.jit(do_not_specialize=["M"])
+def _best_tokens_kernel(
+    hidden_ptr,
+    weight_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    positions_ptr,
+    values_ptr,
+    indices_ptr,
+    state_row,
+    seed_row,
+    M,
+    V,
+    TILES,
+    C: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    HOTTEST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    tile = tl.program_id(1)
+    columns = tile * BN + tl.arange(0, BN)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    c = tl.arange(0, BK)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, C, BK):
+        inner = first + c
+        held = inner < C
+        h = tl.load(
+            hidden_ptr + rows[:, None] * C + inner[None, :],
+            mask=(rows[:, None] < M) & held[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            weight_ptr + columns[None, :].to(tl.int64) * C + inner[:, None],
+            mask=(columns[None, :] < V) & held[:, None],
+            other=0.0,
+        )
+        acc = tl.dot(h, w, acc, input_precision="ieee")
+    # Rounding the accumulators themselves would make ptxas wait for each matrix instruction of the loop.
+    acc += tl.where(columns < V, 0.0, float("-inf"))[None, :]
+    logits = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
+    logits = tl.where(logits == logits, logits, float("inf"))
+    if SAMPLED:
+        heat = tl.minimum(tl.load(temperature_ptr + rows * state_row, mask=rows < M, other=0.0), HOTTEST)
+        seeds = tl.load(seeds_ptr + rows * seed_row, mask=rows < M, other=0)
+        positions = tl.load(positions_ptr + rows * state_row, mask=rows < M, other=0) + 1
+        every = tl.zeros((BM, BN), tl.int32)
+        noise = gumbel(seeds[:, None] + every, positions[:, None] + every, columns[None, :] + every)
+        logits = tl.where(heat[:, None] > 0, logits + heat[:, None] * noise, logits)
+    best, index = tl.max(logits, axis=1, return_indices=True)
+    tl.store(values_ptr + rows * TILES + tile, best, mask=rows < M)
+    tl.store(indices_ptr + rows * TILES + tile, tile * BN + index, mask=rows < M)
+
+
+def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Tile sizes, warps and pipeline stages: as measured fastest on an H200."""
+    if dtype == torch.float32:
+        return 32, 64, 32, 4, 3
+    if rows <= 16:
+        return 16, 128, 128, 4, 4
+    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)
+
+
+def make_best_tokens(dependent: bool = False, shape: Shape = _shape):
+    """The Triton kernel, to be called as :func:`best_tokens_ref`, but with a result a tile: ``[M, TILES]``.
+
+    hidden and weight contiguous. temperature and positions are columns of one state (rows equally strided).
+    sampled=False leaves out all that draws need, for rows that are greedy without exception: the random
+    numbers of a tile take the registers that its product could use. shape: rows and dtype → tile sizes, warps
+    and pipeline stages.
+    """
+    launch = launch_options(dependent)
+
+    def best_tokens(*, hidden, weight, temperature, seeds, positions, sampled=True) -> tuple[Tensor, Tensor]:
+        rows, width = hidden.shape
+        vocab = weight.shape[0]
+        bm, bn, bk, warps, stages = shape(rows, hidden.dtype)
+        tiles = triton.cdiv(vocab, bn)
+        values = torch.empty(rows, tiles, device=hidden.device)
+        indices = torch.empty(rows, tiles, device=hidden.device, dtype=torch.int32)
+        _best_tokens_kernel[(triton.cdiv(rows, bm), tiles)](
+            hidden,
+            weight,
+            temperature,
+            seeds,
+            positions,
+            values,
+            indices,
+            positions.stride(0),
+            seeds.stride(0),
+            rows,
+            vocab,
+            tiles,
+            C=width,
+            BM=bm,
+            BN=bn,
+            BK=bk,
+            SAMPLED=sampled,
+            HOTTEST=HOTTEST,
+            DEPENDENT=dependent,
+            num_warps=warps,
+            num_stages=stages,
+            **launch,
+        )
+        return values, indices
+
+    return best_tokens

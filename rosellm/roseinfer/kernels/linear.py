@@ -1,0 +1,307 @@
+"""Linear layers for few rows, with what stands before and after them in a layer: torch specs and two kernels.
+
+Decode multiplies M rows, one a sequence, by weights that are read once a step. Such a product is bound by the
+latency of a chain of loads, not by arithmetic: what helps is many programs, weights in flight early, and no
+round trip through memory for the LayerNorm before it, the GELU or the residual sum after it.
+
+Weights are ``[N, K]`` with K contiguous, the transpose of a GPT-2 checkpoint's; activations are contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+
+Shape = Callable[[int, int, int, torch.dtype], tuple[int, int, int, int, int]]
+FEW_ROWS = 16
+SOME_ROWS = 256
+
+
+def few_rows_linear_ref(
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    column_sums: Tensor | None = None,
+    eps: float = 0.0,
+    gelu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The specification: ``f(x @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``, in fp32.
+
+    column_sums ``[N]`` fp32, the sums of ``weight`` over K: given, each row of x is brought to mean 0 and
+    variance 1. That is done after the product, ``(x @ w - mean * sum(w)) / deviation``, so that the product
+    need not wait for it; a LayerNorm's scale and shift are folded into weight and bias beforehand
+    (:func:`fold_norm`). gelu: the tanh form. residual ``[M, N]``: is added to, in place, and returned.
+    """
+    y = x.float() @ weight.float().t()
+    if column_sums is not None:
+        mean = x.float().mean(dim=1, keepdim=True)
+        variance = x.float().var(dim=1, correction=0, keepdim=True)
+        y = (y - mean * column_sums) * (variance + eps).rsqrt()
+    y = y + bias.float()
+    if gelu:
+        y = F.gelu(y, approximate="tanh")
+    if residual is None:
+        return y.to(x.dtype)
+    return residual.copy_(residual.float() + y)
+
+
+def some_rows_linear_ref(
+    *, x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = False, parts: int = 1
+) -> Tensor:
+    """The specification: ``f(x @ weight.T + bias)`` → ``[M, N]``; or without a bias, ``parts`` sums.
+
+    With ``parts`` above 1 the result is ``[parts, M, N]`` fp32: products over that many equal ranges of K,
+    whose sum whoever reads them takes.
+    """
+    if parts == 1:
+        y = x.float() @ weight.float().t()
+        y = y if bias is None else y + bias.float()
+        return (F.gelu(y, approximate="tanh") if gelu else y).to(x.dtype)
+    ranges = zip(x.float().chunk(parts, dim=1), weight.float().chunk(parts, dim=1), strict=True)
+    return torch.stack([a @ w.t() for a, w in ranges])
+
+
+def fold_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight ``[N, K]`` and bias ``[N]`` that take a normalised row instead of a scaled and shifted one."""
+    folded = (weight.float() * scale.float()).to(weight.dtype)
+    return folded.contiguous(), (bias.float() + weight.float() @ shift.float()).to(bias.dtype)
+
+
+@triton.jit
+def _gelu(y):
+    return y / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    sums_ptr,
+    out_ptr,
+    eps,
+    M,
+    N,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SLICES: tl.constexpr,
+    BK: tl.constexpr,
+    NORM: tl.constexpr,
+    GELU: tl.constexpr,
+    ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """BN columns a program, for all M <= BM rows; its weights are in registers before the inputs are there.
+
+    K is cut into chunks of SLICES x BK; the slices of a chunk are separate products, one a warp, summed at
+    the end: one chain of K / 16 matrix instructions would take longer than the weights do.
+    """
+    CHUNKS: tl.constexpr = (K + SLICES * BK - 1) // (SLICES * BK)
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.arange(0, BM)
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    inner = tl.arange(0, SLICES)[:, None, None] * BK + tl.arange(0, BK)[None, None, :]  # [SLICES, 1, BK]
+    weights = ()
+    for chunk in tl.static_range(CHUNKS):
+        k = chunk * SLICES * BK + inner
+        held = (columns[None, :, None] < N) & (k < K)
+        place = weight_ptr + columns[None, :, None].to(tl.int64) * K + k
+        weights = weights + (tl.load(place, mask=held, other=0.0),)  # [SLICES, BN, BK]
+    bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+    if NORM:
+        sums = tl.load(sums_ptr + columns, mask=columns < N, other=0.0)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    target = out_ptr + rows[:, None] * N + columns[None, :]
+    if ADD:
+        residual = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    WEIGHTS_FIRST: tl.constexpr = BN >= 16  # of the two operands, whose rows the hardware takes 16 at a time
+    acc = tl.zeros((SLICES, BN, BM) if WEIGHTS_FIRST else (SLICES, BM, BN), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    squares = tl.zeros((BM,), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        k = chunk * SLICES * BK + inner
+        held = (rows[None, :, None] < M) & (k < K)
+        x = tl.load(x_ptr + rows[None, :, None] * K + k, mask=held, other=0.0)  # [SLICES, BM, BK]
+        if NORM:
+            wide = x.to(tl.float32)
+            total += tl.sum(tl.sum(wide, axis=2), axis=0)
+            squares += tl.sum(tl.sum(wide * wide, axis=2), axis=0)
+        if BM == 1:
+            acc += tl.sum(weights[chunk].to(tl.float32) * x.to(tl.float32), axis=2)[:, :, None]
+        elif WEIGHTS_FIRST:
+            acc = tl.dot(weights[chunk], tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, tl.permute(weights[chunk], (0, 2, 1)), acc, input_precision="ieee")
+    y = tl.sum(acc, axis=0)
+    if WEIGHTS_FIRST:
+        y = tl.trans(y)
+    if NORM:
+        mean = total / K
+        variance = tl.maximum(squares / K - mean * mean, 0.0)
+        y = (y - mean[:, None] * sums[None, :]) * tl.rsqrt(variance + eps)[:, None]
+    y += bias[None, :]
+    if GELU:
+        y = _gelu(y)
+    if ADD:
+        y += residual
+    tl.store(target, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _some_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BIAS: tl.constexpr,
+    GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A BM x BN tile a program, over one of PARTS ranges of K in a pipelined loop."""
+    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    part = tl.program_id(2)
+    k = tl.arange(0, BK)
+    WIDTH: tl.constexpr = K // PARTS
+    if BIAS:
+        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, WIDTH, BK):
+        inner = part * WIDTH + first + k
+        held = first + k < WIDTH
+        x = tl.load(
+            x_ptr + rows[:, None] * K + inner[None, :], mask=(rows[:, None] < M) & held[None, :], other=0.0
+        )
+        w = tl.load(
+            weight_ptr + columns[None, :].to(tl.int64) * K + inner[:, None],
+            mask=(columns[None, :] < N) & held[:, None],
+            other=0.0,
+        )
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    if BIAS:
+        acc += bias[None, :]
+    if GELU:
+        acc = _gelu(acc)
+    target = out_ptr + (part * M + rows[:, None]) * N + columns[None, :]
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def make_few_rows_linear(dependent: bool = False):
+    """The Triton kernel for up to ``FEW_ROWS`` rows, to be called as :func:`few_rows_linear_ref`.
+
+    All tensors are contiguous. With column_sums, variance is the difference of two sums: digits are lost
+    where a row's mean is many times its deviation.
+    """
+    launch = launch_options(dependent)
+
+    def few_rows_linear(*, x, weight, bias, column_sums=None, eps=0.0, gelu=False, residual=None) -> Tensor:
+        rows, k = x.shape
+        n = weight.shape[0]
+        out = x.new_empty(rows, n) if residual is None else residual
+        columns, slices, width, warps = _few_rows_shape(rows, n, k)
+        _few_rows_kernel[(triton.cdiv(n, columns),)](
+            x,
+            weight,
+            bias,
+            bias if column_sums is None else column_sums,
+            out,
+            eps,
+            rows,
+            n,
+            K=k,
+            BM=1 if rows == 1 else 8 if rows <= 8 else 16,
+            BN=columns,
+            SLICES=slices,
+            BK=width,
+            NORM=column_sums is not None,
+            GELU=gelu,
+            ADD=residual is not None,
+            DEPENDENT=dependent,
+            num_warps=warps,
+            **launch,
+        )
+        return out
+
+    return few_rows_linear
+
+
+def _few_rows_shape(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
+    """Columns a program, slices of K, elements a slice, warps: as measured fastest on an H200."""
+    if k <= 1024:
+        columns = 32 if rows > 8 and n > k else 16
+        return columns, 4, max(16, triton.next_power_of_2(k) // 4), 4
+    return (16, 4, 256, 4) if rows == 1 else (8, 8, 128, 4)
+
+
+def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Tile sizes, warps and pipeline stages: as measured fastest on an H200."""
+    if dtype == torch.float32:
+        return 32, 32, 32, 4, 3
+    if rows <= 32:
+        return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
+    if rows <= 128:
+        return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, 4, 6)
+    return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
+
+
+def make_some_rows_linear(dependent: bool = False, shape: Shape = _some_rows_shape):
+    """The Triton kernel for up to ``SOME_ROWS`` rows, to be called as :func:`some_rows_linear_ref`.
+
+    All tensors are contiguous. shape: rows, n, k and dtype → tile sizes, warps and pipeline stages.
+    """
+    launch = launch_options(dependent)
+
+    def some_rows_linear(*, x, weight, bias=None, gelu=False, parts=1) -> Tensor:
+        rows, k = x.shape
+        n = weight.shape[0]
+        out = x.new_empty(rows, n) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
+        bm, bn, bk, warps, stages = shape(rows, n, k, x.dtype)
+        _some_rows_kernel[(triton.cdiv(n, bn), triton.cdiv(rows, bm), parts)](
+            x,
+            weight,
+            x if bias is None else bias,
+            out,
+            rows,
+            n,
+            K=k,
+            PARTS=parts,
+            BM=bm,
+            BN=bn,
+            BK=bk,
+            BIAS=bias is not None,
+            GELU=gelu,
+            DEPENDENT=dependent,
+            num_warps=warps,
+            num_stages=stages,
+            **launch,
+        )
+        return out
+
+    return some_rows_linear
+
+
+def parts_of(rows: int, n: int, k: int) -> int:
+    """Ranges of K that keep more programs busy where the inputs are much wider than the outputs."""
+    parts = 4 if rows <= 32 or rows > 128 else 8
+    return parts if k >= 2 * n and k % (64 * parts) == 0 else 1

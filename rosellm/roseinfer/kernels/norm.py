@@ -1,0 +1,162 @@
+"""What stands between a layer's products, one kernel each: embeddings; residual sum, bias and LayerNorm."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+
+
+def embed_ref(*, ids: Tensor, positions: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+    """The specification: ids, positions ``[N]``, tables tokens ``[V, C]``, places ``[P, C]`` → ``[N, C]``.
+
+    A negative position, of an inert row, reads place 0.
+    """
+    return tokens[ids] + places[positions.clamp_min(0)]
+
+
+def add_norm_ref(
+    *,
+    x: Tensor,
+    delta: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+) -> Tensor:
+    """The specification, in fp32 arithmetic: ``x += sum(delta) + bias`` in place, then ``layer_norm(x)``.
+
+    x ``[M, C]``; delta ``[P, M, C]``, the parts of a sum, or None: then x stays, and bias is not read; bias,
+    scale and shift ``[C]`` → ``[M, C]`` of x's dtype. The norm is that of x as it is held, in its dtype.
+    """
+    if delta is not None:
+        x.copy_(x.float() + (delta.float().sum(dim=0) + bias.float()))
+    return F.layer_norm(x.float(), x.shape[1:], scale.float(), shift.float(), eps).to(x.dtype)
+
+
+@triton.jit
+def _embed_kernel(
+    ids_ptr,
+    positions_ptr,
+    tokens_ptr,
+    places_ptr,
+    out_ptr,
+    id_stride,
+    position_stride,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, WIDTH)
+    inside = c < C
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    token = tl.load(ids_ptr + row * id_stride).to(tl.int64)
+    position = tl.maximum(tl.load(positions_ptr + row * position_stride), 0).to(tl.int64)
+    embedded = tl.load(tokens_ptr + token * C + c, mask=inside).to(tl.float32)
+    embedded += tl.load(places_ptr + position * C + c, mask=inside).to(tl.float32)
+    tl.store(out_ptr + row * C + c, embedded.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _add_norm_kernel(
+    x_ptr,
+    delta_ptr,
+    bias_ptr,
+    scale_ptr,
+    shift_ptr,
+    out_ptr,
+    eps,
+    M,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, WIDTH)
+    inside = c < C
+    scale = tl.load(scale_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(shift_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        bias = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        for part in tl.static_range(PARTS):
+            bias += tl.load(delta_ptr + (part * M + row) * C + c, mask=inside, other=0.0).to(tl.float32)
+        rounded = (x + bias).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + row * C + c, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    mean = tl.sum(x, axis=0) / C
+    centred = tl.where(inside, x - mean, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / C
+    normed = centred * tl.rsqrt(variance + eps) * scale + shift
+    tl.store(out_ptr + row * C + c, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _warps(width: int) -> int:
+    return max(1, min(8, width // 256))
+
+
+def make_embed(dependent: bool = False):
+    """The Triton kernel, to be called as :func:`embed_ref`; tables contiguous, ids and positions int32."""
+    launch = launch_options(dependent)
+
+    def embed(*, ids, positions, tokens, places) -> Tensor:
+        rows, width = len(ids), tokens.shape[1]
+        out = tokens.new_empty(rows, width)
+        padded = triton.next_power_of_2(width)
+        _embed_kernel[(rows,)](
+            ids,
+            positions,
+            tokens,
+            places,
+            out,
+            ids.stride(0),
+            positions.stride(0),
+            C=width,
+            WIDTH=padded,
+            DEPENDENT=dependent,
+            num_warps=_warps(padded),
+            **launch,
+        )
+        return out
+
+    return embed
+
+
+def make_add_norm(dependent: bool = False):
+    """The Triton kernel, to be called as :func:`add_norm_ref`; all tensors contiguous."""
+    launch = launch_options(dependent)
+
+    def add_norm(*, x, delta=None, bias=None, scale, shift, eps) -> Tensor:
+        rows, width = x.shape
+        out = x.new_empty(rows, width)
+        padded = triton.next_power_of_2(width)
+        _add_norm_kernel[(rows,)](
+            x,
+            x if delta is None else delta,
+            scale if bias is None else bias,
+            scale,
+            shift,
+            out,
+            eps,
+            rows,
+            C=width,
+            WIDTH=padded,
+            PARTS=0 if delta is None else len(delta),
+            DEPENDENT=dependent,
+            num_warps=_warps(padded),
+            **launch,
+        )
+        return out
+
+    return add_norm

@@ -1,0 +1,110 @@
+"""The device functions an engine calls, as one value: Triton kernels, or their torch twins.
+
+Triton runs on a GPU, and in its interpreter on a CPU (for tests: about a millisecond a program). The torch
+twins run anywhere and are what an engine on a CPU uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from rosellm.errors import RecipeError
+from rosellm.roseinfer import kv_append_triton as kv
+from rosellm.roseinfer.kernels import advance, attention, head, linear, noise, norm, prefill, split
+from rosellm.rosetrainer import paged_attention as paged
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One implementation of every device function of the decode step."""
+
+    name: str
+    paged_attention_decode: Callable[..., torch.Tensor]
+    kv_append: Callable[..., None]
+    kv_append_full_batch: Callable[..., None]
+    kv_append_identity_pos: Callable[..., None]
+    prefill_attention: Callable[..., torch.Tensor]
+    gumbel_noise: Callable[..., torch.Tensor]
+    append_and_attend: Callable[..., torch.Tensor]
+    split_append_and_attend: Callable[..., torch.Tensor]
+    embed: Callable[..., torch.Tensor]
+    add_norm: Callable[..., torch.Tensor]
+    few_rows_linear: Callable[..., torch.Tensor]
+    some_rows_linear: Callable[..., torch.Tensor]
+    best_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    advance: Callable[..., None]
+
+
+def _triton(dependent: bool) -> Kernels:
+    """``dependent``: the kernels of the GPU-resident step are launched programmatically dependent."""
+    return Kernels(
+        "triton",
+        paged.paged_attention_decode,
+        kv.kv_append_triton,
+        kv.kv_append_triton_full_batch,
+        kv.kv_append_triton_identity_pos,
+        prefill.prefill_attention,
+        noise.gumbel_noise_triton,
+        attention.make_append_and_attend(dependent),
+        split.make_split_append_and_attend(dependent=dependent),
+        norm.make_embed(dependent),
+        norm.make_add_norm(dependent),
+        linear.make_few_rows_linear(dependent),
+        linear.make_some_rows_linear(dependent),
+        head.make_best_tokens(dependent),
+        advance.make_advance(dependent),
+    )
+
+
+TRITON, TRITON_DEPENDENT = _triton(dependent=False), _triton(dependent=True)
+TORCH = Kernels(
+    "torch",
+    paged.paged_attention_decode_ref,
+    kv.kv_append_ref,
+    kv.kv_append_rows_ref,
+    kv.kv_append_live_rows_ref,
+    prefill.prefill_attention_ref,
+    noise.gumbel_noise,
+    attention.append_and_attend_ref,
+    attention.append_and_attend_ref,
+    norm.embed_ref,
+    norm.add_norm_ref,
+    linear.few_rows_linear_ref,
+    linear.some_rows_linear_ref,
+    head.best_tokens_ref,
+    advance.advance_ref,
+)
+
+
+def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Kernels:
+    """``triton``, ``torch`` or any ``Kernels``; ``auto``: Triton on a GPU or for tuned launches."""
+    if isinstance(name, Kernels):
+        return name
+    if name == "auto":
+        name = "triton" if device.type == "cuda" or launch == "autotuned" else "torch"
+    if name == "torch":
+        if launch == "autotuned":
+            raise RecipeError("launch='autotuned' tunes a Triton kernel; kernels='torch' has none to tune")
+        return TORCH
+    if name != "triton":
+        raise RecipeError(f"kernels={name!r} is unknown; use 'auto', 'triton' or 'torch'")
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise RecipeError(
+            "kernels='triton' on device 'cpu' needs TRITON_INTERPRET=1 and no GPU in sight; "
+            "use kernels='torch'"
+        )
+    if launch == "dependent" and device.type == "cuda":
+        return TRITON_DEPENDENT
+    if launch in ("fixed", "dependent"):
+        return TRITON
+    do_bench = None if device.type == "cuda" else _first_configuration
+    return replace(TRITON, paged_attention_decode=paged.make_autotuned_paged_attention_decode(do_bench))
+
+
+def _first_configuration(run: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
+    """In the interpreter every launch configuration costs the same, so none needs timing."""
+    run()
+    return [1.0] * len(quantiles)

@@ -1,0 +1,1 @@
+"""What runs between token ids and tokens."""

@@ -1,0 +1,120 @@
+"""Attention of a GPU-resident step, over the paged cache: it also appends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rosellm.models.attention import Attend
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.kernels.attention import tile_for
+from rosellm.roseinfer.kernels.split import SPLIT_TILE, is_worth_splitting
+from rosellm.roseinfer.kernels.table import Kernels
+
+SPLIT = "split"
+
+
+class Binder(Protocol):
+    """Attention over the cache that also appends, for the rows of a state."""
+
+    def variant(self, rows: int, longest: int) -> str:
+        """Which kernels serve ``rows`` of at most ``longest`` cached tokens; each is captured apart."""
+        ...
+
+    def __call__(self, state: DeviceState, variant: str) -> Attend: ...
+
+
+class AppendThenAttend:
+    """Two kernels a layer: the new keys and values into their slots, then paged attention."""
+
+    def __init__(self, kernels: Kernels, blocks: KVBlockManager) -> None:
+        self.kernels, self.blocks = kernels, blocks
+
+    def variant(self, rows: int, longest: int) -> str:
+        """One for all."""
+        return ""
+
+    def __call__(self, state: DeviceState, variant: str) -> Attend:
+        kernels, blocks = self.kernels, self.blocks
+        positions = state.positions.clamp_min(0)  # [B]
+        block = state.table.gather(1, (positions // blocks.block_size).long()[:, None])[:, 0]
+        block = torch.where(state.positions >= 0, block, -1)  # inert rows are not written
+        slot = positions % blocks.block_size
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            caches = {"k_cache_layer": blocks.k_cache[layer], "v_cache_layer": blocks.v_cache[layer]}
+            kernels.kv_append_identity_pos(**caches, key_new=k, value_new=v, block_idx=block, pos=slot)
+            return kernels.paged_attention_decode(
+                **caches,
+                q=q,
+                k_new=k,
+                v_new=v,
+                block_table=state.table,
+                context_lens=positions,
+                scale=q.shape[-1] ** -0.5,
+            )
+
+        return attend
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """An ``Attend`` by a kernel that also appends, and all that it reads besides a layer's q, k and v."""
+
+    kernel: Callable[..., Tensor]
+    tile: int
+    blocks: KVBlockManager
+    state: DeviceState
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.kernel(
+            q=q,
+            k_new=k,
+            v_new=v,
+            k_cache_layer=self.blocks.k_cache[layer],
+            v_cache_layer=self.blocks.v_cache[layer],
+            block_table=self.state.table,
+            positions=self.state.positions,
+            scale=q.shape[-1] ** -0.5,
+            tile=self.tile,
+        )
+
+
+class AppendAndAttend:
+    """One kernel a layer does both; its tile fits the longest context."""
+
+    def __init__(self, kernels: Kernels, blocks: KVBlockManager) -> None:
+        self.kernels, self.blocks = kernels, blocks
+
+    def variant(self, rows: int, longest: int) -> str:
+        """The tile, in tokens."""
+        return str(tile_for(rows, longest))
+
+    def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
+        return PagedAttention(self.kernels.append_and_attend, int(variant), self.blocks, state)
+
+
+class SplitAppendAndAttend(AppendAndAttend):
+    """The same, but few sequences with long contexts are attended to in ranges (``kernels.split``)."""
+
+    def variant(self, rows: int, longest: int) -> str:
+        """SPLIT, or the tile, in tokens."""
+        return SPLIT if is_worth_splitting(rows, longest) else super().variant(rows, longest)
+
+    def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
+        if variant != SPLIT:
+            return super().__call__(state, variant)
+        return PagedAttention(self.kernels.split_append_and_attend, SPLIT_TILE, self.blocks, state)
+
+
+# By a recipe's attention and append.
+BINDERS = {
+    ("paged", "identity_pos"): AppendThenAttend,
+    ("paged", "fused"): AppendAndAttend,
+    ("split", "fused"): SplitAppendAndAttend,
+}

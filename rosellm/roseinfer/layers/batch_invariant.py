@@ -1,0 +1,170 @@
+"""Batch invariance: a request's logits are bitwise the same whatever shares its batch.
+
+Sums of floating-point numbers depend on their order, and the fastest order depends on how many rows there
+are: another tile, other ranges of K, a kernel of its own for few rows. Here every sum has one order (He et
+al. 2025, "Defeating nondeterminism in LLM inference"): a product's K is cut into the same ranges for any
+number of rows, attention reads keys in tiles that begin at multiples of ``ALIGNMENT`` from the sequence's
+first token, and what a prefill has computed is never computed by a decode step, nor the other way round
+(``Sequence.replays``). Tiles may differ in how many rows and columns they hold: that moves no addition.
+
+On a GPU these are the usual kernels at chosen sizes. On a CPU the torch twins below take rows in groups of
+one size; slow, and the same on any machine that runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rosellm.models.model import GPT
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_append_and_attend
+from rosellm.roseinfer.kernels.head import make_best_tokens
+from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
+from rosellm.roseinfer.kernels.prefill import BLOCK_M, Tiles, prefill_attention_ref, tile_columns
+from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.layers.attention import AppendAndAttend, PagedAttention
+from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
+from rosellm.roseinfer.layers.fused import FusedLayers, Layers
+from rosellm.roseinfer.layers.products import LayerWeights, SomeRowsProducts
+
+ALIGNMENT = BLOCK_M  # tokens; chunks of prompts and cached prefixes end at multiples of it
+DECODE_TILE, DECODE_WARPS = 32, 1
+DECODE_PARTS, PARTS_FROM = 4, 2  # ranges of K, where the inputs are that many times wider than the outputs
+GROUP = 16  # rows that a CPU's product takes at a time
+
+
+def linear_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Tile sizes, warps and pipeline stages of a product: the same matrix instruction for any number of rows.
+
+    Which takes 64 rows of a 16-bit type and adds 16 products at a time, in order of k.
+    """
+    if dtype == torch.float32:
+        return 32, 32, 32, 4, 3
+    if rows <= 128:
+        return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, 4, 6)
+    if rows <= 1024:
+        return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 4, 5)
+    return 128, 128, 64, 8, 3
+
+
+def head_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """The same for the LM head."""
+    if dtype == torch.float32:
+        return 32, 64, 32, 4, 3
+    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)
+
+
+def decode_parts(rows: int, n: int, k: int) -> int:
+    """Ranges of K of a decode step's product, whatever the number of rows."""
+    return DECODE_PARTS if k >= PARTS_FROM * n and k % (64 * DECODE_PARTS) == 0 else 1
+
+
+def whole(rows: int, n: int, k: int) -> int:
+    """A prefill has rows enough; its K is not cut."""
+    return 1
+
+
+def linear_by_groups(*, x: Tensor, **arguments) -> Tensor:
+    """``linear.some_rows_linear_ref``, ``GROUP`` rows at a time, the last ones padded with zeros."""
+    groups = F.pad(x, (0, 0, 0, -len(x) % GROUP)).split(GROUP)
+    return torch.cat([some_rows_linear_ref(x=rows, **arguments) for rows in groups], dim=-2)[..., : len(x), :]
+
+
+def append_and_attend_by_rows(*, q, k_new, v_new, block_table, positions, **arguments) -> Tensor:
+    """``attention.append_and_attend_ref``, one row at a time, with no more blocks than it has."""
+    block_size = arguments["k_cache_layer"].shape[2]
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    for row, position in enumerate(positions.tolist()):
+        if position < 0:
+            continue
+        own = slice(row, row + 1)
+        out[own] = append_and_attend_ref(
+            q=q[own].clone(),
+            k_new=k_new[own].clone(),
+            v_new=v_new[own].clone(),
+            block_table=block_table[own, : position // block_size + 1],
+            positions=positions[own],
+            **arguments,
+        )
+    return out
+
+
+def prefill_attention_by_tokens(*, q, k_new, v_new, tiles, **arguments) -> Tensor:
+    """``prefill_attention.prefill_attention_ref``, one token at a time."""
+    out = q.new_empty(q.shape)
+    order = sorted(tiles.columns.T.tolist(), key=lambda tile: tile[0])
+    for first, n_rows, position, *_, table_row in order:
+        for i in range(n_rows):
+            own = slice(first + i, first + i + 1)
+            column = torch.from_numpy(tile_columns([position + i], [1], [table_row], tiles.size))
+            out[own] = prefill_attention_ref(
+                q=q[own].clone(),
+                k_new=k_new[own].clone(),
+                v_new=v_new[own].clone(),
+                tiles=Tiles(column, tiles.size),
+                **arguments,
+            )
+    return out
+
+
+def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
+    """The same kernels, each with one order of its sums."""
+    if kernels.name == "torch":
+        return replace(
+            kernels,
+            some_rows_linear=linear_by_groups,
+            append_and_attend=append_and_attend_by_rows,
+            prefill_attention=prefill_attention_by_tokens,
+        )
+    return replace(
+        kernels,
+        some_rows_linear=make_some_rows_linear(dependent, linear_shape),
+        append_and_attend=make_append_and_attend(dependent, lambda batch, tile: DECODE_WARPS),
+        best_tokens=make_best_tokens(dependent, head_shape),
+    )
+
+
+class InvariantAppendAndAttend(AppendAndAttend):
+    """One tile for any batch and context."""
+
+    def variant(self, rows: int, longest: int) -> str:
+        """One for all."""
+        return ""
+
+    def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
+        return PagedAttention(self.kernels.append_and_attend, DECODE_TILE, self.blocks, state)
+
+
+class InvariantChooser(FusedChooser):
+    """Full logits, too, are made by the kernel whose sums have one order."""
+
+    def __init__(self, model: GPT, kernels: Kernels) -> None:
+        super().__init__(model, kernels)
+        self.linear = kernels.some_rows_linear
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.linear(x=hidden, weight=self._padded)[:, : len(self.weight)]
+
+
+def invariant_chooser(model: GPT, kernels: Kernels) -> Chooser:
+    if kernels.name == "torch":
+        weight = model.lm_head.weight
+        return LogitsChooser(
+            lambda hidden: kernels.some_rows_linear(x=hidden, weight=weight), kernels.gumbel_noise
+        )
+    return InvariantChooser(model, kernels)
+
+
+def invariant_layers(model: GPT, kernels: Kernels) -> tuple[Callable[[int], Layers], Callable[[int], Layers]]:
+    """Number of rows → layers, of decode steps and of prefills."""
+    weights = [LayerWeights.of(block) for block in model.blocks]
+    decode, prefill = (
+        FusedLayers(model, SomeRowsProducts(weights, kernels, parts), kernels)
+        for parts in (decode_parts, whole)
+    )
+    return lambda rows: decode, lambda rows: prefill

@@ -1,0 +1,98 @@
+"""The choice of the next tokens on the device: final hidden states → tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from rosellm.models.model import GPT
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.layers.products import can_pack, packed_head
+from rosellm.roseinfer.layers.sampler import draw, likeliest
+from rosellm.roseinfer.sampling import SamplingParams
+
+ALIGNMENT = 64
+
+
+class Chooser(Protocol):
+    """Final hidden states ``[n, C]`` → the next tokens, with all that is random on the device."""
+
+    def mode(self, params: list[SamplingParams]) -> str:
+        """Which way of choosing serves these requests; a step is captured for each."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[n, V]``."""
+        ...
+
+    def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
+        """Values and indices as ``advance.advance`` takes them; the state's rows are those of hidden."""
+        ...
+
+
+class LogitsChooser:
+    """All logits, then an argmax; or a draw, where any request is not greedy."""
+
+    def __init__(self, logits: Callable[[Tensor], Tensor], noise: Callable[..., Tensor]) -> None:
+        self.logits, self.noise = logits, noise
+
+    def mode(self, params: list[SamplingParams]) -> str:
+        return "greedy" if all(p.is_greedy for p in params) else "drawn"
+
+    def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
+        logits = self.logits(hidden)
+        tokens = likeliest(logits) if mode == "greedy" else draw_for(state, logits, self.noise)
+        return None, tokens[:, None]
+
+
+class FusedChooser:
+    """The head's product keeps the best token only; full logits just where top-k or top-p need them.
+
+    Those come from a copy of the head whose vocabulary is padded to a multiple of ``ALIGNMENT``: the odd row
+    length of GPT-2's logits costs the GEMM its aligned stores.
+    """
+
+    def __init__(self, model: GPT, kernels: Kernels) -> None:
+        self.best_tokens, self.noise = kernels.best_tokens, kernels.gumbel_noise
+        self.weight = model.lm_head.weight
+        self._padded = F.pad(self.weight, (0, 0, 0, -len(self.weight) % ALIGNMENT))
+
+    def mode(self, params: list[SamplingParams]) -> str:
+        drawn = [p for p in params if not p.is_greedy]
+        if not drawn:
+            return "greedy"
+        return "filtered" if any(p.top_k or p.top_p < 1 for p in drawn) else "drawn"
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._padded)[:, : len(self.weight)]
+
+    def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
+        if mode == "filtered":
+            return None, draw_for(state, self.logits(hidden), self.noise)[:, None]
+        return self.best_tokens(
+            hidden=hidden,
+            weight=self.weight,
+            temperature=state.temperatures,
+            seeds=state.seeds,
+            positions=state.positions,
+            sampled=mode == "drawn",
+        )
+
+
+def draw_for(state: DeviceState, logits: Tensor, noise) -> Tensor:
+    """``sampler.draw`` with the requests' settings as the device keeps them; ``[n]`` int32."""
+    positions = state.positions + 1  # of the tokens drawn
+    return draw(logits, state.temperatures, state.top_k, state.top_p, state.seeds, positions, noise)
+
+
+def build_chooser(head: str, model: GPT, kernels: Kernels) -> Chooser:
+    """The chooser of a recipe's ``head``. On a CPU "fused" packs the head's weights for oneDNN instead."""
+    if head == "logits":
+        return LogitsChooser(model.logits, kernels.gumbel_noise)
+    if kernels.name == "torch" and can_pack(model):
+        return LogitsChooser(packed_head(model), kernels.gumbel_noise)
+    return FusedChooser(model, kernels)

@@ -1,0 +1,353 @@
+"""Streaming: a worker thread runs the scheduler, and every request's text comes out piece by piece."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+from time import perf_counter
+from traceback import format_exception_only
+
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics, RequestOutput
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
+
+ORDERS_A_STEP = 1024
+
+
+class ClosedError(RoseError):
+    """The streaming manager is closed: it takes no request, and those in flight were cut off."""
+
+
+class WorkerError(RoseError):
+    """The streaming worker has failed, of ``__cause__``: no request in flight or to come is served."""
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One request between its client and the worker; ``output`` or ``error`` is there once it has ended.
+
+    ``put`` hands a piece over, or None for the end: to ``pieces``, or to the inbox that the client named.
+    """
+
+    request_id: int
+    params: SamplingParams
+    metrics: RequestMetrics
+    pieces: SimpleQueue | None
+    put: Callable[[str | None], None]
+    ended: Event = field(default_factory=Event)
+    sequence: Sequence | None = None
+    text: IncrementalText | None = None
+    cancelled: bool = False  # a client has asked for its end
+    due: int = 0  # the sequence's length at which text is handed over next
+    output: RequestOutput | None = None
+    error: BaseException | None = None
+
+
+class StreamingManager:
+    """Requests from any thread, served by one worker thread that alone runs ``engine``.
+
+    Text is handed over every ``stream_interval`` tokens of a request, and when it ends; a piece never holds
+    part of a stop string. Queues have no bound, so a reader who walks away holds up nobody. Prompts given as
+    text are tokenised in the caller's thread, or by ``tokenize_workers`` threads; an error there reaches the
+    reader. If the worker fails, every waiter gets a ``WorkerError`` and no further request is taken. A
+    request's results are kept until :meth:`forget`. Use as a context manager, or call :meth:`close`, which
+    the interpreter's exit does otherwise.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: SchedulerConfig | None = None,
+        tokenize_workers: int = 0,
+        stream_interval: int = 1,
+    ) -> None:
+        _check_whole("tokenize_workers", tokenize_workers, 0)
+        _check_whole("stream_interval", stream_interval, 1)
+        if engine.tokenizer is None:
+            raise RoseError("streaming needs a tokenizer, and this engine has none")
+        config = config or SchedulerConfig()
+        self.engine, self.stream_interval = engine, stream_interval
+        self.max_in_flight = config.max_in_flight
+        self._scheduler = OnlineScheduler(engine, replace(config, max_in_flight=None))
+        self._pool = ThreadPoolExecutor(tokenize_workers) if tokenize_workers else None
+        self._lock = Lock()  # guards what follows, down to the orders
+        self._streams: dict[int, _Stream] = {}
+        self._in_flight: set[_Stream] = set()
+        self._ids = count(1)
+        self._refusal: RoseError | None = None  # why no request is taken any more
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._running: dict[int, _Stream] = {}  # the worker's own, by the scheduler's request id
+        engine.warm_up()
+        self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
+        self._worker.start()
+        atexit.register(self.close)  # a worker killed inside torch may crash the exit
+
+    def add_request(
+        self, prompt: str | list[int], params: SamplingParams, inbox: SimpleQueue | None = None
+    ) -> int:
+        """Queue a prompt, text or token ids, and return the request's id.
+
+        inbox: a queue that gets ``(request id, piece)`` for every piece and ``(request id, None)`` at the
+        end, so that one thread can follow many requests, as an event loop does; :meth:`stream_text` is then
+        not for this request.
+
+        Raises ``PromptError``, ``SamplingError``, ``OverloadError``, ``ClosedError`` or ``WorkerError``.
+        """
+        arrival = perf_counter()
+        if not isinstance(prompt, (str, list)):
+            raise PromptError(f"the prompt is {prompt!r}; give text or a list of token ids")
+        if not isinstance(params, SamplingParams):
+            raise SamplingError(f"params is {params!r}; give SamplingParams")
+        if inbox is not None and not isinstance(inbox, SimpleQueue):
+            raise RoseError(f"inbox is {inbox!r}; give a queue.SimpleQueue, which is never full")
+        in_pool = self._pool is not None and isinstance(prompt, str)
+        with self._lock:
+            stream = self._new_stream(params, arrival, inbox)
+            if in_pool:
+                self._pool.submit(self._prepare_in_pool, stream, prompt)
+            self._streams[stream.request_id] = stream
+            self._in_flight.add(stream)
+        if not in_pool:
+            self._prepare_here(stream, prompt)
+        return stream.request_id
+
+    def stream_text(self, request_id: int) -> Iterator[str]:
+        """The request's text in pieces, until it ends; for one reader. Raises what made the request fail."""
+        stream = self._stream(request_id)
+        if stream.pieces is None:
+            raise RoseError(f"request {request_id} hands its text to the inbox it was added with")
+        return self._read(stream)
+
+    def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
+        """Wait, at most ``timeout`` seconds, for the request's end. Raises what made it fail."""
+        stream = self._stream(request_id)
+        if not stream.ended.wait(timeout):
+            raise RoseError(f"request {request_id} has not ended within {timeout} s")
+        _raise_failure(stream)
+        return stream.output
+
+    def metrics(self, request_id: int) -> RequestMetrics:
+        """When the request arrived and when each token was handed over, so far."""
+        return self._stream(request_id).metrics
+
+    def cancel(self, request_id: int) -> bool:
+        """Ask for the end of a request; False if it has ended already. Its stream ends soon after."""
+        stream = self._stream(request_id)
+        if stream.ended.is_set():
+            return False
+        if not stream.cancelled:
+            stream.cancelled = True
+            self._orders.put(partial(self._cancel, stream))
+        return True
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept of a request that has ended."""
+        stream = self._stream(request_id)
+        if not stream.ended.is_set():
+            raise RoseError(f"request {request_id} has not ended yet")
+        with self._lock:
+            self._streams.pop(request_id, None)
+
+    def close(self) -> None:
+        """Cut off all requests and stop the worker, which at most ends the step it is in.
+
+        Every waiter gets a ``ClosedError``. May be called again, and by several threads.
+        """
+        with self._lock:
+            self._refusal = self._refusal or ClosedError("the streaming manager is closed")
+        self._orders.put(None)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._worker.join()
+
+    def __enter__(self) -> StreamingManager:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _new_stream(self, params: SamplingParams, arrival: float, inbox: SimpleQueue | None) -> _Stream:
+        """A stream, if there is room for it; the lock is held."""
+        if self._refusal is not None:
+            _raise_again(self._refusal)
+        if self.max_in_flight is not None and len(self._in_flight) >= self.max_in_flight:
+            raise OverloadError(
+                f"{len(self._in_flight)} requests are in flight and max_in_flight is {self.max_in_flight}; "
+                "try again later"
+            )
+        request_id = next(self._ids)
+        pieces = SimpleQueue() if inbox is None else None
+        put = _putter(inbox, request_id) if pieces is None else pieces.put
+        return _Stream(request_id, params, RequestMetrics(arrival), pieces, put)
+
+    def _prepare_here(self, stream: _Stream, prompt: str | list[int]) -> None:
+        try:
+            self._prepare(stream, prompt)
+        except BaseException:
+            with self._lock:
+                self._in_flight.discard(stream)
+                del self._streams[stream.request_id]
+            raise
+
+    def _prepare(self, stream: _Stream, prompt: str | list[int]) -> None:
+        ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        with self._lock:  # the engine counts its sequences
+            sequence = self.engine.make_sequence(ids, stream.params)
+        self._orders.put(partial(self._start, stream, sequence))
+
+    def _prepare_in_pool(self, stream: _Stream, prompt: str) -> None:
+        try:
+            self._prepare(stream, prompt)
+        except BaseException as error:  # whatever it is, a panic of the tokenizer too, the reader is told
+            self._end(stream, error=error)
+
+    def _stream(self, request_id: int) -> _Stream:
+        try:
+            return self._streams[request_id]
+        except (KeyError, TypeError):
+            raise RoseError(f"request {request_id!r} is unknown: never added, or forgotten") from None
+
+    def _read(self, stream: _Stream) -> Iterator[str]:
+        while (piece := stream.pieces.get()) is not None:
+            yield piece
+        stream.put(None)  # whoever reads again finds the end, too
+        _raise_failure(stream)
+
+    # The worker's side.
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+            self._scheduler.cancel_all()
+            self._release_all()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            atexit.unregister(self.close)
+
+    def _serve(self) -> None:
+        while True:
+            for order in self._take_orders():
+                if order is None:
+                    return
+                order()
+            self._hand_over(self._scheduler.step())
+
+    def _take_orders(self) -> Iterator[Callable[[], None] | None]:
+        """The orders that have come in, some hundreds at most; waits for one if nothing runs."""
+        wait = not self._scheduler.has_unfinished
+        for _ in range(ORDERS_A_STEP):
+            try:
+                yield self._orders.get(block=wait)
+            except Empty:
+                return
+            wait = False
+
+    def _start(self, stream: _Stream, sequence: Sequence) -> None:
+        if stream.ended.is_set():  # cancelled while it was tokenised
+            return
+        stream.sequence = sequence
+        stream.text = IncrementalText(self.engine.tokenizer, stream.params.stop)
+        stream.due = sequence.n_prompt + self.stream_interval
+        self._running[self._scheduler.submit(sequence, stream.text)] = stream
+
+    def _hand_over(self, sequences: list[Sequence]) -> None:
+        """Pass on the text of sequences that got tokens, if it is time."""
+        for sequence in sequences:
+            stream = self._running[sequence.request_id]
+            if sequence.finish_reason is not None:
+                self._finish(stream)
+            elif len(sequence.tokens) >= stream.due:
+                self._flush(stream, sequence)
+
+    def _flush(self, stream: _Stream, sequence: Sequence) -> None:
+        piece = stream.text.take()
+        if piece:
+            stream.put(piece)
+        length, times = len(sequence.tokens), stream.metrics.token_times
+        stream.due = length + self.stream_interval
+        times += [perf_counter()] * (length - sequence.n_prompt - len(times))
+
+    def _finish(self, stream: _Stream) -> None:
+        self._flush(stream, stream.sequence)
+        del self._running[stream.sequence.request_id]
+        output = self._scheduler.take_result(stream.sequence.request_id)
+        self._end(stream, replace(output, request_id=stream.request_id, metrics=stream.metrics))
+
+    def _cancel(self, stream: _Stream) -> None:
+        if stream.ended.is_set():
+            return
+        if stream.sequence is None:
+            self._end(stream, RequestOutput(stream.request_id, [], [], "cancelled", stream.metrics, str))
+            return
+        self._scheduler.cancel(stream.sequence.request_id)
+        self._finish(stream)
+
+    def _fail(self, error: BaseException) -> None:
+        failure = WorkerError(f"the streaming worker has failed ({_told(error)}); make a new manager")
+        failure.__cause__ = error
+        with self._lock:
+            self._refusal = failure
+        self._release_all()
+        with suppress(Exception):  # a lost device cannot free anything; that it is lost has been told
+            self._scheduler.cancel_all()
+
+    def _release_all(self) -> None:
+        """Tell all who wait why there is no more."""
+        with self._lock:
+            rest = list(self._in_flight)
+        for stream in rest:
+            self._end(stream, error=self._refusal)
+
+    def _end(
+        self, stream: _Stream, output: RequestOutput | None = None, error: BaseException | None = None
+    ) -> None:
+        """Release whoever waits for the stream; the first end counts."""
+        with self._lock:
+            if stream.ended.is_set():
+                return
+            self._in_flight.discard(stream)
+            stream.output, stream.error = output, error
+            stream.ended.set()
+        stream.put(None)
+
+
+def _putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], None]:
+    """Puts into a queue that several requests share."""
+
+    def put(piece: str | None) -> None:
+        inbox.put((request_id, piece))
+
+    return put
+
+
+def _told(error: BaseException) -> str:
+    """Type and message, also of an exception whose own ``__str__`` fails."""
+    return format_exception_only(error)[0].strip()
+
+
+def _raise_failure(stream: _Stream) -> None:
+    if isinstance(stream.error, RoseError):
+        _raise_again(stream.error)
+    if stream.error is not None:
+        raise RoseError(f"request {stream.request_id} failed ({_told(stream.error)})") from stream.error
+
+
+def _raise_again(error: RoseError) -> None:
+    """A fresh exception each time, since several threads may raise it."""
+    raise type(error)(str(error)) from (error.__cause__ or error)
+
+
+def _check_whole(name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise RoseError(f"{name} is {value!r}; it must be a whole number, {low} or more")

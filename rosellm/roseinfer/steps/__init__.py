@@ -1,0 +1,1 @@
+"""Prefill and decode steps, driven by the host or resident on the GPU."""

@@ -1,0 +1,133 @@
+"""The step driven by the host: reserve, stage, run, append, sample, commit."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from rosellm.roseinfer.cache.block_tables import Tables
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, Slots
+from rosellm.roseinfer.layers.sampler import Sampler
+from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.steps.kv_append import Append
+from rosellm.roseinfer.steps.prefill import Prefill
+from rosellm.roseinfer.steps.runner import DecodeInputs, EagerRunner, GraphRunner
+from rosellm.roseinfer.steps.step import STEP_RANGE
+
+
+def dense_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> Tensor:
+    """What to add to the scores so that padding is not seen: ``[B, max_context + 1]``.
+
+    0 for real tokens, else the lowest number; made by ``arange``, a comparison with the lengths, a column of
+    ones for the new token, a cast, and the turn into a penalty.
+    """
+    positions = torch.arange(max_context, device=context_lens.device)
+    held = positions[None, :] < context_lens[:, None]  # [B, max_context]
+    new = torch.ones(len(context_lens), 1, dtype=torch.bool, device=context_lens.device)
+    seen = torch.cat((held, new), dim=1).to(dtype)
+    return (1 - seen) * torch.finfo(dtype).min
+
+
+def no_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> None:
+    """Paged attention needs only the lengths."""
+
+
+MASKS = {"dense": dense_mask, "none": no_mask}
+
+
+class HostStep:
+    """Decode for a batch of sequences, each with one token not cached yet; every part chosen beforehand.
+
+    A step has ended, and its tokens are committed, when ``begin_prefill`` or ``begin_decode`` returns.
+    """
+
+    run_ahead = 0
+
+    def __init__(
+        self,
+        blocks: KVBlockManager,
+        tables: Tables,
+        mask: Callable[[Tensor, int, torch.dtype], Tensor | None],
+        runner: EagerRunner | GraphRunner,
+        append: Append,
+        prefill: Prefill,
+        sampler: Sampler,
+    ) -> None:
+        self.blocks, self.tables, self.mask = blocks, tables, mask
+        self.runner, self.append, self.prefill, self.sampler = runner, append, prefill, sampler
+        self._ended: deque[Done] = deque()
+        self._logits: Tensor | None = None
+
+    @torch.inference_mode()
+    def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
+        """See :class:`Step`."""
+        start = perf_counter()
+        whole = [s for s, n in zip(sequences, counts, strict=True) if s.n_cached + n == s.prefill_length]
+        self._logits = self.prefill.model.logits(self.prefill.run(sequences, counts))
+        tokens = self.sampler(self._logits, whole)
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.n_cached += count
+        for sequence, token in zip(whole, tokens, strict=True):
+            sequence.commit(token, n_cached=0)
+        self._ended.append(Done("prefill", whole, perf_counter() - start))
+
+    def begin_decode(self, sequences: list[Sequence]) -> int:
+        """See :class:`Step`."""
+        start = perf_counter()
+        self(sequences)
+        self._ended.append(Done("decode", sequences, perf_counter() - start))
+        return len(sequences)
+
+    def collect(self, leave: int = 0) -> Iterator[Done]:
+        """See :class:`Step`; there is nothing to wait for."""
+        while self._ended:
+            yield self._ended.popleft()
+
+    def release(self, sequence: Sequence) -> None:
+        """See :class:`Step`; nothing is kept of a sequence."""
+
+    def warm_up(self, rows: int | None = None) -> None:
+        """See :class:`Step`; graphs are captured at their first use."""
+
+    def last_logits(self) -> Tensor:
+        """See :class:`Step`."""
+        return self._logits
+
+    @torch.inference_mode()
+    def __call__(self, sequences: list[Sequence]) -> None:
+        """One token more for every sequence: its block lists, cached length and tokens are updated."""
+        with record_function(STEP_RANGE):
+            slots, block_ids = self._reserve(sequences)
+            inputs = self._stage(sequences, block_ids)
+            with record_function(f"{STEP_RANGE}.model"):
+                outputs = self.runner(inputs)
+            with record_function(f"{STEP_RANGE}.kv_append"):
+                self.append(self.blocks, outputs.keys, outputs.values, slots)
+            with record_function(f"{STEP_RANGE}.sample"):
+                self._logits = outputs.logits
+                tokens = self.sampler(self._logits, sequences)
+            with record_function(f"{STEP_RANGE}.commit"):
+                for sequence, token in zip(sequences, tokens, strict=True):
+                    sequence.commit(token, n_cached=1)
+
+    def _reserve(self, sequences: list[Sequence]) -> tuple[list[Slots], list[list[list[int]]]]:
+        with record_function(f"{STEP_RANGE}.reserve"):
+            pools = range(self.blocks.num_pools)
+            block_ids = [[s.block_ids[pool] for s in sequences] for pool in pools]
+            return [self.blocks.reserve_tokens(pool, block_ids[pool]) for pool in pools], block_ids
+
+    def _stage(self, sequences: list[Sequence], block_ids: list[list[list[int]]]) -> DecodeInputs:
+        tables = self.tables.stage(block_ids)
+        with record_function(f"{STEP_RANGE}.stage_tokens"):
+            contexts = [s.n_cached for s in sequences]
+            device = self.blocks.k_cache.device
+            ints = torch.tensor([[s.last_token for s in sequences], contexts], dtype=torch.int32).to(device)
+        with record_function(f"{STEP_RANGE}.build_mask"):
+            mask = self.mask(ints[1], max(contexts), self.blocks.k_cache.dtype)
+        return DecodeInputs(ints[0], ints[1], ints[1], tables, mask, max(contexts))

@@ -1,0 +1,121 @@
+"""Prefill: uncached prompt tokens of several sequences, packed, in one run of the model."""
+
+from __future__ import annotations
+
+from itertools import chain, zip_longest
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import record_function
+
+from rosellm.models.attention import CausalAttention, masked_attention
+from rosellm.models.model import GPT
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.kv_append_triton import kv_append_rows_ref
+from rosellm.roseinfer.request import Sequence
+
+PREFILL_RANGE = "roseinfer.prefill_sessions"
+# cuDNN's attention plans anew, for tens of milliseconds, at every new length; prompts come in all lengths.
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Prefill:
+    """Computes chunks of prompts and writes their keys and values."""
+
+    def __init__(self, model: GPT, blocks: KVBlockManager) -> None:
+        self.model, self.blocks = model, blocks
+
+    def warm_up(self, rows: int) -> None:
+        """Nothing is captured."""
+
+    @torch.inference_mode()
+    def run(self, sequences: list[Sequence], counts: list[int]) -> Tensor:
+        """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those cached wholly
+        then.
+
+        The blocks' books are advanced; ``n_cached`` is left to the caller.
+        """
+        with record_function(PREFILL_RANGE), sdpa_kernel(BACKENDS):
+            for pool in range(self.blocks.num_pools):
+                for sequence, count in zip(sequences, counts, strict=True):
+                    self.blocks.reserve_prompt(pool, sequence.block_ids[pool], count)
+            return self._run(sequences, [s.n_cached for s in sequences], counts)
+
+    def _run(self, sequences: list[Sequence], starts: list[int], counts: list[int]) -> Tensor:
+        device = self.model.device
+        chunks = [s.tokens[a : a + n] for s, a, n in zip(sequences, starts, counts, strict=True)]
+        ids = list(chain.from_iterable(chunks))
+        rows = np.repeat(np.arange(len(counts)), counts)  # [N]
+        positions = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)])
+        tables = _tables(sequences, self.blocks)  # [POOLS, B, W]
+        block_idx = tables[:, rows, positions // self.blocks.block_size]  # [POOLS, N]
+        slots = torch.from_numpy(np.stack((*block_idx, positions % self.blocks.block_size))).to(device)
+        ints = torch.tensor(np.stack((ids, positions)), dtype=torch.int32).to(device)  # [2, N]
+        attention = self._attention(starts, counts, torch.from_numpy(tables).to(device))
+
+        def write_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k_cache, v_cache = self.blocks.k_cache[layer], self.blocks.v_cache[layer]
+            kv_append_rows_ref(
+                k_cache_layer=k_cache,
+                v_cache_layer=v_cache,
+                key_new=k,
+                value_new=v,
+                block_idx=slots[self.blocks.pool_of[layer]],
+                pos=slots[-1],
+            )
+            return attention(layer, q, k, v)
+
+        hidden = self.model(ints[0], ints[1], write_and_attend)  # [N, C]
+        whole = [a + n == s.prefill_length for s, a, n in zip(sequences, starts, counts, strict=True)]
+        last = torch.from_numpy((np.cumsum(counts) - 1)[whole]).to(device)
+        return hidden[last]  # [n, C]
+
+    def _attention(
+        self, starts: list[int], counts: list[int], tables: Tensor
+    ) -> CausalAttention | PrefixAttention:
+        if any(starts):
+            return PrefixAttention(self.blocks, tables, starts, counts)
+        return CausalAttention(counts, self.model.device)
+
+
+class PrefixAttention:
+    """New tokens attend to their sequence's prefix, read from its blocks, and causally to each other."""
+
+    def __init__(self, blocks: KVBlockManager, tables: Tensor, starts: list[int], counts: list[int]) -> None:
+        self.blocks, self.tables = blocks, tables
+        device = tables.device
+        longest = max(counts)
+        start, count = torch.tensor(starts, device=device), torch.tensor(counts, device=device)
+        step = torch.arange(longest, device=device)
+        self.real = step[None, :] < count[:, None]  # [B, T]
+        query_position = start[:, None] + step[None, :]  # [B, T]
+        key_position = torch.arange(tables.shape[2] * blocks.block_size, device=device)  # [S]
+        self.mask = (key_position[None, None, :] <= query_position[:, :, None])[:, None]  # [B, 1, T, S]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        padded = q.new_zeros(*self.real.shape, *q.shape[1:])  # [B, T, H, D]
+        padded[self.real] = q
+        keys, values = (
+            self._gather(cache[layer], layer) for cache in (self.blocks.k_cache, self.blocks.v_cache)
+        )
+        return masked_attention(padded.transpose(1, 2), keys, values, self.mask).transpose(1, 2)[self.real]
+
+    def _gather(self, cache: Tensor, layer: int) -> Tensor:
+        """The layer's blocks of every sequence, new tokens included: ``[B, H_kv, S, D]``."""
+        batch, width = self.tables.shape[1:]
+        _, n_kv_heads, block_size, head_dim = cache.shape
+        table = self.tables[self.blocks.pool_of[layer]]  # [B, W]
+        return cache[table].transpose(1, 2).reshape(batch, n_kv_heads, width * block_size, head_dim)
+
+
+def _tables(sequences: list[Sequence], blocks: KVBlockManager) -> np.ndarray:
+    """Block indices within each pool, ``[POOLS, B, W]`` int64; padding repeats block 0."""
+    tables = []
+    for pool in range(blocks.num_pools):
+        rows = zip_longest(
+            *(s.block_ids[pool] for s in sequences), fillvalue=pool * blocks.max_blocks_per_layer
+        )
+        tables.append(np.array(list(rows), dtype=np.int64).T - pool * blocks.max_blocks_per_layer)
+    return np.stack(tables)

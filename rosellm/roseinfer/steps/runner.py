@@ -1,0 +1,175 @@
+"""Running the model for one decode step: kernels launched from Python, or a captured CUDA graph replayed.
+
+B sequences, one new token each. Attention reads the cache and the new token; the cache itself is written
+after the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rosellm.models.attention import Attend
+from rosellm.models.model import GPT
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.steps.cuda_graph import batch_bucket, graph_pool, record_graph
+
+
+@dataclass
+class DecodeInputs:
+    """What the device needs for a step."""
+
+    ids: Tensor  # [B] int32
+    positions: Tensor  # [B] int32, tokens cached before this step
+    context_lens: Tensor  # [B] int32, the same numbers, as attention wants them
+    tables: list[Tensor] | Tensor  # a table [B, MAX_BLOCKS] int32 for every pool
+    mask: Tensor | None  # [B, max(context_lens) + 1], added to scores; None where nothing needs it
+    max_context: int  # the longest context, known to the host
+
+
+@dataclass
+class DecodeOutputs:
+    """What a step produces: logits ``[B, V]`` and each layer's new key and value ``[B, H_kv, D]``."""
+
+    logits: Tensor
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+AttendFactory = Callable[[DecodeInputs, KVBlockManager], Attend]
+
+
+def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
+    """Past keys and values gathered into dense ``[B, H_kv, L, D]`` tensors, then ordinary masked attention.
+
+    Written out, because torch's fused attention may pick a backend that plans anew for every length, and here
+    each step has another one.
+    """
+
+    def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
+        used = -(-inputs.max_context // blocks.block_size)
+
+        def gather(cache: Tensor, table: Tensor, new: Tensor) -> Tensor:
+            past = cache[table[:, :used].long()].transpose(1, 2)  # [B, H_kv, blocks, BLOCK_SIZE, D]
+            past = past.reshape(len(table), new.shape[1], -1, new.shape[2])[:, :, : inputs.max_context]
+            return torch.cat((past, new[:, :, None]), dim=2)  # [B, H_kv, max_context + 1, D]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            table = inputs.tables[blocks.pool_of[layer]]
+            k_all = gather(blocks.k_cache[layer], table, k)
+            v_all = gather(blocks.v_cache[layer], table, v)
+            grouped = q.view(len(q), k.shape[1], -1, q.shape[2])  # [B, H_kv, G, D]
+            scores = grouped @ k_all.transpose(2, 3) * q.shape[2] ** -0.5  # [B, H_kv, G, max_context + 1]
+            weights = (scores + inputs.mask[:, None, None]).softmax(dim=-1, dtype=torch.float32)
+            return (weights.to(v.dtype) @ v_all).view_as(q)
+
+        return attend
+
+    return bind
+
+
+def paged_attention(kernel: Callable[..., Tensor]) -> AttendFactory:
+    """Attention straight over the paged cache by ``kernel`` (see ``rosetrainer.paged_attention``)."""
+
+    def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return kernel(
+                q=q,
+                k_new=k,
+                v_new=v,
+                k_cache_layer=blocks.k_cache[layer],
+                v_cache_layer=blocks.v_cache[layer],
+                block_table=inputs.tables[blocks.pool_of[layer]],
+                context_lens=inputs.context_lens,
+                scale=q.shape[-1] ** -0.5,
+            )
+
+        return attend
+
+    return bind
+
+
+ATTENTION = {"dense": dense_attention, "paged": paged_attention}
+
+
+class EagerRunner:
+    """Every kernel is launched from Python."""
+
+    def __init__(self, model: GPT, blocks: KVBlockManager, attention: AttendFactory) -> None:
+        self.model, self.blocks, self.attention = model, blocks, attention
+
+    def __call__(self, inputs: DecodeInputs) -> DecodeOutputs:
+        attend = self.attention(inputs, self.blocks)
+        keys, values = [], []
+
+        def keep_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k)
+            values.append(v)
+            return attend(layer, q, k, v)
+
+        hidden = self.model(inputs.ids, inputs.positions, keep_and_attend)
+        return DecodeOutputs(self.model.logits(hidden), keys, values)
+
+
+class GraphRunner:
+    """One CUDA graph a batch bucket, captured at its first use, fed through static buffers.
+
+    Rows past the batch are inert: context length 0, token 0, and nothing of them is written to the cache. On
+    a CPU, which has no graphs, the same static buffers feed an eager run. Outputs are views that the next run
+    overwrites.
+    """
+
+    def __init__(self, model: GPT, blocks: KVBlockManager, attention: AttendFactory) -> None:
+        self._eager = EagerRunner(model, blocks, attention)
+        self._device = model.device
+        self._captured: dict[int, _Captured] = {}
+        self._pool = graph_pool(model.device)
+
+    def __call__(self, inputs: DecodeInputs) -> DecodeOutputs:
+        batch = len(inputs.ids)
+        bucket = batch_bucket(batch)
+        if bucket not in self._captured:
+            self._captured[bucket] = self._capture(bucket, inputs.tables)
+        return self._captured[bucket].run(inputs, batch)
+
+    def _capture(self, bucket: int, tables: Tensor) -> _Captured:
+        pools, _, width = tables.shape
+        ints = torch.zeros(3, bucket, dtype=torch.int32, device=self._device)
+        static = DecodeInputs(
+            ids=ints[0],
+            positions=ints[1],
+            context_lens=ints[2],
+            tables=torch.zeros(pools, bucket, width, dtype=torch.int32, device=self._device),
+            mask=None,
+            max_context=0,
+        )
+        if self._device.type == "cpu":
+            return _Captured(static, lambda: self._eager(static))
+        return _Captured(static, record_graph(lambda: self._eager(static), pool=self._pool))
+
+
+@dataclass
+class _Captured:
+    """Static input buffers of one bucket and the function that runs the model over them."""
+
+    static: DecodeInputs
+    replay: Callable[[], DecodeOutputs]
+
+    def run(self, inputs: DecodeInputs, batch: int) -> DecodeOutputs:
+        static = self.static
+        if batch < len(static.ids):
+            static.context_lens[batch:].zero_()
+        static.ids[:batch].copy_(inputs.ids)
+        static.positions[:batch].copy_(inputs.positions)
+        static.context_lens[:batch].copy_(inputs.context_lens)
+        static.tables[:, :batch].copy_(inputs.tables)
+        out = self.replay()
+        return DecodeOutputs(
+            out.logits[:batch], [k[:batch] for k in out.keys], [v[:batch] for v in out.values]
+        )
+
+
+RUNNERS = {"eager": EagerRunner, "graph": GraphRunner}

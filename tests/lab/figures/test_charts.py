@@ -1,0 +1,331 @@
+"""Charts: readable on any page and without colours, small, and with their numbers as text."""
+
+import json
+from itertools import combinations
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+import torch
+from torch.profiler import record_function
+
+from rosellm.lab.figures import charts
+from rosellm.lab.figures.charts import (
+    CAUSES,
+    PALETTE,
+    PARTS,
+    PLOTLY,
+    TEXT,
+    ChartError,
+    before_after,
+    bundle,
+    pool_over_time,
+    show,
+    stacked_time,
+    step_lines,
+    text_table,
+    timeline,
+    waterfall,
+)
+from rosellm.lab.records.trace import Event, Trace, record_trace
+from rosellm.roseinfer.steps.step import STEP_RANGE
+
+# Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
+SIGHT = {
+    "normal": np.eye(3),
+    "deuteranopia": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "protanopia": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "tritanopia": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+TO_LMS = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
+TO_LAB = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
+
+
+def linear(colour: str) -> np.ndarray:
+    srgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+
+
+def oklab(colour: str, sight: str) -> np.ndarray:
+    seen = np.clip(np.array(SIGHT[sight]) @ linear(colour), 0, 1)
+    return np.array(TO_LAB) @ np.cbrt(np.array(TO_LMS) @ seen)
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted(linear(c) @ [0.2126, 0.7152, 0.0722] for c in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_the_palette_stays_apart_for_every_kind_of_sight(sight):
+    distances = [np.linalg.norm(oklab(a, sight) - oklab(b, sight)) for a, b in combinations(PALETTE, 2)]
+    assert min(distances) > 0.085
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#111111"])
+def test_the_palette_and_the_text_read_on_light_and_dark_pages(page):
+    assert min(contrast(colour, page) for colour in PALETTE) > 2.1
+    assert contrast(TEXT, page) > 4
+
+
+def test_every_part_of_the_step_looks_different():
+    assert len(set(PARTS.values())) == len(PARTS)
+    assert len(set(CAUSES.values())) == len(CAUSES)
+    assert not PARTS.keys() & CAUSES.keys()
+
+
+def gpu_trace(n_kernels: int) -> Trace:
+    events = [Event(STEP_RANGE, "range", 0, 5_000, 0)]
+    events += [Event(f"{STEP_RANGE}.{part}", "range", 500 * i, 490, 500 * i) for i, part in enumerate(PARTS)]
+    names = (
+        "gemm_kernel<float, 128>",
+        "_paged_attention_decode_kernel",
+        "elementwise_kernel",
+        "_kv_append_kernel",
+    )
+    step = 5_000 / n_kernels
+    for i in range(n_kernels):
+        events.append(Event(names[i % 4], "kernel", 40 + i * step, step / 3, i * step, 0, True))
+    return Trace([*events, Event("Memcpy HtoD", "copy", 600, 9, 590, 4096, True)])
+
+
+def pool(steps: int = 12, **changes) -> charts.Chart:
+    """Two requests of which the younger is preempted twice at step 3, beside two cached blocks."""
+    figures = {
+        "requests": {"1": [2] * steps, "2": [2, 2, 3] + [0] * (steps - 3)},
+        "n_blocks": 8,
+        "marks": {"preempted": [(3, "request 2"), (3, "request 3")], "evicted": [], "finished": [(9, "1")]},
+        "cached": [2] * steps,
+        "lost": [0] * steps,
+    }
+    return pool_over_time(**(figures | changes), title="Who holds the blocks?")
+
+
+def charts_of_every_kind() -> dict[str, go.Figure]:
+    return {
+        "before_after": before_after(["copies", "kernels"], [12, 310], [1, 298], "", title="Fewer copies?"),
+        "step_lines": step_lines(
+            [16, 64, 960],
+            {"dense": [1.9, 2.2, 10.1], "paged": [1.8, None, 2.6]},
+            "cached tokens",
+            "ms a step",
+            title="How does a step grow?",
+            log_x=True,
+            log_y=True,
+            floors={"bytes floor": 0.06},
+        ),
+        "stacked_time": stacked_time(
+            {"dense": dict.fromkeys(PARTS, 0.5), "paged": {"model": 1.0}}, title="Where?"
+        ),
+        "waterfall": waterfall(
+            ("a", 9.0), {"GEMM": -4.0, "norm": 1.0}, ("b", 6.0), "µs", title="What changed?"
+        ),
+        "pool_over_time": pool(),
+        "timeline": timeline(gpu_trace(300), "Who waits?"),
+    }
+
+
+@pytest.mark.parametrize("kind", charts_of_every_kind())
+def test_every_chart_is_small_on_a_clear_ground_and_comes_with_its_table(kind):
+    shown = bundle(charts_of_every_kind()[kind])
+    drawn = shown[PLOTLY]
+    assert len(json.dumps(drawn)) < (56_000 if kind == "timeline" else 8_000)
+    template = drawn["layout"]["template"]["layout"]
+    assert template["paper_bgcolor"] == template["plot_bgcolor"] == "rgba(0,0,0,0)"
+    assert drawn["layout"]["title"]["text"] and len(shown["text/plain"].splitlines()) >= 3
+
+
+def test_a_chart_is_the_same_bundle_every_time():
+    first, second = (json.dumps({k: bundle(c) for k, c in charts_of_every_kind().items()}) for _ in range(2))
+    assert first == second
+
+
+def test_show_displays_one_bundle_whose_text_is_the_table_given(monkeypatch):
+    displayed = []
+    monkeypatch.setattr(charts, "display", lambda data, raw: displayed.append((data, raw)))
+    show(before_after(["x"], [1 / 3], [2], "ms", title="t"), "my table")
+    show(before_after(["x"], [1 / 3], [2], "ms", title="t"))
+    (first, raw), (second, _) = displayed
+    assert raw and set(first) == {PLOTLY, "text/plain"}
+    assert first["text/plain"] == "my table" and "0.333" in second["text/plain"]
+    assert first[PLOTLY]["data"][0]["x"] == [0.33333], "floats have five digits"
+
+
+def test_no_picture_is_made_while_showing(monkeypatch):
+    monkeypatch.setattr(go.Figure, "to_image", lambda *_a, **_k: pytest.fail("make refresh makes the PNGs"))
+    for chart in charts_of_every_kind().values():
+        assert "image/png" not in bundle(chart)
+
+
+def test_a_table_aligns_texts_left_and_numbers_right():
+    table = text_table(["rung", "tok/s", "equal"], [["dense", 9876.543, True], ["no_mask", 12, None]])
+    assert table.splitlines() == [
+        "rung     tok/s  equal",
+        "───────  ─────  ─────",
+        "dense    9,877  yes",
+        "no_mask     12  –",
+    ]
+
+
+def test_a_table_with_a_row_too_short_is_refused():
+    with pytest.raises(ChartError, match="a row of 1 cells does not fit 2 headers"):
+        text_table(["a", "b"], [["x"]])
+
+
+@pytest.mark.parametrize(
+    "before, after, told",
+    [
+        (12, 1, "÷ 12"),
+        (1, 2.72, "× 2.72"),
+        (310, 298, "−3.9 %"),
+        (5, 5, "same"),
+        (5, 0, "none"),
+        (0, 5, "new"),
+    ],
+)
+def test_a_change_is_told_as_a_reader_would(before, after, told):
+    chart = before_after(["x"], [before], [after], "ms", title="t")
+    assert chart.data[1].text[0].endswith(f"<b>{told}</b>")
+    assert chart.table.splitlines()[-1].endswith(told)
+
+
+def test_with_a_unit_a_label_each_pair_has_its_own_scale():
+    chart = before_after(["copies", "step"], [12, 8.0], [6, 4.0], ["", "ms"], title="t")
+    assert chart.data[0].x == (1, 1) and chart.data[1].x == (0.5, 0.5)
+    assert chart.data[0].text == ("12", "8.00 ms") and not chart.layout.xaxis.visible
+
+
+def test_floors_are_dashed_and_every_line_is_named_at_its_end():
+    chart = charts_of_every_kind()["step_lines"]
+    assert [line.line.dash for line in chart.data] == [None, None, "dash"]
+    assert chart.data[2].y == (0.06,) * 3
+    named = [note.text for note in chart.layout.annotations]
+    assert len(named) == 3 and any("dense 10.1" in text for text in named)
+
+
+def test_names_of_close_lines_keep_apart():
+    chart = step_lines([1, 2], {"a": [1, 5.0], "b": [1, 5.01], "c": [1, 5.02]}, "x", "y", title="t")
+    low, high = chart.layout.yaxis.range
+    at = sorted((note.y - low) / (high - low) * 300 + note.yshift for note in chart.layout.annotations)
+    assert all(b - a > 14 for a, b in zip(at, at[1:], strict=False))
+
+
+def test_the_parts_of_a_step_come_in_its_order_and_sum_up():
+    chart = stacked_time({"x": {"commit": 1.0, "other": 0.5, "reserve": 2.0}}, title="t", unit="µs")
+    assert [bar.name for bar in chart.data] == ["reserve", "commit", "other"]
+    assert chart.layout.annotations[0].text == "<b>3.50 µs</b>"
+    assert chart.table.splitlines()[-1].split() == ["total", "3.50"]
+
+
+def test_segments_tell_their_figures_where_they_fit():
+    chart = stacked_time({"x": {"GEMM": 90.0, "norm": 1.0}}, title="t", unit="µs", with_values=True)
+    assert {bar.name: bar.text for bar in chart.data} == {"norm": ("",), "GEMM": ("GEMM 90.0",)}
+
+
+def test_a_waterfall_goes_from_savings_to_costs_and_keeps_small_changes_together():
+    changes = {"norm": 10.0, "GEMM": -50.0, "head": -30.0, "copies": 0.3, "host": -0.1, "append": 0.0}
+    chart = waterfall(("old", 100.0), changes, ("new", 30.2), "µs", title="t")
+    bars = chart.data[0]
+    assert chart.layout.yaxis.ticktext == ("<b>old</b>", "GEMM", "head", "norm", "the rest", "<b>new</b>")
+    assert bars.x == pytest.approx([100, -50, -30, 10, 0.2, 30.2])
+    assert bars.base == pytest.approx([0, 100, 50, 20, 30, 0])
+    assert [note.text for note in chart.layout.annotations[1:4]] == ["−50.0", "−30.0", "+10.0"]
+    assert [note.x for note in chart.layout.annotations] == pytest.approx([100, 100, 50, 30, 30.2, 30.2])
+    assert chart.table.splitlines()[-1].split() == ["new", "30.2"]
+
+
+def test_a_pool_is_stacked_from_the_oldest_request_to_the_prefix_cache():
+    chart = pool()
+    bands = [one for one in chart.data if one.stackgroup]
+    assert [(one.name, one.y[2]) for one in bands] == [
+        ("request 1", 2),
+        ("request 2", 3),
+        ("prefix cache", 2),
+    ]
+    assert len({one.fillcolor for one in bands}) == 3
+    assert [(one.text, one.y) for one in chart.layout.annotations] == [("1", 1), ("2", 3)]
+    assert chart.table.splitlines()[-1].split()[-2:] == ["7", "2"]
+
+
+def test_what_happens_to_a_pool_is_marked_above_it_and_counted_where_it_happens_together():
+    marks = {one.name: one for one in pool().data if one.mode == "markers+text"}
+    assert set(marks) == {"preempted", "finished"}
+    assert (marks["preempted"].x, marks["preempted"].text) == ((3,), ("2",))
+    assert all(y > 8 for one in marks.values() for y in one.y)
+    assert len({(one.marker.symbol, one.y[0]) for one in marks.values()}) == 2
+
+
+def test_blocks_that_nobody_holds_are_drawn_as_such():
+    assert [one.name for one in pool(lost=[1] * 12).data if one.stackgroup][-1] == "nobody"
+
+
+def test_of_a_long_run_every_kth_step_of_a_pool_is_drawn_and_every_mark():
+    chart = pool(1_000, marks={"finished": [(999, "1")]})
+    assert all(len(one.y) == 200 and one.dx == 5 for one in chart.data if one.stackgroup)
+    assert chart.data[-1].x == (999,) and len(json.dumps(bundle(chart)[PLOTLY])) < 8_000
+
+
+def test_a_timeline_counts_everything_and_draws_what_can_be_seen():
+    trace = gpu_trace(20_000)
+    chart = timeline(trace, "t")
+    assert len(json.dumps(bundle(chart)[PLOTLY])) <= charts.MAX_TIMELINE_BYTES + 3_000
+    rows = dict(line.split("  ")[0:1] + [line.split()[-3]] for line in chart.table.splitlines()[2:])
+    assert rows == {"host ranges": "9", "GPU kernels": "20,000", "copies": "1"}
+    drawn = sum(len(bar.x) for bar in chart.data if "GPU kernels" in bar.y)
+    assert drawn < 2_000
+    ends = [
+        base + x
+        for bar in chart.data
+        if "GPU kernels" in bar.y
+        for base, x in zip(bar.base, bar.x, strict=True)
+    ]
+    assert max(ends) == pytest.approx(40 + 5_000 - 0.25 + 0.25 / 3, abs=5)
+
+
+def test_kernels_are_told_apart_by_what_they_do():
+    kernels = {
+        bar.name for bar in timeline(gpu_trace(8), "t").data if "GPU kernels" in bar.y or "copies" in bar.y
+    }
+    assert kernels == {"matrix product", "attention", "other work", "KV append", "copy"}
+
+
+def test_on_a_cpu_a_timeline_shows_operators():
+    def step() -> None:
+        with record_function(STEP_RANGE), record_function(f"{STEP_RANGE}.model"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+
+    chart = timeline(record_trace(step), "t")
+    lanes = {lane for bar in chart.data for lane in bar.y}
+    assert lanes == (
+        {"host ranges", "GPU kernels"} if torch.cuda.is_available() else {"host ranges", "operators"}
+    )
+
+
+@pytest.mark.parametrize(
+    "draw, told",
+    [
+        (
+            lambda: before_after(["x"], [1, 2], [1], "ms", title="t"),
+            "lengths differ: labels 1, before 2, after 1",
+        ),
+        (lambda: before_after(["x"], [1], [1], ["ms", "s"], title="t"), "lengths differ: labels 1, unit 2"),
+        (lambda: step_lines([1, 2], {"a": [1]}, "x", "y", title="t"), "lengths differ: x 2, a 1"),
+        (
+            lambda: step_lines([1], {"a": [0]}, "x", "y", title="t", log_y=True),
+            "log axis needs values above 0",
+        ),
+        (lambda: step_lines([1], {"a": [None]}, "x", "y", title="t"), "no value to draw"),
+        (lambda: stacked_time({}, title="t"), "no row to draw"),
+        (
+            lambda: waterfall(("a", 9), {"GEMM": -4}, ("b", 6), "µs", title="t"),
+            "changes add up to −4 µs, and a and b are −3 µs apart",
+        ),
+        (lambda: pool(cached=[1]), "lengths differ: cached 1, lost 12, 1 12, 2 12"),
+        (lambda: pool(0, requests={}, lost=[], cached=[]), "there is no step to draw"),
+        (lambda: pool(n_blocks=6), "7 blocks are held, of a pool of 6"),
+        (lambda: timeline(Trace([]), "t"), "neither a range nor anything that ran"),
+    ],
+)
+def test_figures_that_do_not_fit_are_refused(draw, told):
+    with pytest.raises(ChartError, match=told):
+        draw()

@@ -1,0 +1,44 @@
+"""What the committed records allow to be said of two rungs."""
+
+import pytest
+
+from rosellm.lab.figures.compare import WORKLOADS, Verdict, recorded_chart, run_to_run, verdicts
+from rosellm.lab.records.records import find
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "noise", "sign"),
+    [
+        ([100, 101, 102], [120, 121, 122], 0.05, 1),
+        ([120, 121, 122], [100, 101, 102], 0.05, -1),
+        ([100, 101, 130], [120, 121, 122], 0.05, 0),  # the repeats overlap
+        ([100, 101, 102], [103, 104, 105], 0.05, 0),  # apart, but by no more than the noise
+        ([100, 101, 102], [103, 104, 105], 0.01, 1),
+    ],
+)
+def test_a_difference_counts_only_beyond_the_repeats_and_the_noise(before, after, noise, sign):
+    assert Verdict("W1", before, after, noise).sign == sign
+
+
+def test_noise_is_what_rungs_of_the_same_code_differ_by_and_the_largest_stands_in_above_the_gate():
+    results = find()
+    noise = run_to_run(results)
+    assert set(noise) == set(WORKLOADS)
+    assert all(0 < value < 0.2 for value in noise.values())
+    assert noise["W3"] == noise["W4"] == max(noise.values())
+    assert noise["W1"] < noise["W3"]
+
+
+def test_every_rung_of_the_ladder_has_records_of_every_workload():
+    from rosellm.roseinfer.recipe import BEFORE
+
+    for after, before in BEFORE.items():
+        rows = verdicts(find(), before, after)
+        assert [len(row.before) for row in rows] == [3] * 6
+        assert [len(row.after) for row in rows] == [3] * 6
+
+
+def test_the_recorded_chart_tells_every_workload_and_change():
+    table = recorded_chart(find(), "no_mask", "pinned_h2d").table
+    assert all(workload in table for workload in WORKLOADS)
+    assert "%" in table

@@ -1,0 +1,118 @@
+"""The ladder's chart, its links, and its live column; the picture for README.md."""
+
+import json
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
+from rosellm.lab.figures.ladder import NOTEBOOKS, ladder_chart, live_ladder
+from rosellm.lab.figures.ladder_picture import PANELS, THEMES, ladder_picture
+from rosellm.lab.records.bench import get_model, make_prompts
+from rosellm.lab.records.records import find, floor_tok_s, number, rivals
+from rosellm.roseinfer.recipe import LADDER
+
+VALUES = {rung: 1000.0 * (i + 1) for i, rung in enumerate(LADDER)}
+
+
+def test_every_rung_but_the_first_has_a_notebook_that_exists():
+    assert set(NOTEBOOKS) == set(LADDER) - {"dense"}
+    folder = Path(__file__).parents[3] / "notebooks"
+    assert [name for name in NOTEBOOKS.values() if not (folder / f"{name}.ipynb").exists()] == []
+
+
+def test_each_rung_links_to_its_notebook():
+    chart = ladder_chart(VALUES, "tok/s", title="t")
+    assert chart.layout.yaxis.ticktext[:2] == ("dense", '<a href="01_paged_attention.ipynb">paged</a>')
+    assert len(chart.layout.yaxis.ticktext) == len(LADDER)
+    assert chart.layout.yaxis.fixedrange and chart.layout.xaxis.fixedrange  # nothing lies on the links
+
+
+def test_a_column_for_the_speed_the_share_of_the_floor_and_this_machine():
+    live = dict.fromkeys(LADDER, 7.0) | {"autotune": None}
+    chart = ladder_chart(VALUES, "tok/s", {"vLLM": 4000.0}, 50_000.0, title="t", live=live)
+    speed, share, here = map(merged, (chart.data[:2], chart.data[2:4], chart.data[4:]))
+    assert speed == list(VALUES.values())
+    assert share == pytest.approx([value / 500 for value in VALUES.values()])
+    assert here[list(LADDER).index("autotune")] is None and here[0] == 7
+    assert len(ladder_chart(VALUES, "tok/s", title="t").data) == 2
+    assert "2.00" in chart.table.splitlines()[2] and chart.table.splitlines()[-2].split()[:2] == [
+        "bytes",
+        "floor",
+    ]
+
+
+def merged(bars):
+    """The values of the ladder's rungs and of its side branches, as one list."""
+    return [one if one is not None else other for one, other in zip(*(bar.x for bar in bars), strict=True)]
+
+
+def test_rivals_and_floor_are_lines_through_all_rungs_and_no_line_crosses_a_name():
+    others = {"slow": 500.0, "fast": 9000.0, "middle": 2000.0}
+    chart = ladder_chart(VALUES, "tok/s", others, 90_000.0, title="t")
+    lines = sorted(chart.layout.shapes, key=lambda line: line.x0)
+    assert [line.x0 for line in lines] == [500, 2000, 9000, 90_000]
+    assert all(line.y1 > len(LADDER) - 1 for line in lines)
+    assert [line.y0 for line in lines] == sorted(line.y0 for line in lines)  # higher up, the farther left
+    names = [n.text for n in chart.layout.annotations if n.x in map(math.log10, others.values())]
+    assert sorted(names) == ["fast 9.00k", "middle 2.00k", "slow 500"]
+
+
+def test_side_branches_are_hatched():
+    plain, hatched = ladder_chart(VALUES, "tok/s", title="t").data
+    assert (plain.marker.pattern.shape, hatched.marker.pattern.shape) == (None, "/")
+    sides = [rung for rung, value in zip(LADDER, hatched.x, strict=True) if value is not None]
+    assert sides == ["autotune", "split_kv", "persistent_kernel"]
+
+
+@pytest.mark.parametrize("values", [{"dense": None}, {"dense": 0.0}, {"dense": -1.0}])
+def test_what_a_log_axis_cannot_show_is_refused(values):
+    with pytest.raises(ChartError, match="log axis"):
+        ladder_chart(values, "tok/s", title="t")
+
+
+def test_the_chart_is_small_enough_for_a_notebook():
+    live = dict.fromkeys(LADDER, 123.456)
+    others = rivals("W3")
+    chart = ladder_chart(VALUES, "tok/s", {name: 1.0 for name in others}, 1e6, title="t", live=live)
+    assert len(json.dumps(bundle(chart)[PLOTLY])) < 9_000
+
+
+def test_the_live_ladder_runs_every_rung_that_can_run_here():
+    model = get_model("rose-tiny", "cpu")
+    speeds = live_ladder(model, make_prompts(2, [3, 5], model.config.vocab_size), steps=2)
+    assert list(speeds) == list(LADDER)
+    assert [rung for rung, speed in speeds.items() if speed is None] == ["autotune"]
+    assert all(speed > 0 for speed in speeds.values() if speed is not None)
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_the_picture_tells_every_recorded_value_the_rivals_and_the_floor(theme):
+    results = find()
+    drawn = ladder_picture(results, THEMES[theme])
+    texts = {text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")}
+    for workload in PANELS:
+        assert {number(value) for value in results.values(workload).values()} <= texts
+        assert f"{floor_tok_s(workload) / 1e3:.3g}"[:3] in "".join(texts)
+    assert {"vLLM 0.22.1", "transformers 5.17 generate", "bytes floor"} <= texts
+
+
+def test_the_pictures_read_on_their_pages():
+    """WCAG 2: text and lines have a contrast of 4.5 and 2.2 or more with the page."""
+    for theme, page in (("light", "#ffffff"), ("dark", "#0d1117")):
+        one = THEMES[theme]
+        assert contrast(one.text, page) >= 4.5
+        assert min(contrast(colour, page) for colour in (one.rung, *one.lines)) >= 2.2
+
+
+def contrast(a: str, b: str) -> float:
+    def luminance(colour: str) -> float:
+        channels = [int(pair, 16) / 255 for pair in re.findall("..", colour[1:])]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)

@@ -1,0 +1,83 @@
+"""The pool's log: every block has one owner at each moment, and everything that happens is found."""
+
+import pytest
+
+from rosellm.lab.figures.pool_log import PoolLog
+from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
+from tests.helpers import random_model, random_prompts, small_engine
+
+GPT = random_model(0)
+PROMPTS = random_prompts([3, 9, 1, 17, 8, 5], seed=3)
+
+
+def logged(prompts: list[list[int]], max_tokens: int = 20, **options) -> PoolLog:
+    scheduler = OnlineScheduler(small_engine(GPT, **options))
+    log = PoolLog(scheduler)
+    scheduler.add_requests(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+    return log
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["", "prefix cache"])
+@pytest.mark.parametrize("rung", ["dense", BEST_RUNG])
+def test_at_every_moment_each_block_is_free_or_somebodys(rung, prefix_cache):
+    log = logged(PROMPTS, recipe=rung, num_kv_blocks=8, prefix_cache=prefix_cache).run()
+    for moment in log.moments:
+        assert sum(moment.requests.values()) + moment.cached + moment.lost + moment.free == 8
+        assert moment.lost == 0 <= min(moment.cached, moment.free)
+    assert log.moments[0].free == 8 and log.moments[1].requests
+    assert any(moment.cached for moment in log.moments) == prefix_cache
+
+
+@pytest.mark.parametrize("rung", ["dense", BEST_RUNG])
+def test_it_counts_the_preemptions_and_ends_that_the_scheduler_does(rung):
+    log = logged(PROMPTS, recipe=rung, num_kv_blocks=5).run()
+    assert log.count("preempted") == log.scheduler.preemptions > 0
+    assert log.count("finished") == len(PROMPTS) and log.count("cancelled") == log.count("failed") == 0
+    preempted = {one.who for one in log.happenings if one.kind == "preempted"}
+    assert "request 1" not in preempted, "the oldest is never preempted"
+
+
+def test_a_request_that_ends_in_the_step_that_begins_it_is_found_once():
+    log = logged(PROMPTS, max_tokens=1).run()
+    log.note()
+    assert [one.who for one in log.happenings] == [f"request {i}" for i in range(1, 7)]
+
+
+def test_evicted_prefixes_are_told_with_their_length():
+    log = logged([[i] * 12 for i in range(3)], max_tokens=1, num_kv_blocks=8, prefix_cache=True).run()
+    assert log.moments[-1].cached == 6
+    log.scheduler.add_requests([[7], [8]], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    log.run()
+    assert {one.who for one in log.happenings if one.kind == "evicted"} == {"a prefix of 12 tokens"}
+    assert log.count("evicted") >= 2 and log.count("preempted") == 0
+
+
+def test_cancelled_and_failed_requests_are_told_from_finished_ones(monkeypatch):
+    log = logged(PROMPTS[:3]).follow()
+    log.scheduler.step()
+    log.scheduler.cancel(2)
+    log.scheduler.take_result(2)
+    monkeypatch.setattr(log.engine, "begin_decode", lambda _sequences: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        log.scheduler.step()
+    ends = [(one.moment, one.kind, one.who) for one in log.happenings]
+    assert ends == [(2, "failed", "request 1"), (2, "cancelled", "request 2"), (2, "failed", "request 3")]
+    assert log.moments[-1].free == log.engine.num_kv_blocks
+
+
+def test_a_block_that_nobody_holds_is_lost():
+    log = logged(PROMPTS[:2], num_kv_blocks=16)
+    log.engine.blocks.reserve_prompt(0, [], 12)
+    log.run()
+    assert [moment.lost for moment in log.moments[1:]] == [2] * (len(log.moments) - 1)
+
+
+def test_the_chart_draws_every_request_that_ever_held_a_block():
+    log = logged(PROMPTS, num_kv_blocks=5).run()
+    chart = log.chart("t")
+    drawn = {one.name: list(one.y) for one in chart.data if one.stackgroup}
+    assert set(drawn) == {f"request {i}" for i in range(1, 7)}
+    assert drawn["request 2"] == [moment.requests.get(2, 0) for moment in log.moments]
+    assert log.moments_of("preempted")[0] == int(chart.table.splitlines()[2].split()[-1])

@@ -1,0 +1,126 @@
+"""What notebooks show of the package's source."""
+
+import functools
+
+import pytest
+
+from rosellm.lab.figures import source
+from rosellm.lab.figures.source import SourceError, show_difference, show_source, source_of
+from rosellm.roseinfer import kv_append_triton
+from rosellm.roseinfer.cache.kv_blocks import KVBlockInfo
+from rosellm.roseinfer.steps.host import HostStep, dense_mask
+from rosellm.rosetrainer import paged_attention
+
+
+@pytest.fixture
+def shown(monkeypatch) -> list[str]:
+    texts: list[str] = []
+    monkeypatch.setattr(source, "display", lambda markdown: texts.append(markdown.data))
+    return texts
+
+
+class Outer:
+    """A class to take members from."""
+
+    answer: int = 42
+
+    @property
+    def doubled(self) -> int:
+        return self.answer * 2
+
+    @staticmethod
+    @functools.lru_cache
+    def cached(x: int) -> int:
+        return x
+
+    def plain(self) -> int:
+        return 1
+
+
+def first(x: int) -> int:
+    y = x + 1
+    return y
+
+
+def second(x: int) -> int:
+    y = x + 2
+    return y
+
+
+def test_a_function_is_shown_with_its_name_and_file_and_no_line_number(shown):
+    show_source(dense_mask, title="The mask")
+    (text,) = shown
+    title, heading, fence, code = text.replace("\n\n", "\n").split("\n")[:4]
+    assert (title, fence) == ("**The mask**", "```python")
+    assert heading == "`dense_mask` · `rosellm/roseinfer/steps/host.py`"
+    assert code.startswith("def dense_mask(") and text.endswith("```")
+
+
+def test_a_method_is_found_behind_its_decorators_and_not_indented(shown):
+    show_source(HostStep.__call__)
+    assert shown[0].splitlines()[0] == "`HostStep.__call__` · `rosellm/roseinfer/steps/host.py`"
+    assert shown[0].splitlines()[2:4][0] == "@torch.inference_mode()"
+    assert "\ndef __call__(" in shown[0]
+
+
+def test_only_the_members_named_are_shown_in_the_order_named():
+    text = source_of(Outer, only=("plain", "doubled", "cached", "answer"))
+    assert text.startswith("class Outer:\n    ...\n\n    def plain(self)")
+    assert text.index("plain") < text.index("    @property\n    def doubled") < text.index("@staticmethod")
+    assert text.endswith("    answer: int = 42")
+    assert "A class to take" not in text
+
+
+def test_a_whole_class_is_shown_without_only():
+    assert source_of(KVBlockInfo).startswith("class KVBlockInfo(NamedTuple):")
+    assert source_of(KVBlockInfo).endswith("length: int")
+
+
+def test_triton_kernels_are_shown_as_written_also_behind_an_autotuner():
+    text = source_of(kv_append_triton._kv_append_kernel)
+    assert text.startswith("@triton.jit") and "def _kv_append_kernel(" in text
+    tuner = paged_attention.make_autotuned_paged_attention_decode(lambda *_a, **_k: 1.0).tuner
+    assert "def _paged_attention_decode_kernel(" in source_of(tuner)
+
+
+def test_what_is_shown_is_valid_python_for_every_public_thing_of_the_step():
+    for one in (HostStep, dense_mask, KVBlockInfo, Outer.doubled, Outer.cached):
+        compile(source_of(one), "shown", "exec")
+
+
+def test_a_difference_marks_what_changed_and_nothing_else(shown):
+    show_difference(first, second)
+    heading, fence, *body, end = shown[0].splitlines()
+    assert (fence, end) == ("```diff", "```")
+    assert heading == "`first` · `this notebook` → `second` · `this notebook`"
+    assert [line for line in body if line[0] in "+-"] == [
+        "-def first(x: int) -> int:",
+        "-    y = x + 1",
+        "+def second(x: int) -> int:",
+        "+    y = x + 2",
+    ]
+    assert body[-1] == "     return y"
+
+
+def test_equal_sources_have_no_difference_to_show():
+    with pytest.raises(SourceError, match="first and first have the same source"):
+        show_difference(first, first)
+
+
+@pytest.mark.parametrize("one", [len, 3, type("Made", (), {})])
+def test_what_has_no_source_is_refused(one):
+    with pytest.raises(SourceError, match="has no Python source to show"):
+        source_of(one)
+
+
+def test_a_member_that_the_class_does_not_define_is_refused_with_those_it_does():
+    with pytest.raises(
+        SourceError, match="Outer does not define nothing: there are answer, doubled, cached, plain"
+    ):
+        source_of(Outer, only=("nothing",))
+
+
+def test_the_same_source_is_shown_the_same_every_time(shown):
+    show_source(HostStep, only=("_reserve",))
+    show_source(HostStep, only=("_reserve",))
+    assert shown[0] == shown[1]

@@ -1,0 +1,120 @@
+"""The timeline of two traces: every event once, nested ranges below each other, gaps kept, small."""
+
+import json
+
+import pytest
+import torch
+from torch.profiler import record_function
+
+from rosellm.lab.figures.charts import PLOTLY, STYLES, ChartError, bundle
+from rosellm.lab.figures.timeline import MAX_RECTANGLES, timeline
+from rosellm.lab.records.trace import Event, Trace, record_trace
+from rosellm.roseinfer.steps.step import STEP_RANGE
+
+NAMES = ("cuda_graph", "resident")
+
+
+def gpu_step(n_kernels: int, gap: float = 0.5, start: float = 1_000.0) -> Trace:
+    """A step of 2 µs kernels, launched from the model's range, ``gap`` µs between them."""
+    pitch, names = 2 + gap, ("nvjet_hsh_gemm", "paged_attention_kernel", "void at::native::_norm_<4>(int)")
+    end = n_kernels * pitch
+    events = [
+        Event(STEP_RANGE, "range", start, end + 20, start),
+        Event(f"{STEP_RANGE}.reserve", "range", start + 1, 4, start + 1),
+        Event(f"{STEP_RANGE}.model", "range", start + 6, end, start + 6),
+        Event(f"{STEP_RANGE}.kv_append", "range", start + 7, 3, start + 7),
+        Event("cudaStreamSynchronize", "sync", start + end + 6, 9, start + end + 6),
+        Event("Memcpy HtoD (Pinned -> Device)", "copy", start + 4, 1, start + 2, 64, True),
+    ]
+    events += [
+        Event(names[i % 3], "kernel", start + 10 + i * pitch, 2, start + 10 + i, 0, True)
+        for i in range(n_kernels)
+    ]
+    return Trace(events)
+
+
+def rectangles(chart) -> list[tuple[int, float, float, str]]:
+    """Lane, start, end and label."""
+    return sorted(
+        (y, base, base + x, bar.name)
+        for bar in chart.data
+        for y, base, x in zip(bar.y, bar.base, bar.x, strict=True)
+    )
+
+
+def lanes(chart) -> dict[int, str]:
+    return dict(zip(chart.layout.yaxis.tickvals, chart.layout.yaxis.ticktext, strict=True))
+
+
+def test_a_small_step_is_drawn_event_by_event_and_each_trace_begins_at_zero():
+    before, after = gpu_step(9), gpu_step(6, start=77.0)
+    chart = timeline(before, after, NAMES)
+    drawn = rectangles(chart)
+    assert len(drawn) == len(before.events) + len(after.events)
+    kernels = [y for y, lane in lanes(chart).items() if lane.startswith("GPU kernels")]
+    for y, n in zip(kernels, (9, 6), strict=True):
+        starts = [start for lane, start, _, _ in drawn if lane == y]
+        assert starts == pytest.approx([10 + 2.5 * i for i in range(n)])
+
+
+def test_ranges_lie_in_a_lane_for_each_depth():
+    chart = timeline(gpu_step(9), gpu_step(9), NAMES)
+    by_lane = {}
+    for y, _, _, label in rectangles(chart):
+        by_lane.setdefault(y, []).append(label)
+    assert [by_lane[y] for y in (1, 2, 3)] == [["the step"], ["reserve", "model"], ["kv_append"]]
+    assert by_lane[4] == ["synchronisation"] and by_lane[6] == ["copies"]
+
+
+def test_work_has_the_colour_of_its_role_and_its_lane_says_how_busy_it_is():
+    chart = timeline(gpu_step(9, gap=0), gpu_step(9, gap=2), NAMES)
+    colours = {bar.name: bar.marker.color for bar in chart.data if bar.legend == "legend"}
+    assert {"attention", "norm", "copies"} < set(colours)
+    assert all(colour == STYLES[role][0] for role, colour in colours.items())
+    told = [lane for lane in lanes(chart).values() if lane.startswith("GPU kernels")]
+    assert told == [f"GPU kernels, {18 / 38:.0%} busy", f"GPU kernels, {18 / 56:.0%} busy"]
+
+
+def test_both_steps_share_one_axis_as_long_as_the_longer():
+    chart = timeline(gpu_step(9), gpu_step(90), NAMES)
+    low, high = chart.layout.xaxis.range
+    assert low < 0 and high == pytest.approx(245, rel=0.02)
+    assert len([axis for axis in chart.layout if axis.startswith("xaxis")]) == 1
+
+
+@pytest.mark.parametrize("n_kernels", [400, 20_000])
+def test_a_long_step_stays_small_and_says_from_where_on_it_merges(n_kernels):
+    chart = timeline(gpu_step(n_kernels), gpu_step(n_kernels, gap=5.0), NAMES)
+    drawn = rectangles(chart)
+    assert len(drawn) <= MAX_RECTANGLES
+    assert len(json.dumps(bundle(chart)[PLOTLY])) < 60_000
+    said = chart.table.splitlines()[-1]
+    assert said.startswith(f"{2 * (n_kernels + 6):,} events in {len(drawn):,} rectangles: within ")
+    assert chart.layout.xaxis.title.text == f"µs ({said})"
+
+
+def test_a_gap_that_can_be_seen_survives_merging():
+    early, late = gpu_step(3_000), gpu_step(3_000, start=1_000.0 + 20_000)
+    kernels = [*early.of("kernel"), *late.of("kernel")]
+    chart = timeline(Trace(kernels), Trace(kernels), NAMES)
+    one = [(start, end) for y, start, end, _ in rectangles(chart) if y == 1]
+    assert not [pair for pair in one if pair[0] < 15_000 < pair[1]]
+
+
+def test_on_a_cpu_operators_are_drawn_below_the_ranges():
+    def step() -> None:
+        with record_function(STEP_RANGE), record_function(f"{STEP_RANGE}.model"):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+
+    trace = record_trace(step)
+    chart = timeline(trace, trace, NAMES)
+    first, second, third = list(lanes(chart).values())[:3]
+    assert (first, second) == ("ranges", "ranges, depth 2") and third.startswith("operators, ")
+    assert {"GEMM", "model", "the step"} <= {bar.name for bar in chart.data}
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ChartError, match="the trace of resident holds neither"):
+        timeline(gpu_step(3), Trace([]), NAMES)
+    with pytest.raises(ChartError, match="two names, one a trace, not 1: dense"):
+        timeline(gpu_step(3), gpu_step(3), ("dense",))

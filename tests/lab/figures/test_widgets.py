@@ -1,0 +1,123 @@
+"""Controls and the figures that they redraw, in a real kernel without a page."""
+
+from ast import literal_eval
+
+import nbformat
+import pytest
+from ipywidgets import Checkbox, IntSlider, SelectionSlider
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
+
+from rosellm.lab.figures.widgets import WIDGET, Control, ControlError
+from rosellm.lab.running.gallery import PLOTLY, without_widgets
+from rosellm.lab.running.run_notebooks import kernel_environment
+
+SET_UP = """
+import sys; sys.path.insert(0, {root!r})
+import ipywidgets, plotly.graph_objects as go
+from rosellm.lab.figures.charts import show, text_table
+from rosellm.lab.figures.widgets import Control, explore
+made = []
+ipywidgets.Widget.on_widget_constructed(made.append)
+
+def draw(batch, kind):
+    if kind == "broken":
+        raise ValueError(f"no {{batch}}")
+    show(go.Figure(go.Bar(x=["a"], y=[batch])), text_table(["kind", "batch"], [[kind, batch]]))
+"""
+EXPLORE = """
+made.clear()
+sizes, kinds = Control("batch, sequences", [1, 8, 64], first=8), Control("kind", ["paged", "broken"])
+explore(draw, batch=sizes, kind=kinds)
+kinds = (ipywidgets.SelectionSlider, ipywidgets.Output)
+batch, kind, live = [one for one in made if isinstance(one, kinds)]
+"""
+REFUSED = """
+for draw in (lambda on: None, lambda on: [show(go.Figure()), show(go.Figure())]):
+    try: explore(draw, on=Control("on", True))
+    except ValueError as error: print(error)
+"""
+CELLS = {
+    "untouched": EXPLORE,
+    "moved": EXPLORE,
+    "live": "batch.value = 64; print(live.outputs[0]['data'])",
+    "error": "kind.value = 'broken'; print(live.outputs[0])",
+    "refused": REFUSED,
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory, pytestconfig) -> dict[str, list[nbformat.NotebookNode]]:
+    """Each cell's outputs after the whole notebook has run in a real kernel."""
+    sources = [SET_UP.format(root=str(pytestconfig.rootpath)), *CELLS.values()]
+    notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in kernel_environment(tmp_path_factory.mktemp("kernels")).items():
+            patch.setenv(name, value)
+        NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    return dict(zip(CELLS, (cell.outputs for cell in notebook.cells[1:]), strict=True))
+
+
+def test_the_first_drawing_is_an_ordinary_output_beside_a_view_that_is_all_widget(outputs):
+    view, picture = outputs["untouched"]
+    assert set(view.data) == {WIDGET}
+    assert picture.data[PLOTLY]["data"][0]["y"] == [8]
+    assert picture.data["text/plain"].splitlines()[-1].split() == ["paged", "8"]
+
+
+def test_a_control_redraws_in_the_output_widget_which_takes_the_place_of_the_first_drawing(outputs):
+    redrawn = literal_eval(outputs["live"][0].text)
+    assert redrawn[PLOTLY]["data"][0]["y"] == [64]
+    assert redrawn["text/plain"].splitlines()[-1].split() == ["paged", "64"]
+    assert outputs["moved"][1].data == {"text/html": ""}
+
+
+def test_an_error_while_redrawing_is_shown_as_a_cell_would_show_it(outputs):
+    error = literal_eval(outputs["error"][0].text)
+    assert (error["output_type"], error["ename"], error["evalue"]) == ("error", "ValueError", "no 64")
+    assert error["traceback"][-1] == "ValueError: no 64"
+
+
+def test_what_a_commit_keeps_is_the_first_drawing(outputs):
+    notebook = new_notebook(cells=[new_code_cell(outputs=outputs["untouched"])])
+    (kept,) = without_widgets(notebook).cells[0].outputs
+    assert PLOTLY in kept.data
+
+
+def test_a_drawing_that_is_not_exactly_one_thing_is_refused(outputs):
+    told = "the drawing must show exactly one thing; it showed"
+    assert outputs["refused"][0].text == f"{told} 0\n{told} 2\n"
+
+
+def test_each_kind_of_values_has_its_control_and_begins_as_told():
+    slider = Control("context, tokens", range(0, 1025, 64), first=256).widget()
+    assert isinstance(slider, IntSlider) and slider.description == "context, tokens"
+    assert (slider.min, slider.max, slider.step, slider.value) == (0, 1024, 64, 256)
+    assert not slider.continuous_update
+    batches = Control("batch", [1, 64, 2048]).widget()
+    assert isinstance(batches, SelectionSlider) and batches.value == 1 and not batches.continuous_update
+    assert [text for text, _ in batches.options] == ["1", "64", "2,048"]
+    rungs = Control("rung", ["dense", "paged"], first="paged").widget()
+    assert isinstance(rungs, SelectionSlider) and rungs.value == "paged"
+    box = Control("paged", False).widget()
+    assert isinstance(box, Checkbox) and box.value is False
+
+
+def test_the_last_value_of_a_range_is_reachable():
+    slider = Control("tokens", range(1, 100, 10)).widget()
+    assert slider.max == 91
+
+
+@pytest.mark.parametrize(
+    "values, first, told",
+    [
+        ([], None, "nothing to choose"),
+        (range(0), None, "nothing to choose"),
+        ([1, 2], 3, r"3 is not among \[1, 2\]"),
+        (range(0, 10, 2), 5, "5 is not among"),
+        (True, False, "leave out first=False"),
+    ],
+)
+def test_a_control_that_cannot_be_is_refused(values, first, told):
+    with pytest.raises(ControlError, match=told):
+        Control("x", values, first)

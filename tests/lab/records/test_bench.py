@@ -1,0 +1,130 @@
+"""The measurements that notebooks and records rest on."""
+
+import pytest
+import torch
+
+from rosellm.lab.records import experiments
+from rosellm.lab.records.bench import Bench, compare, forced_logits, make_prompts, run_recipe, share_equal
+from rosellm.lab.records.trace import Event, Trace
+from rosellm.models.config import ModelConfig
+from rosellm.models.model import GPT
+from rosellm.roseinfer.cache.block_tables import BUILD_RANGE, H2D_RANGE
+from rosellm.roseinfer.steps.step import STEP_RANGE
+
+RUNGS = ["dense", "paged", "no_mask", "pinned_h2d", "identity_pos"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = ModelConfig(vocab_size=61, n_positions=64, n_layers=2, n_heads=2, d_model=16)
+    return GPT.allocate(config, torch.device("cpu"), torch.float32).initialise(0, std=0.3)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return make_prompts(3, [2, 5], 61)
+
+
+def test_prompts_are_the_same_for_the_same_seed_and_cycle_through_the_lengths():
+    assert make_prompts(4, [1, 3], 50, seed=5) == make_prompts(4, [1, 3], 50, seed=5)
+    assert make_prompts(4, [1, 3], 50, seed=5) != make_prompts(4, [1, 3], 50, seed=6)
+    assert [len(p) for p in make_prompts(4, [1, 3], 50)] == [1, 3, 1, 3]
+
+
+def test_a_run_yields_every_token_it_was_asked_for(model, prompts):
+    run = run_recipe(model, "paged", prompts, 9)
+    assert [len(row) for row in run.tokens] == [9, 9, 9]
+    assert (
+        len(run.step_seconds) == 9 - 5
+    )  # after prefill, two warm-up steps, the profiler's and the counted one
+
+
+def test_comparing_two_rungs_runs_the_same_work_on_both(model, prompts):
+    before, after = compare(model, "dense", "paged", prompts, 8)
+    assert before.tokens == after.tokens
+    assert (before.name, after.name) == ("dense", "paged")
+
+
+def test_a_traced_step_holds_every_named_range_once(model, prompts):
+    trace = Bench(model, "pinned_h2d", prompts, 8).trace()
+    for name in (STEP_RANGE, BUILD_RANGE, H2D_RANGE, f"{STEP_RANGE}.kv_append", f"{STEP_RANGE}.sample"):
+        assert len(trace.ranges(name)) == 1
+    assert 0 < trace.within(f"{STEP_RANGE}.kv_append").kernels < trace.kernels
+
+
+def test_per_layer_tables_cost_operators_for_every_layer_and_pinned_ones_do_not_grow(model, prompts):
+    per_layer, pinned = (
+        Bench(model, rung, prompts, 8).trace().within(H2D_RANGE) for rung in ("no_mask", "pinned_h2d")
+    )
+    assert len(per_layer.of("op", "aten::lift_fresh")) == model.config.n_layers
+    assert len(pinned.of("op", "aten::copy_")) == 1
+
+
+def test_removing_the_mask_removes_operators_and_allocations(model, prompts):
+    paged, no_mask = (Bench(model, rung, prompts, 8).trace() for rung in ("paged", "no_mask"))
+    assert no_mask.kernels < paged.kernels
+    assert no_mask.allocations < paged.allocations
+
+
+def test_work_is_counted_in_the_range_that_launched_it_even_if_it_runs_later():
+    launched_inside = Event("kernel", "kernel", start=30.0, duration=5.0, started=3.0, on_gpu=True)
+    launched_outside = Event("kernel", "kernel", start=31.0, duration=5.0, started=12.0, on_gpu=True)
+    trace = Trace([Event("r", "range", 0.0, 10.0, 0.0), launched_inside, launched_outside])
+    assert trace.within("r").kernels == 1
+    assert trace.kernels == 2
+
+
+def test_forced_logits_do_not_depend_on_the_rung(model, prompts):
+    tokens = run_recipe(model, "dense", prompts, 8).tokens
+    dense, paged = (forced_logits(model, rung, prompts, tokens) for rung in ("dense", "identity_pos"))
+    assert dense.shape == (8, 3, 61)
+    assert torch.allclose(dense, paged, atol=1e-4)
+    assert dense.argmax(-1).T.tolist() == tokens
+
+
+def test_equality_reports_a_difference_where_there_is_one(model):
+    figures = experiments.equality(model, RUNGS, [1, 3], batch=2, new_tokens=6)
+    assert all(figures[rung]["tokens_equal"] for rung in RUNGS)
+    assert share_equal([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
+
+
+def test_counts_and_context_sweeps_cover_every_rung_and_size(model):
+    counted = experiments.counted_rungs(model, RUNGS, batch=2, new_tokens=8)
+    assert set(counted) == set(RUNGS) and all(c["step_ms"] > 0 for c in counted.values())
+    swept = experiments.step_by_context(model, ["dense", "paged"], 2, [4, 16], steps=3)
+    assert all(len(rows["step_ms"]) == 2 for rows in swept.values())
+
+
+def test_mutable_metadata_is_cheaper_to_advance_than_tuples():
+    cost = experiments.bookkeeping_cost(batch=64, layers=2, steps=64, repeats=5)
+    assert min(cost["slots"]) < min(cost["tuple"])
+
+
+@pytest.mark.gpu
+def test_host_to_device_copies_in_the_table_range_fall_from_one_a_layer_to_one():
+    model = GPT.allocate(
+        ModelConfig(vocab_size=61, n_positions=128, n_layers=3, n_heads=2, d_model=64),
+        torch.device("cuda"),
+        torch.float16,
+    ).initialise(0)
+    prompts = make_prompts(4, [2, 5], 61)
+    counts = {
+        rung: experiments.count_step(run_recipe(model, rung, prompts, 8, gate_from=1).trace, 3)
+        for rung in (
+            "paged",
+            "no_mask",
+            "pinned_h2d",
+            "cuda_graph",
+            "triton_append",
+            "identity_pos",
+            "reused_index_buffers",
+        )
+    }
+    assert counts["no_mask"]["table_copies"] == 3
+    assert counts["pinned_h2d"]["table_copies"] == 1
+    assert counts["no_mask"]["kernels"] < counts["paged"]["kernels"]
+    assert counts["cuda_graph"]["append_kernels_a_layer"] == 4
+    assert counts["triton_append"]["append_kernels_a_layer"] == 1
+    assert counts["triton_append"]["append_copies_a_layer"] == 3
+    assert counts["identity_pos"]["append_copies_a_layer"] == 2
+    assert counts["reused_index_buffers"]["append_copies_a_layer"] == pytest.approx(1 / 3)

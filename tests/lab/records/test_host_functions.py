@@ -1,0 +1,46 @@
+"""Host time by function: nothing is lost, and time belongs to the function that spends it."""
+
+import time
+from collections import namedtuple
+
+import pytest
+
+from rosellm.lab.records.host_functions import host_functions, host_table
+
+
+def spin(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def outer():
+    spin(0.004)
+    time.sleep(0.01)
+
+
+def test_a_function_has_its_own_time_and_that_of_the_c_code_it_calls():
+    functions = {f.name: f for f in host_functions(lambda: [outer(), outer()], steps=2)}
+    assert functions["`test_host_functions.spin`"].us == pytest.approx(4000, rel=0.5)
+    assert functions["`test_host_functions.outer`"].us >= 10_000
+    assert functions["`test_host_functions.outer`"].calls == 1
+
+
+def test_what_is_not_named_is_summed_up_in_the_last_row():
+    every = host_functions(lambda: [outer() for _ in range(2)], steps=2, most=9)
+    most = host_functions(lambda: [outer() for _ in range(2)], steps=2, most=1)
+    assert [f.name for f in most] == [every[0].name, f"{len(every) - 1} other functions"]
+    assert sum(f.us for f in most) == pytest.approx(sum(f.us for f in every), rel=0.5)
+
+
+def test_what_has_one_name_is_one_row_and_code_without_a_file_is_told_as_generated():
+    one, other = (namedtuple(name, "x y") for name in ("One", "Other"))
+    functions = host_functions(lambda: [one(1, 2), other(3, 4)], steps=1)
+    assert [f.calls for f in functions if f.name == "`generated.<lambda>`"] == [2]
+
+
+def test_the_table_ends_with_the_sum():
+    functions = host_functions(outer, steps=1)
+    rows = host_table(functions).splitlines()
+    assert len(rows) == 2 + len(functions) + 1
+    assert rows[-1].startswith("| **together** |")

@@ -1,0 +1,448 @@
+"""The step ledger: every microsecond of a step has one cause, and the causes sum up to the step."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import rosellm
+from rosellm.lab.figures import charts, compare
+from rosellm.lab.records import experiments, measure
+from rosellm.lab.records.bench import Bench, get_model, make_prompts
+from rosellm.lab.records.host_functions import HostFunction
+from rosellm.lab.records.ledger import (
+    PROFILED_STEP,
+    Ceiling,
+    HostTimeline,
+    Ledger,
+    LedgerError,
+    Row,
+    account,
+    floors_us,
+    live_waterfall,
+    step_ledger,
+    tokens_needed,
+    waterfall,
+)
+from rosellm.lab.records.records import ceilings, floor_us
+from rosellm.lab.records.roles import by_place, kernel_role, operator_role
+from rosellm.lab.records.trace import Event, Trace, read_trace
+from rosellm.models.config import KNOWN_SHAPES
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+from rosellm.roseinfer.steps.step import STEP_RANGE
+
+
+def kernel(name: str, start: float, duration: float, launched: float, kind: str = "kernel") -> Event:
+    return Event(name, kind, start, duration, launched, on_gpu=True)
+
+
+def on_host(name: str, start: float, end: float, kind: str = "range") -> Event:
+    return Event(name, kind, start, end - start, start)
+
+
+def steps(n: int, length: float) -> list[Event]:
+    return [on_host(PROFILED_STEP, i * length, (i + 1) * length) for i in range(n)]
+
+
+def microseconds(trace: Trace) -> dict[str, float]:
+    return {row.cause: row.us for row in account(trace)}
+
+
+def host_driven(t: float) -> list[Event]:
+    """A step of 100 µs from ``t`` on, launched kernel by kernel; 25 µs later its first kernel starts."""
+    return [
+        on_host(STEP_RANGE, t + 5, t + 95),
+        on_host(f"{STEP_RANGE}.reserve", t + 5, t + 15),
+        on_host(f"{STEP_RANGE}.model", t + 15, t + 60),
+        on_host(f"{STEP_RANGE}.sample", t + 60, t + 90),
+        on_host("cudaStreamSynchronize", t + 62, t + 70, kind="sync"),
+        kernel("_embed_kernel", t + 25, 5, launched=t + 20),
+        kernel("_add_norm_kernel", t + 32, 8, launched=t + 28),
+        kernel("nvjet_hsh_64x8", t + 45, 15, launched=t + 42),
+        kernel("Memcpy DtoH (Device -> Pinned)", t + 64, 2, launched=t + 62, kind="copy"),
+    ]
+
+
+def test_every_microsecond_of_a_host_driven_step_has_its_cause():
+    events = steps(3, 100) + [e for t in (0, 100, 200) for e in host_driven(t)]
+    assert microseconds(Trace(events)) == {
+        "embedding": 5,
+        "norm": 8,
+        "head": 15,
+        "copy DtoH": 2,
+        "between kernels": 2,  # the norm was launched while the embedding ran
+        "launch latency": 3 + 2 + 5,
+        "synchronisation": 4,  # from the copy's end until the host goes on
+        "host: model": 2 + 5,
+        "host: sample": 2 + 20,
+        "host: between the step's parts": 5,
+        "host: outside the step": 10,
+        "host: reserve": 10,
+    }
+
+
+def test_rows_sum_up_to_the_quieter_half_of_the_distances_of_first_kernels():
+    late = [e for e in host_driven(207) if e.kind != "sync"]
+    last = [e for e in host_driven(300) if e.kind != "sync"]
+    rows = account(Trace(steps(4, 100) + host_driven(0) + host_driven(100) + late + last))
+    assert sum(row.us for row in rows) == pytest.approx((100 + 93) / 2)  # of 100, 107 and 93
+    assert sum(row.share for row in rows) == pytest.approx(1)
+    assert {row.cause: row.launches for row in rows}["norm"] == 1
+
+
+def test_a_disturbed_profile_is_told():
+    quiet, disturbed = (ledger_of(ROWS, unprofiled_us=us) for us in (90.0, 80.0))
+    assert disturbed.is_disturbed and not quiet.is_disturbed
+    assert "with care" in disturbed.cross_check and "with care" not in quiet.cross_check
+
+
+def test_overlapped_time_belongs_to_the_kernel_that_started_first():
+    chain = [("_embed_kernel", 0, 10), ("_add_norm_kernel", 4, 11), ("gelu", 6, 3), ("nvjet", 15, 5)]
+    events = steps(2, 20)
+    for t in (0, 20):
+        events += [kernel(name, t + at, d, launched=t) for name, at, d in chain]
+    rows = {row.cause: (row.us, row.launches) for row in account(Trace(events))}
+    assert rows == {"embedding": (10, 1), "norm": (5, 1), "elementwise": (0, 1), "head": (5, 1)}
+
+
+def test_gaps_inside_a_graph_that_was_launched_ahead_are_between_kernels():
+    """Both graphs are launched at once; the second one's kernels start when the first one's have ended."""
+    events = [on_host(PROFILED_STEP, 0, 3), on_host(PROFILED_STEP, 3, 6)]
+    for launched, t in ((1, 10), (4, 40)):
+        events += [kernel("_add_norm_kernel", t, 10, launched), kernel("nvjet", t + 11, 17, launched)]
+    assert microseconds(Trace(events)) == {"norm": 10, "head": 17, "between kernels": 1 + 2}
+
+
+def test_what_overhangs_the_profiled_steps_is_cut_off():
+    events = steps(2, 10)
+    events += [kernel("Memcpy HtoD", -3, 5, -4, "copy"), kernel("gelu", 0, 4, 0), kernel("gelu", 10, 4, 10)]
+    events += [kernel("Memcpy DtoH", 8, 9, 7, "copy")]
+    us = microseconds(Trace(events))
+    assert (us["copy HtoD"], us["copy DtoH"], us["elementwise"]) == (2, 2, 2)
+    assert sum(us.values()) == 10
+
+
+def test_on_a_cpu_operators_and_the_host_between_them_make_the_step():
+    events = steps(2, 50)
+    for t in (0, 50):
+        events += [
+            on_host(STEP_RANGE, t + 2, t + 48),
+            on_host(f"{STEP_RANGE}.model", t + 10, t + 40),
+            on_host("aten::embedding", t + 12, t + 15, "op"),
+            on_host("aten::layer_norm", t + 16, t + 20, "op"),
+            on_host("aten::linear", t + 20, t + 30, "op"),
+            on_host("aten::argmax", t + 41, t + 44, "op"),
+        ]
+    assert microseconds(Trace(events)) == {
+        "embedding": 3,
+        "norm": 4,
+        "head": 10,
+        "sampling": 3,
+        "host: model": 2 + 1 + 10,
+        "host: between the step's parts": 8 + 1 + 4,
+        "host: outside the step": 4,
+    }
+
+
+def test_an_unknown_kernel_is_not_covered():
+    events = steps(2, 10)
+    for t in (0, 10):
+        events += [kernel("mystery", t, 1, t), kernel("gelu", t + 1, 9, t)]
+    assert ledger_of(account(Trace(events))).coverage == pytest.approx(0.9)
+
+
+def test_a_trace_without_two_steps_or_with_one_that_launched_nothing_is_refused():
+    with pytest.raises(LedgerError, match="holds 1 steps; a ledger needs two"):
+        account(Trace(steps(1, 10)))
+    with pytest.raises(LedgerError, match="launched no kernel"):
+        account(Trace([*steps(2, 10), kernel("gelu", 1, 2, 1)]))
+
+
+def test_the_innermost_range_names_the_host():
+    events = [on_host("a", 0, 10), on_host("a.b", 2, 6), on_host("a.b.c", 3, 4), on_host("d", 12, 13)]
+    host = HostTimeline(Trace(events))
+    assert [host.at(t) for t in (-1, 0, 2, 3, 4, 6, 10, 12, 13)] == [
+        "outside the step", "a", "b", "c", "b", "a", "outside the step", "d", "outside the step",
+    ]  # fmt: skip
+    assert [(s.start, s.end, s.name) for s in host.within(1, 14)] == [
+        (1, 2, "a"), (2, 3, "b"), (3, 4, "c"), (4, 6, "b"), (6, 10, "a"),
+        (10, 12, "outside the step"), (12, 13, "d"), (13, 14, "outside the step"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, role",
+    [
+        ("_paged_attention_decode_kernel", "attention"),
+        ("_append_and_attend_kernel", "attention"),
+        ("_split_decode_kernel", "attention"),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", "attention"),
+        ("_kv_append_identity_pos_kernel", "append"),
+        ("void at::native::index_elementwise_kernel<128, 4, index_put_kernel_impl<...>>", "put"),
+        ("nvjet_hsh_64x8_64x16_4x1_v_bz_splitK_TNT", "GEMM"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, __half, __half>", "GEMM"),
+        ("void gemv2T_kernel_val<int, int, __half, __half, __half, float, 128, 16, 4>", "GEMM"),
+        ("sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x64x64", "GEMM"),
+        ("_few_rows_kernel", "GEMM"),
+        ("_some_rows_kernel", "GEMM"),
+        ("_best_tokens_kernel", "head"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::Half, float>", "norm"),
+        ("_add_norm_kernel", "norm"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl>", "elementwise"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<...>", "elementwise"),
+        ("void at::native::(anonymous namespace)::indexSelectSmallIndex<c10::Half, int>", "embedding"),
+        ("void at::native::(anonymous namespace)::vectorized_gather_kernel<16, long>", "embedding"),
+        ("_embed_kernel", "embedding"),
+        ("void at::native::reduce_kernel<512, 1, ReduceOp<ArgMaxOps<float>>>", "sampling"),
+        ("_advance_kernel", "sampling"),
+        ("void cub::DeviceRadixSortOnesweepKernel<...>", "sampling"),
+        ("mystery", "other"),
+    ],
+)  # fmt: skip
+def test_kernels_are_known_by_their_names(name, role):
+    assert kernel_role(name) == role
+
+
+def test_every_triton_kernel_of_the_package_has_a_role():
+    package = Path(rosellm.__file__).parent
+    sources = "".join(path.read_text() for path in package.rglob("*.py"))
+    names = re.findall(r"@triton\.jit\ndef (\w+_kernel)\(", sources)
+    assert {"_kv_append_kernel", "_paged_attention_decode_kernel"} <= set(names)
+    assert [name for name in names if kernel_role(name) == "other"] == []
+
+
+def test_operators_are_known_by_their_names():
+    assert [operator_role(n) for n in ("aten::addmm", "mkldnn::_linear_pointwise")] == ["GEMM", "GEMM"]
+    assert operator_role("aten::index_put_") == "put"
+    assert operator_role("aten::__or__") == operator_role("aten::add_") == "elementwise"
+    assert operator_role("aten::no_such_thing") == "other"
+
+
+def test_what_stands_around_a_softmax_is_attention_and_what_follows_the_head_samples():
+    qkv = ["views", "embedding", "elementwise", "norm", "GEMM"]
+    attention = ["views", "elementwise", "product", "softmax", "product", "views"]
+    rest = ["product", "elementwise", "norm", "GEMM", "elementwise", "product"]
+    end = ["norm", "product", "elementwise", "softmax", "other"]
+    assert by_place(qkv + attention + rest + end) == [
+        "inputs", "embedding", "elementwise", "norm", "GEMM", *["attention"] * 6, "GEMM",
+        "elementwise", "norm", "GEMM", "elementwise", "GEMM", "norm", "head", "sampling", "sampling", "other",
+    ]  # fmt: skip
+
+
+def test_what_surrounds_a_scatter_is_the_append_unless_it_follows_the_head():
+    layer = ["norm", "GEMM", "views", "elementwise", "put", "elementwise", "put", "attention", "GEMM"]
+    assert by_place([*layer, "norm", "GEMM", "elementwise", "put"]) == [
+        "norm", "GEMM", *["append"] * 5, "attention", "GEMM", "norm", "head", "sampling", "sampling",
+    ]  # fmt: skip
+
+
+def test_a_kernel_takes_the_role_of_the_range_or_the_operator_that_launched_it():
+    plain = "void at::native::vectorized_elementwise_kernel<4>"
+    events = steps(2, 30)
+    for t in (0, 30):
+        events += [
+            on_host(f"{STEP_RANGE}.model", t, t + 10),
+            on_host("aten::softmax", t + 1, t + 3, "op"),
+            on_host(f"{STEP_RANGE}.kv_append", t + 10, t + 20),
+            kernel(plain, t + 10, 6, launched=t + 2),
+            kernel(plain, t + 16, 24, launched=t + 12),
+        ]
+    assert microseconds(Trace(events)) == {"attention": 6, "append": 24}
+
+
+def test_a_trace_file_tells_where_the_host_waited_for_the_device(tmp_path):
+    wait = {
+        "cat": "cuda_runtime",
+        "name": "cudaStreamSynchronize",
+        "ts": 5,
+        "dur": 2,
+        "args": {"correlation": 1},
+    }
+    launch = {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 1, "dur": 1, "args": {"correlation": 7}}
+    nodes = [{"cat": "kernel", "name": "k", "ts": at, "dur": 1, "args": {"correlation": 7}} for at in (3, 4)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [wait, launch, *nodes]}))
+    trace = read_trace(path)
+    assert [(e.start, e.duration) for e in trace.of("sync")] == [(5, 2)]
+    assert [e.started for e in trace.of("kernel")] == [1, 1]  # nodes of a graph: when the graph was launched
+
+
+def ledger_of(rows, name="here", **changes) -> Ledger:
+    step = sum(row.us for row in rows)
+    values = {
+        "step_us": step,
+        "unprofiled_us": step / 2,
+        "steps": 2,
+        "on_gpu": True,
+        "batch": 8,
+        "context": 9.5,
+        "functions": (
+            HostFunction("`step.HostStep.__call__`", 30.0, 1),
+            HostFunction("9 others", 10.0, 12.5),
+        ),
+    }
+    return Ledger(name, tuple(rows), **values | changes)
+
+
+ROWS = (
+    Row("GEMM", "work", 60.0, 0.6, 48, 30.0),
+    Row("head", "work", 10.0, 0.1, 1, 5.0),
+    Row("copy HtoD", "copies", 5.0, 0.05, 2),
+    Row("between kernels", "gaps", 15.0, 0.15, 40),
+    Row("host: sample", "host", 6.0, 0.06, 1),
+    Row("host: model", "host", 4.0, 0.04, 3),
+)  # fmt: skip
+
+
+def test_a_ledger_survives_its_record():
+    ledger = ledger_of(ROWS)
+    record = json.loads(json.dumps(ledger.as_dict()))
+    assert Ledger.from_dict(record) == ledger
+    assert (record["coverage"], record["floor_us"]) == (1, 35)
+    assert record["busy"] == pytest.approx(0.75)
+
+
+def test_the_table_lists_every_row_and_says_what_the_profiler_adds():
+    table = ledger_of(ROWS).table().splitlines()
+    assert table[2] == "| GEMM | 60.0 | 60.0 % | 48 | 30.0 |"
+    assert len(table) == 2 + len(ROWS) + 3
+    assert "profiled step takes 100 µs, an un-profiled one 50.0 µs (+100.0 %)" in table[-1]
+
+
+def test_the_chart_is_a_bar_of_the_step_and_one_of_its_floor():
+    chart = ledger_of(ROWS).chart()
+    totals = [n.text for n in chart.layout.annotations]
+    assert totals == ["<b>100 µs</b>", "<b>35.0 µs</b>"]
+    assert [bar.name for bar in chart.data] == ["GEMM", "head", "copies", "between kernels", "host"]
+    assert chart.data[0].text == ("GEMM 60.0", "GEMM 30.0")
+    assert chart.data[-1].x == (10, None)
+
+
+def test_without_floors_the_chart_is_one_bar():
+    rows = [Row("GEMM", "work", 5.0, 1.0, 4)]
+    assert [n.text for n in ledger_of(rows).chart().layout.annotations] == ["<b>5.00 µs</b>"]
+
+
+def test_a_waterfall_leads_from_one_step_to_the_other():
+    after = [Row("GEMM", "work", 40.0, 0.5, 48), Row("norm", "work", 15.0, 0.2, 1), ROWS[3], ROWS[1]]
+    chart = waterfall(ledger_of(ROWS, "old"), ledger_of(after, "new"))
+    assert chart.layout.yaxis.ticktext == ("<b>old</b>", "GEMM", "host", "copies", "norm", "<b>new</b>")
+    assert chart.data[0].x == (100, -20, -10, -5, 15, 80)
+    assert chart.data[0].base == (0, 100, 80, 70, 65, 0)
+
+
+def test_floors_agree_with_the_bytes_floor_of_the_records():
+    """Which leaves out activations: a few percent."""
+    bytes_per_us = ceilings()["device_copy_TB_s"] * 1e6
+    floors = floors_us(KNOWN_SHAPES["gpt2"], 64, 1 + 256, 2, Ceiling(bytes_per_us, 1e12))
+    together = floors["GEMM"] + floors["head"] + floors["attention"]
+    assert floor_us("W2") < together < floor_us("W2") * 1.1
+
+
+def test_a_floor_is_set_by_operations_where_they_take_longer_than_the_bytes():
+    shape = KNOWN_SHAPES["gpt2"]
+    slow = floors_us(shape, 1024, 1, 2, Ceiling(4e6, 1e6))
+    assert slow["head"] == 2 * 1024 * shape.vocab_size * shape.d_model / 1e6
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return get_model("rose-tiny", "cpu")
+
+
+@pytest.mark.parametrize("rung", ["dense", "reused_index_buffers", "resident_step", list(LADDER)[-1]])
+def test_a_live_step_on_a_cpu_is_accounted_for(tiny, rung):
+    prompts = make_prompts(4, [3, 9], tiny.config.vocab_size)
+    ledger = step_ledger(Bench(tiny, rung, prompts, tokens_needed(3) + 1), steps=3)
+    rows = {row.cause: row for row in ledger.rows}
+    assert ledger.coverage >= 0.95
+    assert sum(row.us for row in ledger.rows) == pytest.approx(ledger.step_us)
+    assert ledger.step_us > 0 and ledger.unprofiled_us > 0
+    assert rows["GEMM"].launches == 4 * tiny.config.n_layers
+    assert rows["norm"].launches == 2 * tiny.config.n_layers + 1
+    assert rows["head"].launches == 1
+    assert rows["attention"].us > 0
+    assert ledger.floor_us is None and not ledger.on_gpu
+    host_us = sum(function.us for function in ledger.functions)
+    assert any(".forward" in f.name or "_ref" in f.name for f in ledger.functions)
+    assert 0.2 * ledger.unprofiled_us < host_us
+
+
+def test_one_call_shows_the_chart_and_both_tables(monkeypatch):
+    shown = []
+    monkeypatch.setattr(charts, "show", shown.append)
+    monkeypatch.setattr(compare, "say", shown.append)
+    ledger_of(ROWS).show()
+    chart, text = shown
+    assert isinstance(chart, charts.Chart)
+    assert "| GEMM |" in text and "| `step.HostStep.__call__` | 30.0 | 75.0 % | 1 |" in text
+    assert "| **together** | **40.0** | 100.0 % | |" in text
+
+
+def test_two_recipes_are_compared_here_and_now(tiny):
+    prompts = make_prompts(2, [3, 9], tiny.config.vocab_size)
+    table = live_waterfall(tiny, "dense", "paged", prompts, steps=2).table.splitlines()
+    assert table[2].split()[0] == "dense" and table[-1].split()[0] == "paged"
+    *changes, last = (float(line.split()[-1].replace(",", "").replace("−", "-")) for line in table[2:])
+    assert sum(changes) == pytest.approx(last, rel=0.01)
+
+
+def test_the_context_is_that_of_the_profiled_steps(tiny):
+    bench = Bench(tiny, "paged", make_prompts(2, [10, 20], tiny.config.vocab_size), tokens_needed(3) + 1)
+    ledger = step_ledger(bench, steps=3)
+    later = 2 * (3 + 1)  # un-profiled ones, and those whose functions are timed
+    cached = sum(s.n_cached for s in bench.sequences) / 2 - later  # after the step that only ends the third
+    assert ledger.context == (cached - 4 + cached - 2) / 2
+
+
+def test_too_little_room_and_bad_numbers_of_steps_are_told(tiny):
+    bench = Bench(tiny, "paged", make_prompts(1, 2, tiny.config.vocab_size), 12)
+    with pytest.raises(
+        LedgerError, match="decodes 26 tokens a sequence and the bench has room for 11; give it 15"
+    ):
+        step_ledger(bench, steps=3)
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(LedgerError, match="whole number, 1 or more"):
+            step_ledger(bench, steps=wrong)
+
+
+def test_the_experiment_gives_a_ledger_a_rung_near_the_context_asked_for(tiny):
+    figures = experiments.ledgers(tiny, ["paged", "one_table"], batch=2, context=60, steps=2)
+    assert list(figures) == ["paged", "one_table"]
+    for rung, figure in figures.items():
+        assert Ledger.from_dict(figure).name == rung
+        assert figure["context"] == pytest.approx(60, abs=4)
+
+
+def test_the_recorded_ledgers_are_those_of_every_rung_at_the_workloads_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "LEDGER_WORKLOADS", ("W3",))
+    asked = []
+    monkeypatch.setattr(
+        measure.experiments,
+        "ledgers",
+        lambda model, rungs, batch, context: asked.append((rungs, batch, context)),
+    )
+    options = ["--device", "cpu", "--load-format", "auto", "--model", "rose-tiny", "--output", str(tmp_path)]
+    assert measure.main([*options, "--workloads", "", "--experiments", "ledger,ledger_w6"]) == 0
+    assert asked == [(list(LADDER), 256, 32), ([BEST_RUNG], 1024, 256)]
+    assert "256" in json.loads((tmp_path / "ledger.json").read_text())["figures"]
+    assert (tmp_path / "ledger_w6.json").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", list(LADDER))
+def test_a_live_step_on_a_gpu_is_accounted_for(rung):
+    model = get_model("rose-tiny", "cuda")
+    prompts = make_prompts(8, [3, 9], model.config.vocab_size)
+    ledger = step_ledger(Bench(model, rung, prompts, tokens_needed(4) + 1, gate_from=1), steps=4)
+    rows = {row.cause: row for row in ledger.rows}
+    assert ledger.on_gpu and ledger.coverage >= 0.95
+    assert sum(row.us for row in ledger.rows) == pytest.approx(ledger.step_us)
+    if rung == "persistent_kernel":
+        assert rows["layers"].launches == 1
+    else:
+        assert rows["GEMM"].launches >= 4 * model.config.n_layers
+        assert rows["attention"].launches >= model.config.n_layers
+    assert rows["head"].us > 0
+    assert 0 < ledger.floor_us < ledger.step_us

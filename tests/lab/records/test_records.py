@@ -1,0 +1,182 @@
+"""Records are found by device, workload and rung; errors list what there is; floors come from shapes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rosellm.lab.records import records
+from rosellm.lab.records.records import (
+    RecordError,
+    ceilings,
+    find,
+    floor_tok_s,
+    floor_us,
+    ms,
+    number,
+    percent_change,
+    rival_forms,
+    rivals,
+)
+from rosellm.roseinfer.bench.record import across_repeats, new_record
+from rosellm.roseinfer.bench.workloads import WORKLOADS
+
+DEVICE = "nvidia-h200"
+
+
+def write(folder: Path, name: str, time: str, record: dict) -> None:
+    env = {
+        "device_name": "NVIDIA H200",
+        "driver": "580.1",
+        "torch": "2.11.0",
+        "triton": None,
+        "time_utc": time,
+    }
+    path = folder / DEVICE / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record | {"environment": env}))
+
+
+def measured(mode: str, *tok_s: float) -> dict:
+    repeats = [
+        {"total_throughput_tok_s": x, "decode_throughput_tok_s": 2 * x, "ttft_p50_s": 0.1} for x in tok_s
+    ]
+    return {"results": {mode: across_repeats(repeats)}}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write(tmp_path, "W3-paged", "2026-11-21T10:00:00+00:00", measured("online", 30.0, 10.0, 20.0))
+    write(tmp_path, "W3-dense", "2026-11-22T10:00:00+00:00", measured("online", 5.0))
+    write(tmp_path, "W3-custom", "2026-11-20T10:00:00+00:00", measured("online", 1.0))
+    write(tmp_path, "W4-dense", "2026-11-20T10:00:00+00:00", measured("streaming", 7.0))
+    write(tmp_path, "kv_append", "2026-11-19T10:00:00+00:00", {"rows": [1, 2]})
+    return tmp_path
+
+
+def test_a_value_is_the_median_over_the_repeats_under_its_long_or_short_name(folder):
+    results = find(DEVICE, folder)
+    assert results.value("W3", "paged") == 20
+    assert results.value("W3", "paged", "decode_tok_s") == 40
+    assert results.value("W3", "paged", "ttft_p50_s") == 0.1
+    assert results.repeats("W3", "paged", "total_tok_s") == [30, 10, 20]
+    assert results.value("W4", "dense") == 7
+
+
+def test_rungs_come_in_the_ladders_order_and_then_others(folder):
+    results = find(DEVICE, folder)
+    assert results.rungs("W3") == ["dense", "paged", "custom"]
+    assert results.values("W3") == {"dense": 5, "paged": 20, "custom": 1}
+    assert results.rungs("W7") == []
+
+
+def test_other_files_are_loaded_by_their_name(folder):
+    assert find(DEVICE, folder).load("kv_append")["rows"] == [1, 2]
+
+
+def test_the_environment_is_that_of_the_newest_record_or_the_one_named(folder):
+    results = find(DEVICE, folder)
+    assert results.device_name == "NVIDIA H200"
+    assert results.environment_line() == "NVIDIA H200 · driver 580.1 · torch 2.11.0 · 2026-11-22"
+    assert results.environment_line("kv_append").endswith("2026-11-19")
+
+
+def test_a_record_written_by_the_benchmarks_is_understood(tmp_path):
+    (tmp_path / "cpu").mkdir()
+    record = new_record("scheduler", torch.device("cpu"), **measured("online", 3.0))
+    (tmp_path / "cpu" / "W1-dense.json").write_text(json.dumps(record))
+    results = find("cpu", tmp_path)
+    assert results.value("W1", "dense") == 3
+    assert results.environment_line().startswith(f"{results.device_name} · torch {torch.__version__}")
+
+
+@pytest.mark.parametrize(
+    "ask, told",
+    [
+        (lambda r: r.record("W3", "nope"), "nvidia-h200 has no W3 of 'nope': there are dense, paged, custom"),
+        (lambda r: r.record("W7", "dense"), "nvidia-h200 has no W7 of 'dense': there are none"),
+        (lambda r: r.value("W4", "dense", "nope"), "no figure is called 'nope': there are total_throughput"),
+        (lambda r: r.load("counts"), "has no record 'counts': there are W3-custom, W3-dense"),
+        (lambda r: r.environment_line("nope"), "has no record 'nope'"),
+        (lambda r: floor_us("W9"), "workload 'W9' is unknown: there are W0, W1"),
+        (lambda r: percent_change(0, 1), "other than 0"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_what_does(folder, ask, told):
+    with pytest.raises(RecordError, match=told):
+        ask(find(DEVICE, folder))
+
+
+def test_an_unknown_device_is_refused_with_those_known(folder):
+    with pytest.raises(RecordError, match="no records of device 'tpu': there are nvidia-h200"):
+        find("tpu", folder)
+
+
+def test_a_broken_file_and_a_folder_without_environments_are_refused(tmp_path):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "broken.json").write_text("{")
+    with pytest.raises(RecordError, match=r"broken\.json in cpu is not JSON"):
+        find("cpu", tmp_path).load("broken")
+    (tmp_path / "cpu" / "broken.json").write_text("{}")
+    with pytest.raises(RecordError, match="no record of cpu tells its environment: broken"):
+        find("cpu", tmp_path).environment_line()
+
+
+def test_results_are_found_in_the_working_folder_where_the_package_is_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(records.rosellm, "__file__", str(tmp_path / "site" / "rosellm" / "__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecordError, match="no folder notebooks/results"):
+        records.results_folder()
+    (tmp_path / "results").mkdir()
+    assert records.results_folder() == Path("results")
+
+
+def test_rivals_are_listed_by_workload_and_say_what_they_count():
+    assert rivals("W3")["vLLM 0.22.1"]["W3"] == 65533
+    assert set(rivals("W0")) == {"vLLM 0.22.1"}
+    assert all(set(values) <= set(WORKLOADS) for values in rivals().values())
+    assert set(rival_forms()) == set(rivals())
+    assert ceilings()["device_copy_TB_s"] == 4.26
+
+
+@pytest.mark.parametrize(
+    "workload, us", [("W0", 60), ("W1", 69), ("W2", 200), ("W3", 133), ("W4", 131), ("W5", 65), ("W6", 2300)]
+)
+def test_the_floors_are_those_of_the_specification_within_four_percent(workload, us):
+    assert floor_us(workload) == pytest.approx(us, rel=0.04)
+
+
+def test_a_floor_is_weights_and_cached_tokens_over_bandwidth():
+    weights = (50257 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768) * 2
+    assert floor_us("W2") == pytest.approx((weights + 64 * (1 + 256) * 36_864) / 4.26e6)
+    assert floor_tok_s("W2") == pytest.approx(64 / floor_us("W2") * 1e6)
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0, "0"),
+        (7, "7"),
+        (65533, "65,533"),
+        (1907.93, "1,908"),
+        (99.96, "100"),
+        (12.345, "12.3"),
+        (9.996, "10.0"),
+    ]
+    + [
+        (0.9996, "1.00"),
+        (0.0123, "0.0123"),
+        (-2.5, "−2.50"),
+        (1e-7, "1e−07"),
+        (None, "–"),
+        (float("nan"), "–"),
+    ],
+)
+def test_numbers_are_written_for_readers(value, text):
+    assert number(value) == text
+
+
+def test_units_and_changes_are_written_for_readers():
+    assert ms(8.4) == "8.40 ms"
+    assert (percent_change(2100, 2155), percent_change(8.46, 8.40)) == ("+2.6 %", "−0.7 %")

@@ -1,0 +1,161 @@
+"""The committed records show what the ladder claims (the floors that every rung had to pass)."""
+
+import pytest
+
+from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.records import find, rivals
+from rosellm.models.config import ModelConfig
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+
+RESULTS = find()
+RUNGS = list(LADDER)
+COUNTS = RESULTS.load("counts")["figures"]
+
+
+def from_rung(first: str) -> list[str]:
+    return RUNGS[RUNGS.index(first) :]
+
+
+@pytest.mark.parametrize(
+    ("workload", "first", "figure", "least"),
+    [
+        ("W1", "pinned_h2d", "decode_tok_s", 1_113),
+        ("W2", "pinned_h2d", "decode_tok_s", 6_600),
+        ("W3", "triton_append", "decode_tok_s", 31_600),
+        ("W4", "identity_pos", "total_tok_s", 10_814),
+        ("W5", "mutable_block_info", "total_tok_s", 1_286),
+    ],
+)
+def test_no_rung_is_slower_than_the_code_that_first_took_its_step(workload, first, figure, least):
+    for rung in from_rung(first):
+        assert RESULTS.value(workload, rung, figure) >= least, rung
+
+
+def test_the_whole_of_w3_profits_from_batched_prefill():
+    assert RESULTS.value("W3", BEST_RUNG) >= 25_000
+
+
+def test_the_mask_removal_removes_kernels_and_the_pinned_copy_eleven_of_twelve():
+    at = COUNTS["8"]
+    assert at["no_mask"]["kernels"] < at["paged"]["kernels"]
+    assert at["no_mask"]["table_copies"] == 12
+    assert at["pinned_h2d"]["table_copies"] == 1
+
+
+def test_the_triton_append_is_one_kernel_a_layer_instead_of_four():
+    at = COUNTS["256"]
+    assert at["cuda_graph"]["append_kernels_a_layer"] == 4
+    assert at["triton_append"]["append_kernels_a_layer"] == 1
+
+
+def test_identity_pos_makes_no_batch_idx_where_the_generic_append_does():
+    mixed = COUNTS["256 mixed"]
+    assert mixed["full_batch"]["append_copies_a_layer"] == 3  # batch_idx, block_idx, pos
+    assert mixed["identity_pos"]["append_copies_a_layer"] == 2  # block_idx, pos
+
+
+def test_tokens_of_every_rung_are_those_of_dense_in_fp32_and_logits_close_in_fp16():
+    equality = RESULTS.load("equality")["figures"]
+    for rung in RUNGS:
+        assert equality["float32"][rung]["tokens_equal"], rung
+        half = equality["float16"][rung]
+        assert half["tokens_equal"] or half["gap_at_first_difference"] < 0.02 * half["logit_deviation"], rung
+        assert half["max_logit_difference"] < 0.02 * half["logit_deviation"], rung
+        assert half["share_of_tokens_equal"] > 0.9, rung
+
+
+def test_the_append_kernel_is_within_its_time():
+    rows = {(row["batch_size"], row["variant"]): row for row in RESULTS.load("kv_append")["rows"]}
+    for variant in ("generic", "full_batch", "identity_pos"):
+        assert rows[256, variant]["medians_s"]["device_rotating"] <= 6e-6
+        large = rows[2048, variant]
+        assert large["medians_s"]["device_rotating"] <= 2 * large["floor_s"]
+
+
+def test_every_record_names_its_gpu_versions_and_commit():
+    for name in RESULTS.names():
+        environment = RESULTS.load(name)["environment"]
+        for field in (
+            "device_name",
+            "driver",
+            "torch",
+            "triton",
+            "transformers",
+            "python",
+            "rosellm",
+            "git_commit",
+        ):
+            assert environment[field], f"{name} lacks {field}"
+
+
+# The GPU-resident step.
+
+
+@pytest.mark.parametrize(
+    ("workload", "least"),
+    [("W0", 5_000), ("W1", 35_000), ("W4", 150_000), ("W5", 33_000), ("W6", 240_000), ("W7", 105_000)],
+)
+def test_the_best_rung_reaches_what_it_was_meant_to(workload, least):
+    assert RESULTS.value(workload, BEST_RUNG) >= least
+
+
+@pytest.mark.parametrize("workload", ["W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7"])
+def test_the_best_rung_is_past_vllm_on_every_workload(workload):
+    vllm = next(figures for name, figures in rivals().items() if name.startswith("vLLM"))
+    assert min(RESULTS.repeats(workload, BEST_RUNG)) > vllm[workload]
+
+
+@pytest.mark.parametrize("workload", ["W2", "W3"])
+def test_the_slowest_steps_are_near_the_median(workload):
+    figures = RESULTS.record(workload, BEST_RUNG)["results"]["online"]["medians"]
+    assert figures["decode_step_p99_s"] <= 1.3 * figures["decode_step_p50_s"]
+
+
+@pytest.mark.parametrize("workload", ["W0", "W1", "W2", "W3", "W4", "W5", "W6", "W7"])
+def test_memory_is_weights_and_cache_and_little_more(workload):
+    record = RESULTS.record(workload, BEST_RUNG)
+    (result,) = record["results"].values()
+    shape = ModelConfig.from_hf(record["model_shape"])
+    cache = record["num_kv_blocks"] * record["block_size"] * shape.kv_bytes_per_token(2)
+    weights = 2 * shape.n_parameters
+    assert result["medians"]["peak_gpu_memory_bytes"] <= weights + cache + 1.5 * 2**30
+
+
+def test_the_ledgers_account_for_the_step_and_the_gpu_is_busy():
+    for batch, rungs in RESULTS.load("ledger")["figures"].items():
+        for rung, figures in rungs.items():
+            assert Ledger.from_dict(figures).coverage >= 0.95, (batch, rung)
+    largest = RESULTS.load("ledger_w6")["figures"]
+    for figures in (*map(RESULTS.load("ledger")["figures"].get, ("64", "256")), largest):
+        assert figures[BEST_RUNG]["busy"] >= 0.95
+
+
+def test_a_fresh_process_has_its_first_tokens_soon():
+    assert max(RESULTS.load("cold_start")["figures"]["seconds"]["compiled anew"]) <= 15
+
+
+def test_on_two_cores_a_batch_of_eight_is_past_transformers():
+    """GPT-2 small's shape, fp32, 64 new tokens each; both in turn in one process."""
+    results = find("cpu")
+    ours, theirs = (
+        results.load(f"W1-{rival}")["results"]["offline"]["medians"]["total_throughput_tok_s"]
+        for rival in ("rosellm", "transformers")
+    )
+    assert ours >= 1.2 * theirs
+
+
+# What an engine keeps to when it is pressed.
+
+
+def test_a_quarter_of_the_kv_blocks_leaves_most_of_the_throughput():
+    figures = RESULTS.load("kv_pressure")["figures"]
+    assert all(one["ratio"] >= 0.7 for one in figures.values())
+    assert all(run["preemptions"] > 0 for run in figures["W6"]["tight"]["repeats"])
+
+
+def test_batch_invariance_costs_little_on_large_batches_and_changes_no_bit():
+    figures = RESULTS.load("determinism")["figures"]
+    assert figures["cost"]["W2"]["cost"] <= 0.1 and figures["cost"]["W3"]["cost"] <= 0.1
+    for dtype, bits in figures["bits"].items():
+        assert not any(bits["invariant"].values()), dtype
+        assert any(bits["fast"].values()), dtype

@@ -1,0 +1,189 @@
+"""Measurements of an engine under pressure, and of bits in any company."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+import torch
+
+from rosellm.errors import PromptError
+from rosellm.lab.records import robustness
+from rosellm.lab.records.robustness import (
+    bits_changed,
+    determinism_cost,
+    final_logits,
+    invariance,
+    kv_pressure,
+)
+from rosellm.roseinfer.bench.workloads import Workload
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import BEST_RUNG
+from tests.helpers import random_model, random_prompts, small_config
+
+MODEL = random_model(0, small_config(n_positions=256))
+PROBE, *COMPANY = random_prompts([70, 3, 65, 20], seed=3)
+TOKENS = 6
+
+
+def test_bits_changed_counts_elements_not_bits_or_values():
+    a = torch.tensor([0.0, 1.0, float("nan"), 3.0])
+    b = torch.tensor([-0.0, 1.0, float("nan"), -4.0])
+    assert bits_changed(a, b) == 2
+    assert bits_changed(a, a.clone()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_bits_changed_sees_a_difference_of_one_step(dtype):
+    a = torch.ones(3, 4, dtype=dtype)
+    b = a.clone()
+    b[1, 2] += torch.finfo(dtype).eps
+    assert bits_changed(a, b) == 1
+    assert bits_changed(a.t(), b.t()) == 1
+
+
+def engine_of(**options) -> Engine:
+    return Engine(MODEL, **({"max_batch_size": 8, "num_kv_blocks": 40, "block_size": 16} | options))
+
+
+CIRCUMSTANCES = {
+    "again": {},
+    "one other": {"company": COMPANY[:1]},
+    "three others": {"company": COMPANY},
+    "chunks of 64": {"chunk": 64},
+    "preempted": {"preempted_after": 3},
+    "preempted, in chunks, in company": {"preempted_after": 2, "chunk": 64, "company": COMPANY},
+}
+
+
+@pytest.fixture(scope="module")
+def invariant() -> tuple[Engine, torch.Tensor]:
+    engine = engine_of(deterministic=True)
+    return engine, final_logits(engine, PROBE, TOKENS)
+
+
+@pytest.mark.parametrize("case", CIRCUMSTANCES)
+def test_final_logits_in_the_mode_are_bitwise_those_of_the_request_alone(case, invariant):
+    engine, alone = invariant
+    logits = final_logits(engine, PROBE, TOKENS, **CIRCUMSTANCES[case])
+    assert logits.shape == (MODEL.config.vocab_size,)
+    assert bits_changed(alone, logits) == 0
+    engine.check_integrity()
+    assert engine.available_blocks() == engine.num_kv_blocks
+
+
+def test_final_logits_with_a_cached_prefix_are_bitwise_those_without(invariant):
+    engine = engine_of(deterministic=True, prefix_cache=True)
+    first, again = (final_logits(engine, PROBE, TOKENS) for _ in range(2))
+    assert engine.prefix_cache.hits > 0
+    assert bits_changed(invariant[1], first) == bits_changed(invariant[1], again) == 0
+
+
+def test_final_logits_are_those_the_last_token_was_chosen_from():
+    engine = engine_of()
+    made = []
+    make_sequence = engine.make_sequence
+    engine.make_sequence = lambda *arguments: made.append(make_sequence(*arguments)) or made[-1]
+    for n, company in ((1, []), (2, COMPANY), (TOKENS, COMPANY)):
+        logits = final_logits(engine, PROBE, n, company=company)
+        probe = made[-1]
+        assert probe.prompt == PROBE
+        assert probe.n_output == n
+        assert int(logits.argmax()) == probe.last_token
+
+
+def test_final_logits_preempts_by_giving_up_all_blocks():
+    engine = engine_of(deterministic=True)
+    released, release = [], engine.release
+
+    def note_and_release(sequence):
+        released.append((sequence.n_output, len(sequence.block_ids[0])))
+        release(sequence)
+
+    engine.release = note_and_release
+    final_logits(engine, PROBE, TOKENS, preempted_after=3)
+    assert [n_output for n_output, _ in released] == [3, TOKENS]
+    assert all(blocks > 0 for _, blocks in released)
+
+
+def test_without_the_mode_bits_do_change_in_company():
+    engine = engine_of(recipe="packed_prefill")
+    alone = final_logits(engine, PROBE, TOKENS)
+    assert bits_changed(alone, final_logits(engine, PROBE, TOKENS, company=COMPANY * 2)) > 0
+
+
+def test_invariance_asks_every_circumstance_with_and_without_the_mode():
+    figures = invariance(MODEL, [1, 2, 4], prompt_tokens=70, new_tokens=6)
+    hows = {"1 together", "2 together", "4 together"}
+    hows |= {"prompt in chunks of 64", "prefix from the cache", "preempted"}
+    assert set(figures) == {"fast", "invariant"}
+    assert set(figures["fast"]) == set(figures["invariant"]) == hows
+    assert set(figures["invariant"].values()) == {0}
+    assert figures["fast"]["1 together"] == 0
+    assert max(figures["fast"].values()) <= MODEL.config.vocab_size
+
+
+@pytest.fixture(scope="module")
+def pressure() -> dict:
+    return kv_pressure(MODEL, 6, 20, 30, share=0.4, repeats=3, block_size=16, recipe=BEST_RUNG)
+
+
+def test_a_tight_pool_preempts_and_an_ample_one_does_not(pressure):
+    assert pressure["ample"]["num_kv_blocks"] == 6 * 4
+    assert pressure["tight"]["num_kv_blocks"] == 9
+    assert all(run["preemptions"] > 0 for run in pressure["tight"]["repeats"])
+    assert all(run["preemptions"] == 0 for run in pressure["ample"]["repeats"])
+
+
+def test_a_tight_pool_changes_no_token(pressure):
+    runs = pressure["tight"]["repeats"] + pressure["ample"]["repeats"]
+    assert len({run["tokens_sha256"] for run in runs}) == 1
+
+
+def test_a_tight_pool_has_room_for_one_request_at_least():
+    figures = kv_pressure(MODEL, 2, 20, 30, share=0.01, repeats=1, block_size=16)
+    assert figures["tight"]["num_kv_blocks"] == 4
+
+
+def test_ratio_and_throughput_are_of_medians_of_all_repeats(pressure):
+    medians = {}
+    for name in ("ample", "tight"):
+        repeats = pressure[name]["repeats"]
+        assert len(repeats) == 3
+        assert all(set(run) == set(robustness.KEPT) for run in repeats)
+        medians[name] = median(run["total_throughput_tok_s"] for run in repeats)
+        assert pressure[name]["tok_s"] == medians[name] > 0
+    assert pressure["ratio"] == medians["tight"] / medians["ample"]
+    asked = {"requests": 6, "prompt_tokens": 20, "new_tokens": 30, "share": 0.4}
+    assert {key: pressure[key] for key in asked} == asked
+
+
+def test_the_repeat_that_warms_up_is_not_kept(monkeypatch):
+    turns = iter([100.0, 200.0, 1.0, 5.0, 3.0, 6.0, 2.0, 7.0])  # of a and b by turns
+
+    def fake(*_):
+        kept = dict.fromkeys(robustness.KEPT, 0) | {"total_throughput_tok_s": next(turns)}
+        return {"repeats": [kept | {"not kept": 1}]}
+
+    monkeypatch.setattr(robustness, "run_scheduler_benchmark", fake)
+    runs = robustness.in_turns({"a": engine_of(), "b": engine_of()}, [PROBE], 2, repeats=3)
+    assert [run["total_throughput_tok_s"] for run in runs["a"]["repeats"]] == [1.0, 3.0, 2.0]
+    assert (runs["a"]["tok_s"], runs["b"]["tok_s"]) == (2.0, 6.0)
+
+
+def test_determinism_cost_is_the_share_of_throughput_lost():
+    workload = Workload("mine", num_requests=3, max_new_tokens=4, max_batch_size=2, prompt_tokens=5)
+    figures = determinism_cost(MODEL, workload, repeats=2)
+    assert set(figures) == {"cost", "fast", "invariant"}
+    assert figures["cost"] == 1 - figures["invariant"]["tok_s"] / figures["fast"]["tok_s"]
+    assert all(len(figures[name]["repeats"]) == 2 for name in ("fast", "invariant"))
+
+
+def test_determinism_cost_takes_prompts_of_one_token_where_a_workload_names_text():
+    workload = Workload("mine", num_requests=1, max_new_tokens=2, max_batch_size=1)
+    assert determinism_cost(MODEL, workload, repeats=1)["fast"]["num_kv_blocks"] == 1
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
+    with pytest.raises(PromptError, match=r"needs 5 KV blocks.*has 4"):
+        final_logits(engine_of(num_kv_blocks=4), PROBE, TOKENS)

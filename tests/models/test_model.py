@@ -1,0 +1,136 @@
+"""The model against ``transformers``, and what its interface promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rosellm.models.attention import CausalAttention, masked_attention
+from rosellm.models.config import KNOWN_SHAPES
+from rosellm.models.model import GPT
+from rosellm.models.weights import save_model
+from tests.helpers import CPU, random_model, random_prompts, small_config, uncached_logits
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_logits_equal_those_of_transformers(tmp_path, seed, tie, device):
+    from transformers import GPT2LMHeadModel
+
+    gpt = random_model(seed, small_config(tie_embeddings=tie, n_heads=4, d_ff=48))
+    save_model(gpt, tmp_path, torch.float32)
+    theirs = GPT2LMHeadModel.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    for prompt in random_prompts([1, 5, 64], seed):
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([prompt])).logits[0]
+        found = uncached_logits(gpt.to(device), prompt).cpu()
+        assert expected.abs().max() > 1
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [1, 7, 3], [5]], ids=str)
+def test_packed_sequences_do_not_see_each_other(lengths):
+    gpt, prompts = random_model(0), random_prompts(lengths)
+    ids = torch.tensor([token for prompt in prompts for token in prompt])
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    with torch.inference_mode():
+        together = gpt.logits(gpt(ids, positions, CausalAttention(lengths, CPU)))
+    alone = torch.cat([uncached_logits(gpt, prompt) for prompt in prompts])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_does_not_change_the_logits_before_it():
+    gpt, (tokens,) = random_model(0), random_prompts([10])
+    changed = [*tokens[:6], (tokens[6] + 1) % 101, *tokens[7:]]
+    before, after = uncached_logits(gpt, tokens), uncached_logits(gpt, changed)
+    torch.testing.assert_close(before[:6], after[:6], rtol=1e-5, atol=1e-5)
+    assert (before[6:] - after[6:]).abs().amax(dim=-1).min() > 1e-2
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2])
+def test_grouped_heads_equal_a_model_whose_key_heads_are_repeated(n_kv_heads):
+    grouped = random_model(0, small_config(n_heads=4, n_kv_heads=n_kv_heads))
+    full = random_model(0, small_config(n_heads=4))
+    full.load_state_dict(grouped.state_dict() | repeated_key_heads(grouped, 4 // n_kv_heads))
+    (prompt,) = random_prompts([9])
+    torch.testing.assert_close(
+        uncached_logits(grouped, prompt), uncached_logits(full, prompt), rtol=1e-5, atol=1e-5
+    )
+
+
+def repeated_key_heads(gpt: GPT, group: int) -> dict[str, torch.Tensor]:
+    c, repeated = gpt.config, {}
+    for name, value in gpt.state_dict().items():
+        if ".qkv." in name:
+            heads = value.unflatten(-1, (-1, c.head_dim))
+            q, kv = heads.split((c.n_heads, 2 * c.n_kv_heads), dim=-2)
+            repeated[name] = torch.cat((q, kv.repeat_interleave(group, dim=-2)), dim=-2).flatten(-2)
+    return repeated
+
+
+def test_masked_attention_looks_only_where_the_mask_is_true():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, 8, generator=generator) for _ in range(3))
+    mask = torch.zeros(2, 1, 5, 5, dtype=torch.bool)
+    mask[..., 2] = True
+    torch.testing.assert_close(masked_attention(q, k, v, mask), v[:, :, 2:3].expand(-1, -1, 5, -1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_embeddings": False}, {"n_heads": 4, "n_kv_heads": 1, "d_ff": 40}, {"n_layers": 1}],
+    ids=str,
+)
+def test_the_config_knows_the_number_of_parameters(changes):
+    gpt = random_model(0, small_config(**changes))
+    assert gpt.config.n_parameters == sum(p.numel() for p in gpt.parameters())
+
+
+def test_gpt2_has_124_million_parameters():
+    assert KNOWN_SHAPES["gpt2"].n_parameters == 124_439_808
+
+
+def test_a_tied_head_is_the_token_embedding_and_an_untied_one_is_not():
+    tied, untied = random_model(0), random_model(0, small_config(tie_embeddings=False))
+    assert tied.lm_head.weight is tied.token_embedding.weight
+    assert untied.lm_head.weight.data_ptr() != untied.token_embedding.weight.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_an_allocated_model_has_its_device_and_dtype_and_needs_no_gradient(dtype):
+    gpt = GPT.allocate(small_config(), CPU, dtype)
+    assert (gpt.device, gpt.dtype, gpt.training) == (CPU, dtype, False)
+    assert all(p.dtype == dtype and not p.requires_grad for p in gpt.parameters())
+
+
+def initialised(seed: int, **options) -> GPT:
+    return GPT.allocate(small_config(d_model=128), CPU, torch.float32).initialise(seed, **options)
+
+
+def test_initialisation_follows_its_seed():
+    a, b, c = (initialised(seed).state_dict() for seed in (1, 1, 2))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["token_embedding.weight"], c["token_embedding.weight"])
+
+
+def test_initialisation_has_gpt2s_deviations():
+    gpt = initialised(0, std=0.1)
+    for name, parameter in gpt.named_parameters():
+        if "ln_" in name or name.endswith("bias"):
+            assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0]
+        else:
+            residual = name.endswith(("out.weight", "down.weight"))
+            assert parameter.std().item() == pytest.approx(0.1 / (2 if residual else 1), rel=0.05)
+
+
+def test_gradients_reach_every_parameter():
+    gpt = GPT(small_config()).initialise(0)
+    ids = torch.arange(16) % 5
+    hidden = gpt(ids, torch.arange(16), CausalAttention([16], CPU))
+    torch.nn.functional.cross_entropy(gpt.logits(hidden), ids).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in gpt.parameters())

@@ -1,0 +1,214 @@
+"""Tokenizers: what is learnt, stored, refused, and decoded piece by piece."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+from tokenizers import decoders
+
+from rosellm.errors import CheckpointError
+from rosellm.models.config import KNOWN_SHAPES
+from rosellm.models.tokenizer import (
+    END_OF_TEXT,
+    ByteStream,
+    DecoderStream,
+    Tokenizer,
+    load_dummy_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from tests.helpers import small_config
+
+CODE = '''class Queue:
+    """A queue — first in, first out."""
+
+    def put_item(self, item):
+        with self.lock:
+            self.items.append(item)
+
+    def get_item(self):
+        with self.lock:
+            return self.items.pop(0)
+'''
+SAMPLE = "def f(x):\n        return x.real  # naïve ✓ 🌹\n\n\n\tassert 12345 != '''\r\n'''\n"
+REPLACEMENT = "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer([CODE] * 3, vocab_size=320)
+
+
+@pytest.fixture
+def saved(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    tokenizer.save(tmp_path)
+    return tmp_path
+
+
+@given(text=st.text(max_size=60).filter(lambda text: END_OF_TEXT not in text))
+def test_every_text_survives_encoding_and_decoding(text: str) -> None:
+    shipped = load_dummy_tokenizer(small_config(vocab_size=4096))
+    assert shipped.decode(shipped.encode(text)) == text
+
+
+def test_training_gives_the_asked_vocabulary_with_end_of_text_first(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocab_size == 320
+    assert tokenizer.eos_token_id == 0
+    assert tokenizer.encode(END_OF_TEXT) == [0]
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_stays_smaller() -> None:
+    assert train_tokenizer(["a b"], vocab_size=1000).vocab_size < 300
+
+
+def test_a_line_break_and_its_indentation_are_one_token(tokenizer: Tokenizer) -> None:
+    for indentation in ("\n    ", "\n        ", "\n            ", "\n\n    "):
+        assert len(tokenizer.encode(indentation)) == 1
+
+
+def test_a_name_with_underscores_can_be_one_token(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer.encode("_item")) == 1
+    assert tokenizer.decode(tokenizer.encode(" get_item")) == " get_item"
+
+
+def test_training_is_deterministic(tokenizer: Tokenizer) -> None:
+    again = train_tokenizer([CODE] * 3, vocab_size=320)
+    assert again.encode(CODE + SAMPLE) == tokenizer.encode(CODE + SAMPLE)
+
+
+def test_many_texts_are_encoded_as_one_by_one(tokenizer: Tokenizer) -> None:
+    texts = [CODE, SAMPLE, ""]
+    assert tokenizer.encode_many(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_special_tokens_leave_no_trace_in_text(tokenizer: Tokenizer) -> None:
+    ids = [0, *tokenizer.encode("self"), 0]
+    stream = tokenizer.stream()
+    assert tokenizer.decode(ids) == "self"
+    assert "".join(stream.push(token_id) for token_id in ids) == "self"
+
+
+def test_streamed_pieces_add_up_to_the_text(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream()
+    assert "".join(stream.push(token_id) for token_id in tokenizer.encode(SAMPLE)) == SAMPLE
+
+
+def test_a_character_appears_when_its_last_byte_does(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream()
+    ids = tokenizer.encode("🌹")
+    assert [stream.push(token_id) for token_id in ids] == ["", "", "", "🌹"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_streaming_any_ids_gives_the_decoded_text_up_to_an_unfinished_character(
+    tokenizer: Tokenizer, seed: int
+) -> None:
+    rng = random.Random(seed)
+    ids = [rng.randrange(tokenizer.vocab_size) for _ in range(60)]
+    stream = tokenizer.stream()
+    streamed = "".join(stream.push(token_id) for token_id in ids)
+    text = tokenizer.decode(ids)
+    assert text.startswith(streamed)
+    assert set(text[len(streamed) :]) <= {REPLACEMENT}
+
+
+@pytest.mark.parametrize("byte_level", [True, False], ids=["looked up", "the library's decoder"])
+@given(ids=st.lists(st.integers(0, 330), max_size=30))  # special, every byte, words, unknown
+def test_a_finished_stream_has_given_the_decoded_text(tokenizer: Tokenizer, ids, byte_level) -> None:
+    stream = tokenizer.stream() if byte_level else DecoderStream(tokenizer._raw)
+    pieces = [stream.push(token_id) for token_id in ids]
+    assert "".join(pieces) + stream.finish() == tokenizer.decode(ids)
+
+
+def test_a_byte_level_vocabulary_is_looked_up_and_another_is_decoded(tokenizer: Tokenizer) -> None:
+    other = train_tokenizer([CODE], vocab_size=300)
+    other._raw.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("f", "g")])
+    other = Tokenizer(other._raw, None)
+    assert isinstance(tokenizer.stream(), ByteStream) and isinstance(other.stream(), DecoderStream)
+    stream = other.stream()
+    text = "".join(stream.push(token_id) for token_id in other.encode("def f")) + stream.finish()
+    assert text == other.decode(other.encode("def f")) == "deg g"
+
+
+def test_an_added_token_beyond_the_byte_alphabet_is_its_own_text() -> None:
+    raw = train_tokenizer([CODE], vocab_size=300)._raw
+    raw.add_tokens(["<π>", "<a b>"])
+    tokenizer = Tokenizer(raw, None)
+    ids = tokenizer.encode("x<π><a b>y")
+    stream = tokenizer.stream()
+    assert len(ids) == 4 and [stream.push(token_id) for token_id in ids] == ["x", "<π>", "<a b>", "y"]
+
+
+def test_streams_of_one_tokenizer_do_not_disturb_each_other(tokenizer: Tokenizer) -> None:
+    first, second = tokenizer.stream(), tokenizer.stream()
+    rose, tick = tokenizer.encode("🌹"), tokenizer.encode("✓")
+    pieces = [first.push(rose[0]), second.push(tick[0]), first.push(rose[1]), second.push(tick[1])]
+    assert pieces == [""] * 4
+    assert (first.push(rose[2]), second.push(tick[2]), first.push(rose[3])) == ("", "✓", "🌹")
+
+
+def test_a_saved_tokenizer_loads_with_the_same_ids(saved: Path, tokenizer: Tokenizer) -> None:
+    loaded = load_tokenizer(saved, small_config(vocab_size=320))
+    assert loaded.encode(SAMPLE) == tokenizer.encode(SAMPLE)
+    assert loaded.eos_token_id == 0
+
+
+@pytest.mark.parametrize("loader", ["PreTrainedTokenizerFast", "AutoTokenizer"])
+def test_transformers_reads_a_saved_tokenizer_to_the_same_ids(
+    saved: Path, tokenizer: Tokenizer, loader: str
+) -> None:
+    import transformers
+
+    (saved / "config.json").write_text(json.dumps(small_config(vocab_size=320).to_hf()))
+    theirs = getattr(transformers, loader).from_pretrained(saved)
+    assert theirs.encode(SAMPLE) == tokenizer.encode(SAMPLE)
+    assert theirs.eos_token_id == 0
+
+
+def test_the_configs_end_of_text_outranks_the_tokenizers(saved: Path) -> None:
+    assert load_tokenizer(saved, small_config(vocab_size=320, eos_token_id=7)).eos_token_id == 7
+
+
+def test_a_vocabulary_as_large_as_the_models_fits_and_a_larger_one_is_refused(saved: Path) -> None:
+    load_tokenizer(saved, small_config(vocab_size=320))
+    with pytest.raises(CheckpointError, match="has 320 tokens; the model has embeddings for 319$"):
+        load_tokenizer(saved, small_config(vocab_size=319))
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no tokenizer.json$"):
+        load_tokenizer(tmp_path, small_config())
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[]", b'{"model": {"type": "BPE"}}'])
+def test_a_corrupt_tokenizer_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="cannot be read as a tokenizer") as caught:
+        load_tokenizer(tmp_path, small_config())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 100, 4096, 50257])
+def test_a_dummy_encodes_within_its_models_vocabulary(vocab_size: int) -> None:
+    ids = load_dummy_tokenizer(small_config(vocab_size=vocab_size)).encode(SAMPLE)
+    assert ids
+    assert all(0 <= token_id < vocab_size for token_id in ids)
+
+
+def test_a_dummy_decodes_and_streams_every_id_of_its_models_vocabulary() -> None:
+    dummy = load_dummy_tokenizer(KNOWN_SHAPES["gpt2"])
+    ids = [50256, 4096, 4097, *dummy.encode(CODE)]
+    stream = dummy.stream()
+    streamed = "".join(stream.push(token_id) for token_id in ids)
+    assert streamed.endswith(CODE) and stream.finish() == ""
+    assert dummy.decode(ids) == streamed
+
+
+def test_a_dummy_tells_the_models_vocabulary_and_end_of_text() -> None:
+    dummy = load_dummy_tokenizer(KNOWN_SHAPES["gpt2"])
+    assert (dummy.vocab_size, dummy.eos_token_id) == (50257, 50256)
+    assert load_dummy_tokenizer(small_config()).eos_token_id is None

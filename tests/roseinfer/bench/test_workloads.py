@@ -1,0 +1,60 @@
+"""The named workloads and how they preset a command's options."""
+
+import pytest
+
+from rosellm.errors import RoseError
+from rosellm.models.config import KNOWN_SHAPES
+from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
+from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench.workloads import WORKLOADS, get_workload
+
+BENCHMARKS = {"scheduler": benchmark_scheduler, "streaming": benchmark_streaming}
+TABLE = {  # requests, new tokens, concurrency, prompt tokens, prompt repeats, form
+    "W0": (1, 512, 1, None, (1,), "scheduler"),
+    "W1": (16, 256, 8, None, (1,), "scheduler"),
+    "W2": (64, 512, 64, None, (1,), "scheduler"),
+    "W3": (256, 64, 256, None, (1,), "scheduler"),
+    "W4": (128, 128, 128, None, (1, 4), "streaming"),
+    "W5": (128, 128, 8, None, (1, 4), "streaming"),
+    "W6": (1024, 256, 1024, 128, (1,), "scheduler"),
+    "W7": (256, 128, 256, 512, (1,), "scheduler"),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_command_takes_a_workload_for_its_defaults(name):
+    form = TABLE[name][-1]
+    options = BENCHMARKS[form].parse_options(["--workload", name])
+    shape = (options.num_requests, options.max_new_tokens, options.max_batch_size, options.prompt_tokens)
+    assert (*shape, options.prompt_repeats, form) == TABLE[name]
+    assert (options.stop_on_eos, options.prefix_cache, options.pretok) == (False, False, True)
+    assert cli.request_facts(options)["workload_overrides"] == {}
+
+
+def test_there_are_as_many_workloads_as_the_table_has():
+    assert list(WORKLOADS) == list(TABLE)
+    assert all(workload.id == name for name, workload in WORKLOADS.items())
+
+
+def test_explicit_options_win_over_the_workload_and_show_in_the_record():
+    options = benchmark_scheduler.parse_options(["--num-requests", "3", "--prefix-cache", "--workload=W3"])
+    assert (options.num_requests, options.max_batch_size, options.prefix_cache) == (3, 256, True)
+    facts = cli.request_facts(options)
+    assert facts["workload"] == "W3"
+    assert facts["workload_overrides"] == {"num_requests": 3, "prefix_cache": True}
+
+
+def test_every_workload_fits_the_model_it_is_meant_for():
+    positions = KNOWN_SHAPES["gpt2"].n_positions
+    for workload in WORKLOADS.values():
+        text_tokens = len(workload.prompt) * max(workload.prompt_repeats)
+        assert (workload.prompt_tokens or text_tokens) + workload.max_new_tokens <= positions
+
+
+def test_a_workload_is_refused_by_name_where_it_cannot_run():
+    with pytest.raises(RoseError, match="'W9' is unknown; benchmark_scheduler runs W0, W1, W2, W3, W6, W7"):
+        get_workload("W9", "scheduler")
+    with pytest.raises(RoseError, match="W4 is run by benchmark_streaming"):
+        get_workload("W4", "scheduler")
+    with pytest.raises(RoseError, match="W0 is run by benchmark_scheduler"):
+        get_workload("W0", "streaming")

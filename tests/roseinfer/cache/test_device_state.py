@@ -1,0 +1,268 @@
+"""The rows that the device keeps: their views and bytes, and how a row advances."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from rosellm.roseinfer.cache.device_state import (
+    FIELDS,
+    INERT,
+    INT32_MAX,
+    NO_STOP,
+    POSITION,
+    ROUNDS,
+    DeviceState,
+    row_bytes,
+)
+from rosellm.roseinfer.kernels.advance import advance_ref, make_advance
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
+from tests.helpers import CPU, INTERPRETED, ON_GPU, TRITON_DEVICES
+
+LARGEST = 2**63 - 1
+ADVANCES = ["reference", INTERPRETED, ON_GPU]
+quick = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+def advance_on(device: str):
+    """The spec, or the kernel and where it runs."""
+    return (advance_ref, CPU) if device == "reference" else (make_advance(), torch.device(device))
+
+
+# Rows and views.
+
+
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_fresh_rows_are_inert_and_nothing_is_in_the_ring(width):
+    state = DeviceState(5, width, CPU)
+    assert (state.positions == INERT).all() and (state.ring == INERT).all()
+    assert state.table.shape == (5, width) and state.ring.shape == (ROUNDS, 5)
+
+
+@pytest.mark.parametrize("width", [1, 4, 7])
+def test_the_views_are_separate_words_of_a_row(width):
+    state = DeviceState(3, width, CPU)
+    views = ["tokens", "positions", "limits", "stops", "rounds", "top_k", "seeds", "temperatures", "top_p"]
+    views.append("table")
+    state.rows.zero_()
+    for i, name in enumerate(views):
+        getattr(state, name)[1] = i + 1
+    for i, name in enumerate(views):
+        view = getattr(state, name)
+        assert (view[1] == i + 1).all() and not view[0].any() and not view[2].any()
+    assert state.seeds.dtype == torch.int64
+    assert state.temperatures.dtype == state.top_p.dtype == torch.float32
+
+
+def test_the_first_rows_are_a_view_and_others_a_copy():
+    state = DeviceState(6, 3, CPU)
+    state.tokens.copy_(torch.arange(6))
+    state.seeds.copy_(torch.arange(6) + LARGEST - 5)
+    first, some = state.first(4), state.at(torch.tensor([5, 1]))
+    assert first.tokens.tolist() == [0, 1, 2, 3] and some.tokens.tolist() == [5, 1]
+    assert some.seeds.tolist() == [LARGEST, LARGEST - 4] and some.table.shape == (2, 3)
+    assert first.ring is some.ring is state.ring
+    state.positions[1], state.table[1, 2] = 9, 8
+    assert first.positions[1] == 9 and first.table[1, 2] == 8
+    assert some.positions[1] == INERT and some.table[1, 2] == 0
+
+
+# A row as bytes.
+
+
+def make_sequence(prompt: list[int], eos: int | None = None, **params) -> Sequence:
+    return Sequence(1, prompt, SamplingParams(**params), 1, eos)
+
+
+def row_of(sequence: Sequence, position: int, rounds: int) -> DeviceState:
+    state = DeviceState(2, 3, CPU)
+    words = np.frombuffer(row_bytes(sequence, position, rounds), np.int32)
+    state.rows[1, :FIELDS] = torch.from_numpy(words.copy())
+    return state.at(torch.tensor([1]))
+
+
+def as_float32(x: float) -> float:
+    """As float32 holds it, its largest number instead of infinity."""
+    return np.float32(min(x, float(np.finfo(np.float32).max))).item()
+
+
+@quick
+@given(
+    prompt=st.lists(st.integers(0, INT32_MAX), min_size=4, max_size=4),
+    eos=st.none() | st.integers(0, INT32_MAX),
+    position=st.integers(0, 3),
+    rounds=st.integers(0, INT32_MAX),
+    temperature=st.floats(0, 1.79e308) | st.sampled_from([0, 1, 1e-300, 1e308, 3.4028235677973366e38]),
+    top_p=st.floats(5e-324, 1),
+    integers=st.fixed_dictionaries(
+        {
+            "top_k": st.integers(0, LARGEST) | st.just(LARGEST),
+            "seed": st.integers(0, LARGEST) | st.sampled_from([0, 2**32 - 1, 2**32, LARGEST]),
+            "max_tokens": st.integers(1, 10_000),
+        }
+    ),
+)
+def test_a_row_holds_what_the_sequence_says(prompt, eos, position, rounds, temperature, top_p, integers):
+    sequence = make_sequence(prompt, eos, temperature=temperature, top_p=top_p, **integers)
+    row = row_of(sequence, position, rounds)
+    assert (row.tokens, row.positions, row.rounds) == (prompt[position], position, rounds)
+    assert row.limits == len(prompt) + integers["max_tokens"]
+    assert row.stops == (NO_STOP if eos is None else eos)
+    assert row.top_k == min(integers["top_k"], INT32_MAX) and row.seeds == integers["seed"]
+    assert row.temperatures.item() == as_float32(temperature) < math.inf
+    assert row.top_p.item() == as_float32(top_p)
+
+
+def test_a_row_that_ignores_the_end_has_no_stop_token():
+    assert row_of(make_sequence([1], 7, ignore_eos=True), 0, 0).stops == NO_STOP
+    assert row_of(make_sequence([1], 7), 0, 0).stops == 7
+
+
+# Advancing.
+
+VALUES = st.sampled_from([-math.inf, -1.0, 0.0, 0.5, math.inf])
+TOKENS = st.integers(0, 5)
+ROW = st.fixed_dictionaries(
+    {
+        "tokens": TOKENS,
+        "positions": st.integers(-2, 8),
+        "limits": st.integers(1, 11),
+        "stops": st.integers(-1, 5),
+        "rounds": st.integers(0, 3 * ROUNDS),
+    }
+)
+
+
+@st.composite
+def cases(draw):
+    """Rows, the slots that advance, and tiles of (value, index); or tokens without values."""
+    rows = draw(st.lists(ROW, min_size=1, max_size=5))
+    slots = draw(st.permutations(range(len(rows))))[: draw(st.integers(1, len(rows)))]
+    tiles = draw(st.integers(1, 5))
+    if draw(st.booleans()):
+        choice = st.tuples(VALUES, TOKENS)
+        return rows, slots, [draw(st.lists(choice, min_size=tiles, max_size=tiles)) for _ in slots]
+    tokens = TOKENS | st.just(NOT_FINITE)
+    return rows, slots, [draw(tokens) for _ in slots]
+
+
+def choose(choice) -> int:
+    """The token of a row: the lowest index of the highest value."""
+    if isinstance(choice, int):
+        return choice
+    best = max(value for value, _ in choice)
+    return NOT_FINITE if math.isinf(best) else min(index for value, index in choice if value == best)
+
+
+def advance_by_hand(rows: list[dict], slots: list[int], choices: list) -> tuple[list[dict], dict]:
+    """The rows afterwards, and what is in the ring: (round, slot) → token."""
+    rows, told = [dict(row) for row in rows], {}
+    for slot, choice in zip(slots, choices, strict=True):
+        row, token = rows[slot], choose(choice)
+        told[row["rounds"] % ROUNDS, slot] = token if row["positions"] >= 0 else INERT
+        row["rounds"] += 1
+        if row["positions"] < 0:
+            row["positions"] = INERT
+            continue
+        length = row["positions"] + 2  # the tokens cached before, the one cached now, the new one
+        row["positions"] += 1
+        if token == NOT_FINITE or token == row["stops"] or length >= row["limits"]:
+            row["positions"] = INERT
+        if token != NOT_FINITE:
+            row["tokens"] = token
+    return rows, told
+
+
+def state_of(rows: list[dict], device: torch.device) -> DeviceState:
+    """Rows with these fields; all other words are 99."""
+    state = DeviceState(len(rows), 3, device)
+    state.rows.fill_(99)
+    for i, row in enumerate(rows):
+        for name, value in row.items():
+            getattr(state, name)[i] = value
+    return state
+
+
+def advance(kernel, state: DeviceState, slots: list[int], choices: list) -> None:
+    place, values, indices = state.rows.device, None, [[choice] for choice in choices]
+    if not isinstance(choices[0], int):
+        values = torch.tensor([[value for value, _ in choice] for choice in choices], device=place)
+        indices = [[index for _, index in choice] for choice in choices]
+    indices = torch.tensor(indices, dtype=torch.int32, device=place)
+    kernel(state=state, slots=torch.tensor(slots, device=place), values=values, indices=indices)
+    if place.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("device", ADVANCES)
+def test_rows_advance_as_by_hand(device):
+    kernel, place = advance_on(device)
+
+    @quick
+    @given(case=cases())
+    def check(case):
+        rows, slots, choices = case
+        state = state_of(rows, place)
+        advance(kernel, state, slots, choices)
+        expected, told = advance_by_hand(rows, slots, choices)
+        assert torch.equal(state.rows.cpu(), state_of(expected, CPU).rows)
+        ring = torch.full_like(state.ring, INERT)
+        for (count, slot), token in told.items():
+            ring[count, slot] = token
+        assert torch.equal(state.ring, ring)
+
+    check()
+
+
+@pytest.mark.parametrize("device", ADVANCES)
+def test_the_ring_begins_anew_after_its_last_round(device):
+    kernel, place = advance_on(device)
+    state = state_of([{"positions": 0, "limits": 1000, "stops": NO_STOP, "rounds": 3}], place)
+    tokens = [7 * i for i in range(ROUNDS + 5)]
+    for token in tokens:
+        advance(kernel, state, [0], [token])
+    told = [state.ring[count % ROUNDS, 0].item() for count in range(3 + 5, 3 + len(tokens))]
+    assert told == tokens[5:]
+    assert state.rounds.tolist() == [3 + len(tokens)] and state.positions.tolist() == [len(tokens)]
+
+
+@pytest.mark.parametrize("device", ADVANCES)
+@pytest.mark.parametrize("eos", [None, 3])
+def test_a_row_ends_where_its_sequence_does(eos, device):
+    kernel, place = advance_on(device)
+    rng = random.Random(0)
+    for max_tokens in (1, 2, 6):
+        sequence = make_sequence([1, 2, 4], eos, max_tokens=max_tokens)
+        sequence.n_cached = 2
+        state = DeviceState(1, 3, place)
+        words = np.frombuffer(row_bytes(sequence, len(sequence.tokens) - 1, 0), np.int32)
+        state.rows[0, :FIELDS] = torch.from_numpy(words.copy()).to(place)
+        while not sequence.is_finished:
+            assert state.positions.tolist() == [len(sequence.tokens) - 1]
+            token = rng.randrange(6)
+            advance(kernel, state, [0], [[(0.0, 5), (1.0, token)]])
+            sequence.commit(token, 1)
+            assert state.tokens.tolist() == [token]
+        assert state.positions.tolist() == [INERT]
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_the_kernel_chooses_among_as_many_tiles_as_a_vocabulary_has(device):
+    kernel, place = advance_on(device)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(40, (6, 393), generator=generator).float()
+    values[5] = -math.inf
+    indices = (torch.arange(393) * 128 + torch.randint(128, (6, 393), generator=generator)).int()
+    row = {"positions": 4, "limits": 100, "stops": NO_STOP, "rounds": 0, "tokens": 1}
+    mine, theirs = state_of([row] * 6, place), state_of([row] * 6, CPU)
+    slots = torch.arange(6)
+    kernel(state=mine, slots=slots.to(place), values=values.to(place), indices=indices.to(place))
+    advance_ref(state=theirs, slots=slots, values=values, indices=indices)
+    assert torch.equal(mine.rows.cpu(), theirs.rows) and torch.equal(mine.ring, theirs.ring)
+    assert theirs.rows[:, POSITION].tolist() == [5] * 5 + [INERT]

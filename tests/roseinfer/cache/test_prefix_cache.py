@@ -1,0 +1,342 @@
+"""The prefix cache: what it finds, who holds what, and that cached blocks are never written."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from rosellm.errors import KVCacheExhausted
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.prefix_cache import PrefixCache
+from rosellm.roseinfer.recipe import recipe_choices
+from tests.helpers import (
+    decode_all,
+    generate,
+    greedy_sequences,
+    random_model,
+    random_prompts,
+    small_engine,
+    uncached_greedy,
+)
+
+LAYERS, BLOCK = 2, 4
+
+
+class Server:
+    """What an engine does with a prefix cache; a token's key in layer l is ``token + 100 l``."""
+
+    def __init__(self, n_blocks: int, pool: str) -> None:
+        self.blocks = KVBlockManager(LAYERS, 1, 1, BLOCK, n_blocks, "cpu", torch.float32, pool=pool)
+        self.cache = PrefixCache(self.blocks)
+
+    def serve(self, prompt: list[int]) -> tuple[int, list[list[int]]]:
+        n_matched, block_ids = self.cache.match(prompt)
+        self.cache.make_room(blocks_for(len(prompt), BLOCK))
+        try:
+            for pool, ids in enumerate(block_ids):
+                self.blocks.reserve_prompt(pool, ids, len(prompt) - n_matched)
+        except KVCacheExhausted:
+            self.release(block_ids)
+            raise
+        for position in range(n_matched, len(prompt)):
+            for layer, pool in enumerate(self.blocks.pool_of):
+                index = self.blocks.info(block_ids[pool][position // BLOCK]).block_index
+                self.write(layer, index, position % BLOCK, prompt[position])
+        self.cache.insert(prompt, block_ids)
+        return n_matched, block_ids
+
+    def append(self, block_ids: list[list[int]], token: int) -> None:
+        self.cache.make_room(1)
+        slots = [self.blocks.reserve_tokens(pool, [ids]) for pool, ids in enumerate(block_ids)]
+        for layer, pool in enumerate(self.blocks.pool_of):
+            self.write(layer, slots[pool].block_idx[0], slots[pool].pos[0], token)
+
+    def release(self, block_ids: list[list[int]]) -> None:
+        for ids in block_ids:
+            self.blocks.free_blocks(ids)
+
+    def write(self, layer: int, block_index: int, slot: int, token: int) -> None:
+        self.blocks.k_cache[layer, block_index, 0, slot] = token + 100.0 * layer
+        self.blocks.v_cache[layer, block_index, 0, slot] = -token - 100.0 * layer
+
+    def cached(self, block_ids: list[list[int]]) -> list[list[int]]:
+        """The tokens that the blocks hold in each layer, told from the keys; the values must agree."""
+        found = []
+        for layer, pool in enumerate(self.blocks.pool_of):
+            infos = [self.blocks.info(i) for i in block_ids[pool]]
+            keys = [self.blocks.k_cache[layer, i.block_index, 0, : i.length, 0] for i in infos]
+            values = [self.blocks.v_cache[layer, i.block_index, 0, : i.length, 0] for i in infos]
+            assert [v.tolist() for v in values] == [(-k).tolist() for k in keys]
+            found.append([int(x) - 100 * layer for k in keys for x in k.tolist()])
+        return found
+
+
+@pytest.fixture(params=recipe_choices()["pool"])
+def make_server(request) -> Callable[[int], Server]:
+    return partial(Server, pool=request.param)
+
+
+def both(tokens: list[int]) -> list[list[int]]:
+    return [tokens] * LAYERS
+
+
+def served(server: Server, prompt: list[int]) -> int:
+    """Serve a prompt to its end; how many of its tokens were matched."""
+    n_matched, block_ids = server.serve(prompt)
+    server.release(block_ids)
+    return n_matched
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
+def test_a_prompt_served_again_matches_all_but_its_last_token(length, make_server):
+    server, prompt = make_server(10), list(range(length))
+    assert served(server, prompt) == 0
+    n_matched, block_ids = server.cache.match(prompt)
+    assert n_matched == length - 1
+    assert server.cached(block_ids) == both(prompt[:-1])
+
+
+@pytest.mark.parametrize("common", range(10))
+def test_the_longest_common_prefix_is_matched_token_by_token(common, make_server):
+    server, prompt = make_server(20), list(range(9))
+    served(server, [50, 51])
+    served(server, prompt[:2] + [90])
+    served(server, prompt)
+    query = prompt[:common] + [60, 61, 62, 63, 64]
+    n_matched, block_ids = server.cache.match(query)
+    assert n_matched == common
+    assert server.cached(block_ids) == both(query[:common])
+
+
+def test_full_blocks_are_shared_and_a_partly_matched_last_block_is_private(make_server):
+    server, prompt = make_server(10), list(range(11))
+    _, first = server.serve(prompt)
+    _, second = server.cache.match([*prompt[:10], 60, 61])
+    for mine, theirs in zip(second, first, strict=True):
+        assert mine[:2] == theirs[:2]
+        assert mine[2] != theirs[2]
+        assert [server.blocks.ref_count(i) for i in mine] == [3, 3, 1]  # two sequences and the entry; a clone
+
+
+def test_a_last_block_matched_to_its_end_is_shared_until_the_first_write(make_server):
+    server, prompt = make_server(10), list(range(6))
+    _, first = server.serve(prompt)
+    n_matched, second = server.cache.match([*prompt, 60])
+    assert n_matched == 6 and second == first
+    server.append(second, 60)
+    assert server.cached(second) == both([*prompt, 60])
+    assert server.cached(first) == both(prompt)
+
+
+def test_a_sequence_that_goes_on_after_its_prompt_leaves_its_entry_alone(make_server):
+    server, prompt = make_server(10), list(range(6))
+    _, block_ids = server.serve(prompt)
+    for token in (70, 71, 72):
+        server.append(block_ids, token)
+    assert server.cached(block_ids) == both([*prompt, 70, 71, 72])
+    n_matched, found = server.cache.match([*prompt, 80])
+    assert n_matched == 6
+    assert server.cached(found) == both(prompt)
+
+
+def test_the_least_recently_used_entry_is_evicted_first(make_server):
+    server, prompts = make_server(6), [[10] * 8, [20] * 8, [30] * 8]
+    for prompt in prompts:
+        served(server, prompt)
+    n_matched, block_ids = server.cache.match([*prompts[0][:4], 99])  # makes the first the most recent
+    server.release(block_ids)
+    server.cache.make_room(2)
+    assert n_matched == 4 and len(server.cache) == 2
+    assert [server.cache.match(p)[0] for p in (prompts[1], prompts[0], prompts[2])] == [0, 7, 7]
+
+
+def test_a_prompt_that_an_entry_begins_with_refreshes_it_and_adds_none(make_server):
+    server = make_server(6)
+    served(server, [10] * 8)
+    served(server, [20] * 8)
+    served(server, [10] * 5)
+    assert len(server.cache) == 2
+    server.cache.make_room(3)
+    assert server.cache.match([20] * 8)[0] == 0
+    assert server.cache.match([10] * 8)[0] > 0
+
+
+def test_eviction_leaves_the_blocks_of_running_sequences_in_place(make_server):
+    server, prompt = make_server(3), list(range(6))
+    _, block_ids = server.serve(prompt)
+    server.cache.make_room(3)
+    assert len(server.cache) == 0
+    assert server.blocks.num_free_blocks() == 1
+    assert server.cached(block_ids) == both(prompt)
+    server.append(block_ids, 70)
+    assert server.cached(block_ids) == both([*prompt, 70])
+
+
+def test_room_is_made_for_a_clone(make_server):
+    server = make_server(4)
+    served(server, [50] * 8)
+    _, running = server.serve([1, 2, 3, 4, 5, 6])
+    assert server.blocks.num_free_blocks() == 0
+    n_matched, block_ids = server.cache.match([1, 2, 3, 4, 5, 60])
+    assert n_matched == 5
+    assert server.cached(block_ids) == both([1, 2, 3, 4, 5])
+    assert server.cached(running) == both([1, 2, 3, 4, 5, 6])
+
+
+def test_without_a_block_for_a_clone_only_full_blocks_are_matched(make_server):
+    server = make_server(2)
+    _, running = server.serve([1, 2, 3, 4, 5, 6])
+    n_matched, block_ids = server.cache.match([1, 2, 3, 4, 5, 60])
+    assert n_matched == 4
+    assert block_ids == [ids[:1] for ids in running]
+    assert (server.cache.hits, server.cache.hit_tokens) == (1, 4)
+
+
+def test_a_match_that_comes_to_nothing_holds_nothing_and_is_no_hit(make_server):
+    server = make_server(1)
+    _, running = server.serve([1, 2, 3])
+    n_matched, block_ids = server.cache.match([1, 2, 60])
+    assert (n_matched, block_ids) == (0, [[] for _ in running])
+    assert {server.blocks.ref_count(ids[0]) for ids in running} == {1}
+    assert (server.cache.hits, server.cache.hit_tokens) == (0, 0)
+
+
+def test_hits_count_matches_and_their_tokens(make_server):
+    server = make_server(10)
+    for prompt in ([1, 2, 3], [1, 2, 4], [9], [1, 2, 3]):
+        served(server, prompt)
+    assert (server.cache.hits, server.cache.hit_tokens) == (2, 4)
+
+
+def test_clear_returns_every_block(make_server):
+    server = make_server(10)
+    for prompt in random_prompts([9, 4, 5]):
+        served(server, prompt)
+    server.cache.clear()
+    assert len(server.cache) == 0
+    assert server.blocks.num_free_blocks() == 10
+
+
+def test_lookup_compares_a_query_with_few_entries(make_server):
+    compared = []
+
+    class Token(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other):
+            compared.append(other)
+            return int(self) == int(other)
+
+    server, rng = make_server(1000), random.Random(0)
+    for _ in range(500):
+        served(server, [1, 2, 3, *(rng.randrange(100) for _ in range(4))])
+    n_matched, _ = server.cache.match([Token(t) for t in (1, 2, 3, 200, 201)])
+    assert n_matched == 3
+    assert len(compared) < 100
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return random_model(seed=5)
+
+
+@pytest.fixture(params=["reused_index_buffers", "resident_tables", "one_table"])
+def rung(request) -> str:
+    return request.param
+
+
+def test_an_engine_gives_the_same_tokens_with_a_prefix_cache_as_without(gpt, rung):
+    stem = random_prompts([19])[0]
+    waves = [
+        [stem[:n] + tail for n, tail in ((19, [1]), (16, [2, 3]), (5, [4]))],
+        [stem, stem[:16], [*stem, 7, 8]],
+    ]
+    plain, caching = small_engine(gpt, recipe=rung), small_engine(gpt, recipe=rung, prefix_cache=True)
+    for prompts in waves:
+        assert generate(caching, prompts, 12) == generate(plain, prompts, 12)
+    assert caching.prefix_cache.hit_tokens >= 18 + 15 + 19
+
+
+def test_an_engine_short_of_blocks_evicts_entries_and_gives_the_same_tokens(gpt, rung):
+    prompts = [[*p[:cut], 1, 2, 3] for p in random_prompts([17, 9, 24, 16, 3, 30], seed=3) for cut in (30, 8)]
+    plain, caching = (
+        small_engine(gpt, recipe=rung),
+        small_engine(gpt, recipe=rung, prefix_cache=True, num_kv_blocks=7),
+    )
+    for prompt in prompts:
+        assert generate(caching, [prompt], 16) == generate(plain, [prompt], 16)
+    assert caching.prefix_cache.hits > 0
+    assert len(caching.prefix_cache) < len(prompts)
+
+
+def test_entries_survive_decode_steps_that_need_no_block(gpt, rung):
+    engine = small_engine(gpt, recipe=rung, prefix_cache=True, num_kv_blocks=5)  # of 8 tokens
+    (one,) = greedy_sequences(engine, random_prompts([8]), 20)
+    generate(engine, random_prompts([9], seed=1), 1)
+    engine.prefill([one])
+    left = [
+        (engine.decode([one]), engine.blocks.num_free_blocks(), len(engine.prefix_cache))[1:]
+        for _ in range(17)
+    ]
+    assert left[:8] == [(1, 2)] * 8
+    assert left[8:16] == [(0, 2)] * 8
+    assert left[16:] == [(1, 1)]
+    assert one.output == uncached_greedy(gpt, one.prompt, one.n_output)
+
+
+def test_a_step_evicts_for_a_shared_last_block_that_it_has_to_clone(gpt, rung):
+    engine = small_engine(gpt, recipe=rung, prefix_cache=True, num_kv_blocks=3)
+    generate(engine, random_prompts([9], seed=1), 1)
+    (one,) = greedy_sequences(engine, random_prompts([5]), 4)
+    engine.prefill([one])
+    assert (engine.blocks.num_free_blocks(), len(engine.prefix_cache)) == (0, 2)
+    engine.decode([one])
+    assert list(engine.prefix_cache._entries) == [tuple(one.prompt)]
+    assert decode_all(engine, [one]) == [uncached_greedy(gpt, one.prompt, 4)]
+
+
+def test_a_prompt_evicts_for_the_blocks_that_its_match_does_not_bring(gpt, rung):
+    engine = small_engine(gpt, recipe=rung, prefix_cache=True, num_kv_blocks=6)
+    stem, other = random_prompts([16, 9])
+    generate(engine, [other], 1)
+    generate(engine, [stem], 1)
+    sequences = greedy_sequences(engine, [[*stem, 1], [*stem, 2]], 1)
+    engine.prefill(sequences)
+    assert len(engine.prefix_cache) == 4 and engine.blocks.num_free_blocks() == 0
+    assert [s.output for s in sequences] == [uncached_greedy(gpt, s.prompt, 1) for s in sequences]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_whose_needs_fit_the_cache_never_exhaust_it(gpt, rung, seed):
+    rng = random.Random(seed)
+    stems = random_prompts([20, 20, 11], seed=seed)
+    engine = small_engine(gpt, recipe=rung, prefix_cache=True, num_kv_blocks=14)
+    running = []
+    for _ in range(25):
+        room = engine.num_kv_blocks - sum(engine.blocks_needed(s) for s in running)
+        prompts = [rng.choice(stems)[: rng.randrange(1, 20)] + [rng.randrange(3)] for _ in range(4)]
+        new = greedy_sequences(engine, prompts, rng.randrange(1, 20))
+        while sum(engine.blocks_needed(s) for s in new) > room:
+            new.pop()
+        if new:
+            engine.prefill(new)
+        running += new
+        for _ in range(rng.randrange(6)):
+            running = [s for s in running if not s.is_finished or engine.release(s)]
+            if running:
+                engine.decode(running)
+        engine.check_integrity()
+    assert engine.prefix_cache.hits > 5
+    for sequence in running:
+        assert sequence.output == uncached_greedy(gpt, sequence.prompt, sequence.n_output)
+
+
+def test_an_engine_returns_every_block_once_its_prefix_cache_is_cleared(gpt, rung):
+    engine = small_engine(gpt, recipe=rung, prefix_cache=True)
+    generate(engine, random_prompts([9, 17]), 10)
+    engine.prefix_cache.clear()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks

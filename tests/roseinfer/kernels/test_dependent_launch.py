@@ -1,0 +1,129 @@
+"""Programmatic dependent launch: what the compiler makes of it, and a whole decode step launched so."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.kernels.attention import tile_for
+from rosellm.roseinfer.kernels.dependent_launch import launch_options
+from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, choose_kernels
+from rosellm.roseinfer.layers.fused import build_layers
+from tests.helpers import CPU, random_model, small_config
+from tests.roseinfer.kernels.kernel_checks import assert_replays_equal_ordinary_launches
+
+ROOT = Path(__file__).parents[3]
+KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_append_and_attend", "_best_tokens", "_advance"}
+
+
+def test_only_dependent_launches_ask_the_driver_for_anything():
+    assert launch_options(False) == {} and launch_options(True) == {"launch_pdl": True}
+
+
+def test_dependent_launches_are_for_gpus():
+    cuda = torch.device("cuda")
+    assert choose_kernels("triton", "dependent", cuda) is TRITON_DEPENDENT
+    assert choose_kernels("triton", "fixed", cuda) is TRITON
+    if not torch.cuda.is_available():
+        assert choose_kernels("triton", "dependent", CPU) is TRITON
+
+
+# What is compiled for an H200, which needs no GPU.
+
+
+def compiled(folder: Path) -> list[tuple[str, str, bool]]:
+    """Kernel, PTX, dependent or not, as the wrappers launch them."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, "-m", "tests.roseinfer.kernels.compile_step_kernels", str(folder / "ptx.json")]
+    subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=240)
+    return json.loads((folder / "ptx.json").read_text())
+
+
+def places(pattern: str, ptx: str) -> list[int]:
+    return [match.start() for match in re.finditer(pattern, ptx)]
+
+
+def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_writes(tmp_path):
+    kernels = compiled(tmp_path)
+    assert all(".target sm_90" in ptx for _, ptx, _ in kernels)
+    ordinary = [ptx for _, ptx, dependent in kernels if not dependent]
+    assert ordinary and not any("griddepcontrol" in ptx for ptx in ordinary)
+    chain = [(name.removesuffix("_kernel"), ptx) for name, ptx, dependent in kernels if dependent]
+    assert {name for name, _ in chain} == KERNELS
+    for name, ptx in chain:
+        waits, releases = (places(rf"griddepcontrol\.{what}", ptx) for what in ("wait", "launch_dependents"))
+        assert len(waits) == len(releases) == 1 and waits < releases, name
+        writes, reads = (places(rf"\b{kind}\.global", ptx) for kind in ("st", "ld"))
+        assert writes and min(writes) > waits[0], name
+        if name == "_few_rows":
+            assert sum(read < waits[0] for read in reads) > 2, "the weights are not in flight before the wait"
+
+
+# A whole step.
+
+
+def step_of(model, state: DeviceState, caches: Tensor):
+    """The step as a chain of kernels: layers over the paged cache, head, advance."""
+    rows = len(state.rows)
+    slots = torch.arange(rows, device=model.device)
+    layers = {
+        kernels: build_layers("fused", "epilogue", "small_m", model, kernels)(rows)
+        for kernels in (TRITON, TRITON_DEPENDENT)
+    }
+    drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
+
+    def chain(kernels) -> tuple[Tensor, ...]:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return kernels.append_and_attend(
+                q=q,
+                k_new=k,
+                v_new=v,
+                k_cache_layer=caches[0, layer],
+                v_cache_layer=caches[1, layer],
+                block_table=state.table,
+                positions=state.positions,
+                scale=q.shape[-1] ** -0.5,
+                tile=tile_for(rows, 64),
+            )
+
+        hidden = layers[kernels](state.tokens, state.positions, attend)
+        values, indices = kernels.best_tokens(hidden=hidden, weight=model.lm_head.weight, **drawing)
+        kernels.advance(state=state, slots=slots, values=values, indices=indices)
+        return hidden, caches.flatten(1), state.rows
+
+    return chain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 16, 64, 200])
+def test_a_replayed_step_of_dependent_launches_equals_ordinary_ones(rows, dtype):
+    """Layers, head and advance, from fresh rows and caches each time: a missing wait would show."""
+    config = small_config(d_model=768, n_heads=12, n_layers=4, vocab_size=5000, n_positions=64)
+    model = random_model(0, config, std=0.02).to("cuda", dtype)
+    state = DeviceState(rows, 4, model.device)
+    caches = torch.zeros(2, 4, 4 * rows, 12, 16, 64, device="cuda", dtype=dtype)
+
+    def refill(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        state.rows.zero_()
+        state.tokens.copy_(torch.randint(5000, (rows,), generator=generator))
+        state.positions.copy_(torch.randint(-1, 63, (rows,), generator=generator))
+        state.limits.fill_(64)
+        state.stops.fill_(-1)
+        state.seeds.copy_(torch.randint(2**62, (rows,), generator=generator))
+        state.temperatures[::2] = 1.0
+        state.table.copy_(torch.arange(4 * rows).view(rows, 4))
+        torch.manual_seed(seed)
+        caches.normal_()
+
+    assert_replays_equal_ordinary_launches(step_of(model, state, caches), refill)

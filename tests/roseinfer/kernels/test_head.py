@@ -1,0 +1,315 @@
+"""The head that keeps the best token: the spec against the sampler, the kernel against the spec."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.cache.device_state import INERT, DeviceState
+from rosellm.roseinfer.kernels.advance import advance_ref, make_advance
+from rosellm.roseinfer.kernels.head import best_tokens_ref, make_best_tokens
+from rosellm.roseinfer.kernels.noise import gumbel_noise
+from rosellm.roseinfer.layers.sampler import draw
+from rosellm.roseinfer.sampling import NOT_FINITE
+from tests.helpers import TRITON_DEVICES
+from tests.roseinfer.kernels.kernel_checks import (
+    PLACES,
+    TOLERANCE,
+    assert_replays_equal_ordinary_launches,
+    guarded_outputs,  # noqa: F401
+)
+
+LARGEST_SEED = 2**63 - 1
+TEMPERATURES = [0.0, 0.5, 1.0, 0.0, 3.0]
+# 0.1% points of chi-squared by degrees of freedom.
+CHI_SQUARED = {10: 29.6, 6: 22.5}
+guarded = pytest.mark.usefixtures("guarded_outputs")
+
+
+def make_case(
+    rows: int,
+    vocab: int,
+    width: int = 32,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    temperatures: list[float] = TEMPERATURES,
+) -> dict:
+    """Logits of deviation 2; what is random about a row comes from a device state's columns."""
+    generator = torch.Generator().manual_seed(seed)
+    state = DeviceState(rows, 3, torch.device(device))
+    state.temperatures.copy_(torch.tensor((temperatures * rows)[:rows]))
+    state.seeds.copy_(torch.randint(LARGEST_SEED, (rows,), generator=generator))
+    state.positions.copy_(torch.randint(1000, (rows,), generator=generator))
+    return {
+        "hidden": torch.randn(rows, width, generator=generator).to(device, dtype),
+        "weight": (2 * torch.randn(vocab, width, generator=generator) / width**0.5).to(device, dtype),
+        "temperature": state.temperatures,
+        "seeds": state.seeds,
+        "positions": state.positions,
+    }
+
+
+def logits_of(case: dict) -> Tensor:
+    """As a model would have stored them: ``[M, V]`` of its dtype."""
+    return (case["hidden"].float() @ case["weight"].float().t()).to(case["hidden"].dtype)
+
+
+def scores_of(case: dict) -> Tensor:
+    """What is greatest for the token chosen: ``[M, V]`` fp32."""
+    noise = gumbel_noise(case["seeds"], case["positions"] + 1, len(case["weight"]))
+    return logits_of(case).float() + case["temperature"][:, None] * noise
+
+
+def best_of_tiles(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest index of the highest value of every row, as ``advance`` takes it: ``[M]`` each."""
+    best = values.max(dim=1).values
+    return best, torch.where(values == best[:, None], indices, 2**31 - 1).amin(dim=1)
+
+
+def assert_equals_spec(case: dict, **sampled: bool) -> None:
+    """The same best value; the token is the spec's, or one as good to within rounding; tiles are in order."""
+    expected, index = (x[:, 0] for x in best_tokens_ref(**case, **sampled))
+    values, indices = make_best_tokens()(**case, **sampled)
+    assert values.shape == indices.shape and values.dtype == torch.float32 and indices.dtype == torch.int32
+    scores = scores_of(case)
+    slack = TOLERANCE[case["hidden"].dtype] * scores.abs().amax(dim=1, keepdim=True)
+    assert ((scores.gather(1, indices.long()) - values).abs() <= slack).all()
+    if indices.shape[1] > 1:
+        assert (indices.diff(dim=1) > 0).all()
+    best, token = best_of_tiles(values, indices)
+    assert ((best - expected).abs() <= slack[:, 0]).all()
+    sure = scores.topk(2).values.diff(dim=1)[:, 0].abs() > 2 * slack[:, 0]
+    assert torch.equal(token[sure], index[sure])
+    if case["hidden"].dtype == torch.float32:
+        assert sure.float().mean() > 0.9
+
+
+# The spec.
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_spec_at_temperature_0_is_the_likeliest_token(dtype, sampled):
+    case = make_case(40, 101, dtype=dtype, temperatures=[0.0])
+    values, indices = best_tokens_ref(**case, sampled=sampled)
+    expected, tokens = logits_of(case).max(dim=1, keepdim=True)
+    assert torch.equal(values, expected.float()) and torch.equal(indices, tokens.int())
+    assert values.dtype == torch.float32 and indices.dtype == torch.int32
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_spec_draws_the_tokens_of_the_sampler(seed):
+    """Of the same seeds and positions; but where the two best are as good as equal."""
+    case = make_case(300, 101, seed=seed)
+    rows = len(case["hidden"])
+    nothing, everything = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
+    expected = draw(
+        logits_of(case), case["temperature"], nothing, everything, case["seeds"], case["positions"] + 1
+    )
+    sure = scores_of(case).topk(2).values.diff(dim=1)[:, 0].abs() > 1e-4
+    assert sure.float().mean() > 0.98
+    assert torch.equal(best_tokens_ref(**case)[1][sure, 0], expected[sure])
+
+
+def chi_squared(tokens: Tensor, logits: Tensor, temperature: float) -> float:
+    """Pearson's statistic of draws against ``softmax(logits / temperature)``."""
+    expected = (logits.double() / temperature).softmax(dim=0) * len(tokens)
+    counts = torch.bincount(tokens.long(), minlength=len(logits)).double()
+    return ((counts - expected).square() / expected).sum().item()
+
+
+def repeated_case(n: int, vocab: int, temperature: float, device: str = "cpu") -> dict:
+    """One row's logits n times over."""
+    case = make_case(n, vocab, device=device, temperatures=[temperature])
+    case["hidden"] = case["hidden"][:1].repeat(n, 1)
+    return case
+
+
+@pytest.mark.parametrize("varied", ["seeds", "positions"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_draws_of_the_spec_follow_the_softmax(temperature, varied):
+    case = repeated_case(20_000, 11, temperature)
+    kept = {"seeds": "positions", "positions": "seeds"}[varied]
+    case[varied].copy_(torch.arange(20_000))
+    case[kept].copy_(torch.full((20_000,), 5))
+    tokens = best_tokens_ref(**case)[1][:, 0]
+    assert chi_squared(tokens, logits_of(case)[0], temperature) < CHI_SQUARED[10]
+
+
+def test_chi_squared_tells_another_temperature():
+    case = repeated_case(20_000, 11, 1.0)
+    tokens = best_tokens_ref(**case)[1][:, 0]
+    assert chi_squared(tokens, logits_of(case)[0], 1.1) > CHI_SQUARED[10]
+
+
+# The kernel.
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("vocab", "width"), [(101, 32), (129, 48), (64, 96), (300, 768), (3, 20)])
+@pytest.mark.parametrize("rows", [1, 5, 17, 40])
+def test_the_kernel_equals_the_spec(rows, vocab, width, device, dtype):
+    assert_equals_spec(make_case(rows, vocab, width, dtype, device, seed=rows + vocab))
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("rows", [2, 33])
+def test_the_kernel_without_draws_equals_the_spec(rows, device, dtype):
+    assert_equals_spec(make_case(rows, 150, 48, dtype, device, temperatures=[0.0]), sampled=False)
+
+
+@guarded
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_kernel_equals_the_spec_over_random_shapes(seed, device):
+    rng = random.Random(seed)
+    shape = rng.randrange(1, 70), rng.randrange(2, 400), rng.randrange(1, 120)
+    temperatures = [rng.choice((0.0, 1e-3, 0.7, 1.0, 50.0)) for _ in range(7)]
+    assert_equals_spec(make_case(*shape, device=device, seed=seed, temperatures=temperatures))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, LARGEST_SEED])
+@pytest.mark.parametrize("position", [0, 1023, 2**31 - 2])
+def test_the_kernel_draws_with_any_seed_and_position(seed, position, device):
+    case = make_case(3, 101, device=device, temperatures=[1.0])
+    case["seeds"][1], case["positions"][1] = seed, position
+    assert_equals_spec(case)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_draws_of_the_kernel_follow_the_softmax(device):
+    case = repeated_case(2048, 7, 1.3, device)
+    case["seeds"].copy_(torch.arange(2048))
+    tokens = best_of_tiles(*make_best_tokens()(**case))[1].cpu()
+    assert chi_squared(tokens, logits_of(case)[0].cpu(), 1.3) < CHI_SQUARED[6]
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_a_row_does_not_depend_on_the_rest_of_its_batch(device):
+    case = make_case(9, 101, device=device)
+    together = make_best_tokens()(**case)
+    for row in (1, 4, 8):
+        alone = {name: value[row : row + 1] if name != "weight" else value for name, value in case.items()}
+        values, indices = make_best_tokens()(**alone)
+        torch.testing.assert_close(values[0], together[0][row], rtol=1e-6, atol=1e-6)
+        assert torch.equal(indices[0], together[1][row])
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_of_equal_logits_the_first_wins_in_a_tile_and_across_tiles(device):
+    case = make_case(4, 300, device=device, temperatures=[0.0])
+    case["weight"] = case["weight"][:10].repeat(30, 1)
+    expected = best_tokens_ref(**case)
+    _, token = best_of_tiles(*make_best_tokens()(**case))
+    assert (token < 10).all() and torch.equal(token, expected[1][:, 0])
+    case["hidden"] = torch.zeros_like(case["hidden"])
+    assert (best_of_tiles(*make_best_tokens()(**case))[1] == 0).all()
+
+
+@pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
+def test_logits_are_compared_as_their_dtype_holds_them(device):
+    """1 + 2**-12 is 1 in half precision, and the first of equals wins."""
+    best_tokens = best_tokens_ref if device == "reference" else make_best_tokens()
+    case = make_case(1, 3, 2, device="cpu" if device == "reference" else device, temperatures=[0.0])
+    case["hidden"] = case["hidden"].new_tensor([[1.0, 2.0**-12]]).half()
+    case["weight"] = case["weight"].new_tensor([[0.5, 0.0], [1.0, 0.0], [1.0, 1.0]]).half()
+    assert best_of_tiles(*best_tokens(**case)) == (1.0, 1)
+    exact = {name: value.float() if name in ("hidden", "weight") else value for name, value in case.items()}
+    assert best_of_tiles(*best_tokens(**exact)) == (1.0 + 2.0**-12, 2)
+
+
+@pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
+@pytest.mark.parametrize("temperature", [1e30, 1e38, torch.finfo(torch.float32).max])
+def test_the_hottest_draws_are_finite_and_nearly_uniform(temperature, device):
+    best_tokens = best_tokens_ref if device == "reference" else make_best_tokens()
+    n, vocab = 256, 7
+    case = repeated_case(n, vocab, temperature, "cpu" if device == "reference" else device)
+    values, indices = best_tokens(**case)
+    assert values.isfinite().all()
+    tokens = best_of_tiles(values, indices)[1].cpu()
+    assert chi_squared(tokens, torch.zeros(vocab), 1.0) < CHI_SQUARED[6]
+
+
+@pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_row_without_probabilities_gives_no_token_and_becomes_inert(bad, temperature, device):
+    """NaN or +inf anywhere, or nothing but -inf; the other rows go on."""
+    best_tokens, advance = make_best_tokens(), make_advance()
+    if device == "reference":
+        best_tokens, advance, device = best_tokens_ref, advance_ref, "cpu"
+    state = DeviceState(3, 4, torch.device(device))
+    state.temperatures.fill_(temperature)
+    state.positions.fill_(4)
+    state.limits.fill_(100)
+    state.stops.fill_(INERT)
+    hidden, weight = torch.zeros(3, 32, device=device), torch.ones(150, 32, device=device)
+    hidden[:, 0] = torch.tensor([1.0, bad, 2.0])
+    weight[140, 0] = 0.5
+    drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
+    values, indices = best_tokens(hidden=hidden, weight=weight, **drawing)
+    advance(state=state, slots=torch.arange(3, device=device), values=values, indices=indices)
+    assert state.positions.tolist() == [5, INERT, 5]  # by now the ring is written, too
+    assert state.ring[0, 1] == NOT_FINITE and (state.ring[0, ::2] >= 0).all()
+
+
+@pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
+def test_one_logit_that_is_not_a_number_is_noticed(device):
+    best_tokens = best_tokens_ref if device == "reference" else make_best_tokens()
+    case = make_case(3, 150, device="cpu" if device == "reference" else device)
+    case["weight"][77] = math.nan
+    values, _ = best_tokens(**case)
+    assert (values.amax(dim=1) == math.inf).all()
+
+
+# A GPU's own.
+
+
+@guarded
+@pytest.mark.gpu
+@pytest.mark.parametrize(("device", "dtype"), PLACES[-3:])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_the_kernel_equals_the_spec_at_a_real_size(sampled, device, dtype):
+    temperatures = TEMPERATURES if sampled else [0.0]
+    for rows in (1, 8, 64, 256):
+        case = make_case(rows, 50257, 768, dtype, device, seed=rows, temperatures=temperatures)
+        assert_equals_spec(case, sampled=sampled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(rows, dtype):
+    """The norm before it, and the rows' advance behind it."""
+    width = 768
+    state = DeviceState(rows, 4, torch.device("cuda"))
+    slots = torch.arange(rows, device="cuda")
+    x, ones = (torch.ones(shape, device="cuda", dtype=dtype) for shape in ((rows, width), (width,)))
+    weight = make_case(1, 50257, width, dtype, "cuda")["weight"]
+    drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
+
+    def refill(seed: int) -> None:
+        case = make_case(rows, 8, width, dtype, "cuda", seed)
+        x.copy_(case["hidden"])
+        state.rows.zero_()
+        state.temperatures.copy_(case["temperature"])
+        state.seeds.copy_(case["seeds"])
+        state.positions.copy_(case["positions"])
+        state.limits.fill_(2000)
+
+    def chain(kernels) -> tuple[Tensor, ...]:
+        hidden = kernels.add_norm(x=x, scale=ones, shift=ones, eps=1e-5)
+        values, indices = kernels.best_tokens(hidden=hidden, weight=weight, **drawing)
+        kernels.advance(state=state, slots=slots, values=values, indices=indices)
+        return hidden, state.tokens, state.positions
+
+    assert_replays_equal_ordinary_launches(chain, refill)

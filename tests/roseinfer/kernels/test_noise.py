@@ -1,0 +1,124 @@
+"""Counter-based random numbers: the published vectors, the distribution, and what a row depends on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rosellm.roseinfer.kernels import noise
+from rosellm.roseinfer.kernels.noise import WORD, gumbel_noise, gumbel_noise_triton, philox4x32
+from tests.helpers import ON_GPU, TRITON_DEVICES
+
+LARGEST_SEED = 2**63 - 1
+DEVICES = ["cpu", ON_GPU]
+# Random123, tests/kat_vectors: counter, key and result of philox4x32-10.
+KNOWN_ANSWERS = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+def words(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+def philox_by_hand(counter: list[int], key: list[int]) -> list[int]:
+    """One block in Python integers, as the paper writes it."""
+    (x0, x1, x2, x3), (k0, k1) = counter, key
+    for _ in range(10):
+        a, b = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+        x0, x1, x2, x3 = (b >> 32) ^ x1 ^ k0, b & WORD, (a >> 32) ^ x3 ^ k1, a & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return [x0, x1, x2, x3]
+
+
+def noise_by_hand(seed: int, position: int, column: int) -> float:
+    word = philox_by_hand([column, position, 0, 0], [seed & WORD, seed >> 32])[0]
+    return -math.log(-math.log(((word >> 9) + 0.5) / 2**23))
+
+
+def random_rows(n: int, position_dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    seeds = torch.randint(0, LARGEST_SEED, (n,), generator=generator)
+    return seeds, torch.randint(0, 2**31 - 1, (n,), generator=generator).to(position_dtype)
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_gives_the_published_words(counter, key, expected):
+    assert philox_by_hand(words(counter), words(key)) == words(expected)
+    found = philox4x32(*(tuple(torch.tensor([word]) for word in words(text)) for text in (counter, key)))
+    assert [int(word) for word in found] == words(expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, LARGEST_SEED])
+@pytest.mark.parametrize("position", [0, 1, 1023, 2**31 - 1])
+def test_noise_is_that_of_seed_position_and_index(seed, position, device):
+    seeds, positions = torch.tensor([5, seed], device=device), torch.tensor([9, position], device=device)
+    found = gumbel_noise(seeds, positions, 50257)[1]
+    for column in (0, 1, 2, 1000, 50256):
+        assert found[column].item() == pytest.approx(noise_by_hand(seed, position, column), abs=2e-6)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("position_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 1024, 2500])
+def test_triton_gives_the_noise_of_the_specification(vocab_size, position_dtype, device):
+    seeds, positions = (x.to(device) for x in random_rows(4, position_dtype))
+    found, expected = (f(seeds, positions, vocab_size) for f in (gumbel_noise_triton, gumbel_noise))
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=3e-7, atol=3e-7)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_seeds_and_positions_may_be_columns_of_a_state(device):
+    seeds, positions = (x.to(device) for x in random_rows(6))
+    columns = torch.stack((seeds, positions, -seeds), dim=1)
+    found = gumbel_noise_triton(columns[:, 0], columns[:, 1], 300)
+    assert torch.equal(found, gumbel_noise_triton(seeds, positions, 300))
+
+
+@pytest.mark.gpu
+def test_triton_gives_the_noise_of_the_specification_for_a_whole_vocabulary_and_a_large_batch():
+    seeds, positions = (x.cuda() for x in random_rows(300))
+    found, expected = (f(seeds, positions, 50257) for f in (gumbel_noise_triton, gumbel_noise))
+    torch.testing.assert_close(found, expected, rtol=5e-7, atol=5e-7)
+
+
+@pytest.mark.parametrize(("word", "uniform"), [(0, 2.0**-24), (WORD, 1 - 2.0**-24)])
+def test_the_extreme_words_give_finite_noise(monkeypatch, word, uniform):
+    monkeypatch.setattr(noise, "philox4x32", lambda counter, key: (torch.full((1, 1), word),) * 4)
+    found = gumbel_noise(torch.tensor([1]), torch.tensor([1]), 1).item()
+    assert found == pytest.approx(-math.log(-math.log(uniform)), rel=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_does_not_depend_on_its_batch_nor_an_element_on_the_vocabulary(device):
+    seeds, positions = (x.to(device) for x in random_rows(5))
+    together = gumbel_noise(seeds, positions, 4099)
+    for row in range(5):
+        alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1], 4099)
+        assert torch.equal(together[row], alone[0])
+    assert torch.equal(together[:, :1000], gumbel_noise(seeds, positions, 1000))
+    assert torch.equal(together, gumbel_noise(seeds, positions.int(), 4099))
+
+
+def test_noise_follows_the_gumbel_distribution():
+    """Pearson's chi-squared over 64 equally likely bins, 0.1% level."""
+    g = gumbel_noise(*random_rows(8), 50257).double()
+    counts = torch.histc((-(-g).exp()).exp(), bins=64, min=0, max=1)
+    expected = g.numel() / 64
+    assert ((counts - expected) ** 2 / expected).sum().item() < 103.4
+
+
+@pytest.mark.parametrize(
+    ("seed", "position"), [(8, 3), (7, 4), (3, 7), (7 + 2**32, 3), (7 + 2**62, 3)], ids=str
+)
+def test_neighbouring_seeds_and_positions_have_uncorrelated_noise(seed, position):
+    n = 50257
+    rows = gumbel_noise(torch.tensor([7, seed]), torch.tensor([3, position]), n)
+    assert abs(torch.corrcoef(rows)[0, 1].item()) < 4 / n**0.5
+    assert abs(torch.corrcoef(torch.stack((rows[0, 1:], rows[1, :-1])))[0, 1].item()) < 4 / n**0.5

@@ -1,0 +1,219 @@
+"""Embeddings, and residual sum with LayerNorm: specs against the definitions, kernels against the specs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.kernels.norm import add_norm_ref, embed_ref, make_add_norm, make_embed
+from tests.helpers import DTYPES, TRITON_DEVICES, bits, random_model
+from tests.roseinfer.kernels.kernel_checks import (
+    PLACES,
+    assert_near,
+    assert_replays_equal_ordinary_launches,
+    assert_untouched,
+    clones,
+    guarded_outputs,  # noqa: F401
+)
+
+EPS = 1e-5
+VOCAB, LENGTH = 50, 20
+guarded = pytest.mark.usefixtures("guarded_outputs")
+
+
+def embed_case(rows: int, width: int, dtype=torch.float32, device: str = "cpu", seed: int = 0) -> dict:
+    """Ids and positions as columns of a device state; every third row inert."""
+    generator = torch.Generator().manual_seed(seed)
+    state = DeviceState(rows, 5, torch.device(device))
+    state.tokens.copy_(torch.randint(VOCAB, (rows,), generator=generator))
+    state.positions.copy_(torch.randint(LENGTH, (rows,), generator=generator))
+    state.positions[2::3] = -1
+    tokens, places = (torch.randn(n, width, generator=generator).to(device, dtype) for n in (VOCAB, LENGTH))
+    return {"ids": state.tokens, "positions": state.positions, "tokens": tokens, "places": places}
+
+
+def norm_case(
+    rows: int, width: int, parts: int, dtype=torch.float32, device: str = "cpu", seed: int = 0
+) -> dict:
+    """Rows of different mean and size; the parts of the sum are fp32, as ``some_rows_linear`` gives them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x = normal(rows, width) * (1 + normal(rows, 1).abs()) + 3 * normal(rows, 1)
+    case = {"x": x, "scale": 1 + 0.3 * normal(width), "shift": normal(width), "bias": normal(width)}
+    case = {name: value.to(device, dtype) for name, value in case.items()}
+    delta = normal(parts, rows, width).to(device, torch.float32 if parts > 1 else dtype)
+    return case | {"eps": EPS} | ({"delta": delta} if parts else {"bias": None})
+
+
+def assert_add_norm_equals_spec(case: dict) -> None:
+    """The same norm and the same new x; no other argument is written."""
+    before, theirs = clones(case), clones(case)
+    expected = add_norm_ref(**theirs)
+    found = make_add_norm()(**case)
+    assert_near(case["x"], theirs["x"])
+    assert_near(found, expected)
+    before.pop("x")
+    assert_untouched(case, before)
+
+
+# Embeddings.
+
+
+def test_the_spec_of_the_embedding_is_the_models_own():
+    model = random_model(0)
+    ids, positions = torch.tensor([3, 7, 100, 0]), torch.tensor([0, 63, 5, 9])
+    seen = []
+
+    def attend(layer, q, k, v):
+        return q
+
+    model.blocks[0].register_forward_pre_hook(lambda block, arguments: seen.append(arguments[0]))
+    model(ids, positions, attend)
+    tables = {"tokens": model.token_embedding.weight, "places": model.position_embedding.weight}
+    assert torch.equal(embed_ref(ids=ids.int(), positions=positions.int(), **tables), seen[0])
+
+
+def test_an_inert_row_reads_place_0():
+    case = embed_case(6, 8)
+    assert (case["positions"] < 0).sum() == 2
+    expected = embed_ref(**case | {"positions": case["positions"].clamp_min(0)})
+    assert torch.equal(embed_ref(**case), expected)
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (5, 48), (9, 96), (17, 768), (3, 1), (2, 1000)])
+def test_the_embedding_kernel_equals_the_spec_bit_for_bit(rows, width, dtype, device):
+    case = embed_case(rows, width, dtype, device, seed=width)
+    before, expected = clones(case), embed_ref(**case)
+    found = make_embed()(**case)
+    assert found.dtype == dtype and torch.equal(bits(found), bits(expected))
+    assert all(torch.equal(case[name], before[name]) for name in case)
+
+
+# Residual sum and norm.
+
+
+@pytest.mark.parametrize("parts", [0, 1, 4])
+def test_the_spec_is_the_sum_and_then_torchs_layer_norm(parts):
+    case = norm_case(5, 48, parts)
+    x = case["x"].double()
+    if parts:
+        x = x + case["delta"].double().sum(dim=0) + case["bias"].double()
+    expected = F.layer_norm(x, (48,), case["scale"].double(), case["shift"].double(), EPS)
+    assert_near(add_norm_ref(**case), expected.float())
+    assert_near(case["x"], x.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_norm_is_of_the_sum_as_it_is_held(dtype):
+    case = norm_case(5, 48, 2, dtype)
+    found = add_norm_ref(**case)
+    held = case["x"]
+    assert held.dtype == found.dtype == dtype
+    rest = {"scale": case["scale"], "shift": case["shift"], "eps": EPS}
+    assert torch.equal(found, add_norm_ref(x=held.clone(), **rest))
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("parts", [0, 1, 2, 8])
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (5, 48), (9, 96), (17, 768), (2, 1000)])
+def test_the_norm_kernel_equals_the_spec(rows, width, parts, device, dtype):
+    assert_add_norm_equals_spec(norm_case(rows, width, parts, dtype, device, seed=width + parts))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_the_kernels_norm_is_of_the_sum_as_it_is_held(device):
+    """Half precision holds only even numbers there."""
+    case = norm_case(5, 48, 2, torch.float16, device)
+    case["x"] += 2048
+    assert_add_norm_equals_spec(case)
+
+
+@guarded
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_without_a_sum_x_is_not_written(device):
+    case = norm_case(4, 48, 0, device=device)
+    before = clones(case)
+    make_add_norm()(**case)
+    assert_untouched(case, before)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_the_rows_after_x_are_not_written(device):
+    case = norm_case(7, 48, 2, device=device)
+    whole, delta = case["x"], case["delta"][:, :3].contiguous()
+    before = whole.clone()
+    make_add_norm()(**case | {"x": whole[:3], "delta": delta})
+    assert torch.equal(whole[3:], before[3:]) and not torch.equal(whole[:3], before[:3])
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_a_large_mean_costs_the_norm_no_digits(device):
+    """Deviations are summed after the mean is taken off."""
+    case = norm_case(4, 768, 0, device=device)
+    x = case["x"] + 4096.0
+    exact = F.layer_norm(x.double(), (768,), case["scale"].double(), case["shift"].double(), EPS)
+    assert_near(make_add_norm()(**case | {"x": x}), exact.float(), 1e-3)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("value", [0.0, 4.0, -1024.0])
+def test_the_norm_of_equal_elements_is_the_shift(value, device):
+    case = norm_case(2, 64, 0, device=device)
+    case["x"] = torch.full_like(case["x"], value)
+    assert torch.equal(make_add_norm()(**case), case["shift"].expand(2, -1))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_a_row_that_is_not_finite_leaves_the_others_alone(device):
+    case = norm_case(4, 48, 2, device=device)
+    case["delta"][1, 2, 5] = float("inf")
+    theirs = clones(case)
+    expected, found = add_norm_ref(**theirs), make_add_norm()(**case)
+    assert_near(found[[0, 1, 3]], expected[[0, 1, 3]])
+    assert found[2].isnan().all()
+
+
+# A GPU's own.
+
+
+@guarded
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [768, 1600])
+def test_the_norm_kernel_equals_the_spec_at_a_real_size(width, dtype):
+    for rows, parts in ((1, 4), (64, 8), (256, 1), (1024, 0)):
+        assert_add_norm_equals_spec(norm_case(rows, width, parts, dtype, "cuda", seed=rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 33])
+def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(rows, dtype):
+    inputs = embed_case(rows, 768, dtype, "cuda")
+    norm = norm_case(rows, 768, 4, dtype, "cuda")
+    weight = torch.randn(768, 768, device="cuda").to(dtype) / 768**0.5
+    affine = {"scale": norm["scale"], "shift": norm["shift"], "eps": EPS}
+
+    def refill(seed: int) -> None:
+        for name, value in embed_case(rows, 768, dtype, "cuda", seed).items():
+            inputs[name].copy_(value)
+
+    def chain(kernels) -> tuple[Tensor, ...]:
+        x = kernels.embed(**inputs)
+        first = kernels.add_norm(x=x, **affine)
+        parts = kernels.some_rows_linear(x=first, weight=weight, parts=4)
+        second = kernels.add_norm(x=x, delta=parts, bias=norm["bias"], **affine)
+        third = kernels.add_norm(x=x, delta=second[None], bias=norm["bias"], **affine)
+        return first, second, third, x
+
+    assert_replays_equal_ordinary_launches(chain, refill)

@@ -1,0 +1,383 @@
+"""Packed prefill attention: the torch spec against token by token softmax, the kernel against the spec."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from rosellm.errors import OptionError
+from rosellm.roseinfer.kernels import prefill as module
+from rosellm.roseinfer.kernels.prefill import (
+    Tiles,
+    make_prefill_attention,
+    make_tiles,
+    prefill_attention,
+    prefill_attention_ref,
+    tile_columns,
+)
+from tests.helpers import CPU, DTYPES, TRITON_DEVICES, bits
+
+NAN = float("nan")
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-3},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2},
+}
+TENSORS = ("q", "k_new", "v_new", "k_cache_layer", "v_cache_layer", "block_table")
+small_tiles = make_prefill_attention(block_m=16, block_n=16)
+
+
+@dataclass
+class Case:
+    """Sequences whose first ``starts`` tokens are cached and whose next ``counts`` are new.
+
+    whole: q, k and v of every token of each sequence, ``[start + count, H or H_kv, D]``.
+    """
+
+    starts: list[int]
+    counts: list[int]
+    rows: list[int]
+    whole: list[tuple[Tensor, Tensor, Tensor]]
+    arguments: dict
+
+    def call(self, kernel, tile_size: int | None = None) -> Tensor:
+        tile_size = tile_size or kernel.tile_size
+        device = self.arguments["q"].device
+        return kernel(
+            **self.arguments, tiles=make_tiles(self.starts, self.counts, self.rows, tile_size, device)
+        )
+
+    def slot(self, b: int, position: int) -> tuple[int, int]:
+        block_size = self.arguments["k_cache_layer"].shape[2]
+        return int(self.arguments["block_table"][self.rows[b], position // block_size]), position % block_size
+
+    def copy(self, device: torch.device | str) -> Case:
+        """The same values in memory of their own."""
+        moved = {name: self.arguments[name].to(device, copy=True) for name in TENSORS}
+        return Case(self.starts, self.counts, self.rows, self.whole, self.arguments | moved)
+
+    def caches(self) -> tuple[Tensor, Tensor]:
+        return self.arguments["k_cache_layer"], self.arguments["v_cache_layer"]
+
+
+def make_case(
+    starts: list[int],
+    counts: list[int],
+    *,
+    n_heads: int = 2,
+    n_kv_heads: int = 2,
+    head_dim: int = 32,
+    block_size: int = 8,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    scale: float = 1.0,
+) -> Case:
+    """Random values. Slots that hold no cached token are NaN, table entries without a block are wild.
+
+    q, k_new and v_new are slices of a fused projection; the table has more rows than sequences, in any order.
+    """
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    n_blocks = [-(-(a + n) // block_size) for a, n in zip(starts, counts, strict=True)]
+    rows = rng.sample(range(len(starts) + 2), len(starts))
+    order = rng.sample(range(sum(n_blocks) + 2), sum(n_blocks) + 2)
+    table = torch.full((len(starts) + 2, max(n_blocks) + 1), 2**30, dtype=torch.int32)
+    cache = torch.full((2, len(order), n_kv_heads, block_size, head_dim), NAN, dtype=dtype)
+    widths, fused, whole = (n_heads, n_kv_heads, n_kv_heads), [], []
+    for row, start, count, n in zip(rows, starts, counts, n_blocks, strict=True):
+        table[row, :n] = torch.tensor([order.pop() for _ in range(n)], dtype=torch.int32)
+        tokens = torch.randn(start + count, sum(widths), head_dim, generator=generator).to(dtype)
+        whole.append(tokens.split(widths, dim=1))
+        position = torch.arange(start)
+        blocks, slots = table[row, position // block_size], position % block_size
+        cache[0, blocks, :, slots], cache[1, blocks, :, slots] = (x[:start] for x in whole[-1][1:])
+        fused.append(tokens[start:])
+    q, k_new, v_new = torch.cat(fused).to(device).split(widths, dim=1)
+    arguments = {
+        "q": q,
+        "k_new": k_new,
+        "v_new": v_new,
+        "k_cache_layer": cache[0].to(device),
+        "v_cache_layer": cache[1].to(device),
+        "block_table": table.to(device),
+        "scale": scale * head_dim**-0.5,
+    }
+    return Case(starts, counts, rows, whole, arguments)
+
+
+def token_by_token(case: Case) -> Tensor:
+    """Ordinary softmax attention in fp64 over the whole sequences, one token and head at a time."""
+    out = []
+    for (q, k, v), start in zip(case.whole, case.starts, strict=True):
+        group = q.shape[1] // k.shape[1]
+        keys, values = (x.double().repeat_interleave(group, dim=1).transpose(0, 1) for x in (k, v))
+        for t in range(start, len(q)):
+            for head, query in enumerate(q[t].double()):
+                weights = (keys[head, : t + 1] @ query * case.arguments["scale"]).softmax(dim=0)
+                out.append(weights @ values[head, : t + 1])
+    return torch.stack(out).view(case.arguments["q"].shape)
+
+
+def assert_equals_spec(kernel, case: Case) -> None:
+    """Same output; the very same caches, bit for bit. The spec runs on the CPU."""
+    twin = case.copy(CPU)
+    out, spec = case.call(kernel), twin.call(prefill_attention_ref, kernel.tile_size)
+    assert out.shape == spec.shape and out.dtype == spec.dtype
+    assert torch.isfinite(spec).all()
+    torch.testing.assert_close(out.cpu(), spec, **TOLERANCE[out.dtype])
+    for written, expected in zip(case.caches(), twin.caches(), strict=True):
+        assert torch.equal(bits(written.cpu()), bits(expected))
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch):
+    """Memory handed out for outputs is NaN, so that an element that a kernel leaves unwritten shows."""
+    new_empty = Tensor.new_empty
+
+    def poisoned(self: Tensor, *size, **options) -> Tensor:
+        out = new_empty(self, *size, **options)
+        return out.fill_(NAN) if out.is_floating_point() else out
+
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+
+
+SEQUENCES = st.lists(
+    st.tuples(st.integers(0, 200), st.integers(0, 200), st.integers(0, 99)), min_size=0, max_size=8
+)
+
+
+@given(SEQUENCES, st.integers(1, 70))
+def test_tiles_cover_every_new_token_once_and_name_its_sequence(sequences, tile_size):
+    starts, counts, rows = (list(x) for x in zip(*sequences, strict=True)) if sequences else ([], [], [])
+    expected = {}
+    for b, (start, count, row) in enumerate(sequences):
+        first = sum(counts[:b])
+        expected |= {first + i: (start + i, first, start, row) for i in range(count)}
+    covered = []
+    for first, size, position, sequence_first, start, row in tile_columns(starts, counts, rows, tile_size).T:
+        assert 1 <= size <= tile_size and (first - sequence_first) % tile_size == 0
+        covered += [(first + i, (position + i, sequence_first, start, row)) for i in range(size)]
+    assert len(covered) == len(expected) and dict(covered) == expected
+
+
+@given(SEQUENCES, st.integers(1, 70))
+def test_tiles_that_attend_to_more_tokens_come_first(sequences, tile_size):
+    starts, counts, rows = (list(x) for x in zip(*sequences, strict=True)) if sequences else ([], [], [])
+    _, size, position, *_ = tile_columns(starts, counts, rows, tile_size)
+    assert (np.diff(position + size) <= 0).all()
+
+
+def test_tiles_of_two_sequences_are_these():
+    columns = tile_columns([3, 0], [5, 2], None, tile_size=4)
+    assert columns.dtype == np.int32 and columns.flags.c_contiguous
+    assert columns.T.tolist() == [[4, 1, 7, 0, 3, 0], [0, 4, 3, 0, 3, 0], [5, 2, 0, 5, 0, 1]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_made_tiles_are_the_host_columns_on_the_device(device):
+    tiles = make_tiles([3, 0], [5, 2], [1, 0], 4, device)
+    assert tiles.size == 4 and tiles.columns.device.type == device and tiles.columns.dtype == torch.int32
+    assert tiles.columns.tolist() == tile_columns([3, 0], [5, 2], [1, 0], 4).tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_spec_is_causal_softmax_attention_over_prefix_and_new_tokens(seed):
+    rng = random.Random(seed)
+    kv_heads = rng.choice((1, 2, 3))
+    case = make_case(
+        [0, *(rng.randrange(14) for _ in range(3))],
+        [rng.randrange(1, 14) for _ in range(4)],
+        n_heads=kv_heads * rng.choice((1, 2, 4)),
+        n_kv_heads=kv_heads,
+        head_dim=rng.choice((8, 20, 32)),
+        block_size=rng.choice((1, 2, 4)),
+        seed=seed,
+    )
+    out = case.call(prefill_attention_ref, tile_size=5)
+    torch.testing.assert_close(out.double(), token_by_token(case), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", [prefill_attention, prefill_attention_ref], ids=["kernel", "spec"])
+def test_only_the_slots_of_new_tokens_change_and_hold_their_bits(kernel, dtype, device):
+    case = make_case([5, 0, 21], [9, 70, 1], n_heads=4, dtype=dtype, device=device)
+    expected = [cache.clone() for cache in case.caches()]
+    for b, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
+        for position in range(start, start + count):
+            block, slot = case.slot(b, position)
+            for cache, values in zip(expected, case.whole[b][1:], strict=True):
+                cache[block, :, slot] = values[position].to(device)
+    inputs = {name: case.arguments[name].clone() for name in ("q", "k_new", "v_new", "block_table")}
+    case.call(kernel, tile_size=64)
+    for cache, wanted in zip(case.caches(), expected, strict=True):
+        assert torch.equal(bits(cache), bits(wanted))
+    for name, before in inputs.items():
+        assert torch.equal(case.arguments[name], before)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim, block_size", [(64, 64), (64, 8), (80, 8), (8, 1), (128, 64)])
+def test_the_kernel_equals_the_spec(head_dim, block_size, dtype, device):
+    case = make_case(
+        [0, 0, 5, 64, 77, 70],
+        [1, 64, 65, 1, 70, 130],
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        seed=head_dim,
+    )
+    assert_equals_spec(prefill_attention, case)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=3),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from((1, 2, 3)),
+    head_dim=st.sampled_from((16, 20, 64)),
+    block_size=st.sampled_from((1, 2, 8, 64)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 999),
+)
+def test_the_kernel_equals_the_spec_over_random_shapes(
+    device, sequences, kv_heads, group, head_dim, block_size, dtype, seed
+):
+    starts, counts = (list(x) for x in zip(*sequences, strict=True))
+    case = make_case(
+        starts,
+        counts,
+        n_heads=kv_heads * group,
+        n_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+    assert_equals_spec(small_tiles, case)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("block_m, block_n", [(16, 16), (32, 16), (64, 32), (128, 64)])
+def test_every_tile_shape_equals_the_spec(block_m, block_n, device):
+    case = make_case([0, 30, 3], [130, 65, 2], device=device)
+    assert_equals_spec(make_prefill_attention(block_m, block_n), case)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("kernel", [small_tiles, prefill_attention_ref], ids=["kernel", "spec"])
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_a_prompt_in_chunks_equals_the_whole_prompt(chunk, kernel, device):
+    whole = make_case([0, 4], [20, 17], device=device)
+    chunked = whole.copy(device)
+    expected = whole.call(kernel, tile_size=16)
+    out = torch.full_like(expected, NAN)
+    for done in range(0, max(whole.counts), chunk):
+        part, packed = next_chunk(chunked, done, chunk)
+        out[packed] = part.call(kernel, tile_size=16)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for got, wanted in zip(chunked.caches(), whole.caches(), strict=True):
+        assert torch.equal(bits(got), bits(wanted))
+
+
+def next_chunk(case: Case, done: int, chunk: int) -> tuple[Case, Tensor]:
+    """New tokens ``done`` … ``done + chunk`` of each sequence that has them; their packed rows."""
+    alive = [b for b, count in enumerate(case.counts) if count > done]
+    counts = [min(chunk, case.counts[b] - done) for b in alive]
+    first = [sum(case.counts[:b]) + done for b in alive]
+    packed = torch.cat([torch.arange(a, a + n) for a, n in zip(first, counts, strict=True)])
+    packed = packed.to(case.arguments["q"].device)
+    new = {name: case.arguments[name][packed] for name in ("q", "k_new", "v_new")}
+    starts, rows, whole = zip(
+        *((case.starts[b] + done, case.rows[b], case.whole[b]) for b in alive), strict=True
+    )
+    return Case(starts, counts, rows, whole, case.arguments | new), packed
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_query_heads_read_the_key_head_of_their_group(group, device):
+    case = make_case([5, 0], [20, 3], n_heads=2 * group, n_kv_heads=2, device=device)
+    each = case.copy(device)
+    for name in ("k_new", "v_new", "k_cache_layer", "v_cache_layer"):
+        each.arguments[name] = each.arguments[name].repeat_interleave(group, dim=1)
+    torch.testing.assert_close(case.call(small_tiles), each.call(small_tiles), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_large_scores_do_not_overflow(device):
+    case = make_case([9, 0], [17, 40], device=device, scale=300.0)
+    spec = case.copy(CPU).call(prefill_attention_ref, tile_size=16).to(device)
+    torch.testing.assert_close(case.call(small_tiles), spec, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_columns_may_lie_in_a_larger_buffer_whose_unused_tiles_are_empty(device):
+    case = make_case([5, 0], [20, 3], device=device)
+    columns = torch.from_numpy(tile_columns(case.starts, case.counts, case.rows, 16))
+    buffer = torch.zeros(6, 9, dtype=torch.int32, device=device)
+    buffer[:, : columns.shape[1]] = columns
+    twin = case.copy(device)
+    out = small_tiles(**case.arguments, tiles=Tiles(buffer[:, :5], 16))
+    torch.testing.assert_close(out, twin.call(small_tiles), rtol=0, atol=0)
+    for got, wanted in zip(case.caches(), twin.caches(), strict=True):
+        assert torch.equal(bits(got), bits(wanted))
+
+
+def test_tiles_of_another_size_are_refused():
+    with pytest.raises(OptionError, match="tiles of size 32 .* size 16"):
+        make_case([0], [3]).call(small_tiles, tile_size=32)
+
+
+@pytest.mark.parametrize("block_m, block_n", [(64, 8), (64, 128), (32, 24)])
+def test_key_tiles_that_do_not_divide_query_tiles_are_refused(block_m, block_n):
+    with pytest.raises(OptionError, match=f"block_n={block_n}"):
+        make_prefill_attention(block_m, block_n)
+
+
+LARGE = {
+    "gpt2": {"n_heads": 12, "n_kv_heads": 12, "head_dim": 64, "block_size": 64},
+    "gqa": {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "block_size": 16},
+    "odd": {"n_heads": 25, "n_kv_heads": 5, "head_dim": 80, "block_size": 32},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", LARGE)
+def test_the_kernel_equals_the_spec_at_a_real_size(shape, dtype):
+    starts, counts = [0, 0, 0, 63, 64, 500, 1000, 17], [1, 512, 1023, 65, 64, 300, 1, 128]
+    assert_equals_spec(
+        prefill_attention, make_case(starts, counts, **LARGE[shape], dtype=dtype, device="cuda")
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "launch", [(64, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2)], ids=str
+)
+def test_other_launches_equal_the_spec_at_a_real_size(launch, dtype):
+    case = make_case([0, 63, 300], [512, 200, 65], **LARGE["gpt2"], dtype=dtype, device="cuda")
+    assert_equals_spec(make_prefill_attention(*launch), case)
+
+
+@pytest.mark.gpu
+def test_other_numbers_of_tiles_and_blocks_compile_nothing_new():
+    compiled = module._prefill_attention_kernel.device_caches[torch.cuda.current_device()][0]
+    make_case([0], [70], device="cuda").call(prefill_attention)
+    before = len(compiled)
+    for starts, counts in (([0], [1]), ([8] * 16, [3] * 16), ([0, 112], [17, 5])):
+        make_case(starts, counts, device="cuda").call(prefill_attention)
+    assert len(compiled) == before

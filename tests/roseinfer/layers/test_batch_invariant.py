@@ -1,0 +1,157 @@
+"""Deterministic mode: bitwise the same logits in any company, however prompts are cut, cached, preempted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rosellm.errors import OptionError, RecipeError
+from rosellm.models.model import GPT
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
+from tests.helpers import BITS, greedy_sequences, random_model, random_prompts, small_config
+
+CONFIG = small_config(n_positions=256)
+STEPS = 6
+PROBE = random_prompts([70], seed=9)[0]
+COMPANY = random_prompts([1, 3, 64, 65, 130, 9, 17, 40, 5, 2, 100, 33, 8, 8, 8, 21, 77, 6], seed=4)
+PLACES = [("cpu", "torch")] + [pytest.param(("cuda", "triton"), marks=pytest.mark.gpu, id="gpu")]
+
+
+def model_on(device: str, dtype: torch.dtype = torch.float32) -> GPT:
+    return random_model(0, CONFIG).to(device, dtype)
+
+
+def engine_of(model: GPT, **options) -> Engine:
+    options = {"recipe": BEST_RUNG, "max_batch_size": 256, "num_kv_blocks": 600, "block_size": 16} | options
+    return Engine(model, **({"deterministic": True} | options))
+
+
+def logits_of_probe(engine: Engine, n_others: int, place: int = 0) -> Tensor:
+    """Logits ``[STEPS, V]`` of the probe's tokens, ``n_others`` other requests in its batch."""
+    prompts = [COMPANY[i % len(COMPANY)] for i in range(n_others)]
+    prompts.insert(place, PROBE)
+    sequences = greedy_sequences(engine, prompts, STEPS)
+    logits = []
+    engine.prefill(sequences)
+    logits.append(engine.last_logits()[place].clone())
+    for _ in range(STEPS - 1):
+        engine.decode(sequences)
+        logits.append(engine.last_logits()[place].clone())
+    for sequence in sequences:
+        engine.release(sequence)
+    return torch.stack(logits)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(BITS[x.dtype.itemsize])
+
+
+@pytest.mark.parametrize("n_others", [1, 2, 7, 15, 16, 40])
+def test_logits_are_bitwise_those_of_the_request_alone(n_others):
+    engine = engine_of(model_on("cpu"))
+    alone = logits_of_probe(engine, 0)
+    for place in (0, n_others):
+        assert torch.equal(bits(logits_of_probe(engine, n_others, place)), bits(alone))
+
+
+def test_without_the_mode_they_differ_somewhere():
+    engine = engine_of(model_on("cpu"), deterministic=False, recipe="packed_prefill")
+    alone = logits_of_probe(engine, 0)
+    assert not torch.equal(bits(logits_of_probe(engine, 7)), bits(alone))
+
+
+def heard_logits(engine: Engine, config: SchedulerConfig, prompts: list[list[int]], n: int):
+    """Every request's tokens and, for each, the bits of the logits that it was chosen from."""
+    seen: dict[int, dict[int, bytes]] = {}
+    scheduler = OnlineScheduler(engine, config)
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=n) for t in (0.0, 1.0)]
+    ids = scheduler.add_requests(prompts, [params[i % 2] for i in range(len(prompts))])
+    begin_prefill, begin_decode = engine.begin_prefill, engine.begin_decode
+    engine._step.run_ahead = 0  # so that it is known which token a step's logits are for
+
+    def keep(sequences, ahead):
+        for row, sequence in enumerate(sequences):
+            found = bits(engine.last_logits()[row]).cpu().numpy().tobytes()
+            mine = seen.setdefault(sequence.request_id, {})
+            assert mine.setdefault(sequence.n_cached + ahead, found) == found
+
+    def prefill_and_keep(sequences, counts):
+        whole = begin_prefill(sequences, counts)
+        keep(whole, 0)
+        return whole
+
+    def decode_and_keep(sequences):
+        n_rows = begin_decode(sequences)
+        keep(sequences, 1)
+        return n_rows
+
+    engine.begin_prefill, engine.begin_decode = prefill_and_keep, decode_and_keep
+    while scheduler.has_unfinished:
+        scheduler.step()
+    outputs = [scheduler.take_result(i) for i in ids]
+    engine.check_integrity()
+    return [o.token_ids for o in outputs], [seen[i] for i in ids], scheduler.preemptions
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "case", ["chunks of 64", "chunks of 192", "prefix cache", "preemption", "all of them", "small batches"]
+)
+def test_chunks_cached_prefixes_and_preemption_change_no_bit(case, place):
+    device, kernels = place
+    model = model_on(device, torch.float32 if device == "cpu" else torch.float16)
+    prompts = [PROBE + prompt for prompt in COMPANY[:8]] + [PROBE + COMPANY[4]]
+    options = {"kernels": kernels, "max_batch_size": 16}
+    tokens, logits, _ = heard_logits(engine_of(model, **options), SchedulerConfig(), prompts, 24)
+    budget = {"chunks of 64": 64, "chunks of 192": 192, "all of them": 192}.get(case, 16384)
+    if case in ("preemption", "all of them"):
+        options["num_kv_blocks"] = 19
+    options["prefix_cache"] = case in ("prefix cache", "all of them")
+    engine = engine_of(model, **options)
+    batch = 2 if case == "small batches" else 16
+    at_once = 2 if options["prefix_cache"] else 256
+    config = SchedulerConfig(batch, prefill_max_batch_size=at_once, prefill_token_budget=budget)
+    found = heard_logits(engine, config, prompts, 24)
+    assert found[0] == tokens
+    assert found[1] == logits
+    assert found[2] > 0 or "num_kv_blocks" not in options
+    assert engine.prefix_cache is None or engine.prefix_cache.hits > 0
+
+
+def test_a_prompt_cannot_be_cut_elsewhere():
+    engine = engine_of(model_on("cpu"))
+    (sequence,) = greedy_sequences(engine, [PROBE], 2)
+    with pytest.raises(OptionError, match="ends at token 63.*multiple of 64"):
+        engine.begin_prefill([sequence], [63])
+    engine.release(sequence)
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("rung", [rung for rung in LADDER if LADDER[rung].gemm != "small_m"])
+def test_rungs_whose_sums_have_no_one_order_refuse_the_mode(rung):
+    with pytest.raises(RecipeError, match="numerics='invariant' needs"):
+        engine_of(model_on("cpu"), recipe=rung)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("n_others", [1, 7, 8, 31, 63, 64, 127, 128, 255])
+def test_on_a_gpu_logits_are_bitwise_those_of_the_request_alone(n_others, dtype):
+    shape = small_config(n_positions=256, d_model=768, n_heads=12, n_layers=2, vocab_size=5003)
+    model = random_model(0, shape, std=0.05).to("cuda", dtype)
+    engine = engine_of(model, num_kv_blocks=8192)
+    alone = logits_of_probe(engine, 0)
+    for place in (0, n_others):
+        assert torch.equal(bits(logits_of_probe(engine, n_others, place)), bits(alone))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_differ_somewhere_without_the_mode():
+    shape = small_config(n_positions=256, d_model=768, n_heads=12, n_layers=2, vocab_size=5003)
+    engine = engine_of(random_model(0, shape, std=0.05).to("cuda", torch.float16), deterministic=False)
+    alone = logits_of_probe(engine, 0)
+    assert any(not torch.equal(bits(logits_of_probe(engine, n)), bits(alone)) for n in (1, 8, 63, 255))

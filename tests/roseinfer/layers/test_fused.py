@@ -1,0 +1,202 @@
+"""Every variant of the layers gives the hidden states of the model itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rosellm.models.attention import CausalAttention
+from rosellm.models.model import GPT
+from rosellm.roseinfer.kernels.linear import FEW_ROWS, SOME_ROWS, parts_of
+from rosellm.roseinfer.kernels.table import TORCH, TRITON, choose_kernels
+from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers
+from rosellm.roseinfer.layers.products import (
+    LibraryProducts,
+    PackedProducts,
+    SomeRowsProducts,
+    activation_apart,
+    activation_in_epilogue,
+    can_pack,
+    packed_head,
+)
+from tests.helpers import DTYPES, ON_GPU, TRITON_DEVICES, random_model, small_config
+from tests.roseinfer.kernels.kernel_checks import assert_near
+
+MODELS = {
+    "small": {},
+    "gqa": {"n_heads": 4, "n_kv_heads": 2},
+    "untied": {"tie_embeddings": False},
+    "wide": {"d_ff": 256},
+    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3, "norm_eps": 1e-3},
+}
+# norm, activation, gemm
+VARIANTS = {
+    "plain": ("separate", "separate", "library"),
+    "fused_norm": ("fused", "separate", "library"),
+    "epilogue": ("fused", "epilogue", "library"),
+    "small_m": ("fused", "epilogue", "small_m"),
+}
+TOLERANCE = 1e-4
+
+
+def inputs_of(model: GPT, lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, CausalAttention]:
+    """Random tokens of sequences packed one after the other, and their attention."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.config.vocab_size, (sum(lengths),), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    attention = CausalAttention(lengths, model.device)
+    return ids.int().to(model.device), positions.int().to(model.device), attention
+
+
+def assert_gives_the_models_states(layers: Layers, model: GPT, lengths: list[int]) -> None:
+    ids, positions, attention = inputs_of(model, lengths)
+    before = copy.deepcopy(model.state_dict())
+    assert_near(layers(ids, positions, attention), model(ids, positions, attention), TOLERANCE)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("shape", MODELS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_on_a_cpu_gives_the_models_states(variant, shape):
+    model = random_model(1, small_config(**MODELS[shape]))
+    layers_for = build_layers(*VARIANTS[variant], model, TORCH)
+    for lengths in ([1], [5], [3, 1, 4], [40, 30]):
+        assert_gives_the_models_states(layers_for(sum(lengths)), model, lengths)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("shape", ["small", "gqa", "wide", "odd"])
+@pytest.mark.parametrize("variant", ["fused_norm", "epilogue", "small_m"])
+def test_every_variant_on_triton_gives_the_models_states(variant, shape, device):
+    """The wide one's ``down`` comes in parts."""
+    assert (parts_of(21, 32, MODELS[shape].get("d_ff", 128)) > 1) == (shape == "wide")
+    model = random_model(2, small_config(**MODELS[shape])).to(device)
+    kernels = choose_kernels("triton", "fixed", model.device)
+    layers_for = build_layers(*VARIANTS[variant], model, kernels)
+    for lengths in ([1], [6, 3], [20, 1]):
+        assert_gives_the_models_states(layers_for(sum(lengths)), model, lengths)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_the_number_of_rows_chooses_the_products(device):
+    model = random_model(0).to(device)
+    layers_for = build_layers(*VARIANTS["small_m"], model, choose_kernels("triton", "fixed", model.device))
+    for rows in (1, FEW_ROWS):
+        assert isinstance(layers_for(rows), FewRowsLayers)
+    for rows, products in (
+        (FEW_ROWS + 1, SomeRowsProducts),
+        (SOME_ROWS, SomeRowsProducts),
+        (SOME_ROWS + 1, LibraryProducts),
+    ):
+        assert isinstance(layers_for(rows), FusedLayers) and isinstance(layers_for(rows).products, products)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kernels", [TORCH, TRITON], ids=lambda kernels: kernels.name)
+def test_layers_are_built_once(kernels, variant):
+    layers_for = build_layers(*VARIANTS[variant], random_model(0), kernels)
+    for rows in (3, 20, 200):
+        assert layers_for(rows) is layers_for(rows)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("rows", [4, 20])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_inert_row_leaves_the_others_alone(variant, rows, device):
+    """Its position is negative; what attention gives for it is zero."""
+    model = random_model(3).to(device)
+    layers = build_layers(*VARIANTS[variant], model, choose_kernels("triton", "fixed", model.device))(rows)
+    ids, positions, _ = inputs_of(model, [rows])
+    inert = torch.arange(rows, device=device) % 3 == 1
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.where(inert[:, None, None], 0, q + 2 * k + v)
+
+    expected = model(ids, positions, attend)
+    found = layers(torch.where(inert, 0, ids), torch.where(inert, -1, positions), attend)
+    assert found.isfinite().all()
+    assert_near(found[~inert], expected[~inert], TOLERANCE)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_may_give_its_result_in_any_layout(variant, device):
+    model = random_model(4).to(device)
+    layers = build_layers(*VARIANTS[variant], model, choose_kernels("triton", "fixed", model.device))(4)
+    ids, positions, attention = inputs_of(model, [4])
+
+    def scattered(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(layer, q, k, v).permute(2, 1, 0).contiguous().permute(2, 1, 0)
+
+    assert_near(layers(ids, positions, scattered), model(ids, positions, attention), TOLERANCE)
+
+
+# Packed weights.
+
+
+@pytest.mark.parametrize("shape", MODELS)
+def test_a_packed_head_gives_the_models_logits(shape):
+    model = random_model(6, small_config(**MODELS[shape]))
+    hidden = torch.randn(5, model.config.d_model, generator=torch.Generator().manual_seed(0))
+    assert_near(packed_head(model)(hidden), model.logits(hidden))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_only_fp32_weights_are_packed(dtype):
+    model = random_model(0).to(dtype)
+    assert can_pack(model) == (dtype == torch.float32)
+    packed = build_layers(*VARIANTS["small_m"], model, TORCH)(1).products
+    assert isinstance(packed, PackedProducts if dtype == torch.float32 else LibraryProducts)
+
+
+def test_without_onednn_nothing_is_packed(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    model = random_model(0)
+    assert isinstance(build_layers(*VARIANTS["small_m"], model, TORCH)(1).products, LibraryProducts)
+
+
+def test_on_a_cpu_the_activation_is_an_operator_of_its_own():
+    model = random_model(0)
+    layers = build_layers(*VARIANTS["epilogue"], model, TORCH)(1)
+    assert layers.products.activated is activation_apart
+
+
+# A GPU's own.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_in_the_epilogue_is_the_tanh_form(dtype):
+    projection = random_model(7).to("cuda", dtype).blocks[0].up
+    x = torch.randn(40, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).to(dtype)
+    expected = F.gelu(projection(x).float(), approximate="tanh").to(dtype)
+    assert_near(activation_in_epilogue(projection, x), expected)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_recipe_chooses_where_gelu_is_computed():
+    model = random_model(0).cuda()
+    kernels = choose_kernels("triton", "fixed", model.device)
+    assert build_layers(*VARIANTS["epilogue"], model, kernels)(1).products.activated is activation_in_epilogue
+    assert build_layers(*VARIANTS["fused_norm"], model, kernels)(1).products.activated is activation_apart
+
+
+@pytest.mark.parametrize("device", [ON_GPU])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_at_a_real_width_gives_the_models_states(variant, dtype, device):
+    """Compared with the fp32 model: in half precision each variant rounds where the others do not."""
+    config = small_config(d_model=768, n_heads=12, n_layers=2, vocab_size=1000, n_positions=512)
+    exact = random_model(8, config, std=0.02).to(device)
+    model = copy.deepcopy(exact).to(dtype)
+    exact.load_state_dict(model.state_dict())
+    layers_for = build_layers(*VARIANTS[variant], model, choose_kernels("triton", "fixed", model.device))
+    tolerance = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 8e-2}[dtype]
+    for lengths in ([1], [8], [16], [17], [64], [130], [60] * 5):
+        ids, positions, attention = inputs_of(model, lengths)
+        found = layers_for(sum(lengths))(ids, positions, attention)
+        assert_near(found.float(), exact(ids, positions, attention), tolerance)

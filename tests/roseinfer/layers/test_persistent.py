@@ -1,0 +1,278 @@
+"""One kernel for all layers gives what a kernel a product gives, writes the same cache, and cannot hang."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from rosellm.models.model import GPT
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.kernels.table import TORCH, TRITON
+from rosellm.roseinfer.layers import persistent as persistent_layers
+from rosellm.roseinfer.layers.attention import PagedAttention
+from rosellm.roseinfer.layers.fused import FewRowsLayers, Layers, build_layers
+from rosellm.roseinfer.layers.persistent import (
+    PERSISTENT_ROWS,
+    PersistentLayers,
+    persistent_for_few,
+    splits_for,
+)
+from rosellm.roseinfer.layers.products import LayerWeights
+from rosellm.roseinfer.recipe import BEFORE, LADDER
+from tests.helpers import (
+    DTYPES,
+    TRITON_DEVICES,
+    generate,
+    random_model,
+    random_prompts,
+    small_config,
+    small_engine,
+)
+from tests.roseinfer.kernels.kernel_checks import (
+    assert_near,
+    guarded_outputs,  # noqa: F401
+)
+
+MODELS = {
+    "small": {},
+    "gqa": {"n_heads": 4, "n_kv_heads": 2},
+    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3, "norm_eps": 1e-3},
+    "long_sums": {"d_model": 32, "n_layers": 1, "d_ff": 1100},
+}
+SMALL_M = ("fused", "epilogue", "small_m")
+TOLERANCE = 1e-4
+REAL_TOLERANCE = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+NAN, WILD, TILE = float("nan"), 2**30, 16
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+
+
+def few_and_persistent(model: GPT) -> tuple[Layers, Layers]:
+    layers_for = build_layers(*SMALL_M, model, TRITON)
+    return layers_for(1), persistent_for_few(layers_for, model, TRITON)(1)
+
+
+def make_attention(
+    model: GPT, positions: list[int], block_size: int = 4, tile: int = TILE, seed: int = 0
+) -> PagedAttention:
+    """A state with random tokens over a random cache, in which slots without a token are NaN."""
+    config, generator = model.config, torch.Generator().manual_seed(seed)
+    counts = [max(position, -1) // block_size + 1 for position in positions]
+    n_blocks = sum(counts) + 2
+    shape = config.n_layers, config.n_kv_heads, config.head_dim, block_size, n_blocks
+    blocks = KVBlockManager(*shape, model.device, model.dtype, pool="shared")
+    state = DeviceState(len(positions), max(counts) + 1, model.device)
+    state.positions.copy_(torch.tensor(positions))
+    state.tokens.copy_(torch.randint(config.vocab_size, (len(positions),), generator=generator))
+    order = torch.randperm(n_blocks, generator=generator).tolist()
+    table = torch.full(state.table.shape, WILD, dtype=torch.int32)
+    held = torch.zeros(n_blocks, block_size, dtype=torch.bool)
+    for row, (position, count) in enumerate(zip(positions, counts, strict=True)):
+        for i in range(count):
+            table[row, i] = block = order.pop()
+            held[block, : max(0, position - i * block_size)] = True
+    state.table.copy_(table)
+    for cache in (blocks.k_cache, blocks.v_cache):
+        filled = torch.randn(cache.shape, generator=generator)
+        cache.copy_(torch.where(held[None, :, None, :, None], filled, NAN))
+    return PagedAttention(TRITON.append_and_attend, tile, blocks, state)
+
+
+def caches(attend: PagedAttention) -> tuple[Tensor, Tensor]:
+    return torch.nan_to_num(attend.blocks.k_cache), torch.nan_to_num(attend.blocks.v_cache)
+
+
+def run(layers: Layers, model: GPT, positions: list[int], **options) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states and both caches."""
+    attend = make_attention(model, positions, **options)
+    hidden = layers(attend.state.tokens, attend.state.positions, attend)
+    return hidden, *caches(attend)
+
+
+def assert_layers_agree(
+    few: Layers, persistent: Layers, model: GPT, positions: list[int], tolerance: float = TOLERANCE, **options
+) -> None:
+    found, expected = (run(layers, model, positions, **options) for layers in (persistent, few))
+    assert expected[0].isfinite().all()
+    assert_near(found[0], expected[0], tolerance)
+    for mine, theirs in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(mine != 0, theirs != 0)
+        assert_near(mine.flatten()[None], theirs.flatten()[None], tolerance)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("shape", MODELS)
+def test_one_kernel_gives_the_states_and_the_cache_of_many(shape, device):
+    model = random_model(1, small_config(**MODELS[shape])).to(device)
+    few, persistent = few_and_persistent(model)
+    for positions in ([37], [5, -1, 18]):
+        assert_layers_agree(few, persistent, model, positions, seed=len(positions))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_as_many_rows_as_there_can_be_agree(dtype, device):
+    model = random_model(9).to(device, dtype)
+    few, persistent = few_and_persistent(model)
+    positions = [0, 3, 4, 16, 17, 21, -1, 40]
+    assert len(positions) == PERSISTENT_ROWS
+    assert_layers_agree(few, persistent, model, positions, REAL_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize(("block_size", "tile"), [(1, 16), (64, 16), (16, 64), (3, 512)])
+def test_neither_blocks_nor_tiles_change_anything(block_size, tile, device):
+    model = random_model(2).to(device)
+    few, persistent = few_and_persistent(model)
+    for positions in ([50], [31, 32, 9]):
+        assert_layers_agree(few, persistent, model, positions, block_size=block_size, tile=tile)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("rows", [1, PERSISTENT_ROWS])
+def test_only_inert_rows_write_nothing_and_are_finite(rows, device):
+    model = random_model(3).to(device)
+    attend = make_attention(model, [-1] * rows)
+    attend.state.table.zero_()
+    hidden = few_and_persistent(model)[1](attend.state.tokens, attend.state.positions, attend)
+    assert hidden.isfinite().all()
+    assert attend.blocks.k_cache.isnan().all() and attend.blocks.v_cache.isnan().all()
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_calls_one_after_the_other_share_the_count(device):
+    model = random_model(4).to(device)
+    few, persistent = few_and_persistent(model)
+    for calls in range(1, 4):
+        assert_layers_agree(few, persistent, model, [9, 2], seed=calls)
+        assert persistent.count.item() == calls * 5 * model.config.n_layers * persistent.programs
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 3])
+def test_nothing_is_written_outside_of_what_was_asked_for(rows, request):
+    model = random_model(5)
+    few, persistent = few_and_persistent(model)
+    request.getfixturevalue("guarded_outputs")
+    assert_layers_agree(few, persistent, model, [17, 4, -1][:rows])
+
+
+@interpreted
+def test_a_program_whose_company_does_not_come_gives_up_with_nan(monkeypatch):
+    """Two programs, of which the interpreter begins the second when the first has ended."""
+    monkeypatch.setattr(persistent_layers, "PATIENCE", 3)
+    model = random_model(6)
+    weights = [LayerWeights.of(block) for block in model.blocks]
+    attend = make_attention(model, [4])
+    hidden = PersistentLayers(model, weights, TRITON, programs=2)(
+        attend.state.tokens, attend.state.positions, attend
+    )
+    assert hidden.isnan().all()
+
+
+def test_the_ranges_of_a_context_keep_the_programs_busy():
+    assert [splits_for(rows * 12) for rows in (1, 2, 3, 4, 5, 8)] == [8, 4, 2, 2, 2, 1]
+    assert splits_for(1) == 8 and splits_for(1000) == 1
+
+
+# Where it is chosen.
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_more_rows_are_left_to_the_other_layers(device):
+    model = random_model(0).to(device)
+    others = build_layers(*SMALL_M, model, TRITON)
+    layers_for = persistent_for_few(others, model, TRITON)
+    assert isinstance(layers_for(1), PersistentLayers)
+    assert layers_for(1) is layers_for(PERSISTENT_ROWS)
+    assert layers_for(PERSISTENT_ROWS + 1) is others(PERSISTENT_ROWS + 1)
+    assert isinstance(layers_for(PERSISTENT_ROWS + 1), FewRowsLayers)
+
+
+def test_torch_twins_have_no_persistent_kernel():
+    model = random_model(0)
+    others = build_layers(*SMALL_M, model, TORCH)
+    assert persistent_for_few(others, model, TORCH) is others
+
+
+def test_the_rung_is_a_side_branch_that_changes_the_products_only():
+    assert BEFORE["persistent_kernel"] == "dependent_launch" and list(LADDER)[-1] == "persistent_kernel"
+    change = {"gemm": ("small_m", "persistent")}
+    assert LADDER["dependent_launch"].difference(LADDER["persistent_kernel"]) == change
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_an_engine_with_one_kernel_gives_the_same_tokens(device, monkeypatch):
+    calls, run_layers = [], PersistentLayers.__call__
+
+    def counted(self: PersistentLayers, ids: Tensor, positions: Tensor, attend: PagedAttention) -> Tensor:
+        calls.append(len(ids))
+        return run_layers(self, ids, positions, attend)
+
+    monkeypatch.setattr(PersistentLayers, "__call__", counted)
+    model, prompts = random_model(7).to(device), random_prompts([3, 9], seed=3)
+    expected = generate(small_engine(model, recipe="paged"), prompts, 3)
+    recipe = replace(LADDER["persistent_kernel"], runner="eager")
+    assert generate(small_engine(model, recipe=recipe, kernels="triton"), prompts, 3) == expected
+    assert calls == [2, 2]
+
+
+# A GPU's own.
+
+
+def gpt2_small(n_layers: int, dtype: torch.dtype) -> GPT:
+    config = small_config(d_model=768, n_heads=12, n_layers=n_layers, vocab_size=1000, n_positions=1024)
+    return random_model(8, config, std=0.02).to("cuda", dtype)
+
+
+LENGTHS = [1000, 513, 64, 0, -1, 129, 700, 512]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8])
+def test_at_a_real_size_one_kernel_gives_what_many_give(rows, dtype):
+    model = gpt2_small(2, dtype)
+    few, persistent = few_and_persistent(model)
+    assert persistent.programs == torch.cuda.get_device_properties(0).multi_processor_count
+    assert_layers_agree(
+        few, persistent, model, LENGTHS[:rows], REAL_TOLERANCE[dtype], block_size=64, tile=256
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_a_hundred_replays_equal_the_other_layers(rows):
+    """Each replay has other tokens, lengths and a fresh cache; all give what ordinary launches give."""
+    model = gpt2_small(12, torch.float16)
+    few, persistent = few_and_persistent(model)
+    attend = make_attention(model, LENGTHS[:rows], block_size=64, tile=256)
+    state, blocks = attend.state, attend.blocks
+    state.table.clamp_(max=blocks.max_blocks_per_layer - 1)
+    start, longest = caches(attend), state.positions.clone()
+
+    def refill(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        state.tokens.copy_(torch.randint(model.config.vocab_size, (rows,), generator=generator))
+        state.positions.copy_(torch.where(longest > 0, (longest - 37 * seed) % (longest + 1), longest))
+        blocks.k_cache.copy_(start[0])
+        blocks.v_cache.copy_(start[1])
+
+    refill(0)
+    persistent(state.tokens, state.positions, attend)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        hidden = persistent(state.tokens, state.positions, attend)
+    for seed in range(1, 101):
+        refill(seed)
+        graph.replay()
+        found = hidden.clone(), *caches(attend)
+        refill(seed)
+        expected = few(state.tokens, state.positions, attend), *caches(attend)
+        assert_near(found[0], expected[0], 2e-2)
+        for mine, theirs in zip(found[1:], expected[1:], strict=True):
+            assert_near(mine.flatten()[None], theirs.flatten()[None], 2e-2)

@@ -1,0 +1,148 @@
+"""A KV cache that runs dry: who gives up blocks, who is computed again, and that no token changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from rosellm.errors import KVCacheExhausted, PromptError
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
+from tests.helpers import random_model, random_prompts, small_engine
+
+RUNGS = ["dense", "mutable_block_info", "resident_step", BEST_RUNG]
+PROMPTS = random_prompts([3, 9, 1, 17, 8, 5, 12, 2], seed=3)
+SHARED = [PROMPTS[3] + prompt for prompt in PROMPTS]
+N_TOKENS = 20
+AMPLE = 64
+GPT = random_model(0)
+
+
+def greedy(max_tokens: int = N_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def run(engine: Engine, prompts, params, **config) -> tuple[OnlineScheduler, list]:
+    scheduler = OfflineScheduler(engine, SchedulerConfig(**config))
+    outputs = scheduler.run(prompts, params)
+    if engine.prefix_cache is not None:
+        engine.check_integrity()
+        engine.prefix_cache.clear()
+    engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+    return scheduler, outputs
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("wish", [greedy(), SamplingParams(temperature=1.2, max_tokens=N_TOKENS, seed=4)])
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("n_blocks", [5, 8])
+def test_requests_that_outgrow_the_pool_finish_with_the_tokens_of_an_ample_one(rung, wish, n_blocks):
+    ample, expected = run(small_engine(GPT, recipe=rung, num_kv_blocks=AMPLE), PROMPTS, wish)
+    tight, outputs = run(small_engine(GPT, recipe=rung, num_kv_blocks=n_blocks), PROMPTS, wish)
+    assert tokens_of(outputs) == tokens_of(expected)
+    assert tight.preemptions > 0 == ample.preemptions
+    assert sum(output.metrics.preemptions for output in outputs) == tight.preemptions
+    assert [len(output.metrics.token_times) for output in outputs] == [N_TOKENS] * len(PROMPTS)
+
+
+def test_the_youngest_is_preempted_and_the_oldest_never(monkeypatch):
+    still_running = []
+    preempt = OnlineScheduler._preempt
+
+    def spy(scheduler, request):
+        preempt(scheduler, request)
+        others = [s.request_id for s in scheduler._active]
+        still_running.append(max(others) < request.sequence.request_id)
+
+    monkeypatch.setattr(OnlineScheduler, "_preempt", spy)
+    scheduler, outputs = run(small_engine(GPT, num_kv_blocks=6), [[1]] * 6, greedy(24))  # 3 blocks each
+    assert all(still_running) and len(still_running) == scheduler.preemptions > 0
+    assert outputs[0].metrics.preemptions == 0
+    assert [output.metrics.token_times[-1] for output in outputs] == sorted(
+        output.metrics.token_times[-1] for output in outputs
+    )
+
+
+def test_nobody_is_preempted_where_all_fit_at_their_full_length():
+    engine = small_engine(GPT, num_kv_blocks=18)
+    scheduler, _ = run(engine, [[1]] * 6, greedy(24))
+    assert scheduler.preemptions == 0
+
+
+def test_cached_prefixes_are_evicted_before_anyone_is_preempted():
+    engine = small_engine(GPT, num_kv_blocks=8, prefix_cache=True)
+    OfflineScheduler(engine).run([[i] * 12 for i in range(3)], greedy(1))
+    assert len(engine.prefix_cache) == 3 and engine.blocks.num_free_blocks() == 2
+    scheduler = OfflineScheduler(engine)
+    scheduler.run([[7], [8]], greedy(30))  # 4 blocks each: all of the pool
+    assert scheduler.preemptions == 0 and len(engine.prefix_cache) < 3
+
+
+def test_a_prefix_that_is_evicted_while_its_request_is_preempted_is_computed_again():
+    engine = small_engine(GPT, num_kv_blocks=8, prefix_cache=True)
+    expected = tokens_of(run(small_engine(GPT, num_kv_blocks=AMPLE), SHARED[:3], greedy())[1])
+    scheduler = OnlineScheduler(engine)
+    ids = scheduler.add_requests(SHARED[:3], greedy())
+    while scheduler.has_unfinished:
+        scheduler.step()
+        if scheduler.n_waiting:
+            engine.prefix_cache.clear()
+    assert [scheduler.take_result(i).token_ids for i in ids] == expected
+    assert scheduler.preemptions > 0
+
+
+def test_a_preempted_request_can_be_cancelled_and_keeps_the_tokens_it_had():
+    engine = small_engine(GPT, num_kv_blocks=6)
+    scheduler = OnlineScheduler(engine)
+    ids = scheduler.add_requests([[i] for i in range(1, 7)], greedy(24))
+    while not (preempted := [r.sequence.request_id for r in scheduler._waiting if r.metrics.preemptions]):
+        scheduler.step()
+    assert scheduler.cancel(preempted[0])
+    output = scheduler.take_result(preempted[0])
+    prompt = [1 + ids.index(preempted[0])]
+    expected = tokens_of(run(small_engine(GPT, num_kv_blocks=AMPLE), [prompt], greedy(24))[1])[0]
+    assert output.finish_reason == "cancelled"
+    assert 0 < len(output.token_ids) < 24 and output.token_ids == expected[: len(output.token_ids)]
+    scheduler.cancel_all()
+    engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == 6
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
+    engine = small_engine(GPT, num_kv_blocks=3)
+    with pytest.raises(PromptError, match="needs 4 KV blocks of 8 tokens a layer; the cache has 3"):
+        OnlineScheduler(engine).add_request([1] * 10, greedy(16))
+
+
+def test_blocks_that_somebody_else_holds_are_not_waited_for():
+    engine = small_engine(GPT, num_kv_blocks=4)
+    stranger = OnlineScheduler(engine)
+    stranger.add_request([1] * 10, greedy(9))
+    stranger.step()
+    scheduler = OnlineScheduler(engine)
+    scheduler.add_request([2], greedy(30))
+    with pytest.raises(KVCacheExhausted):
+        while scheduler.has_unfinished:
+            scheduler.step()
+    assert scheduler.n_active == 0
+    stranger.cancel_all()
+    engine.check_integrity()
+
+
+def test_integrity_knows_the_holders_of_every_block():
+    engine = small_engine(GPT, num_kv_blocks=8)
+    scheduler = OnlineScheduler(engine)
+    scheduler.add_request([1] * 10, greedy(9))
+    scheduler.step()
+    engine.check_integrity()
+    block = engine.blocks.num_free_blocks()
+    (sequence,) = scheduler._active
+    engine.blocks.incref_blocks(sequence.block_ids[0][:1])
+    with pytest.raises(AssertionError, match=r"block \d+ counts 2 holders and has 1"):
+        engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == block

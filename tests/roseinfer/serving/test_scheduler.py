@@ -1,0 +1,713 @@
+"""The schedulers: same tokens as alone, who is admitted when, what is released, and how text ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.models.tokenizer import Tokenizer, train_tokenizer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig, one_each
+from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
+from tests.late_step import run_late
+
+LENGTHS = [1, 9, 3, 20, 8, 2, 15, 5, 7, 30]
+
+
+def greedy(max_tokens: int = 8, **others) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **others)
+
+
+def engine_of(seed: int = 0, tokenizer: Tokenizer | None = None, **options) -> Engine:
+    changes = {"vocab_size": tokenizer.vocab_size} if tokenizer else {}
+    options = {"recipe": "dense"} | options
+    return small_engine(random_model(seed, small_config(**changes)), tokenizer=tokenizer, **options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(["hello world, here is some text to learn from, with words and words"], 290)
+
+
+class Calls:
+    """Keeps the batches that the scheduler gives to the engine, and the chunks of prompts."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, list[int]]] = []
+        self.chunks: list[list[int]] = []
+        begin_prefill, begin_decode = engine.begin_prefill, engine.begin_decode
+
+        def spy_prefill(sequences: list[Sequence], counts: list[int]) -> list[Sequence]:
+            self.log.append(("prefill", [s.request_id for s in sequences]))
+            self.chunks.append(counts)
+            return begin_prefill(sequences, counts)
+
+        def spy_decode(sequences: list[Sequence]) -> int:
+            self.log.append(("decode", [s.request_id for s in sequences]))
+            return begin_decode(sequences)
+
+        monkeypatch.setattr(engine, "begin_prefill", spy_prefill)
+        monkeypatch.setattr(engine, "begin_decode", spy_decode)
+
+    def of(self, name: str) -> list[list[int]]:
+        return [ids for called, ids in self.log if called == name]
+
+
+def run_to_end(scheduler: OnlineScheduler) -> None:
+    while scheduler.has_unfinished:
+        scheduler.step()
+
+
+def assert_all_free(engine: Engine) -> None:
+    engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("policy", ["fifo", "pack"])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_mixed_lengths_give_the_tokens_of_each_request_alone(policy: str, prefix_cache: bool) -> None:
+    engine = engine_of(num_kv_blocks=11, max_batch_size=4, prefix_cache=prefix_cache)
+    prompts = random_prompts(LENGTHS)
+    prompts += [prompts[3] + [5, 6], prompts[3][:17]]
+    counts = [1 + 3 * i % 14 for i in range(len(prompts))]
+    config = SchedulerConfig(prefill_token_budget=40, admission_policy=policy, pack_lookahead=5, fifo_every=3)
+    outputs = OfflineScheduler(engine, config).run(prompts, [greedy(n) for n in counts])
+    for prompt, n, output in zip(prompts, counts, outputs, strict=True):
+        assert output.prompt_token_ids == prompt
+        assert output.token_ids == uncached_greedy(engine.model, prompt, n)
+        assert output.finish_reason == "length"
+    if prefix_cache:
+        engine.prefix_cache.clear()
+    assert_all_free(engine)
+
+
+def test_requests_added_while_others_run_join_the_batch() -> None:
+    engine = engine_of()
+    scheduler = OnlineScheduler(engine)
+    first = scheduler.add_request([1, 2, 3], greedy(10))
+    for _ in range(4):
+        assert [s.request_id for s in scheduler.step()] == [first]
+    second = scheduler.add_request([4, 5], greedy(3))
+    assert [s.request_id for s in scheduler.step()] == [first, second]
+    run_to_end(scheduler)
+    assert scheduler.take_result(first).token_ids == uncached_greedy(engine.model, [1, 2, 3], 10)
+    assert scheduler.take_result(second).token_ids == uncached_greedy(engine.model, [4, 5], 3)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_shares_the_batch() -> None:
+    engine = engine_of()
+    seeded = SamplingParams(temperature=1.5, top_p=0.95, max_tokens=12, seed=11)
+    alone = OfflineScheduler(engine).run([[7, 8, 9]], seeded)[0].token_ids
+    others = [SamplingParams(temperature=2.0, max_tokens=n, seed=n) for n in (3, 12, 5)]
+    params = [*others[:2], seeded, others[2]]
+    together = OfflineScheduler(engine).run([[1], [2, 3], [7, 8, 9], [4] * 9], params)
+    assert together[2].token_ids == alone
+    reseeded = SamplingParams(temperature=1.5, top_p=0.95, max_tokens=12, seed=12)
+    assert OfflineScheduler(engine).run([[7, 8, 9]], reseeded)[0].token_ids != alone
+
+
+# Admission
+
+
+def test_an_iteration_decodes_first_and_then_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    calls = Calls(engine, monkeypatch)
+    scheduler = OnlineScheduler(engine)
+    first = scheduler.add_request([1], greedy(3))
+    scheduler.step()
+    second = scheduler.add_request([2], greedy(3))
+    scheduler.step()
+    assert calls.log == [("prefill", [first]), ("decode", [first]), ("prefill", [second])]
+
+
+def test_budgets_of_batch_and_tokens_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    calls = Calls(engine, monkeypatch)
+    prompts = random_prompts([4, 4, 4, 4, 1, 1, 1, 1, 1, 40, 3, 3])
+    config = SchedulerConfig(max_batch_size=9, prefill_max_batch_size=3, prefill_token_budget=10)
+    ids = OnlineScheduler(engine, config)
+    requests = ids.add_requests(prompts, greedy(4))
+    run_to_end(ids)
+    computed = Counter()
+    for batch, chunks in zip(calls.of("prefill"), calls.chunks, strict=True):
+        assert 1 <= len(batch) <= 3 and sum(chunks) <= 10 and min(chunks) > 0
+        computed.update(dict(zip(batch, chunks, strict=True)))
+    assert computed == {request: len(prompt) for request, prompt in zip(requests, prompts, strict=True)}
+    assert max(len(batch) for batch in calls.of("decode")) <= 9
+    assert calls.chunks[:3] == [[4, 4, 2], [2, 4, 1], [1, 1, 1]]
+    assert [40] not in calls.chunks and [10] in calls.chunks
+
+
+@pytest.mark.parametrize("policy", ["fifo", "pack"])
+def test_a_cut_prompt_goes_on_before_others_are_admitted(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of()
+    calls = Calls(engine, monkeypatch)
+    config = SchedulerConfig(prefill_token_budget=10, admission_policy=policy, prefill_max_batch_size=2)
+    scheduler = OnlineScheduler(engine, config)
+    long = scheduler.add_request([1] * 25, greedy(3))
+    first = scheduler.step()
+    short, _, shortest = scheduler.add_requests([[2] * 3, [3] * 2, [4]], greedy(3))
+    second, third = scheduler.step(), scheduler.step()
+    run_to_end(scheduler)
+    nearest = {"fifo": (short, 3), "pack": (shortest, 1)}[policy]
+    assert calls.of("prefill")[:3] == [[long], [long], [long, nearest[0]]]
+    assert calls.chunks[:3] == [[10], [10], [5, nearest[1]]]
+    assert (first, second) == ([], [])
+    assert [s.request_id for s in third] == [long, nearest[0]]
+
+
+def test_fifo_admits_strictly_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(num_kv_blocks=5)
+    calls = Calls(engine, monkeypatch)
+    scheduler = OnlineScheduler(engine)
+    ids = scheduler.add_requests([[1] * 20, [2] * 30, [3]], greedy(4))
+    run_to_end(scheduler)
+    assert [request for batch in calls.of("prefill") for request in batch] == ids
+    assert calls.of("prefill")[0] == ids[:1]  # the third would fit at once, and waits behind the second
+
+
+def test_pack_admits_the_shortest_prompts_of_the_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    calls = Calls(engine, monkeypatch)
+    config = SchedulerConfig(prefill_token_budget=12, admission_policy="pack", pack_lookahead=4)
+    scheduler = OnlineScheduler(engine, config)
+    ids = scheduler.add_requests([[1] * n for n in (12, 5, 3, 4, 1)], greedy(2))
+    scheduler.step()
+    assert calls.of("prefill")[0] == [ids[2], ids[3], ids[1]]
+    scheduler.step()
+    assert calls.of("prefill")[1] == [ids[4], ids[0]]
+    run_to_end(scheduler)
+    assert calls.chunks == [[3, 4, 5], [1, 11], [1]]
+
+
+@pytest.mark.parametrize("long_prompt", [14, 30], ids=["needs a place", "needs most of the cache"])
+def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt: int) -> None:
+    engine = engine_of(num_kv_blocks=5, max_batch_size=4)
+    config = SchedulerConfig(prefill_token_budget=14, admission_policy="pack", fifo_every=4)
+    scheduler = OnlineScheduler(engine, config)
+    scheduler.add_requests([[2]] * 2, greedy(3))
+    long = scheduler.add_request([1] * long_prompt, greedy(4))
+    for i in range(60):
+        scheduler.add_requests([[2]] * 2, [greedy(3 + i % 4), greedy(4 + i % 5)])
+        scheduler.step()
+        if long in scheduler.finished:
+            break
+    assert scheduler.take_result(long).finish_reason == "length"
+
+
+def test_a_request_that_ends_with_its_first_token_never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(0)
+    first = uncached_greedy(model, [3, 4], 1)[0]
+    by_eos = small_engine(random_model(0, small_config(eos_token_id=first)), recipe="dense")
+    for engine, params, reason in (
+        (engine_of(), greedy(1), "length"),
+        (by_eos, SamplingParams(temperature=0.0, max_tokens=9), "stop"),
+    ):
+        calls = Calls(engine, monkeypatch)
+        output = OfflineScheduler(engine).run([[3, 4]], params)[0]
+        assert (output.token_ids, output.finish_reason) == ([first], reason)
+        assert calls.of("decode") == []
+        assert_all_free(engine)
+
+
+def test_a_finished_sequence_is_released_at_once() -> None:
+    engine = engine_of()
+    scheduler = OnlineScheduler(engine)
+    scheduler.add_requests([[1], [2]], [greedy(2), greedy(9)])
+    scheduler.step()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks - 2
+    scheduler.step()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks - 1
+    scheduler.cancel_all()
+
+
+# Refusals, cancellation, failure
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size is 0"),
+        ({"prefill_token_budget": 1.5}, "prefill_token_budget is 1.5"),
+        ({"prefill_max_batch_size": None}, "prefill_max_batch_size is None"),
+        ({"fifo_every": True}, "fifo_every is True"),
+        ({"pack_lookahead": -1}, "pack_lookahead is -1"),
+        ({"max_in_flight": 0}, "max_in_flight is 0"),
+        ({"admission_policy": "lifo"}, "'lifo'; use fifo or pack"),
+    ],
+)
+def test_a_bad_configuration_is_refused_by_name(change: dict, told: str) -> None:
+    with pytest.raises(RoseError, match=told):
+        SchedulerConfig(**change)
+
+
+def test_a_batch_larger_than_the_engines_is_refused() -> None:
+    with pytest.raises(RoseError, match="max_batch_size is 17; the engine decodes at most 16"):
+        OnlineScheduler(engine_of(), SchedulerConfig(max_batch_size=17))
+
+
+def test_overload_is_told_in_numbers_and_queues_nothing() -> None:
+    scheduler = OnlineScheduler(engine_of(), SchedulerConfig(max_batch_size=2, max_in_flight=4))
+    scheduler.add_requests([[1], [2], [3]], greedy())
+    scheduler.step()
+    with pytest.raises(OverloadError, match="2 more .* max_in_flight 4: 1 are waiting and 2 active"):
+        scheduler.add_requests([[4], [5]], greedy())
+    assert scheduler.n_waiting == 1
+    scheduler.add_request([4], greedy())
+    with pytest.raises(OverloadError):
+        scheduler.add_request([5], greedy())
+    run_to_end(scheduler)
+    scheduler.add_request([5], greedy())
+    assert len(scheduler.finished) == 4
+
+
+def test_a_bad_prompt_among_many_is_named_and_none_is_queued() -> None:
+    scheduler = OnlineScheduler(engine_of())
+    with pytest.raises(PromptError, match="prompt 2: .*empty"):
+        scheduler.add_requests([[1], [2], []], greedy())
+    assert not scheduler.has_unfinished
+
+
+@pytest.mark.parametrize("params", [[greedy()], [greedy(), "greedy"], None])
+def test_parameters_must_be_one_or_one_each(params) -> None:
+    with pytest.raises(SamplingError):
+        one_each(params, 2)
+
+
+def test_cancelling_frees_the_blocks_of_waiting_and_active_requests() -> None:
+    engine = engine_of()
+    scheduler = OnlineScheduler(engine, SchedulerConfig(max_batch_size=2))
+    first, second, third = scheduler.add_requests([[1] * 9, [2] * 9, [3] * 9], greedy(20))
+    scheduler.step()
+    scheduler.step()
+    assert scheduler.cancel(first) and scheduler.cancel(third)
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks - 2
+    assert not scheduler.cancel(first)
+    cancelled, unborn = scheduler.take_result(first), scheduler.take_result(third)
+    assert (cancelled.finish_reason, len(cancelled.token_ids)) == ("cancelled", 2)
+    assert (unborn.finish_reason, unborn.token_ids, unborn.metrics.ttft) == ("cancelled", [], None)
+    run_to_end(scheduler)
+    assert scheduler.take_result(second).token_ids == uncached_greedy(engine.model, [2] * 9, 20)
+    assert_all_free(engine)
+
+
+def test_unknown_taken_and_unfinished_requests_are_told_apart() -> None:
+    scheduler = OnlineScheduler(engine_of())
+    request = scheduler.add_request([1], greedy(1))
+    with pytest.raises(RoseError, match=f"request {request} has not ended"):
+        scheduler.take_result(request)
+    run_to_end(scheduler)
+    scheduler.take_result(request)
+    with pytest.raises(RoseError, match=f"request {request} is unknown"):
+        scheduler.take_result(request)
+    with pytest.raises(RoseError, match="request 99 is unknown"):
+        scheduler.cancel(99)
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_the_engine_leaks_no_block(where: str, error, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    scheduler = OnlineScheduler(engine, SchedulerConfig(max_batch_size=2))
+    first, second, third = scheduler.add_requests([[1] * 9, [2], [3]], [greedy(2), greedy(9), greedy(9)])
+    scheduler.step()
+
+    def fail_halfway(sequences: list[Sequence], counts: object = None) -> None:
+        engine.blocks.reserve_prompt(0, sequences[0].block_ids[0], 3)
+        raise error("no luck")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, f"begin_{where}", fail_halfway)
+        with pytest.raises(error, match="no luck"):
+            scheduler.step()
+    assert_all_free(engine)
+    failed = second if where == "decode" else third
+    assert scheduler.take_result(failed).finish_reason == "failed"
+    assert scheduler.take_result(first).finish_reason == ("failed" if where == "decode" else "length")
+    assert scheduler.has_unfinished == (where == "decode")
+    run_to_end(scheduler)
+    if where == "decode":
+        assert scheduler.take_result(third).token_ids == uncached_greedy(engine.model, [3], 9)
+
+
+def test_an_interrupted_offline_run_leaves_scheduler_and_engine_ready() -> None:
+    engine = engine_of()
+    scheduler = OfflineScheduler(engine, SchedulerConfig(max_batch_size=2))
+
+    class Interrupt:
+        def update(self, n: int) -> None:
+            if scheduler.decode_steps == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.run([[1], [2], [3]], greedy(9), Interrupt())
+    assert not scheduler.has_unfinished and not scheduler.finished
+    assert_all_free(engine)
+    assert scheduler.run([[1]], greedy(9))[0].token_ids == uncached_greedy(engine.model, [1], 9)
+
+
+# Figures
+
+
+def test_each_token_has_its_time_and_a_step_is_shared() -> None:
+    scheduler = OfflineScheduler(engine_of())
+    one, other = (output.metrics for output in scheduler.run([[1], [2, 3]], [greedy(5), greedy(3)]))
+    assert (len(one.token_times), len(other.token_times)) == (5, 3)
+    assert one.token_times[:3] == other.token_times
+    assert [one.arrival, *one.token_times] == sorted([one.arrival, *one.token_times])
+    assert (scheduler.decode_steps, scheduler.decode_tokens) == (4, 6)
+    assert 0 < scheduler.decode_time_s < one.token_times[-1] - one.token_times[0]
+    assert 0 < scheduler.prefill_time_s < one.ttft
+
+
+def test_latency_figures_are_what_their_names_say() -> None:
+    metrics = RequestMetrics(10.0, [12.0, 13.0, 16.0])
+    assert (metrics.ttft, metrics.tpot, metrics.latency, metrics.itl) == (2.0, 2.0, 6.0, [1.0, 3.0])
+    assert RequestMetrics(10.0, [12.0]).tpot is None
+    nothing = RequestMetrics(10.0)
+    assert (nothing.ttft, nothing.tpot, nothing.latency, nothing.itl) == (None, None, None, [])
+
+
+def test_progress_hears_of_every_request() -> None:
+    class Bar:
+        total = 0
+
+        def update(self, n: int) -> None:
+            self.total += n
+
+    bar = Bar()
+    OfflineScheduler(engine_of()).run([[1], [2], [3]], [greedy(n) for n in (1, 2, 5)], bar)
+    assert bar.total == 3
+
+
+# Text
+
+
+class Pieces:
+    """A tokenizer whose token i is the i-th of the given strings."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def stream(self) -> Pieces:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def finish(self) -> str:
+        return ""
+
+
+def before_first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
+    """Character by character: the text before the stop string that is completed first."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - len(max(ending, key=len))], True
+    return text, False
+
+
+words = st.text(alphabet="ab", min_size=1, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces=st.lists(words, max_size=8), stops=st.lists(words, max_size=3))
+def test_text_ends_before_the_first_stop_wherever_tokens_break(pieces: list[str], stops: list[str]) -> None:
+    stops = tuple(stops)
+    expected, stopped = before_first_stop("".join(pieces), stops)
+    text = IncrementalText(Pieces(pieces), stops)
+    taken = []
+    for i in range(len(pieces)):
+        text.push(i)
+        taken.append(text.take())
+        assert expected.startswith("".join(taken))
+        if text.stopped:
+            break
+    text.finish()
+    taken.append(text.take())
+    assert ("".join(taken), text.text, text.stopped) == (expected, expected, stopped)
+
+
+def test_text_without_stop_strings_is_never_held_back() -> None:
+    text = IncrementalText(Pieces(["a", "b"]))
+    text.push(0)
+    assert text.take() == "a"
+    text.push(1)
+    assert (text.take(), text.take()) == ("b", "")
+
+
+def test_a_character_in_parts_waits_for_its_last_byte_or_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("né 🙂")
+    text = IncrementalText(tokenizer)
+    taken = []
+    for token in ids:
+        text.push(token)
+        taken.append(text.take())
+    assert "".join(taken) == "né 🙂"
+    assert "�" not in "".join(taken) and "" in taken
+    cut = IncrementalText(tokenizer)
+    for token in ids[:-1]:
+        cut.push(token)
+    assert cut.take() == "né "
+    cut.finish()
+    assert "né " + cut.take() == cut.text == tokenizer.decode(ids[:-1])
+
+
+def test_stop_strings_end_a_request_and_its_text(tokenizer: Tokenizer) -> None:
+    engine = engine_of(3, tokenizer)
+    prompts = random_prompts([3, 5, 2], vocab_size=tokenizer.vocab_size)
+    whole = OfflineScheduler(engine).run(prompts, greedy(30))
+    stops = [output.text[8:11] for output in whole]
+    params = [greedy(30, stop=[stop, "never there"]) for stop in stops[:2]] + [greedy(30)]
+    cut = OfflineScheduler(engine).run(prompts, params)
+    for output, stop, reference in zip(cut[:2], stops, whole, strict=False):
+        assert output.text == reference.text.partition(stop)[0]
+        assert output.finish_reason == "stop"
+        assert len(output.token_ids) < 30
+        assert output.token_ids == reference.token_ids[: len(output.token_ids)]
+        assert stop in tokenizer.decode(output.token_ids)
+        assert len(output.metrics.token_times) == len(output.token_ids)
+    assert (cut[2].text, cut[2].finish_reason) == (whole[2].text, "length")
+    assert_all_free(engine)
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(tokenizer: Tokenizer) -> None:
+    engine = engine_of(3, tokenizer)
+    plain = OfflineScheduler(engine).run([[9, 8]], greedy(20))[0]
+    begun = plain.text[-1] + "then something else"
+    watched = OfflineScheduler(engine).run([[9, 8]], greedy(20, stop=begun))[0]
+    assert (watched.text, watched.finish_reason) == (plain.text, "length")
+
+
+@pytest.mark.parametrize("stop", [None, "never there"])
+def test_the_end_of_sequence_is_a_token_and_no_text(tokenizer: Tokenizer, stop: str | None) -> None:
+    config = {"vocab_size": tokenizer.vocab_size}
+    tokens = uncached_greedy(random_model(3, small_config(**config)), [9, 8], 6)
+    assert tokens.index(tokens[5]) == 5
+    model = random_model(3, small_config(eos_token_id=tokens[5], **config))
+    engine = small_engine(model, tokenizer=tokenizer, recipe="dense")
+    until_eos = SamplingParams(temperature=0.0, max_tokens=20, stop=stop)
+    output = OfflineScheduler(engine).run([[9, 8]], until_eos)[0]
+    assert (output.token_ids, output.finish_reason) == (tokens, "stop")
+    assert output.text == tokenizer.decode(tokens[:5])
+    ignoring = OfflineScheduler(engine).run([[9, 8]], greedy(20, stop=stop))[0]
+    assert (len(ignoring.token_ids), ignoring.finish_reason) == (20, "length")
+
+
+def test_text_is_decoded_only_when_it_is_read(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    real = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(ids) or real(ids))
+    output = OfflineScheduler(engine_of(3, tokenizer)).run([[1]], greedy(4))[0]
+    assert decoded == []
+    assert output.text == output.text == real(output.token_ids)
+    assert decoded == [output.token_ids]
+
+
+def test_without_a_tokenizer_there_is_no_text_and_no_stop_string() -> None:
+    engine = engine_of()
+    assert OfflineScheduler(engine).run([[1]], greedy(2))[0].text is None
+    with pytest.raises(SamplingError, match="stop strings need a tokenizer"):
+        OnlineScheduler(engine).add_request([1], greedy(2, stop="x"))
+
+
+# Prompts in chunks, and steps that run ahead
+
+RECIPES = ["dense", "one_table"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return [uncached_greedy(random_model(0), prompt, 14) for prompt in random_prompts(LENGTHS)]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+@pytest.mark.parametrize(("budget", "policy"), [(1, "fifo"), (7, "pack"), (16, "fifo")])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_chunks_and_steps_ahead_give_the_tokens_of_each_request_alone(
+    recipe: str, budget: int, policy: str, run_ahead: int, expected: list[list[int]]
+) -> None:
+    engine = engine_of(recipe=recipe, num_kv_blocks=11, max_batch_size=4)
+    prompts = random_prompts(LENGTHS)
+    counts = [1 + 3 * i % 14 for i in range(len(prompts))]
+    if run_ahead:
+        run_late(engine, run_ahead)
+    config = SchedulerConfig(prefill_token_budget=budget, admission_policy=policy)
+    outputs = OfflineScheduler(engine, config).run(prompts, [greedy(n) for n in counts])
+    for tokens, n, output in zip(expected, counts, outputs, strict=True):
+        assert output.token_ids == tokens[:n]
+        assert len(output.metrics.token_times) == n
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize(("num_kv_blocks", "n_hits"), [(14, 30), (40, 100)], ids=["evicting", "ample"])
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_chunks_of_prompts_with_a_cached_prefix_give_the_same_tokens(
+    recipe: str, run_ahead: int, num_kv_blocks: int, n_hits: int
+) -> None:
+    engine = engine_of(recipe=recipe, num_kv_blocks=num_kv_blocks, max_batch_size=3, prefix_cache=True)
+    long = random_prompts([40])[0]
+    prompts = [long, long[:25] + [5, 6], long[:30], long[:8], [3, 4], long[:39] + [1], long]
+    if run_ahead:
+        run_late(engine, run_ahead)
+    outputs = OfflineScheduler(engine, SchedulerConfig(prefill_token_budget=9)).run(prompts, greedy(12))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == uncached_greedy(engine.model, prompt, 12)
+    assert engine.prefix_cache.hit_tokens > n_hits
+    engine.prefix_cache.clear()
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_running_sequences_get_a_token_in_every_iteration_while_a_long_prompt_is_prefilled(
+    run_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(num_kv_blocks=40)
+    if run_ahead:
+        run_late(engine, run_ahead)
+    calls = Calls(engine, monkeypatch)
+    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_token_budget=5))
+    short = scheduler.add_requests([[1], [2, 3]], greedy(30))
+    while scheduler.decode_steps < 2:
+        scheduler.step()
+    n_before = len(calls.chunks)
+    long = scheduler.add_request([4] * 48, greedy(3))
+    iterations = [[s.request_id for s in scheduler.step()] for _ in range(9)]
+    assert iterations == [short] * 9
+    assert calls.chunks[n_before:] == [[5]] * 9
+    assert scheduler.n_active == 3 and scheduler.n_waiting == 0
+    run_to_end(scheduler)
+    assert scheduler.take_result(long).token_ids == uncached_greedy(engine.model, [4] * 48, 3)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_request_can_be_cancelled_in_the_middle_of_its_prompt(run_ahead: int) -> None:
+    engine = engine_of(num_kv_blocks=10)
+    if run_ahead:
+        run_late(engine, run_ahead)
+    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_token_budget=20))
+    short, long = scheduler.add_requests([[1] * 3, [2] * 50], greedy(9))
+    scheduler.step()
+    assert (scheduler.n_active, scheduler.n_waiting) == (2, 0)
+    assert engine.blocks.num_free_blocks() < engine.num_kv_blocks - 1
+    assert scheduler.cancel(long)
+    assert (scheduler.n_active, engine.blocks.num_free_blocks()) == (1, engine.num_kv_blocks - 1)
+    cut = scheduler.take_result(long)
+    assert (cut.finish_reason, cut.token_ids, cut.metrics.ttft) == ("cancelled", [], None)
+    again = scheduler.add_request([2] * 50, greedy(9))  # fits only if the reservation is gone, too
+    scheduler.step()
+    assert scheduler.n_waiting == 0
+    run_to_end(scheduler)
+    assert scheduler.take_result(short).token_ids == uncached_greedy(engine.model, [1] * 3, 9)
+    assert scheduler.take_result(again).token_ids == uncached_greedy(engine.model, [2] * 50, 9)
+    assert_all_free(engine)
+
+
+def test_an_error_in_the_middle_of_a_prompt_leaks_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_token_budget=10))
+    request = scheduler.add_request([1] * 25, greedy(3))
+    scheduler.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "begin_prefill", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scheduler.step()
+    assert scheduler.take_result(request).finish_reason == "failed"
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 3])
+def test_tokens_of_an_ended_sequence_that_are_still_on_their_way_never_reach_it(
+    run_ahead: int, tokenizer: Tokenizer
+) -> None:
+    engine = engine_of(3, tokenizer, max_batch_size=4)
+    prompts = random_prompts([3, 5, 2, 4, 1], vocab_size=tokenizer.vocab_size)
+    whole = OfflineScheduler(engine).run(prompts, greedy(30))
+    params = [greedy(30, stop=output.text[8:11]) for output in whole[:3]] + [greedy(30)] * 2
+    expected = OfflineScheduler(engine).run(prompts, params)
+    late = run_late(engine, run_ahead)
+    scheduler = OnlineScheduler(engine)
+    ids = scheduler.add_requests(prompts, params)
+    while len(scheduler.finished) < 3:
+        scheduler.step()
+    cancelled = next(i for i in ids if i not in scheduler.finished)
+    scheduler.cancel(cancelled)
+    run_to_end(scheduler)
+    assert late.overtaken > 0
+    for request, reference in zip(ids, expected, strict=True):
+        output = scheduler.take_result(request)
+        n = len(output.token_ids)
+        if request == cancelled:
+            assert output.token_ids == reference.token_ids[:n]
+        else:
+            assert (output.token_ids, output.text) == (reference.token_ids, reference.text)
+            assert output.finish_reason == reference.finish_reason
+        assert len(output.metrics.token_times) == n
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(run_ahead: int) -> None:
+    engine = engine_of()
+    late = run_late(engine, run_ahead)
+    scheduler = OfflineScheduler(engine)
+    request = scheduler.add_request([1, 2], greedy(9))
+    begun = []
+    while scheduler.has_unfinished:
+        scheduler.step()
+        begun.append(len(late._begun))
+    assert begun[: run_ahead + 1] == [*range(1, run_ahead + 1), run_ahead]
+    assert begun[-1] == 0 and late.idle == 1
+    assert (scheduler.decode_steps, scheduler.decode_tokens) == (8, 8)
+    assert scheduler.decode_time_s == pytest.approx(8e-3)
+    assert scheduler.take_result(request).token_ids == uncached_greedy(engine.model, [1, 2], 9)
+
+
+def test_several_tokens_of_a_sequence_in_one_iteration_are_told_once() -> None:
+    engine = engine_of()
+    run_late(engine, 3)
+    scheduler = OnlineScheduler(engine)
+    first, second = scheduler.add_requests([[1, 2], [3]], [greedy(9), greedy(4)])
+    told = []
+    while scheduler.has_unfinished:
+        told.append([s.request_id for s in scheduler.step()])
+    assert all(len(ids) == len(set(ids)) for ids in told)
+    assert sum(map(len, told)) < 9 + 4  # some iterations took several tokens
+    assert [len(scheduler.take_result(i).token_ids) for i in (first, second)] == [9, 4]
+
+
+def test_an_error_while_tokens_are_collected_ends_the_active_requests_as_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of()
+    late = run_late(engine, 1)
+    scheduler = OnlineScheduler(engine, SchedulerConfig(max_batch_size=2))
+    first, second, third = scheduler.add_requests([[1], [2], [3]], greedy(4))
+    scheduler.step()
+
+    def lost(leave: int = 0):
+        raise SamplingError("the model's logits are not finite")
+        yield
+
+    with monkeypatch.context() as broken:
+        broken.setattr(late, "collect", lost)
+        with pytest.raises(SamplingError, match="not finite"):
+            scheduler.step()
+    assert [scheduler.take_result(i).finish_reason for i in (first, second)] == ["failed"] * 2
+    assert_all_free(engine)
+    run_to_end(scheduler)
+    assert scheduler.take_result(third).token_ids == uncached_greedy(engine.model, [3], 4)
+    assert scheduler.decode_tokens == 3

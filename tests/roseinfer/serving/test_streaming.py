@@ -1,0 +1,372 @@
+"""The streaming manager: text in pieces to readers of several threads, and an end for every waiter."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import SimpleQueue
+from time import perf_counter, sleep
+
+import pytest
+
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.models.tokenizer import Tokenizer, train_tokenizer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import IncrementalText
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
+from tests.helpers import random_model, small_config, small_engine
+from tests.late_step import run_late
+
+WORDS = "hello world, here is some text to learn from, with words and words"
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+
+
+def greedy(max_tokens: int = 12, **others) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **others)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer([WORDS], 290)
+
+
+@pytest.fixture
+def engine(tokenizer: Tokenizer) -> Engine:
+    config = small_config(vocab_size=tokenizer.vocab_size, n_positions=1100)
+    return small_engine(random_model(3, config), tokenizer=tokenizer, recipe="dense")
+
+
+def assert_all_free(engine: Engine) -> None:
+    engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+class Gate:
+    """Holds the engine's decode steps back until it is opened; tells when the first one has begun."""
+
+    def __init__(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+    ) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+        begin_decode = engine.begin_decode
+
+        def held_back(sequences) -> int:
+            self.reached.set()
+            assert self._open.wait(10)
+            if error is not None:
+                raise error
+            return begin_decode(sequences)
+
+        monkeypatch.setattr(engine, "begin_decode", held_back)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within: a decode step has begun and does not end."""
+        assert self.reached.wait(10)
+        try:
+            yield
+        finally:
+            self._open.set()
+
+
+def outcome(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except RoseError as error:
+        return error
+
+
+@pytest.mark.parametrize("tokenize_workers", [0, 2])
+@pytest.mark.parametrize("stream_interval", [1, 5])
+def test_readers_in_several_threads_get_the_text_of_an_offline_run(
+    engine: Engine, tokenize_workers: int, stream_interval: int
+) -> None:
+    prompts = [WORDS[i : i + 4 + i % 7] for i in range(12)]
+    params = [greedy(3 + 4 * i % 23) for i in range(12)]
+    tokenizer = engine.tokenizer
+    expected = OfflineScheduler(engine).run([tokenizer.encode(p) for p in prompts], params)
+    config = SchedulerConfig(max_batch_size=5)
+    with (
+        StreamingManager(engine, config, tokenize_workers, stream_interval) as manager,
+        ThreadPoolExecutor(6) as clients,
+    ):
+
+        def client(i: int) -> tuple[str, int, list[int]]:
+            prompt = prompts[i] if i % 3 else tokenizer.encode(prompts[i])
+            request = manager.add_request(prompt, params[i])
+            pieces = list(manager.stream_text(request))
+            result = manager.result(request)
+            assert all(pieces)
+            assert result.request_id == request
+            assert result.text == "".join(pieces)
+            assert result.metrics is manager.metrics(request)
+            return result.text, len(pieces), result.token_ids
+
+        results = list(clients.map(client, range(12)))
+    for (text, n_pieces, tokens), reference in zip(results, expected, strict=True):
+        assert (text, tokens) == (reference.text, reference.token_ids)
+        assert n_pieces <= -(-len(tokens) // stream_interval)
+    assert_all_free(engine)
+
+
+def test_text_comes_while_the_request_is_still_running(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(engine, monkeypatch)
+    with StreamingManager(engine) as manager:
+        request = manager.add_request(WORDS, greedy(3))
+        with gate.held():
+            assert len(next(manager.stream_text(request))) > 0
+            assert len(manager.metrics(request).token_times) == 1
+            with pytest.raises(RoseError, match="has not ended within 0.01 s"):
+                manager.result(request, timeout=0.01)
+            with pytest.raises(RoseError, match="has not ended yet"):
+                manager.forget(request)
+        assert len(manager.result(request).token_ids) == 3
+
+
+def test_tokens_are_timed_as_their_piece_is_handed_over(engine: Engine) -> None:
+    with StreamingManager(engine, stream_interval=4) as manager:
+        before = perf_counter()
+        request = manager.add_request([5], greedy(10))
+        metrics = manager.result(request).metrics
+    times = metrics.token_times
+    assert before <= metrics.arrival < times[0]
+    assert [times.count(t) for t in sorted(set(times))] == [4, 4, 2]
+    assert times == sorted(times) and times[-1] < perf_counter()
+
+
+@pytest.mark.parametrize("stream_interval", [1, 2, 5])
+def test_several_tokens_at_once_are_handed_over_in_one_piece(engine: Engine, stream_interval: int) -> None:
+    reference = OfflineScheduler(engine).run([[9, 8]], greedy(12))[0]
+    run_late(engine, 3)
+    with StreamingManager(engine, stream_interval=stream_interval) as manager:
+        request = manager.add_request([9, 8], greedy(12))
+        pieces = list(manager.stream_text(request))
+        result = manager.result(request)
+    assert ("".join(pieces), result.text, result.token_ids) == (reference.text,) * 2 + (reference.token_ids,)
+    handed_over = [result.metrics.token_times.count(t) for t in sorted(set(result.metrics.token_times))]
+    assert sum(handed_over) == 12 and max(handed_over) > stream_interval
+    assert all(n >= stream_interval for n in handed_over[:-1])
+    assert len(pieces) <= len(handed_over)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("stream_interval", [1, 3])
+def test_no_part_of_a_stop_string_is_ever_handed_over(
+    engine: Engine, stream_interval: int, run_ahead: int
+) -> None:
+    whole = OfflineScheduler(engine).run([[9, 8]], greedy(40))[0].text
+    if run_ahead:
+        run_late(engine, run_ahead)
+    with StreamingManager(engine, stream_interval=stream_interval) as manager:
+        for at in range(6, 16):
+            stop = whole[at : at + 5]
+            request = manager.add_request([9, 8], greedy(40, stop=stop))
+            text = "".join(manager.stream_text(request))
+            assert text == whole.partition(stop)[0] == manager.result(request).text
+            assert manager.result(request).finish_reason == "stop"
+
+
+def test_text_held_back_for_a_stop_string_comes_at_the_end(engine: Engine) -> None:
+    whole = OfflineScheduler(engine).run([[9, 8]], greedy(12))[0].text
+    with StreamingManager(engine) as manager:
+        request = manager.add_request([9, 8], greedy(12, stop=whole[-3:] + "and more"))
+        assert "".join(manager.stream_text(request)) == whole
+        assert manager.result(request).finish_reason == "length"
+
+
+def test_a_reader_who_walks_away_holds_up_nobody(engine: Engine) -> None:
+    with StreamingManager(engine, SchedulerConfig(max_batch_size=2)) as manager:
+        abandoned = [manager.add_request([i], greedy(30)) for i in range(1, 4)]
+        next(manager.stream_text(abandoned[0]))
+        last = manager.add_request([7], greedy(5))
+        assert len(manager.result(last, timeout=10).token_ids) == 5
+        assert len(manager.result(abandoned[0]).token_ids) == 30
+    assert_all_free(engine)
+
+
+def test_a_stream_that_has_been_read_is_empty_and_ends(engine: Engine) -> None:
+    with StreamingManager(engine) as manager:
+        request = manager.add_request([7], greedy(5))
+        assert list(manager.stream_text(request))
+        assert list(manager.stream_text(request)) == []
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_cancelling_ends_active_and_waiting_requests(engine: Engine, run_ahead: int) -> None:
+    if run_ahead:
+        run_late(engine, run_ahead)
+    with StreamingManager(engine, SchedulerConfig(max_batch_size=1)) as manager:
+        active, waiting = (manager.add_request([i], ENDLESS) for i in (1, 2))
+        pieces = manager.stream_text(active)
+        read = next(pieces)
+        assert manager.cancel(waiting) and manager.cancel(active)
+        read += "".join(pieces)
+        cut, unborn = manager.result(active), manager.result(waiting)
+        assert (cut.finish_reason, unborn.finish_reason) == ("cancelled", "cancelled")
+        assert cut.text == read
+        assert 0 < len(cut.token_ids) == len(cut.metrics.token_times) < 1000
+        assert list(manager.stream_text(waiting)) == unborn.token_ids == []
+        assert not manager.cancel(active)
+        assert manager.result(manager.add_request([3], greedy(4))).finish_reason == "length"
+    assert_all_free(engine)
+
+
+def test_a_request_can_be_cancelled_while_it_is_tokenised(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    encode = engine.tokenizer.encode
+
+    def slow_encode(text: str) -> list[int]:
+        begun.set()
+        assert go_on.wait(10)
+        return encode(text)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
+    with StreamingManager(engine, tokenize_workers=1) as manager:
+        request = manager.add_request(WORDS, ENDLESS)
+        assert begun.wait(10)
+        assert manager.cancel(request)
+        result = manager.result(request, timeout=10)
+        go_on.set()
+        assert (result.finish_reason, result.token_ids, result.text) == ("cancelled", [], "")
+        assert manager.result(manager.add_request(WORDS, greedy(2)), timeout=10).finish_reason == "length"
+    assert_all_free(engine)
+
+
+def test_an_error_in_the_worker_reaches_every_waiter(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(engine, monkeypatch, error=RuntimeError("device lost"))
+    with (
+        StreamingManager(engine, SchedulerConfig(max_batch_size=2)) as manager,
+        ThreadPoolExecutor(8) as clients,
+    ):
+        requests = [manager.add_request([i], ENDLESS) for i in range(1, 5)]
+        with gate.held():
+            waits = [clients.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in requests] + [
+                clients.submit(outcome, lambda r=r: manager.result(r)) for r in requests
+            ]
+        for wait in waits:
+            assert isinstance(wait.result(timeout=10), WorkerError)
+            assert "RuntimeError: device lost" in str(wait.result())
+            assert isinstance(wait.result().__cause__, RuntimeError)
+        with pytest.raises(WorkerError, match="worker has failed .*device lost.*; make a new manager"):
+            manager.add_request([1], greedy())
+    assert_all_free(engine)
+
+
+def test_an_error_between_two_steps_frees_the_blocks_too(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(text: IncrementalText) -> str:
+        raise RuntimeError("piece lost")
+
+    monkeypatch.setattr(IncrementalText, "take", lose)
+    with StreamingManager(engine) as manager:
+        request = manager.add_request([1], ENDLESS)
+        with pytest.raises(RoseError, match="piece lost"):
+            manager.result(request, timeout=10)
+    assert_all_free(engine)
+
+
+def test_a_bad_prompt_is_told_where_it_is_tokenised(engine: Engine) -> None:
+    config = SchedulerConfig(max_in_flight=1)
+    with StreamingManager(engine, config) as inline, StreamingManager(engine, config, 1) as pooled:
+        for _ in range(2):  # it leaves nothing in flight
+            with pytest.raises(PromptError, match="empty"):
+                inline.add_request("", greedy())
+            request = pooled.add_request("", greedy())
+            with pytest.raises(PromptError, match="empty"):
+                pooled.result(request, timeout=10)
+            with pytest.raises(PromptError, match="empty"):
+                list(pooled.stream_text(request))
+        assert inline.result(inline.add_request("a", greedy())).text is not None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [(7, greedy(), PromptError), (None, greedy(), PromptError), ("a", None, SamplingError)],
+)
+def test_a_request_of_the_wrong_type_is_refused(engine: Engine, prompt, params, error) -> None:
+    with StreamingManager(engine) as manager, pytest.raises(error):
+        manager.add_request(prompt, params)
+
+
+def test_overload_is_told_in_numbers_until_a_request_ends(engine: Engine) -> None:
+    with StreamingManager(engine, SchedulerConfig(max_batch_size=1, max_in_flight=2)) as manager:
+        first, _ = manager.add_request([1], ENDLESS), manager.add_request([2], ENDLESS)
+        with pytest.raises(OverloadError, match="2 requests are in flight and max_in_flight is 2"):
+            manager.add_request([3], greedy())
+        manager.cancel(first)
+        manager.result(first, timeout=10)
+        manager.add_request([3], greedy())
+
+
+def test_closing_under_load_is_quick_and_releases_every_waiter(engine: Engine) -> None:
+    manager = StreamingManager(engine, SchedulerConfig(max_batch_size=4), tokenize_workers=1)
+    requests = [manager.add_request(WORDS[i:] if i % 2 else [1 + i], ENDLESS) for i in range(12)]
+    with ThreadPoolExecutor(12) as clients:
+        waits = [clients.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in requests]
+        while not manager.metrics(requests[0]).token_times:
+            sleep(0.001)
+        start = perf_counter()
+        manager.close()
+        assert perf_counter() - start < 2
+        for request, wait in zip(requests, waits, strict=True):
+            assert isinstance(wait.result(timeout=2), ClosedError)
+            with pytest.raises(ClosedError, match="the streaming manager is closed"):
+                manager.result(request)
+    with pytest.raises(ClosedError, match="the streaming manager is closed"):
+        manager.add_request([1], greedy())
+    manager.close()
+    assert_all_free(engine)
+
+
+def test_unknown_and_forgotten_requests_are_refused_in_one_sentence(engine: Engine) -> None:
+    with StreamingManager(engine) as manager:
+        request = manager.add_request([1], greedy(2))
+        manager.result(request)
+        manager.forget(request)
+        for ask in (manager.stream_text, manager.result, manager.metrics, manager.cancel, manager.forget):
+            for unknown in (request, 99, "x", []):
+                with pytest.raises(RoseError, match=re.escape(f"request {unknown!r} is unknown")):
+                    ask(unknown)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"tokenize_workers": -1}, "tokenize_workers is -1"), ({"stream_interval": 0}, "stream_interval is 0")],
+)
+def test_bad_options_are_refused_by_name(engine: Engine, options: dict, told: str) -> None:
+    with pytest.raises(RoseError, match=told):
+        StreamingManager(engine, **options)
+
+
+def test_an_engine_without_a_tokenizer_cannot_stream() -> None:
+    with pytest.raises(RoseError, match="needs a tokenizer"):
+        StreamingManager(small_engine(random_model(0), recipe="dense"))
+
+
+def test_one_inbox_follows_many_requests_and_tells_each_end(engine):
+    inbox = SimpleQueue()
+    with StreamingManager(engine) as manager:
+        ids = [manager.add_request([i + 1, 7], greedy(6), inbox) for i in range(5)]
+        with pytest.raises(RoseError, match="inbox"):
+            manager.stream_text(ids[0])
+        texts, ended = {i: "" for i in ids}, []
+        while len(ended) < len(ids):
+            request_id, piece = inbox.get(timeout=10)
+            if piece is None:
+                ended.append(request_id)
+            else:
+                texts[request_id] += piece
+        assert sorted(ended) == sorted(ids)
+        assert all(texts[i] == manager.result(i).text for i in ids)
+    assert_all_free(engine)

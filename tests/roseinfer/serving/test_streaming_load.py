@@ -1,0 +1,428 @@
+"""The streaming manager under load, at its end and when it breaks: every request ends exactly once."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import perf_counter
+
+import pytest
+
+from rosellm.errors import OverloadError, PromptError, RoseError
+from rosellm.models.tokenizer import Tokenizer, train_tokenizer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import IncrementalText
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
+from tests.helpers import random_model, small_config, small_engine
+from tests.late_step import run_late
+
+ROOT = Path(__file__).parents[3]
+WORDS = "hello world, here is some text to learn from, with words and words"
+PROMPTS = [WORDS[i : i + 4 + 5 * i] for i in range(8)]
+CLIENTS, LOAD_SECONDS, LONGEST = 64, 1.5, 40
+WAIT_S = 20.0  # what nothing here comes near, unless it hangs
+
+
+def greedy(max_tokens: int, **others) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **others)
+
+
+ENDLESS = greedy(1000)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer([WORDS], 290)
+
+
+@pytest.fixture
+def engine(tokenizer: Tokenizer) -> Engine:
+    config = small_config(vocab_size=tokenizer.vocab_size, n_positions=1100)
+    return small_engine(random_model(3, config), tokenizer=tokenizer, recipe="dense")
+
+
+def assert_all_free(engine: Engine) -> None:
+    engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+def outcome(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except RoseError as error:
+        return error
+
+
+@dataclass
+class Client:
+    """Submits requests until it is told to stop, and reads, cancels or leaves each of them at random."""
+
+    manager: StreamingManager
+    number: int
+    told_to_stop: threading.Event
+    inbox: SimpleQueue = field(default_factory=SimpleQueue)
+    accepted: dict[int, tuple[int, int]] = field(default_factory=dict)  # id: prompt's number, max_tokens
+    followed: set[int] = field(default_factory=set)  # those whose pieces go to the inbox
+    read: dict[int, str] = field(default_factory=dict)
+    refused: int = 0
+
+    def run(self) -> None:
+        rng = random.Random(self.number)
+        fates = [self._read_all, self._stop_reading, self._cancel, self._cancel_midway, self._wait]
+        while not self.told_to_stop.is_set():
+            prompt, max_tokens = rng.randrange(len(PROMPTS)), rng.randrange(1, LONGEST + 1)
+            text = PROMPTS[prompt]
+            ids = self.manager.engine.tokenizer.encode(text)
+            inbox = rng.choice([None, self.inbox])
+            try:
+                request = self.manager.add_request(rng.choice([text, ids]), greedy(max_tokens), inbox)
+            except OverloadError:
+                self.refused += 1
+                self.told_to_stop.wait(0.005)
+                continue
+            self.accepted[request] = prompt, max_tokens
+            if inbox is None:
+                rng.choice(fates)(request)
+            else:
+                self.followed.add(request)
+                rng.choice([self._cancel, self._wait, self._leave])(request)
+
+    def _read_all(self, request: int) -> None:
+        self.read[request] = "".join(self.manager.stream_text(request))
+
+    def _stop_reading(self, request: int) -> None:
+        next(self.manager.stream_text(request), None)
+
+    def _cancel(self, request: int) -> None:
+        self.manager.cancel(request)
+
+    def _cancel_midway(self, request: int) -> None:
+        pieces = self.manager.stream_text(request)
+        first = next(pieces, "")
+        self.manager.cancel(request)
+        self.read[request] = first + "".join(pieces)
+
+    def _wait(self, request: int) -> None:
+        self.manager.result(request, WAIT_S)
+
+    def _leave(self, request: int) -> None:
+        """Its pieces stay in the inbox, unread until the end."""
+
+    def drain_inbox(self) -> tuple[dict[int, str], Counter]:
+        """The text of each request in the inbox, and how often each one ended; nothing may follow an end."""
+        texts, ends = dict.fromkeys(self.followed, ""), Counter()
+        while True:
+            try:
+                request, piece = self.inbox.get_nowait()
+            except Empty:
+                return texts, ends
+            assert not ends[request]
+            ends[request] += piece is None
+            texts[request] += piece or ""
+
+
+@pytest.mark.parametrize(
+    ("tokenize_workers", "stream_interval", "run_ahead"),
+    [(0, 1, 0), (2, 3, 2)],
+    ids=["plain", "pool_and_late"],
+)
+def test_of_64_clients_that_submit_and_cancel_at_random_every_request_ends_exactly_once(
+    engine: Engine, tokenize_workers: int, stream_interval: int, run_ahead: int
+) -> None:
+    ids = [engine.tokenizer.encode(text) for text in PROMPTS]
+    alone = [OfflineScheduler(engine).run([one], greedy(LONGEST))[0].token_ids for one in ids]
+    if run_ahead:
+        run_late(engine, run_ahead)
+    stop = threading.Event()
+    config = SchedulerConfig(max_batch_size=16, max_in_flight=40)
+    with StreamingManager(engine, config, tokenize_workers, stream_interval) as manager:
+        clients = [Client(manager, number, stop) for number in range(CLIENTS)]
+        with ThreadPoolExecutor(CLIENTS) as threads:
+            running = [threads.submit(client.run) for client in clients]
+            stop.wait(LOAD_SECONDS)
+            stop.set()
+            for one in running:
+                one.result(WAIT_S)
+        reasons = Counter()
+        for client in clients:
+            for request, (prompt, max_tokens) in client.accepted.items():
+                result = manager.result(request, WAIT_S)
+                reasons[result.finish_reason] += 1
+                expected = alone[prompt][:max_tokens]
+                if result.finish_reason == "cancelled":
+                    expected = expected[: len(result.token_ids)]
+                assert result.token_ids == expected
+                assert result.text == manager.engine.tokenizer.decode(expected)
+                assert client.read.get(request, result.text) == result.text
+            for request in client.read:
+                assert list(manager.stream_text(request)) == []
+            texts, ends = client.drain_inbox()
+            assert ends == Counter(client.followed)
+            assert texts == {request: manager.result(request).text for request in client.followed}
+    assert set(reasons) == {"length", "cancelled"}
+    assert min(reasons.values()) >= 20 and sum(client.refused for client in clients) > 0
+    assert_all_free(engine)
+
+
+def test_a_client_that_cancels_without_pause_holds_up_nobody(engine: Engine) -> None:
+    stop, flooding = threading.Event(), threading.Event()
+    with StreamingManager(engine) as manager, ThreadPoolExecutor(1) as threads:
+        manager.add_request([1], ENDLESS)
+
+        def flood() -> None:
+            while not stop.is_set():
+                request = manager.add_request([2], ENDLESS)
+                while manager.cancel(request):
+                    flooding.set()
+
+        flooded = threads.submit(flood)
+        assert flooding.wait(WAIT_S)
+        try:
+            assert len(manager.result(manager.add_request([3], greedy(5)), WAIT_S).token_ids) == 5
+        finally:
+            stop.set()
+        flooded.result(WAIT_S)
+    assert_all_free(engine)
+
+
+class TestClose:
+    """However much is waiting, close ends it all within the step that runs."""
+
+    @pytest.fixture
+    def threads(self):
+        with ThreadPoolExecutor(16) as threads:
+            yield threads
+
+    def close_in(self, manager: StreamingManager) -> float:
+        start = perf_counter()
+        manager.close()
+        return perf_counter() - start
+
+    def test_with_thousands_of_requests_waiting(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
+        manager = StreamingManager(engine, SchedulerConfig(max_batch_size=4))
+        inbox: SimpleQueue = SimpleQueue()
+        requests = [manager.add_request([1, 2], ENDLESS, inbox) for _ in range(5000)]
+        waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in requests[::500]]
+        assert self.close_in(manager) < 2
+        assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
+        ends = Counter()
+        while not inbox.empty():
+            request, piece = inbox.get_nowait()
+            assert not ends[request]
+            ends[request] += piece is None
+        assert ends == Counter(requests)
+        assert_all_free(engine)
+
+    def test_with_long_prompts_waiting(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
+        config = SchedulerConfig(prefill_token_budget=512, prefill_max_batch_size=4)
+        manager = StreamingManager(engine, config)
+        requests = [manager.add_request([1 + i % 50] * 1000, greedy(50)) for i in range(64)]
+        waits = [threads.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in requests[-8:]]
+        next(manager.stream_text(requests[0]))
+        assert self.close_in(manager) < 2
+        assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
+        assert_all_free(engine)
+
+    def test_from_several_threads_and_again(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
+        manager = StreamingManager(engine, tokenize_workers=2)
+        requests = [manager.add_request(text, ENDLESS) for text in PROMPTS]
+        waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in requests]
+        next(manager.stream_text(requests[0]))
+        together = threading.Barrier(6)
+
+        def close() -> float:
+            together.wait(WAIT_S)
+            return self.close_in(manager)
+
+        closing = [threads.submit(close) for _ in range(6)]
+        assert max(one.result(WAIT_S) for one in closing) < 2
+        assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
+        assert self.close_in(manager) < 0.5
+        assert_all_free(engine)
+
+    def test_while_clients_go_on_submitting(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
+        manager = StreamingManager(engine, SchedulerConfig(max_batch_size=8), tokenize_workers=2)
+        under_way = threading.Semaphore(0)
+
+        def submit() -> list[int]:
+            accepted = []
+            while True:
+                try:
+                    accepted.append(manager.add_request(WORDS, greedy(5)))
+                except ClosedError:
+                    return accepted
+                under_way.release()
+
+        clients = [threads.submit(submit) for _ in range(8)]
+        for _ in range(50):
+            assert under_way.acquire(timeout=WAIT_S)
+        assert self.close_in(manager) < 2
+        accepted = [request for client in clients for request in client.result(WAIT_S)]
+        ends = [outcome(lambda r=r: manager.result(r, WAIT_S)) for r in accepted]
+        assert any(isinstance(end, ClosedError) for end in ends)
+        assert all(isinstance(end, ClosedError) or end.finish_reason == "length" for end in ends)
+        assert_all_free(engine)
+
+    def test_while_a_prompt_is_being_tokenised(
+        self, engine: Engine, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun, go_on = threading.Event(), threading.Event()
+        encode = engine.tokenizer.encode
+
+        def stuck(text: str) -> list[int]:
+            begun.set()
+            assert go_on.wait(WAIT_S)
+            return encode(text)
+
+        monkeypatch.setattr(engine.tokenizer, "encode", stuck)
+        manager = StreamingManager(engine, tokenize_workers=1)
+        requests = [manager.add_request(text, greedy(3)) for text in PROMPTS]
+        waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in requests]
+        try:
+            assert begun.wait(WAIT_S)
+            assert self.close_in(manager) < 2
+            assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
+        finally:
+            go_on.set()
+
+
+class Unprintable(RuntimeError):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+class Panic(BaseException):
+    """As the tokenizers library raises it: no Exception."""
+
+
+class TestWorkerFails:
+    """Whatever breaks in the worker's thread reaches all who wait, and the manager says that it is dead."""
+
+    def break_at(self, where: str, engine: Engine, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+        def broken(*_arguments: object, **_options: object) -> None:
+            raise error
+
+        owner = IncrementalText if where in ("push", "take", "finish") else engine
+        patch.setattr(owner, where, broken)
+
+    @pytest.mark.parametrize("where", ["begin_prefill", "begin_decode", "collect", "release", "push", "take"])
+    @pytest.mark.parametrize(
+        "error",
+        [RuntimeError("device lost"), MemoryError(), KeyboardInterrupt(), SystemExit(3), Unprintable()],
+        ids=lambda error: type(error).__name__,
+    )
+    def test_nobody_hangs(
+        self, engine: Engine, where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.break_at(where, engine, error, monkeypatch)
+        inbox: SimpleQueue = SimpleQueue()
+        with (
+            StreamingManager(engine, SchedulerConfig(max_batch_size=2)) as manager,
+            ThreadPoolExecutor(8) as threads,
+        ):
+            waits: list[Future] = []
+            accepted: list[int] = []
+            try:
+                for number in range(6):
+                    request = manager.add_request([1 + number], greedy(4), inbox if number % 2 else None)
+                    accepted.append(request)
+                    waits.append(threads.submit(outcome, lambda r=request: manager.result(r)))
+                    if not number % 2:
+                        read = threads.submit(outcome, lambda r=request: list(manager.stream_text(r)))
+                        waits.append(read)
+            except WorkerError:  # it may be dead before all have been added
+                assert accepted
+            for wait in waits:
+                assert isinstance(wait.result(WAIT_S), WorkerError)
+                assert wait.result().__cause__ is error
+            ends = Counter()
+            while ends.total() < len(accepted[1::2]):
+                request, piece = inbox.get(timeout=WAIT_S)
+                assert not ends[request]
+                ends[request] += piece is None
+            assert +ends == Counter(accepted[1::2])
+            with pytest.raises(WorkerError, match=type(error).__name__) as told:
+                manager.add_request([1], greedy(1))
+            assert told.value.__cause__ is error
+        with pytest.raises(WorkerError, match="worker has failed"):
+            manager.add_request([1], greedy(1))
+
+    def test_a_typed_error_of_the_step_is_the_worker_s_failure_too(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.break_at("begin_prefill", engine, PromptError("poisoned"), monkeypatch)
+        with StreamingManager(engine) as manager, pytest.raises(WorkerError, match="PromptError: poisoned"):
+            manager.result(manager.add_request([1], greedy(1)), WAIT_S)
+
+    def test_a_failure_while_closing_reaches_every_waiter(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        manager = StreamingManager(engine)
+        request = manager.add_request([1], ENDLESS)
+        next(manager.stream_text(request))
+        self.break_at("release", engine, RuntimeError("device lost"), monkeypatch)
+        manager.close()
+        with pytest.raises(WorkerError, match="device lost"):
+            manager.result(request, WAIT_S)
+
+    @pytest.mark.parametrize("error", [RuntimeError("no table"), MemoryError(), Panic("in Rust")])
+    def test_an_error_of_a_tokenizer_thread_reaches_its_reader_and_no_other(
+        self, engine: Engine, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        encode = engine.tokenizer.encode
+
+        def broken(text: str) -> list[int]:
+            if text == "bad":
+                raise error
+            return encode(text)
+
+        monkeypatch.setattr(engine.tokenizer, "encode", broken)
+        with StreamingManager(engine, tokenize_workers=2) as manager:
+            bad, good = (manager.add_request(text, greedy(3)) for text in ("bad", WORDS))
+            with pytest.raises(RoseError, match=f"request {bad} failed .*{type(error).__name__}") as told:
+                manager.result(bad, WAIT_S)
+            assert told.value.__cause__ is error
+            with pytest.raises(RoseError, match=f"request {bad} failed"):
+                list(manager.stream_text(bad))
+            assert manager.result(good, WAIT_S).finish_reason == "length"
+        assert_all_free(engine)
+
+
+def test_an_inbox_that_can_be_full_is_refused(engine: Engine) -> None:
+    with StreamingManager(engine) as manager, pytest.raises(RoseError, match=r"inbox is \[\]; give a queue"):
+        manager.add_request([1], greedy(1), inbox=[])
+
+
+LEFT_OPEN = """
+import sys
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.models.tokenizer import train_tokenizer
+from tests.helpers import random_model, small_config, small_engine
+
+tokenizer = train_tokenizer(["some words and more words to learn from"], 270)
+config = small_config(vocab_size=tokenizer.vocab_size, n_positions=40000)
+engine = small_engine(random_model(3, config), tokenizer=tokenizer, recipe="dense", num_kv_blocks=30000)
+endless = SamplingParams(temperature=0.0, max_tokens=30000, ignore_eos=True)
+manager = StreamingManager(engine, tokenize_workers=1)
+requests = [manager.add_request("some words", endless) for _ in range(4)]
+next(manager.stream_text(requests[0]))
+sys.exit(3)
+"""
+
+
+def test_the_interpreter_s_exit_closes_a_manager_left_open() -> None:
+    left = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (left.returncode, left.stdout, left.stderr) == (3, "", "")

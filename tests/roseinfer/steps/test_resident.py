@@ -1,0 +1,199 @@
+"""The GPU-resident step: rows come and go, tokens come late, and each sequence gets its own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from rosellm.errors import KVCacheExhausted, OptionError, SamplingError
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.sampling import SamplingParams
+from tests.helpers import (
+    TRITON_DEVICES,
+    decode_all,
+    generate,
+    greedy_sequences,
+    random_model,
+    random_prompts,
+    small_config,
+    small_engine,
+    uncached_greedy,
+)
+
+PROMPTS = random_prompts([1, 2, 7, 8, 9, 17, 30, 5, 3, 12], seed=1)
+N_TOKENS = 12
+GPT = random_model(0)
+EXPECTED = [uncached_greedy(GPT, prompt, N_TOKENS) for prompt in PROMPTS]
+RESIDENT = ["resident_step", "packed_prefill", BEST_RUNG]
+
+
+def started(engine: Engine, which: list[int], max_tokens: int | list[int] = N_TOKENS):
+    sequences = greedy_sequences(engine, [PROMPTS[i] for i in which], max_tokens)
+    engine.prefill(sequences)
+    return sequences
+
+
+def test_the_expected_tokens_are_varied():
+    assert len({token for tokens in EXPECTED for token in tokens}) > 10
+
+
+@pytest.mark.parametrize("rung", RESIDENT)
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10**9))
+def test_sequences_that_come_pause_and_leave_at_random_get_their_own_tokens(rung, seed):
+    draw = random.Random(seed)
+    engine = small_engine(GPT, recipe=rung, max_batch_size=6)
+    running: dict[int, object] = {}
+    waiting = draw.sample(range(len(PROMPTS)), len(PROMPTS))
+    for _ in range(40):
+        if waiting and len(running) < 6 and draw.random() < 0.5:
+            index = waiting.pop()
+            (running[index],) = started(engine, [index])
+        some = draw.sample(sorted(running), draw.randint(0, len(running)))
+        some = [running[i] for i in some if not running[i].is_finished]
+        if some:
+            engine.decode(some)
+        for index in [i for i, s in running.items() if s.is_finished or draw.random() < 0.05]:
+            sequence = running.pop(index)
+            assert sequence.output == EXPECTED[index][: sequence.n_output]
+            engine.release(sequence)
+        engine.check_integrity()
+    for sequence in running.values():
+        engine.release(sequence)
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+@pytest.mark.parametrize("rung", RESIDENT)
+def test_tokens_of_many_begun_steps_arrive_in_order(rung):
+    engine = small_engine(GPT, recipe=rung)
+    sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
+    engine.begin_prefill(sequences)
+    while engine.begin_decode(sequences):
+        pass
+    assert not any(s.n_output for s in sequences)
+    kinds = [done.kind for done in engine.collect()]
+    assert kinds == ["prefill", *["decode"] * (N_TOKENS - 1)]
+    assert [s.output for s in sequences] == EXPECTED
+
+
+def test_more_steps_than_the_ring_holds_may_be_begun():
+    long = uncached_greedy(GPT, PROMPTS[0], 60)
+    engine = small_engine(random_model(0, small_config()), recipe=BEST_RUNG)
+    (sequence,) = greedy_sequences(engine, [PROMPTS[0]], 60)
+    engine.begin_prefill([sequence])
+    only = [sequence]
+    while engine.begin_decode(only):
+        pass
+    assert sum(len(done.sequences) for done in engine.collect()) == 60
+    assert sequence.output == long
+
+
+def test_a_released_sequence_gets_none_of_the_tokens_under_way():
+    engine = small_engine(GPT, recipe=BEST_RUNG)
+    kept, gone = started(engine, [4, 5])
+    both = [kept, gone]
+    for _ in range(3):
+        engine.begin_decode(both)
+    engine.release(gone)
+    had = gone.n_output
+    (other,) = started(engine, [6])  # takes the slot and maybe the blocks
+    assert gone.n_output == had
+    decode_all(engine, [kept, other])
+    assert (kept.output, other.output) == (EXPECTED[4], EXPECTED[6])
+
+
+def test_rows_move_up_so_that_a_small_bucket_serves_few_sequences():
+    engine = small_engine(GPT, recipe=BEST_RUNG)
+    sequences = started(engine, list(range(9)), [2, 2, 2, 2, 2, 2, 2, 2, N_TOKENS])
+    outputs = decode_all(engine, sequences)
+    assert outputs[8] == EXPECTED[8]
+    buckets = {bucket for bucket, _, _ in engine._step._steps}
+    assert 1 in buckets and max(buckets) > 8
+
+
+def test_a_sequence_that_ends_early_by_its_end_token_leaves_the_others_alone():
+    config = small_config(eos_token_id=EXPECTED[4][3])
+    engine = small_engine(random_model(0, config), recipe=BEST_RUNG)
+    params = [SamplingParams(temperature=0.0, max_tokens=N_TOKENS, ignore_eos=i != 4) for i in range(6)]
+    sequences = [engine.make_sequence(PROMPTS[i], params[i]) for i in range(6)]
+    engine.begin_prefill(sequences)
+    while engine.begin_decode(sequences):
+        pass
+    list(engine.collect())
+    first = EXPECTED[4].index(EXPECTED[4][3]) + 1
+    assert sequences[4].output == EXPECTED[4][:first] and sequences[4].finish_reason == "stop"
+    assert [s.output for i, s in enumerate(sequences) if i != 4] == [EXPECTED[i] for i in (0, 1, 2, 3, 5)]
+
+
+def test_an_exhausted_cache_is_told_before_the_step_and_nothing_is_lost():
+    engine = small_engine(GPT, recipe=BEST_RUNG, num_kv_blocks=6)
+    long, short = started(engine, [6, 4], 8)  # 4 blocks and 2: none is left
+    with pytest.raises(KVCacheExhausted):
+        for _ in range(8):
+            engine.decode([long, short])
+    had = long.output, short.output
+    assert had == (EXPECTED[6][: long.n_output], EXPECTED[4][: short.n_output])
+    engine.release(short)
+    decode_all(engine, [long])
+    assert long.output == EXPECTED[6][:8]
+
+
+def test_more_sequences_than_rows_are_refused():
+    engine = small_engine(GPT, recipe=BEST_RUNG, max_batch_size=2)
+    started(engine, [0, 1])
+    with pytest.raises(OptionError, match="2 that run together"):
+        started(engine, [2])
+
+
+def test_an_edited_last_token_is_what_the_next_step_starts_from():
+    engine = small_engine(GPT, recipe=BEST_RUNG)
+    (sequence,) = started(engine, [3])
+    sequence.tokens[-1] = (sequence.tokens[-1] + 1) % 101
+    expected = uncached_greedy(GPT, sequence.tokens, 1)
+    engine.decode([sequence])
+    assert sequence.tokens[-1:] == expected
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("wish", [{}, {"top_k": 20, "top_p": 0.9}], ids=["drawn", "filtered"])
+def test_drawn_tokens_are_those_of_the_host_driven_step(wish, device):
+    own = [SamplingParams(temperature=1.3, max_tokens=3, seed=5 + i // 2, **wish) for i in range(3)]
+    outputs = []
+    for rung in ("one_table", "resident_step", BEST_RUNG):
+        engine = small_engine(random_model(0).to(device), recipe=rung, kernels="triton")
+        sequences = [engine.make_sequence(*pair) for pair in zip(PROMPTS[:3], own, strict=True)]
+        engine.prefill(sequences)
+        outputs.append(decode_all(engine, sequences))
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len({tuple(tokens) for tokens in outputs[0]}) == 3
+
+
+def test_logits_that_are_not_finite_fail_by_name():
+    gpt = random_model(0)
+    gpt.ln_f.bias.fill_(float("nan"))
+    engine = small_engine(gpt, recipe=BEST_RUNG)
+    with pytest.raises(SamplingError, match="not finite"):
+        generate(engine, PROMPTS[:2], 3)
+
+
+@pytest.mark.gpu
+def test_the_loop_never_waits_for_the_device_implicitly():
+    """Only explicit waits for events; torch raises on any other synchronisation."""
+    engine = small_engine(random_model(0).to("cuda"), recipe=BEST_RUNG)
+    engine.warm_up(8)
+    generate(engine, PROMPTS[:8], N_TOKENS)
+    sequences = greedy_sequences(engine, PROMPTS[:8], N_TOKENS)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.begin_prefill(sequences)
+        while engine.begin_decode(sequences):
+            for _ in engine.collect(engine.run_ahead):
+                pass
+        list(engine.collect())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [s.output for s in sequences] == EXPECTED[:8]
