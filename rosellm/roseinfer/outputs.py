@@ -16,12 +16,14 @@ class Done:
     """A step of the engine that has ended.
 
     ``sequences`` got exactly one token each, which is now their last one; a step that computed only parts of
-    prompts has none. seconds: what the device, or the host that drives it, spent in the step.
+    prompts has none. seconds: what the device, or the host that drives it, spent in the step. failed: those
+    that ended without a token, with the reason in ``Sequence.error``.
     """
 
     kind: Literal["prefill", "decode"]
     sequences: list[Sequence]
     seconds: float
+    failed: list[Sequence] = field(default_factory=list)
 
 
 @dataclass

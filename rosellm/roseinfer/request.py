@@ -13,13 +13,13 @@ class Sequence:
 
     ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between
     steps exactly the last token is not. ``block_ids[pool]`` are global block ids. ``finish_reason``: None
-    while running, "stop", "length" or "cancelled". ``seed`` and a token's index decide its random numbers.
+    while running, "stop", "length", "cancelled", or "failed" with its reason in ``error``. ``seed`` and a token's index decide its random numbers.
     ``stop_token`` ends it, None if nothing does. ``replays``: if its blocks were taken from it, its output is
     decoded again, token by token, as it was the first time; else it is prefilled, like the prompt.
     """
 
     __slots__ = (
-        "block_ids", "finish_reason", "n_cached", "n_prompt", "params", "replays", "request_id",
+        "block_ids", "error", "finish_reason", "n_cached", "n_prompt", "params", "replays", "request_id",
         "seed", "stop_token", "tokens",
     )  # fmt: skip
 
@@ -36,6 +36,7 @@ class Sequence:
         self.tokens, self.n_prompt, self.n_cached = list(prompt), len(prompt), 0
         self.block_ids: list[list[int]] = [[] for _ in range(n_pools)]
         self.finish_reason: str | None = None
+        self.error: str | None = None
         self.replays = replays
         self.stop_token = None if params.ignore_eos else eos_token_id
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -83,6 +84,10 @@ class Sequence:
         elif len(self.tokens) == self.max_length:
             self.finish_reason = "length"
         return True
+
+    def fail(self, reason: str) -> None:
+        """End the sequence without a further token."""
+        self.finish_reason, self.error = "failed", reason
 
     def _check_replayed(self, token: int) -> None:
         known = self.tokens[self.n_cached]
