@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     pass
 
 INT64_MAX = 2**63 - 1
-NOT_FINITE = -2
+NOT_FINITE = -2  # in place of a token id
+NO_TOKEN = "the model's logits are not finite; nothing can be chosen from them"
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ class DeviceState:
     """Rows ``[S, FIELDS + W]`` int32 on the device, and the ring ``[ROUNDS, S]`` in which tokens come out.
 
     The ring is host memory that the device writes to (pinned, where there is a GPU): a row's token of its
-    round r stands at ``ring[r % ROUNDS, row]``, INERT where the row was inert, NOT_FINITE where none could be
-    chosen. S: rows; W: blocks a sequence may hold. The attributes are views: tokens, positions, limits
-    (tokens at which a sequence has its full length), stops (the token that ends it, or -1), top_k int32,
-    seeds int64, temperatures and top_p fp32 ``[S]``, table ``[S, W]``.
+    round r, counted modulo ROUNDS, stands at ``ring[r, row]``: INERT where the row was inert, NOT_FINITE
+    where none could be chosen. S: rows; W: blocks a sequence may hold. The attributes are views: tokens,
+    positions, limits (tokens at which a sequence has its full length), stops (the token that ends it, or -1),
+    top_k int32, seeds int64, temperatures and top_p fp32 ``[S]``, table ``[S, W]``.
     """
 
     def __init__(self, n_rows: int, width: int, device: torch.device) -> None:

@@ -38,8 +38,8 @@ def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, ind
     live = positions >= 0
     ended = (tokens == state.stops[slots]) | (positions + 2 >= state.limits[slots]) | (tokens < 0)
     told = torch.where(live, tokens, INERT).to(torch.int32)
-    state.ring[rounds.long().cpu() % ROUNDS, slots.cpu()] = told.to(state.ring.device)
-    state.rounds[slots] = rounds + 1
+    state.ring[rounds.long().cpu(), slots.cpu()] = told.to(state.ring.device)
+    state.rounds[slots] = (rounds + 1) % ROUNDS
     state.tokens[slots] = torch.where(live & (tokens >= 0), tokens, state.tokens[slots])
     state.positions[slots] = torch.where(live & ~ended, positions + 1, INERT)
 
@@ -87,8 +87,8 @@ def _advance_kernel(
         token = tl.load(indices_ptr + program)
     live = position >= 0
     ended = (token == stop) | (position + 2 >= limit) | (token < 0)
-    tl.store(ring_ptr + (count % ROUNDS) * ring_row + slot, tl.where(live, token, -1))
-    tl.store(row + ROUND, count + 1)
+    tl.store(ring_ptr + count * ring_row + slot, tl.where(live, token, -1))
+    tl.store(row + ROUND, (count + 1) % ROUNDS)
     tl.store(row + TOKEN, token, mask=live & (token >= 0))
     tl.store(row + POSITION, tl.where(live & (ended == 0), position + 1, -1))
 

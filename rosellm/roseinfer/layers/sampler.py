@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rosellm.errors import SamplingError
 from rosellm.roseinfer.kernels.noise import gumbel_noise
+from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE
-
-if TYPE_CHECKING:
-    from rosellm.roseinfer.request import Sequence
 
 FLOAT32 = torch.finfo(torch.float32)
 
@@ -84,15 +80,12 @@ class Sampler:
         self.noise = noise
 
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """logits ``[B, V]`` → B token ids. Raises ``SamplingError`` where logits give no probabilities."""
+        """logits ``[B, V]`` → B token ids, ``NOT_FINITE`` for a row whose logits give no probabilities."""
         tokens = _finite(*logits.max(dim=-1))
         sampled = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
         if sampled:
             tokens[sampled] = self._draw(logits[sampled], [sequences[row] for row in sampled]).long()
-        tokens = tokens.tolist()
-        if NOT_FINITE in tokens:
-            raise SamplingError("the model's logits are not finite; nothing can be drawn from them")
-        return tokens
+        return tokens.tolist()
 
     def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         params = [s.params for s in sequences]

@@ -42,7 +42,7 @@ def record_graph(
     """A CUDA graph of ``run``: each call replays it and gives the tensors that it was captured with.
 
     Kernels are compiled and tuned, and memory allocated, by two runs of ``warm_up``, None for ``run`` itself,
-    before anything is recorded.
+    before anything is recorded. Only what this thread calls can spoil the capture; others go on as they like.
     """
     side = _capture_stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -51,7 +51,7 @@ def record_graph(
             (warm_up or run)()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=side):
+    with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
         outputs = run()
 
     def replay() -> T:

@@ -18,7 +18,7 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.kv_append import Append
 from rosellm.roseinfer.steps.prefill import Prefill
 from rosellm.roseinfer.steps.runner import DecodeInputs, EagerRunner, GraphRunner
-from rosellm.roseinfer.steps.step import STEP_RANGE
+from rosellm.roseinfer.steps.step import STEP_RANGE, commit_tokens
 
 
 def dense_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> Tensor:
@@ -73,15 +73,14 @@ class HostStep:
         tokens = self.sampler(self._logits, whole)
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.n_cached += count
-        for sequence, token in zip(whole, tokens, strict=True):
-            sequence.commit(token, n_cached=0)
-        self._ended.append(Done("prefill", whole, perf_counter() - start))
+        got, failed = commit_tokens(whole, tokens, n_cached=0)
+        self._ended.append(Done("prefill", got, perf_counter() - start, failed))
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
         """See :class:`Step`."""
         start = perf_counter()
-        self(sequences)
-        self._ended.append(Done("decode", sequences, perf_counter() - start))
+        got, failed = self(sequences)
+        self._ended.append(Done("decode", got, perf_counter() - start, failed))
         return len(sequences)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
@@ -100,8 +99,11 @@ class HostStep:
         return self._logits
 
     @torch.inference_mode()
-    def __call__(self, sequences: list[Sequence]) -> None:
-        """One token more for every sequence: its block lists, cached length and tokens are updated."""
+    def __call__(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """One token more for every sequence: its block lists, cached length and tokens are updated.
+
+        See :func:`commit_tokens` for what is returned.
+        """
         with record_function(STEP_RANGE):
             slots, block_ids = self._reserve(sequences)
             inputs = self._stage(sequences, block_ids)
@@ -113,8 +115,7 @@ class HostStep:
                 self._logits = outputs.logits
                 tokens = self.sampler(self._logits, sequences)
             with record_function(f"{STEP_RANGE}.commit"):
-                for sequence, token in zip(sequences, tokens, strict=True):
-                    sequence.commit(token, n_cached=1)
+                return commit_tokens(sequences, tokens, n_cached=1)
 
     def _reserve(self, sequences: list[Sequence]) -> tuple[list[Slots], list[list[list[int]]]]:
         with record_function(f"{STEP_RANGE}.reserve"):

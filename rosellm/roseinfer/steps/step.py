@@ -1,4 +1,4 @@
-"""What an engine asks of a step."""
+"""What an engine asks of a step, and how tokens reach their sequences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import NO_TOKEN
 
 STEP_RANGE = "roseinfer.decode_step_sessions"
 
@@ -55,3 +56,22 @@ class Step(Protocol):
     def last_logits(self) -> Tensor:
         """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that it gives a token."""
         ...
+
+
+def commit_tokens(
+    sequences: list[Sequence], tokens: list[int], n_cached: int
+) -> tuple[list[Sequence], list[Sequence]]:
+    """Give each sequence its token; ``n_cached`` more of its tokens are in the KV cache now.
+
+    Who got one that was not known before (the very list ``sequences`` if that is everybody), and who failed,
+    there being no token (``NOT_FINITE``).
+    """
+    got: list[Sequence] = []
+    failed: list[Sequence] = []
+    for sequence, token in zip(sequences, tokens, strict=True):
+        if token < 0:
+            sequence.fail(NO_TOKEN)
+            failed.append(sequence)
+        elif sequence.commit(token, n_cached):
+            got.append(sequence)
+    return sequences if len(got) == len(sequences) else got, failed

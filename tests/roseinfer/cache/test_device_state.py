@@ -97,7 +97,7 @@ def as_float32(x: float) -> float:
     prompt=st.lists(st.integers(0, INT32_MAX), min_size=4, max_size=4),
     eos=st.none() | st.integers(0, INT32_MAX),
     position=st.integers(0, 3),
-    rounds=st.integers(0, INT32_MAX),
+    rounds=st.integers(0, ROUNDS - 1),
     temperature=st.floats(0, 1.79e308) | st.sampled_from([0, 1, 1e-300, 1e308, 3.4028235677973366e38]),
     top_p=st.floats(5e-324, 1),
     integers=st.fixed_dictionaries(
@@ -134,7 +134,7 @@ ROW = st.fixed_dictionaries(
         "positions": st.integers(-2, 8),
         "limits": st.integers(1, 11),
         "stops": st.integers(-1, 5),
-        "rounds": st.integers(0, 3 * ROUNDS),
+        "rounds": st.integers(0, ROUNDS - 1),
     }
 )
 
@@ -165,8 +165,8 @@ def advance_by_hand(rows: list[dict], slots: list[int], choices: list) -> tuple[
     rows, told = [dict(row) for row in rows], {}
     for slot, choice in zip(slots, choices, strict=True):
         row, token = rows[slot], choose(choice)
-        told[row["rounds"] % ROUNDS, slot] = token if row["positions"] >= 0 else INERT
-        row["rounds"] += 1
+        told[row["rounds"], slot] = token if row["positions"] >= 0 else INERT
+        row["rounds"] = (row["rounds"] + 1) % ROUNDS
         if row["positions"] < 0:
             row["positions"] = INERT
             continue
@@ -229,7 +229,7 @@ def test_the_ring_begins_anew_after_its_last_round(device):
         advance(kernel, state, [0], [token])
     told = [state.ring[count % ROUNDS, 0].item() for count in range(3 + 5, 3 + len(tokens))]
     assert told == tokens[5:]
-    assert state.rounds.tolist() == [3 + len(tokens)] and state.positions.tolist() == [len(tokens)]
+    assert state.rounds.tolist() == [(3 + len(tokens)) % ROUNDS] and state.positions.tolist() == [len(tokens)]
 
 
 @pytest.mark.parametrize("device", ADVANCES)

@@ -226,11 +226,14 @@ def test_the_largest_values_allowed_are_drawn_with():
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_logits_that_are_not_finite_are_refused_and_not_drawn_from(bad, temperature, device):
+def test_a_row_that_is_not_finite_is_told_and_not_drawn_from_and_the_others_are_chosen(
+    bad, temperature, device
+):
     logits = random_logits(3).to(device)
+    rows = [sequence(), sequence(temperature=temperature), sequence(temperature=1.0, seed=5)]
+    first, _, last = Sampler()(logits, rows)
     logits[1, 7] = bad
-    with pytest.raises(SamplingError, match="the model's logits are not finite"):
-        Sampler()(logits, [sequence(), sequence(temperature=temperature), sequence()])
+    assert Sampler()(logits, rows) == [first, NOT_FINITE, last]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1e39], ids=str)

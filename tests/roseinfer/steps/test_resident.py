@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from rosellm.errors import KVCacheExhausted, OptionError, SamplingError
+from rosellm.errors import KVCacheExhausted, OptionError
+from rosellm.roseinfer.cache.device_state import ROUNDS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
@@ -172,12 +173,89 @@ def test_drawn_tokens_are_those_of_the_host_driven_step(wish, device):
     assert len({tuple(tokens) for tokens in outputs[0]}) == 3
 
 
-def test_logits_that_are_not_finite_fail_by_name():
+@pytest.mark.parametrize("rung", ["dense", "one_table", *RESIDENT])
+def test_a_row_with_logits_that_are_not_finite_fails_alone_with_its_reason(rung):
     gpt = random_model(0)
-    gpt.ln_f.bias.fill_(float("nan"))
-    engine = small_engine(gpt, recipe=BEST_RUNG)
-    with pytest.raises(SamplingError, match="not finite"):
-        generate(engine, PROMPTS[:2], 3)
+    gpt.position_embedding.weight[33] = float("nan")  # reached by the one prompt of 30 tokens, and no other
+    engine = small_engine(gpt, recipe=rung)
+    sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
+    engine.begin_prefill(sequences)
+    running, failed = sequences, []
+    while running:
+        engine.begin_decode(running)
+        for done in engine.collect():
+            assert not set(done.failed) & set(done.sequences)
+            failed += done.failed
+        running = [s for s in running if not s.is_finished]
+    poisoned = sequences[6]
+    assert failed == [poisoned] and poisoned.finish_reason == "failed" and "not finite" in poisoned.error
+    assert poisoned.output == EXPECTED[6][:4]
+    assert [s.output for s in sequences if s is not poisoned] == EXPECTED[:6] + EXPECTED[7:]
+
+
+@pytest.mark.parametrize("rung", RESIDENT)
+def test_a_prompt_whose_first_logits_are_not_finite_fails_alone(rung):
+    gpt = random_model(0)
+    gpt.position_embedding.weight[29] = float("nan")
+    engine = small_engine(gpt, recipe=rung)
+    sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
+    engine.prefill(sequences)
+    assert [s.finish_reason for s in sequences] == [None] * 6 + ["failed"] + [None] * 3
+    engine.release(sequences.pop(6))
+    assert decode_all(engine, sequences) == EXPECTED[:6] + EXPECTED[7:]
+
+
+def test_150_steps_may_be_begun_without_collecting_any():
+    engine = small_engine(random_model(0, small_config(n_positions=256)), recipe=BEST_RUNG)
+    (sequence,) = greedy_sequences(engine, [PROMPTS[0]], 200)
+    engine.begin_prefill([sequence])
+    only = [sequence]
+    for _ in range(150):
+        assert engine.begin_decode(only) == 1
+    assert sum(len(done.sequences) for done in engine.collect()) == 151
+    assert sequence.n_output == 151
+
+
+def test_steps_of_ever_fewer_of_the_same_sequences_may_be_begun_without_collecting_any():
+    engine = small_engine(GPT, recipe=BEST_RUNG)
+    sequences = started(engine, [0, 1, 2, 3])
+    for n in (4, 3, 2):
+        assert engine.begin_decode(sequences[:n]) == n
+    assert [len(done.sequences) for done in engine.collect()] == [4, 3, 2]
+    assert [s.output for s in sequences] == [EXPECTED[i][:n] for i, n in enumerate((4, 4, 3, 2))]
+
+
+@pytest.mark.parametrize("rung", RESIDENT)
+def test_a_rows_count_of_rounds_stays_within_the_ring_however_long_it_runs(rung):
+    engine = small_engine(random_model(0, small_config(n_positions=256)), recipe=rung)
+    (sequence,) = greedy_sequences(engine, [PROMPTS[0]], 2 * ROUNDS + 10)
+    engine.prefill([sequence])
+    decode_all(engine, [sequence])
+    assert sequence.n_output == 2 * ROUNDS + 10
+    assert engine._step.state.rounds.min() >= 0 and engine._step.state.rounds.max() < ROUNDS
+
+
+@pytest.mark.parametrize("rung", RESIDENT)
+def test_a_token_of_a_step_begun_before_its_sequence_was_released_is_not_committed(rung):
+    engine = small_engine(GPT, recipe=rung)
+    again, other = sequences = started(engine, [4, 5])
+    engine.begin_decode(sequences)
+    engine.release(again)
+    again.n_cached = 0
+    engine.begin_prefill([again])  # computes the token that the step has under way, too
+    assert again in [s for done in engine.collect() for s in done.sequences]
+    assert again.output == EXPECTED[4][:2]
+    assert decode_all(engine, sequences) == [EXPECTED[4], EXPECTED[5]]
+
+
+@pytest.mark.parametrize("rung", RESIDENT)
+def test_steps_of_the_same_sequences_hand_back_the_same_list(rung):
+    engine = small_engine(GPT, recipe=rung)
+    sequences = started(engine, list(range(8)))
+    while engine.begin_decode(sequences):
+        pass
+    lists = [done.sequences for done in engine.collect() if done.kind == "decode"]
+    assert len(lists) == N_TOKENS - 1 and len({id(one) for one in lists}) == 1
 
 
 @pytest.mark.gpu

@@ -1,0 +1,109 @@
+"""Steps that the device has yet to end, and the tokens that come out of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Literal
+
+import numpy as np
+import torch
+
+from rosellm.roseinfer.cache.device_state import ROUNDS
+from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.steps.rows import Batch, Rows
+from rosellm.roseinfer.steps.step import commit_tokens
+
+
+class Clock:
+    """When a step ended on the device; on a CPU it has ended once it was called."""
+
+    __slots__ = ("_event", "_time")
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if on_gpu else None
+        self._time = perf_counter()
+        if self._event is not None:
+            self._event.record()
+
+    def has_ended(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, other: Clock) -> float:
+        if self._event is None:
+            return self._time - other._time
+        return other._event.elapsed_time(self._event) / 1e3
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A step in flight: who gets a token, where in the ring, the end of the step before, and its own."""
+
+    kind: Literal["prefill", "decode"]
+    batch: Batch
+    rounds: np.ndarray
+    since: Clock
+    clock: Clock
+
+
+class StepsInFlight:
+    """Steps in order: begun, then committed once they have ended, then collected."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._ring = rows.state.ring.numpy()
+        self._on_gpu = rows.state.rows.is_cuda
+        self._begun: deque[_Begun] = deque()
+        self._ended: deque[Done] = deque()
+        self._clock = Clock(self._on_gpu)
+
+    def __bool__(self) -> bool:
+        return bool(self._begun)
+
+    def start(self) -> None:
+        """Before a step's work: it counts from the end of the one before, or from now if none is in flight.
+
+        The ring has place for the tokens of ``ROUNDS`` steps: the oldest are committed before it is full.
+        """
+        if not self._begun:
+            self._clock = Clock(self._on_gpu)
+        elif len(self._begun) >= ROUNDS - 1:
+            self.settle(leave=ROUNDS // 2)
+
+    def note(self, kind: Literal["prefill", "decode"], batch: Batch) -> None:
+        """After a step's work was given to the device."""
+        since, self._clock = self._clock, Clock(self._on_gpu)
+        self._begun.append(_Begun(kind, batch, self._rows.round[batch.indices], since, self._clock))
+
+    def settle(self, leave: int = 0) -> None:
+        """Wait until at most ``leave`` steps are in flight; commit the others, to be collected later."""
+        while len(self._begun) > leave:
+            self._begun[0].clock.wait()
+            self._ended.append(self._commit(self._begun.popleft()))
+
+    def collect(self, leave: int) -> Iterator[Done]:
+        """As :meth:`settle`, and yield all that have ended, in order."""
+        while True:
+            while self._ended:
+                yield self._ended.popleft()
+            if not self._begun or (len(self._begun) <= leave and not self._begun[0].clock.has_ended()):
+                return
+            self.settle(leave=len(self._begun) - 1)
+
+    def _commit(self, begun: _Begun) -> Done:
+        """Tokens from the ring to their sequences; those whose row was given up meanwhile get none."""
+        rows, sequences, indices = begun.batch
+        tokens = self._ring[begun.rounds, indices].tolist()
+        live = [i for i, row in enumerate(rows) if row.index is not None]
+        if len(live) < len(rows):
+            rows, sequences, tokens = ([each[i] for i in live] for each in (rows, sequences, tokens))
+        got, failed = commit_tokens(sequences, tokens, n_cached=int(begun.kind == "decode"))
+        for row in [row for row in rows if row.sequence.finish_reason is not None]:
+            self._rows.vacate(row)
+        return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
