@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -50,10 +52,11 @@ class LogitsChooser:
 
 
 class FusedChooser:
-    """The head's product keeps the best token only; full logits just where top-k or top-p need them.
+    """The head's product keeps the best token only; full logits just for rows whose top-k or top-p need them.
 
-    Those come from a copy of the head whose vocabulary is padded to a multiple of ``ALIGNMENT``: the odd row
-    length of GPT-2's logits costs the GEMM its aligned stores.
+    How a row's token is chosen depends on its own request, not on who shares the batch. Full logits come from
+    a copy of the head whose vocabulary is padded to a multiple of ``ALIGNMENT``: the odd row length of
+    GPT-2's logits costs the GEMM its aligned stores.
     """
 
     def __init__(self, model: GPT, kernels: Kernels) -> None:
@@ -71,16 +74,21 @@ class FusedChooser:
         return F.linear(hidden, self._padded)[:, : len(self.weight)]
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
-        if mode == "filtered":
-            return None, draw_for(state, self.logits(hidden), self.noise)[:, None]
-        return self.best_tokens(
+        values, indices = self.best_tokens(
             hidden=hidden,
             weight=self.weight,
             temperature=state.temperatures,
             seeds=state.seeds,
             positions=state.positions,
-            sampled=mode == "drawn",
+            sampled=mode != "greedy",
         )
+        if mode != "filtered":
+            return values, indices
+        filtered = (state.temperatures > 0) & ((state.top_k > 0) | (state.top_p < 1))  # [n]
+        tokens = draw_for(state, self.logits(hidden), self.noise)[:, None]
+        only = torch.where(filtered[:, None], 0.0, -math.inf)  # the value of a column more, for those rows
+        values = torch.where(filtered[:, None], -math.inf, values)
+        return torch.cat((values, only), dim=1), torch.cat((indices, tokens), dim=1)
 
 
 def draw_for(state: DeviceState, logits: Tensor, noise) -> Tensor:
