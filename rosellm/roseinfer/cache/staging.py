@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import torch
 from torch import Tensor
 
+MOST_BUFFERS = 16
+
 
 class StagingBuffer:
-    """One host buffer, pinned where there is a GPU, reused and growing; each send is one non-blocking copy.
+    """Host memory, pinned where there is a GPU, reused and growing; each send is one non-blocking copy.
 
-    The buffer is rewritten only after the previous copy has finished, which an event tells.
+    A buffer is rewritten only after its copy has finished, which an event tells. A copy is queued behind the
+    steps in flight, so where the oldest one has not finished, another buffer is taken: the host waits only
+    where ``MOST_BUFFERS`` copies are under way. ``waits`` counts these. Where the host waits
+    for each step's tokens, one buffer serves.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
+        self.waits = 0
         self._pin = device.type == "cuda"
-        self._host = torch.empty(0, dtype=dtype)
-        self._sent = torch.cuda.Event() if self._pin else None
+        self._new_event = torch.cuda.Event if self._pin else None  # a CPU's copies have finished at once
+        self._taken = torch.empty(0, dtype=dtype)  # what is being written
+        self._capacity = 0
+        self._shape: tuple[int, ...] = (0,)
+        self._sent: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # oldest first
 
     def host(self, *shape: int) -> np.ndarray:
         """A writable, contiguous host array of this shape; its old contents are undefined."""
         size = int(np.prod(shape))
-        if self._sent is not None:
-            self._sent.synchronize()
-        if size > self._host.numel():
-            self._host = torch.empty(
-                max(size, 2 * self._host.numel()), dtype=self.dtype, pin_memory=self._pin
-            )
+        if self._new_event is not None:
+            self._taken = self._free_buffer()
+        if size > self._taken.numel():
+            self._capacity = max(self._capacity, 2 * size)
+            self._taken = torch.empty(self._capacity, dtype=self.dtype, pin_memory=self._pin)
         self._shape = shape
-        return self._host[:size].view(shape).numpy()
+        return self._taken[:size].view(shape).numpy()
 
     def send(self, out: Tensor | None = None) -> Tensor:
         """Copy what :meth:`host` handed out to the device, into the front of ``out`` if given; one copy."""
-        source = self._host[: int(np.prod(self._shape))]
-        target = (
-            torch.empty(source.shape, dtype=self.dtype, device=self.device)
-            if out is None
-            else out[: source.numel()]
-        )
+        source = self._taken[: int(np.prod(self._shape))]
+        target = torch.empty_like(source, device=self.device) if out is None else out[: source.numel()]
         target.copy_(source, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        if self._new_event is not None:
+            event = self._new_event()
+            event.record()
+            self._sent.append((self._taken, event))
         return target.view(self._shape)
+
+    def _free_buffer(self) -> Tensor:
+        """The oldest buffer if its copy has finished, else a new one, as far as there may be one."""
+        if self._sent and self._sent[0][1].query():
+            return self._sent.popleft()[0]
+        if len(self._sent) < MOST_BUFFERS:
+            return torch.empty(0, dtype=self.dtype)
+        buffer, event = self._sent.popleft()
+        self.waits += 1
+        event.synchronize()
+        return buffer

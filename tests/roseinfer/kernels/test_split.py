@@ -7,14 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.roseinfer.kernels.test_attention import (
-    CACHES,
-    LARGE,
-    assert_equals_spec,
-    bits,
-    make_case,
-    with_own_caches,
-)
 from torch import Tensor
 
 from rosellm.roseinfer.kernels import split as split_attention
@@ -36,6 +28,14 @@ from tests.roseinfer.kernels.kernel_checks import (
     assert_near,
     assert_replays_equal_ordinary_launches,
     guarded_outputs,  # noqa: F401
+)
+from tests.roseinfer.kernels.test_attention import (
+    CACHES,
+    LARGE,
+    assert_equals_spec,
+    bits,
+    make_case,
+    with_own_caches,
 )
 
 guarded = pytest.mark.usefixtures("guarded_outputs")
