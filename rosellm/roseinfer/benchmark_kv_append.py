@@ -237,8 +237,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for batch in options.batch_sizes:
         shape = Shape(batch, options.num_heads, options.head_dim, options.block_size, dtype, device)
-        rows += measure_shape(shape, kernels, options.repeats, bandwidth)
-        print_rows(rows[-len(VARIANTS) :], with_header=batch == options.batch_sizes[0])
+        of_batch = measure_shape(shape, kernels, options.repeats, bandwidth)
+        print(gain_line(of_batch), flush=True)
+        rows += of_batch
+    print(*table(rows), sep="\n")
     facts = {name: value for name, value in vars(options).items() if name != "json"}
     return new_record(
         "kv_append",
@@ -252,21 +254,35 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
 
 
-def print_rows(rows: list[dict[str, Any]], with_header: bool) -> None:
-    """The variants of one batch size: microseconds a call, the gain over ``index_put``, the floor."""
-    ways = list(rows[0]["medians_s"])
-    gain_way = "device_rotating" if "device_rotating" in ways else "wall"
-    if with_header:
-        titles = "".join(f"{way.replace('_', ' ') + ' us':>20}" for way in ways)
-        print(f"{'B':>6}  {'variant':<14}{titles}{'gain (' + gain_way + ')':>24}{'floor us':>10}")
+def gain_line(rows: list[dict[str, Any]]) -> str:
+    """What the generic append gains over ``index_put`` at one batch size; its twin of torch on a CPU."""
+    way = gain_way(rows)
+    baseline, triton = (
+        next(row["medians_s"][way] for row in rows if row["variant"] == variant)
+        for variant in ("index_put", "generic")
+    )
+    times = f"baseline {baseline * 1e6:.2f}us, triton {triton * 1e6:.2f}us"
+    return f"B={rows[0]['batch_size']}: {times}, speedup {baseline / triton:.3f}x"
+
+
+def gain_way(rows: list[dict[str, Any]]) -> str:
+    """The way of timing that gains are told of: device time where there is some."""
+    return "device_rotating" if "device_rotating" in rows[0]["medians_s"] else "wall"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """A line a row: microseconds a call, the gain over ``index_put`` at that batch size, the floor."""
+    ways, told_way = list(rows[0]["medians_s"]), gain_way(rows)
+    titles = "".join(f"{way.replace('_', ' ') + ' us':>20}" for way in ways)
+    lines = [f"{'B':>6}  {'variant':<14}{titles}{'gain (' + told_way + ')':>24}{'floor us':>10}"]
     for row in rows:
         medians = row["medians_s"]
+        if row["variant"] == "index_put":
+            baseline = medians[told_way]
         times = "".join(f"{medians[way] * 1e6:>20,.2f}" for way in ways)
-        gain = rows[0]["medians_s"][gain_way] / medians[gain_way]
-        line = (
-            f"{row['batch_size']:>6}  {row['variant']:<14}{times}{gain:>23.2f}x{row['floor_s'] * 1e6:>10,.2f}"
-        )
-        print(line, flush=True)
+        gain = f"{baseline / medians[told_way]:>23.2f}x{row['floor_s'] * 1e6:>10,.2f}"
+        lines.append(f"{row['batch_size']:>6}  {row['variant']:<14}{times}{gain}")
+    return lines
 
 
 @cli.command

@@ -19,7 +19,7 @@ from torch.profiler import profile
 
 from rosellm.atomic import replacing
 from rosellm.models.model import GPT
-from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench import cli, summary
 from rosellm.roseinfer.bench.record import (
     across_repeats,
     distribution,
@@ -27,6 +27,7 @@ from rosellm.roseinfer.bench.record import (
     new_record,
     tokens_sha256,
 )
+from rosellm.roseinfer.bench.summary import summary_line
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
@@ -138,27 +139,24 @@ MODES: dict[str, type[_Naive | _Offline | _Online]] = {
 }
 
 SUMMARY = (
-    ("Decode time", "decode_time_s", "decode_time_s", 1, "s"),
-    ("Total time", "total_time_s", "total_time_s", 1, "s"),
-    ("Throughput(completion,decode)", "decode_throughput_tok_s", "decode_throughput_tok_s", 1, "tokens/s"),
-    ("Throughput(completion,total)", "total_throughput_tok_s", "total_throughput_tok_s", 1, "tokens/s"),
-    ("TTFT", "ttft_p50_s", "ttft_mean_s", 1e3, "ms"),
-    ("TPOT", "tpot_p50_s", "tpot_mean_s", 1e3, "ms"),
-    ("Latency", "latency_p50_s", "latency_mean_s", 1e3, "ms"),
+    ("Decode time", "decode_time_s", "decode_time_s", "s"),
+    ("Total time", "total_time_s", "total_time_s", "s"),
+    ("Throughput(completion,decode)", "decode_throughput_tok_s", "decode_throughput_tok_s", "tokens/s"),
+    ("Throughput(completion,total)", "total_throughput_tok_s", "total_throughput_tok_s", "tokens/s"),
+    ("TTFT", "ttft_p50_s", "ttft_mean_s", "ms"),
+    ("TPOT", "tpot_p50_s", "tpot_mean_s", "ms/token"),
+    ("Latency", "latency_p50_s", "latency_mean_s", "ms"),
 )
 
 
 def print_summary(result: dict[str, Any]) -> None:
     """Over the measured runs: the median of each run's p50, and the mean of each run's mean."""
-    print(f"=== {result['mode']} summary ===")
-    print(f"Warmup runs: {result['warmup_runs']}")
-    print(f"Measured runs: {result['repeat_runs']}")
-    for title, p50, mean, scale, unit in SUMMARY:
-        median, average = result["medians"].get(p50), result["means"].get(mean)
-        figures = (
-            "no value" if median is None else f"p50={median * scale:,.3f} mean={average * scale:,.3f} {unit}"
-        )
-        print(f"{title}: {figures}", flush=True)
+    medians, means = result["medians"], result["means"]
+    lines = [
+        summary_line(f"{title} p50/mean", (medians.get(p50), means.get(mean)), unit)
+        for title, p50, mean, unit in SUMMARY
+    ]
+    summary.print_summary(result, lines)
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:

@@ -23,7 +23,7 @@ from torch.profiler import profile
 
 from rosellm.atomic import replacing
 from rosellm.models.model import GPT
-from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench import cli, summary
 from rosellm.roseinfer.bench.record import (
     across_repeats,
     distribution,
@@ -31,6 +31,7 @@ from rosellm.roseinfer.bench.record import (
     new_record,
     tokens_sha256,
 )
+from rosellm.roseinfer.bench.summary import summary_line
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
@@ -162,22 +163,28 @@ def _figures(engine: Engine, outputs: list[RequestOutput], start: float, read_ti
     }
 
 
+SUMMARY = (
+    ("TTFT", "ttft", "ms"),
+    ("TPOT", "tpot", "ms/token"),
+    ("ITL", "itl", "ms"),
+    ("Latency", "latency", "ms"),
+)
+
+
 def print_summary(result: dict[str, Any]) -> None:
-    """Medians over the measured runs of each run's percentiles."""
+    """Medians over the measured runs, of a run's percentiles where it has some."""
     medians = result["medians"]
-    print("=== streaming summary ===")
-    print(f"Warmup runs: {result['warmup_runs']}")
-    print(f"Measured runs: {result['repeat_runs']}")
-    print(f"Total time: {medians['total_time_s']:,.3f} s")
-    print(f"Throughput (completion,total): {medians['total_throughput_tok_s']:,.2f} tokens/s")
-    for name in ("ttft", "tpot", "itl"):
-        figures = (medians.get(f"{name}_p{percent}_s") for percent in PERCENTS)
-        line = " ".join(
-            f"p{p}={value * 1e3:,.3f}"
-            for p, value in zip(PERCENTS, figures, strict=True)
-            if value is not None
-        )
-        print(f"{name.upper()}: {line + ' ms' if line else 'no value'}", flush=True)
+    total_time, throughput = medians["total_time_s"], medians["total_throughput_tok_s"]
+    percentiles = [
+        summary_line(f"{title} p50/p95/p99", [medians.get(f"{name}_p{p}_s") for p in PERCENTS], unit)
+        for title, name, unit in SUMMARY
+    ]
+    lines = [
+        summary_line("Total time", [total_time], "s"),
+        *percentiles,
+        summary_line("Throughput (completion,total)", [throughput], "tokens/s"),
+    ]
+    summary.print_summary(result, lines)
 
 
 def parse_options(argv: list[str] | None = None) -> argparse.Namespace:

@@ -31,17 +31,25 @@ MODULES = {
     "streaming": benchmark_streaming,
     "kv_append": benchmark_kv_append,
 }
-ONLINE_LINES = (
-    "Warmup runs: 1",
-    "Measured runs: 3",
-    "Decode time: p50=N mean=N s",
-    "Total time: p50=N mean=N s",
-    "Throughput(completion,decode): p50=N mean=N tokens/s",
-    "Throughput(completion,total): p50=N mean=N tokens/s",
-    "TTFT: p50=N mean=N ms",
-    "TPOT: p50=N mean=N ms",
-    "Latency: p50=N mean=N ms",
-)
+ONLINE_LINES = """\
+Warmup runs: 1
+Measured runs: 3
+Decode time p50/mean: S/S s
+Total time p50/mean: S/S s
+Throughput(completion,decode) p50/mean: N/N tokens/s
+Throughput(completion,total) p50/mean: N/N tokens/s
+TTFT p50/mean: N/N ms
+TPOT p50/mean: N/N ms/token
+Latency p50/mean: N/N ms""".splitlines()
+STREAMING_LINES = """\
+Warmup runs: 1
+Measured runs: 3
+Total time: S s
+TTFT p50/p95/p99: N/N/N ms
+TPOT p50/p95/p99: N/N/N ms/token
+ITL p50/p95/p99: N/N/N ms
+Latency p50/p95/p99: N/N/N ms
+Throughput (completion,total): N tokens/s""".splitlines()
 SCHEDULER_FORM = (
     "--device cpu --prompt Hello --num-requests 4 --max-new-tokens 6 --mode online --max-batch-size 2 "
     "--no-stop-on-eos --no-prefix-cache --pretok --warmup-runs 1 --repeat-runs 3 --paged-attn"
@@ -61,7 +69,8 @@ def run_command(name: str, *arguments: str | Path, **variables: str) -> subproce
 
 
 def without_numbers(text: str) -> list[str]:
-    return re.sub(r"=[\d,.]+", "=N", text).splitlines()
+    """Lines with S for a number of six decimals and N for one of two."""
+    return re.sub(r"\d+\.\d\d(?!\d)", "N", re.sub(r"\d+\.\d{6}(?!\d)", "S", text)).splitlines()
 
 
 def lines_after(text: str, title: str) -> list[str]:
@@ -94,7 +103,7 @@ def test_the_scheduler_form_prints_its_summary_and_writes_record_and_trace(tmp_p
     record_path, trace_path = tmp_path / "record.json", tmp_path / "trace.json"
     done = run_command("scheduler", *SCHEDULER_FORM.split(), "--json", record_path, "--profile", trace_path)
     assert done.returncode == 0, done.stderr
-    assert lines_after(done.stdout, "=== online summary ===") == list(ONLINE_LINES)
+    assert lines_after(done.stdout, "=== online summary ===") == ONLINE_LINES
     record = json.loads(record_path.read_text())
     assert (record["schema_version"], record["kind"], record["model"]) == (1, "scheduler", "rose-tiny")
     assert record["rung"] is None and record["recipe"] == replace(LADDER[BEST_RUNG], runner="eager").as_dict()
@@ -133,10 +142,7 @@ def test_the_streaming_form_prints_its_summary_and_writes_record_and_trace(tmp_p
     record_path, trace_path = tmp_path / "record.json", tmp_path / "trace.json"
     done = run_command("streaming", *STREAMING_FORM.split(), "--json", record_path, "--profile", trace_path)
     assert done.returncode == 0, done.stderr
-    lines = lines_after(done.stdout, "=== streaming summary ===")
-    assert lines[:2] == ["Warmup runs: 1", "Measured runs: 3"]
-    assert lines[3].startswith("Throughput (completion,total): ")
-    assert lines[4:] == [f"{name}: p50=N p95=N p99=N ms" for name in ("TTFT", "TPOT", "ITL")]
+    assert lines_after(done.stdout, "=== streaming summary ===") == STREAMING_LINES
     record = json.loads(record_path.read_text())
     assert record["kind"] == "streaming"
     assert [r["completion_tokens"] for r in record["results"]["streaming"]["repeats"]] == [24] * 3
@@ -144,7 +150,7 @@ def test_the_streaming_form_prints_its_summary_and_writes_record_and_trace(tmp_p
     assert "roseinfer.decode_step_sessions" in names
 
 
-def test_the_append_form_prints_a_row_a_variant_and_writes_its_record(tmp_path):
+def test_the_append_form_prints_a_line_a_batch_then_a_row_a_variant_and_writes_its_record(tmp_path):
     path = tmp_path / "record.json"
     shape = ("--num-heads", 2, "--head-dim", 8, "--block-size", 4, "--repeats", 2)
     done = run_command("kv_append", "--batch-sizes", "8,16", *shape, "--device", "cpu", "--json", path)
@@ -153,7 +159,85 @@ def test_the_append_form_prints_a_row_a_variant_and_writes_its_record(tmp_path):
     wanted = [(batch, variant) for batch in (8, 16) for variant in benchmark_kv_append.VARIANTS]
     assert [(row["batch_size"], row["variant"]) for row in rows] == wanted
     assert all(len(row["repeats_s"]["wall"]) == 2 and row["floor_s"] > 0 for row in rows)
-    assert len(done.stdout.splitlines()) == 3 + len(rows)
+    lines = without_numbers(done.stdout)
+    gain = r"B=%d: baseline Nus, triton Nus, speedup \d+\.\d{3}x"
+    assert re.fullmatch(gain % 8, lines[2]) and re.fullmatch(gain % 16, lines[3])
+    assert len(lines) == 2 + 2 + 1 + len(rows)
+
+
+# What is printed, to the letter.
+
+
+def test_the_online_summary_reads_as_the_record_does(capsys):
+    medians = {
+        "decode_time_s": 2.145921,
+        "total_time_s": 2.3,
+        "decode_throughput_tok_s": 1908.74,
+        "total_throughput_tok_s": 1_234_567.891,
+        "ttft_p50_s": 0.00268,
+        "tpot_p50_s": 0.00845,
+        "latency_p50_s": 2.1565,
+    }
+    means = {
+        "decode_time_s": 2.146833,
+        "total_time_s": 2.4,
+        "decode_throughput_tok_s": 1907.93,
+        "total_throughput_tok_s": 1_234_568.0,
+        "ttft_mean_s": 0.00267,
+        "tpot_mean_s": 0.00846,
+        "latency_mean_s": 2.15754,
+    }
+    result = {"mode": "online", "warmup_runs": 1, "repeat_runs": 3, "medians": medians, "means": means}
+    benchmark_scheduler.print_summary(result)
+    assert (
+        capsys.readouterr().out
+        == """\
+=== online summary ===
+Warmup runs: 1
+Measured runs: 3
+Decode time p50/mean: 2.145921/2.146833 s
+Total time p50/mean: 2.300000/2.400000 s
+Throughput(completion,decode) p50/mean: 1908.74/1907.93 tokens/s
+Throughput(completion,total) p50/mean: 1234567.89/1234568.00 tokens/s
+TTFT p50/mean: 2.68/2.67 ms
+TPOT p50/mean: 8.45/8.46 ms/token
+Latency p50/mean: 2156.50/2157.54 ms
+"""
+    )
+
+
+def test_the_streaming_summary_reads_as_the_record_does(capsys):
+    medians = {"total_time_s": 1.5, "total_throughput_tok_s": 29764.4}
+    for name, seconds in (("ttft", 0.0123), ("latency", 1.6)):
+        medians |= {f"{name}_p{percent}_s": seconds + percent / 1e5 for percent in (50, 95, 99)}
+    result = {"mode": "streaming", "warmup_runs": 0, "repeat_runs": 1, "medians": medians, "means": {}}
+    benchmark_streaming.print_summary(result)
+    assert (
+        capsys.readouterr().out
+        == """\
+=== streaming summary ===
+Warmup runs: 0
+Measured runs: 1
+Total time: 1.500000 s
+TTFT p50/p95/p99: 12.80/13.25/13.29 ms
+TPOT p50/p95/p99: none/none/none ms/token
+ITL p50/p95/p99: none/none/none ms
+Latency p50/p95/p99: 1600.50/1600.95/1600.99 ms
+Throughput (completion,total): 29764.40 tokens/s
+"""
+    )
+
+
+def test_the_gain_of_an_append_reads_as_the_record_does():
+    rows = [
+        {"batch_size": 128, "variant": "index_put", "medians_s": {"wall": 9e-5, "device_rotating": 19.02e-6}},
+        {"batch_size": 128, "variant": "generic", "medians_s": {"wall": 5e-5, "device_rotating": 19.01e-6}},
+    ]
+    line = "B=128: baseline 19.02us, triton 19.01us, speedup 1.001x"
+    assert benchmark_kv_append.gain_line(rows) == line
+    for row in rows:
+        del row["medians_s"]["device_rotating"]
+    assert benchmark_kv_append.gain_line(rows) == "B=128: baseline 90.00us, triton 50.00us, speedup 1.800x"
 
 
 def test_a_model_that_cannot_be_had_is_one_line_with_the_ways_out():
@@ -312,7 +396,9 @@ def test_one_token_a_request_leaves_decode_figures_without_value(capsys):
     result = run_scheduler_benchmark(engine_for(), random_prompts([3]), greedy(1), None, 0, 1)
     assert result["repeats"][0]["decode_throughput_tok_s"] is None
     benchmark_scheduler.print_summary(result)
-    assert "Throughput(completion,decode): no value" in capsys.readouterr().out
+    lines = without_numbers(capsys.readouterr().out)
+    assert "Throughput(completion,decode) p50/mean: none/none tokens/s" in lines
+    assert "TPOT p50/mean: none/none ms/token" in lines
 
 
 def test_every_run_starts_with_an_empty_prefix_cache():
