@@ -1,24 +1,45 @@
-"""What the commands of all packages share: usage errors in one line, sizes that a machine can count."""
+"""What the commands of all packages share: usage errors in one line, help, sizes that a machine can count."""
 
 from __future__ import annotations
 
 import argparse
 import reprlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 INT32_MAX = 2**31 - 1
 
 
+class HelpWithDefaults(argparse.HelpFormatter):
+    """Tells each option's default once: after its help, unless that tells it or there is none."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, default = action.help or "", action.default
+        is_switch = action.const is True
+        if default in (None, "", argparse.SUPPRESS) or is_switch or "default" in text:
+            return text
+        return f"{text}; default: {_shown(default).replace('%', '%%')}"
+
+
+def _shown(default: object) -> str:
+    """A default as it is typed on the command line."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
 class OneLineParser(argparse.ArgumentParser):
     """Tells a usage error in one line on stderr and exits with status 2."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=HelpWithDefaults, **options)
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {' '.join(message.split())}\n")
 
 
@@ -37,6 +58,12 @@ def whole_number(low: int, high: int = INT32_MAX) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def whole_numbers(high: int) -> Callable[[str], tuple[int, ...]]:
+    """An argparse type: comma-separated integers from 1 to ``high``."""
+    one = whole_number(1, high)
+    return lambda text: tuple(map(one, text.split(",")))
 
 
 def is_out_of_memory(error: Exception) -> bool:

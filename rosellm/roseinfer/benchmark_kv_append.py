@@ -5,15 +5,17 @@ On a GPU: device time a call, from replays of a CUDA graph of many calls, and wa
 calls repeat one. On a CPU: wall time of the torch twins; Triton's interpreter is not timed. The floor is the
 bytes that an append must move at the copy bandwidth measured in the same run. Every variant is first checked
 bit for bit against the specification.
+
+Each batch size is told in a line as soon as it is measured: the baseline is index_put, "triton" the generic
+append, on a CPU its torch twin. The table of all variants comes last.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -21,15 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rosellm.command_line import OneLineParser, whole_numbers
 from rosellm.models.loading import resolve_device, resolve_dtype
-from rosellm.roseinfer.bench import cli
-from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
+from rosellm.roseinfer.bench.cli import command
+from rosellm.roseinfer.bench.options import add_device_options, add_record_option, command_parser, count
+from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_bytes, kv_append_ref
 
 CALLS = {"cuda": 50, "cpu": 5}
 ROTATED_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
 COPY_BYTES = 256 << 20
+MOST_ROWS = 1 << 40
 POISON = {2: 0x7E5A, 4: 0x7FC5A5A5}  # a NaN's bits by element size: what an append left alone is told apart
 BITS = {2: torch.int16, 4: torch.int32}
 
@@ -95,7 +100,7 @@ def make_caches(shape: Shape) -> dict[str, Tensor]:
 def make_operands(shape: Shape, n_sets: int, seed: int = 0) -> list[Operands]:
     """Sets that share no slot and no input; a cache serves BLOCK_SIZE of them."""
     generator = torch.Generator(device=shape.device).manual_seed(seed)
-    random = {"generator": generator, "device": shape.device}
+    random: dict[str, Any] = {"generator": generator, "device": shape.device}
     sets = []
     for i in range(n_sets):
         pos = i % shape.block_size
@@ -123,7 +128,7 @@ def check_variant(variant: str, operands: Operands, kernels: Kernels, shape: Sha
     found, wanted = make_caches(shape), make_caches(shape)
     indices = {"batch_idx": operands.batch_idx, "block_idx": operands.block_idx, "pos": operands.pos_tensor}
     kv_append_ref(**wanted, **operands.news, **{name: index.long() for name, index in indices.items()})
-    Operands(found, operands.news, *indices.values(), operands.pos).bind(variant, kernels)()
+    replace(operands, caches=found).bind(variant, kernels)()
     bits = BITS[shape.dtype.itemsize]
     for name, cache in wanted.items():
         if not torch.equal(found[name].view(bits), cache.view(bits)):
@@ -225,7 +230,7 @@ def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float
     return rows
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: Namespace) -> dict[str, Any]:
     """What the command measures, printed and returned as a record."""
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
@@ -255,12 +260,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def gain_line(rows: list[dict[str, Any]]) -> str:
-    """What the generic append gains over ``index_put`` at one batch size; its twin of torch on a CPU."""
+    """What the generic append, on a CPU its torch twin, gains over ``index_put`` at one batch size."""
     way = gain_way(rows)
-    baseline, triton = (
-        next(row["medians_s"][way] for row in rows if row["variant"] == variant)
-        for variant in ("index_put", "generic")
-    )
+    seconds = {row["variant"]: row["medians_s"][way] for row in rows}
+    baseline, triton = seconds["index_put"], seconds["generic"]
     times = f"baseline {baseline * 1e6:.2f}us, triton {triton * 1e6:.2f}us"
     return f"B={rows[0]['batch_size']}: {times}, speedup {baseline / triton:.3f}x"
 
@@ -271,54 +274,43 @@ def gain_way(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """A line a row: microseconds a call, the gain over ``index_put`` at that batch size, the floor."""
-    ways, told_way = list(rows[0]["medians_s"]), gain_way(rows)
-    titles = "".join(f"{way.replace('_', ' ') + ' us':>20}" for way in ways)
-    lines = [f"{'B':>6}  {'variant':<14}{titles}{'gain (' + told_way + ')':>24}{'floor us':>10}"]
+    """A line a row: microseconds a call, the gain over ``index_put`` at the same batch size, the floor."""
+    ways, way = list(rows[0]["medians_s"]), gain_way(rows)
+    baselines = {row["batch_size"]: row["medians_s"][way] for row in rows if row["variant"] == "index_put"}
+    titles = "".join(f"{name.replace('_', ' ') + ' us':>20}" for name in ways)
+    lines = [f"{'B':>6}  {'variant':<14}{titles}{'gain (' + way + ')':>24}{'floor us':>10}"]
     for row in rows:
-        medians = row["medians_s"]
-        if row["variant"] == "index_put":
-            baseline = medians[told_way]
-        times = "".join(f"{medians[way] * 1e6:>20,.2f}" for way in ways)
-        gain = f"{baseline / medians[told_way]:>23.2f}x{row['floor_s'] * 1e6:>10,.2f}"
-        lines.append(f"{row['batch_size']:>6}  {row['variant']:<14}{times}{gain}")
+        batch, medians = row["batch_size"], row["medians_s"]
+        times = "".join(f"{medians[name] * 1e6:>20,.2f}" for name in ways)
+        gain = f"{baselines[batch] / medians[way]:>23.2f}x{row['floor_s'] * 1e6:>10,.2f}"
+        lines.append(f"{batch:>6}  {row['variant']:<14}{times}{gain}")
     return lines
 
 
-@cli.command
+@command
 def main(argv: list[str] | None = None) -> None:
     options = _parser().parse_args(argv)
-    if options.json:
-        check_writable(options.json)
     record = measure(options)
     if options.json:
         write_record(options.json, record)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = cli.OneLineParser(
-        prog="python -m rosellm.roseinfer.benchmark_kv_append", description=__doc__.partition("\n\n")[2]
-    )
-    cli.add_device_arguments(parser)
-    positive = cli.whole_number(1)
+def _parser() -> OneLineParser:
+    parser = command_parser("benchmark_kv_append", __doc__)
     add = parser.add_argument
     add(
         "--batch-sizes",
-        type=cli.whole_numbers(cli.MOST_ROWS),
+        type=whole_numbers(MOST_ROWS),
         default=(128, 256, 512, 1024, 2048),
         metavar="N,N",
         help="tokens a call",
     )
-    add("--num-heads", type=positive, default=12, help="default: %(default)s")
-    add("--head-dim", type=positive, default=64, help="default: %(default)s")
-    add("--block-size", type=positive, default=64, help="tokens a block; default: %(default)s")
-    add(
-        "--repeats",
-        type=positive,
-        default=20,
-        help="measurements of each figure, the median counts; default: %(default)s",
-    )
-    add("--json", type=Path, metavar="FILE", help="write the record here")
+    add("--num-heads", **count(12), help="key and value heads")
+    add("--head-dim", **count(64), help="elements a head")
+    add("--block-size", **count(64), help="tokens a block")
+    add("--repeats", **count(20), help="measurements of each figure, the median counts")
+    add_record_option(parser)
+    add_device_options(parser)
     return parser
 
 

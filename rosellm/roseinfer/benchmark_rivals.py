@@ -8,9 +8,9 @@ so that a slow moment hits all of them; vllm runs only alone.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,19 +22,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from rosellm.command_line import OneLineParser
 from rosellm.errors import OptionError, PromptError, RoseError
 from rosellm.models.config import ModelConfig
-from rosellm.models.loading import load_parts, resolve_device, resolve_dtype
+from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
-from rosellm.roseinfer.bench import cli
-from rosellm.roseinfer.bench.record import (
-    across_repeats,
-    check_writable,
-    new_record,
-    tokens_sha256,
-    write_record,
+from rosellm.roseinfer.bench.cli import command
+from rosellm.roseinfer.bench.options import (
+    MOST_REQUESTS,
+    add_device_options,
+    add_model_options,
+    add_run_options,
+    command_parser,
+    count,
+    request_facts,
 )
+from rosellm.roseinfer.bench.prompts import encode_prompts, make_prompts
+from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
 from rosellm.roseinfer.bench.rivals import RIVALS, Rival, Task, check_rivals
+from rosellm.roseinfer.bench.runs import mode_result, peak_memory, reset_peak_memory, run_figures
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER, get_rung
 
@@ -72,23 +78,14 @@ def run_in_turns(
 
 
 def _timed_run(rival: Rival, task: Task) -> TimedRun:
-    on_gpu = rival.in_process and task.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize(task.device)
-        torch.cuda.reset_peak_memory_stats(task.device)
+    if rival.in_process:
+        reset_peak_memory(task.device)
     start = perf_counter()
     tokens = rival.generate()
     total_time = perf_counter() - start
     _check_complete(tokens, task)
-    completion_tokens = sum(map(len, tokens))
-    figures = {
-        "total_time_s": total_time,
-        "completion_tokens": completion_tokens,
-        THROUGHPUT: completion_tokens / total_time,
-        "peak_gpu_memory_bytes": torch.cuda.max_memory_allocated(task.device) if on_gpu else None,
-        "tokens_sha256": tokens_sha256(tokens),
-    }
-    return TimedRun(tokens, figures)
+    peak = peak_memory(task.device) if rival.in_process else None
+    return TimedRun(tokens, run_figures(tokens, total_time, peak))
 
 
 def _check_complete(tokens: list[list[int]], task: Task) -> None:
@@ -111,30 +108,25 @@ def measure_workload(
         runs = run_in_turns(rivals, task, warmup_runs, repeat_runs)
         facts = {name: _facts(task, config) | rival.facts() for name, rival in rivals.items()}
         rivals.clear()
-    return {
-        name: new_record(
+    records = {}
+    for name, mine in runs.items():
+        result = mode_result("offline", warmup_runs, [run.figures for run in mine])
+        equal = {other: _share_equal(mine, theirs) for other, theirs in runs.items() if other != name}
+        records[name] = new_record(
             "rivals",
             task.device,
             rival=name,
             **facts[name],
-            equal_tokens={other: _share_equal(runs[name], runs[other]) for other in names if other != name},
-            results={
-                "offline": {
-                    "mode": "offline",
-                    "warmup_runs": warmup_runs,
-                    "repeat_runs": repeat_runs,
-                    **across_repeats([run.figures for run in runs[name]]),
-                }
-            },
+            equal_tokens=equal,
+            results={"offline": result},
         )
-        for name in names
-    }
+    return records
 
 
 def _facts(task: Task, config: ModelConfig) -> dict[str, Any]:
     """What is the same for all rivals."""
     return {
-        **cli.request_facts(task.options),
+        **request_facts(task.options),
         "form": "offline",
         "workload_form": WORKLOADS[task.options.workload].form,
         "device": task.device.type,
@@ -169,7 +161,7 @@ def comparison(records: Iterable[dict[str, Any]]) -> list[str]:
     return lines
 
 
-@cli.command
+@command
 def main(argv: list[str] | None = None) -> None:
     """Check everything that is asked for, then measure workload by workload and compare."""
     options = parse_options(argv)
@@ -181,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
     gpt, tokenizer = load_parts(
         options.hf_model_id, "cpu", str(dtype).removeprefix("torch."), options.load_format
     )
-    records = []
+    records: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="rosellm-") as folder:
         save_model(gpt, Path(folder), dtype)
         config = gpt.config
@@ -196,15 +188,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _make_task(
-    options: argparse.Namespace,
+    options: Namespace,
     checkpoint: Path,
     device: torch.device,
     dtype: torch.dtype,
     config: ModelConfig,
-    tokenizer: cli.AnyTokenizer,
+    tokenizer: AnyTokenizer,
 ) -> Task:
     """Raises ``PromptError`` if the model has too few positions for the workload."""
-    prompts = cli.encode_prompts(cli.make_prompts(options, config.vocab_size), tokenizer)
+    prompts = encode_prompts(make_prompts(options, config.vocab_size), tokenizer)
     longest = max(map(len, prompts))
     if longest + options.max_new_tokens > config.n_positions:
         raise PromptError(
@@ -214,9 +206,7 @@ def _make_task(
     return Task(checkpoint, device, dtype, options, prompts)
 
 
-def _measure_and_write(
-    task: Task, options: argparse.Namespace, config: ModelConfig
-) -> Iterable[dict[str, Any]]:
+def _measure_and_write(task: Task, options: Namespace, config: ModelConfig) -> Iterable[dict[str, Any]]:
     """A workload's records, written as soon as they are known."""
     sizes = task.options
     print(
@@ -231,15 +221,15 @@ def _measure_and_write(
     return records.values()
 
 
-def workload_options(options: argparse.Namespace, name: str) -> argparse.Namespace:
+def workload_options(options: Namespace, name: str) -> Namespace:
     """The command's options with the sizes of workload ``name``, overridden ones excepted."""
     given = {key: value for key, value in vars(options).items() if key not in ("output", "workloads")}
     overrides = {key: given[key] for key in OVERRIDES if given[key] is not None}
     fixed = {"workload": name, "seed": 0, "block_size": 64}
-    return argparse.Namespace(**(given | fixed | WORKLOADS[name].flags() | overrides))
+    return Namespace(**(given | fixed | WORKLOADS[name].flags() | overrides))
 
 
-def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_options(argv: list[str] | None = None) -> Namespace:
     """This command's options; None reads the command line."""
     options = _parser().parse_args(argv)
     if options.rung is not None and "rosellm" not in options.rival:
@@ -263,60 +253,44 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
         names = text.split(",")
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; use {', '.join(known)}")
+            raise ArgumentTypeError(f"{unknown[0]!r} is unknown; use {', '.join(known)}")
         if len(set(names)) < len(names):
-            raise argparse.ArgumentTypeError(f"{text!r} names one twice")
+            raise ArgumentTypeError(f"{text!r} names one twice")
         return names
 
     return parse
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = cli.OneLineParser(
-        prog="python -m rosellm.roseinfer.benchmark_rivals", description=__doc__.partition("\n\n")[2]
-    )
-    parser.add_argument(
+def _parser() -> OneLineParser:
+    parser = command_parser("benchmark_rivals", __doc__, "--rival NAME,NAME --workloads ID,ID [options]")
+    add = parser.add_argument
+    add(
         "--rival",
         type=_names(RIVALS),
         required=True,
         metavar="NAME,NAME",
         help=f"who runs, the first one being what the others are compared with: {', '.join(RIVALS)}",
     )
-    parser.add_argument(
-        "--workloads", type=_names(WORKLOADS), required=True, metavar="ID,ID", help=", ".join(WORKLOADS)
+    add(
+        "--workloads",
+        type=_names(WORKLOADS),
+        required=True,
+        metavar="ID,ID",
+        help=", ".join(WORKLOADS),
     )
-    parser.add_argument(
-        "--rung", metavar="NAME", help=f"of rosellm; default: the best one; {', '.join(LADDER)}"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="write WORKLOAD-RIVAL.json here; made if missing"
-    )
-    cli.add_model_arguments(parser)
-    cli.add_device_arguments(parser)
-    _add_override_arguments(parser)
-    _add_measuring_arguments(parser)
+    add("--rung", metavar="NAME", help=f"of rosellm; default: the best one; {', '.join(LADDER)}")
+    add("--output", type=Path, metavar="FOLDER", help="write WORKLOAD-RIVAL.json here; made if missing")
+    add_model_options(parser)
+    add_device_options(parser)
+    _add_override_options(parser)
+    add_run_options(parser)
     return parser
 
 
-def _add_override_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_override_options(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("sizes that replace those of every workload")
     for name in OVERRIDES:
-        group.add_argument(
-            f"--{name.replace('_', '-')}", type=cli.whole_number(1, cli.MOST_REQUESTS), metavar="N"
-        )
-
-
-def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("measuring")
-    group.add_argument(
-        "--warmup-runs",
-        type=cli.whole_number(0),
-        default=1,
-        help="whole runs before the measured ones; default: %(default)s",
-    )
-    group.add_argument(
-        "--repeat-runs", type=cli.whole_number(1), default=3, help="measured runs; default: %(default)s"
-    )
+        group.add_argument(f"--{name.replace('_', '-')}", **count(None, high=MOST_REQUESTS))
 
 
 if __name__ == "__main__":

@@ -8,37 +8,43 @@ completion tokens over the time from the first submission to the last token.
 
 from __future__ import annotations
 
-import argparse
+import math
 import sys
-from collections.abc import Callable
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter, sleep
 from typing import Any
 
-from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import profile
-
-from rosellm.atomic import replacing
-from rosellm.models.model import GPT
-from rosellm.roseinfer.bench import cli, summary
-from rosellm.roseinfer.bench.record import (
-    across_repeats,
-    distribution,
-    engine_facts,
-    new_record,
-    tokens_sha256,
+from rosellm.roseinfer.bench.cli import Benchmark
+from rosellm.roseinfer.bench.job import Job
+from rosellm.roseinfer.bench.options import count
+from rosellm.roseinfer.bench.prompts import Prompts
+from rosellm.roseinfer.bench.record import distribution
+from rosellm.roseinfer.bench.runs import (
+    Run,
+    peak_memory,
+    prepare_run,
+    repeat,
+    request_figures,
+    run_figures,
 )
 from rosellm.roseinfer.bench.summary import summary_line
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)
+DAY_MS = 86_400_000
+METRICS = {
+    "ttft": ("TTFT", "ms"),
+    "tpot": ("TPOT", "ms/token"),
+    "itl": ("ITL", "ms"),
+    "latency": ("Latency", "ms"),
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class StreamingLoad:
 
 def run_streaming_benchmark(
     engine: Engine,
-    prompts: cli.Prompts,
+    prompts: Prompts,
     params: SamplingParams,
     config: SchedulerConfig | None = None,
     load: StreamingLoad | None = None,
@@ -63,62 +69,37 @@ def run_streaming_benchmark(
 
     Times are seconds, throughputs tokens a second, memory bytes.
     """
-
-    def run() -> dict[str, Any]:
-        return _run_once(engine, prompts, params, config, load or StreamingLoad())
-
-    for _ in range(warmup_runs):
-        run()
-    repeats = [run() for _ in range(repeat_runs)]
-    return {
-        "mode": "streaming",
-        "warmup_runs": warmup_runs,
-        "repeat_runs": repeat_runs,
-        **across_repeats(repeats),
-    }
+    run = partial(_run_once, load=load or StreamingLoad())
+    return repeat(run, Job(engine, prompts, params, config), "streaming", warmup_runs, repeat_runs)
 
 
-def profile_run(
-    engine: Engine,
-    prompts: cli.Prompts,
-    params: SamplingParams,
-    config: SchedulerConfig | None,
-    load: StreamingLoad,
-    path: Path,
-) -> None:
-    """Write a Chrome trace of all threads in one short run: as many requests as run together."""
-    short = replace(params, max_tokens=min(params.max_tokens, cli.PROFILED_STEPS + 1))
-    with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
-        _run_once(engine, prompts[: engine.max_batch_size], short, config, load)
-    with replacing(path) as unfinished:
-        trace.export_chrome_trace(str(unfinished))
-
-
-def _run_once(
-    engine: Engine,
-    prompts: cli.Prompts,
-    params: SamplingParams,
-    config: SchedulerConfig | None,
-    load: StreamingLoad,
-) -> dict[str, Any]:
-    cli.prepare_run(engine)
-    inbox = SimpleQueue()
+def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
+    prepare_run(job.engine)
+    inbox: SimpleQueue = SimpleQueue()
     with (
         ThreadPoolExecutor(1) as thread,
-        StreamingManager(engine, config, load.tokenize_workers, load.stream_interval) as manager,
+        StreamingManager(job.engine, job.config, load.tokenize_workers, load.stream_interval) as manager,
     ):
         start = perf_counter()
-        reading = thread.submit(_read, inbox, len(prompts))
-        request_ids = _submit(manager, prompts, params, load.submit_interval_s, inbox)
+        reading = thread.submit(_read, inbox, len(job.prompts))
+        request_ids = _submit(manager, job.prompts, job.params, load.submit_interval_s, inbox)
         reading.result()
         read_time = perf_counter() - start
         outputs = [manager.result(request_id) for request_id in request_ids]
-    return _figures(engine, outputs, start, read_time)
+    total_time = max(output.metrics.token_times[-1] for output in outputs) - start
+    gaps = (gap for output in outputs for gap in output.metrics.itl)
+    tokens = [output.token_ids for output in outputs]
+    return {
+        **run_figures(tokens, total_time, peak_memory(job.engine.device)),
+        "read_time_s": read_time,
+        **request_figures(outputs, PERCENTS),
+        **distribution("itl", gaps, PERCENTS),
+    }
 
 
 def _submit(
     manager: StreamingManager,
-    prompts: cli.Prompts,
+    prompts: Prompts,
     params: SamplingParams,
     interval_s: float,
     inbox: SimpleQueue,
@@ -145,93 +126,54 @@ def _read(inbox: SimpleQueue, n_requests: int) -> None:
         n_requests -= piece is None
 
 
-def _figures(engine: Engine, outputs: list[RequestOutput], start: float, read_time: float) -> dict[str, Any]:
-    metrics = [output.metrics for output in outputs]
-    completion_tokens = sum(len(output.token_ids) for output in outputs)
-    total_time = max(m.token_times[-1] for m in metrics) - start
-    return {
-        "total_time_s": total_time,
-        "read_time_s": read_time,
-        "completion_tokens": completion_tokens,
-        "total_throughput_tok_s": completion_tokens / total_time,
-        **distribution("ttft", (m.ttft for m in metrics), PERCENTS),
-        **distribution("tpot", (m.tpot for m in metrics), PERCENTS),
-        **distribution("itl", (gap for m in metrics for gap in m.itl), PERCENTS),
-        **distribution("latency", (m.latency for m in metrics), PERCENTS),
-        "peak_gpu_memory_bytes": cli.peak_memory(engine),
-        "tokens_sha256": tokens_sha256(output.token_ids for output in outputs),
-    }
-
-
-SUMMARY = (
-    ("TTFT", "ttft", "ms"),
-    ("TPOT", "tpot", "ms/token"),
-    ("ITL", "itl", "ms"),
-    ("Latency", "latency", "ms"),
-)
-
-
-def print_summary(result: dict[str, Any]) -> None:
+def summary(result: dict[str, Any]) -> list[str]:
     """Medians over the measured runs, of a run's percentiles where it has some."""
     medians = result["medians"]
-    total_time, throughput = medians["total_time_s"], medians["total_throughput_tok_s"]
     percentiles = [
         summary_line(f"{title} p50/p95/p99", [medians.get(f"{name}_p{p}_s") for p in PERCENTS], unit)
-        for title, name, unit in SUMMARY
+        for name, (title, unit) in METRICS.items()
     ]
-    lines = [
-        summary_line("Total time", [total_time], "s"),
+    return [
+        summary_line("Total time", [medians["total_time_s"]], "s"),
         *percentiles,
-        summary_line("Throughput (completion,total)", [throughput], "tokens/s"),
+        summary_line("Throughput (completion,total)", [medians["total_throughput_tok_s"]], "tokens/s"),
     ]
-    summary.print_summary(result, lines)
 
 
-def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
-    """This command's options; None reads the command line."""
-    return cli.parse(_parser(), argv, "streaming")
+def _milliseconds(text: str) -> float:
+    """An argparse type: a duration of 0 to a day."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= DAY_MS:
+        raise ArgumentTypeError(
+            f"{text!r} is not a number of milliseconds, 0 or more and at most {DAY_MS}, a day"
+        )
+    return value
 
 
-def measure(options: argparse.Namespace, gpt: GPT, tokenizer: cli.AnyTokenizer) -> dict[str, Any]:
-    """What the command measures, printed and returned as a record; a sweep may share one model."""
-    engine, prompts, params, config = cli.set_up(options, gpt, tokenizer)
-    load = StreamingLoad(options.tokenize_workers, options.stream_interval, options.submit_interval_ms / 1e3)
-    result = run_streaming_benchmark(
-        engine, prompts, params, config, load, options.warmup_runs, options.repeat_runs
-    )
-    print_summary(result)
-    if options.profile:
-        profile_run(engine, prompts, params, config, load, options.profile)
-    facts = {**cli.request_facts(options), **engine_facts(engine)}
-    return new_record("streaming", engine.device, **facts, results={"streaming": result})
-
-
-main: Callable[[list[str] | None], int] = cli.benchmark_command(parse_options, measure)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = cli.benchmark_parser("benchmark_streaming", __doc__)
-    group = parser.add_argument_group("streaming")
-    add = group.add_argument
-    add(
-        "--tokenize-workers",
-        type=cli.whole_number(0),
-        default=0,
-        help="threads; 0 tokenizes on submission; default: %(default)s",
-    )
-    add(
-        "--stream-interval",
-        type=cli.whole_number(1),
-        default=1,
-        help="tokens handed over at a time; default: %(default)s",
-    )
+def _add_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("streaming").add_argument
+    load = StreamingLoad
+    add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: done on submission")
+    add("--stream-interval", **count(load.stream_interval), help="tokens handed over at a time")
     add(
         "--submit-interval-ms",
-        type=cli.milliseconds,
-        default=0.0,
-        help="ms between two submissions; default: %(default)s",
+        type=_milliseconds,
+        default=load.submit_interval_s * 1e3,
+        metavar="MS",
+        help="between two submissions",
     )
-    return parser
+
+
+def _runs(options: Namespace) -> dict[str, Run]:
+    load = StreamingLoad(options.tokenize_workers, options.stream_interval, options.submit_interval_ms / 1e3)
+    return {"streaming": partial(_run_once, load=load)}
+
+
+BENCHMARK = Benchmark("streaming", __doc__, _add_options, _runs, summary)
+main = BENCHMARK.main
 
 
 if __name__ == "__main__":

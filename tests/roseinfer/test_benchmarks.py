@@ -15,7 +15,10 @@ import torch
 from rosellm.errors import PromptError
 from rosellm.models.tokenizer import load_dummy_tokenizer
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench.cli import command
+from rosellm.roseinfer.bench.job import SPARE_KV_BLOCKS, choose_recipe, kv_blocks_wanted
+from rosellm.roseinfer.bench.prompts import make_prompts
+from rosellm.roseinfer.bench.summary import print_summary
 from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.benchmark_streaming import StreamingLoad, run_streaming_benchmark
 from rosellm.roseinfer.engine import Engine
@@ -79,7 +82,7 @@ def lines_after(text: str, title: str) -> list[str]:
 
 
 def scheduler_options(text: str) -> argparse.Namespace:
-    return benchmark_scheduler.parse_options(text.split())
+    return benchmark_scheduler.BENCHMARK.parse_options(text.split())
 
 
 def streaming_engine() -> Engine:
@@ -111,7 +114,7 @@ def test_the_scheduler_form_prints_its_summary_and_writes_record_and_trace(tmp_p
     assert [(r["completion_tokens"], r["decode_tokens"], r["decode_steps"]) for r in repeats] == [
         (24, 20, 10)
     ] * 3
-    assert record["num_kv_blocks"] == 2 + cli.SPARE_KV_BLOCKS
+    assert record["num_kv_blocks"] == 2 + SPARE_KV_BLOCKS
     assert str(tmp_path) not in record_path.read_text()
     names = [event.get("name") for event in json.loads(trace_path.read_text())["traceEvents"]]
     assert names.count("roseinfer.decode_step_sessions") == 5
@@ -188,7 +191,7 @@ def test_the_online_summary_reads_as_the_record_does(capsys):
         "latency_mean_s": 2.15754,
     }
     result = {"mode": "online", "warmup_runs": 1, "repeat_runs": 3, "medians": medians, "means": means}
-    benchmark_scheduler.print_summary(result)
+    print_summary(result, benchmark_scheduler.summary(result))
     assert (
         capsys.readouterr().out
         == """\
@@ -211,7 +214,7 @@ def test_the_streaming_summary_reads_as_the_record_does(capsys):
     for name, seconds in (("ttft", 0.0123), ("latency", 1.6)):
         medians |= {f"{name}_p{percent}_s": seconds + percent / 1e5 for percent in (50, 95, 99)}
     result = {"mode": "streaming", "warmup_runs": 0, "repeat_runs": 1, "medians": medians, "means": {}}
-    benchmark_streaming.print_summary(result)
+    print_summary(result, benchmark_streaming.summary(result))
     assert (
         capsys.readouterr().out
         == """\
@@ -310,12 +313,21 @@ def test_a_missing_gpu_is_one_line_and_status_2(name, capsys):
 
 
 def test_an_error_of_ours_is_not_taken_for_the_users():
-    @cli.command
+    @command
     def main(_argv):
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
         main()
+
+
+def test_help_tells_the_defaults_of_the_workload_that_is_named(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        benchmark_scheduler.main(["--workload", "W3", "--help"])
+    text = capsys.readouterr().out
+    assert leaving.value.code == 0
+    assert re.search(r"--max-batch-size N +requests that run together; default: 256\n", text)
+    assert re.search(r"--pretok, --no-pretok +tokenize before the clock starts; default: on\n", text)
 
 
 # What the figures mean.
@@ -332,18 +344,18 @@ def test_an_error_of_ours_is_not_taken_for_the_users():
     ],
 )
 def test_flags_choose_the_documented_recipe(flags, recipe):
-    assert cli.choose_recipe(scheduler_options(flags)) == recipe
+    assert choose_recipe(scheduler_options(flags)) == recipe
 
 
 def test_prompts_cycle_through_the_repeats():
-    options = benchmark_streaming.parse_options(["--prompt-repeats", "1,4", "--num-requests", "3"])
-    assert cli.make_prompts(options, vocab_size=100) == ["Hello", "Hello" * 4, "Hello"]
+    options = benchmark_streaming.BENCHMARK.parse_options(["--prompt-repeats", "1,4", "--num-requests", "3"])
+    assert make_prompts(options, vocab_size=100) == ["Hello", "Hello" * 4, "Hello"]
 
 
 def test_prompt_tokens_are_random_ids_of_the_asked_length_from_the_seed():
     def prompts(seed: int) -> list[list[int]]:
         options = scheduler_options(f"--prompt-tokens 7 --num-requests 3 --seed {seed}")
-        return cli.make_prompts(options, vocab_size=11)
+        return make_prompts(options, vocab_size=11)
 
     assert [len(prompt) for prompt in prompts(0)] == [7, 7, 7]
     assert all(0 <= token < 11 for prompt in prompts(0) for token in prompt)
@@ -354,8 +366,8 @@ def test_prompt_tokens_are_random_ids_of_the_asked_length_from_the_seed():
 def test_the_kv_cache_holds_what_runs_together_and_no_more():
     gpt = random_model(0)  # 64 positions
     options = scheduler_options("--num-requests 100 --max-batch-size 3 --max-new-tokens 20 --block-size 8")
-    assert cli.kv_blocks_wanted(options, gpt, longest_prompt=10) == 3 * 4 + cli.SPARE_KV_BLOCKS
-    assert cli.kv_blocks_wanted(options, gpt, longest_prompt=10_000) == 3 * 8 + cli.SPARE_KV_BLOCKS
+    assert kv_blocks_wanted(options, gpt, longest_prompt=10) == 3 * 4 + SPARE_KV_BLOCKS
+    assert kv_blocks_wanted(options, gpt, longest_prompt=10_000) == 3 * 8 + SPARE_KV_BLOCKS
 
 
 @pytest.mark.parametrize(("mode", "decode_steps"), [("naive", 5 * 4), ("offline", 3 * 4), ("online", 3 * 4)])
@@ -395,7 +407,7 @@ def test_rungs_and_modes_and_streaming_give_one_digest():
 def test_one_token_a_request_leaves_decode_figures_without_value(capsys):
     result = run_scheduler_benchmark(engine_for(), random_prompts([3]), greedy(1), None, 0, 1)
     assert result["repeats"][0]["decode_throughput_tok_s"] is None
-    benchmark_scheduler.print_summary(result)
+    print_summary(result, benchmark_scheduler.summary(result))
     lines = without_numbers(capsys.readouterr().out)
     assert "Throughput(completion,decode) p50/mean: none/none tokens/s" in lines
     assert "TPOT p50/mean: none/none ms/token" in lines

@@ -6,8 +6,8 @@ prompts, token ids in and token ids out, the end of sequence ignored. All rivals
 
 from __future__ import annotations
 
-import argparse
 import os
+from argparse import Namespace
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ import torch
 import rosellm
 from rosellm.errors import DeviceError, RoseError
 from rosellm.models.weights import load_model
-from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench.job import greedy_params, kv_blocks_wanted
 from rosellm.roseinfer.bench.record import engine_facts
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
@@ -40,7 +40,7 @@ class Task:
     checkpoint: Path
     device: torch.device
     dtype: torch.dtype
-    options: argparse.Namespace
+    options: Namespace
     prompts: list[list[int]]
 
 
@@ -72,8 +72,8 @@ class Rosellm:
     def __init__(self, task: Task) -> None:
         options, self.prompts = task.options, task.prompts
         gpt = load_model(str(task.checkpoint), task.device, task.dtype)
-        blocks = cli.kv_blocks_wanted(options, gpt, max(map(len, task.prompts)))
-        self.params = cli.greedy_params(options)
+        blocks = kv_blocks_wanted(options, gpt, max(map(len, task.prompts)))
+        self.params = greedy_params(options)
         self.engine = Engine(
             gpt,
             recipe=options.rung,
@@ -108,7 +108,8 @@ class Transformers:
 
         disable_progress_bar()
         self.prompts, self.options = task.prompts, task.options
-        self.model = GPT2LMHeadModel.from_pretrained(task.checkpoint, dtype=task.dtype).to(task.device)
+        model: Any = GPT2LMHeadModel.from_pretrained(task.checkpoint, dtype=task.dtype)
+        self.model = model.to(task.device)
         self.model.generation_config.eos_token_id = None
 
     def generate(self) -> list[list[int]]:

@@ -13,13 +13,13 @@ class Workload:
     """Requests of ``max_new_tokens`` each, ``max_batch_size`` at a time.
 
     Prompts are ``prompt`` repeated, request by request cycling through ``prompt_repeats``; or random ids,
-    ``prompt_tokens`` of them. ``form`` says which benchmark runs it.
+    ``prompt_tokens`` of them. ``form`` says which benchmark runs it. The defaults are also the commands'.
     """
 
     id: str
-    num_requests: int
-    max_new_tokens: int
-    max_batch_size: int
+    num_requests: int = 16
+    max_new_tokens: int = 64
+    max_batch_size: int = 8
     form: Literal["scheduler", "streaming"] = "scheduler"
     prompt: str = "Hello"
     prompt_repeats: tuple[int, ...] = (1,)
@@ -27,17 +27,8 @@ class Workload:
 
     def flags(self) -> dict[str, Any]:
         """The command-line options that this workload presets."""
-        return {
-            "num_requests": self.num_requests,
-            "max_new_tokens": self.max_new_tokens,
-            "max_batch_size": self.max_batch_size,
-            "prompt": self.prompt,
-            "prompt_repeats": self.prompt_repeats,
-            "prompt_tokens": self.prompt_tokens,
-            "stop_on_eos": False,
-            "prefix_cache": False,
-            "pretok": True,
-        }
+        sizes = {name: value for name, value in vars(self).items() if name not in ("id", "form")}
+        return sizes | {"stop_on_eos": False, "prefix_cache": False, "pretok": True}
 
 
 WORKLOADS: dict[str, Workload] = {

@@ -5,10 +5,10 @@ import pytest
 from rosellm.errors import RoseError
 from rosellm.models.config import KNOWN_SHAPES
 from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench import cli
+from rosellm.roseinfer.bench.options import request_facts
 from rosellm.roseinfer.bench.workloads import WORKLOADS, get_workload
 
-BENCHMARKS = {"scheduler": benchmark_scheduler, "streaming": benchmark_streaming}
+BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
 TABLE = {  # requests, new tokens, concurrency, prompt tokens, prompt repeats, form
     "W0": (1, 512, 1, None, (1,), "scheduler"),
     "W1": (16, 256, 8, None, (1,), "scheduler"),
@@ -28,7 +28,7 @@ def test_a_command_takes_a_workload_for_its_defaults(name):
     shape = (options.num_requests, options.max_new_tokens, options.max_batch_size, options.prompt_tokens)
     assert (*shape, options.prompt_repeats, form) == TABLE[name]
     assert (options.stop_on_eos, options.prefix_cache, options.pretok) == (False, False, True)
-    assert cli.request_facts(options)["workload_overrides"] == {}
+    assert request_facts(options)["workload_overrides"] == {}
 
 
 def test_there_are_as_many_workloads_as_the_table_has():
@@ -37,9 +37,11 @@ def test_there_are_as_many_workloads_as_the_table_has():
 
 
 def test_explicit_options_win_over_the_workload_and_show_in_the_record():
-    options = benchmark_scheduler.parse_options(["--num-requests", "3", "--prefix-cache", "--workload=W3"])
+    options = benchmark_scheduler.BENCHMARK.parse_options(
+        ["--num-requests", "3", "--prefix-cache", "--workload=W3"]
+    )
     assert (options.num_requests, options.max_batch_size, options.prefix_cache) == (3, 256, True)
-    facts = cli.request_facts(options)
+    facts = request_facts(options)
     assert facts["workload"] == "W3"
     assert facts["workload_overrides"] == {"num_requests": 3, "prefix_cache": True}
 

@@ -1,0 +1,109 @@
+"""A job: requests and the engine that serves them, made as a command's options ask."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, replace
+
+from rosellm.errors import RecipeError
+from rosellm.models.loading import AnyTokenizer
+from rosellm.models.model import GPT
+from rosellm.roseinfer.bench.prompts import Prompts, encode_prompts, make_prompts
+from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import SchedulerConfig
+
+SPARE_KV_BLOCKS = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every run of a benchmark does again."""
+
+    engine: Engine
+    prompts: Prompts
+    params: SamplingParams
+    config: SchedulerConfig | None = None
+
+    def shortened(self, num_requests: int, max_tokens: int) -> Job:
+        """The first requests alone, and of each only the first tokens."""
+        params = replace(self.params, max_tokens=min(self.params.max_tokens, max_tokens))
+        return replace(self, prompts=self.prompts[:num_requests], params=params)
+
+
+def make_job(options: Namespace, gpt: GPT, tokenizer: AnyTokenizer) -> Job:
+    """What the options ask for; says in a few lines what is about to be measured."""
+    recipe = choose_recipe(options)
+    prompts = make_prompts(options, gpt.config.vocab_size)
+    encoded = encode_prompts(prompts, tokenizer)
+    engine = make_engine(options, recipe, gpt, tokenizer, max(map(len, encoded)))
+    print_header(engine, options)
+    engine.warm_up()
+    given = encoded if options.pretok else prompts
+    return Job(engine, given, greedy_params(options), scheduler_config(options))
+
+
+def choose_recipe(options: Namespace) -> str | Recipe:
+    """``--rung``; else dense without a flag, the best recipe with the eager runner, or the best recipe."""
+    if options.rung is not None:
+        return get_rung(options.rung)
+    if options.cuda_graph and not options.paged_attn:
+        raise RecipeError("--cuda-graph needs --paged-attn: dense attention has no fixed shapes to capture")
+    if not options.paged_attn:
+        return "dense"
+    best = get_rung(None)
+    return best if options.cuda_graph else replace(LADDER[best], runner="eager")
+
+
+def make_engine(
+    options: Namespace, recipe: str | Recipe, gpt: GPT, tokenizer: AnyTokenizer, longest_prompt: int
+) -> Engine:
+    """An engine with a KV cache just large enough for what the options ask."""
+    return Engine(
+        gpt,
+        tokenizer,
+        recipe=recipe,
+        max_batch_size=options.max_batch_size,
+        num_kv_blocks=options.num_kv_blocks or kv_blocks_wanted(options, gpt, longest_prompt),
+        block_size=options.block_size,
+        prefix_cache=options.prefix_cache,
+        deterministic=options.deterministic,
+    )
+
+
+def kv_blocks_wanted(options: Namespace, gpt: GPT, longest_prompt: int) -> int:
+    """Blocks a layer for as many longest requests as run together, and a few to spare; within memory."""
+    longest = min(longest_prompt + options.max_new_tokens, gpt.config.n_positions)
+    concurrency = min(options.max_batch_size, options.num_requests)
+    wanted = concurrency * blocks_for(longest, options.block_size) + SPARE_KV_BLOCKS
+    return kv_blocks_within_memory(gpt, wanted, options.block_size)
+
+
+def greedy_params(options: Namespace) -> SamplingParams:
+    """``--max-new-tokens`` of the likeliest tokens each."""
+    return SamplingParams(
+        temperature=0.0, max_tokens=options.max_new_tokens, ignore_eos=not options.stop_on_eos
+    )
+
+
+def scheduler_config(options: Namespace) -> SchedulerConfig:
+    """What one iteration of the scheduler may do."""
+    return SchedulerConfig(
+        max_batch_size=options.max_batch_size,
+        prefill_max_batch_size=options.prefill_max_batch_size,
+        prefill_token_budget=options.prefill_token_budget,
+        admission_policy=options.prefill_admission_policy,
+    )
+
+
+def print_header(engine: Engine, options: Namespace) -> None:
+    """What is about to be measured."""
+    dtype = str(engine.model.dtype).removeprefix("torch.")
+    recipe = engine.rung or " ".join(engine.recipe.as_dict().values())
+    print(f"Model: {options.hf_model_id}, {options.load_format}, {engine.device.type}, {dtype}")
+    print(f"Recipe: {recipe} ({engine.kernels.name} kernels)")
+    requests = f"{options.num_requests}, {options.max_new_tokens} new tokens each"
+    print(f"Requests: {requests}, {options.max_batch_size} at a time", flush=True)

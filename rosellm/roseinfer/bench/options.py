@@ -1,0 +1,174 @@
+"""The benchmarks' options, a function a group; defaults are those of the dataclasses that they fill."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from pathlib import Path
+from typing import Any
+
+from rosellm.command_line import INT32_MAX, OneLineParser, whole_number, whole_numbers
+from rosellm.errors import PromptError, RoseError
+from rosellm.models.loading import DTYPES, LOAD_FORMATS
+from rosellm.models.weights import SHIPPED
+from rosellm.roseinfer.bench.record import check_writable
+from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload, get_workload
+from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.serving.scheduler import POLICIES, SchedulerConfig
+
+PROFILED_STEPS = 20
+MOST_REQUESTS = MOST_TOKENS = 1 << 20
+NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id")
+
+
+def command_parser(module: str, doc: str, usage: str = "[options]") -> OneLineParser:
+    """A parser for ``python -m rosellm.roseinfer.MODULE``, whose help begins with ``doc`` less its title."""
+    program = f"python -m rosellm.roseinfer.{module}"
+    return OneLineParser(prog=program, usage=f"%(prog)s {usage}", description=doc.partition("\n\n")[2])
+
+
+def benchmark_parser(module: str, doc: str) -> OneLineParser:
+    """The same with the options that both benchmarks of whole runs share."""
+    parser = command_parser(module, doc)
+    add_model_options(parser)
+    add_device_options(parser)
+    add_engine_options(parser)
+    add_request_options(parser)
+    add_scheduler_options(parser)
+    add_run_options(parser)
+    add_record_option(parser)
+    trace = f"write a Chrome trace of one more run, of about {PROFILED_STEPS} decode steps"
+    parser.add_argument("--profile", type=writable_file, metavar="FILE", help=trace)
+    return parser
+
+
+def count(default: int | None, low: int = 1, high: int = INT32_MAX) -> dict[str, Any]:
+    """What makes an argument a whole number from ``low`` to ``high``."""
+    return {"type": whole_number(low, high), "default": default, "metavar": "N"}
+
+
+def writable_file(text: str) -> Path:
+    """An argparse type: a file that can be written."""
+    try:
+        return check_writable(Path(text))
+    except RoseError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def add_model_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("--hf-model-id", default=SHIPPED, metavar="MODEL", help="hub id, local folder or the shipped model")
+    add(
+        "--load-format",
+        choices=LOAD_FORMATS,
+        default="auto",
+        help="dummy: the model's shape with seeded random weights, no download",
+    )
+
+
+def add_device_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("device").add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: float16 on cuda, float32 on cpu")
+
+
+def add_engine_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("engine").add_argument
+    add("--rung", metavar="NAME", help=f"wins over the two flags below: {', '.join(LADDER)}")
+    add("--paged-attn", action="store_true", help="the best recipe with the eager runner; without it: dense")
+    add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
+    add("--block-size", **count(64, high=MOST_TOKENS), help="tokens a KV block, a power of two")
+    add(
+        "--num-kv-blocks",
+        **count(None),
+        help="KV blocks a layer; default: what --max-batch-size requests need, capped by memory",
+    )
+    add(
+        "--prefix-cache",
+        action=BooleanOptionalAction,
+        default=True,
+        help="reuse the KV of shared prompt prefixes",
+    )
+    add(
+        "--deterministic",
+        action="store_true",
+        help="a request's logits are bitwise the same whatever shares its batch; on the late rungs",
+    )
+
+
+def add_request_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("requests (greedy)").add_argument
+    add("--workload", metavar="ID", help=f"preset of options, explicit ones win: {', '.join(WORKLOADS)}")
+    add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests a run")
+    add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens a request")
+    add("--prompt", default=Workload.prompt, metavar="TEXT", help="text of every prompt")
+    add(
+        "--prompt-repeats",
+        type=whole_numbers(MOST_TOKENS),
+        default=Workload.prompt_repeats,
+        metavar="N,N",
+        help="requests repeat the text N times, in turn",
+    )
+    add(
+        "--prompt-tokens",
+        **count(Workload.prompt_tokens, high=MOST_TOKENS),
+        help="prompts of N seeded random token ids instead of text",
+    )
+    add("--seed", **count(0, low=0), help="of --prompt-tokens")
+    add(
+        "--stop-on-eos",
+        action=BooleanOptionalAction,
+        default=True,
+        help="end a request at end of sequence",
+    )
+    add("--pretok", action=BooleanOptionalAction, default=False, help="tokenize before the clock starts")
+
+
+def add_scheduler_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("scheduler").add_argument
+    config = SchedulerConfig
+    add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
+    add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts an iteration")
+    add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens an iteration")
+    add(
+        "--prefill-admission-policy",
+        choices=POLICIES,
+        default=config.admission_policy,
+        help="who of the waiting is admitted: the first, or the shortest that fit",
+    )
+
+
+def add_run_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("runs").add_argument
+    add("--warmup-runs", **count(1, low=0), help="whole runs before the measured ones")
+    add("--repeat-runs", **count(3), help="measured runs")
+
+
+def add_record_option(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", type=writable_file, metavar="FILE", help="write the record here")
+
+
+def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespace:
+    """Options in which the workload of ``form``, if one is named, takes the place of the defaults."""
+    early = OneLineParser(add_help=False)
+    early.add_argument("--workload")
+    name = early.parse_known_args(argv)[0].workload
+    if name is not None:
+        parser.set_defaults(**get_workload(name, form).flags())
+    options = parser.parse_args(argv)
+    if not options.prompt:
+        raise PromptError("--prompt is empty; give it at least one character")
+    return options
+
+
+def request_facts(options: Namespace) -> dict[str, Any]:
+    """For the record: model, workload, which of its presets were overridden, every option but paths."""
+    given = {name: value for name, value in vars(options).items() if name not in NOT_IN_RECORDS}
+    preset = WORKLOADS[options.workload].flags() if options.workload else {}
+    folder = Path(options.hf_model_id)
+    return {
+        "workload": options.workload,
+        "workload_overrides": {name: given[name] for name, value in preset.items() if given[name] != value},
+        "model": folder.name if folder.is_dir() else options.hf_model_id,
+        "load_format": options.load_format,
+        "options": given,
+    }

@@ -1,0 +1,86 @@
+"""Runs of a job: repeated, counted, traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile
+
+from rosellm.atomic import replacing
+from rosellm.roseinfer.bench.job import Job
+from rosellm.roseinfer.bench.record import across_repeats, distribution, tokens_sha256
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
+
+Run = Callable[[Job], dict[str, Any]]  # serves all requests; its figures for the record
+
+
+def repeat(run: Run, job: Job, mode: str, warmup_runs: int, repeat_runs: int) -> dict[str, Any]:
+    """Every measured run's raw figures, their medians and means."""
+    for _ in range(warmup_runs):
+        run(job)
+    return mode_result(mode, warmup_runs, [run(job) for _ in range(repeat_runs)])
+
+
+def mode_result(mode: str, warmup_runs: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a record holds of one mode."""
+    return {
+        "mode": mode,
+        "warmup_runs": warmup_runs,
+        "repeat_runs": len(repeats),
+        **across_repeats(repeats),
+    }
+
+
+def prepare_run(engine: Engine) -> None:
+    """Every run starts with an empty prefix cache, an idle device and its own memory peak."""
+    if engine.prefix_cache is not None:
+        engine.prefix_cache.clear()
+    reset_peak_memory(engine.device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Wait until ``device`` is idle; from now on its memory peak counts anew."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes allocated on the GPU since :func:`reset_peak_memory`; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def run_figures(tokens: list[list[int]], total_time: float, peak: int | None) -> dict[str, Any]:
+    """What is told of every run. tokens: each request's new ones; total_time: seconds; peak: bytes."""
+    completion_tokens = sum(map(len, tokens))
+    return {
+        "total_time_s": total_time,
+        "completion_tokens": completion_tokens,
+        "total_throughput_tok_s": completion_tokens / total_time,
+        "peak_gpu_memory_bytes": peak,
+        "tokens_sha256": tokens_sha256(tokens),
+    }
+
+
+def request_figures(outputs: list[RequestOutput], percents: Iterable[int]) -> dict[str, float | None]:
+    """Distributions over the requests of their TTFT, TPOT and latency, in seconds."""
+    return {
+        name: figure
+        for metric in ("ttft", "tpot", "latency")
+        for name, figure in distribution(
+            metric, (getattr(output.metrics, metric) for output in outputs), percents
+        ).items()
+    }
+
+
+def write_trace(run: Run, job: Job, path: Path) -> None:
+    """Write a Chrome trace of one run, all threads in it."""
+    with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
+        run(job)
+    with replacing(path) as unfinished:
+        trace.export_chrome_trace(str(unfinished))

@@ -1,0 +1,36 @@
+"""What all commands share: help that tells defaults."""
+
+import argparse
+
+import pytest
+
+from rosellm.command_line import OneLineParser
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"default": 3}, "how many; default: 3"),
+        ({"default": 0}, "how many; default: 0"),
+        ({"default": (1, 4)}, "how many; default: 1,4"),
+        ({"default": "5%"}, "how many; default: 5%"),
+        ({"default": True, "action": argparse.BooleanOptionalAction}, "how many; default: on"),
+        ({"default": False, "action": argparse.BooleanOptionalAction}, "how many; default: off"),
+        ({"action": "store_true"}, "how many"),
+        ({}, "how many"),
+        ({"default": ""}, "how many"),
+        ({"default": 3, "help": "some; default: three"}, "some; default: three"),
+    ],
+    ids=str,
+)
+def test_help_tells_a_default_once_as_it_is_typed(option, told):
+    parser = OneLineParser(prog="p")
+    parser.add_argument("--n", **{"help": "how many"} | option)
+    assert parser.format_help().splitlines()[-1].split("  ")[-1].strip() == told
+
+
+def test_a_usage_error_is_one_line_and_status_2(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        OneLineParser(prog="p").parse_args(["--no\nsuch"])
+    assert leaving.value.code == 2
+    assert capsys.readouterr().err == "error: unrecognized arguments: --no such\n"
