@@ -243,6 +243,20 @@ def test_the_gain_of_an_append_reads_as_the_record_does():
     assert benchmark_kv_append.gain_line(rows) == "B=128: baseline 90.00us, triton 50.00us, speedup 1.800x"
 
 
+def test_the_table_of_appends_gives_gains_over_the_same_batch_size():
+    times = {(8, "index_put"): 9e-5, (8, "generic"): 3e-5, (16, "index_put"): 8e-4, (16, "generic"): 1e-4}
+    rows = [
+        {"batch_size": batch, "variant": variant, "medians_s": {"wall": seconds}, "floor_s": 1e-6}
+        for (batch, variant), seconds in times.items()
+    ]
+    assert [line.split() for line in benchmark_kv_append.table(rows)[1:]] == [
+        ["8", "index_put", "90.00", "1.00x", "1.00"],
+        ["8", "generic", "30.00", "3.00x", "1.00"],
+        ["16", "index_put", "800.00", "1.00x", "1.00"],
+        ["16", "generic", "100.00", "8.00x", "1.00"],
+    ]
+
+
 def test_a_model_that_cannot_be_had_is_one_line_with_the_ways_out():
     done = run_command("scheduler", "--hf-model-id", "gpt2", "--device", "cpu", HF_HOME="/nonexistent")
     assert done.returncode == 2
