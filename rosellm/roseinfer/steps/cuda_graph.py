@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
 
-GraphPool = tuple[int, int]
+GraphPool = Any  # torch's handle
 
 
 def batch_bucket(batch: int) -> int:

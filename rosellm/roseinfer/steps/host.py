@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from rosellm.errors import RoseError
 from rosellm.roseinfer.cache.block_tables import Tables
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, Slots
 from rosellm.roseinfer.layers.sampler import Sampler
@@ -96,6 +97,8 @@ class HostStep:
 
     def last_logits(self) -> Tensor:
         """See :class:`Step`."""
+        if self._logits is None:
+            raise RoseError("no step has been begun; there are no logits yet")
         return self._logits
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ import torch
 
 from rosellm.roseinfer.cache.device_state import ROUNDS
 from rosellm.roseinfer.outputs import Done
-from rosellm.roseinfer.steps.rows import Batch, Rows
+from rosellm.roseinfer.steps.rows import GIVEN_UP, Batch, Rows
 from rosellm.roseinfer.steps.step import commit_tokens
 
 
@@ -36,7 +36,7 @@ class Clock:
             self._event.synchronize()
 
     def seconds_since(self, other: Clock) -> float:
-        if self._event is None:
+        if self._event is None or other._event is None:
             return self._time - other._time
         return other._event.elapsed_time(self._event) / 1e3
 
@@ -100,9 +100,10 @@ class StepsInFlight:
         """Tokens from the ring to their sequences; those whose row was given up meanwhile get none."""
         rows, sequences, indices = begun.batch
         tokens = self._ring[begun.rounds, indices].tolist()
-        live = [i for i, row in enumerate(rows) if row.index is not None]
+        live = [i for i, row in enumerate(rows) if row.index != GIVEN_UP]
         if len(live) < len(rows):
-            rows, sequences, tokens = ([each[i] for i in live] for each in (rows, sequences, tokens))
+            rows, sequences = [rows[i] for i in live], [sequences[i] for i in live]
+            tokens = [tokens[i] for i in live]
         got, failed = commit_tokens(sequences, tokens, n_cached=int(begun.kind == "decode"))
         for row in [row for row in rows if row.sequence.finish_reason is not None]:
             self._rows.vacate(row)

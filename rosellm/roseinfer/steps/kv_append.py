@@ -72,7 +72,10 @@ class ReusedIndices:
 
 Indices = FreshIndices | ReusedIndices
 Append = Callable[[KVBlockManager, list[Tensor], list[Tensor], list[Slots]], None]
-INDICES = {"fresh": FreshIndices, "reused": ReusedIndices}
+INDICES: dict[str, Callable[[torch.device, torch.dtype], Indices]] = {
+    "fresh": FreshIndices,
+    "reused": ReusedIndices,
+}
 
 
 class GenericAppend:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,26 +24,27 @@ from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
 CAPTURED_TOKENS = 512
 
 
+A = TypeVar("A", Tensor, np.ndarray)
+
+
 @dataclass(frozen=True)
-class _Inputs:
+class _Inputs(Generic[A]):
     """What the device needs for a run of N tokens of B sequences, views of one int32 buffer.
 
     ids, positions ``[N]``; columns ``[6, T]`` of the attention's tiles; last ``[B]``: the packed rows of last
     tokens; table ``[B, W]``. What pads a run is inert: positions of −1, tiles of no rows.
     """
 
-    ids: Tensor | np.ndarray
-    positions: Tensor | np.ndarray
-    columns: Tensor | np.ndarray
-    last: Tensor | np.ndarray
-    table: Tensor | np.ndarray
+    ids: A
+    positions: A
+    columns: A
+    last: A
+    table: A
 
     @classmethod
-    def of(cls, buffer: Tensor | np.ndarray, tokens: int, tiles: int, rows: int, width: int) -> _Inputs:
-        ends = np.cumsum([tokens, tokens, 6 * tiles, rows, rows * width]).tolist()
-        ids, positions, columns, last, table = (
-            buffer[start:end] for start, end in zip([0, *ends], ends, strict=False)
-        )
+    def of(cls, buffer: A, tokens: int, tiles: int, rows: int, width: int) -> _Inputs[A]:
+        ends = list(accumulate([tokens, tokens, 6 * tiles, rows, rows * width], initial=0))
+        ids, positions, columns, last, table = (buffer[start:end] for start, end in pairwise(ends))
         return cls(ids, positions, columns.reshape(6, tiles), last, table.reshape(rows, width))
 
 
@@ -128,7 +131,7 @@ class PackedPrefill:
         inputs.positions.fill_(-1)
         return buffer, record_graph(lambda: self._forward(inputs), pool=self._pool)
 
-    def _forward(self, inputs: _Inputs) -> Tensor:
+    def _forward(self, inputs: _Inputs[Tensor]) -> Tensor:
         tiles = Tiles(inputs.columns, BLOCK_M)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

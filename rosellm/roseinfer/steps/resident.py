@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from rosellm.errors import RoseError
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.kernels.table import Kernels
@@ -137,6 +138,8 @@ class ResidentStep:
     @torch.inference_mode()
     def last_logits(self) -> Tensor:
         """Logits ``[B, V]`` of the latest step begun, made anew from its final hidden states."""
+        if self._latest is None:
+            raise RoseError("no step has been begun; there are no logits yet")
         hidden, sequences, batch = self._latest
         place = dict(zip(batch.sequences, batch.indices.tolist(), strict=True))
         rows = [place[sequence] for sequence in sequences if sequence in place]

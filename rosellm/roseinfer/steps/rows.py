@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,15 +17,15 @@ from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import batch_bucket
 
+GIVEN_UP = -1
 
+
+@dataclass(slots=True, eq=False)
 class Row:
-    """A sequence's row of the device's state; ``index`` is None once the row was given up."""
+    """A sequence's row of the device's state; ``index`` is ``GIVEN_UP`` once it has it no longer."""
 
-    __slots__ = ("index", "sequence")
-
-    def __init__(self, sequence: Sequence, index: int) -> None:
-        self.sequence = sequence
-        self.index: int | None = index
+    sequence: Sequence
+    index: int
 
 
 class Batch(NamedTuple):
@@ -85,7 +86,7 @@ class Rows:
         if self._running is None:
             self._close_ranks()
             indices = np.flatnonzero(self.left > 0)
-            rows = [self._at[index] for index in indices]
+            rows = [row for index in indices if (row := self._at[index])]
             self._running = Batch(rows, [row.sequence for row in rows], indices)
         return self._running
 
@@ -108,7 +109,7 @@ class Rows:
     def vacate(self, row: Row) -> None:
         """The row's sequence has ended, as the device knows."""
         heapq.heappush(self._free, row.index)
-        self._at[row.index], self.left[row.index], row.index = None, 0, None
+        self._at[row.index], self.left[row.index], row.index = None, 0, GIVEN_UP
         del self._row_of[row.sequence]
         self._running = None
 
@@ -210,7 +211,7 @@ class Rows:
             book[targets] = book[sources]
         self.left[sources] = 0
         for old, new in zip(sources.tolist(), targets.tolist(), strict=True):
-            row, self._at[old] = self._at[old], None
-            row.index, self._at[new] = new, row
+            if row := self._at[old]:
+                row.index, self._at[old], self._at[new] = new, None, row
         self._left_behind.difference_update(targets.tolist())
         self._free = [index for index, row in enumerate(self._at) if row is None]  # sorted, and so a heap
