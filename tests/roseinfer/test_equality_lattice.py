@@ -304,7 +304,8 @@ class Witness:
         engine.begin_prefill, engine.begin_decode = self._see_prefill, self._see_decode
         self._clone_block, engine.blocks.clone_block = engine.blocks.clone_block, self._see_clone
         if isinstance(engine._step, ResidentStep):
-            self._move, engine._step._move = engine._step._move, self._see_move
+            rows = engine._step.rows
+            self._move, rows._move = rows._move, self._see_move
 
     def _see_prefill(self, sequences: list[Sequence], counts: list[int]) -> list[Sequence]:
         self.first_seen.update(dict.fromkeys(s.request_id for s in sequences))
