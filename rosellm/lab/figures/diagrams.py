@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import log2, prod
 
 from rosellm.errors import RoseError
-from rosellm.lab.figures.charts import PALETTE, TEXT
+from rosellm.lab.figures.palette import PALETTE, TEXT
 
 FONT = "Helvetica Neue, Arial, Liberation Sans, DejaVu Sans, sans-serif"
 LANE_COLOURS = {"cpu": "#4a5d73", "pci": "#65548a", "gpu": "#2c6d57", "host": "#4a5d73"}

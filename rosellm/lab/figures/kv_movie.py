@@ -12,10 +12,10 @@ import traitlets
 from IPython.display import display
 
 from rosellm.errors import RoseError
-from rosellm.lab.figures.charts import TEXT
 from rosellm.lab.figures.diagrams import BLOCK, FONT, Picture, block_pool, wrap
-from rosellm.lab.figures.pool_log import PoolLog
+from rosellm.lab.figures.palette import TEXT
 from rosellm.lab.figures.widgets import Control, explore
+from rosellm.lab.records.pool_log import PoolLog
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 
 KINDS = ("allocation", "caching", "sharing", "copy on write", "rollover", "free", "eviction", "preemption")
@@ -101,11 +101,11 @@ class KVMovie:
     def _frame(self) -> Frame:
         blocks, cache = self.engine.blocks, self.engine.prefix_cache
         tables, lengths = {}, {}
-        for request_id, request in sorted(self.scheduler._requests.items()):
+        for request_id, request in sorted(self.scheduler.requests.items()):
             if held := request.sequence.block_ids[0]:
                 name = f"request {request_id}"
                 tables[name], lengths[name] = tuple(held), blocks.tokens_reserved(held)
-        for tokens, pools in ({} if cache is None else cache._entries).items():
+        for tokens, pools in ({} if cache is None else cache.entries).items():
             name = self._prefixes.setdefault(tokens, f"prefix {len(self._prefixes) + 1}")
             tables[name], lengths[name] = tuple(pools[0]), len(tokens)
         in_use = range(self.engine.num_kv_blocks)

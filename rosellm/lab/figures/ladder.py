@@ -1,55 +1,18 @@
-"""The whole ladder: which notebook tells of a rung, its chart, and its speed on the machine at hand."""
+"""The whole ladder as a chart."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from statistics import median
 from typing import NamedTuple
 
-from rosellm.lab.figures.charts import (
-    BLUE,
-    GREEN,
-    INK,
-    MAGENTA,
-    ORANGE,
-    PALE,
-    PAPER,
-    SKY,
-    VIOLET,
-    Chart,
-    ChartError,
-    fill,
-    finish,
-    log_ticks,
-    short,
-    text_table,
-)
-from rosellm.lab.records.bench import Bench
-from rosellm.models.model import GPT
-from rosellm.roseinfer.recipe import BEFORE, LADDER, SIDE_BRANCHES
+from rosellm.lab.figures.charts import Chart, ChartError, finish, short, text_table
+from rosellm.lab.figures.lines import log_ticks
+from rosellm.lab.figures.palette import BLUE, GREEN, INK, MAGENTA, ORANGE, PALE, PAPER, SKY, VIOLET, fill
+from rosellm.lab.records.findings import NOTEBOOKS
+from rosellm.roseinfer.recipe import SIDE_BRANCHES
 
-LONGER_NAMES = {"paged": "paged_attention", "no_mask": "mask_removal"}
-NOTEBOOKS = {rung: f"{i:02}_{LONGER_NAMES.get(rung, rung)}" for i, rung in enumerate(BEFORE, 1)}
 FLOOR, ROW, LABEL = "bytes floor", 19, 0.85
-WARM_UP_STEPS = 2
-
-
-def live_ladder(
-    model: GPT, prompts: list[list[int]], steps: int = 8, gate_from: int | None = None
-) -> dict[str, float | None]:
-    """Rung → tokens a second of ``steps`` decode steps here, from their median; None where it cannot run.
-
-    A CPU has no driver to tune a launch for, so ``autotune`` runs on a GPU only.
-    """
-    speeds: dict[str, float | None] = {}
-    for rung, recipe in LADDER.items():
-        speeds[rung] = None
-        if recipe.launch != "autotuned" or model.device.type == "cuda":
-            bench = Bench(model, rung, prompts, steps + WARM_UP_STEPS + 1, gate_from=gate_from)
-            seconds = bench.run_ahead(steps + WARM_UP_STEPS)[WARM_UP_STEPS:]
-            speeds[rung] = len(prompts) / median(seconds)
-    return speeds
 
 
 class _Panel(NamedTuple):

@@ -10,21 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rosellm.lab.figures.charts import (
-    HATCHING,
-    LINE,
-    PALE,
-    PLOTLY,
-    STYLES,
-    TEMPLATE,
-    TEXT,
-    WIDTH,
-    Chart,
-    ChartError,
-    bundle,
-    text_table,
-)
-from rosellm.lab.records.ledger import SYNC, HostTimeline
+from rosellm.lab.figures.charts import LINE, PLOTLY, TEMPLATE, WIDTH, Chart, ChartError, bundle, text_table
+from rosellm.lab.figures.palette import HATCHING, PALE, STYLES, TEXT
+from rosellm.lab.records.account import SYNC, HostTimeline
 from rosellm.lab.records.records import number
 from rosellm.lab.records.roles import roles_of
 from rosellm.lab.records.trace import Event, Trace

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from rosellm.lab.figures.compare import verdicts
-from rosellm.lab.figures.ladder import NOTEBOOKS
 from rosellm.lab.records.records import RecordError, Results, number
+from rosellm.lab.records.verdicts import verdicts
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
 
+LONGER_NAMES = {"paged": "paged_attention", "no_mask": "mask_removal"}
+NOTEBOOKS = {rung: f"{i:02}_{LONGER_NAMES.get(rung, rung)}" for i, rung in enumerate(BEFORE, 1)}
 RUNG_OF = {notebook: rung for rung, notebook in NOTEBOOKS.items()}
 
 

@@ -16,10 +16,10 @@ import nbformat
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser
 from rosellm.errors import RoseError
-from rosellm.lab.figures.compare import WORKLOADS
 from rosellm.lab.figures.ladder_picture import RIVALS, THEMES, ladder_picture
 from rosellm.lab.records.findings import finding
 from rosellm.lab.records.records import Results, find, floor_tok_s, number, results_folder, rivals
+from rosellm.lab.records.verdicts import WORKLOADS
 from rosellm.roseinfer.bench.cli import command
 from rosellm.roseinfer.recipe import BEST_RUNG
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 from rosellm.errors import RoseError
-from rosellm.lab.figures.charts import Chart, step_lines, text_table
+from rosellm.lab.figures.charts import Chart, text_table
+from rosellm.lab.figures.lines import step_lines
 from rosellm.lab.records.records import Results, ceilings
 from rosellm.roseinfer import benchmark_kv_append as micro
 from rosellm.roseinfer.kernels.table import choose_kernels

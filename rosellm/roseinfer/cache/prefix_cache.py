@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping, Sequence as SequenceOf
 from itertools import chain
 from operator import itemgetter
 
@@ -32,6 +32,11 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def entries(self) -> Mapping[Tokens, list[list[int]]]:
+        """Cached prefix → its blocks in each pool, the least recently used first."""
+        return self._entries
 
     def match(self, tokens: SequenceOf[int]) -> tuple[int, list[list[int]]]:
         """The longest cached prefix of ``tokens``, never the last token: its length, each pool's block ids.

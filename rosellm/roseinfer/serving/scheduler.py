@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain
@@ -102,6 +102,11 @@ class OnlineScheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def requests(self) -> Mapping[int, Request]:
+        """Those that have not ended, by id, the oldest first."""
+        return self._requests
 
     @property
     def n_waiting(self) -> int:

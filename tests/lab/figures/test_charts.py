@@ -6,28 +6,15 @@ from itertools import combinations
 import numpy as np
 import plotly.graph_objects as go
 import pytest
-import torch
-from torch.profiler import record_function
 
 from rosellm.lab.figures import charts
-from rosellm.lab.figures.charts import (
-    CAUSES,
-    PALETTE,
-    PARTS,
-    PLOTLY,
-    TEXT,
-    ChartError,
-    before_after,
-    bundle,
-    pool_over_time,
-    show,
-    stacked_time,
-    step_lines,
-    text_table,
-    timeline,
-    waterfall,
-)
-from rosellm.lab.records.trace import Event, Trace, record_trace
+from rosellm.lab.figures.bars import before_after, stacked_time, waterfall
+from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle, show, text_table
+from rosellm.lab.figures.lines import step_lines
+from rosellm.lab.figures.palette import CAUSES, PALETTE, PARTS, TEXT
+from rosellm.lab.figures.pool import pool_over_time
+from rosellm.lab.figures.timeline import timeline
+from rosellm.lab.records.trace import Event, Trace
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
@@ -121,7 +108,7 @@ def charts_of_every_kind() -> dict[str, go.Figure]:
             ("a", 9.0), {"GEMM": -4.0, "norm": 1.0}, ("b", 6.0), "µs", title="What changed?"
         ),
         "pool_over_time": pool(),
-        "timeline": timeline(gpu_trace(300), "Who waits?"),
+        "timeline": timeline(gpu_trace(300), gpu_trace(60), ("a", "b"), "Who waits?"),
     }
 
 
@@ -265,42 +252,6 @@ def test_of_a_long_run_every_kth_step_of_a_pool_is_drawn_and_every_mark():
     assert chart.data[-1].x == (999,) and len(json.dumps(bundle(chart)[PLOTLY])) < 8_000
 
 
-def test_a_timeline_counts_everything_and_draws_what_can_be_seen():
-    trace = gpu_trace(20_000)
-    chart = timeline(trace, "t")
-    assert len(json.dumps(bundle(chart)[PLOTLY])) <= charts.MAX_TIMELINE_BYTES + 3_000
-    rows = dict(line.split("  ")[0:1] + [line.split()[-3]] for line in chart.table.splitlines()[2:])
-    assert rows == {"host ranges": "9", "GPU kernels": "20,000", "copies": "1"}
-    drawn = sum(len(bar.x) for bar in chart.data if "GPU kernels" in bar.y)
-    assert drawn < 2_000
-    ends = [
-        base + x
-        for bar in chart.data
-        if "GPU kernels" in bar.y
-        for base, x in zip(bar.base, bar.x, strict=True)
-    ]
-    assert max(ends) == pytest.approx(40 + 5_000 - 0.25 + 0.25 / 3, abs=5)
-
-
-def test_kernels_are_told_apart_by_what_they_do():
-    kernels = {
-        bar.name for bar in timeline(gpu_trace(8), "t").data if "GPU kernels" in bar.y or "copies" in bar.y
-    }
-    assert kernels == {"matrix product", "attention", "other work", "KV append", "copy"}
-
-
-def test_on_a_cpu_a_timeline_shows_operators():
-    def step() -> None:
-        with record_function(STEP_RANGE), record_function(f"{STEP_RANGE}.model"):
-            torch.ones(8, 8) @ torch.ones(8, 8)
-
-    chart = timeline(record_trace(step), "t")
-    lanes = {lane for bar in chart.data for lane in bar.y}
-    assert lanes == (
-        {"host ranges", "GPU kernels"} if torch.cuda.is_available() else {"host ranges", "operators"}
-    )
-
-
 @pytest.mark.parametrize(
     "draw, told",
     [
@@ -323,7 +274,6 @@ def test_on_a_cpu_a_timeline_shows_operators():
         (lambda: pool(cached=[1]), "lengths differ: cached 1, lost 12, 1 12, 2 12"),
         (lambda: pool(0, requests={}, lost=[], cached=[]), "there is no step to draw"),
         (lambda: pool(n_blocks=6), "7 blocks are held, of a pool of 6"),
-        (lambda: timeline(Trace([]), "t"), "neither a range nor anything that ran"),
     ],
 )
 def test_figures_that_do_not_fit_are_refused(draw, told):

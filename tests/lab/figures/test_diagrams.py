@@ -7,7 +7,6 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rosellm.lab.figures.charts import _luminance
 from rosellm.lab.figures.diagrams import (
     DiagramError,
     Picture,
@@ -17,6 +16,7 @@ from rosellm.lab.figures.diagrams import (
     text_width,
     wrap,
 )
+from rosellm.lab.figures.palette import luminance
 
 LANES = {
     "Python (CPU)": [
@@ -163,7 +163,7 @@ def test_the_text_of_boxes_and_labels_contrasts_with_their_own_ground():
     grounds = {r.get("fill") for r in root.iter(f"{NS}rect") if r.get("rx") in ("7", "8")} - {None}
     inks = {"#f6a04a": "#2b1a05", "#e9edf2": "#2a3038"}
     for ground in grounds - {"rgba(127,127,127,0.12)"}:
-        pair = sorted((_luminance(ground), _luminance(inks.get(ground, "#ffffff"))))
+        pair = sorted((luminance(ground), luminance(inks.get(ground, "#ffffff"))))
         assert (pair[1] + 0.05) / (pair[0] + 0.05) >= 4.5, ground
 
 

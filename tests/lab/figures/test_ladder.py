@@ -9,9 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
-from rosellm.lab.figures.ladder import NOTEBOOKS, ladder_chart, live_ladder
+from rosellm.lab.figures.ladder import ladder_chart
 from rosellm.lab.figures.ladder_picture import PANELS, THEMES, ladder_picture
 from rosellm.lab.records.bench import get_model, make_prompts
+from rosellm.lab.records.experiments import live_ladder
+from rosellm.lab.records.findings import NOTEBOOKS
 from rosellm.lab.records.records import find, floor_tok_s, number, rivals
 from rosellm.roseinfer.recipe import LADDER
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from rosellm.lab.figures.charts import PLOTLY, STYLES, ChartError, bundle
+from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
+from rosellm.lab.figures.palette import STYLES
 from rosellm.lab.figures.timeline import MAX_RECTANGLES, timeline
 from rosellm.lab.records.trace import Event, Trace, record_trace
 from rosellm.roseinfer.steps.step import STEP_RANGE

@@ -7,30 +7,18 @@ from pathlib import Path
 import pytest
 
 import rosellm
-from rosellm.lab.figures import charts, compare
 from rosellm.lab.records import experiments, measure
+from rosellm.lab.records.account import PROFILED_STEP, HostTimeline, LedgerError, account
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
-from rosellm.lab.records.host_functions import HostFunction
-from rosellm.lab.records.ledger import (
-    PROFILED_STEP,
-    Ceiling,
-    HostTimeline,
-    Ledger,
-    LedgerError,
-    Row,
-    account,
-    floors_us,
-    live_waterfall,
-    step_ledger,
-    tokens_needed,
-    waterfall,
-)
+from rosellm.lab.records.floors import Ceiling, floors_us
+from rosellm.lab.records.ledger import Ledger, step_ledger, tokens_needed
 from rosellm.lab.records.records import ceilings, floor_us
 from rosellm.lab.records.roles import by_place, kernel_role, operator_role
 from rosellm.lab.records.trace import Event, Trace, read_trace
 from rosellm.models.config import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.steps.step import STEP_RANGE
+from tests.ledgers import ROWS, ledger_of
 
 
 def kernel(name: str, start: float, duration: float, launched: float, kind: str = "kernel") -> Event:
@@ -268,33 +256,6 @@ def test_a_trace_file_tells_where_the_host_waited_for_the_device(tmp_path):
     assert [e.started for e in trace.of("kernel")] == [1, 1]  # nodes of a graph: when the graph was launched
 
 
-def ledger_of(rows, name="here", **changes) -> Ledger:
-    step = sum(row.us for row in rows)
-    values = {
-        "step_us": step,
-        "unprofiled_us": step / 2,
-        "steps": 2,
-        "on_gpu": True,
-        "batch": 8,
-        "context": 9.5,
-        "functions": (
-            HostFunction("`step.HostStep.__call__`", 30.0, 1),
-            HostFunction("9 others", 10.0, 12.5),
-        ),
-    }
-    return Ledger(name, tuple(rows), **values | changes)
-
-
-ROWS = (
-    Row("GEMM", "work", 60.0, 0.6, 48, 30.0),
-    Row("head", "work", 10.0, 0.1, 1, 5.0),
-    Row("copy HtoD", "copies", 5.0, 0.05, 2),
-    Row("between kernels", "gaps", 15.0, 0.15, 40),
-    Row("host: sample", "host", 6.0, 0.06, 1),
-    Row("host: model", "host", 4.0, 0.04, 3),
-)  # fmt: skip
-
-
 def test_a_ledger_survives_its_record():
     ledger = ledger_of(ROWS)
     record = json.loads(json.dumps(ledger.as_dict()))
@@ -308,28 +269,6 @@ def test_the_table_lists_every_row_and_says_what_the_profiler_adds():
     assert table[2] == "| GEMM | 60.0 | 60.0 % | 48 | 30.0 |"
     assert len(table) == 2 + len(ROWS) + 3
     assert "profiled step takes 100 µs, an un-profiled one 50.0 µs (+100.0 %)" in table[-1]
-
-
-def test_the_chart_is_a_bar_of_the_step_and_one_of_its_floor():
-    chart = ledger_of(ROWS).chart()
-    totals = [n.text for n in chart.layout.annotations]
-    assert totals == ["<b>100 µs</b>", "<b>35.0 µs</b>"]
-    assert [bar.name for bar in chart.data] == ["GEMM", "head", "copies", "between kernels", "host"]
-    assert chart.data[0].text == ("GEMM 60.0", "GEMM 30.0")
-    assert chart.data[-1].x == (10, None)
-
-
-def test_without_floors_the_chart_is_one_bar():
-    rows = [Row("GEMM", "work", 5.0, 1.0, 4)]
-    assert [n.text for n in ledger_of(rows).chart().layout.annotations] == ["<b>5.00 µs</b>"]
-
-
-def test_a_waterfall_leads_from_one_step_to_the_other():
-    after = [Row("GEMM", "work", 40.0, 0.5, 48), Row("norm", "work", 15.0, 0.2, 1), ROWS[3], ROWS[1]]
-    chart = waterfall(ledger_of(ROWS, "old"), ledger_of(after, "new"))
-    assert chart.layout.yaxis.ticktext == ("<b>old</b>", "GEMM", "host", "copies", "norm", "<b>new</b>")
-    assert chart.data[0].x == (100, -20, -10, -5, 15, 80)
-    assert chart.data[0].base == (0, 100, 80, 70, 65, 0)
 
 
 def test_floors_agree_with_the_bytes_floor_of_the_records():
@@ -367,25 +306,6 @@ def test_a_live_step_on_a_cpu_is_accounted_for(tiny, rung):
     host_us = sum(function.us for function in ledger.functions)
     assert any(".forward" in f.name or "_ref" in f.name for f in ledger.functions)
     assert 0.2 * ledger.unprofiled_us < host_us
-
-
-def test_one_call_shows_the_chart_and_both_tables(monkeypatch):
-    shown = []
-    monkeypatch.setattr(charts, "show", shown.append)
-    monkeypatch.setattr(compare, "say", shown.append)
-    ledger_of(ROWS).show()
-    chart, text = shown
-    assert isinstance(chart, charts.Chart)
-    assert "| GEMM |" in text and "| `step.HostStep.__call__` | 30.0 | 75.0 % | 1 |" in text
-    assert "| **together** | **40.0** | 100.0 % | |" in text
-
-
-def test_two_recipes_are_compared_here_and_now(tiny):
-    prompts = make_prompts(2, [3, 9], tiny.config.vocab_size)
-    table = live_waterfall(tiny, "dense", "paged", prompts, steps=2).table.splitlines()
-    assert table[2].split()[0] == "dense" and table[-1].split()[0] == "paged"
-    *changes, last = (float(line.split()[-1].replace(",", "").replace("−", "-")) for line in table[2:])
-    assert sum(changes) == pytest.approx(last, rel=0.01)
 
 
 def test_the_context_is_that_of_the_profiled_steps(tiny):

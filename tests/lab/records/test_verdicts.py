@@ -2,8 +2,9 @@
 
 import pytest
 
-from rosellm.lab.figures.compare import WORKLOADS, Verdict, recorded_chart, run_to_run, verdicts
+from rosellm.lab.figures.compare import recorded_chart
 from rosellm.lab.records.records import find
+from rosellm.lab.records.verdicts import WORKLOADS, Verdict, run_to_run, verdicts
 
 
 @pytest.mark.parametrize(

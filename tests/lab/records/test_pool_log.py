@@ -2,7 +2,8 @@
 
 import pytest
 
-from rosellm.lab.figures.pool_log import PoolLog
+from rosellm.lab.figures.pool import pool_chart
+from rosellm.lab.records.pool_log import PoolLog
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
@@ -76,7 +77,7 @@ def test_a_block_that_nobody_holds_is_lost():
 
 def test_the_chart_draws_every_request_that_ever_held_a_block():
     log = logged(PROMPTS, num_kv_blocks=5).run()
-    chart = log.chart("t")
+    chart = pool_chart(log, "t")
     drawn = {one.name: list(one.y) for one in chart.data if one.stackgroup}
     assert set(drawn) == {f"request {i}" for i in range(1, 7)}
     assert drawn["request 2"] == [moment.requests.get(2, 0) for moment in log.moments]

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rosellm.lab.figures.charts import Chart, pool_over_time
 from rosellm.roseinfer.serving.admission import Request
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 
@@ -90,20 +89,8 @@ class PoolLog:
         """When something of ``KINDS`` happened, once for each time."""
         return [one.moment for one in self.happenings if one.kind == kind]
 
-    def chart(self, title: str) -> Chart:
-        """The pool over time."""
-        holders = sorted({request for moment in self.moments for request in moment.requests})
-        return pool_over_time(
-            {str(one): [moment.requests.get(one, 0) for moment in self.moments] for one in holders},
-            self.engine.num_kv_blocks,
-            {kind: [(h.moment, h.who) for h in self.happenings if h.kind == kind] for kind in KINDS},
-            cached=[moment.cached for moment in self.moments],
-            lost=[moment.lost for moment in self.moments],
-            title=title,
-        )
-
     def _changes(self) -> Iterator[tuple[str, str]]:
-        present = self.scheduler._requests
+        present = self.scheduler.requests
         self._known |= present
         for request_id, request in self._known.items():
             times = request.metrics.preemptions
@@ -116,7 +103,7 @@ class PoolLog:
         ):  # begun and ended between two notes
             yield self._end(request_id, self.scheduler.finished[request_id].finish_reason)
         cache = self.engine.prefix_cache
-        entries = {} if cache is None else cache._entries
+        entries = {} if cache is None else cache.entries
         gone = [entry for entry in self._entries if entry not in entries]
         yield from (("evicted", f"a prefix of {len(entry)} tokens") for entry in gone)
         self._entries = list(entries)
@@ -128,7 +115,7 @@ class PoolLog:
     def _moment(self) -> Moment:
         counted: set[int] = set()
         held: dict[int, int] = {}
-        for request_id, request in sorted(self.scheduler._requests.items()):
+        for request_id, request in sorted(self.scheduler.requests.items()):
             own = set(request.sequence.block_ids[0]) - counted
             counted |= own
             if own:

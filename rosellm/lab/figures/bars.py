@@ -1,0 +1,157 @@
+"""Charts of horizontal bars: before and after, where a step's time goes, from one total to another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from rosellm.lab.figures.charts import Chart, ChartError, finish, same_length, text_table, wrapped
+from rosellm.lab.figures.palette import BLUE, GREEN, ORANGE, PALE, STYLES, fill, ink_on, style_of
+from rosellm.lab.records.records import number, percent_change
+
+
+def before_after(
+    labels: Sequence[str],
+    before: Sequence[float],
+    after: Sequence[float],
+    unit: str | Sequence[str],
+    names: tuple[str, str] = ("before", "after"),
+    *,
+    title: str,
+) -> Chart:
+    """Two horizontal bars a label, the change written beside the second.
+
+    With one ``unit`` all bars share an axis; with one unit a label, each pair is drawn to its own scale.
+    """
+    same_length(labels=labels, before=before, after=after)
+    shared = isinstance(unit, str)
+    units = [unit] * len(labels) if shared else list(unit)
+    same_length(labels=labels, unit=units)
+    scales = [1 if shared else max(pair) or 1 for pair in zip(before, after, strict=True)]
+    texts = [
+        [_with_unit(b, u) for b, u in zip(before, units, strict=True)],
+        [f"{_with_unit(a, u)}  <b>{_change(b, a)}</b>" for b, a, u in zip(before, after, units, strict=True)],
+    ]
+    chart = Chart()
+    for name, values, text, colour in zip(names, (before, after), texts, (PALE, BLUE), strict=True):
+        scaled = [value / scale for value, scale in zip(values, scales, strict=True)]
+        chart.add_bar(
+            x=scaled, y=wrapped(labels, 24), orientation="h", name=name, text=text, marker_color=colour
+        )
+    chart.update_traces(textposition="outside", cliponaxis=False, hoverinfo="name+text+y")
+    longest = max((*before, *after)) if shared else 1
+    chart.update_xaxes(range=[0, (longest or 1) * 1.32], title_text=unit if shared else None, visible=shared)
+    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    chart.table = text_table(
+        ["", *names, "unit", "change"],
+        [[*row, _change(row[1], row[2])] for row in zip(labels, before, after, units, strict=True)],
+    )
+    return finish(chart, title, 54 * len(labels), legend=names, has_axis=shared)
+
+
+def _change(before: float, after: float) -> str:
+    if before == after:
+        return "same"
+    if not before or not after:
+        return "none" if not after else "new"
+    if after >= 2 * before or before >= 2 * after:
+        times = max(after / before, before / after)
+        told = number(times) if times >= 100 else f"{times:.3g}"
+        return f"× {told}" if after > before else f"÷ {told}"
+    return percent_change(before, after)
+
+
+def _with_unit(value: float, unit: str) -> str:
+    return f"{number(value)} {unit}".rstrip()
+
+
+def stacked_time(
+    rows: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "ms", with_values: bool = False
+) -> Chart:
+    """Where a step's time goes: one horizontal bar a row, one segment a part of it, the total at its end.
+
+    The engine's parts and a ledger's causes come in their order and always have the same colour; other names
+    follow. with_values writes a segment's figure beside its name.
+    """
+    if not rows:
+        raise ChartError("there is no row to draw")
+    used = {part for parts in rows.values() for part in parts}
+    parts = [p for p in STYLES if p in used] + sorted(used - STYLES.keys())
+    totals = [sum(row.values()) for row in rows.values()]
+    chart, labels = Chart(), wrapped(rows, 24)
+    for part, (colour, hatch) in zip(parts, map(style_of, parts, range(len(parts))), strict=True):
+        values = [row.get(part) for row in rows.values()]
+        names = [f"{part} {number(v)}" if with_values else part for v in values]
+        fits = [bool(v) and v / max(totals) * 520 > 7.5 * len(n) for v, n in zip(values, names, strict=True)]
+        chart.add_bar(
+            x=values,
+            y=labels,
+            orientation="h",
+            name=part,
+            text=[name if fit else "" for name, fit in zip(names, fits, strict=True)],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            insidetextfont_color=ink_on(colour),
+            marker=fill(colour, hatch),
+            hovertemplate=f"{part}: %{{x:.4g}} {unit}<extra>%{{y}}</extra>",
+        )
+    for label, total in zip(labels, totals, strict=True):
+        text = f"<b>{number(total)} {unit}</b>"
+        chart.add_annotation(x=total, y=label, text=text, showarrow=False, xanchor="left", xshift=4)
+    chart.update_layout(barmode="stack")
+    chart.update_xaxes(range=[0, max(totals) * 1.15], title_text=unit)
+    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    cells = ([part, *(row.get(part) for row in rows.values())] for part in parts)
+    chart.table = text_table([f"part, {unit}", *rows], [*cells, ["total", *totals]])
+    return finish(chart, title, 46 * len(rows), legend=parts)
+
+
+def waterfall(
+    before: tuple[str, float],
+    changes: Mapping[str, float],
+    after: tuple[str, float],
+    unit: str,
+    *,
+    title: str,
+    smallest: float = 0.005,
+) -> Chart:
+    """From one total to another: a bar for each, named, and between them a bar for every change.
+
+    Changes come from the largest saving to the largest cost; those below ``smallest`` of the larger total are
+    one bar, "the rest". Raises ``ChartError`` where the changes do not lead from one total to the other.
+    """
+    (first, start), (last, end) = before, after
+    if not math.isclose(start + sum(changes.values()), end, rel_tol=1e-6, abs_tol=1e-9):
+        raise ChartError(
+            f"the changes add up to {number(sum(changes.values()))} {unit}, and {first} and {last} are "
+            f"{number(end - start)} {unit} apart"
+        )
+    limit = smallest * max(start, end)
+    steps = sorted(((c, v) for c, v in changes.items() if abs(v) >= limit), key=lambda step: step[1])
+    small = [value for value in changes.values() if 0 < abs(value) < limit]
+    steps += [("the rest", sum(small))] if small else []
+    reached = list(accumulate((value for _, value in steps), initial=start))
+    labels = [f"<b>{first}</b>", *(cause for cause, _ in steps), f"<b>{last}</b>"]
+    lengths = [start, *(value for _, value in steps), end]
+    texts = [f"{'+' if 0 < i <= len(steps) and v > 0 else ''}{number(v)}" for i, v in enumerate(lengths)]
+    chart = Chart()
+    chart.add_bar(
+        x=lengths,
+        y=list(range(len(labels))),
+        base=[0, *reached[:-1], 0],
+        orientation="h",
+        marker_color=[BLUE, *(GREEN if value < 0 else ORANGE for _, value in steps), BLUE],
+        hovertext=[f"{label}: {text} {unit}" for label, text in zip(labels, texts, strict=True)],
+        hoverinfo="text",
+    )
+    rights = [start, *(max(pair) for pair in pairwise(reached)), end]
+    for y, (right, text) in enumerate(zip(rights, texts, strict=True)):
+        chart.add_annotation(x=right, y=y, text=text, showarrow=False, xanchor="left", xshift=4)
+    chart.update_xaxes(range=[0, max(start, end, *reached) * 1.15], title_text=unit)
+    chart.update_yaxes(
+        autorange="reversed", showgrid=False, ticks="", tickvals=list(range(len(labels))), ticktext=labels
+    )
+    chart.table = text_table(["", f"change, {unit}"], [(first, start), *steps, (last, end)])
+    return finish(chart, title, 30 * len(labels))

@@ -1,0 +1,67 @@
+"""The colours and hatchings of every figure: one palette that reads on light and dark pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Apart under deuteranopia, protanopia and tritanopia; contrast of 2.2 or more with white and with #111111.
+BLUE, ORANGE, GREEN = "#366fae", "#f35e01", "#1fa46f"
+SKY, MAGENTA, VIOLET, PALE = "#1da7ff", "#ae2e69", "#8a42ff", "#9db2bc"
+PALETTE = (BLUE, ORANGE, GREEN, SKY, MAGENTA, VIOLET, PALE)
+TEXT, GRID, INK, PAPER = "#7a7f87", "rgba(127,127,127,0.25)", "#10151c", "#ffffff"
+HATCHING = {"fillmode": "overlay", "fgcolor": INK, "fgopacity": 0.35, "size": 6, "solidity": 0.25}
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
+
+# The parts of the decode step: colour and hatching, the same in every chart.
+PARTS = {
+    "reserve": (PALE, ""),
+    "build_block_tables": (VIOLET, ""),
+    "h2d_block_tables": (SKY, ""),
+    "stage_tokens": (SKY, "/"),
+    "build_mask": (MAGENTA, ""),
+    "model": (BLUE, ""),
+    "kv_append": (ORANGE, ""),
+    "sample": (GREEN, ""),
+    "commit": (PALE, "/"),
+}
+# The causes of a step's ledger, likewise.
+CAUSES = {
+    "inputs": (SKY, "/"),
+    "mask": (ORANGE, "/"),
+    "embedding": (MAGENTA, "/"),
+    "norm": (VIOLET, ""),
+    "layers": (BLUE, "x"),
+    "GEMM": (BLUE, ""),
+    "attention": (GREEN, ""),
+    "append": (ORANGE, ""),
+    "elementwise": (VIOLET, "/"),
+    "views": (GREEN, "/"),
+    "head": (BLUE, "/"),
+    "sampling": (MAGENTA, ""),
+    "copies": (SKY, ""),
+    "other": (PALE, "x"),
+    "between kernels": (PALE, ""),
+    "launch latency": (PALE, "."),
+    "synchronisation": (PALE, "|"),
+    "host": (PALE, "/"),
+}
+STYLES = PARTS | CAUSES
+
+
+def style_of(part: str, i: int) -> tuple[str, str]:
+    return STYLES.get(part, (PALETTE[i % len(PALETTE)], ""))
+
+
+def fill(colour: str, hatch: str) -> dict[str, Any]:
+    return {"color": colour, "pattern": HATCHING | {"shape": hatch}} if hatch else {"color": colour}
+
+
+def ink_on(colour: str) -> str:
+    return PAPER if luminance(colour) < 0.2 else INK
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of ``#rrggbb`` (WCAG 2)."""
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

@@ -1,0 +1,142 @@
+"""The KV pool over time: who holds its blocks, and what becomes of whom."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from rosellm.lab.figures.charts import Chart, ChartError, finish, same_length, text_table
+from rosellm.lab.figures.palette import GREEN, HATCHING, MAGENTA, ORANGE, PALE, PALETTE, TEXT, VIOLET, ink_on
+from rosellm.lab.records.pool_log import KINDS, PoolLog
+
+MAX_MOMENTS, POOL_HEIGHT = 200, 270
+MARKS = {
+    "preempted": (MAGENTA, "x"),
+    "evicted": (ORANGE, "diamond"),
+    "cancelled": (VIOLET, "square"),
+    "failed": (TEXT, "cross"),
+    "finished": (GREEN, "circle"),
+}
+
+
+def pool_chart(log: PoolLog, title: str) -> Chart:
+    """The log's pool at each moment, and what happened."""
+    holders = sorted({request for moment in log.moments for request in moment.requests})
+    return pool_over_time(
+        {str(one): [moment.requests.get(one, 0) for moment in log.moments] for one in holders},
+        log.engine.num_kv_blocks,
+        {kind: [(h.moment, h.who) for h in log.happenings if h.kind == kind] for kind in KINDS},
+        cached=[moment.cached for moment in log.moments],
+        lost=[moment.lost for moment in log.moments],
+        title=title,
+    )
+
+
+def pool_over_time(
+    requests: Mapping[str, Sequence[int]],
+    n_blocks: int,
+    marks: Mapping[str, Sequence[tuple[int, str]]],
+    *,
+    cached: Sequence[int],
+    lost: Sequence[int],
+    title: str,
+) -> Chart:
+    """Who holds the blocks of a pool after each step: requests from the bottom up, the prefix cache on top.
+
+    Requests are told apart by colour and by their names, written where there is room; cached and lost blocks
+    are those that no request holds, the white rest is free. marks: ``MARKS`` → (step, who) of each; they
+    stand above the pool. Of a long run every k-th step is drawn, and every mark.
+    """
+    same_length(cached=cached, lost=lost, **requests)
+    if not cached:
+        raise ChartError("there is no step to draw")
+    bands = {**requests, "prefix cache": cached, "nobody": lost}
+    totals = [sum(blocks) for blocks in zip(*bands.values(), strict=True)]
+    if max(totals) > n_blocks:
+        raise ChartError(f"{max(totals)} blocks are held, of a pool of {n_blocks}")
+    every = math.ceil(len(cached) / MAX_MOMENTS)
+    styles = {name: (PALETTE[i % 6], "/" * (i // 6 % 2)) for i, name in enumerate(requests)}
+    styles |= {"prefix cache": (PALE, ""), "nobody": (TEXT, "x")}
+    chart, below, labels = Chart(), [0] * len(cached), []
+    for name, blocks in bands.items():
+        if any(blocks):
+            _add_band(chart, name, blocks[::every], every, *styles[name], legend=name not in requests)
+        if name in requests:
+            labels += _band_label(name, blocks, below, n_blocks)
+        below = [low + high for low, high in zip(below, blocks, strict=True)]
+    for x, y, name in labels:
+        ink = ink_on(styles[name][0])
+        chart.add_annotation(x=x, y=y, text=name, showarrow=False, font={"size": 11, "color": ink})
+    used = [name for name in marks if marks[name]]
+    for i, name in enumerate(used):
+        times = Counter(step for step, _ in marks[name])
+        _add_marks(chart, name, times, n_blocks * (1.06 + 0.08 * i), len(cached))
+    chart.add_hline(y=n_blocks, line={"color": TEXT, "width": 1})
+    ticks = sorted({0, n_blocks // 4, n_blocks // 2, n_blocks * 3 // 4, n_blocks})
+    chart.update_yaxes(range=[0, n_blocks * (1.03 + 0.08 * len(used))], tickvals=ticks, title_text="blocks")
+    chart.update_xaxes(range=[-0.5, len(cached) * 1.02 + 1], showgrid=False, title_text="step")
+    chart.table = text_table(
+        [f"pool of {n_blocks} blocks", "times", "first at step"],
+        [(name, len(marks[name]), min(step for step, _ in marks[name])) for name in used]
+        + [("most blocks held", max(totals), totals.index(max(totals)))],
+    )
+    return finish(chart, title, POOL_HEIGHT, legend=[one.name for one in chart.data if one.showlegend])
+
+
+def _add_band(
+    chart: Chart, name: str, blocks: Sequence[int], every: int, colour: str, hatch: str, legend: bool
+) -> None:
+    said = name if legend else f"request {name}"
+    chart.add_scatter(
+        x0=0,
+        dx=every,
+        y=list(blocks),
+        name=said,
+        showlegend=legend,
+        mode="lines",
+        stackgroup="pool",
+        line={"width": 0, "shape": "hvh", "color": colour},
+        fillcolor=colour,
+        fillpattern=HATCHING | {"shape": hatch} if hatch else None,
+        hovertemplate=f"{said}: %{{y}} blocks<extra>step %{{x}}</extra>",
+    )
+
+
+def _add_marks(chart: Chart, name: str, times: Counter[int], y: float, n_steps: int) -> None:
+    """A mark at each step, with a number where it happened more than once and there is room for one."""
+    colour, symbol = MARKS[name]
+    gaps = [after - step for step, after in pairwise([*times, n_steps])]
+    told = [
+        str(n) if n > 1 and gap / n_steps * 640 > 20 else ""
+        for n, gap in zip(times.values(), gaps, strict=True)
+    ]
+    chart.add_scatter(
+        x=list(times),
+        y=[y] * len(times),
+        name=name,
+        showlegend=True,
+        mode="markers+text",
+        marker={"symbol": symbol, "size": 8, "color": colour},
+        text=told,
+        textposition="middle right",
+        textfont={"size": 10, "color": colour},
+        hovertemplate=f"{name}<extra>step %{{x}}</extra>",
+    )
+
+
+def _band_label(
+    name: str, blocks: Sequence[int], below: Sequence[int], n_blocks: int
+) -> list[tuple[float, float, str]]:
+    """Where a request's name goes: the middle of its longest stay, if it can be read there."""
+    stays, start = [(0, 0)], 0
+    for end in range(len(blocks) + 1):
+        if end == len(blocks) or not blocks[end]:
+            stays.append((end - start, start))
+            start = end + 1
+    length, start = max(stays)
+    middle = start + length // 2
+    if length / len(blocks) * 600 < 8 * len(name) or blocks[middle] / n_blocks * POOL_HEIGHT < 13:
+        return []
+    return [(middle, below[middle] + blocks[middle] / 2, name)]
