@@ -12,8 +12,9 @@ import traitlets
 from IPython.display import display
 
 from rosellm.errors import RoseError
-from rosellm.lab.figures.diagrams import BLOCK, FONT, Picture, block_pool, wrap
+from rosellm.lab.figures.blocks import BLOCK, block_pool
 from rosellm.lab.figures.palette import TEXT
+from rosellm.lab.figures.svg import FONT, Picture, wrap
 from rosellm.lab.figures.widgets import Control, explore
 from rosellm.lab.records.pool_log import PoolLog
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from html import escape
 
 from rosellm.lab.figures.charts import short
-from rosellm.lab.figures.diagrams import FONT
 from rosellm.lab.figures.palette import BLUE, GREEN, INK, MAGENTA, ORANGE, PALE, PAPER
+from rosellm.lab.figures.svg import FONT
 from rosellm.lab.records.records import Results, floor_tok_s, number, rivals
 from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
 

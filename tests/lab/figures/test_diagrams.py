@@ -7,16 +7,11 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rosellm.lab.figures.diagrams import (
-    DiagramError,
-    Picture,
-    block_pool,
-    flow,
-    tensor_shapes,
-    text_width,
-    wrap,
-)
+from rosellm.lab.figures.blocks import block_pool
+from rosellm.lab.figures.flow import flow
 from rosellm.lab.figures.palette import luminance
+from rosellm.lab.figures.svg import DiagramError, Picture, text_width, wrap
+from rosellm.lab.figures.tensors import tensor_shapes
 
 LANES = {
     "Python (CPU)": [
