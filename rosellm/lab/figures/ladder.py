@@ -1,29 +1,78 @@
-"""The whole ladder as a chart."""
+"""The whole ladder as a chart: one workload beside its floor and this machine, or three for README.md."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, short, text_table
 from rosellm.lab.figures.lines import log_ticks
-from rosellm.lab.figures.palette import BLUE, GREEN, INK, MAGENTA, ORANGE, PALE, PAPER, SKY, VIOLET, fill
+from rosellm.lab.figures.palette import (
+    BLUE,
+    GREEN,
+    INK,
+    MAGENTA,
+    ORANGE,
+    PALE,
+    PAPER,
+    SKY,
+    TEXT,
+    VIOLET,
+    fill,
+)
 from rosellm.lab.records.findings import NOTEBOOKS
+from rosellm.lab.records.records import Results, floor_tok_s, number, rivals
 from rosellm.roseinfer.recipe import SIDE_BRANCHES
 
 FLOOR, ROW, LABEL = "bytes floor", 19, 0.85
+README_WORKLOADS = {"W1": "8 sequences at a time", "W2": "64 sequences", "W3": "256 sequences"}
+README_RIVALS = ("vLLM 0.22.1", "transformers 5.17 generate")
+README_WIDTH, README_ROW = 1024, 24
 
 
-class _Panel(NamedTuple):
-    """One column of bars: its head, the share of the width, values by rung, and how a value is written."""
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a page, whose ground is not drawn: of text, rungs, the bytes floor, and rivals in turn."""
+
+    text: str
+    rung: str
+    floor: str
+    rivals: tuple[str, ...]
+
+
+EVERY_PAGE = Theme(TEXT, BLUE, GREEN, (ORANGE, MAGENTA, VIOLET, PALE))
+README_THEMES = {
+    "light": Theme("#3f464f", BLUE, GREEN, (ORANGE, MAGENTA)),
+    "dark": Theme("#d0d7de", "#3f7fc6", "#3cc98d", ("#ff8a3c", "#ee72ac")),
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One column of bars: its head, its share of the width, values by rung, and how a value is written.
+
+    The axis is logarithmic where ``lines``, name → value, can be drawn through all bars.
+    """
 
     head: str
     start: float
     end: float
     values: Mapping[str, float | None]
-    suffix: str
     colour: str
+    suffix: str = ""
+    is_log: bool = False
+    lines: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Ends of the axis, as plotly has them: exponents if it is logarithmic."""
+        known = [value for value in (*self.values.values(), *self.lines.values()) if value is not None]
+        if not self.is_log:
+            return 0, max(known, default=1) * 1.6
+        if not known or min(known) <= 0:
+            raise ChartError("a log axis needs at least one value, and none that is 0 or less")
+        return math.log10(min(known) / 4), math.log10(max(known) * 1.4)
 
 
 def ladder_chart(
@@ -41,93 +90,101 @@ def ladder_chart(
     are hatched. None: not measured.
     """
     lines = {**({FLOOR: floor} if floor else {}), **(rivals or {})}
-    known = [value for value in (*values.values(), *lines.values()) if value is not None]
-    if not known or min(known) <= 0:
-        raise ChartError("a log axis needs at least one value, and none that is 0 or less")
-    panels = _panels(values, unit, floor, live)
-    chart, rungs = Chart(), list(values)
+    ends = iter((0.54, 0.76, 1.0) if live else (0.72, 1.0))
+    panels = [Panel(unit, 0.0, next(ends), values, BLUE, is_log=True, lines=lines)]
+    if floor:
+        shares = {rung: value and value / floor * 100 for rung, value in values.items()}
+        panels.append(Panel("% of the floor", panels[-1].end + 0.04, next(ends), shares, GREEN, " %"))
+    if live:
+        panels.append(Panel(f"here, {unit}", panels[-1].end + 0.04, 1.0, live, SKY))
+    chart = _draw(panels, list(values), EVERY_PAGE, title, ROW)
+    chart.update_yaxes(ticktext=[_linked(rung) for rung in values])
+    chart.table = _table(panels, lines, list(values))
+    return chart
+
+
+def readme_chart(results: Results, theme: Theme) -> Chart:
+    """Whole-run tokens per second of every rung on three workloads, with rivals and the floor."""
+    panels, share = [], 1 / len(README_WORKLOADS)
+    for i, (workload, told) in enumerate(README_WORKLOADS.items()):
+        others = rivals(workload)
+        lines = {FLOOR: floor_tok_s(workload)}
+        lines |= {name: others[name][workload] for name in README_RIVALS if name in others}
+        place, head = (i * share, (i + 1) * share - 0.025), f"{workload}: {told}"
+        panels.append(Panel(head, *place, results.values(workload), theme.rung, is_log=True, lines=lines))
+    title = (
+        f"Tokens per second of the whole run, GPT-2 small, fp16, on {results.device_name} (logarithmic). "
+        "Hatched: side branches, kept off the ladder"
+    )
+    chart = _draw(panels, list(panels[0].values), theme, title, README_ROW)
+    return chart.update_layout(width=README_WIDTH, font_color=theme.text)
+
+
+def _draw(panels: Sequence[Panel], rungs: list[str], theme: Theme, title: str, row: int) -> Chart:
+    chart, top = Chart(), -0.6 - LABEL * max(len(panel.lines) for panel in panels)
     for i, panel in enumerate(panels, 1):
         _add_panel(chart, i, panel, rungs)
-    low, high = math.log10(min(known) / 4), math.log10(max(known) * 1.4)
-    chart.update_layout(xaxis={"type": "log", "range": [low, high], **log_ticks(low, high)})
-    top = _add_lines(chart, lines, low, high, len(rungs))
-    for panel in panels:
-        x = panel.start if panel is panels[0] else (panel.start + panel.end) / 2
-        anchor = "left" if panel is panels[0] else "center"
+        _add_lines(chart, i, panel, len(rungs), theme)
+        is_left = panel.is_log
         chart.add_annotation(
-            x=x, xref="paper", xanchor=anchor, y=top - 0.4, text=f"<b>{panel.head}</b>", showarrow=False
+            x=panel.start if is_left else (panel.start + panel.end) / 2,
+            xref="paper",
+            xanchor="left" if is_left else "center",
+            y=top - 0.4,
+            text=f"<b>{panel.head}</b>",
+            showarrow=False,
         )
     chart.update_yaxes(
         range=[len(rungs) - 0.4, top - 0.9],
         tickvals=list(range(len(rungs))),
-        ticktext=[_linked(rung) for rung in rungs],
+        ticktext=rungs,
         showgrid=False,
         zeroline=False,
         ticks="",
         fixedrange=True,  # or what drags the axis would lie on the links
     )
     chart.update_xaxes(fixedrange=True)
-    chart.table = _table(panels, lines, rungs)
-    finish(chart, title, round(ROW * (len(rungs) - top + 0.5)), has_axis=False)
+    finish(chart, title, round(row * (len(rungs) - top + 0.5)), has_axis=False)
     return chart.update_layout(margin_b=32, height=chart.layout.height + 22)
 
 
-def _panels(
-    values: Mapping[str, float | None],
-    unit: str,
-    floor: float | None,
-    live: Mapping[str, float | None] | None,
-) -> list[_Panel]:
-    ends = iter((0.54, 0.76, 1.0) if live else (0.72, 1.0))
-    panels = [_Panel(unit, 0.0, next(ends), values, "", BLUE)]
-    if floor:
-        shares = {rung: value and value / floor * 100 for rung, value in values.items()}
-        panels.append(_Panel("% of the floor", panels[-1].end + 0.04, next(ends), shares, " %", GREEN))
-    if live:
-        panels.append(_Panel(f"here, {unit}", panels[-1].end + 0.04, 1.0, live, "", SKY))
-    return panels
-
-
-def _add_panel(chart: Chart, i: int, panel: _Panel, rungs: list[str]) -> None:
-    x = [panel.values.get(rung) for rung in rungs]
-    known = [value for value in x if value is not None]
-    whole = min(known, default=0) >= 100
-    x = [value if value is None or not whole else round(value) for value in x]
-    is_first = i == 1
+def _add_panel(chart: Chart, i: int, panel: Panel, rungs: list[str]) -> None:
+    low, high = panel.range
     for sides, colour, ink in ((False, panel.colour, PAPER), (True, PALE, INK)):
+        inside = {"textposition": "inside", "insidetextanchor": "start", "insidetextfont_color": ink}
+        mine = [panel.values.get(rung) if (rung in SIDE_BRANCHES) == sides else None for rung in rungs]
         chart.add_bar(
-            x=[
-                value if (rung in SIDE_BRANCHES) == sides else None
-                for rung, value in zip(rungs, x, strict=True)
-            ],
+            x=mine,
             y0=0,
             orientation="h",
-            xaxis="x" if is_first else f"x{i}",
-            texttemplate=f"%{{x:{',.0f' if whole else '.3r'}}}{panel.suffix}",
-            textposition="inside" if is_first else "outside",
-            insidetextanchor="start",
+            xaxis=f"x{i}" if i > 1 else "x",
+            text=["" if value is None else number(value) + panel.suffix for value in mine],
+            **(inside if panel.is_log else {"textposition": "outside"}),
             constraintext="none",
             cliponaxis=False,
-            insidetextfont_color=ink,
             marker=fill(colour, "/" if sides else ""),
             hovertemplate=f"%{{x:,.4r}}{panel.suffix}<extra>{panel.head}</extra>",
         )
-    shown = {} if is_first else {"range": [0, max(known, default=1) * 1.6], "showticklabels": False}
-    axis = {"domain": [panel.start, panel.end], "zeroline": False, "ticks": "", "showgrid": is_first, **shown}
-    chart.update_layout({f"xaxis{'' if is_first else i}": axis}, barmode="overlay")
+    shown = {"type": "log", **log_ticks(low, high)} if panel.is_log else {"showticklabels": False}
+    axis = {"domain": [panel.start, panel.end], "range": [low, high], "zeroline": False, "ticks": "", **shown}
+    axis["showgrid"] = panel.is_log
+    chart.update_layout({f"xaxis{i if i > 1 else ''}": axis}, barmode="overlay")
 
 
-def _add_lines(chart: Chart, lines: Mapping[str, float], low: float, high: float, n_rungs: int) -> float:
-    """Draws each line through all rungs up to its name above them; the y above the names."""
-    colours = dict(zip((n for n in lines if n != FLOOR), (ORANGE, MAGENTA, VIOLET, PALE) * 9, strict=False))
-    largest_first = sorted(lines.items(), key=lambda line: -line[1])  # so that no line crosses a name
+def _add_lines(chart: Chart, i: int, panel: Panel, n_rungs: int, theme: Theme) -> None:
+    """Draws each line through all rungs up to its name above them."""
+    low, high = panel.range
+    colours = dict(zip((n for n in panel.lines if n != FLOOR), theme.rivals * 9, strict=False))
+    largest_first = sorted(panel.lines.items(), key=lambda line: -line[1])  # so that no line crosses a name
     for row, (name, value) in enumerate(largest_first):
-        at, y, colour = math.log10(value), -0.6 - LABEL * (row + 0.5), colours.get(name, GREEN)
-        line = {"color": colour, "dash": "solid" if name == FLOOR else "dash", "width": 1.5}
-        chart.add_shape(type="line", x0=value, x1=value, y0=y - 0.3, y1=n_rungs - 0.4, line=line)
+        at, y, axis = math.log10(value), -0.6 - LABEL * (row + 0.5), f"x{i}" if i > 1 else None
+        line = {"color": colours.get(name, theme.floor), "dash": "solid" if name == FLOOR else "dash"}
+        ends = {"x0": value, "x1": value, "y0": y - 0.3, "y1": n_rungs - 0.4}
+        chart.add_shape(type="line", xref=axis, **ends, line=line | {"width": 1.5})
         at_left = (at - low) / (high - low) > 0.8
         chart.add_annotation(
             x=at,
+            xref=axis,
             y=y,
             text=f"{name} {short(value)}",
             font_size=11,
@@ -135,14 +192,13 @@ def _add_lines(chart: Chart, lines: Mapping[str, float], low: float, high: float
             xshift=-4 if at_left else 4,
             showarrow=False,
         )
-    return -0.6 - LABEL * len(lines)
 
 
 def _linked(rung: str) -> str:
     return f'<a href="{NOTEBOOKS[rung]}.ipynb">{rung}</a>' if rung in NOTEBOOKS else rung
 
 
-def _table(panels: list[_Panel], lines: Mapping[str, float], rungs: list[str]) -> str:
+def _table(panels: Sequence[Panel], lines: Mapping[str, float], rungs: list[str]) -> str:
     names = [f"{rung} (side branch)" if rung in SIDE_BRANCHES else rung for rung in rungs]
     rows = [
         [name, *(panel.values.get(rung) for panel in panels)] for name, rung in zip(names, rungs, strict=True)

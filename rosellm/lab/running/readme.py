@@ -16,7 +16,8 @@ import nbformat
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser
 from rosellm.errors import RoseError
-from rosellm.lab.figures.ladder_picture import RIVALS, THEMES, ladder_picture
+from rosellm.lab.figures.bars_svg import bars_svg
+from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_chart
 from rosellm.lab.records.findings import finding
 from rosellm.lab.records.records import Results, find, floor_tok_s, number, results_folder, rivals
 from rosellm.lab.records.verdicts import WORKLOADS
@@ -24,7 +25,7 @@ from rosellm.roseinfer.bench.cli import command
 from rosellm.roseinfer.recipe import BEST_RUNG
 
 ROOT = results_folder().parent.parent
-PICTURES = {name: f"notebooks/results/ladder-{name}.svg" for name in THEMES}
+PICTURES = {name: f"notebooks/results/ladder-{name}.svg" for name in README_THEMES}
 
 
 def results_table(results: Results) -> str:
@@ -36,7 +37,7 @@ def results_table(results: Results) -> str:
     for workload in WORKLOADS:
         values = results.values(workload)
         best = max(values, key=values.get)
-        others = [rivals(workload).get(name, {}).get(workload) for name in RIVALS]
+        others = [rivals(workload).get(name, {}).get(workload) for name in README_RIVALS]
         share = values[best] / floor_tok_s(workload) * 100
         rows.append(
             f"| {workload} | {number(values['dense'])} | **{number(values[best])}** | `{best}` "
@@ -97,7 +98,9 @@ def stale_files() -> dict[str, str]:
     results = find()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     wanted = {"README.md": updated(readme, results)}
-    wanted |= {PICTURES[name]: ladder_picture(results, theme) for name, theme in THEMES.items()}
+    wanted |= {
+        PICTURES[name]: bars_svg(readme_chart(results, theme)) for name, theme in README_THEMES.items()
+    }
     return {
         name: text
         for name, text in wanted.items()

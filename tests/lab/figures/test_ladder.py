@@ -3,20 +3,28 @@
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
-from rosellm.lab.figures.ladder import ladder_chart
-from rosellm.lab.figures.ladder_picture import PANELS, THEMES, ladder_picture
+from rosellm.lab.figures.bars_svg import bars_svg
+from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle, short
+from rosellm.lab.figures.ladder import (
+    README_RIVALS,
+    README_THEMES,
+    README_WORKLOADS,
+    ladder_chart,
+    readme_chart,
+)
 from rosellm.lab.records.bench import get_model, make_prompts
 from rosellm.lab.records.experiments import live_ladder
 from rosellm.lab.records.findings import NOTEBOOKS
 from rosellm.lab.records.records import find, floor_tok_s, number, rivals
-from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
 
+SVG = "{http://www.w3.org/2000/svg}"
 VALUES = {rung: 1000.0 * (i + 1) for i, rung in enumerate(LADDER)}
 
 
@@ -91,23 +99,62 @@ def test_the_live_ladder_runs_every_rung_that_can_run_here():
     assert all(speed > 0 for speed in speeds.values() if speed is not None)
 
 
-@pytest.mark.parametrize("theme", THEMES)
+def drawn(theme: str) -> ElementTree.Element:
+    return ElementTree.fromstring(bars_svg(readme_chart(find(), README_THEMES[theme])))
+
+
+@pytest.mark.parametrize("theme", README_THEMES)
 def test_the_picture_tells_every_recorded_value_the_rivals_and_the_floor(theme):
+    texts = {text.text for text in drawn(theme).iter(f"{SVG}text")}
+    for workload in README_WORKLOADS:
+        assert {number(value) for value in find().values(workload).values()} <= texts
+        others = {
+            name: values[workload] for name, values in rivals(workload).items() if name in README_RIVALS
+        }
+        assert len(others) == 2
+        lines = others | {"bytes floor": floor_tok_s(workload)}
+        assert {f"{name} {short(value)}" for name, value in lines.items()} <= texts
+    assert set(LADDER) <= texts
+
+
+def test_the_picture_has_a_bar_for_every_value_as_long_as_the_figure_says():
+    results, bars = find(), [one for one in drawn("light").iter(f"{SVG}rect") if one.get("rx") == "2"]
+    plain = [one for one in bars if one.get("fill") != "url(#hatch)"]
+    assert len(plain) == len(README_WORKLOADS) * len(LADDER)
+    assert len(bars) - len(plain) == len(README_WORKLOADS) * len(SIDE_BRANCHES)
+    panel = [one for one in plain if one.get("x") == plain[0].get("x")]
+    widths = [float(one.get("width")) for one in sorted(panel, key=lambda one: float(one.get("y")))]
+    low, high = readme_chart(results, README_THEMES["light"]).layout.xaxis.range
+    lengths = [math.log10(results.value("W1", rung)) - low for rung in LADDER]
+    scale = widths[0] / lengths[0]
+    assert widths == pytest.approx([scale * length for length in lengths], abs=0.4)
+    assert 200 < scale * (high - low) < 300
+
+
+def test_a_line_stands_where_a_bar_of_its_value_would_end():
     results = find()
-    drawn = ladder_picture(results, THEMES[theme])
-    texts = {text.text for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")}
-    for workload in PANELS:
-        assert {number(value) for value in results.values(workload).values()} <= texts
-        assert f"{floor_tok_s(workload) / 1e3:.3g}"[:3] in "".join(texts)
-    assert {"vLLM 0.22.1", "transformers 5.17 generate", "bytes floor"} <= texts
+    value = results.value("W1", "paged")
+    figure = readme_chart(results, README_THEMES["light"])
+    figure.layout.shapes[0].update(x0=value, x1=value)
+    picture = ElementTree.fromstring(bars_svg(figure))
+    bar = next(bar for bar, text in bars_and_texts(picture) if text == number(value))
+    end = float(bar.get("x")) + float(bar.get("width"))
+    line = next(path for path in picture.iter(f"{SVG}path") if path.get("stroke-dasharray"))
+    assert float(re.match(r"M([\d.]+) ", line.get("d"))[1]) == pytest.approx(end, abs=0.2)
+
+
+def bars_and_texts(picture: ElementTree.Element) -> list[tuple[ElementTree.Element, str]]:
+    """Each bar with the text that follows it."""
+    parts = [one for one in picture if one.get("fill") != "url(#hatch)"]
+    return [(a, b.text) for a, b in pairwise(parts) if a.get("rx") == "2" and b.tag == f"{SVG}text"]
 
 
 def test_the_pictures_read_on_their_pages():
     """WCAG 2: text and lines have a contrast of 4.5 and 2.2 or more with the page."""
     for theme, page in (("light", "#ffffff"), ("dark", "#0d1117")):
-        one = THEMES[theme]
+        one = README_THEMES[theme]
         assert contrast(one.text, page) >= 4.5
-        assert min(contrast(colour, page) for colour in (one.rung, *one.lines)) >= 2.2
+        assert min(contrast(colour, page) for colour in (one.rung, one.floor, *one.rivals)) >= 2.2
 
 
 def contrast(a: str, b: str) -> float:
