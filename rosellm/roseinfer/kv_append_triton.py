@@ -14,6 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROLES = {
+    "_kv_append_kernel": "append",
+    "_kv_append_full_batch_kernel": "append",
+    "_kv_append_identity_pos_kernel": "append",
+}
+
 
 def kv_append_ref(
     *,

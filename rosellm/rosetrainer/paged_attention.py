@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROLES = {"_paged_attention_decode_kernel": "attention"}
 FIXED_NUM_WARPS, FIXED_NUM_STAGES = 4, 3
 AUTOTUNE_CHOICES = ((2, 2), (4, 2), (4, 4), (8, 2))  # (num_warps, num_stages)
 

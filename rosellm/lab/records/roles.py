@@ -10,6 +10,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 
 from rosellm.lab.records.trace import Event
+from rosellm.roseinfer.kernels import table
+from rosellm.roseinfer.layers import persistent
 
 OTHER = "other"
 
@@ -22,18 +24,17 @@ RANGE_ROLES = {
     "h2d_block_tables": "inputs",
     "stage_tokens": "inputs",
 }
-# A kernel's role by a piece of its name, the first that is found.
-KERNEL_ROLES = {
-    "layers": ("persistent",),
-    "append": ("kv_append",),
+# Our own kernels say what they are for.
+OWN_ROLES = table.ROLES | persistent.ROLES
+# The role of a library's kernel by a piece of its name, the first that is found.
+LIBRARY_ROLES = {
     "put": ("index_put",),
-    "attention": ("attention", "attend", "flash", "fmha", "sdpa", "_split_", "_combine_"),
+    "attention": ("attention", "flash", "fmha", "sdpa"),
     "softmax": ("softmax",),
-    "head": ("best_tokens", "best_of_tile", "lm_head"),
-    "sampling": ("_advance_", "argmax", "gumbel", "sort", "topk", "scan", "multinomial"),
-    "norm": ("layer_norm", "layernorm", "_norm_", "rmsnorm"),
+    "sampling": ("argmax", "sort", "topk", "scan", "multinomial"),
+    "norm": ("layer_norm", "layernorm", "rmsnorm"),
     "embedding": ("embed", "indexselect", "index_select", "vectorized_gather"),
-    "GEMM": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "_rows_kernel", "cublas", "dot_kernel"),
+    "GEMM": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas", "dot_kernel"),
     "elementwise": ("elementwise", "gelu", "copy", "cat", "fill", "reduce", "index", "scatter", "gather"),
 }
 # An operator's role by its name without namespace and, if it works in place, its last underscore.
@@ -109,8 +110,8 @@ def operator_role(name: str) -> str:
 def kernel_role(name: str) -> str:
     """``_add_norm_kernel`` → ``norm``; "other" if unknown."""
     lower = name.lower()
-    roles = (role for role, pieces in KERNEL_ROLES.items() if any(piece in lower for piece in pieces))
-    return next(roles, OTHER)
+    found = (role for role, pieces in LIBRARY_ROLES.items() if any(piece in lower for piece in pieces))
+    return OWN_ROLES.get(name) or next(found, OTHER)
 
 
 def by_place(roles: list[str]) -> list[str]:

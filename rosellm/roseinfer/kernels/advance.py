@@ -21,6 +21,8 @@ from rosellm.roseinfer.cache.device_state import (
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.sampling import NOT_FINITE
 
+ROLES = {"_advance_kernel": "sampling"}
+
 
 def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
     """The specification: each row takes its new token, puts it into the ring, and goes on or becomes inert.

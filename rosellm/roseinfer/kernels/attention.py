@@ -16,6 +16,8 @@ from torch import Tensor
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.rosetrainer.paged_attention import paged_attention_decode_ref
 
+ROLES = {"_append_and_attend_kernel": "attention"}
+
 
 def append_and_attend_ref(
     *,

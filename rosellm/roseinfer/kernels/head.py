@@ -19,6 +19,7 @@ from torch import Tensor
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise
 
+ROLES = {"_best_tokens_kernel": "head"}
 HOTTEST = 1e30
 Shape = Callable[[int, torch.dtype], tuple[int, int, int, int, int]]
 

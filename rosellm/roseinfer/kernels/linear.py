@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 
+ROLES = {"_few_rows_kernel": "GEMM", "_some_rows_kernel": "GEMM"}
 Shape = Callable[[int, int, int, torch.dtype], tuple[int, int, int, int, int]]
 FEW_ROWS = 16
 SOME_ROWS = 256

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROLES = {"_gumbel_noise_kernel": "sampling"}
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 
+ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm"}
+
 
 def embed_ref(*, ids: Tensor, positions: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     """The specification: ids, positions ``[N]``, tables tokens ``[V, C]``, places ``[P, C]`` → ``[N, C]``.

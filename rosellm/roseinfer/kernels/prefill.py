@@ -24,6 +24,7 @@ from torch import Tensor
 
 from rosellm.errors import OptionError
 
+ROLES = {"_prefill_attention_kernel": "attention"}
 BLOCK_M, BLOCK_N = 64, 64  # queries and keys of a tile
 NUM_WARPS, NUM_STAGES = 4, 3
 FP32_BLOCK_N, FP32_NUM_WARPS, FP32_NUM_STAGES = 16, 8, 1  # products in registers, which 64 keys would spill

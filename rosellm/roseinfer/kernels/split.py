@@ -17,6 +17,7 @@ from torch import Tensor
 from rosellm.roseinfer.kernels.attention import _attend_tile, _tile
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 
+ROLES = {"_split_attend_kernel": "attention", "_combine_kernel": "attention"}
 SPLIT_ROWS = 8
 SPLIT_CONTEXT = 512
 SPLIT_TILE = 128

@@ -16,6 +16,10 @@ from rosellm.roseinfer import kv_append_triton as kv
 from rosellm.roseinfer.kernels import advance, attention, head, linear, noise, norm, prefill, split
 from rosellm.rosetrainer import paged_attention as paged
 
+# What each Triton kernel is for, by its name in a profile.
+SOURCES = (paged, kv, advance, attention, head, linear, noise, norm, prefill, split)
+ROLES = {name: role for source in SOURCES for name, role in source.ROLES.items()}
+
 
 @dataclass(frozen=True)
 class Kernels:

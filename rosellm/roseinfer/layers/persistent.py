@@ -28,6 +28,7 @@ from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.layers.fused import Layers, embedded
 from rosellm.roseinfer.layers.products import LayerWeights, RowWeights
 
+ROLES = {"_persistent_layers_kernel": "layers"}
 PERSISTENT_ROWS = 8
 PATIENCE = 1 << 24
 LARGEST_TILE = 128

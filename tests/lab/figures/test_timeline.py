@@ -17,7 +17,10 @@ NAMES = ("cuda_graph", "resident")
 
 def gpu_step(n_kernels: int, gap: float = 0.5, start: float = 1_000.0) -> Trace:
     """A step of 2 µs kernels, launched from the model's range, ``gap`` µs between them."""
-    pitch, names = 2 + gap, ("nvjet_hsh_gemm", "paged_attention_kernel", "void at::native::_norm_<4>(int)")
+    pitch, names = (
+        2 + gap,
+        ("nvjet_hsh_gemm", "paged_attention_kernel", "void at::native::layer_norm_<4>(int)"),
+    )
     end = n_kernels * pitch
     events = [
         Event(STEP_RANGE, "range", start, end + 20, start),
