@@ -1,7 +1,7 @@
 """Counter-based random numbers: the noise of a draw is a function of seed, position and vocabulary index.
 
 No generator has a state to keep: a draw can be captured in a CUDA graph, and a preempted request that is
-computed again draws the same tokens.
+computed again meets the same noise.
 """
 
 from __future__ import annotations

@@ -72,11 +72,12 @@ class OnlineScheduler:
 
     Where the engine's steps run ahead of the host, it admits, follows texts and keeps results meanwhile.
     Where the KV cache runs dry, the prefix cache gives up its blocks first; then the youngest request is
-    preempted: it gives up its blocks, waits before all others, and is computed again later, to the same
-    tokens (``preemptions`` counts them). If the engine raises in :meth:`step`, all active sequences give up
-    their blocks and end as "failed", and the error goes on to the caller; waiting requests keep waiting.
-    ``finished`` keeps each result until :meth:`take_result`. Not thread-safe, and the only user of its engine
-    while it has active sequences.
+    preempted (``preemptions`` counts them): it gives up its blocks, waits before all others, keeps its tokens
+    and has their keys and values computed again. In 16 bits near-ties among its next tokens may then fall
+    otherwise, unless the engine is ``deterministic``. If the engine raises in :meth:`step`, all active
+    sequences give up their blocks and end as "failed", and the error goes on to the caller; waiting requests
+    keep waiting. ``finished`` keeps each result until :meth:`take_result`. Not thread-safe, and the only user
+    of its engine while it has active sequences.
     """
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
