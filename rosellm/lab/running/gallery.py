@@ -16,11 +16,10 @@ from nbformat import NotebookNode
 from plotly.offline import get_plotlyjs
 
 from rosellm.atomic import write_text
+from rosellm.lab.figures.charts import PLOTLY
+from rosellm.lab.figures.widgets import WIDGET
 from rosellm.lab.records.findings import TOLD, finding
 from rosellm.lab.records.records import find
-
-PLOTLY = "application/vnd.plotly.v1+json"
-WIDGET = "application/vnd.jupyter.widget-view+json"
 
 PAGE = """{% extends 'lab/index.html.j2' %}
 {% block html_head_js_requirejs %}<script src="plotly.min.js"></script>{% endblock %}

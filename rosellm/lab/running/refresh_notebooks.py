@@ -33,7 +33,8 @@ from tqdm import tqdm
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser
 from rosellm.errors import RoseError
-from rosellm.lab.running.gallery import PLOTLY, without_widgets
+from rosellm.lab.figures.charts import PLOTLY
+from rosellm.lab.running.gallery import without_widgets
 from rosellm.lab.running.interruption import Interruption, kill_family
 from rosellm.lab.running.run_notebooks import NotebookError, kernel_environment, select
 

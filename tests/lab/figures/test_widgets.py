@@ -8,8 +8,9 @@ from ipywidgets import Checkbox, IntSlider, SelectionSlider
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
+from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.figures.widgets import WIDGET, Control, ControlError
-from rosellm.lab.running.gallery import PLOTLY, without_widgets
+from rosellm.lab.running.gallery import without_widgets
 from rosellm.lab.running.run_notebooks import kernel_environment
 
 SET_UP = """

@@ -8,9 +8,11 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from rosellm.lab.figures.charts import PLOTLY
+from rosellm.lab.figures.widgets import WIDGET
 from rosellm.lab.records.findings import TOLD, finding
 from rosellm.lab.records.records import RecordError, find
-from rosellm.lab.running.gallery import PLOTLY, WIDGET, Outcome, page, picture, publish_gallery, title
+from rosellm.lab.running.gallery import Outcome, page, picture, publish_gallery, title
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 

@@ -11,7 +11,8 @@ import plotly.graph_objects as go
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from rosellm.lab.running.gallery import PLOTLY, WIDGET
+from rosellm.lab.figures.charts import PLOTLY
+from rosellm.lab.figures.widgets import WIDGET
 from rosellm.lab.running.interruption import Interruption, is_running
 from rosellm.lab.running.refresh_notebooks import add_pictures, draw, main, normalise
 from rosellm.lab.running.run_notebooks import NotebookError
