@@ -25,8 +25,8 @@ def before_after(
     With one ``unit`` all bars share an axis; with one unit a label, each pair is drawn to its own scale.
     """
     same_length(labels=labels, before=before, after=after)
+    units = [unit] * len(labels) if isinstance(unit, str) else list(unit)
     shared = isinstance(unit, str)
-    units = [unit] * len(labels) if shared else list(unit)
     same_length(labels=labels, unit=units)
     scales = [1 if shared else max(pair) or 1 for pair in zip(before, after, strict=True)]
     texts = [
@@ -83,7 +83,7 @@ def stacked_time(
     for part, (colour, hatch) in zip(parts, map(style_of, parts, range(len(parts))), strict=True):
         values = [row.get(part) for row in rows.values()]
         names = [f"{part} {number(v)}" if with_values else part for v in values]
-        fits = [bool(v) and v / max(totals) * 520 > 7.5 * len(n) for v, n in zip(values, names, strict=True)]
+        fits = [(v or 0) / max(totals) * 520 > 7.5 * len(n) for v, n in zip(values, names, strict=True)]
         chart.add_bar(
             x=values,
             y=labels,

@@ -32,13 +32,9 @@ def recorded_chart(
 def live_chart(before: Run, after: Run, title: str) -> Chart:
     """What this machine just measured: median step time, what was called or launched, memory taken."""
     work = "GPU kernels a step" if after.trace.on_gpu else "operators a step"
-    rows = (
-        ("step time (median)", before.step_ms, after.step_ms, "ms"),
-        (work, before.trace.kernels, after.trace.kernels, ""),
-        ("allocations a step", before.trace.allocations, after.trace.allocations, ""),
-    )
-    labels, left, right, units = zip(*rows, strict=True)
-    return before_after(labels, left, right, units, (before.name, after.name), title=title)
+    labels, units = ["step time (median)", work, "allocations a step"], ["ms", "", ""]
+    old, new = ([run.step_ms, run.trace.kernels, run.trace.allocations] for run in (before, after))
+    return before_after(labels, old, new, units, (before.name, after.name), title=title)
 
 
 def say_verdict(results: Results, before: str, after: str, workloads: Sequence[str] = WORKLOADS) -> None:

@@ -235,8 +235,9 @@ def _caption(frame: Frame, step: int, n_frames: int, width: float) -> list[str]:
 
 
 def _size(picture: Picture) -> tuple[float, float]:
-    width, height = re.search(r' width="([\d.]+)" height="([\d.]+)"', picture.svg).groups()
-    return float(width), float(height)
+    found = re.search(r' width="([\d.]+)" height="([\d.]+)"', picture.svg)
+    assert found, "every picture says its size"
+    return float(found[1]), float(found[2])
 
 
 def _svg(width: float, height: float, inside: str) -> str:

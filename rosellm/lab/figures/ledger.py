@@ -45,4 +45,5 @@ def live_waterfall(
     The prompts must leave room for :func:`tokens_needed` new tokens. Raises ``LedgerError``.
     """
     room = tokens_needed(steps) + 1
-    return waterfall(*(step_ledger(Bench(model, one, prompts, room), steps) for one in (before, after)))
+    old, new = (step_ledger(Bench(model, one, prompts, room), steps) for one in (before, after))
+    return waterfall(old, new)

@@ -23,21 +23,21 @@ def step_lines(
     floors: Mapping[str, float | Sequence[float]] | None = None,
 ) -> Chart:
     """A line with markers a series, named at its end; ``floors`` (a value, or one for each x) are dashed."""
-    floors = {
+    dashed: dict[str, Sequence[float]] = {
         name: [f] * len(x) if isinstance(f, (int, float)) else list(f) for name, f in (floors or {}).items()
     }
-    same_length(x=x, **series, **floors)
+    same_length(x=x, **series, **dashed)
     chart, styles = Chart(), {}
     for i, (name, values) in enumerate(series.items()):
         styles[name] = (PALETTE[i % len(PALETTE)], "●")
         marker = {"symbol": SYMBOLS[i % len(SYMBOLS)], "size": 8, "color": styles[name][0]}
         chart.add_scatter(x=list(x), y=list(values), name=name, mode="lines+markers", marker=marker)
-    for name, values in floors.items():
+    for name, level in dashed.items():
         styles[name] = (TEXT, "┄")
         chart.add_scatter(
-            x=list(x), y=values, name=name, mode="lines", line={"color": TEXT, "dash": "dash", "width": 1.5}
+            x=list(x), y=level, name=name, mode="lines", line={"color": TEXT, "dash": "dash", "width": 1.5}
         )
-    lines = {**series, **floors}
+    lines: dict[str, Sequence[float | None]] = {**series, **dashed}
     if not any(value is not None for values in lines.values() for value in values):
         raise ChartError("there is no value to draw")
     low, high = _range([v for values in lines.values() for v in values if v is not None], log_y)

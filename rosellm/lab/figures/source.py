@@ -8,6 +8,7 @@ import inspect
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from IPython.display import Markdown, display
 
@@ -21,7 +22,7 @@ class SourceError(RoseError):
     """Something without source, or a member or difference that does not exist."""
 
 
-def show_source(*objects: object, only: Sequence[str] = (), title: str | None = None) -> None:
+def show_source(*objects: Any, only: Sequence[str] = (), title: str | None = None) -> None:
     """Displays the source of functions, classes and Triton kernels, each under its name and file.
 
     ``only`` names the members of classes to show; the others are left out. There are no line numbers: nbval
@@ -44,7 +45,7 @@ def show_difference(before: object, after: object, context: int = 5) -> None:
     display(Markdown("\n".join([heading, "```diff", *lines[2:], "```"])))
 
 
-def source_of(one: object, only: Sequence[str] = ()) -> str:
+def source_of(one: Any, only: Sequence[str] = ()) -> str:
     """The source of an object, not indented; of a class, if ``only`` names any, its head and those members.
 
     Raises SourceError for what has no source, and for a member that the class itself does not define.
@@ -60,7 +61,7 @@ def source_of(one: object, only: Sequence[str] = ()) -> str:
 def _members(cls: type, only: Sequence[str]) -> str:
     """A class's decorators and ``class`` line, dots for what is left out, and the members named."""
     lines = source_of(cls).splitlines()
-    (tree,) = ast.parse("\n".join(lines)).body
+    tree = next(node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef))
     spans = {name: _span(node) for node in tree.body for name in _names(node)}
     if missing := [name for name in only if name not in spans]:
         raise SourceError(f"{cls.__name__} does not define {missing[0]}: there are {', '.join(spans)}")
@@ -84,7 +85,7 @@ def _span(node: ast.stmt) -> tuple[int, int]:
     return first - 1, node.end_lineno or first
 
 
-def _unwrapped(one: object) -> object:
+def _unwrapped(one: Any) -> Any:
     """The Python function within a Triton kernel, autotuner, property, class or static method."""
     for name in ("fn", "fget", "__func__"):
         inner = getattr(one, name, None)
@@ -93,16 +94,16 @@ def _unwrapped(one: object) -> object:
     return inspect.unwrap(one) if callable(one) else one
 
 
-def _name(one: object) -> str:
+def _name(one: Any) -> str:
     inner = _unwrapped(one)
     return getattr(inner, "__qualname__", None) or type(inner).__name__
 
 
-def _heading(one: object) -> str:
+def _heading(one: Any) -> str:
     return f"`{_name(one)}` · `{_file(one)}`"
 
 
-def _file(one: object) -> str:
+def _file(one: Any) -> str:
     """The file relative to the checkout; for what a notebook defines, the notebook."""
     try:
         path = Path(inspect.getsourcefile(_unwrapped(one)) or "").resolve()

@@ -6,7 +6,7 @@ A step lasts from its first kernel to the first kernel of the next; on a CPU, fr
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -63,7 +63,7 @@ def account(trace: Trace, floors: Mapping[str, float] | None = None) -> tuple[Ro
         for event, cause in zip(work, causes, strict=True)
         if any(window.start <= event.start < window.end for window in windows)
     )
-    us: Counter[tuple[str, str]] = Counter()
+    us: dict[tuple[str, str], float] = defaultdict(float)
     for window in windows:
         for kind, piece in _pieces(work, causes, window, host, trace.on_gpu):
             us[kind, piece.name] += piece.end - piece.start

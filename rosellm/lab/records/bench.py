@@ -6,6 +6,8 @@ import random
 import time
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from rosellm.models.model import GPT
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
@@ -84,14 +87,14 @@ class Bench:
 
     def run_ahead(self, steps: int) -> list[float]:
         """Seconds that the device spent in each step, begun as far ahead as the engine's step allows."""
-        done = []
+        done: list[Done] = []
         for _ in range(steps):
             self.engine.begin_decode(self.sequences)
             done += self.engine.collect(self.engine.run_ahead)
         done += self.engine.collect()
         return [step.seconds for step in done]
 
-    def trace(self, save_to=None) -> Trace:
+    def trace(self, save_to: Path | None = None) -> Trace:
         """One profiled step, after one that warms the profiler up: two tokens a sequence."""
         return record_trace(self.decode, save_to)
 
@@ -118,7 +121,9 @@ class Run:
 WARM_UP_STEPS = 2
 
 
-def run_recipe(model: GPT, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options) -> Run:
+def run_recipe(
+    model: GPT, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options: Any
+) -> Run:
     """Prefill, a short warm-up, one counted step, then timed steps: ``new_tokens`` a sequence in all."""
     bench = Bench(model, recipe, prompts, new_tokens, **options)
     bench.decode(WARM_UP_STEPS)
@@ -128,14 +133,20 @@ def run_recipe(model: GPT, recipe: str | Recipe, prompts: list[list[int]], new_t
 
 
 def compare(
-    model: GPT, before: str | Recipe, after: str | Recipe, prompts, new_tokens: int, **options
+    model: GPT,
+    before: str | Recipe,
+    after: str | Recipe,
+    prompts: list[list[int]],
+    new_tokens: int,
+    **options: Any,
 ) -> tuple[Run, Run]:
     """The same work by two recipes, one after the other."""
-    return tuple(run_recipe(model, recipe, prompts, new_tokens, **options) for recipe in (before, after))
+    first = run_recipe(model, before, prompts, new_tokens, **options)
+    return first, run_recipe(model, after, prompts, new_tokens, **options)
 
 
 def forced_logits(
-    model: GPT, recipe: str | Recipe, prompts: list[list[int]], tokens: list[list[int]], **options
+    model: GPT, recipe: str | Recipe, prompts: list[list[int]], tokens: list[list[int]], **options: Any
 ) -> Tensor:
     """Logits ``[steps, B, V]`` (fp32, on the host) of a recipe fed ``tokens``, whatever it would choose."""
     steps = len(tokens[0])
@@ -165,9 +176,9 @@ def first_difference(
     """
     at = [(step, row) for step in range(len(expected)) for row in range(len(reference))]
     parted = ((step, row) for step, row in at if reference[row][step] != tokens[row][step])
-    step, row = next(parted, (None, None))
-    if step is None:
+    if (first := next(parted, None)) is None:
         return None
+    step, row = first
     logits = expected[step, row]
     gap = logits[reference[row][step]] - logits[tokens[row][step]]
     return {"token": step, "request": row, "logit_gap": gap.item()}

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -36,6 +38,7 @@ from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.steps.step import STEP_RANGE
 from rosellm.rosetrainer import paged_attention as paged
 
+BlockInfo = Literal["tuple", "slots"]
 APPEND_RANGE = f"{STEP_RANGE}.kv_append"
 
 
@@ -102,7 +105,8 @@ def equality(
     for rung in rungs:
         tokens = run_recipe(model, rung, prompts, new_tokens, **options).tokens
         logits = forced_logits(model, rung, prompts, reference, **options)
-        figures[rung] = compare_logits(expected, logits) | {
+        figures[rung] = {
+            **compare_logits(expected, logits),
             "tokens_equal": tokens == reference,
             "share_of_tokens_equal": share_equal(tokens, reference),
             "first_difference": (parted := first_difference(expected, reference, tokens)),
@@ -117,7 +121,9 @@ def step_by_context(
     model: GPT, rungs: list[str], batch: int, contexts: list[int], steps: int = 10
 ) -> dict[str, dict[str, list[float]]]:
     """Median milliseconds a decode step, and kernels, as the cached context grows."""
-    figures = {rung: {"context": contexts, "step_ms": [], "kernels": []} for rung in rungs}
+    figures: dict[str, dict[str, list[float]]] = {
+        rung: {"context": [*contexts], "step_ms": [], "kernels": []} for rung in rungs
+    }
     for context in contexts:
         prompts = make_prompts(batch, context, model.config.vocab_size)
         for rung in rungs:
@@ -133,7 +139,7 @@ def attention_operands(model: GPT, batch: int, context: int, block_size: int = 6
     per_sequence = -(-c.n_positions // block_size)
     used = -(-context // block_size)
     generator = torch.Generator(device=device).manual_seed(0)
-    normal = {"generator": generator, "device": device, "dtype": dtype}
+    normal: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
     cache_shape = (batch * used, c.n_kv_heads, block_size, c.head_dim)
     table = torch.zeros(batch, per_sequence, dtype=torch.int32, device=device)
     table[:, :used] = torch.randperm(batch * used, generator=generator, device=device).view(batch, used)
@@ -169,7 +175,7 @@ def launch_costs(model: GPT, batch: int, context: int, calls: int = 200) -> dict
         "tuning_s": tuning_s,
         "chosen": [best.num_warps, best.num_stages],
         "device_us": {
-            f"{w} warps, {s} stages": device_us(lambda f=f: f(**operands)) for (w, s), f in fixed.items()
+            f"{w} warps, {s} stages": device_us(partial(f, **operands)) for (w, s), f in fixed.items()
         },
         "default_device_us": device_us(lambda: default(**operands)),
         "fixed_launch_us": _launch_us(lambda: default(**operands), calls),
@@ -177,7 +183,7 @@ def launch_costs(model: GPT, batch: int, context: int, calls: int = 200) -> dict
     }
 
 
-def device_us(run, calls: int = 20) -> float:
+def device_us(run: Callable[[], object], calls: int = 20) -> float:
     """Device microseconds a call, from replays of a CUDA graph of ``calls`` calls: no launch gaps."""
     run()
     torch.cuda.synchronize()
@@ -188,7 +194,7 @@ def device_us(run, calls: int = 20) -> float:
     )
 
 
-def _launch_us(run, calls: int) -> list[float]:
+def _launch_us(run: Callable[[], object], calls: int) -> list[float]:
     """Host microseconds a call, five times: few enough calls that the device queue never blocks the host."""
     repeats = []
     for _ in range(5):
@@ -221,16 +227,16 @@ def bookkeeping_cost(
     batch: int, layers: int, steps: int, block_size: int = 64, repeats: int = 5
 ) -> dict[str, list[float]]:
     """Nanoseconds of Python to reserve one token's slot in one layer: each repeat's, by kind of metadata."""
-    figures = {}
-    for kind in ("tuple", "slots"):
-        figures[kind] = [_reserve_ns(kind, batch, layers, steps, block_size) for _ in range(repeats)]
-    return figures
+    kinds: tuple[BlockInfo, ...] = ("tuple", "slots")
+    return {
+        kind: [_reserve_ns(kind, batch, layers, steps, block_size) for _ in range(repeats)] for kind in kinds
+    }
 
 
-def _reserve_ns(kind: str, batch: int, layers: int, steps: int, block_size: int) -> float:
+def _reserve_ns(kind: BlockInfo, batch: int, layers: int, steps: int, block_size: int) -> float:
     blocks = -(-steps // block_size) * batch
     manager = KVBlockManager(layers, 1, 1, block_size, blocks, "cpu", torch.float32, block_info=kind)
-    tables = [[[] for _ in range(batch)] for _ in range(layers)]
+    tables: list[list[list[int]]] = [[[] for _ in range(batch)] for _ in range(layers)]
     start = time.perf_counter_ns()
     for _ in range(steps):
         for layer in range(layers):

@@ -52,7 +52,8 @@ def floors_us(
         "embedding": 3 * batch * c,
         "attention": layers * batch * 2 * heads,
     }
-    n_bytes = {cause: n * itemsize for cause, n in elements.items()} | {"append": 2 * batch * kv}
+    n_bytes: dict[str, float] = {cause: n * itemsize for cause, n in elements.items()}
+    n_bytes["append"] = 2 * batch * kv
     n_bytes["attention"] += batch * (context + 1) * kv
     n_bytes["layers"] = n_bytes["GEMM"] + n_bytes["attention"]  # all of them in one kernel
     flops = {

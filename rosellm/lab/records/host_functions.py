@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cProfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +31,15 @@ def host_functions(run: Callable[[], object], steps: int, most: int = MOST) -> t
     """
     profiler = cProfile.Profile(builtins=False)
     profiler.runcall(run)
-    us, calls = Counter(), Counter()
+    us: dict[str, float] = defaultdict(float)
+    calls: dict[str, float] = defaultdict(float)
     for entry in profiler.getstats():
         if isinstance(entry.code, CodeType):
             us[_name(entry.code)] += entry.inlinetime / steps * 1e6
             calls[_name(entry.code)] += entry.callcount / steps
-    every = [HostFunction(name, spent, calls[name]) for name, spent in us.most_common()]
+    every = [
+        HostFunction(name, spent, calls[name]) for name, spent in sorted(us.items(), key=lambda one: -one[1])
+    ]
     rest = every[most:]
     if rest:
         told = f"{len(rest)} other functions"

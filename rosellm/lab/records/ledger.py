@@ -16,7 +16,7 @@ Beside them stands all of the host's work, function by function, whether or not 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,7 +120,7 @@ class Ledger:
     def us_by_cause(self) -> dict[str, float]:
         """µs by cause; all of the host together, and all copies."""
         together = {"host": "host", "copies": "copies"}
-        us: Counter[str] = Counter()
+        us: dict[str, float] = defaultdict(float)
         for row in self.rows:
             us[together.get(row.kind, row.cause)] += row.us
         return dict(us)
@@ -162,7 +162,8 @@ def step_ledger(
     if ceiling is None and engine.device.type == "cuda":
         ceiling = measure_ceiling(engine.device, engine.model.dtype)
     itemsize = engine.model.dtype.itemsize
-    rows = account(trace, ceiling and floors_us(engine.config, batch, context, itemsize, ceiling))
+    floors = None if ceiling is None else floors_us(engine.config, batch, context, itemsize, ceiling)
+    rows = account(trace, floors)
     return Ledger(
         name=engine.rung or "custom",
         rows=rows,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from rosellm.errors import RoseError
 from rosellm.lab.records import experiments, robustness
 from rosellm.lab.records.bench import get_model
 from rosellm.models.loading import LOAD_FORMATS, resolve_device
+from rosellm.models.model import GPT
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.bench.cli import command
 from rosellm.roseinfer.bench.record import new_record, write_record
@@ -104,7 +106,7 @@ def ledger(arguments: argparse.Namespace) -> dict:
         str(w.max_batch_size): experiments.ledgers(
             model, list(LADDER), w.max_batch_size, w.max_new_tokens // 2
         )
-        for w in map(WORKLOADS.get, LEDGER_WORKLOADS)
+        for w in (WORKLOADS[name] for name in LEDGER_WORKLOADS)
     }
 
 
@@ -243,26 +245,18 @@ def _jobs(arguments: argparse.Namespace) -> list[tuple[str, Callable[[], None]]]
     workloads = _listed("workload", arguments.workloads, WORKLOADS)
     rungs = _listed("rung", arguments.rungs, LADDER)
     names = _listed("experiment", arguments.experiments, [*EXPERIMENTS, "kv_append"])
-    jobs = [
-        (
-            name,
-            lambda name=name: (measure_kv_append if name == "kv_append" else measure_experiment)(
-                name, arguments
-            ),
-        )
-        for name in names
-    ]
+    jobs: list[tuple[str, Callable[[], None]]] = []
+    for name in names:
+        job = measure_kv_append if name == "kv_append" else measure_experiment
+        jobs.append((name, partial(job, name, arguments)))
     return jobs + [
-        (
-            f"{workload} {rung}",
-            lambda workload=workload, rung=rung: measure_workload(workload, rung, arguments),
-        )
+        (f"{workload} {rung}", partial(measure_workload, workload, rung, arguments))
         for workload in workloads
         for rung in rungs
     ]
 
 
-def _listed(what: str, text: str, known) -> list[str]:
+def _listed(what: str, text: str, known: Iterable[str]) -> list[str]:
     names = [name for name in text.split(",") if name]
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -270,7 +264,7 @@ def _listed(what: str, text: str, known) -> list[str]:
     return names
 
 
-def _model(arguments: argparse.Namespace):
+def _model(arguments: argparse.Namespace) -> GPT:
     return get_model(arguments.model, arguments.device, "auto", arguments.load_format)
 
 

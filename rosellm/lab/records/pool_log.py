@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.serving.admission import Request
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 
@@ -72,13 +73,13 @@ class PoolLog:
         """From now on each step of this one scheduler is noted, whoever calls it: a streaming worker, say."""
         step = self.scheduler.step
 
-        def noted():
+        def noted() -> list[Sequence]:
             try:
                 return step()
             finally:
                 self.note()
 
-        self.scheduler.step = noted
+        self.scheduler.step = noted  # type: ignore[method-assign]
         return self
 
     def count(self, kind: str) -> int:
@@ -108,9 +109,9 @@ class PoolLog:
         yield from (("evicted", f"a prefix of {len(entry)} tokens") for entry in gone)
         self._entries = list(entries)
 
-    def _end(self, request_id: int, finish_reason: str) -> tuple[str, str]:
+    def _end(self, request_id: int, finish_reason: str | None) -> tuple[str, str]:
         self._ended.add(request_id)
-        return ENDS[finish_reason], f"request {request_id}"
+        return ENDS[str(finish_reason)], f"request {request_id}"
 
     def _moment(self) -> Moment:
         counted: set[int] = set()

@@ -17,6 +17,7 @@ from rosellm.roseinfer.bench.workloads import Workload
 from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 
 KEPT = ("total_throughput_tok_s", "decode_step_p50_s", "preemptions", "tokens_sha256")
@@ -45,7 +46,13 @@ def in_turns(
 
 
 def kv_pressure(
-    model: GPT, n: int, prompt_tokens: int, new_tokens: int, share: float = 0.25, repeats: int = 3, **options
+    model: GPT,
+    n: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    share: float = 0.25,
+    repeats: int = 3,
+    **options: Any,
 ) -> dict[str, Any]:
     """``n`` requests at once with the KV blocks that all of them need, and with ``share`` of that."""
     prompts = make_prompts(n, prompt_tokens, model.config.vocab_size)
@@ -118,7 +125,7 @@ def final_logits(
     return logits
 
 
-def _prefill(engine: Engine, sequence, chunk: int | None) -> None:
+def _prefill(engine: Engine, sequence: Sequence, chunk: int | None) -> None:
     while not engine.begin_prefill([sequence], None if chunk is None else [chunk]):
         pass
     for _ in engine.collect():
@@ -132,7 +139,7 @@ def invariance(
     prompts = make_prompts(max(batches), prompt_tokens, model.config.vocab_size)
     figures = {}
     for name in ("fast", "invariant"):
-        options = {"max_batch_size": max(batches), "deterministic": name == "invariant"}
+        options: dict[str, Any] = {"max_batch_size": max(batches), "deterministic": name == "invariant"}
         blocks = max(batches) * blocks_for(prompt_tokens + new_tokens, 64) + 8
         engine = Engine(model, num_kv_blocks=blocks, prefix_cache=False, **options)
         caching = Engine(model, num_kv_blocks=blocks, prefix_cache=True, **options)

@@ -34,10 +34,12 @@ class Interruption:
     @property
     def exit_code(self) -> int:
         """As a shell tells it: 130 for SIGINT, 143 for SIGTERM."""
+        assert self.number is not None
         return 128 + self.number
 
     def told(self, done: Iterable[str], names: Iterable[str]) -> str:
         """One line: which of ``names`` are done, and which are not."""
+        assert self.number is not None
         done = list(done)
         rest = [name for name in names if name not in done]
         return f"interrupted by {self.number.name}: finished {_listed(done)}; not finished {_listed(rest)}"

@@ -36,7 +36,7 @@ def results_table(results: Results) -> str:
     ]
     for workload in WORKLOADS:
         values = results.values(workload)
-        best = max(values, key=values.get)
+        best = max(values, key=values.__getitem__)
         others = [rivals(workload).get(name, {}).get(workload) for name in README_RIVALS]
         share = values[best] / floor_tok_s(workload) * 100
         rows.append(
@@ -69,9 +69,10 @@ def updated(text: str, results: Results) -> str:
     """README text with every computed section renewed."""
     for name, section in SECTIONS.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        if not pattern.search(text):
+        found = pattern.search(text)
+        if not found:
             raise RoseError(f"README.md has no section between <!-- {name} --> and <!-- /{name} -->")
-        text = pattern.sub(lambda m, s=section: f"{m[1]}{s(results)}\n{m[2]}", text)
+        text = f"{text[: found.end(1)]}{section(results)}\n{text[found.start(2) :]}"
     return text
 
 

@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,8 @@ def _supervise(
 ) -> list[Outcome]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rosellm", "papermill", "nbconvert"])
-    waiting, running, outcomes = deque(jobs), [], []
+    waiting, outcomes = deque(jobs), []
+    running: list[Running] = []
     try:
         with tqdm(total=len(jobs), unit="notebook") as bar:
             while (waiting or running) and interruption.number is None:
@@ -235,7 +237,7 @@ def _supervise(
     return sorted(outcomes, key=lambda outcome: outcome.name)
 
 
-def _start(context: multiprocessing.context.BaseContext, job: Job) -> Running:
+def _start(context: ForkServerContext, job: Job) -> Running:
     channel, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(job, theirs))
     resource_tracker.ensure_running()  # its own start would let the signals through
@@ -279,7 +281,9 @@ def _work(job: Job, channel: Connection) -> None:
 
 def _follow_parent() -> None:
     """Nobody waits for this worker once the supervisor has been killed."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     kill_children(psutil.Process())
     os._exit(1)
 

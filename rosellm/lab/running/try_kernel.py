@@ -268,7 +268,7 @@ def time_against_ladder(
     """
     where = torch.device(device)
     bandwidth = float(np.median(micro.copy_bandwidth(where, repeats)))
-    timings = []
+    timings: list[Timing] = []
     for batch in batches:
         shape = micro.Shape(batch, n_heads, head_dim, block_size, dtype, where)
         timings += _timings(append, shape, shape.bytes_moved / bandwidth, repeats)
@@ -280,7 +280,7 @@ def _timings(append: Append, shape: micro.Shape, floor_s: float, repeats: int) -
     mine = replace(kernels, kv_append_identity_pos=append)
     n_sets = -(-micro.ROTATED_BYTES[shape.device.type] // shape.bytes_moved)
     sets = micro.make_operands(shape, min(MAX_SETS, max(2, n_sets)))
-    facts = {"floor_s": floor_s, "bytes_moved": shape.bytes_moved}
+    facts: dict[str, Any] = {"floor_s": floor_s, "bytes_moved": shape.bytes_moved}
 
     def timed(variant: str, kernels: Any) -> dict[str, float]:
         times = micro.time_variant(variant, sets, kernels, repeats)
@@ -347,5 +347,5 @@ def roofline(points: Mapping[str, Sequence[Point]], *, title: str) -> Chart:
         for name, line in points.items()
     }
     roof = {"the roof": [size / roof_s(size) / 1e9 for size in sizes]}
-    axes = {"log_x": True, "log_y": True, "floors": roof}
+    axes: dict[str, Any] = {"log_x": True, "log_y": True, "floors": roof}
     return step_lines([size / 1e6 for size in sizes], speeds, "MB an append", "GB/s", title=title, **axes)
