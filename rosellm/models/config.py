@@ -9,6 +9,7 @@ from rosellm.errors import CheckpointError
 
 INT32_MAX = 2**31 - 1
 MOST_LAYERS = 4096
+_NEEDED = ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model")
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class ModelConfig:
     n_layers: int
     n_heads: int
     d_model: int
-    n_kv_heads: int | None = None
-    d_ff: int | None = None
+    n_kv_heads: int = None  # type: ignore[assignment]
+    d_ff: int = None  # type: ignore[assignment]
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model"):
+        for name in _NEEDED:
             self._check_positive(name)
         for name, default in (("n_kv_heads", self.n_heads), ("d_ff", 4 * self.d_model)):
             if getattr(self, name) is None:
@@ -89,41 +90,36 @@ class ModelConfig:
         for name, only in _FIXED.items():
             if hf.get(name, only) is not only:
                 raise CheckpointError(f"{name} {hf[name]!r} is not supported; only {only} is")
-        missing = [k for k in ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd") if k not in hf]
+        missing = [theirs for ours, theirs in _HF_NAMES.items() if ours in _NEEDED and theirs not in hf]
         if missing:
             raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-        return cls(
-            vocab_size=hf["vocab_size"],
-            n_positions=hf["n_positions"],
-            n_layers=hf["n_layer"],
-            n_heads=hf["n_head"],
-            d_model=hf["n_embd"],
-            d_ff=hf.get("n_inner"),
-            norm_eps=hf.get("layer_norm_epsilon", 1e-5),
-            tie_embeddings=hf.get("tie_word_embeddings", True),
-            eos_token_id=hf.get("eos_token_id"),
-        )
+        return cls(**{ours: hf[theirs] for ours, theirs in _HF_NAMES.items() if theirs in hf})
 
     def to_hf(self) -> dict[str, Any]:
         """The ``config.json`` fields that :meth:`from_hf` and ``transformers`` read."""
         return {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
-            "vocab_size": self.vocab_size,
-            "n_positions": self.n_positions,
+            **{theirs: getattr(self, ours) for ours, theirs in _HF_NAMES.items()},
             "n_ctx": self.n_positions,
-            "n_layer": self.n_layers,
-            "n_head": self.n_heads,
-            "n_embd": self.d_model,
-            "n_inner": self.d_ff,
-            "layer_norm_epsilon": self.norm_eps,
             "activation_function": "gelu_new",
-            "tie_word_embeddings": self.tie_embeddings,
             "bos_token_id": self.eos_token_id,
-            "eos_token_id": self.eos_token_id,
         }
 
 
+# ModelConfig's fields as Hugging Face's GPT-2 config names them. ``transformers.GPT2Config`` does not read
+# them here: it checks no ranges, gives a missing size the 124 M model's, and its import takes half a second.
+_HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "n_positions": "n_positions",
+    "n_layers": "n_layer",
+    "n_heads": "n_head",
+    "d_model": "n_embd",
+    "d_ff": "n_inner",
+    "norm_eps": "layer_norm_epsilon",
+    "tie_embeddings": "tie_word_embeddings",
+    "eos_token_id": "eos_token_id",
+}
 # What GPT-2's config can change of attention, and the one value that this model computes with.
 _FIXED = {
     "scale_attn_weights": True,
@@ -136,20 +132,12 @@ def _is_whole(value: Any, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
-def _gpt2(n_layers: int, n_heads: int, d_model: int) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=50257,
-        n_positions=1024,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        d_model=d_model,
-        eos_token_id=50256,
-    )
-
-
 KNOWN_SHAPES: dict[str, ModelConfig] = {
-    "gpt2": _gpt2(12, 12, 768),
-    "gpt2-medium": _gpt2(24, 16, 1024),
-    "gpt2-large": _gpt2(36, 20, 1280),
-    "gpt2-xl": _gpt2(48, 25, 1600),
+    name: ModelConfig(50257, 1024, n_layers, n_heads, d_model, eos_token_id=50256)
+    for name, (n_layers, n_heads, d_model) in {
+        "gpt2": (12, 12, 768),
+        "gpt2-medium": (24, 16, 1024),
+        "gpt2-large": (36, 20, 1280),
+        "gpt2-xl": (48, 25, 1600),
+    }.items()
 }

@@ -23,16 +23,18 @@ from rosellm.models.model import GPT
 SHIPPED = "rose-tiny"
 WAYS_OUT = f"use '{SHIPPED}', a local folder, or --load-format dummy"
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-CHECKPOINT_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json"]
+CHECKPOINT_FILES = ["*.json", "*.txt", "*.safetensors"]
 
 _EMBEDDING, _HEAD = "transformer.wte.weight", "lm_head.weight"
-_LAYER_NAMES = {
-    "ln_1": "ln_1",
-    "attn.c_attn": "qkv",
-    "attn.c_proj": "out",
-    "ln_2": "ln_2",
-    "mlp.c_fc": "up",
-    "mlp.c_proj": "down",
+_CHECKPOINT_NAMES = {
+    "token_embedding": "transformer.wte",
+    "position_embedding": "transformer.wpe",
+    "blocks": "transformer.h",
+    "qkv": "attn.c_attn",
+    "out": "attn.c_proj",
+    "up": "mlp.c_fc",
+    "down": "mlp.c_proj",
+    "ln_f": "transformer.ln_f",
 }
 
 
@@ -43,11 +45,10 @@ def checkpoint_folder(model: str) -> Path:
     if os.path.isdir(model):
         return Path(model)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
             f"model {model!r} is neither a local folder nor to be had from the hub "
             f"({type(error).__name__}); {WAYS_OUT}"
@@ -121,19 +122,10 @@ def save_model(gpt: GPT, folder: Path, dtype: torch.dtype = torch.float16) -> No
 
 def _named(gpt: GPT) -> dict[str, Tensor]:
     """Every parameter of ``gpt`` under its checkpoint name; a tied head is not listed."""
-    names = {
-        _EMBEDDING: gpt.token_embedding.weight,
-        "transformer.wpe.weight": gpt.position_embedding.weight,
-        "transformer.ln_f.weight": gpt.ln_f.weight,
-        "transformer.ln_f.bias": gpt.ln_f.bias,
+    return {
+        ".".join(_CHECKPOINT_NAMES.get(part, part) for part in name.split(".")): parameter
+        for name, parameter in gpt.named_parameters()
     }
-    for i, block in enumerate(gpt.blocks):
-        for theirs, ours in _LAYER_NAMES.items():
-            for part in ("weight", "bias"):
-                names[f"transformer.h.{i}.{theirs}.{part}"] = getattr(getattr(block, ours), part)
-    if not gpt.config.tie_embeddings:
-        names[_HEAD] = gpt.lm_head.weight
-    return names
 
 
 def _check_extent(config: ModelConfig, shards: list[Path], folder: Path) -> None:
