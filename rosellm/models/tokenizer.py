@@ -183,28 +183,25 @@ def byte_of_character() -> dict[str, int]:
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
-    """The tokenizer in ``folder/tokenizer.json``; without one in the config, ``<|endoftext|>`` ends a text.
+    """The tokenizer of a checkpoint; without one in the config, ``<|endoftext|>`` ends a text.
 
-    Raises CheckpointError for a missing or corrupt file and for a vocabulary larger than the model's.
+    Raises CheckpointError for missing or corrupt files and for a vocabulary larger than the model's.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no tokenizer.json")
-    raw = _read(path)
-    ids = raw.get_vocab(with_added_tokens=True).values()
-    if len(ids) > config.vocab_size:
+    raw = _read(folder)
+    ids, size = raw.get_vocab(with_added_tokens=True).values(), config.vocab_size
+    if len(ids) > size:
         raise CheckpointError(
-            f"{path} has {len(ids)} tokens; the model has embeddings for {config.vocab_size}"
+            f"{folder}'s tokenizer has {len(ids)} tokens; the model has embeddings for {size}"
         )
-    if max(ids, default=0) >= config.vocab_size:
-        raise CheckpointError(f"{path} has token id {max(ids)}; the model has ids below {config.vocab_size}")
+    if max(ids, default=0) >= size:
+        raise CheckpointError(f"{folder}'s tokenizer has token id {max(ids)}; the model has ids below {size}")
     eos = raw.token_to_id(END_OF_TEXT) if config.eos_token_id is None else config.eos_token_id
     return Tokenizer(raw, eos)
 
 
 def load_dummy_tokenizer(config: ModelConfig) -> DummyTokenizer:
     """The tokenizer of ``--load-format dummy`` for a model of that shape."""
-    raw = _read(checkpoint_folder(SHIPPED) / "tokenizer.json")
+    raw = _read(checkpoint_folder(SHIPPED))
     shipped = Tokenizer(raw, raw.token_to_id(END_OF_TEXT))
     return DummyTokenizer(shipped, config.vocab_size, config.eos_token_id)
 
@@ -232,15 +229,37 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(raw, raw.token_to_id(END_OF_TEXT))
 
 
-def _read(path: Path) -> tokenizers.Tokenizer:
-    """The file's tokenizer, which cuts no text and pads none, whatever the file says (as transformers)."""
+def _read(folder: Path) -> tokenizers.Tokenizer:
+    """The folder's tokenizer, which cuts no text and pads none, whatever its file says (as transformers)."""
+    path = folder / "tokenizer.json"
+    problem = f"{path} cannot be read as a tokenizer"
     try:
-        raw = tokenizers.Tokenizer.from_file(str(path))
+        if path.is_file():
+            raw = tokenizers.Tokenizer.from_file(str(path))
+        else:
+            problem = f"{folder} has no tokenizer.json, and transformers cannot read another vocabulary there"
+            raw = _convert(folder)
     except BaseException as error:
         _reraise_unless_the_librarys(error)
-        raise CheckpointError(f"{path} cannot be read as a tokenizer: {_line(error)}") from error
+        raise CheckpointError(f"{problem}: {_line(error)}") from error
     raw.no_truncation()
     raw.no_padding()
+    return raw
+
+
+def _convert(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer that ``transformers`` makes of older files: vocab.json with merges.txt, vocab.txt, …
+
+    A tokenizer.json is read without it: the class that the checkpoint names might rebuild the pre-tokenizer,
+    and its import takes half a second. No code of the folder is run.
+    """
+    from transformers import AutoTokenizer
+
+    raw = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    ).backend_tokenizer
+    if not raw.get_vocab_size(with_added_tokens=False):
+        raise ValueError("it is empty or absent")
     return raw
 
 

@@ -48,7 +48,7 @@ def checkpoint_folder(model: str) -> Path:
 
     try:
         return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the client raises OSErrors, ValueErrors and those of its HTTP library
         raise CheckpointError(
             f"model {model!r} is neither a local folder nor to be had from the hub "
             f"({type(error).__name__}); {WAYS_OUT}"

@@ -7,10 +7,10 @@ import torch
 
 from rosellm.errors import CheckpointError, DeviceError
 from rosellm.lab.records.bench import get_model
-from rosellm.models import loading
 from rosellm.models.config import KNOWN_SHAPES
 from rosellm.models.loading import load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import SHIPPED
+from rosellm.roseinfer.cache import budget
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import CPU, random_model
@@ -55,7 +55,7 @@ def test_an_absent_gpu_is_refused_and_auto_takes_the_cpu(monkeypatch):
 def test_the_kv_cache_takes_what_is_wanted_within_its_share_of_memory(monkeypatch):
     gpt = random_model(0)
     block_bytes = 8 * gpt.config.kv_bytes_per_token(4)
-    monkeypatch.setattr(loading, "CPU_KV_BYTES", 10 * block_bytes + 1)
+    monkeypatch.setattr(budget, "CPU_KV_BYTES", 10 * block_bytes + 1)
     assert [kv_blocks_within_memory(gpt, wanted, 8) for wanted in (3, 10, 11)] == [3, 10, 10]
     assert kv_blocks_within_memory(gpt, 50, 8 * 11) == 1
 

@@ -179,9 +179,98 @@ def test_a_vocabulary_as_large_as_the_models_fits_and_a_larger_one_is_refused(sa
         load_tokenizer(saved, small_config(vocab_size=319))
 
 
+MERGES, VOCABULARY = "merges.txt", "vocab.json"
+
+
+@pytest.fixture
+def in_parts(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    """GPT-2's own layout: vocab.json and merges.txt, and no tokenizer.json."""
+    model = json.loads(tokenizer._raw.to_str())["model"]
+    (tmp_path / "config.json").write_text(json.dumps(small_config(vocab_size=320).to_hf()))
+    (tmp_path / VOCABULARY).write_text(json.dumps(model["vocab"]))
+    lines = [
+        "#version: 0.2",
+        *(merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]),
+    ]
+    (tmp_path / MERGES).write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def test_vocabulary_and_merges_load_as_gpt2s_tokenizer(in_parts: Path) -> None:
+    from transformers import GPT2Tokenizer
+
+    ours = load_tokenizer(in_parts, small_config(vocab_size=320))
+    theirs = GPT2Tokenizer(str(in_parts / VOCABULARY), str(in_parts / MERGES))
+    assert ours.encode(SAMPLE + END_OF_TEXT) == theirs.encode(SAMPLE + END_OF_TEXT)
+    assert ours.vocab_size == 320 and ours.eos_token_id == 0
+    stream = ours.stream()
+    assert isinstance(stream, ByteStream)
+    assert "".join(stream.push(token_id) for token_id in [*ours.encode(SAMPLE), 0]) == SAMPLE
+
+
+def test_the_tokenizer_that_a_config_names_is_converted(in_parts: Path) -> None:
+    (in_parts / VOCABULARY).unlink()
+    (in_parts / MERGES).unlink()
+    (in_parts / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\nhello\nworld\n")
+    (in_parts / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    tokenizer = load_tokenizer(in_parts, small_config())
+    assert tokenizer.encode("hello world") == [5, 6]
+    assert isinstance(tokenizer.stream(), DecoderStream)
+
+
+def test_a_tokenizers_remote_code_is_not_run(in_parts: Path) -> None:
+    fields = {"tokenizer_class": "Trap", "auto_map": {"AutoTokenizer": ["trap.Trap", "trap.Trap"]}}
+    (in_parts / "tokenizer_config.json").write_text(json.dumps(fields))
+    (in_parts / "trap.py").write_text(f"open({str(in_parts / 'sprung')!r}, 'w')\nclass Trap: ...\n")
+    with pytest.raises(CheckpointError, match="has no tokenizer.json") as caught:
+        load_tokenizer(in_parts, small_config(vocab_size=320))
+    assert "\n" not in str(caught.value)
+    assert not (in_parts / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (VOCABULARY, None),
+        (MERGES, None),
+        (VOCABULARY, "{"),
+        (VOCABULARY, "[]"),
+        (VOCABULARY, "{}"),
+        (VOCABULARY, '{"a": -1}'),
+        (MERGES, "a b c"),
+        (MERGES, "zzz qqq"),
+        (MERGES, "\xff\xfe"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("config.json", "{"),
+        ("config.json", "[]"),
+    ],
+)
+def test_broken_parts_are_refused_in_one_line(in_parts: Path, name: str, content: str | None) -> None:
+    if content is None:
+        (in_parts / name).unlink()
+    else:
+        (in_parts / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(
+        CheckpointError, match="has no tokenizer.json, and transformers cannot read"
+    ) as caught:
+        load_tokenizer(in_parts, small_config(vocab_size=320))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no tokenizer.json$"):
+    with pytest.raises(CheckpointError, match="has no tokenizer.json, and") as caught:
         load_tokenizer(tmp_path, small_config())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_models_folder_without_a_vocabulary_has_no_tokenizer(in_parts: Path) -> None:
+    (in_parts / VOCABULARY).unlink()
+    (in_parts / MERGES).unlink()
+    with pytest.raises(
+        CheckpointError, match="has no tokenizer.json, and .* vocabulary there: it is empty or absent$"
+    ):
+        load_tokenizer(in_parts, small_config())
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[]", b'{"model": {"type": "BPE"}}'])

@@ -339,6 +339,18 @@ def test_a_model_that_cannot_be_had_names_the_ways_out(monkeypatch, name):
     assert all(way in str(caught.value) for way in (name, "rose-tiny", "local folder", "--load-format dummy"))
 
 
+def test_whatever_the_hub_client_fails_with_is_told_in_one_line(monkeypatch):
+    class ProxyError(Exception):
+        """As httpx's: no OSError."""
+
+    def fail(*_args, **_options):
+        raise ProxyError("407\nProxy Authentication Required")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(CheckpointError, match=r"^model 'gpt2' .*\(ProxyError\); use 'rose-tiny'.*dummy$"):
+        checkpoint_folder("gpt2")
+
+
 def test_a_dummy_model_has_the_real_shape_and_seeded_weights(folder):
     a, b, c = (dummy_model(str(folder), CPU, torch.float16, seed) for seed in (0, 0, 1))
     assert a.config == load_config(folder) and a.dtype == torch.float16
