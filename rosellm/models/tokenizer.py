@@ -41,7 +41,8 @@ class DecoderStream:
     """A :class:`TextStream` by any tokenizer's own decoder."""
 
     def __init__(self, raw: tokenizers.Tokenizer) -> None:
-        self._raw, self._ids, self._n_told = raw, [], 0
+        self._raw, self._n_told = raw, 0
+        self._ids: list[int] = []
         self._stream = DecodeStream(skip_special_tokens=True)
 
     def push(self, token_id: int) -> str:
@@ -54,18 +55,17 @@ class DecoderStream:
         return self._raw.decode(self._ids, skip_special_tokens=True)[self._n_told :]
 
 
-class BytePieces(dict):
+class BytePieces(dict[int, str | bytes]):
     """Token id → its text, or its bytes if they are not whole characters; ``find`` gives the bytes, once."""
 
     def __init__(self, find: Callable[[int], bytes]) -> None:
         self._find = find
 
     def __missing__(self, token_id: int) -> str | bytes:
-        piece = self._find(token_id)
+        self[token_id] = piece = self._find(token_id)
         with suppress(UnicodeDecodeError):
-            piece = piece.decode()
-        self[token_id] = piece
-        return piece
+            self[token_id] = piece.decode()
+        return self[token_id]
 
 
 class ByteStream:
@@ -78,9 +78,9 @@ class ByteStream:
 
     def push(self, token_id: int) -> str:
         piece = self._pieces[token_id]
-        if self._begun or piece.__class__ is bytes:
-            return self._join(piece)
-        return piece
+        if piece.__class__ is str and not self._begun:
+            return piece
+        return self._join(piece)
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -129,7 +129,7 @@ class Tokenizer:
         if token is None or token in self._special:
             return b""
         values = byte_of_character()
-        return bytes(map(values.get, token)) if values.keys() >= set(token) else token.encode()
+        return bytes(values[c] for c in token) if values.keys() >= set(token) else token.encode()
 
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``, and ``tokenizer_config.json`` for ``transformers.AutoTokenizer``.
@@ -173,13 +173,9 @@ class DummyTokenizer:
 @cache
 def byte_of_character() -> dict[str, int]:
     """How byte-level vocabularies spell bytes: printable Latin-1 stands for itself (Radford et al. 2019)."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = sorted(set(range(256)) - set(printable))
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = (b for b in range(256) if chr(b) not in alphabet)
+    return {c: ord(c) if ord(c) < 256 else next(others) for c in alphabet}
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:

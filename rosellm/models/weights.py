@@ -95,12 +95,11 @@ def dummy_model(model: str, device: torch.device, dtype: torch.dtype, seed: int 
 
 
 def _check_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    wanted, there = (
-        config.n_parameters * dtype.itemsize,
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    )
+    wanted = config.n_parameters * dtype.itemsize
     if device.type == "cuda":
         there = torch.cuda.mem_get_info(device)[1]
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > there:
         raise CheckpointError(
             f"{config.n_parameters:,} parameters in {_dtype_name(dtype)} take {wanted / 1e9:,.0f} GB; "
@@ -210,20 +209,22 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _shards(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            outside = [name for name in names if Path(name).name != name]
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{index} is not a valid safetensors index") from error
-        if outside:
-            raise CheckpointError(f"{index} names files outside its folder")
-        shards = [folder / name for name in names]
-    else:
-        shards = [folder / "model.safetensors"]
-    missing = [shard.name for shard in shards if not shard.is_file()]
+    names = _indexed(index) if index.is_file() else ["model.safetensors"]
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {', '.join(missing)} (checkpoints are read from safetensors only)"
         )
-    return shards
+    return [folder / name for name in names]
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files that a safetensors index names, all of them in its own folder."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not a valid safetensors index") from error
+    if outside:
+        raise CheckpointError(f"{index} names files outside its folder")
+    return names

@@ -96,7 +96,7 @@ def _read(path: Path, folder: Path) -> Source | None:
 
 
 def _without_copies(sources: Iterable[Source | None]) -> list[Source]:
-    firsts = {}
+    firsts: dict[str, Source] = {}
     for source in sources:
         if source is not None and source.text.strip():
             firsts.setdefault(source.text, source)

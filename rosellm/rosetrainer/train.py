@@ -33,8 +33,9 @@ from torch import Tensor
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser, is_out_of_memory
 from rosellm.environment import environment
-from rosellm.errors import DeviceError, RoseError
+from rosellm.errors import RoseError
 from rosellm.models.config import ModelConfig
+from rosellm.models.loading import resolve_device
 from rosellm.models.model import GPT
 from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
 from rosellm.models.weights import load_model, save_model
@@ -55,6 +56,7 @@ SMOKE = Hyperparameters(
     epochs=1.2, batch_size=16, learning_rate=5e-3, warmup_steps=10, dropout=0.0, validate_every=20
 )
 SMOKE_BYTES = 200_000
+HYPERPARAMETERS = asdict(Hyperparameters())  # an option of the command each
 PROMPTS = (
     "def fibonacci(n):",
     "import os\nimport sys\n\n\nclass Cache:\n    def __init__(self",
@@ -160,15 +162,6 @@ def summary(made: Made) -> str:
     return "\n".join(lines)
 
 
-def pick_device(name: str) -> torch.device:
-    """``auto``, ``cuda`` or ``cpu`` as a torch device; ``auto`` is CUDA where there is one."""
-    if name not in ("auto", "cuda", "cpu"):
-        raise DeviceError(f"device {name!r} is unknown; use auto, cuda or cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("device 'cuda' is not available here; use auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 @contextmanager
 def replacing_folder(output: Path) -> Iterator[Path]:
     """A new folder beside ``output`` that takes its place on success and vanishes on failure.
@@ -223,27 +216,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny model on a little text: seconds on a CPU"
     )
-    parser.add_argument("--epochs", type=float)
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--learning-rate", type=float)
-    parser.add_argument("--warmup-steps", type=int)
-    parser.add_argument("--weight-decay", type=float)
-    parser.add_argument("--dropout", type=float)
-    parser.add_argument("--validate-every", type=int, help="steps between validations")
-    parser.add_argument("--seed", type=int)
+    for name, default in HYPERPARAMETERS.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            default=argparse.SUPPRESS,
+            help=f"default: {default}, with --smoke {getattr(SMOKE, name)}",
+        )
     return parser.parse_args(arguments)
 
 
 def run(arguments: argparse.Namespace) -> str:
     """Make the checkpoint that ``arguments`` ask for; returns the summary."""
-    device = pick_device(arguments.device)
+    device = resolve_device(arguments.device)
     if arguments.json and (arguments.json.is_dir() or not arguments.json.absolute().parent.is_dir()):
         raise RoseError(f"record {str(arguments.json)!r} is not a file name in an existing folder")
-    hyper = SMOKE if arguments.smoke else Hyperparameters()
-    given = {
-        name: value for name, value in vars(arguments).items() if name in asdict(hyper) and value is not None
-    }
-    hyper = replace(hyper, **given)
+    given = {name: value for name, value in vars(arguments).items() if name in HYPERPARAMETERS}
+    hyper = replace(SMOKE if arguments.smoke else Hyperparameters(), **given)
     corpus = read_corpus(arguments.corpus)
     if arguments.smoke:
         corpus = corpus.subset(SMOKE_BYTES)
@@ -259,7 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parse(arguments)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         print(run(parsed))
     except RoseError as error:

@@ -171,9 +171,9 @@ def add_dropout(gpt: GPT, p: float) -> None:
     def drop(module: torch.nn.Module, _inputs: tuple, output: Tensor) -> Tensor:
         return F.dropout(output, p, training=module.training)
 
-    outputs = [module for block in gpt.blocks for module in (block.out, block.down)]
-    for module in (gpt.token_embedding, gpt.position_embedding, *outputs):
-        module.register_forward_hook(drop)
+    for name, module in gpt.named_modules():
+        if name.endswith(("_embedding", ".out", ".down")):
+            module.register_forward_hook(drop)
 
 
 @torch.no_grad()
@@ -184,7 +184,7 @@ def complete(gpt: GPT, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
     for _ in range(min(n_tokens, gpt.config.n_positions - len(ids))):
         positions = torch.arange(len(ids), device=gpt.device)
         hidden = gpt(torch.tensor(ids, device=gpt.device), positions, CausalAttention([len(ids)], gpt.device))
-        ids.append(gpt.logits(hidden[-1:]).argmax().item())
+        ids.append(int(gpt.logits(hidden[-1:]).argmax()))
         if ids[-1] == tokenizer.eos_token_id:
             break
     return tokenizer.decode(ids[len(prompt_ids) :])

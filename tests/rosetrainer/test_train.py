@@ -6,14 +6,14 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from rosellm.errors import DeviceError, RoseError
+from rosellm.errors import RoseError
 from rosellm.models.attention import CausalAttention
 from rosellm.models.config import ModelConfig
 from rosellm.models.model import GPT
@@ -189,14 +189,32 @@ def test_the_command_trains_on_a_gpu(tmp_path: Path) -> None:
 def test_an_unknown_device_is_one_line_and_status_2() -> None:
     done = run_command("--device", "tpu")
     assert done.returncode == 2
-    assert done.stderr == "device 'tpu' is unknown; use auto, cuda or cpu\n"
+    assert done.stderr == "device 'tpu' is unknown; use 'auto', 'cuda' or 'cpu'\n"
 
 
-def test_an_absent_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_device_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, torch_settings: None
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.pick_device("auto") == CPU
-    with pytest.raises(DeviceError, match="'cuda' is not available here"):
-        command.pick_device("cuda")
+    assert command.main(["--smoke", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "device 'cuda' is not available here; use --device cpu\n"
+
+
+@pytest.mark.parametrize("smoke", [False, True])
+def test_each_hyperparameter_is_an_option_and_those_not_given_keep_their_values(
+    smoke: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trained = []
+    monkeypatch.setattr(command, "read_corpus", lambda _: SOURCES)
+    monkeypatch.setattr(command, "make_model", lambda _config, hyper, *_: trained.append(hyper))
+    monkeypatch.setattr(command, "summary", str)
+    base = command.SMOKE if smoke else Hyperparameters()
+    for field in fields(Hyperparameters):
+        value = getattr(base, field.name) / 2 + 0.25 if isinstance(field.default, float) else 7
+        options = [f"--{field.name.replace('_', '-')}", str(value), "--output", str(tmp_path / field.name)]
+        command.run(command.parse([*options, *["--smoke"] * smoke]))
+        assert trained.pop() == replace(base, **{field.name: value})
+        assert getattr(base, field.name) != value
 
 
 @pytest.mark.parametrize(
