@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from rosellm.errors import CheckpointError
@@ -337,6 +338,20 @@ def test_a_model_that_cannot_be_had_names_the_ways_out(monkeypatch, name):
         checkpoint_folder(name)
     assert "\n" not in str(caught.value)
     assert all(way in str(caught.value) for way in (name, "rose-tiny", "local folder", "--load-format dummy"))
+
+
+def test_from_the_hub_come_weights_as_safetensors_and_text_and_no_code(monkeypatch):
+    files = "config.json merges.txt model-00001-of-00002.safetensors model.safetensors.index.json vocab.json"
+    others = "pytorch_model.bin tf_model.h5 modeling_gpt2.py rust_model.ot model.onnx README.md 64.tflite"
+    fetched = []
+
+    def fetch(name, allow_patterns):
+        fetched.extend(filter_repo_objects([*files.split(), *others.split()], allow_patterns=allow_patterns))
+        return f"/cache/{name}"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert checkpoint_folder("openai-community/gpt2") == Path("/cache/openai-community/gpt2")
+    assert fetched == files.split()
 
 
 def test_whatever_the_hub_client_fails_with_is_told_in_one_line(monkeypatch):
