@@ -138,11 +138,8 @@ class Tokenizer:
         """
         with replacing(folder / "tokenizer.json") as unfinished:
             self._raw.save(str(unfinished), pretty=False)
-        fields = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT,
-        }
+        ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+        fields = {"tokenizer_class": "PreTrainedTokenizerFast", **ends}
         write_text(folder / "tokenizer_config.json", json.dumps(fields, indent=1) + "\n")
 
 
@@ -184,13 +181,12 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
     Raises CheckpointError for missing or corrupt files and for a vocabulary larger than the model's.
     """
     raw = _read(folder)
-    ids, size = raw.get_vocab(with_added_tokens=True).values(), config.vocab_size
-    if len(ids) > size:
+    n_ids = 1 + max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
+    if n_ids > config.vocab_size:
         raise CheckpointError(
-            f"{folder}'s tokenizer has {len(ids)} tokens; the model has embeddings for {size}"
+            f"{folder}'s tokenizer has token ids up to {n_ids - 1}; "
+            f"the model has embeddings for {config.vocab_size} tokens"
         )
-    if max(ids, default=0) >= size:
-        raise CheckpointError(f"{folder}'s tokenizer has token id {max(ids)}; the model has ids below {size}")
     eos = raw.token_to_id(END_OF_TEXT) if config.eos_token_id is None else config.eos_token_id
     return Tokenizer(raw, eos)
 
@@ -228,16 +224,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def _read(folder: Path) -> tokenizers.Tokenizer:
     """The folder's tokenizer, which cuts no text and pads none, whatever its file says (as transformers)."""
     path = folder / "tokenizer.json"
-    problem = f"{path} cannot be read as a tokenizer"
+    if path.is_file():
+        failure = f"{path} cannot be read as a tokenizer"
+    else:
+        failure = f"{folder} has no tokenizer.json, and transformers cannot read another vocabulary there"
     try:
-        if path.is_file():
-            raw = tokenizers.Tokenizer.from_file(str(path))
-        else:
-            problem = f"{folder} has no tokenizer.json, and transformers cannot read another vocabulary there"
-            raw = _convert(folder)
+        raw = tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else _convert(folder)
     except BaseException as error:
         _reraise_unless_the_librarys(error)
-        raise CheckpointError(f"{problem}: {_line(error)}") from error
+        raise CheckpointError(f"{failure}: {_line(error)}") from error
     raw.no_truncation()
     raw.no_padding()
     return raw
@@ -246,14 +241,13 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
 def _convert(folder: Path) -> tokenizers.Tokenizer:
     """The tokenizer that ``transformers`` makes of older files: vocab.json with merges.txt, vocab.txt, …
 
-    A tokenizer.json is read without it: the class that the checkpoint names might rebuild the pre-tokenizer,
-    and its import takes half a second. No code of the folder is run.
+    A tokenizer.json is read without it: GPT-2's class there replaces whatever pre-tokenizer the file has, and
+    the import takes half a second. No code of the folder is run.
     """
     from transformers import AutoTokenizer
 
-    raw = AutoTokenizer.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    ).backend_tokenizer
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    raw = theirs.backend_tokenizer
     if not raw.get_vocab_size(with_added_tokens=False):
         raise ValueError("it is empty or absent")
     return raw
