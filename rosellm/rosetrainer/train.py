@@ -37,7 +37,7 @@ from rosellm.errors import RoseError
 from rosellm.models.config import ModelConfig
 from rosellm.models.loading import resolve_device
 from rosellm.models.model import GPT
-from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
+from rosellm.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from rosellm.models.weights import load_model, save_model
 from rosellm.rosetrainer.corpus import Corpus, read_corpus
 from rosellm.rosetrainer.training import (
@@ -80,11 +80,7 @@ class Made:
 
 
 def make_model(
-    config: ModelConfig,
-    hyper: Hyperparameters,
-    corpus: Corpus,
-    device: torch.device,
-    folder: Path,
+    config: ModelConfig, hyper: Hyperparameters, corpus: Corpus, device: torch.device, folder: Path
 ) -> Made:
     """Train tokenizer and model on ``corpus``, write both into ``folder``, and score what was written."""
     began = time.perf_counter()
@@ -104,17 +100,17 @@ def make_model(
     stored = load_model(str(folder), device, torch.float32)
     n_bytes = sum(source.n_bytes for source in corpus.validation)
     score = Score(mean_loss(stored, validation, hyper.batch_size), len(validation) - 1, n_bytes)
-    reloaded = load_tokenizer(folder, config)
-    completions = [
-        {"prompt": prompt, "completion": complete(stored, reloaded, prompt, COMPLETION_TOKENS)}
+    completions = _completions(stored, load_tokenizer(folder, config))
+    ended = time.perf_counter()
+    seconds = {"tokenizer": tokenized - began, "training": trained - tokenized, "all": ended - began}
+    return Made(config, hyper, training, score, _statistics(corpus, stream, validation), completions, seconds)
+
+
+def _completions(gpt: GPT, tokenizer: Tokenizer) -> list[dict[str, str]]:
+    return [
+        {"prompt": prompt, "completion": complete(gpt, tokenizer, prompt, COMPLETION_TOKENS)}
         for prompt in PROMPTS
     ]
-    seconds = {
-        "tokenizer": tokenized - began,
-        "training": trained - tokenized,
-        "all": time.perf_counter() - began,
-    }
-    return Made(config, hyper, training, score, _statistics(corpus, stream, validation), completions, seconds)
 
 
 def _statistics(corpus: Corpus, stream: Tensor, validation: Tensor) -> dict[str, int | str]:
