@@ -1,5 +1,7 @@
 """Errors that a user can cause; commands print them as one line and exit with status 2."""
 
+from traceback import format_exception_only
+
 LONGEST_TOLD_BITS = 128
 
 
@@ -40,7 +42,12 @@ class KVCacheExhausted(RoseError):
 
 
 def told(value: object) -> str:
-    """``value`` for a message; Python refuses to print integers of thousands of digits."""
+    """``value`` for a message: an exception's type and message, also where its own ``__str__`` fails.
+
+    Python refuses to print integers of thousands of digits.
+    """
+    if isinstance(value, BaseException):
+        return format_exception_only(value)[0].strip()
     if isinstance(value, int) and value.bit_length() > LONGEST_TOLD_BITS:
         return f"an integer of {value.bit_length()} bits"
     return repr(value)

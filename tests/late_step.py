@@ -79,5 +79,5 @@ class LateStep:
 
 def run_late(engine: Engine, run_ahead: int) -> LateStep:
     """Make ``engine`` run ahead; its step."""
-    engine._step = LateStep(engine._step, run_ahead)
-    return engine._step
+    engine.step, engine.budget.run_ahead = LateStep(engine.step, run_ahead), run_ahead
+    return engine.step

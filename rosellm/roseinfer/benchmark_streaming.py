@@ -34,7 +34,7 @@ from rosellm.roseinfer.bench.runs import (
 from rosellm.roseinfer.bench.summary import summary_line
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)

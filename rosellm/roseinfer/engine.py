@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from rosellm.errors import OptionError, PromptError, SamplingError, told
 from rosellm.models.loading import load_parts
 from rosellm.models.model import GPT
 from rosellm.models.weights import SHIPPED
-from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
+from rosellm.roseinfer.cache.budget import BlockBudget, kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.layers.batch_invariant import ALIGNMENT
-from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.recipe import LADDER, Recipe, build_step, get_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
@@ -32,8 +29,10 @@ LARGEST_SIZE = 2**31 - 1  # what the device counts with
 class Engine:
     """Runs sequences one prefill and one decode step at a time; who runs when is the scheduler's business.
 
-    A step is begun (:meth:`begin_prefill`, :meth:`begin_decode`) and collected: a step that runs on its own
-    on the device gives its tokens later. :meth:`prefill` and :meth:`decode` do both.
+    A step is begun (:meth:`begin_prefill`, :meth:`begin_decode`) and collected (``engine.step.collect``): a
+    step that runs on its own on the device gives its tokens later. :meth:`prefill` and :meth:`decode` do
+    both. The parts are there to be asked: ``step``, ``blocks``, ``budget`` (which counts them) and
+    ``prefix_cache``, None if there is none.
 
     recipe: a rung of ``LADDER`` by name, None for the best, or any ``Recipe``. max_batch_size: sequences that
     decode together at most. num_kv_blocks: blocks a layer; None takes what ``max_batch_size`` full-length
@@ -81,7 +80,7 @@ class Engine:
         )
         self.prefill_alignment = ALIGNMENT if self.deterministic else 1
         self.prefix_cache = PrefixCache(self.blocks, self.prefill_alignment) if prefix_cache else None
-        self._step: Step = build_step(
+        self.step: Step = build_step(
             self.recipe,
             model=model,
             blocks=self.blocks,
@@ -90,6 +89,7 @@ class Engine:
             max_batch_size=max_batch_size,
             gate=self.gate,
         )
+        self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
         self._n_requests = 0
         self._holders: set[Sequence] = set()
 
@@ -134,21 +134,12 @@ class Engine:
                 f"{sequence.n_prompt} prompt tokens and {params.max_tokens} new ones exceed the model's "
                 f"{self.max_model_len} positions"
             )
-        if self.blocks_needed(sequence) > self.num_kv_blocks:
+        if self.budget.at_most(sequence) > self.num_kv_blocks:
             raise PromptError(
-                f"the request needs {self.blocks_needed(sequence)} KV blocks of {self.block_size} tokens "
+                f"the request needs {self.budget.at_most(sequence)} KV blocks of {self.block_size} tokens "
                 f"a layer; the cache has {self.num_kv_blocks}"
             )
         return sequence
-
-    def blocks_needed(self, sequence: Sequence) -> int:
-        """Blocks a layer that the sequence may come to hold; its last token is never cached."""
-        return blocks_for(sequence.max_length - 1, self.block_size)
-
-    @property
-    def run_ahead(self) -> int:
-        """How many begun steps a scheduler leaves unfinished."""
-        return self._step.run_ahead
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> list[Sequence]:
         """Cache at most ``counts[i]`` more tokens of each sequence, None: all the rest.
@@ -157,14 +148,14 @@ class Engine:
         prefix cache has of a new sequence is not computed.
         """
         self.match_prefixes(sequences)
-        rests = [s.prefill_length - s.n_cached for s in sequences]
+        rests = [s.n_to_prefill for s in sequences]
         chunks = rests if counts is None else list(map(min, counts, rests))
-        self._check_chunks(sequences, chunks, rests)
-        whole = [s for s, chunk, rest in zip(sequences, chunks, rests, strict=True) if chunk == rest]
+        self._check_chunks(sequences, chunks)
+        whole = [s for s, chunk in zip(sequences, chunks, strict=True) if s.completes_prefill(chunk)]
         if self.prefix_cache is not None:
-            self.has_room_to_prefill(sequences, chunks)
+            self.budget.make_room_to_prefill(sequences, chunks)
         self._holders.update(sequences)
-        self._step.begin_prefill(sequences, chunks)
+        self.step.begin_prefill(sequences, chunks)
         if self.prefix_cache is not None:
             for sequence in whole:
                 self.prefix_cache.insert(sequence.prompt, sequence.block_ids)
@@ -177,16 +168,8 @@ class Engine:
         all of them, nothing runs. A list that is passed again must not have been changed in between.
         """
         if self.prefix_cache is not None:
-            self.has_room_to_decode(sequences)
-        return self._step.begin_decode(sequences)
-
-    def collect(self, leave: int = 0) -> Iterator[Done]:
-        """Wait until at most ``leave`` begun steps are unfinished; yield all that have ended, in order.
-
-        A step's tokens are committed to its sequences before it is yielded. Sequences that were released
-        meanwhile may still be listed, but got nothing.
-        """
-        return self._step.collect(leave)
+            self.budget.make_room_to_decode(sequences)
+        return self.step.begin_decode(sequences)
 
     def prefill(self, sequences: list[Sequence]) -> None:
         """Cache the rest of the sequences' tokens and commit their next ones; all begun steps are ended."""
@@ -198,24 +181,11 @@ class Engine:
         self.begin_decode(sequences)
         self._finish()
 
-    def warm_up(self, rows: int | None = None) -> None:
-        """Capture greedy steps of ``rows`` sequences, None: of any number, before requests come.
-
-        Without it each is captured when it is first needed, which takes tens of milliseconds.
-        """
-        self._step.warm_up(rows)
-
-    def last_logits(self) -> Tensor:
-        """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that it gives a token.
-
-        The next step may overwrite them.
-        """
-        return self._step.last_logits()
-
     def release(self, sequence: Sequence) -> None:
         """Return the blocks of a sequence that is finished or given up; it gets no further token."""
-        self._step.release(sequence)
+        self.step.release(sequence)
         self._holders.discard(sequence)
+        sequence.n_cached = 0
         for block_ids in sequence.block_ids:
             self.blocks.free_blocks(block_ids)
             block_ids.clear()
@@ -230,50 +200,6 @@ class Engine:
                 sequence.n_cached, sequence.block_ids = self.prefix_cache.match(known)
                 self._holders.add(sequence)
 
-    def free_blocks(self) -> int:
-        """Blocks a layer that nobody holds."""
-        return min(map(self.blocks.num_free_blocks, range(self.blocks.num_pools)))
-
-    def available_blocks(self) -> int:
-        """Blocks a layer that are free, or that only the prefix cache holds."""
-        return self.free_blocks() + (0 if self.prefix_cache is None else self.prefix_cache.num_evictable())
-
-    def blocks_to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
-        """Blocks a layer that caching ``counts`` more tokens takes, None: all the rest.
-
-        The clone of a shared block is counted.
-        """
-        rests = [s.prefill_length - s.n_cached for s in sequences]
-        return sum(map(self._blocks_to_cache, sequences, rests if counts is None else counts))
-
-    def has_room_to_prefill(self, sequences: list[Sequence], counts: list[int]) -> bool:
-        """Whether there are blocks for these tokens; cached prefixes are evicted as far as needed."""
-        at_most = sum(counts) // self.block_size + 2 * len(sequences)
-        return self.free_blocks() >= at_most or self.make_room(self.blocks_to_prefill(sequences, counts))
-
-    def has_room_to_decode(self, sequences: list[Sequence]) -> bool:
-        """Whether there are blocks for one more step, cached prefixes being evicted as far as needed.
-
-        What the sequences need (their last block is full, or shared and so cloned) is counted only where
-        there is not a free block for each token that may be on its way.
-        """
-        if self.free_blocks() >= (self.run_ahead + 1) * len(sequences):
-            return True
-        if self.make_room(sum(self.blocks_to_decode(sequences))):
-            return True
-        return self.free_blocks() >= sum(self.blocks_to_decode(sequences))  # eviction may have ended sharing
-
-    def make_room(self, n_blocks: int) -> bool:
-        """Evict cached prefixes until a layer has ``n_blocks`` free blocks; whether it has."""
-        if self.prefix_cache is not None:
-            self.prefix_cache.make_room(n_blocks)
-        return self.free_blocks() >= n_blocks
-
-    def blocks_to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
-        """Blocks a layer that each needs for the tokens cached by the end of so many steps begun from now."""
-        ahead = self.run_ahead + steps - 1
-        return [self._blocks_to_decode(sequence, ahead) for sequence in sequences]
-
     def check_integrity(self) -> None:
         """Assert that every KV block is free, or held by just as many as its count says.
 
@@ -284,31 +210,18 @@ class Engine:
             held += self.prefix_cache.holdings()
         self.blocks.check_integrity(held)
 
-    def _check_chunks(self, sequences: list[Sequence], chunks: list[int], rests: list[int]) -> None:
-        for sequence, chunk, rest in zip(sequences, chunks, rests, strict=True):
+    def _check_chunks(self, sequences: list[Sequence], chunks: list[int]) -> None:
+        for sequence, chunk in zip(sequences, chunks, strict=True):
             end = sequence.n_cached + chunk
-            if chunk < rest and end % self.prefill_alignment:
+            if end % self.prefill_alignment and not sequence.completes_prefill(chunk):
                 raise OptionError(
                     f"a chunk ends at token {end}; in deterministic mode one must end at a multiple of "
                     f"{self.prefill_alignment}, or at the prompt's end"
                 )
 
     def _finish(self) -> None:
-        for _ in self._step.collect():
+        for _ in self.step.collect():
             pass
-
-    def _blocks_to_cache(self, sequence: Sequence, count: int) -> int:
-        n_cached = sequence.n_cached
-        return blocks_for(n_cached + count, self.block_size) - n_cached // self.block_size
-
-    def _blocks_to_decode(self, sequence: Sequence, ahead: int) -> int:
-        held = sequence.block_ids[0]
-        reserved = self.blocks.tokens_reserved(held)
-        length = min(len(sequence.tokens) + ahead, sequence.max_length - 1)
-        if length <= reserved:
-            return 0
-        cloned = reserved % self.block_size > 0 and self.blocks.ref_count(held[-1]) > 1
-        return blocks_for(length, self.block_size) - len(held) + cloned
 
     def _default_kv_blocks(self) -> int:
         wanted = self.max_batch_size * blocks_for(self.max_model_len, self.block_size)

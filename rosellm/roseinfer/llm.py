@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -15,28 +14,6 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, one_each
 
 Prompt = str | list[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What was generated. ``token_ids`` include an end-of-sequence token; ``text`` does not, nor a stop
-    string.
-
-    ``finish_reason`` is "stop" (end of sequence or a stop string) or "length".
-    """
-
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A prompt and its completion, ``outputs[0]``. ``prompt`` is the text given, None if token ids were."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[Completion]
 
 
 class LLM:
@@ -77,11 +54,13 @@ class LLM:
         prompts: Prompt | list[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[Generation]:
+    ) -> list[RequestOutput]:
         """Complete one prompt or many, each text or a list of token ids; results in their order.
 
         sampling_params: one for all, one each, or None for the defaults. All is checked before anything
-        runs: raises ``PromptError`` or ``SamplingError``.
+        runs: raises ``PromptError`` or ``SamplingError``. A result's completion is its ``outputs[0]``, with
+        ``token_ids``, ``text`` and ``finish_reason``: "stop", "length", or "failed" where the model's logits
+        gave no token, with the reason in ``error``; the others' completions do not suffer from that.
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
@@ -89,7 +68,9 @@ class LLM:
         ids = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in many]
         with tqdm(total=len(many), desc="prompts", disable=not use_tqdm) as progress:
             outputs = OfflineScheduler(self.engine).run(ids, params, progress)
-        return [_generation(prompt, output) for prompt, output in zip(many, outputs, strict=True)]
+        for prompt, output in zip(many, outputs, strict=True):
+            output.prompt = prompt if isinstance(prompt, str) else None
+        return outputs
 
 
 def _as_many(prompts: Any) -> list[Prompt]:
@@ -107,8 +88,3 @@ def _as_many(prompts: Any) -> list[Prompt]:
 
 def _is_token_id(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
-
-
-def _generation(prompt: Prompt, output: RequestOutput) -> Generation:
-    completion = Completion(output.token_ids, output.text, output.finish_reason)
-    return Generation(prompt if isinstance(prompt, str) else None, output.prompt_token_ids, [completion])

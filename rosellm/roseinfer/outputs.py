@@ -1,14 +1,13 @@
-"""What steps and requests hand back: who got a token; the tokens, their text, and when each one came."""
+"""What steps and requests hand back: who got a token; what a request came to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal
 
-from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.request import RequestMetrics, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,124 +26,63 @@ class Done:
 
 
 @dataclass
-class RequestMetrics:
-    """When a request arrived and when each of its tokens came, in ``time.perf_counter`` seconds.
-
-    The figures are seconds; those that need more tokens than there are, are None. preemptions: how often it
-    gave up its KV blocks to others.
-    """
-
-    arrival: float
-    token_times: list[float] = field(default_factory=list)
-    preemptions: int = 0
-
-    @property
-    def ttft(self) -> float | None:
-        """Time to first token."""
-        return self.token_times[0] - self.arrival if self.token_times else None
-
-    @property
-    def tpot(self) -> float | None:
-        """Time per output token after the first, on average."""
-        n = len(self.token_times)
-        return (self.token_times[-1] - self.token_times[0]) / (n - 1) if n > 1 else None
-
-    @property
-    def latency(self) -> float | None:
-        """From arrival to the last token."""
-        return self.token_times[-1] - self.arrival if self.token_times else None
-
-    @property
-    def itl(self) -> list[float]:
-        """Inter-token latencies: the gap before each token but the first."""
-        return [after - before for before, after in pairwise(self.token_times)]
-
-
-@dataclass
 class RequestOutput:
-    """A request that has ended.
+    """A request that has ended, and its one completion.
 
-    ``token_ids`` are the generated ones, an end-of-sequence token included. ``finish_reason`` is "stop",
-    "length", "cancelled" or "failed". ``text`` leaves out the end-of-sequence token and everything from a
-    stop string on; it is decoded when first read, and None if the engine has no tokenizer.
+    ``token_ids`` are the generated ones, an end-of-sequence token included. ``finish_reason`` is "stop" (end
+    of sequence or a stop string), "length", "cancelled", or "failed" with the reason in ``error``.
+    ``prompt`` is the text that ``LLM.generate`` was given, None if token ids were. Outputs with the same
+    prompt, tokens and end are equal, whichever request they are of.
     """
 
-    request_id: int
+    request_id: int = field(compare=False)
     prompt_token_ids: list[int]
     token_ids: list[int]
     finish_reason: str
-    metrics: RequestMetrics
+    metrics: RequestMetrics = field(compare=False)
     decode: Callable[[], str | None] = field(repr=False, compare=False)
+    error: str | None = None
+    prompt: str | None = None
+
+    @classmethod
+    def of(cls, sequence: Sequence, tokenizer) -> RequestOutput:
+        """What a sequence that has ended came to; tokenizer: None if there is none."""
+        decode = _decoder(sequence, tokenizer)  # what it settles may be a stop string
+        return cls(
+            request_id=sequence.request_id,
+            prompt_token_ids=sequence.prompt,
+            token_ids=sequence.output,
+            finish_reason=sequence.finish_reason,
+            metrics=sequence.metrics,
+            decode=decode,
+            error=sequence.error,
+        )
 
     @cached_property
     def text(self) -> str | None:
+        """The completion without its end-of-sequence token and what follows from a stop string on.
+
+        Decoded when first read; None if the engine has no tokenizer.
+        """
         return self.decode()
 
-
-class IncrementalText:
-    """The text of one sequence, decoded token by token, ending before the first stop string.
-
-    Text that may turn out to be the beginning of a stop string is held back until that is settled, so what
-    :meth:`take` has returned never has to be taken back. Of several stop strings the one completed first
-    counts, wherever the borders between tokens fall.
-    """
-
-    def __init__(self, tokenizer, stops: tuple[str, ...] = ()) -> None:
-        self._stops = stops
-        self._stream = tokenizer.stream()
-        self._push = self._stream.push
-        self._taken: list[str] = []
-        self._pieces: list[str] = []  # settled and not taken yet
-        self._held = ""
-        self.stopped = False
-
     @property
-    def text(self) -> str:
-        """All settled text."""
-        return "".join(self._taken + self._pieces)
+    def outputs(self) -> list[RequestOutput]:
+        """The completions of the prompt: this one."""
+        return [self]
 
-    def push(self, token_id: int) -> None:
-        """One token more; ``stopped`` tells whether it completed a stop string."""
-        piece = self._push(token_id)
-        if not self._stops:
-            self._pieces.append(piece)
-        elif piece:
-            self._absorb(piece)
-
-    def take(self) -> str:
-        """Settled text that was not taken before."""
-        new = "".join(self._pieces)
-        self._pieces.clear()
-        self._taken.append(new)
-        return new
-
-    def finish(self) -> None:
-        """The sequence has ended: settle what was held back or is a character in parts."""
-        if self.stopped:
-            return
-        rest = self._stream.finish()
-        if self._stops:
-            self._absorb(rest)
-            rest, self._held = self._held, ""
-        self._pieces.append(rest)
-
-    def _absorb(self, piece: str) -> None:
-        held = self._held + piece
-        ends = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
-        if ends:
-            self.stopped = True
-            self._pieces.append(held[: min(ends)[1]])
-            self._held = ""
-            return
-        keep = _possible_stop(held, self._stops)
-        self._pieces.append(held[: len(held) - keep])
-        self._held = held[len(held) - keep :]
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle holds the text, not what decodes it."""
+        return self.__dict__ | {"text": self.text, "decode": None}
 
 
-def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of ``text`` that begins a stop string."""
-    longest = max((len(stop) - 1 for stop in stops), default=0)
-    for n in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-n:]) for stop in stops):
-            return n
-    return 0
+def _decoder(sequence: Sequence, tokenizer) -> Callable[[], str | None]:
+    """What makes the text: nothing is decoded yet unless it was followed all along."""
+    text = sequence.text
+    if text is not None:
+        sequence.settle_text()
+        return lambda: text.text
+    if tokenizer is None:
+        return lambda: None
+    ends_with_eos = sequence.finish_reason == "stop"  # no stop string was looked for
+    return partial(tokenizer.decode, sequence.output[:-1] if ends_with_eos else sequence.output)

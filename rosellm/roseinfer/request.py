@@ -3,9 +3,47 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import perf_counter
 
 from rosellm.errors import RoseError
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.text import IncrementalText
+
+
+@dataclass
+class RequestMetrics:
+    """When a request arrived and when each of its tokens came, in ``time.perf_counter`` seconds.
+
+    The figures are seconds; those that need more tokens than there are, are None. preemptions: how often it
+    gave up its KV blocks to others.
+    """
+
+    arrival: float
+    token_times: list[float] = field(default_factory=list)
+    preemptions: int = 0
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token."""
+        return self.token_times[0] - self.arrival if self.token_times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first, on average."""
+        n = len(self.token_times)
+        return (self.token_times[-1] - self.token_times[0]) / (n - 1) if n > 1 else None
+
+    @property
+    def latency(self) -> float | None:
+        """From arrival to the last token."""
+        return self.token_times[-1] - self.arrival if self.token_times else None
+
+    @property
+    def itl(self) -> list[float]:
+        """Inter-token latencies: the gap before each token but the first."""
+        return [after - before for before, after in pairwise(self.token_times)]
 
 
 class Sequence:
@@ -13,14 +51,15 @@ class Sequence:
 
     ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between
     steps exactly the last token is not. ``block_ids[pool]`` are global block ids. ``finish_reason``: None
-    while running, "stop", "length", "cancelled", or "failed" with its reason in ``error``. ``seed`` and a token's index decide its random numbers.
-    ``stop_token`` ends it, None if nothing does. ``replays``: if its blocks were taken from it, its output is
-    decoded again, token by token, as it was the first time; else it is prefilled, like the prompt.
+    while running, "stop", "length", "cancelled", or "failed" with its reason in ``error``. ``seed`` and a
+    token's index decide its random numbers. ``stop_token`` ends it, None if nothing does. ``replays``: if its
+    blocks were taken from it, its output is decoded again, token by token, as it was the first time; else it
+    is prefilled, like the prompt. A scheduler keeps ``metrics`` and, where the text is followed, ``text``.
     """
 
     __slots__ = (
-        "block_ids", "error", "finish_reason", "n_cached", "n_prompt", "params", "replays", "request_id",
-        "seed", "stop_token", "tokens",
+        "block_ids", "error", "finish_reason", "metrics", "n_cached", "n_prompt", "params", "replays",
+        "request_id", "seed", "stop_token", "text", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -37,6 +76,8 @@ class Sequence:
         self.block_ids: list[list[int]] = [[] for _ in range(n_pools)]
         self.finish_reason: str | None = None
         self.error: str | None = None
+        self.metrics = RequestMetrics(arrival=perf_counter())
+        self.text: IncrementalText | None = None
         self.replays = replays
         self.stop_token = None if params.ignore_eos else eos_token_id
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -58,6 +99,15 @@ class Sequence:
     def prefill_length(self) -> int:
         """Tokens that a prefill caches before the next one can be chosen."""
         return self.n_prompt if self.replays else len(self.tokens)
+
+    @property
+    def n_to_prefill(self) -> int:
+        """Those of them that are not cached yet."""
+        return self.prefill_length - self.n_cached
+
+    def completes_prefill(self, chunk: int) -> bool:
+        """Whether nothing is left to prefill once ``chunk`` more tokens are cached."""
+        return chunk == self.n_to_prefill
 
     @property
     def n_output(self) -> int:
@@ -84,6 +134,24 @@ class Sequence:
         elif len(self.tokens) == self.max_length:
             self.finish_reason = "length"
         return True
+
+    def follow_text(self) -> None:
+        """Add the latest token, unless it is the end of sequence; a stop string ends the sequence, too."""
+        if self.finish_reason == "stop":
+            return
+        self.text.push(self.tokens[-1])
+        if self.text.stopped:
+            self.finish_reason = "stop"
+
+    def settle_text(self) -> None:
+        """The sequence has ended: ``text`` gets what was held back, which may complete a stop string."""
+        self.text.finish()
+        if self.text.stopped and self.finish_reason == "length":
+            self.finish_reason = "stop"
+
+    def cancel(self) -> None:
+        """End the sequence because nobody wants it any more."""
+        self.finish_reason = "cancelled"
 
     def fail(self, reason: str) -> None:
         """End the sequence without a further token."""

@@ -82,12 +82,12 @@ def forced(folder: Path, dtype: torch.dtype, device: str, rung: str, tokens: lis
     engine = small_engine(load_model(str(folder), torch.device(device), dtype), recipe=rung)
     sequences = greedy_sequences(engine, prompts_for(folder), N_TOKENS + 1)
     engine.prefill(sequences)
-    steps = [engine.last_logits().float().cpu().clone()]
+    steps = [engine.step.last_logits().float().cpu().clone()]
     for step in range(N_TOKENS - 1):
         for sequence, row in zip(sequences, tokens, strict=True):
             sequence.tokens[-1] = row[step]
         engine.decode(sequences)
-        steps.append(engine.last_logits().float().cpu().clone())
+        steps.append(engine.step.last_logits().float().cpu().clone())
     for sequence in sequences:
         engine.release(sequence)
     engine.check_integrity()

@@ -24,7 +24,7 @@ from rosellm.models.tokenizer import Tokenizer, train_tokenizer
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import IncrementalText, RequestOutput
+from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, Recipe
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
@@ -32,6 +32,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfi
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.roseinfer.steps.resident import ResidentStep
 from rosellm.roseinfer.steps.runner import EagerRunner, GraphRunner
+from rosellm.roseinfer.text import IncrementalText
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
 
 WORDS = "hello world, here is some text to learn from, with words and words"
@@ -250,7 +251,7 @@ def alone(name: str, prompt: tuple[int, ...]) -> tuple[list[int], float]:
 
 
 def lead(engine: Engine) -> float:
-    best, second = engine.last_logits()[0].topk(2).values.tolist()
+    best, second = engine.step.last_logits()[0].topk(2).values.tolist()
     return best - second
 
 
@@ -303,8 +304,8 @@ class Witness:
         self._begin_prefill, self._begin_decode = engine.begin_prefill, engine.begin_decode
         engine.begin_prefill, engine.begin_decode = self._see_prefill, self._see_decode
         self._clone_block, engine.blocks.clone_block = engine.blocks.clone_block, self._see_clone
-        if isinstance(engine._step, ResidentStep):
-            rows = engine._step.rows
+        if isinstance(engine.step, ResidentStep):
+            rows = engine.step.rows
             self._move, rows._move = rows._move, self._see_move
 
     def _see_prefill(self, sequences: list[Sequence], counts: list[int]) -> list[Sequence]:
@@ -425,11 +426,11 @@ def assert_runner(engine: Engine, combination: Combination) -> None:
     """The recipe is the combination's, and a graph was really captured, or its buffers made, where wanted."""
     assert engine.recipe == combination.recipe() and engine.deterministic == combination.deterministic
     is_graph, on_gpu = combination.runner == "graph", engine.device.type == "cuda"
-    if isinstance(engine._step, ResidentStep):
-        assert engine._step._capture == (is_graph and on_gpu)
-        assert engine._step._steps
+    if isinstance(engine.step, ResidentStep):
+        assert engine.step._capture == (is_graph and on_gpu)
+        assert engine.step._steps
         return
-    runner = engine._step.runner
+    runner = engine.step.runner
     assert type(runner) is (GraphRunner if is_graph else EagerRunner)
     assert not is_graph or runner._captured
 

@@ -140,7 +140,7 @@ def test_prompts_in_chunks_give_the_same_tokens(checkpoint, rung, device):
         whole = engine.begin_prefill(unfinished, sizes)
         seen.append(len(whole))
         assert all(len(s.tokens) - s.n_cached > 0 for s in unfinished if s not in whole)
-        for done in engine.collect():
+        for done in engine.step.collect():
             assert done.kind == "prefill" and done.sequences == whole
         unfinished = [s for s in unfinished if s not in whole]
     assert len(seen) > 3 and sum(seen) == len(sequences)
@@ -155,15 +155,15 @@ def test_steps_that_are_begun_ahead_are_collected_in_order(checkpoint, rung, dev
     told = []
 
     def collect(leave: int) -> None:
-        for done in engine.collect(leave):
+        for done in engine.step.collect(leave):
             told.append(done.kind)
             assert set(done.sequences) == set(sequences) and done.seconds > 0
             assert [s.output for s in sequences] == [row[: len(told)] for row in expected["mixed"].tokens]
 
     assert engine.begin_prefill(sequences) == sequences
-    collect(engine.run_ahead)
+    collect(engine.step.run_ahead)
     while not sequences[0].is_finished:
-        collect(engine.run_ahead if engine.begin_decode(sequences) else 0)
+        collect(engine.step.run_ahead if engine.begin_decode(sequences) else 0)
     assert told == ["prefill"] + ["decode"] * (N_TOKENS - 1)
 
 
@@ -233,12 +233,12 @@ def test_grouped_query_attention_gives_the_tokens_of_the_uncached_model(rung, de
 def forced_logits(engine: Engine, sequences: list, tokens: list[list[int]]) -> Tensor:
     """Logits ``[steps, B, V]`` of all steps when each row is fed its ``tokens``, whatever it would choose."""
     engine.prefill(sequences)
-    logits = [engine.last_logits().clone()]
+    logits = [engine.step.last_logits().clone()]
     for step in zip(*tokens, strict=True):
         for sequence, token in zip(sequences, step, strict=True):
             sequence.tokens[-1] = token
         engine.decode(sequences)
-        logits.append(engine.last_logits().clone())
+        logits.append(engine.step.last_logits().clone())
     return torch.stack(logits)
 
 
@@ -337,7 +337,7 @@ def test_two_engines_share_no_state_but_the_model(rung):
         generate(engine, PROMPTS["mixed"], 3)
     of_a, of_b = mutable_parts(a), mutable_parts(b)
     assert any(isinstance(part, Tensor) for part in of_a.values())
-    assert a.blocks is of_a[id(a.blocks)] and a._step is of_a[id(a._step)]
+    assert a.blocks is of_a[id(a.blocks)] and a.step is of_a[id(a.step)]
     assert not of_a.keys() & of_b.keys()
 
 
@@ -354,8 +354,8 @@ def test_rows_past_the_batch_have_no_context_in_a_captured_run():
     sequences = greedy_sequences(engine, PROMPTS["mixed"], [8, 8, 8, 8, 8, 2, 2])
     engine.prefill(sequences)
     decode_all(engine, sequences)
-    (bucket,) = engine._step.runner._captured
-    static = engine._step.runner._captured[bucket].static
+    (bucket,) = engine.step.runner._captured
+    static = engine.step.runner._captured[bucket].static
     assert bucket == 8
     assert static.context_lens.tolist() == [s.n_cached - 1 for s in sequences[:5]] + [0, 0, 0]
 
@@ -371,7 +371,7 @@ def test_an_autotuned_kernel_is_tuned_before_it_is_captured(checkpoint):
 def test_the_graph_runner_captures_once_a_bucket_and_replays_for_smaller_batches():
     engine = small_engine(random_model(3).to("cuda"), recipe="cuda_graph")
     expected = {n: generate(engine, PROMPTS["mixed"][:n], 4) for n in (3, 5, 7, 4, 1, 6, 2)}
-    runner = engine._step.runner
+    runner = engine.step.runner
     captured = dict(runner._captured)
     assert set(captured) == {1, 2, 4, 8}
     for n in (7, 1, 5, 2, 6, 3):

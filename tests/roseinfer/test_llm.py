@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,9 @@ def test_progress_is_shown_only_if_wanted(llm: LLM, capsys: pytest.CaptureFixtur
 def test_bad_options_are_refused(checkpoint: Path, options: dict, error) -> None:
     with pytest.raises(error):
         LLM(str(checkpoint), **({"device": "cpu"} | options))
+
+
+def test_results_can_be_pickled_and_keep_their_text(llm: LLM) -> None:
+    (result,) = llm.generate("hello", GREEDY, use_tqdm=False)
+    again = pickle.loads(pickle.dumps(result))
+    assert again == result and again.outputs[0].text == result.outputs[0].text != ""

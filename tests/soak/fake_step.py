@@ -108,7 +108,7 @@ class FakeStep:
 def fake_engine(pool: Literal["per_layer", "shared"], run_ahead: int, **options) -> Engine:
     """An engine with all its parts but the step, whose tokens come ``run_ahead`` steps late."""
     engine = Engine(_never_run(), recipe=RUNG_OF[pool], block_size=BLOCK, **options)
-    engine._step = FakeStep(engine.blocks)
+    engine.step = FakeStep(engine.blocks)
     if run_ahead:
         run_late(engine, run_ahead)
     return engine

@@ -96,7 +96,7 @@ class SchedulerDriver(Driver):
         self.running: dict[int, Asked] = {}
         self.ended: dict[int, RequestOutput] = {}  # and not taken
         self.fault_in: int | None = None
-        call_before(self.engine._step, self._raise_fault)
+        call_before(self.engine.step, self._raise_fault)
 
     def make_engine(
         self, pool: str, run_ahead_and_replays: tuple[int, bool], n_blocks: int, **options
@@ -228,7 +228,7 @@ class SchedulerDriver(Driver):
         self.forget_prefixes(0, 0)
         self.check()
         assert_whole(self.engine)
-        assert self.scheduler._unreserved == self.engine.num_kv_blocks
+        assert self.engine.budget.promised == 0
 
     # The model.
 
@@ -271,7 +271,7 @@ class ModelSchedulerDriver(SchedulerDriver):
 
 def check_holders(engine: Engine, scheduler: OnlineScheduler) -> None:
     """The books are consistent; those who hold blocks are the requests in flight and the prefix cache."""
-    holders = [request.sequence.block_ids for request in scheduler._requests.values()]
+    holders = [sequence.block_ids for sequence in scheduler._requests.values()]
     if engine.prefix_cache is not None:
         holders += engine.prefix_cache._entries.values()
     pools = chain.from_iterable(holders)

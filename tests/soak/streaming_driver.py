@@ -126,7 +126,7 @@ class StreamingDriver(Driver):
         self.max_in_flight = max_in_flight
         config = SchedulerConfig(prefill_token_budget=prefill_token_budget, max_in_flight=max_in_flight)
         self.new_manager = lambda: StreamingManager(self.engine, config, **options)
-        call_before(self.engine._step, lambda: self.gate())
+        call_before(self.engine.step, lambda: self.gate())
         self._start()
 
     # Operations.

@@ -103,7 +103,7 @@ class KVMovie:
         blocks, cache = self.engine.blocks, self.engine.prefix_cache
         tables, lengths = {}, {}
         for request_id, request in sorted(self.scheduler.requests.items()):
-            if held := request.sequence.block_ids[0]:
+            if held := request.block_ids[0]:
                 name = f"request {request_id}"
                 tables[name], lengths[name] = tuple(held), blocks.tokens_reserved(held)
         for tokens, pools in ({} if cache is None else cache.entries).items():

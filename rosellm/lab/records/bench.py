@@ -69,7 +69,7 @@ class Bench:
         )
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         self.sequences: list[Sequence] = [self.engine.make_sequence(p, params) for p in prompts]
-        self.engine.warm_up(len(prompts))
+        self.engine.step.warm_up(len(prompts))
         self.engine.prefill(self.sequences)
 
     def decode(self, steps: int = 1) -> list[float]:
@@ -83,15 +83,15 @@ class Bench:
 
     def logits(self) -> Tensor:
         """A copy of the latest step's logits ``[B, V]``, fp32, on the host."""
-        return self.engine.last_logits().to("cpu", torch.float32, copy=True)
+        return self.engine.step.last_logits().to("cpu", torch.float32, copy=True)
 
     def run_ahead(self, steps: int) -> list[float]:
         """Seconds that the device spent in each step, begun as far ahead as the engine's step allows."""
         done: list[Done] = []
         for _ in range(steps):
             self.engine.begin_decode(self.sequences)
-            done += self.engine.collect(self.engine.run_ahead)
-        done += self.engine.collect()
+            done += self.engine.step.collect(self.engine.step.run_ahead)
+        done += self.engine.step.collect()
         return [step.seconds for step in done]
 
     def trace(self, save_to: Path | None = None) -> Trace:

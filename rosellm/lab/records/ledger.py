@@ -195,8 +195,8 @@ def drive(bench: Bench, steps: int) -> list[float]:
     for _ in range(steps):
         with record_function(PROFILED_STEP):
             engine.begin_decode(bench.sequences)
-            ends += [time.perf_counter() for _ in engine.collect(leave=engine.run_ahead)]
-    return ends + [time.perf_counter() for _ in engine.collect()]
+            ends += [time.perf_counter() for _ in engine.step.collect(leave=engine.step.run_ahead)]
+    return ends + [time.perf_counter() for _ in engine.step.collect()]
 
 
 def _mean_us(bench: Bench, steps: int) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.serving.admission import Request
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 
 KINDS = ("preempted", "evicted", "cancelled", "failed", "finished")
@@ -50,7 +49,7 @@ class PoolLog:
         self.scheduler, self.engine = scheduler, scheduler.engine
         self.moments: list[Moment] = []
         self.happenings: list[Happening] = []
-        self._known: dict[int, Request] = {}
+        self._known: dict[int, Sequence] = {}
         self._ended: set[int] = set(scheduler.finished)
         self._preemptions: Counter[int] = Counter()
         self._entries: list[tuple[int, ...]] = []
@@ -98,7 +97,7 @@ class PoolLog:
             yield from [("preempted", f"request {request_id}")] * (times - self._preemptions[request_id])
             self._preemptions[request_id] = times
         for request_id in sorted(self._known.keys() - present.keys()):
-            yield self._end(request_id, self._known.pop(request_id).sequence.finish_reason)
+            yield self._end(request_id, self._known.pop(request_id).finish_reason)
         for request_id in sorted(
             self.scheduler.finished.keys() - self._ended
         ):  # begun and ended between two notes
@@ -117,7 +116,7 @@ class PoolLog:
         counted: set[int] = set()
         held: dict[int, int] = {}
         for request_id, request in sorted(self.scheduler.requests.items()):
-            own = set(request.sequence.block_ids[0]) - counted
+            own = set(request.block_ids[0]) - counted
             counted |= own
             if own:
                 held[request_id] = len(own)

@@ -64,7 +64,7 @@ def kv_pressure(
         for name, blocks in pools.items()
     }
     for engine in engines.values():
-        engine.warm_up()
+        engine.step.warm_up()
     runs = in_turns(engines, prompts, new_tokens, repeats)
     return {
         "requests": n,
@@ -87,7 +87,7 @@ def determinism_cost(model: GPT, workload: Workload, repeats: int = 3) -> dict[s
         for name in ("fast", "invariant")
     }
     for engine in engines.values():
-        engine.warm_up()
+        engine.step.warm_up()
     runs = in_turns(engines, prompts, workload.max_new_tokens, repeats)
     return {"cost": 1 - runs["invariant"]["tok_s"] / runs["fast"]["tok_s"], **runs}
 
@@ -119,7 +119,7 @@ def final_logits(
             _prefill(engine, probe, chunk)
         else:
             engine.decode([probe, *(s for s in others if not s.is_finished)])
-    logits = engine.last_logits()[0].clone()
+    logits = engine.step.last_logits()[0].clone()
     for sequence in (probe, *others):
         engine.release(sequence)
     return logits
@@ -128,7 +128,7 @@ def final_logits(
 def _prefill(engine: Engine, sequence: Sequence, chunk: int | None) -> None:
     while not engine.begin_prefill([sequence], None if chunk is None else [chunk]):
         pass
-    for _ in engine.collect():
+    for _ in engine.step.collect():
         pass
 
 

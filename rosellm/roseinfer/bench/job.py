@@ -14,7 +14,7 @@ from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 SPARE_KV_BLOCKS = 8
 

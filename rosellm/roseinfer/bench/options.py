@@ -13,7 +13,7 @@ from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.bench.record import check_writable
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload, get_workload
 from rosellm.roseinfer.recipe import LADDER
-from rosellm.roseinfer.serving.scheduler import POLICIES, SchedulerConfig
+from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
 
 PROFILED_STEPS = 20
 MOST_REQUESTS = MOST_TOKENS = 1 << 20

@@ -1,101 +1,114 @@
-"""Admission: which of the waiting requests start now, and whether the KV cache has room for them."""
+"""Admission: which waiting requests start now, within an iteration's limits and the KV cache's room."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Literal
 
-from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics
+from rosellm.errors import RoseError
+from rosellm.roseinfer.cache.budget import BlockBudget
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.request import Sequence
 
+POLICIES = ("fifo", "pack")
 ACTIVE_PER_SPARE_BLOCK = 1
 
 
-@dataclass(eq=False)
-class Request:
-    """A request in flight, with the KV blocks a layer that it may come to hold."""
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """What one iteration may do.
 
-    sequence: Sequence
-    metrics: RequestMetrics
-    text: IncrementalText | None
-    blocks: int
+    max_batch_size: sequences that are active together; None takes the engine's. prefill_max_batch_size and
+    prefill_token_budget: prompts and prompt tokens prefilled in one iteration; the last prompt is cut where
+    the budget ends, and goes on before others in the next iteration. admission_policy: "fifo" admits strictly
+    in order; "pack" admits the shortest prompts among the first ``pack_lookahead`` waiting, and every
+    ``fifo_every``-th round is fifo, so that nobody starves. max_in_flight: waiting and active requests
+    together; None sets no limit.
+    """
+
+    max_batch_size: int | None = None
+    prefill_max_batch_size: int = 256
+    prefill_token_budget: int = 16384
+    admission_policy: Literal["fifo", "pack"] = "fifo"
+    pack_lookahead: int = 64
+    fifo_every: int = 8
+    max_in_flight: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.admission_policy not in POLICIES:
+            raise RoseError(f"admission_policy is {self.admission_policy!r}; use {' or '.join(POLICIES)}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "admission_policy" or (value is None and field.default is None):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise RoseError(f"{field.name} is {value!r}; it must be a whole number, 1 or more")
 
 
-@dataclass
 class Room:
     """KV blocks a layer for one round of admission.
 
-    free: those that nobody holds, or that only the prefix cache does. unreserved: what would be left if all
-    active sequences grew to their full length, negative where they cannot all do so at once. n_active: how
-    many sequences run. block_size: tokens a block.
+    n_active: how many sequences run. prefilling: those of them whose prompts are not cached wholly yet.
+    ``free``: blocks that nobody holds, or only the prefix cache, and that those prompts will not take.
 
     A request that can grow to its full length beside all others is always admitted. Beyond that, admission
     is optimistic, since requests may end early: the tokens to be computed need a place, and a block is kept
     free for every ``ACTIVE_PER_SPARE_BLOCK`` that run, lest one be preempted as soon as it has started.
     """
 
-    free: int
-    unreserved: int
-    n_active: int
-    block_size: int
+    def __init__(self, budget: BlockBudget, n_active: int, prefilling: list[Sequence]) -> None:
+        self.budget, self.n_active = budget, n_active
+        self.free = budget.available - budget.to_prefill(prefilling)
 
-    def take(self, request: Request) -> bool:
-        """Whether the request may start; if so, its blocks are counted as taken."""
-        need = -(-request.sequence.prefill_length // self.block_size)
+    def take(self, sequence: Sequence) -> bool:
+        """Whether the request may start; if so, its blocks are promised to it."""
+        need = blocks_for(sequence.prefill_length, self.budget.blocks.block_size)
         spare = -(-self.n_active // ACTIVE_PER_SPARE_BLOCK)
-        if request.blocks > self.unreserved and need + spare > self.free:
+        if self.budget.at_most(sequence) > self.budget.unpromised and need + spare > self.free:
             return False
         self.free -= need
-        self.unreserved -= request.blocks
         self.n_active += 1
+        self.budget.promise(sequence)
         return True
-
-
-class Limits(Protocol):
-    """The part of ``SchedulerConfig`` that admission goes by."""
-
-    admission_policy: str
-    pack_lookahead: int
-    fifo_every: int
 
 
 class WaitingQueue:
     """Requests in the order of their arrival, those that were preempted before all others."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerConfig) -> None:
         self._limits = limits
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[Sequence] = deque()
         self._packed_rounds = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[Sequence]:
         return iter(self._waiting)
 
-    def append(self, request: Request) -> None:
+    def append(self, request: Sequence) -> None:
         self._waiting.append(request)
 
-    def put_back(self, request: Request) -> None:
+    def put_back(self, request: Sequence) -> None:
         """A request that was preempted; of several, the youngest comes first."""
         self._waiting.appendleft(request)
 
-    def remove(self, request: Request) -> bool:
+    def remove(self, request: Sequence) -> bool:
         """Take a request out; False if it does not wait."""
         if request not in self._waiting:
             return False
         self._waiting.remove(request)
         return True
 
-    def clear(self) -> list[Request]:
+    def clear(self) -> list[Sequence]:
         """Take all out."""
         requests = list(self._waiting)
         self._waiting.clear()
         return requests
 
-    def admit(self, places: int, tokens: int, room: Room) -> list[Request]:
+    def admit(self, places: int, tokens: int, room: Room) -> list[Sequence]:
         """Take out those that start now: at most ``places``, until ``tokens`` are to be computed."""
         if self._limits.admission_policy == "fifo":
             return self._in_order(places, tokens, room)
@@ -108,31 +121,31 @@ class WaitingQueue:
             self._packed_rounds = 0
         return chosen
 
-    def _in_order(self, places: int, tokens: int, room: Room) -> list[Request]:
+    def _in_order(self, places: int, tokens: int, room: Room) -> list[Sequence]:
         chosen = _fill(self._waiting, places, tokens, room, skip=False)
         for _ in chosen:
             self._waiting.popleft()
         return chosen
 
-    def _shortest(self, places: int, tokens: int, room: Room) -> list[Request]:
+    def _shortest(self, places: int, tokens: int, room: Room) -> list[Sequence]:
         """First fit in order of the tokens to compute, so that the budget serves as many as it can."""
         n_looked_at = min(self._limits.pack_lookahead, len(self._waiting))
         looked_at = [self._waiting.popleft() for _ in range(n_looked_at)]
-        by_length = sorted(looked_at, key=lambda request: request.sequence.prefill_length)
+        by_length = sorted(looked_at, key=lambda request: request.prefill_length)
         chosen = _fill(by_length, places, tokens, room, skip=True)
         taken = set(chosen)
         self._waiting.extendleft(request for request in reversed(looked_at) if request not in taken)
         return chosen
 
 
-def _fill(requests: Iterable[Request], places: int, tokens: int, room: Room, skip: bool) -> list[Request]:
+def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, skip: bool) -> list[Sequence]:
     """Those that fit, passing over the others if ``skip``, until places or tokens are used up."""
-    chosen: list[Request] = []
+    chosen: list[Sequence] = []
     for request in requests:
         if len(chosen) == places or tokens < 1:
             break
         if room.take(request):
-            tokens -= request.sequence.prefill_length
+            tokens -= request.prefill_length
             chosen.append(request)
         elif not skip:
             break

@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import partial
 from itertools import chain
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Protocol
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import Done, IncrementalText, RequestMetrics, RequestOutput
+from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.admission import Request, Room, WaitingQueue
-
-POLICIES = ("fifo", "pack")
-STEPS_ASSURED = 16
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """What one iteration may do.
-
-    max_batch_size: sequences that are active together; None takes the engine's. prefill_max_batch_size and
-    prefill_token_budget: prompts and prompt tokens prefilled in one iteration; the last prompt is cut where
-    the budget ends, and goes on before others in the next iteration. admission_policy: "fifo" admits strictly
-    in order; "pack" admits the shortest prompts among the first ``pack_lookahead`` waiting, and every
-    ``fifo_every``-th round is fifo, so that nobody starves. max_in_flight: waiting and active requests
-    together; None sets no limit.
-    """
-
-    max_batch_size: int | None = None
-    prefill_max_batch_size: int = 256
-    prefill_token_budget: int = 16384
-    admission_policy: Literal["fifo", "pack"] = "fifo"
-    pack_lookahead: int = 64
-    fifo_every: int = 8
-    max_in_flight: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.admission_policy not in POLICIES:
-            raise RoseError(f"admission_policy is {self.admission_policy!r}; use {' or '.join(POLICIES)}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "admission_policy" or (value is None and field.default is None):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RoseError(f"{field.name} is {value!r}; it must be a whole number, 1 or more")
+from rosellm.roseinfer.serving.admission import Room, SchedulerConfig, WaitingQueue
+from rosellm.roseinfer.text import IncrementalText
 
 
 class _Listeners:
@@ -57,14 +21,13 @@ class _Listeners:
     listed: the step's list of sequences, which mostly is the same list step after step.
     """
 
-    __slots__ = ("listed", "note_time", "sequences", "texts")
+    __slots__ = ("followed", "listed", "note_time", "sequences")
 
-    def __init__(self, listed: list[Sequence], requests: dict[int, Request]) -> None:
-        heard = [requests[s.request_id] for s in listed if s.request_id in requests]
+    def __init__(self, listed: list[Sequence], requests: dict[int, Sequence]) -> None:
         self.listed = listed
-        self.sequences = [request.sequence for request in heard]
-        self.note_time = [request.metrics.token_times.append for request in heard]
-        self.texts = [(request.sequence, request.text) for request in heard if request.text is not None]
+        self.sequences = [s for s in listed if s.request_id in requests]
+        self.note_time = [s.metrics.token_times.append for s in self.sequences]
+        self.followed = [s for s in self.sequences if s.text is not None]
 
 
 class OnlineScheduler:
@@ -72,12 +35,11 @@ class OnlineScheduler:
 
     Where the engine's steps run ahead of the host, it admits, follows texts and keeps results meanwhile.
     Where the KV cache runs dry, the prefix cache gives up its blocks first; then the youngest request is
-    preempted (``preemptions`` counts them): it gives up its blocks, waits before all others, keeps its tokens
-    and has their keys and values computed again. In 16 bits near-ties among its next tokens may then fall
-    otherwise, unless the engine is ``deterministic``. If the engine raises in :meth:`step`, all active
-    sequences give up their blocks and end as "failed", and the error goes on to the caller; waiting requests
-    keep waiting. ``finished`` keeps each result until :meth:`take_result`. Not thread-safe, and the only user
-    of its engine while it has active sequences.
+    preempted: it gives up its blocks, waits before all others, and is computed again later, to the same
+    tokens (``preemptions`` counts them). If the engine raises in :meth:`step`, all active sequences give up
+    their blocks and end as "failed", and the error goes on to the caller; waiting requests keep waiting.
+    ``finished`` keeps each result until :meth:`take_result`. Not thread-safe, and the only user of its engine
+    while it has active sequences.
     """
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
@@ -91,23 +53,15 @@ class OnlineScheduler:
         self.finished: dict[int, RequestOutput] = {}
         self.decode_time_s = self.prefill_time_s = 0.0
         self.decode_tokens = self.decode_steps = self.preemptions = 0
-        self._requests: dict[int, Request] = {}
+        self.requests: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(self.config)
-        self._prefilling: list[Request] = []  # admitted, and not all is begun; after a step at most one
+        self._prefilling: list[Sequence] = []  # admitted, and not all is begun; after a step at most one
         self._active: list[Sequence] = []  # those that decode; replaced, never changed in place
         self._heard: _Listeners | None = None
-        self._assured: list[Sequence] | None = None  # they have blocks for so many steps more
-        self._assured_steps = self._assured_need = 0
-        self._unreserved = engine.num_kv_blocks  # were all active requests to grow to their full length
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
-
-    @property
-    def requests(self) -> Mapping[int, Request]:
-        """Those that have not ended, by id, the oldest first."""
-        return self._requests
+        return bool(self.requests)
 
     @property
     def n_waiting(self) -> int:
@@ -144,10 +98,9 @@ class OnlineScheduler:
         """Queue a sequence made by this engine; ``text``, if given, is kept up to date with its tokens."""
         if text is None and sequence.params.stop:
             text = IncrementalText(self.engine.tokenizer, sequence.params.stop)
-        metrics = RequestMetrics(arrival=perf_counter())
-        request = Request(sequence, metrics, text, self.engine.blocks_needed(sequence))
-        self._requests[sequence.request_id] = request
-        self._waiting.append(request)
+        sequence.text, sequence.metrics.arrival = text, perf_counter()
+        self.requests[sequence.request_id] = sequence
+        self._waiting.append(sequence)
         return sequence.request_id
 
     def step(self) -> list[Sequence]:
@@ -155,38 +108,40 @@ class OnlineScheduler:
 
         Returns the sequences that got tokens, each once, those that ended included.
         """
-        run_ahead = self.engine.run_ahead
+        run_ahead = self.engine.step.run_ahead
         try:
-            got = self._make_room_to_decode()
-            begun = self._begin_decode()
+            begun, got = self._begin_decode()
             got += self._collect(run_ahead)
             prefilled, ended = self._begin_prefill()
             got += ended + self._collect(run_ahead if begun + prefilled else 0)
-        except BaseException:
-            self._end_active("failed")
+        except BaseException as error:
+            self._fail_active(error)
             raise
         return got[0] if len(got) == 1 else list(dict.fromkeys(chain.from_iterable(got)))
 
     def cancel(self, request_id: int) -> bool:
         """End a waiting or active request as "cancelled", free its blocks; False if it has ended already."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None:
             if request_id not in self.finished:
                 self._raise_unknown(request_id)
             return False
-        request.sequence.finish_reason = "cancelled"
+        request.cancel()
         if self._waiting.remove(request):
             self._store_result(request)
         else:
-            self._retire([request.sequence])
+            self._retire([request])
         return True
 
     def cancel_all(self) -> None:
         """Cancel whatever is waiting or active."""
         for request in self._waiting.clear():
-            request.sequence.finish_reason = "cancelled"
+            request.cancel()
             self._store_result(request)
-        self._end_active("cancelled")
+        active = self._active + self._prefilling
+        for sequence in active:
+            sequence.cancel()
+        self._retire(active)
 
     def record_step(self, done: Done, n_tokens: int) -> None:
         """Add a step that has ended to the figures; for subclasses that keep more of them.
@@ -202,7 +157,7 @@ class OnlineScheduler:
 
     def take_result(self, request_id: int) -> RequestOutput:
         """The result of a request that has ended, which is then forgotten."""
-        if request_id in self._requests:
+        if request_id in self.requests:
             raise RoseError(f"request {request_id} has not ended yet")
         if request_id not in self.finished:
             self._raise_unknown(request_id)
@@ -216,7 +171,7 @@ class OnlineScheduler:
 
     def _check_room(self, n_new: int) -> None:
         limit = self.config.max_in_flight
-        if limit is not None and len(self._requests) + n_new > limit:
+        if limit is not None and len(self.requests) + n_new > limit:
             raise OverloadError(
                 f"{n_new} more requests exceed max_in_flight {limit}: {self.n_waiting} are waiting and "
                 f"{self.n_active} active; try again later"
@@ -225,73 +180,48 @@ class OnlineScheduler:
     def _raise_unknown(self, request_id: int) -> None:
         raise RoseError(f"request {request_id!r} is unknown: it was never added, or its result was taken")
 
-    def _begin_decode(self) -> int:
-        return self.engine.begin_decode(self._active) if self._active else 0
+    def _begin_decode(self) -> tuple[int, list[list[Sequence]]]:
+        """A token more for all that decode; how many rows run, and who got tokens meanwhile."""
+        budget, got = self.engine.budget, []
+        if self._active and not budget.assure_decode(self._active):
+            got = self._collect(0)  # begun steps count, and who ends with them gives up its blocks
+            needs = dict(zip(self._active, budget.to_decode(self._active), strict=True))
+            self._preempt_until_there_are(needs)
+        return self.engine.begin_decode(self._active) if self._active else 0, got
 
     def _begin_prefill(self) -> tuple[int, list[list[Sequence]]]:
         """The rest of a prompt that was cut, then waiting ones; how many, and who got tokens meanwhile."""
         self._prefilling += self._admit()
         if not self._prefilling:
             return 0, []
-        self.engine.match_prefixes([request.sequence for request in self._prefilling])
-        got = self._make_room_to_prefill()
+        self.engine.match_prefixes(self._prefilling)
+        budget, got = self.engine.budget, []
         sequences, counts = self._next_chunks()
+        if not budget.make_room_to_prefill(sequences, counts):
+            got = self._collect(0)
+            needs = {s: budget.to_prefill([s], [n]) for s, n in zip(sequences, counts, strict=True)}
+            self._preempt_until_there_are(needs)
+            sequences, counts = self._next_chunks()
         if sequences:
             whole = self.engine.begin_prefill(sequences, counts)
-            self._assured_steps = 0
             self._active = self._active + whole
             self._prefilling = self._prefilling[len(whole) :]
         return len(sequences), got
 
-    def _make_room_to_decode(self) -> list[list[Sequence]]:
-        """The pool has the blocks that the next step needs; who got a token meanwhile."""
-        if not self._active or self._has_room_to_decode():
-            return []
-        got = self._collect(0)  # begun steps count, and who ends with them gives up its blocks
-        needs = dict(zip(self._active, self.engine.blocks_to_decode(self._active), strict=True))
-        self._preempt_until_there_are(needs)
-        return got
-
-    def _has_room_to_decode(self) -> bool:
-        """Counted for some steps at once, since that takes a look at every sequence.
-
-        What was counted then holds as long as so many blocks are free, whoever else takes some.
-        """
-        free = self.engine.free_blocks()
-        if self._assured is self._active and self._assured_steps and free >= self._assured_need:
-            self._assured_steps -= 1
-            return True
-        self._assured = self._active
-        self._assured_need = sum(self.engine.blocks_to_decode(self._active, STEPS_ASSURED))
-        self._assured_steps = STEPS_ASSURED - 1
-        return free >= self._assured_need or self.engine.has_room_to_decode(self._active)
-
-    def _make_room_to_prefill(self) -> list[list[Sequence]]:
-        """The same for the next chunks of prompts."""
-        sequences, counts = self._next_chunks()
-        if self.engine.has_room_to_prefill(sequences, counts):
-            return []
-        got = self._collect(0)
-        needs = {s: self.engine.blocks_to_prefill([s], [n]) for s, n in zip(sequences, counts, strict=True)}
-        self._preempt_until_there_are(needs)
-        return got
-
     def _preempt_until_there_are(self, needs: dict[Sequence, int]) -> None:
         """Preempt the youngest until there are the blocks that the others need; the oldest always stays."""
         needed = sum(needs.values())
-        running = [self._requests[sequence.request_id] for sequence in self._active] + self._prefilling
-        running.sort(key=lambda request: request.sequence.request_id)
-        while len(running) > 1 and not self.engine.make_room(needed):
+        running = sorted(self._active + self._prefilling, key=lambda sequence: sequence.request_id)
+        while len(running) > 1 and not self.engine.budget.make_room(needed):
             youngest = running.pop()
-            needed -= needs.get(youngest.sequence, 0)
+            needed -= needs.get(youngest, 0)
             self._preempt(youngest)
 
-    def _preempt(self, request: Request) -> None:
-        self._leave([request.sequence])
-        request.sequence.n_cached = 0
-        request.metrics.preemptions += 1
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave([sequence])
+        sequence.metrics.preemptions += 1
         self.preemptions += 1
-        self._waiting.put_back(request)
+        self._waiting.put_back(sequence)
 
     def _next_chunks(self) -> tuple[list[Sequence], list[int]]:
         """Whose tokens are computed now, and how many of each; only the last one's may be cut.
@@ -300,8 +230,8 @@ class OnlineScheduler:
         """
         sequences, counts, budget = [], [], self.config.prefill_token_budget
         aligned = self.engine.prefill_alignment
-        for sequence in (request.sequence for request in self._prefilling):
-            rest = sequence.prefill_length - sequence.n_cached
+        for sequence in self._prefilling:
+            rest = sequence.n_to_prefill
             count = rest if rest <= budget else budget - budget % aligned
             if not count and not sequences:
                 count = min(rest, aligned)
@@ -314,92 +244,58 @@ class OnlineScheduler:
 
     def _collect(self, leave: int) -> list[list[Sequence]]:
         """Who got a token in each step that has ended."""
-        return [self._take(done) for done in self.engine.collect(leave)]
+        return [self._take(done) for done in self.engine.step.collect(leave)]
 
     def _take(self, done: Done) -> list[Sequence]:
         """Record a step and its tokens' time, follow texts, retire who has ended; who got a token."""
         heard = self._heard
         if heard is None or heard.listed is not done.sequences:
-            heard = self._heard = _Listeners(done.sequences, self._requests)
+            heard = self._heard = _Listeners(done.sequences, self.requests)
         self.record_step(done, len(heard.sequences))
         now = perf_counter()
         for note_time in heard.note_time:
             note_time(now)
-        for sequence, text in heard.texts:
-            if sequence.finish_reason == "stop":  # the end of sequence is no text
-                continue
-            text.push(sequence.tokens[-1])
-            if text.stopped:
-                sequence.finish_reason = "stop"
-        ended = [sequence for sequence in heard.sequences if sequence.finish_reason is not None]
+        for sequence in heard.followed:
+            sequence.follow_text()
+        ended = [sequence for sequence in heard.sequences if sequence.is_finished]
         if ended:
             self._retire(ended)
         return heard.sequences
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> list[Sequence]:
         """Waiting requests that start now, taken off the queue."""
         n_begun = len(self._prefilling)
         places = min(self.max_batch_size - self.n_active, self.config.prefill_max_batch_size - n_begun)
-        rests = [r.sequence.prefill_length - r.sequence.n_cached for r in self._prefilling]
-        tokens = self.config.prefill_token_budget - sum(rests)
+        tokens = self.config.prefill_token_budget - sum(s.n_to_prefill for s in self._prefilling)
         if not self._waiting or places < 1 or tokens < 1:
             return []
-        chosen = self._waiting.admit(places, tokens, self._room())
-        self._unreserved -= sum(request.blocks for request in chosen)
-        return chosen
+        return self._waiting.admit(places, tokens, Room(self.engine.budget, self.n_active, self._prefilling))
 
-    def _room(self) -> Room:
-        promised = self.engine.blocks_to_prefill([request.sequence for request in self._prefilling])
-        free = self.engine.available_blocks() - promised
-        return Room(free, self._unreserved, self.n_active, self.engine.block_size)
-
-    def _end_active(self, finish_reason: str) -> None:
-        active = self._active + [request.sequence for request in self._prefilling]
+    def _fail_active(self, error: BaseException) -> None:
+        active = self._active + self._prefilling
         for sequence in active:
-            sequence.finish_reason = finish_reason
+            sequence.fail(told(error))
         self._retire(active)
 
     def _retire(self, ended: list[Sequence]) -> None:
         """Release active sequences, which have a finish reason now, and keep their results."""
         self._leave(ended)
         for sequence in ended:
-            self._store_result(self._requests[sequence.request_id])
+            self._store_result(sequence)
 
     def _leave(self, leaving: list[Sequence]) -> None:
         """Active sequences run no longer and give up their blocks."""
         gone = set(leaving)
         self._active = [sequence for sequence in self._active if sequence not in gone]
-        self._prefilling = [request for request in self._prefilling if request.sequence not in gone]
+        self._prefilling = [sequence for sequence in self._prefilling if sequence not in gone]
         self._heard = None
         for sequence in leaving:
             self.engine.release(sequence)
-            self._unreserved += self._requests[sequence.request_id].blocks
+            self.engine.budget.withdraw(sequence)
 
-    def _store_result(self, request: Request) -> None:
-        sequence = request.sequence
-        del self._requests[sequence.request_id]
-        decode = self._decoder(request)
-        self.finished[sequence.request_id] = RequestOutput(
-            request_id=sequence.request_id,
-            prompt_token_ids=sequence.prompt,
-            token_ids=sequence.output,
-            finish_reason=sequence.finish_reason,
-            metrics=request.metrics,
-            decode=decode,
-        )
-
-    def _decoder(self, request: Request) -> Callable[[], str | None]:
-        """What makes the text: nothing is decoded yet unless it was followed all along."""
-        sequence, text = request.sequence, request.text
-        if self.engine.tokenizer is None:
-            return _no_text
-        if text is None:
-            return partial(self.engine.tokenizer.decode, _without_eos(sequence))
-        if not text.stopped:
-            text.finish()
-            if text.stopped and sequence.finish_reason == "length":
-                sequence.finish_reason = "stop"
-        return lambda: text.text
+    def _store_result(self, sequence: Sequence) -> None:
+        del self.requests[sequence.request_id]
+        self.finished[sequence.request_id] = RequestOutput.of(sequence, self.engine.tokenizer)
 
 
 class OfflineScheduler(OnlineScheduler):
@@ -447,12 +343,3 @@ def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> l
             f"{len(params)} SamplingParams for {n_prompts} prompts; give one for all, or one each"
         )
     return list(params)
-
-
-def _without_eos(sequence: Sequence) -> list[int]:
-    """The output of a sequence that no stop string ended, its end-of-sequence token left out."""
-    return sequence.output[:-1] if sequence.finish_reason == "stop" else sequence.output
-
-
-def _no_text() -> None:
-    return None

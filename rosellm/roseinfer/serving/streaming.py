@@ -12,14 +12,14 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from time import perf_counter
-from traceback import format_exception_only
 
-from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics, RequestOutput
-from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
+from rosellm.roseinfer.text import IncrementalText
 
 ORDERS_A_STEP = 1024
 
@@ -46,7 +46,6 @@ class _Stream:
     put: Callable[[str | None], None]
     ended: Event = field(default_factory=Event)
     sequence: Sequence | None = None
-    text: IncrementalText | None = None
     cancelled: bool = False  # a client has asked for its end
     due: int = 0  # the sequence's length at which text is handed over next
     output: RequestOutput | None = None
@@ -87,7 +86,7 @@ class StreamingManager:
         self._refusal: RoseError | None = None  # why no request is taken any more
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._running: dict[int, _Stream] = {}  # the worker's own, by the scheduler's request id
-        engine.warm_up()
+        engine.step.warm_up()
         self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
         self._worker.start()
         atexit.register(self.close)  # a worker killed inside torch may crash the exit
@@ -257,9 +256,9 @@ class StreamingManager:
         if stream.ended.is_set():  # cancelled while it was tokenised
             return
         stream.sequence = sequence
-        stream.text = IncrementalText(self.engine.tokenizer, stream.params.stop)
         stream.due = sequence.n_prompt + self.stream_interval
-        self._running[self._scheduler.submit(sequence, stream.text)] = stream
+        text = IncrementalText(self.engine.tokenizer, stream.params.stop)
+        self._running[self._scheduler.submit(sequence, text)] = stream
 
     def _hand_over(self, sequences: list[Sequence]) -> None:
         """Pass on the text of sequences that got tokens, if it is time."""
@@ -271,7 +270,7 @@ class StreamingManager:
                 self._flush(stream, sequence)
 
     def _flush(self, stream: _Stream, sequence: Sequence) -> None:
-        piece = stream.text.take()
+        piece = sequence.text.take()
         if piece:
             stream.put(piece)
         length, times = len(sequence.tokens), stream.metrics.token_times
@@ -294,7 +293,7 @@ class StreamingManager:
         self._finish(stream)
 
     def _fail(self, error: BaseException) -> None:
-        failure = WorkerError(f"the streaming worker has failed ({_told(error)}); make a new manager")
+        failure = WorkerError(f"the streaming worker has failed ({told(error)}); make a new manager")
         failure.__cause__ = error
         with self._lock:
             self._refusal = failure
@@ -331,16 +330,11 @@ def _putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], None]
     return put
 
 
-def _told(error: BaseException) -> str:
-    """Type and message, also of an exception whose own ``__str__`` fails."""
-    return format_exception_only(error)[0].strip()
-
-
 def _raise_failure(stream: _Stream) -> None:
     if isinstance(stream.error, RoseError):
         _raise_again(stream.error)
     if stream.error is not None:
-        raise RoseError(f"request {stream.request_id} failed ({_told(stream.error)})") from stream.error
+        raise RoseError(f"request {stream.request_id} failed ({told(stream.error)})") from stream.error
 
 
 def _raise_again(error: RoseError) -> None:

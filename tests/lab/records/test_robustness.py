@@ -69,7 +69,7 @@ def test_final_logits_in_the_mode_are_bitwise_those_of_the_request_alone(case, i
     assert logits.shape == (MODEL.config.vocab_size,)
     assert bits_changed(alone, logits) == 0
     engine.check_integrity()
-    assert engine.available_blocks() == engine.num_kv_blocks
+    assert engine.budget.available == engine.num_kv_blocks
 
 
 def test_final_logits_with_a_cached_prefix_are_bitwise_those_without(invariant):

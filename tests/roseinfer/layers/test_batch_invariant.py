@@ -37,10 +37,10 @@ def logits_of_probe(engine: Engine, n_others: int, place: int = 0) -> Tensor:
     sequences = greedy_sequences(engine, prompts, STEPS)
     logits = []
     engine.prefill(sequences)
-    logits.append(engine.last_logits()[place].clone())
+    logits.append(engine.step.last_logits()[place].clone())
     for _ in range(STEPS - 1):
         engine.decode(sequences)
-        logits.append(engine.last_logits()[place].clone())
+        logits.append(engine.step.last_logits()[place].clone())
     for sequence in sequences:
         engine.release(sequence)
     return torch.stack(logits)
@@ -71,11 +71,11 @@ def heard_logits(engine: Engine, config: SchedulerConfig, prompts: list[list[int
     params = [SamplingParams(temperature=t, seed=5, max_tokens=n) for t in (0.0, 1.0)]
     ids = scheduler.add_requests(prompts, [params[i % 2] for i in range(len(prompts))])
     begin_prefill, begin_decode = engine.begin_prefill, engine.begin_decode
-    engine._step.run_ahead = 0  # so that it is known which token a step's logits are for
+    engine.step.run_ahead = 0  # so that it is known which token a step's logits are for
 
     def keep(sequences, ahead):
         for row, sequence in enumerate(sequences):
-            found = bits(engine.last_logits()[row]).cpu().numpy().tobytes()
+            found = bits(engine.step.last_logits()[row]).cpu().numpy().tobytes()
             mine = seen.setdefault(sequence.request_id, {})
             assert mine.setdefault(sequence.n_cached + ahead, found) == found
 

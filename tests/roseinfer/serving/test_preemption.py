@@ -54,10 +54,10 @@ def test_the_youngest_is_preempted_and_the_oldest_never(monkeypatch):
     still_running = []
     preempt = OnlineScheduler._preempt
 
-    def spy(scheduler, request):
-        preempt(scheduler, request)
+    def spy(scheduler, sequence):
+        preempt(scheduler, sequence)
         others = [s.request_id for s in scheduler._active]
-        still_running.append(max(others) < request.sequence.request_id)
+        still_running.append(max(others) < sequence.request_id)
 
     monkeypatch.setattr(OnlineScheduler, "_preempt", spy)
     scheduler, outputs = run(small_engine(GPT, num_kv_blocks=6), [[1]] * 6, greedy(24))  # 3 blocks each
@@ -100,7 +100,7 @@ def test_a_preempted_request_can_be_cancelled_and_keeps_the_tokens_it_had():
     engine = small_engine(GPT, num_kv_blocks=6)
     scheduler = OnlineScheduler(engine)
     ids = scheduler.add_requests([[i] for i in range(1, 7)], greedy(24))
-    while not (preempted := [r.sequence.request_id for r in scheduler._waiting if r.metrics.preemptions]):
+    while not (preempted := [s.request_id for s in scheduler._waiting if s.metrics.preemptions]):
         scheduler.step()
     assert scheduler.cancel(preempted[0])
     output = scheduler.take_result(preempted[0])

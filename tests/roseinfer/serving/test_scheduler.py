@@ -10,10 +10,10 @@ from hypothesis import given, settings, strategies as st
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import IncrementalText, RequestMetrics
-from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig, one_each
+from rosellm.roseinfer.text import IncrementalText
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
 from tests.late_step import run_late
 

@@ -15,10 +15,10 @@ import pytest
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import IncrementalText
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
+from rosellm.roseinfer.text import IncrementalText
 from tests.helpers import random_model, small_config, small_engine
 from tests.late_step import run_late
 

@@ -19,10 +19,10 @@ import pytest
 from rosellm.errors import OverloadError, PromptError, RoseError
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import IncrementalText
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
+from rosellm.roseinfer.text import IncrementalText
 from tests.helpers import random_model, small_config, small_engine
 from tests.late_step import run_late
 
@@ -312,7 +312,8 @@ class TestWorkerFails:
         def broken(*_arguments: object, **_options: object) -> None:
             raise error
 
-        owner = IncrementalText if where in ("push", "take", "finish") else engine
+        owners = dict.fromkeys(("push", "take", "finish"), IncrementalText) | {"collect": engine.step}
+        owner = owners.get(where, engine)
         patch.setattr(owner, where, broken)
 
     @pytest.mark.parametrize("where", ["begin_prefill", "begin_decode", "collect", "release", "push", "take"])

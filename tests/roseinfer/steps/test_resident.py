@@ -76,7 +76,7 @@ def test_tokens_of_many_begun_steps_arrive_in_order(rung):
     while engine.begin_decode(sequences):
         pass
     assert not any(s.n_output for s in sequences)
-    kinds = [done.kind for done in engine.collect()]
+    kinds = [done.kind for done in engine.step.collect()]
     assert kinds == ["prefill", *["decode"] * (N_TOKENS - 1)]
     assert [s.output for s in sequences] == EXPECTED
 
@@ -89,7 +89,7 @@ def test_more_steps_than_the_ring_holds_may_be_begun():
     only = [sequence]
     while engine.begin_decode(only):
         pass
-    assert sum(len(done.sequences) for done in engine.collect()) == 60
+    assert sum(len(done.sequences) for done in engine.step.collect()) == 60
     assert sequence.output == long
 
 
@@ -112,7 +112,7 @@ def test_rows_move_up_so_that_a_small_bucket_serves_few_sequences():
     sequences = started(engine, list(range(9)), [2, 2, 2, 2, 2, 2, 2, 2, N_TOKENS])
     outputs = decode_all(engine, sequences)
     assert outputs[8] == EXPECTED[8]
-    buckets = {bucket for bucket, _, _ in engine._step._steps}
+    buckets = {bucket for bucket, _, _ in engine.step._steps}
     assert 1 in buckets and max(buckets) > 8
 
 
@@ -124,7 +124,7 @@ def test_a_sequence_that_ends_early_by_its_end_token_leaves_the_others_alone():
     engine.begin_prefill(sequences)
     while engine.begin_decode(sequences):
         pass
-    list(engine.collect())
+    list(engine.step.collect())
     first = EXPECTED[4].index(EXPECTED[4][3]) + 1
     assert sequences[4].output == EXPECTED[4][:first] and sequences[4].finish_reason == "stop"
     assert [s.output for i, s in enumerate(sequences) if i != 4] == [EXPECTED[i] for i in (0, 1, 2, 3, 5)]
@@ -262,16 +262,16 @@ def test_steps_of_the_same_sequences_hand_back_the_same_list(rung):
 def test_the_loop_never_waits_for_the_device_implicitly():
     """Only explicit waits for events; torch raises on any other synchronisation."""
     engine = small_engine(random_model(0).to("cuda"), recipe=BEST_RUNG)
-    engine.warm_up(8)
+    engine.step.warm_up(8)
     generate(engine, PROMPTS[:8], N_TOKENS)
     sequences = greedy_sequences(engine, PROMPTS[:8], N_TOKENS)
     torch.cuda.set_sync_debug_mode("error")
     try:
         engine.begin_prefill(sequences)
         while engine.begin_decode(sequences):
-            for _ in engine.collect(engine.run_ahead):
+            for _ in engine.step.collect(engine.step.run_ahead):
                 pass
-        list(engine.collect())
+        list(engine.step.collect())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [s.output for s in sequences] == EXPECTED[:8]
