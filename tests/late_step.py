@@ -28,7 +28,7 @@ class LateStep:
         self._begun: deque[tuple[str, list[Sequence], list[int], list[int]]] = deque()
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        whole = [s for s, n in zip(sequences, counts, strict=True) if s.n_cached + n == s.prefill_length]
+        whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
         copies = []
         for sequence in sequences:
             ahead = self._ahead[sequence] = copy(sequence)

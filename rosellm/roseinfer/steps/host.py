@@ -69,7 +69,7 @@ class HostStep:
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
         """See :class:`Step`."""
         start = perf_counter()
-        whole = [s for s, n in zip(sequences, counts, strict=True) if s.n_cached + n == s.prefill_length]
+        whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
         self._logits = self.prefill.model.logits(self.prefill.run(sequences, counts))
         tokens = self.sampler(self._logits, whole)
         for sequence, count in zip(sequences, counts, strict=True):

@@ -168,7 +168,7 @@ class PackedPrefill:
         inputs.positions[n:] = -1
         inputs.columns[:, : columns.shape[1]] = columns
         inputs.columns[:, columns.shape[1] :] = 0
-        last = (ends - 1)[[a + n == s.prefill_length for s, a, n in spans]]
+        last = (ends - 1)[[s.completes_prefill(n) for s, _, n in spans]]
         inputs.last[: len(last)] = last
         for row, sequence in zip(inputs.table, sequences, strict=False):
             ids = sequence.block_ids[0]

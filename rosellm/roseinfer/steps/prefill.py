@@ -68,7 +68,7 @@ class Prefill:
             return attention(layer, q, k, v)
 
         hidden = self.model(ints[0], ints[1], write_and_attend)  # [N, C]
-        whole = [a + n == s.prefill_length for s, a, n in zip(sequences, starts, counts, strict=True)]
+        whole = [s.completes_prefill(n) for s, n in zip(sequences, counts, strict=True)]
         last = torch.from_numpy((np.cumsum(counts) - 1)[whole]).to(device)
         return hidden[last]  # [n, C]
 

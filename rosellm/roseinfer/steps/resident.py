@@ -79,7 +79,7 @@ class ResidentStep:
 
         Raises ``OptionError`` where there are not rows enough, and nothing is begun.
         """
-        whole = [s for s, n in zip(sequences, counts, strict=True) if s.n_cached + n == s.prefill_length]
+        whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
         self.rows.check_room(len(whole))
         self._in_flight.start()
         hidden = self.prefill.run(sequences, counts)
