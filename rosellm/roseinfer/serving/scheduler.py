@@ -15,7 +15,7 @@ from rosellm.roseinfer.serving.admission import Room, SchedulerConfig, WaitingQu
 from rosellm.roseinfer.text import IncrementalText
 
 
-class _Listeners:
+class Listeners:
     """Who of a step's sequences is still in flight, and what is done with each token.
 
     listed: the step's list of sequences, which mostly is the same list step after step.
@@ -57,7 +57,7 @@ class OnlineScheduler:
         self._waiting = WaitingQueue(self.config)
         self._prefilling: list[Sequence] = []  # admitted, and not all is begun; after a step at most one
         self._active: list[Sequence] = []  # those that decode; replaced, never changed in place
-        self._heard: _Listeners | None = None
+        self._heard: Listeners | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -250,7 +250,7 @@ class OnlineScheduler:
         """Record a step and its tokens' time, follow texts, retire who has ended; who got a token."""
         heard = self._heard
         if heard is None or heard.listed is not done.sequences:
-            heard = self._heard = _Listeners(done.sequences, self.requests)
+            heard = self._heard = Listeners(done.sequences, self.requests)
         self.record_step(done, len(heard.sequences))
         now = perf_counter()
         for note_time in heard.note_time:

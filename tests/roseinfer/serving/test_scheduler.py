@@ -9,7 +9,9 @@ from hypothesis import given, settings, strategies as st
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
+from rosellm.roseinfer import serving
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig, one_each
@@ -674,6 +676,22 @@ def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(ru
     assert (scheduler.decode_steps, scheduler.decode_tokens) == (8, 8)
     assert scheduler.decode_time_s == pytest.approx(8e-3)
     assert scheduler.take_result(request).token_ids == uncached_greedy(engine.model, [1, 2], 9)
+
+
+@pytest.mark.parametrize("rung", ["one_table", "resident_step", BEST_RUNG])
+def test_listeners_are_listed_once_and_not_for_every_step(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    class Counted(serving.scheduler.Listeners):
+        def __init__(self, listed: list[Sequence], requests: dict[int, Sequence]) -> None:
+            super().__init__(listed, requests)
+            built.append(listed)
+
+    monkeypatch.setattr(serving.scheduler, "Listeners", Counted)
+    scheduler = OfflineScheduler(engine_of(recipe=rung))
+    scheduler.run([[1], [2, 3], [4]], greedy(45))
+    assert scheduler.decode_steps == 44
+    assert len(built) <= 4  # the prompts, the first tokens' steps, and the ends
 
 
 def test_several_tokens_of_a_sequence_in_one_iteration_are_told_once() -> None:
