@@ -17,15 +17,16 @@ from rosellm.roseinfer.steps.step import Step
 class LateStep:
     """Runs ``step`` at once, on copies of the sequences, and hands tokens over ``run_ahead`` steps later.
 
-    A copy shares its sequence's block lists. ``overtaken`` counts tokens of sequences that were released
-    before these arrived; ``idle`` the decode steps that had nothing left to run.
+    A copy shares its sequence's block lists; where it failed, its reason comes instead of a token.
+    ``overtaken`` counts tokens of sequences that were released before these arrived; ``idle`` the decode
+    steps that had nothing left to run.
     """
 
     def __init__(self, step: Step, run_ahead: int) -> None:
         self.step, self.run_ahead = step, run_ahead
         self.overtaken = self.idle = 0
         self._ahead: dict[Sequence, Sequence] = {}
-        self._begun: deque[tuple[str, list[Sequence], list[int], list[int]]] = deque()
+        self._begun: deque[tuple[str, list[Sequence], list[int | str], list[int]]] = deque()
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
         whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
@@ -51,13 +52,16 @@ class LateStep:
     def collect(self, leave: int = 0) -> Iterator[Done]:
         while len(self._begun) > leave:
             kind, sequences, tokens, counts = self._begun.popleft()
-            got = []
+            got, failed = [], []
             for sequence, token, count in zip(sequences, tokens, counts, strict=True):
                 if sequence not in self._ahead:
                     self.overtaken += 1
+                elif isinstance(token, str):
+                    sequence.fail(token)
+                    failed.append(sequence)
                 elif sequence.commit(token, count):
                     got.append(sequence)
-            yield Done(kind, got, 1e-3)
+            yield Done(kind, got, 1e-3, failed)
 
     def warm_up(self, rows: int | None = None) -> None:
         """There is nothing to capture."""
@@ -74,7 +78,8 @@ class LateStep:
         for _ in self.step.collect():
             pass
         ahead = [self._ahead[s] for s in sequences]
-        self._begun.append((kind, sequences, [a.tokens[a.n_cached] for a in ahead], counts))
+        tokens = [a.error or a.tokens[a.n_cached] for a in ahead]
+        self._begun.append((kind, sequences, tokens, counts))
 
 
 def run_late(engine: Engine, run_ahead: int) -> LateStep:

@@ -13,6 +13,8 @@ from rosellm.errors import CheckpointError, DeviceError, OptionError, PromptErro
 from rosellm.models.tokenizer import train_tokenizer
 from rosellm.models.weights import save_model
 from tests.helpers import random_model, small_config, uncached_greedy
+from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
+from tests.soak.streaming_driver import Letters
 
 WORDS = "hello world, here is some text to learn from, with words and words"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -65,6 +67,18 @@ def test_a_deterministic_engine_may_be_asked_for(checkpoint: Path) -> None:
     params = SamplingParams(temperature=0.8, max_tokens=5, seed=3)
     (alone,) = asked.generate([1, 2, 3], params, use_tqdm=False)
     assert asked.generate([[4], [1, 2, 3]], params, use_tqdm=False)[1].outputs == alone.outputs
+
+
+def test_a_prompt_whose_logits_are_not_finite_fails_alone() -> None:
+    llm = object.__new__(LLM)
+    llm.engine = fake_engine("shared", 3, num_kv_blocks=30, tokenizer=Letters())
+    poison(llm.engine, 2)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    one, failed, other = llm.generate(["bc", "d", "efg"], params, use_tqdm=False)
+    assert (failed.prompt, failed.outputs[0].finish_reason, failed.error) == ("d", "failed", POISON)
+    for result, prompt in ((one, (1, 2)), (other, (4, 5, 6))):
+        assert result.outputs[0].token_ids == list(tokens_after(prompt)[:6])
+        assert (result.outputs[0].finish_reason, result.error) == ("length", None)
 
 
 def test_no_prompts_give_no_results(llm: LLM) -> None:

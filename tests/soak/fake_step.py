@@ -22,6 +22,7 @@ RUNG_OF = {"per_layer": "mutable_block_info", "shared": "one_table"}
 CONFIG = small_config(
     vocab_size=VOCAB, eos_token_id=EOS, n_positions=N_POSITIONS, n_layers=2, n_heads=1, d_model=1
 )
+POISON = "the model's logits are not finite"
 WEIGHTS = np.random.default_rng(0).integers(1, 97, N_POSITIONS).astype(np.float32)  # sums of these are exact
 
 
@@ -43,7 +44,8 @@ class FakeStep:
     """Driven by the host, as :class:`rosellm.roseinfer.steps.host.HostStep`; a token's key is the token.
 
     Every token depends on its whole context, read from the cache by block table: a block that is lost,
-    shared by mistake or written by another gives other tokens.
+    shared by mistake or written by another gives other tokens. A request of ``poisoned`` fails where it would
+    get its next token.
     """
 
     run_ahead = 0
@@ -52,6 +54,7 @@ class FakeStep:
         self.blocks = blocks
         self._keys = blocks.k_cache.numpy()[:, :, 0, :, 0]  # [L, N_BLOCKS, BLOCK_SIZE], the cache itself
         self._ended: list[Done] = []
+        self.poisoned: set[int] = set()
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
         for pool in range(self.blocks.num_pools):
@@ -64,9 +67,7 @@ class FakeStep:
                     block_index = sequence.block_ids[pool][position // BLOCK] - self._first(pool)
                     self._keys[layer, block_index, position % BLOCK] = sequence.tokens[position]
             sequence.n_cached = end
-        whole = [s for s in sequences if s.n_cached == s.prefill_length]
-        got = [s for s in whole if s.commit(self._next(s, s.n_cached), n_cached=0)]
-        self._ended.append(Done("prefill", got, 1e-3))
+        self._commit("prefill", [s for s in sequences if s.completes_prefill(0)])
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
         tokens = [s.tokens[s.n_cached] for s in sequences]
@@ -76,8 +77,7 @@ class FakeStep:
         ]
         for layer, pool in enumerate(self.blocks.pool_of):
             self._keys[layer, slots[pool].block_idx, slots[pool].pos] = tokens
-        got = [s for s in sequences if s.commit(self._next(s, s.n_cached + 1), n_cached=1)]
-        self._ended.append(Done("decode", got, 1e-3))
+        self._commit("decode", sequences)
         return len(sequences)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
@@ -92,6 +92,15 @@ class FakeStep:
 
     def last_logits(self) -> Tensor:
         raise NotImplementedError("a step without a model has no logits")
+
+    def _commit(self, kind: Literal["prefill", "decode"], sequences: list[Sequence]) -> None:
+        failed = [s for s in sequences if s.request_id in self.poisoned]
+        for sequence in failed:
+            sequence.fail(POISON)
+        new = int(kind == "decode")
+        healthy = [s for s in sequences if not s.is_finished]
+        got = [s for s in healthy if s.commit(self._next(s, s.n_cached + new), new)]
+        self._ended.append(Done(kind, got, 1e-3, failed))
 
     def _next(self, sequence: Sequence, n_cached: int) -> int:
         """From the cache of one layer, in turns."""
@@ -112,6 +121,12 @@ def fake_engine(pool: Literal["per_layer", "shared"], run_ahead: int, **options)
     if run_ahead:
         run_late(engine, run_ahead)
     return engine
+
+
+def poison(engine: Engine, request_id: int) -> None:
+    """The request of a fake engine fails where it would get its next token."""
+    step = engine.step
+    getattr(step, "step", step).poisoned.add(request_id)
 
 
 def call_before(step: Step, hook: Callable[[], None]) -> None:

@@ -22,6 +22,7 @@ from tests.soak.fake_step import (
     VOCAB,
     call_before,
     fake_engine,
+    poison,
     tokens_after,
 )
 from tests.soak.programs import Driver
@@ -60,6 +61,7 @@ class Asked:
         assert output.prompt_token_ids == self.prompt
         assert output.token_ids == self.tokens[:n_tokens]
         assert len(output.metrics.token_times) == n_tokens
+        assert (output.error is None) == (output.finish_reason != "failed")
         if output.finish_reason == self.reason:
             assert n_tokens == len(self.tokens)
         else:
@@ -71,7 +73,7 @@ class SchedulerDriver(Driver):
 
     weights = {
         "add": 16, "add_many": 4, "step": 70, "cancel": 5, "take": 10, "cancel_all": 1, "fault": 1,
-        "forget_prefixes": 2, "misuse": 2,
+        "forget_prefixes": 2, "misuse": 2, "poison": 2,
     }  # fmt: skip
     axes = {
         "run_ahead_and_replays": ((0, False), (3, False), (0, True), (3, True), (1, False)),
@@ -147,7 +149,8 @@ class SchedulerDriver(Driver):
         assert len(set(got)) == len(got)
         for sequence in got:
             n_output = sequence.n_output
-            assert n_output > 0
+            is_poisoned = self.running[sequence.request_id].failed
+            assert is_poisoned if sequence.finish_reason == "failed" else n_output > 0
             assert sequence.output == self.running[sequence.request_id].tokens[:n_output]
         return True
 
@@ -185,6 +188,15 @@ class SchedulerDriver(Driver):
         if self.fault_in is not None:
             return False
         self.fault_in = a % 4
+        return True
+
+    def poison(self, a: int, b: int) -> bool:
+        """The logits of a request are not finite from now on: it fails, and nobody else does."""
+        if not self.running:
+            return False
+        request_id = list(self.running)[a % len(self.running)]
+        self.running[request_id].failed = True
+        poison(self.engine, request_id)
         return True
 
     def forget_prefixes(self, a: int, b: int) -> bool:
@@ -256,6 +268,7 @@ class SchedulerDriver(Driver):
 class ModelSchedulerDriver(SchedulerDriver):
     """The same over a real, very small model, driven by the host and resident."""
 
+    weights = {name: n for name, n in SchedulerDriver.weights.items() if name != "poison"}
     axes = {"rung": (BEST_RUNG, "mutable_block_info")} | {
         name: values
         for name, values in SchedulerDriver.axes.items()

@@ -36,8 +36,9 @@ class OnlineScheduler:
     Where the engine's steps run ahead of the host, it admits, follows texts and keeps results meanwhile.
     Where the KV cache runs dry, the prefix cache gives up its blocks first; then the youngest request is
     preempted: it gives up its blocks, waits before all others, and is computed again later, to the same
-    tokens (``preemptions`` counts them). If the engine raises in :meth:`step`, all active sequences give up
-    their blocks and end as "failed", and the error goes on to the caller; waiting requests keep waiting.
+    tokens (``preemptions`` counts them). A request for which a step finds no token ends alone, as "failed".
+    If the engine raises in :meth:`step`, all active sequences give up their blocks and end as "failed", and
+    the error goes on to the caller; waiting requests keep waiting.
     ``finished`` keeps each result until :meth:`take_result`. Not thread-safe, and the only user of its engine
     while it has active sequences.
     """
@@ -106,7 +107,7 @@ class OnlineScheduler:
     def step(self) -> list[Sequence]:
         """One iteration: decode, then prefill a prompt that was cut and those admitted; take what has ended.
 
-        Returns the sequences that got tokens, each once, those that ended included.
+        Returns the sequences that got tokens or failed, each once, those that ended included.
         """
         run_ahead = self.engine.step.run_ahead
         try:
@@ -243,11 +244,11 @@ class OnlineScheduler:
         return sequences, counts
 
     def _collect(self, leave: int) -> list[list[Sequence]]:
-        """Who got a token in each step that has ended."""
+        """Who got a token, or failed, in each step that has ended."""
         return [self._take(done) for done in self.engine.step.collect(leave)]
 
     def _take(self, done: Done) -> list[Sequence]:
-        """Record a step and its tokens' time, follow texts, retire who has ended; who got a token."""
+        """Record step and times, follow texts, retire who has ended; who got a token or failed."""
         heard = self._heard
         if heard is None or heard.listed is not done.sequences:
             heard = self._heard = Listeners(done.sequences, self.requests)
@@ -257,10 +258,11 @@ class OnlineScheduler:
             note_time(now)
         for sequence in heard.followed:
             sequence.follow_text()
-        ended = [sequence for sequence in heard.sequences if sequence.is_finished]
+        failed = [sequence for sequence in done.failed if sequence.request_id in self._requests]
+        ended = [sequence for sequence in heard.sequences if sequence.is_finished] + failed
         if ended:
             self._retire(ended)
-        return heard.sequences
+        return heard.sequences + failed if failed else heard.sequences
 
     def _admit(self) -> list[Sequence]:
         """Waiting requests that start now, taken off the queue."""

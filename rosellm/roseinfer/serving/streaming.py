@@ -58,9 +58,9 @@ class StreamingManager:
     Text is handed over every ``stream_interval`` tokens of a request, and when it ends; a piece never holds
     part of a stop string. Queues have no bound, so a reader who walks away holds up nobody. Prompts given as
     text are tokenised in the caller's thread, or by ``tokenize_workers`` threads; an error there reaches the
-    reader. If the worker fails, every waiter gets a ``WorkerError`` and no further request is taken. A
-    request's results are kept until :meth:`forget`. Use as a context manager, or call :meth:`close`, which
-    the interpreter's exit does otherwise.
+    reader, and so does a ``SamplingError`` where the model gave a request no token. If the worker fails,
+    every waiter gets a ``WorkerError`` and no further request is taken. A request's results are kept until
+    :meth:`forget`. Use as a context manager, or call :meth:`close`; the interpreter's exit does so at last.
     """
 
     def __init__(
@@ -281,6 +281,8 @@ class StreamingManager:
         self._flush(stream, stream.sequence)
         del self._running[stream.sequence.request_id]
         output = self._scheduler.take_result(stream.sequence.request_id)
+        if output.error is not None:
+            return self._end(stream, error=SamplingError(output.error))
         self._end(stream, replace(output, request_id=stream.request_id, metrics=stream.metrics))
 
     def _cancel(self, stream: _Stream) -> None:

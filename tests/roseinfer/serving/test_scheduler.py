@@ -18,6 +18,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineSchedule
 from rosellm.roseinfer.text import IncrementalText
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
 from tests.late_step import run_late
+from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
 
 LENGTHS = [1, 9, 3, 20, 8, 2, 15, 5, 7, 30]
 
@@ -357,6 +358,34 @@ def test_an_interrupted_offline_run_leaves_scheduler_and_engine_ready() -> None:
     assert not scheduler.has_unfinished and not scheduler.finished
     assert_all_free(engine)
     assert scheduler.run([[1]], greedy(9))[0].token_ids == uncached_greedy(engine.model, [1], 9)
+
+
+# Requests that fail alone
+
+
+@pytest.mark.parametrize("n_before", [0, 3])
+@pytest.mark.parametrize("run_ahead", [0, 3])
+@pytest.mark.parametrize("pool", ["shared", "per_layer"])
+def test_a_request_whose_logits_are_not_finite_fails_alone(pool: str, run_ahead: int, n_before: int) -> None:
+    engine = fake_engine(pool, run_ahead, num_kv_blocks=30, max_batch_size=4)
+    scheduler = OnlineScheduler(engine)
+    prompts = [[1, 2], [3], [4, 5, 6], [7]]
+    ids = scheduler.add_requests(prompts, greedy(9))
+    bad = scheduler._requests[ids[1]]
+    told = []
+    while scheduler.has_unfinished:
+        if bad.n_output >= n_before:
+            poison(engine, bad.request_id)
+        told += [s.finish_reason for s in scheduler.step() if s is bad]
+    outputs = [scheduler.take_result(request_id) for request_id in ids]
+    failed = outputs.pop(1)
+    assert (failed.finish_reason, failed.error) == ("failed", POISON)
+    assert told[-1] == "failed" and told.count("failed") == 1
+    assert n_before <= len(failed.token_ids) <= n_before + run_ahead
+    assert failed.token_ids == list(tokens_after(tuple(prompts.pop(1)))[: len(failed.token_ids)])
+    assert [output.token_ids for output in outputs] == [list(tokens_after(tuple(p))[:9]) for p in prompts]
+    assert {(output.finish_reason, output.error) for output in outputs} == {("length", None)}
+    assert_all_free(engine)
 
 
 # Figures

@@ -21,6 +21,8 @@ from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, W
 from rosellm.roseinfer.text import IncrementalText
 from tests.helpers import random_model, small_config, small_engine
 from tests.late_step import run_late
+from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
+from tests.soak.streaming_driver import Letters
 
 WORDS = "hello world, here is some text to learn from, with words and words"
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
@@ -197,6 +199,24 @@ def test_a_stream_that_has_been_read_is_empty_and_ends(engine: Engine) -> None:
         request = manager.add_request([7], greedy(5))
         assert list(manager.stream_text(request))
         assert list(manager.stream_text(request)) == []
+
+
+@pytest.mark.parametrize("run_ahead", [0, 3])
+def test_a_request_whose_logits_are_not_finite_ends_its_stream_alone(run_ahead: int) -> None:
+    engine = fake_engine("shared", run_ahead, num_kv_blocks=30, max_batch_size=4, tokenizer=Letters())
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    texts = [Letters().decode(tokens_after(tuple(prompt))[:9]) for prompt in prompts]
+    poison(engine, 2)
+    with StreamingManager(engine) as manager:
+        requests = [manager.add_request(prompt, greedy(9)) for prompt in prompts]
+        with pytest.raises(SamplingError, match=POISON):
+            list(manager.stream_text(requests[1]))
+        with pytest.raises(SamplingError, match=POISON):
+            manager.result(requests[1], 10)
+        assert ["".join(manager.stream_text(r)) for r in requests[::2]] == texts[::2]
+        again = manager.add_request(prompts[1], greedy(9))
+        assert manager.result(again, 10).text == texts[1]
+    assert_all_free(engine)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 2])
