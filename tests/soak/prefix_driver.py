@@ -50,7 +50,7 @@ class PrefixDriver(Driver):
         holder = self._matched(prompt)
         self.holders.append(holder)
         n_matched = len(holder.tokens)
-        self._make_room(blocks_for(len(prompt), self.size) - n_matched // self.size)
+        self._make_room(blocks_for(len(prompt), self.size) - n_matched // self.size, holder)
         for pool, ids in enumerate(holder.block_ids):
             self.blocks.reserve_prompt(pool, ids, len(prompt) - n_matched)
         holder.tokens = prompt
@@ -86,7 +86,7 @@ class PrefixDriver(Driver):
         holder = self._holder(a) if self.holders else None
         if not holder or len(holder.tokens) == LONGEST:
             return False
-        self._make_room(1)
+        self._make_room(1, holder)
         if self._n_free() == 0:
             return True
         slots = [self.blocks.reserve_tokens(pool, [ids]) for pool, ids in enumerate(holder.block_ids)]
@@ -153,24 +153,38 @@ class PrefixDriver(Driver):
         full = longest // self.size * self.size
         assert n_matched == longest or (n_free == 0 and n_matched == full)
         assert self.cache.hits == hits + (n_matched > 0)
-        if longest and self.cache:
+        if longest and n_free:  # else it may have been evicted for the clone
             assert common[next(reversed(self._entries()))] >= longest  # used, so the last to go
         self.seen["matched tokens"] += n_matched
         self.seen["matches cut short"] += n_matched < longest
         return Holder(block_ids, prompt[:n_matched])
 
-    def _make_room(self, n_blocks: int) -> None:
-        """The least recently used go first, and no more of them than must."""
-        before = list(self._entries().items())
-        self.cache.make_room(n_blocks)
-        n_gone = len(before) - len(self.cache)
-        assert list(self._entries().items()) == before[n_gone:]
-        assert self._n_free() >= n_blocks or not self.cache
-        if n_gone:
-            held = {i for holder in self.holders for i in holder.block_ids[0]}
-            kept = held.union(*(block_ids[0] for _, block_ids in before[n_gone - 1 :]))
-            assert self.n_blocks - len(kept) < n_blocks
-        self.seen["evictions"] += n_gone
+    def _make_room(self, n_blocks: int, writer: Holder | None = None) -> None:
+        """The least recently used go first of those that free something, and no more of them than must."""
+        before = self._entries()
+        written = writer.block_ids[0][-1:] if writer else []
+        is_partial = writer and len(writer.tokens) % self.size
+        kept = self._kept(dict(before), n_blocks, written if is_partial else [])
+        self.cache.make_room(n_blocks, written)
+        assert list(self._entries().items()) == list(kept.items())
+        self.seen["evictions"] += len(before) - len(kept)
+
+    def _kept(self, entries: dict[Tokens, list[list[int]]], n_blocks: int, written: list[int]) -> dict:
+        """What of the entries is left, from what each of them holds in the first pool."""
+        theirs = {i for holder in self.holders for i in holder.block_ids[0]}
+        while n_blocks > self.n_blocks - len(held := self._held(entries)):
+            frees = [e for e, ids in entries.items() if any(held[i] == 1 for i in ids[0])]
+            some_day = [e for e, ids in entries.items() if not theirs.issuperset(ids[0])]
+            share = [e for e, ids in entries.items() if not set(written).isdisjoint(ids[0])]
+            if not (frees or some_day or share):
+                break
+            del entries[(frees or some_day or share)[0]]
+        return entries
+
+    def _held(self, entries: dict[Tokens, list[list[int]]]) -> Counter[int]:
+        """How often each block of the first pool is held."""
+        pools = [holder.block_ids[0] for holder in self.holders] + [ids[0] for ids in entries.values()]
+        return Counter(chain.from_iterable(pools))
 
     def _write(self, holder: Holder, start: int) -> None:
         for layer, pool in enumerate(self.blocks.pool_of):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from rosellm.models.model import GPT
@@ -58,27 +60,29 @@ class BlockBudget:
     def to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
         """What caching ``counts`` more tokens takes, None: all the rest; clones of shared blocks count."""
         chunks = [s.n_to_prefill for s in sequences] if counts is None else counts
-        size = self.blocks.block_size
-        return sum(
-            blocks_for(s.n_cached + n, size) - s.n_cached // size
-            for s, n in zip(sequences, chunks, strict=True)
-        )
+        return sum(self._to_hold(s, s.n_cached + n) for s, n in zip(sequences, chunks, strict=True))
 
     def to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
         """What each needs for the tokens cached by the end of so many steps begun from now."""
         ahead = self.run_ahead + steps - 1
-        return [self._to_decode(sequence, ahead) for sequence in sequences]
+        return [self._to_hold(s, min(len(s.tokens) + ahead, s.max_length - 1)) for s in sequences]
 
-    def make_room(self, n_blocks: int) -> bool:
-        """Evict cached prefixes until ``n_blocks`` are free; whether they are."""
+    def make_room(self, n_blocks: int, sequences: Iterable[Sequence] = ()) -> bool:
+        """Evict cached prefixes until ``n_blocks`` are free, which ``sequences`` need; whether they are.
+
+        Where that does not suffice, prefixes go that share the last blocks of ``sequences``, too: that frees
+        none, but saves a clone.
+        """
         if self.prefix_cache is not None:
-            self.prefix_cache.make_room(n_blocks)
+            self.prefix_cache.make_room(n_blocks, [i for s in sequences for i in s.block_ids[0][-1:]])
         return self.free >= n_blocks
 
     def make_room_to_prefill(self, sequences: list[Sequence], counts: list[int]) -> bool:
         """Whether there are blocks for these tokens; cached prefixes are evicted as far as needed."""
         at_most = sum(counts) // self.blocks.block_size + 2 * len(sequences)
-        return self.free >= at_most or self.make_room(self.to_prefill(sequences, counts))
+        if self.free >= at_most or self.make_room(self.to_prefill(sequences, counts), sequences):
+            return True
+        return self.free >= self.to_prefill(sequences, counts)  # sharing may have ended
 
     def make_room_to_decode(self, sequences: list[Sequence]) -> bool:
         """Whether there are blocks for one more step, cached prefixes being evicted as far as needed.
@@ -88,9 +92,9 @@ class BlockBudget:
         """
         if self.free >= (self.run_ahead + 1) * len(sequences):
             return True
-        if self.make_room(sum(self.to_decode(sequences))):
+        if self.make_room(sum(self.to_decode(sequences)), sequences):
             return True
-        return self.free >= sum(self.to_decode(sequences))  # eviction may have ended sharing
+        return self.free >= sum(self.to_decode(sequences))  # sharing may have ended
 
     def assure_decode(self, sequences: list[Sequence]) -> bool:
         """As :meth:`make_room_to_decode`, for whoever passes the same list, unchanged, step after step.
@@ -105,10 +109,10 @@ class BlockBudget:
         self._assured_need = sum(self.to_decode(sequences, STEPS_ASSURED))
         return self.free >= self._assured_need or self.make_room_to_decode(sequences)
 
-    def _to_decode(self, sequence: Sequence, ahead: int) -> int:
+    def _to_hold(self, sequence: Sequence, length: int) -> int:
+        """Blocks, with the clone of a last one that is shared, for so many tokens in all."""
         held, size = sequence.block_ids[0], self.blocks.block_size
         reserved = self.blocks.tokens_reserved(held)
-        length = min(len(sequence.tokens) + ahead, sequence.max_length - 1)
         if length <= reserved:
             return 0
         cloned = reserved % size > 0 and self.blocks.ref_count(held[-1]) > 1

@@ -88,6 +88,8 @@ class KVBlockManager:
         total = self.num_pools * max_blocks_per_layer
         self._infos: list = [None] * total
         self._refs = [0] * total
+        self._cached = [0] * total  # of these holders, those that are entries of a prefix cache
+        self._evictable = [0] * self.num_pools  # blocks that have no other holders
         self._free = [
             list(range((pool + 1) * max_blocks_per_layer - 1, pool * max_blocks_per_layer - 1, -1))
             for pool in range(self.num_pools)
@@ -95,6 +97,10 @@ class KVBlockManager:
 
     def num_free_blocks(self, pool: int = 0) -> int:
         return len(self._free[pool])
+
+    def num_evictable_blocks(self, pool: int = 0) -> int:
+        """Blocks that only a prefix cache holds."""
+        return self._evictable[pool]
 
     def info(self, block_id: int) -> KVBlockInfo | MutableKVBlockInfo:
         """Metadata of a block in use."""
@@ -111,23 +117,43 @@ class KVBlockManager:
             if self._refs[block_id] == 0:
                 raise KeyError(f"block {block_id} is free and cannot be shared")
         for block_id in block_ids:
+            if self._refs[block_id] == self._cached[block_id]:
+                self._evictable[block_id // self.max_blocks_per_layer] -= 1
             self._refs[block_id] += 1
+
+    def cache_blocks(self, block_ids: SequenceOf[int]) -> None:
+        """One more holder for each: an entry of a prefix cache, which can be evicted."""
+        self.incref_blocks(block_ids)
+        for block_id in block_ids:
+            self._cached[block_id] += 1
+            if self._refs[block_id] == self._cached[block_id]:
+                self._evictable[block_id // self.max_blocks_per_layer] += 1
+
+    def evict_blocks(self, block_ids: SequenceOf[int]) -> None:
+        """The entry gives them up."""
+        for block_id in block_ids:
+            if self._refs[block_id] == self._cached[block_id]:
+                self._evictable[block_id // self.max_blocks_per_layer] -= 1
+            self._cached[block_id] -= 1
+        self.free_blocks(block_ids)
 
     def free_blocks(self, block_ids: SequenceOf[int]) -> None:
         """One holder fewer for each; a block without holders returns to its pool.
 
-        Raises KeyError, and changes nothing, if a block has fewer holders than times it is listed.
+        Raises KeyError, and changes nothing, if a block has fewer holders than times it is listed; entries of
+        a prefix cache are no holders here.
         """
         for block_id, times in Counter(block_ids).items():
-            if self._refs[block_id] < times:
-                raise KeyError(
-                    f"block {block_id} has {self._refs[block_id]} holders; {times} cannot leave it"
-                )
+            holders = self._refs[block_id] - self._cached[block_id]
+            if holders < times:
+                raise KeyError(f"block {block_id} has {holders} holders; {times} cannot leave it")
         for block_id in block_ids:
             self._refs[block_id] -= 1
             if self._refs[block_id] == 0:
                 self._free[block_id // self.max_blocks_per_layer].append(block_id)
                 self._infos[block_id] = None
+            elif self._refs[block_id] == self._cached[block_id]:
+                self._evictable[block_id // self.max_blocks_per_layer] += 1
 
     def reserve_tokens(self, pool: int, block_ids_list: list[list[int]]) -> Slots:
         """A slot for one more token of every row, in the books only.
@@ -227,6 +253,9 @@ class KVBlockManager:
                 )
             assert set(free) == {b for b in ids if self._refs[b] == 0}, (
                 f"{self._name(pool)}: the free list is wrong"
+            )
+            assert self._evictable[pool] == sum(0 < self._refs[b] == self._cached[b] for b in ids), (
+                f"{self._name(pool)}: the count of evictable blocks is wrong"
             )
         if held is not None:
             counted = {block_id: n for block_id, n in enumerate(self._refs) if n}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Mapping, Sequence as SequenceOf
+from collections.abc import Iterable, Mapping, Sequence as SequenceOf
 from itertools import chain
 from operator import itemgetter
 
@@ -49,7 +49,9 @@ class PrefixCache:
         if n_matched < 1:
             return 0, self._no_blocks()
         self._refresh(entry)
-        block_ids = self._share(self._entries[entry], n_matched)
+        block_ids = self._first_blocks(self._entries[entry], n_matched)
+        for pool in block_ids:
+            self.blocks.incref_blocks(pool)
         n_matched = self._own_tail(block_ids, n_matched)
         self.hits += n_matched > 0
         self.hit_tokens += n_matched
@@ -63,13 +65,22 @@ class PrefixCache:
             if prompt:
                 self._refresh(entry)
             return
-        self._entries[prompt] = self._share(block_ids, len(prompt))
+        self._entries[prompt] = self._first_blocks(block_ids, len(prompt))
+        for pool in self._entries[prompt]:
+            self.blocks.cache_blocks(pool)
         insort(self._ordered, prompt)
 
-    def make_room(self, n_blocks: int) -> None:
-        """Evict entries until every pool has ``n_blocks`` free blocks or no entry is left."""
-        while self._entries and self._num_free() < n_blocks:
-            self._evict(next(iter(self._entries)))
+    def make_room(self, n_blocks: int, written: Iterable[int] = ()) -> None:
+        """Evict entries until every pool has ``n_blocks`` free blocks, or none would free any.
+
+        written: blocks of the first pool that will be appended to; where they are shared, ``n_blocks`` counts
+        their clones. If eviction frees too few, the entries that share them go, too, and no clone is needed.
+        """
+        while self._num_free() < n_blocks and (entry := self._least_useful()) is not None:
+            self._evict(entry)
+        if self._num_free() < n_blocks:
+            partial = {b for b in written if self.blocks.info(b).length < self.blocks.block_size}
+            self._end_sharing(n_blocks - self._num_free(), partial)
 
     def holdings(self) -> Counter[int]:
         """How often the entries hold each block."""
@@ -77,8 +88,7 @@ class PrefixCache:
 
     def num_evictable(self) -> int:
         """Blocks of a pool that would be free if all entries were evicted."""
-        held = Counter(chain.from_iterable(pools[0] for pools in self._entries.values()))
-        return sum(self.blocks.ref_count(block_id) == times for block_id, times in held.items())
+        return self.blocks.num_evictable_blocks()
 
     def clear(self) -> None:
         """Evict all entries."""
@@ -92,11 +102,34 @@ class PrefixCache:
         found = [(entry, common_prefix(entry, tokens)) for entry in beside]
         return max(found, key=itemgetter(1), default=((), 0))
 
-    def _share(self, block_ids: list[list[int]], n_tokens: int) -> list[list[int]]:
-        shared = [pool[: blocks_for(n_tokens, self.blocks.block_size)] for pool in block_ids]
-        for pool in shared:
-            self.blocks.incref_blocks(pool)
-        return shared
+    def _first_blocks(self, block_ids: list[list[int]], n_tokens: int) -> list[list[int]]:
+        return [pool[: blocks_for(n_tokens, self.blocks.block_size)] for pool in block_ids]
+
+    def _least_useful(self) -> Tokens | None:
+        """The least recently used entry that frees a block; of entries that hold the same, any; or None.
+
+        Whoever holds a block holds those before it, so an entry's last block has the fewest holders.
+        """
+        if not self.num_evictable():
+            return None
+        holders = ((entry, self.blocks.ref_count(pools[0][-1])) for entry, pools in self._entries.items())
+        alone = next((entry for entry, n in holders if n == 1), None)
+        return alone if alone is not None else self._a_twin()
+
+    def _a_twin(self) -> Tokens:
+        """The least recently used of the entries that hold a last block with nobody but each other."""
+        last = {entry: pools[0][-1] for entry, pools in self._entries.items()}
+        cached = Counter(last.values())
+        return next(entry for entry, b in last.items() if self.blocks.ref_count(b) == cached[b])
+
+    def _end_sharing(self, n_blocks: int, written: set[int]) -> None:
+        """Evict entries until so many of these blocks are no longer shared."""
+        for entry in [entry for entry, pools in self._entries.items() if pools[0][-1] in written]:
+            if n_blocks < 1:
+                return
+            block_id = self._entries[entry][0][-1]
+            self._evict(entry)
+            n_blocks -= self.blocks.ref_count(block_id) == 1
 
     def _own_tail(self, block_ids: list[list[int]], n_tokens: int) -> int:
         """Clone a last block that holds more than ``n_tokens``, or drop it; the tokens that remain."""
@@ -118,7 +151,7 @@ class PrefixCache:
     def _evict(self, entry: Tokens) -> None:
         del self._ordered[bisect_left(self._ordered, entry)]
         for pool in self._entries.pop(entry):
-            self.blocks.free_blocks(pool)
+            self.blocks.evict_blocks(pool)
 
     def _num_free(self) -> int:
         return min(self.blocks.num_free_blocks(pool) for pool in range(self.blocks.num_pools))

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
 from rosellm.errors import KVCacheExhausted
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
@@ -35,7 +36,7 @@ class Server:
 
     def serve(self, prompt: list[int]) -> tuple[int, list[list[int]]]:
         n_matched, block_ids = self.cache.match(prompt)
-        self.cache.make_room(blocks_for(len(prompt), BLOCK))
+        self.cache.make_room(blocks_for(len(prompt), BLOCK), block_ids[0][-1:])
         try:
             for pool, ids in enumerate(block_ids):
                 self.blocks.reserve_prompt(pool, ids, len(prompt) - n_matched)
@@ -50,7 +51,7 @@ class Server:
         return n_matched, block_ids
 
     def append(self, block_ids: list[list[int]], token: int) -> None:
-        self.cache.make_room(1)
+        self.cache.make_room(1, block_ids[0][-1:])
         slots = [self.blocks.reserve_tokens(pool, [ids]) for pool, ids in enumerate(block_ids)]
         for layer, pool in enumerate(self.blocks.pool_of):
             self.write(layer, slots[pool].block_idx[0], slots[pool].pos[0], token)
@@ -165,10 +166,106 @@ def test_a_prompt_that_an_entry_begins_with_refreshes_it_and_adds_none(make_serv
     assert server.cache.match([10] * 8)[0] > 0
 
 
+def test_an_entry_whose_blocks_others_hold_is_not_evicted_in_vain(make_server):
+    server, running, idle = make_server(6), [10] * 8, [20] * 8
+    _, block_ids = server.serve(running)
+    served(server, idle)
+    server.cache.make_room(4)
+    assert list(server.cache._entries) == [tuple(running)] and server.blocks.num_free_blocks() == 4
+    server.cache.make_room(6)
+    assert list(server.cache._entries) == [tuple(running)]
+    server.release(block_ids)
+    server.cache.make_room(6)
+    assert len(server.cache) == 0 and server.blocks.num_free_blocks() == 6
+
+
+def test_an_entry_that_others_build_upon_outlives_them(make_server):
+    server, stem = make_server(6), [10] * 4
+    served(server, stem)
+    served(server, [*stem, 1, 2, 3, 4])
+    served(server, [*stem, 5, 6, 7, 8])
+    server.cache.make_room(4)
+    assert list(server.cache._entries) == [tuple(stem), (*stem, 5, 6, 7, 8)]
+    server.cache.make_room(6)
+    assert len(server.cache) == 0
+
+
+def test_entries_that_hold_the_same_blocks_go_together(make_server):
+    server = make_server(2)
+    _, block_ids = server.serve([1, 2])
+    server.append(block_ids, 3)
+    server.cache.clear()
+    server.cache.insert([1], block_ids)
+    server.cache.insert([1, 2], block_ids)
+    server.release(block_ids)
+    assert server.cache.num_evictable() == 1
+    server.cache.make_room(2)
+    assert len(server.cache) == 0
+
+
+def test_an_entry_goes_that_shares_a_block_to_be_written_where_no_other_is_left_for_a_clone(make_server):
+    server = make_server(1)
+    _, block_ids = server.serve([1, 2])
+    server.cache.make_room(1)
+    assert len(server.cache) == 1
+    server.append(block_ids, 3)
+    assert len(server.cache) == 0 and server.cached(block_ids) == both([1, 2, 3])
+
+
+def test_evictable_blocks_are_known_without_looking_at_any(make_server, monkeypatch):
+    server = make_server(40)
+    for start in range(20):
+        served(server, [start] * 8)
+    looked_at = []
+    monkeypatch.setattr(server.blocks, "ref_count", looked_at.append)
+    monkeypatch.setattr(server.cache, "holdings", lambda: looked_at.append("all"))
+    server.cache._entries = Untouched(server.cache._entries)
+    assert server.cache.num_evictable() == 40
+    assert looked_at == []
+
+
+class Untouched(dict):
+    """Entries that may not be gone through."""
+
+    def values(self):
+        raise AssertionError("the entries are gone through")
+
+    items = __iter__ = values
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    program=st.lists(st.tuples(st.sampled_from("smiarrec"), st.integers(0, 255)), max_size=40),
+    pool=st.sampled_from(recipe_choices()["pool"]),
+)
+def test_evictable_blocks_are_those_that_only_entries_hold(program, pool):
+    server, holders = Server(12, pool), []
+    for name, n in program:
+        prompt = [int(bit) for bit in f"{n:08b}"][: 1 + n % 8]
+        if name == "s" and len(holders) < 3:
+            holders.append(server.serve(prompt)[1])
+        elif name == "m" and len(holders) < 3:
+            holders.append(server.cache.match(prompt)[1])
+        elif name == "e":
+            server.cache.make_room(n % 13)
+        elif name == "c":
+            server.cache.clear()
+        elif holders and name == "r":
+            server.release(holders.pop(n % len(holders)))
+        elif holders and holders[n % len(holders)][0] and name == "a":
+            server.append(holders[n % len(holders)], n % 2)
+        elif holders and name == "i":
+            held = server.cached(holders[n % len(holders)])[0]
+            server.cache.insert(held[: 1 + n % 9], holders[n % len(holders)])
+        theirs = {block for ids in holders for block in ids[0]}
+        cached = {block for pools in server.cache._entries.values() for block in pools[0]}
+        assert server.cache.num_evictable() == len(cached - theirs)
+
+
 def test_eviction_leaves_the_blocks_of_running_sequences_in_place(make_server):
     server, prompt = make_server(3), list(range(6))
     _, block_ids = server.serve(prompt)
-    server.cache.make_room(3)
+    server.cache.clear()
     assert len(server.cache) == 0
     assert server.blocks.num_free_blocks() == 1
     assert server.cached(block_ids) == both(prompt)
@@ -201,7 +298,7 @@ def test_a_match_that_comes_to_nothing_holds_nothing_and_is_no_hit(make_server):
     _, running = server.serve([1, 2, 3])
     n_matched, block_ids = server.cache.match([1, 2, 60])
     assert (n_matched, block_ids) == (0, [[] for _ in running])
-    assert {server.blocks.ref_count(ids[0]) for ids in running} == {1}
+    assert {server.blocks.ref_count(ids[0]) for ids in running} == {2}  # theirs and the entry's
     assert (server.cache.hits, server.cache.hit_tokens) == (0, 0)
 
 
