@@ -284,7 +284,7 @@ class ModelSchedulerDriver(SchedulerDriver):
 
 def check_holders(engine: Engine, scheduler: OnlineScheduler) -> None:
     """The books are consistent; those who hold blocks are the requests in flight and the prefix cache."""
-    holders = [sequence.block_ids for sequence in scheduler._requests.values()]
+    holders = [sequence.block_ids for sequence in scheduler.requests.values()]
     if engine.prefix_cache is not None:
         holders += engine.prefix_cache._entries.values()
     pools = chain.from_iterable(holders)

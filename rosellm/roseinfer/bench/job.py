@@ -41,7 +41,7 @@ def make_job(options: Namespace, gpt: GPT, tokenizer: AnyTokenizer) -> Job:
     encoded = encode_prompts(prompts, tokenizer)
     engine = make_engine(options, recipe, gpt, tokenizer, max(map(len, encoded)))
     print_header(engine, options)
-    engine.warm_up()
+    engine.step.warm_up()
     given = encoded if options.pretok else prompts
     return Job(engine, given, greedy_params(options), scheduler_config(options))
 

@@ -258,7 +258,7 @@ class OnlineScheduler:
             note_time(now)
         for sequence in heard.followed:
             sequence.follow_text()
-        failed = [sequence for sequence in done.failed if sequence.request_id in self._requests]
+        failed = [sequence for sequence in done.failed if sequence.request_id in self.requests]
         ended = [sequence for sequence in heard.sequences if sequence.is_finished] + failed
         if ended:
             self._retire(ended)

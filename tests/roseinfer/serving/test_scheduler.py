@@ -371,7 +371,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(pool: str, run_ahead:
     scheduler = OnlineScheduler(engine)
     prompts = [[1, 2], [3], [4, 5, 6], [7]]
     ids = scheduler.add_requests(prompts, greedy(9))
-    bad = scheduler._requests[ids[1]]
+    bad = scheduler.requests[ids[1]]
     told = []
     while scheduler.has_unfinished:
         if bad.n_output >= n_before:

@@ -183,7 +183,7 @@ def test_a_row_with_logits_that_are_not_finite_fails_alone_with_its_reason(rung)
     running, failed = sequences, []
     while running:
         engine.begin_decode(running)
-        for done in engine.collect():
+        for done in engine.step.collect():
             assert not set(done.failed) & set(done.sequences)
             failed += done.failed
         running = [s for s in running if not s.is_finished]
@@ -212,7 +212,7 @@ def test_150_steps_may_be_begun_without_collecting_any():
     only = [sequence]
     for _ in range(150):
         assert engine.begin_decode(only) == 1
-    assert sum(len(done.sequences) for done in engine.collect()) == 151
+    assert sum(len(done.sequences) for done in engine.step.collect()) == 151
     assert sequence.n_output == 151
 
 
@@ -221,7 +221,7 @@ def test_steps_of_ever_fewer_of_the_same_sequences_may_be_begun_without_collecti
     sequences = started(engine, [0, 1, 2, 3])
     for n in (4, 3, 2):
         assert engine.begin_decode(sequences[:n]) == n
-    assert [len(done.sequences) for done in engine.collect()] == [4, 3, 2]
+    assert [len(done.sequences) for done in engine.step.collect()] == [4, 3, 2]
     assert [s.output for s in sequences] == [EXPECTED[i][:n] for i, n in enumerate((4, 4, 3, 2))]
 
 
@@ -232,7 +232,7 @@ def test_a_rows_count_of_rounds_stays_within_the_ring_however_long_it_runs(rung)
     engine.prefill([sequence])
     decode_all(engine, [sequence])
     assert sequence.n_output == 2 * ROUNDS + 10
-    assert engine._step.state.rounds.min() >= 0 and engine._step.state.rounds.max() < ROUNDS
+    assert engine.step.state.rounds.min() >= 0 and engine.step.state.rounds.max() < ROUNDS
 
 
 @pytest.mark.parametrize("rung", RESIDENT)
@@ -243,7 +243,7 @@ def test_a_token_of_a_step_begun_before_its_sequence_was_released_is_not_committ
     engine.release(again)
     again.n_cached = 0
     engine.begin_prefill([again])  # computes the token that the step has under way, too
-    assert again in [s for done in engine.collect() for s in done.sequences]
+    assert again in [s for done in engine.step.collect() for s in done.sequences]
     assert again.output == EXPECTED[4][:2]
     assert decode_all(engine, sequences) == [EXPECTED[4], EXPECTED[5]]
 
@@ -254,7 +254,7 @@ def test_steps_of_the_same_sequences_hand_back_the_same_list(rung):
     sequences = started(engine, list(range(8)))
     while engine.begin_decode(sequences):
         pass
-    lists = [done.sequences for done in engine.collect() if done.kind == "decode"]
+    lists = [done.sequences for done in engine.step.collect() if done.kind == "decode"]
     assert len(lists) == N_TOKENS - 1 and len({id(one) for one in lists}) == 1
 
 
