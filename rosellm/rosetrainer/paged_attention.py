@@ -77,7 +77,7 @@ def _paged_attention_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program a (sequence, query head): online softmax (Milakov & Gimelshein 2018) block by block."""
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     kv_head = head // (H // H_KV)
     d = tl.arange(0, D_PADDED)

@@ -126,7 +126,7 @@ def _append_and_attend_kernel(
 
     The next tile is asked for before the present one is worked on; the first, before the token is awaited.
     """
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     kv_head = head // (H // H_KV)
     d = tl.arange(0, D_PADDED)

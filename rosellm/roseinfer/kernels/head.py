@@ -74,7 +74,7 @@ def _best_tokens_kernel(
 ):
     tile = tl.program_id(1)
     columns = tile * BN + tl.arange(0, BN)
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    rows = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     c = tl.arange(0, BK)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)

@@ -178,7 +178,7 @@ def _some_rows_kernel(
 ):
     """A BM x BN tile a program, over one of PARTS ranges of K in a pipelined loop."""
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    rows = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     part = tl.program_id(2)
     k = tl.arange(0, BK)
     WIDTH: tl.constexpr = K // PARTS

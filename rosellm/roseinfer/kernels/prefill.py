@@ -207,7 +207,7 @@ def _prefill_attention_kernel(
     d = tl.arange(0, D_PADDED)
     in_head = d < D
     mine = (i < n_rows)[:, None] & in_head[None, :]
-    q_tile = first.to(tl.int64) * q_row + head * D + i[:, None] * q_row + d[None, :]
+    q_tile = (first + i).to(tl.int64)[:, None] * q_row + head * D + d[None, :]
     q = tl.load(q_ptr + q_tile, mask=mine, other=0.0).to(DOT)  # [BLOCK_M, D]
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -227,7 +227,7 @@ def _prefill_attention_kernel(
     before = first - sequence_first
     new = sequence_first.to(tl.int64) * kv_new_row + kv_head * D + d[None, :]
     for begin in range(0, before, BLOCK_N):
-        token = new + (begin + j)[:, None] * kv_new_row
+        token = new + (begin + j).to(tl.int64)[:, None] * kv_new_row
         k = tl.load(k_new_ptr + token, mask=in_head[None, :], other=0.0).to(DOT)
         v = tl.load(v_new_ptr + token, mask=in_head[None, :], other=0.0).to(DOT)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -236,7 +236,7 @@ def _prefill_attention_kernel(
     n_stored = tl.where(head % (H // H_KV) == 0, n_rows, 0)
     for begin in tl.range(0, n_rows, BLOCK_N, num_stages=1):
         own = begin + j
-        token = new + (before + own)[:, None] * kv_new_row
+        token = new + (before + own).to(tl.int64)[:, None] * kv_new_row
         loaded = (own < n_rows)[:, None] & in_head[None, :]
         k = tl.load(k_new_ptr + token, mask=loaded, other=0.0)
         v = tl.load(v_new_ptr + token, mask=loaded, other=0.0)
@@ -251,7 +251,7 @@ def _prefill_attention_kernel(
         scores = tl.where(seen, tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee"), float("-inf"))
         highest, total, mixed = _absorb(scores, v.to(DOT), highest, total, mixed, scale_log2)
 
-    out_tile = first.to(tl.int64) * (H * D) + head * D + i[:, None] * (H * D) + d[None, :]
+    out_tile = (first + i).to(tl.int64)[:, None] * (H * D) + head * D + d[None, :]
     tl.store(out_ptr + out_tile, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
 
 

@@ -113,7 +113,7 @@ def _split_attend_kernel(
 
     The first range begins with the new token; there, the first head of each group writes its key and value.
     """
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
     kv_head = head // (H // H_KV)
@@ -194,7 +194,7 @@ def _combine_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """One program a (sequence, query head): the weighted mean of its ranges' partial results."""
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, D_PADDED)
     in_head = d < D

@@ -92,6 +92,7 @@ class PrefixAttention:
         self.real = step[None, :] < count[:, None]  # [B, T]
         query_position = start[:, None] + step[None, :]  # [B, T]
         key_position = torch.arange(tables.shape[2] * blocks.block_size, device=device)  # [S]
+        self.held = key_position[None, :] < (start + count)[:, None]  # [B, S]
         self.mask = (key_position[None, None, :] <= query_position[:, :, None])[:, None]  # [B, 1, T, S]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -103,11 +104,12 @@ class PrefixAttention:
         return masked_attention(padded.transpose(1, 2), keys, values, self.mask).transpose(1, 2)[self.real]
 
     def _gather(self, cache: Tensor, layer: int) -> Tensor:
-        """The layer's blocks of every sequence, new tokens included: ``[B, H_kv, S, D]``."""
+        """The layer's blocks of every sequence, new tokens included, and 0 past them: ``[B, H_kv, S, D]``."""
         batch, width = self.tables.shape[1:]
         _, n_kv_heads, block_size, head_dim = cache.shape
         table = self.tables[self.blocks.pool_of[layer]]  # [B, W]
-        return cache[table].transpose(1, 2).reshape(batch, n_kv_heads, width * block_size, head_dim)
+        gathered = cache[table].transpose(1, 2).reshape(batch, n_kv_heads, width * block_size, head_dim)
+        return torch.where(self.held[:, None, :, None], gathered, 0)  # a weight of 0 does not silence NaN
 
 
 def _tables(sequences: list[Sequence], blocks: KVBlockManager) -> np.ndarray:

@@ -51,10 +51,13 @@ def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
 
     def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
         used = -(-inputs.max_context // blocks.block_size)
+        slots = torch.arange(inputs.max_context, device=inputs.context_lens.device)
+        held = slots[None, :] < inputs.context_lens[:, None]  # [B, max_context]
 
         def gather(cache: Tensor, table: Tensor, new: Tensor) -> Tensor:
             past = cache[table[:, :used].long()].transpose(1, 2)  # [B, H_kv, blocks, BLOCK_SIZE, D]
             past = past.reshape(len(table), new.shape[1], -1, new.shape[2])[:, :, : inputs.max_context]
+            past = torch.where(held[:, None, :, None], past, 0)  # a weight of 0 does not silence NaN
             return torch.cat((past, new[:, :, None]), dim=2)  # [B, H_kv, max_context + 1, D]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
