@@ -74,7 +74,7 @@ def _copy_token(
     source_row,
     block,
     pos,
-    new_row,
+    new_stride,
     H_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr,
@@ -85,7 +85,7 @@ def _copy_token(
     mask = element < tl.where(block >= 0, H_KV * D, 0)
     head = element // D
     target = block.to(tl.int64) * (H_KV * BLOCK_SIZE * D) + head * (BLOCK_SIZE * D) + pos * D + element % D
-    source = source_row.to(tl.int64) * new_row + element
+    source = source_row.to(tl.int64) * new_stride + element
     tl.store(k_cache_ptr + target, tl.load(key_ptr + source, mask=mask), mask=mask)
     tl.store(v_cache_ptr + target, tl.load(value_ptr + source, mask=mask), mask=mask)
 
@@ -99,7 +99,7 @@ def _kv_append_kernel(
     batch_idx_ptr,
     block_idx_ptr,
     pos_ptr,
-    new_row,
+    new_stride,
     H_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr,
@@ -110,7 +110,7 @@ def _kv_append_kernel(
     block = tl.load(block_idx_ptr + token)
     pos = tl.load(pos_ptr + token)
     _copy_token(
-        k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_row, H_KV, BLOCK_SIZE, D, WIDTH
+        k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_stride, H_KV, BLOCK_SIZE, D, WIDTH
     )
 
 
@@ -122,7 +122,7 @@ def _kv_append_full_batch_kernel(
     value_ptr,
     block_idx_ptr,
     pos,
-    new_row,
+    new_stride,
     H_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr,
@@ -131,7 +131,7 @@ def _kv_append_full_batch_kernel(
     row = tl.program_id(0)
     block = tl.load(block_idx_ptr + row)
     _copy_token(
-        k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_row, H_KV, BLOCK_SIZE, D, WIDTH
+        k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_stride, H_KV, BLOCK_SIZE, D, WIDTH
     )
 
 
@@ -143,7 +143,7 @@ def _kv_append_identity_pos_kernel(
     value_ptr,
     block_idx_ptr,
     pos_ptr,
-    new_row,
+    new_stride,
     H_KV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     D: tl.constexpr,
@@ -153,7 +153,7 @@ def _kv_append_identity_pos_kernel(
     block = tl.load(block_idx_ptr + row)
     pos = tl.load(pos_ptr + row)
     _copy_token(
-        k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_row, H_KV, BLOCK_SIZE, D, WIDTH
+        k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, row, block, pos, new_stride, H_KV, BLOCK_SIZE, D, WIDTH
     )
 
 

@@ -66,9 +66,9 @@ def _paged_attention_decode_kernel(
     block_table_ptr,
     context_lens_ptr,
     scale,
-    q_row,
-    kv_new_row,
-    cache_block,
+    q_stride,
+    kv_new_stride,
+    block_stride,
     MAX_BLOCKS,
     H: tl.constexpr,
     H_KV: tl.constexpr,
@@ -84,30 +84,30 @@ def _paged_attention_decode_kernel(
     in_head = d < D
     slot = tl.arange(0, BLOCK_SIZE)
 
-    q = tl.load(q_ptr + row * q_row + head * D + d, mask=in_head, other=0.0).to(tl.float32) * scale
-    new = row * kv_new_row + kv_head * D + d
+    q = tl.load(q_ptr + row * q_stride + head * D + d, mask=in_head, other=0.0).to(tl.float32) * scale
+    new = row * kv_new_stride + kv_head * D + d
     k_new = tl.load(k_new_ptr + new, mask=in_head, other=0.0).to(tl.float32)
-    highest = tl.sum(q * k_new, axis=0)
-    total = 1.0
-    mixed = tl.load(v_new_ptr + new, mask=in_head, other=0.0).to(tl.float32)
+    m_i = tl.sum(q * k_new, axis=0)
+    l_i = 1.0
+    acc = tl.load(v_new_ptr + new, mask=in_head, other=0.0).to(tl.float32)
 
     context_len = tl.load(context_lens_ptr + row)
     for start in range(0, context_len, BLOCK_SIZE):
         block = tl.load(block_table_ptr + row * MAX_BLOCKS + start // BLOCK_SIZE).to(tl.int64)
         held = start + slot < context_len
-        tile = block * cache_block + kv_head * BLOCK_SIZE * D + slot[:, None] * D + d[None, :]
+        tile = block * block_stride + kv_head * BLOCK_SIZE * D + slot[:, None] * D + d[None, :]
         loaded = held[:, None] & in_head[None, :]
         k = tl.load(k_cache_ptr + tile, mask=loaded, other=0.0).to(tl.float32)
         scores = tl.where(held, tl.sum(k * q[None, :], axis=1), float("-inf"))
-        risen = tl.maximum(highest, tl.max(scores, axis=0))
-        weights = tl.exp(scores - risen)
-        shrink = tl.exp(highest - risen)
+        m_new = tl.maximum(m_i, tl.max(scores, axis=0))
+        p = tl.exp(scores - m_new)
+        alpha = tl.exp(m_i - m_new)
         v = tl.load(v_cache_ptr + tile, mask=loaded, other=0.0).to(tl.float32)
-        mixed = mixed * shrink + tl.sum(v * weights[:, None], axis=0)
-        total = total * shrink + tl.sum(weights, axis=0)
-        highest = risen
+        acc = acc * alpha + tl.sum(v * p[:, None], axis=0)
+        l_i = l_i * alpha + tl.sum(p, axis=0)
+        m_i = m_new
 
-    tl.store(out_ptr + (row * H + head) * D + d, (mixed / total).to(out_ptr.dtype.element_ty), mask=in_head)
+    tl.store(out_ptr + (row * H + head) * D + d, (acc / l_i).to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 def make_fixed_paged_attention_decode(num_warps: int = FIXED_NUM_WARPS, num_stages: int = FIXED_NUM_STAGES):

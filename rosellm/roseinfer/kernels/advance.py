@@ -53,8 +53,8 @@ def _advance_kernel(
     values_ptr,
     indices_ptr,
     ring_ptr,
-    row_words,
-    ring_row,
+    row_stride,
+    ring_stride,
     TILES,
     WIDTH: tl.constexpr,
     CHOOSE: tl.constexpr,
@@ -70,7 +70,7 @@ def _advance_kernel(
     """One row a program."""
     program = tl.program_id(0)
     slot = tl.load(slots_ptr + program)
-    row = rows_ptr + slot * row_words
+    row = rows_ptr + slot * row_stride
     position = tl.load(row + POSITION)
     limit = tl.load(row + LIMIT)
     stop = tl.load(row + STOP)
@@ -89,7 +89,7 @@ def _advance_kernel(
         token = tl.load(indices_ptr + program)
     live = position >= 0
     ended = (token == stop) | (position + 2 >= limit) | (token < 0)
-    tl.store(ring_ptr + count * ring_row + slot, tl.where(live, token, -1))
+    tl.store(ring_ptr + count * ring_stride + slot, tl.where(live, token, -1))
     tl.store(row + ROUND, (count + 1) % ROUNDS)
     tl.store(row + TOKEN, token, mask=live & (token >= 0))
     tl.store(row + POSITION, tl.where(live & (ended == 0), position + 1, -1))

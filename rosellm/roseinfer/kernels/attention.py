@@ -64,7 +64,7 @@ def _tile(
     start,
     context_len,
     kv_head,
-    cache_block,
+    block_stride,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -76,11 +76,11 @@ def _tile(
     held = position < context_len
     if BLOCK_SIZE % TILE == 0:
         block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < context_len, other=0).to(tl.int64)
-        first = block * cache_block + kv_head * BLOCK_SIZE * D + (start % BLOCK_SIZE) * D
+        first = block * block_stride + kv_head * BLOCK_SIZE * D + (start % BLOCK_SIZE) * D
         place = first + tl.arange(0, TILE)[:, None] * D + d[None, :]
     else:
         block = tl.load(table_ptr + position // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-        first = block * cache_block + kv_head * BLOCK_SIZE * D + (position % BLOCK_SIZE) * D
+        first = block * block_stride + kv_head * BLOCK_SIZE * D + (position % BLOCK_SIZE) * D
         place = first[:, None] + d[None, :]
     mask = held[:, None] & (d < D)[None, :]
     return tl.load(k_cache_ptr + place, mask=mask, other=0.0), tl.load(
@@ -89,14 +89,14 @@ def _tile(
 
 
 @triton.jit
-def _attend_tile(q, k, v, held, highest, total, mixed):
+def _attend_tile(q, k, v, held, m_i, l_i, acc):
     """One tile more in the online softmax (Milakov & Gimelshein 2018), in base 2: q holds log2(e)."""
     scores = tl.where(held, tl.sum(k.to(tl.float32) * q[None, :], axis=1), float("-inf"))
-    risen = tl.maximum(highest, tl.max(scores, axis=0))
-    weights = tl.exp2(scores - risen)
-    shrink = tl.exp2(highest - risen)
-    mixed = mixed * shrink + tl.sum(v.to(tl.float32) * weights[:, None], axis=0)
-    return risen, total * shrink + tl.sum(weights, axis=0), mixed
+    m_new = tl.maximum(m_i, tl.max(scores, axis=0))
+    p = tl.exp2(scores - m_new)
+    alpha = tl.exp2(m_i - m_new)
+    acc = acc * alpha + tl.sum(v.to(tl.float32) * p[:, None], axis=0)
+    return m_new, l_i * alpha + tl.sum(p, axis=0), acc
 
 
 @triton.jit
@@ -110,9 +110,9 @@ def _append_and_attend_kernel(
     block_table_ptr,
     positions_ptr,
     scale,
-    new_row,
-    cache_block,
-    table_row,
+    new_stride,
+    block_stride,
+    table_stride,
     position_stride,
     H: tl.constexpr,
     H_KV: tl.constexpr,
@@ -132,7 +132,7 @@ def _append_and_attend_kernel(
     d = tl.arange(0, D_PADDED)
     in_head = d < D
     context_len = tl.load(positions_ptr + row * position_stride)
-    table_ptr = block_table_ptr + row * table_row
+    table_ptr = block_table_ptr + row * table_stride
     k, v = _tile(
         k_cache_ptr,
         v_cache_ptr,
@@ -140,7 +140,7 @@ def _append_and_attend_kernel(
         0,
         context_len,
         kv_head,
-        cache_block,
+        block_stride,
         D,
         D_PADDED,
         BLOCK_SIZE,
@@ -148,19 +148,19 @@ def _append_and_attend_kernel(
     )
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    q = tl.load(q_ptr + row * new_row + head * D + d, mask=in_head, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + row * new_stride + head * D + d, mask=in_head, other=0.0).to(tl.float32)
     q = q * (scale * 1.4426950408889634)
-    new = row * new_row + kv_head * D + d
+    new = row * new_stride + kv_head * D + d
     k_new = tl.load(k_new_ptr + new, mask=in_head, other=0.0)
     v_new = tl.load(v_new_ptr + new, mask=in_head, other=0.0)
     if (context_len >= 0) & (head % (H // H_KV) == 0):
         block = tl.load(table_ptr + context_len // BLOCK_SIZE).to(tl.int64)
-        slot = block * cache_block + kv_head * BLOCK_SIZE * D + (context_len % BLOCK_SIZE) * D + d
+        slot = block * block_stride + kv_head * BLOCK_SIZE * D + (context_len % BLOCK_SIZE) * D + d
         tl.store(k_cache_ptr + slot, k_new, mask=in_head)
         tl.store(v_cache_ptr + slot, v_new, mask=in_head)
-    highest = tl.sum(q * k_new.to(tl.float32), axis=0)
-    total = 1.0
-    mixed = v_new.to(tl.float32)
+    m_i = tl.sum(q * k_new.to(tl.float32), axis=0)
+    l_i = 1.0
+    acc = v_new.to(tl.float32)
     slots = tl.arange(0, TILE)
     for start in range(0, context_len, TILE):
         k_next, v_next = _tile(
@@ -170,16 +170,16 @@ def _append_and_attend_kernel(
             start + TILE,
             context_len,
             kv_head,
-            cache_block,
+            block_stride,
             D,
             D_PADDED,
             BLOCK_SIZE,
             TILE,
         )
         held = start + slots < context_len
-        highest, total, mixed = _attend_tile(q, k, v, held, highest, total, mixed)
+        m_i, l_i, acc = _attend_tile(q, k, v, held, m_i, l_i, acc)
         k, v = k_next, v_next
-    out = tl.where(context_len >= 0, mixed / total, 0.0)
+    out = tl.where(context_len >= 0, acc / l_i, 0.0)
     tl.store(out_ptr + (row * H + head) * D + d, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 

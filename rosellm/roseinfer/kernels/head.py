@@ -20,7 +20,7 @@ from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch
 from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise
 
 ROLES = {"_best_tokens_kernel": "head"}
-HOTTEST = 1e30
+MAX_TEMPERATURE = 1e30
 Shape = Callable[[int, torch.dtype], tuple[int, int, int, int, int]]
 
 
@@ -35,7 +35,7 @@ def best_tokens_ref(
 ) -> tuple[Tensor, Tensor]:
     """The specification, with a single tile: values ``[M, 1]`` fp32 and indices ``[M, 1]`` int32.
 
-    hidden ``[M, C]``, weight ``[V, C]``; temperature fp32 (0: greedy), seeds int64 and positions int32
+    hidden ``[M, K]``, weight ``[N, K]``; temperature fp32 (0: greedy), seeds int64 and positions int32
     ``[M]``: the row's tokens cached before, so that the token drawn will stand two further on than
     ``positions`` counts from 0, at ``positions + 1``. A logit that is not a number counts as +inf, so that it
     is noticed. sampled: False where all rows are greedy.
@@ -44,8 +44,8 @@ def best_tokens_ref(
     logits = torch.where(logits.isnan(), float("inf"), logits)
     if sampled:
         noise = gumbel_noise(seeds, positions + 1, weight.shape[0])
-        heat = temperature.clamp_max(HOTTEST)[:, None]
-        logits = torch.where(heat > 0, logits + heat * noise, logits)
+        temperatures = temperature.clamp_max(MAX_TEMPERATURE)[:, None]
+        logits = torch.where(temperatures > 0, logits + temperatures * noise, logits)
     values, indices = logits.max(dim=1, keepdim=True)
     return values, indices.int()
 
@@ -59,54 +59,55 @@ def _best_tokens_kernel(
     positions_ptr,
     values_ptr,
     indices_ptr,
-    state_row,
-    seed_row,
+    state_stride,
+    seed_stride,
     M,
-    V,
+    N,
     TILES,
-    C: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     SAMPLED: tl.constexpr,
-    HOTTEST: tl.constexpr,
+    MAX_TEMPERATURE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     tile = tl.program_id(1)
-    columns = tile * BN + tl.arange(0, BN)
-    rows = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
-    c = tl.arange(0, BK)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    c = tl.arange(0, BLOCK_K)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for first in range(0, C, BK):
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, K, BLOCK_K):
         inner = first + c
-        held = inner < C
+        held = inner < K
         h = tl.load(
-            hidden_ptr + rows[:, None] * C + inner[None, :],
+            hidden_ptr + rows[:, None] * K + inner[None, :],
             mask=(rows[:, None] < M) & held[None, :],
             other=0.0,
         )
         w = tl.load(
-            weight_ptr + columns[None, :].to(tl.int64) * C + inner[:, None],
-            mask=(columns[None, :] < V) & held[:, None],
+            weight_ptr + columns[None, :].to(tl.int64) * K + inner[:, None],
+            mask=(columns[None, :] < N) & held[:, None],
             other=0.0,
         )
         acc = tl.dot(h, w, acc, input_precision="ieee")
     # Rounding the accumulators themselves would make ptxas wait for each matrix instruction of the loop.
-    acc += tl.where(columns < V, 0.0, float("-inf"))[None, :]
+    acc += tl.where(columns < N, 0.0, float("-inf"))[None, :]
     logits = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
     logits = tl.where(logits == logits, logits, float("inf"))
     if SAMPLED:
-        heat = tl.minimum(tl.load(temperature_ptr + rows * state_row, mask=rows < M, other=0.0), HOTTEST)
-        seeds = tl.load(seeds_ptr + rows * seed_row, mask=rows < M, other=0)
-        positions = tl.load(positions_ptr + rows * state_row, mask=rows < M, other=0) + 1
-        every = tl.zeros((BM, BN), tl.int32)
+        temperatures = tl.load(temperature_ptr + rows * state_stride, mask=rows < M, other=0.0)
+        temperatures = tl.minimum(temperatures, MAX_TEMPERATURE)
+        seeds = tl.load(seeds_ptr + rows * seed_stride, mask=rows < M, other=0)
+        positions = tl.load(positions_ptr + rows * state_stride, mask=rows < M, other=0) + 1
+        every = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         noise = gumbel(seeds[:, None] + every, positions[:, None] + every, columns[None, :] + every)
-        logits = tl.where(heat[:, None] > 0, logits + heat[:, None] * noise, logits)
+        logits = tl.where(temperatures[:, None] > 0, logits + temperatures[:, None] * noise, logits)
     best, index = tl.max(logits, axis=1, return_indices=True)
     tl.store(values_ptr + rows * TILES + tile, best, mask=rows < M)
-    tl.store(indices_ptr + rows * TILES + tile, tile * BN + index, mask=rows < M)
+    tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=rows < M)
 
 
 def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
@@ -131,11 +132,11 @@ def make_best_tokens(dependent: bool = False, shape: Shape = _shape):
     def best_tokens(*, hidden, weight, temperature, seeds, positions, sampled=True) -> tuple[Tensor, Tensor]:
         rows, width = hidden.shape
         vocab = weight.shape[0]
-        bm, bn, bk, warps, stages = shape(rows, hidden.dtype)
-        tiles = triton.cdiv(vocab, bn)
+        block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
+        tiles = triton.cdiv(vocab, block_n)
         values = torch.empty(rows, tiles, device=hidden.device)
         indices = torch.empty(rows, tiles, device=hidden.device, dtype=torch.int32)
-        _best_tokens_kernel[(triton.cdiv(rows, bm), tiles)](
+        _best_tokens_kernel[(triton.cdiv(rows, block_m), tiles)](
             hidden,
             weight,
             temperature,
@@ -148,12 +149,12 @@ def make_best_tokens(dependent: bool = False, shape: Shape = _shape):
             rows,
             vocab,
             tiles,
-            C=width,
-            BM=bm,
-            BN=bn,
-            BK=bk,
+            K=width,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
             SAMPLED=sampled,
-            HOTTEST=HOTTEST,
+            MAX_TEMPERATURE=MAX_TEMPERATURE,
             DEPENDENT=dependent,
             num_warps=warps,
             num_stages=stages,

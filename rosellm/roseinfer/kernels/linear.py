@@ -93,31 +93,32 @@ def _few_rows_kernel(
     M,
     N,
     K: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     SLICES: tl.constexpr,
-    BK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     NORM: tl.constexpr,
     GELU: tl.constexpr,
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """BN columns a program, for all M <= BM rows; its weights are in registers before the inputs are there.
+    """BLOCK_N columns a program, for all M <= BLOCK_M rows; weights are in registers before the inputs are.
 
-    K is cut into chunks of SLICES x BK; the slices of a chunk are separate products, one a warp, summed at
-    the end: one chain of K / 16 matrix instructions would take longer than the weights do.
+    K is cut into chunks of SLICES x BLOCK_K; the slices of a chunk are separate products, one a warp, summed
+    at the end: one chain of K / 16 matrix instructions would take longer than the weights do.
     """
-    CHUNKS: tl.constexpr = (K + SLICES * BK - 1) // (SLICES * BK)
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = tl.arange(0, BM)
+    CHUNKS: tl.constexpr = (K + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, BLOCK_M)
     inside = (rows[:, None] < M) & (columns[None, :] < N)
-    inner = tl.arange(0, SLICES)[:, None, None] * BK + tl.arange(0, BK)[None, None, :]  # [SLICES, 1, BK]
+    # [SLICES, 1, BLOCK_K]
+    inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
     weights = ()
     for chunk in tl.static_range(CHUNKS):
-        k = chunk * SLICES * BK + inner
+        k = chunk * SLICES * BLOCK_K + inner
         held = (columns[None, :, None] < N) & (k < K)
         place = weight_ptr + columns[None, :, None].to(tl.int64) * K + k
-        weights = weights + (tl.load(place, mask=held, other=0.0),)  # [SLICES, BN, BK]
+        weights = weights + (tl.load(place, mask=held, other=0.0),)  # [SLICES, BLOCK_N, BLOCK_K]
     bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
     if NORM:
         sums = tl.load(sums_ptr + columns, mask=columns < N, other=0.0)
@@ -126,19 +127,20 @@ def _few_rows_kernel(
     target = out_ptr + rows[:, None] * N + columns[None, :]
     if ADD:
         residual = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    WEIGHTS_FIRST: tl.constexpr = BN >= 16  # of the two operands, whose rows the hardware takes 16 at a time
-    acc = tl.zeros((SLICES, BN, BM) if WEIGHTS_FIRST else (SLICES, BM, BN), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    squares = tl.zeros((BM,), tl.float32)
+    # Of the two operands, whose rows the hardware takes 16 at a time.
+    WEIGHTS_FIRST: tl.constexpr = BLOCK_N >= 16
+    acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M) if WEIGHTS_FIRST else (SLICES, BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
     for chunk in tl.static_range(CHUNKS):
-        k = chunk * SLICES * BK + inner
+        k = chunk * SLICES * BLOCK_K + inner
         held = (rows[None, :, None] < M) & (k < K)
-        x = tl.load(x_ptr + rows[None, :, None] * K + k, mask=held, other=0.0)  # [SLICES, BM, BK]
+        x = tl.load(x_ptr + rows[None, :, None] * K + k, mask=held, other=0.0)  # [SLICES, BLOCK_M, BLOCK_K]
         if NORM:
             wide = x.to(tl.float32)
             total += tl.sum(tl.sum(wide, axis=2), axis=0)
             squares += tl.sum(tl.sum(wide * wide, axis=2), axis=0)
-        if BM == 1:
+        if BLOCK_M == 1:
             acc += tl.sum(weights[chunk].to(tl.float32) * x.to(tl.float32), axis=2)[:, :, None]
         elif WEIGHTS_FIRST:
             acc = tl.dot(weights[chunk], tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
@@ -169,25 +171,25 @@ def _some_rows_kernel(
     N,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr,
     GELU: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A BM x BN tile a program, over one of PARTS ranges of K in a pipelined loop."""
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
+    """A BLOCK_M x BLOCK_N tile a program, over one of PARTS ranges of K in a pipelined loop."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     part = tl.program_id(2)
-    k = tl.arange(0, BK)
+    k = tl.arange(0, BLOCK_K)
     WIDTH: tl.constexpr = K // PARTS
     if BIAS:
         bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for first in range(0, WIDTH, BK):
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, WIDTH, BLOCK_K):
         inner = part * WIDTH + first + k
         held = first + k < WIDTH
         x = tl.load(
@@ -231,10 +233,10 @@ def make_few_rows_linear(dependent: bool = False):
             rows,
             n,
             K=k,
-            BM=1 if rows == 1 else 8 if rows <= 8 else 16,
-            BN=columns,
+            BLOCK_M=1 if rows == 1 else 8 if rows <= 8 else 16,
+            BLOCK_N=columns,
             SLICES=slices,
-            BK=width,
+            BLOCK_K=width,
             NORM=column_sums is not None,
             GELU=gelu,
             ADD=residual is not None,
@@ -277,8 +279,8 @@ def make_some_rows_linear(dependent: bool = False, shape: Shape = _some_rows_sha
         rows, k = x.shape
         n = weight.shape[0]
         out = x.new_empty(rows, n) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
-        bm, bn, bk, warps, stages = shape(rows, n, k, x.dtype)
-        _some_rows_kernel[(triton.cdiv(n, bn), triton.cdiv(rows, bm), parts)](
+        block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype)
+        _some_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_m), parts)](
             x,
             weight,
             x if bias is None else bias,
@@ -287,9 +289,9 @@ def make_some_rows_linear(dependent: bool = False, shape: Shape = _some_rows_sha
             n,
             K=k,
             PARTS=parts,
-            BM=bm,
-            BN=bn,
-            BK=bk,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
             BIAS=bias is not None,
             GELU=gelu,
             DEPENDENT=dependent,

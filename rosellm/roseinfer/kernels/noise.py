@@ -66,11 +66,11 @@ def gumbel(seed, position, column):
 
 @triton.jit
 def _gumbel_noise_kernel(
-    out_ptr, seeds_ptr, positions_ptr, seed_row, position_row, vocab_size, COLUMNS: tl.constexpr
+    out_ptr, seeds_ptr, positions_ptr, seed_stride, position_stride, vocab_size, COLUMNS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    seed, position = tl.load(seeds_ptr + row * seed_row), tl.load(positions_ptr + row * position_row)
+    seed, position = tl.load(seeds_ptr + row * seed_stride), tl.load(positions_ptr + row * position_stride)
     noise = gumbel(seed, position, column)
     tl.store(out_ptr + row * vocab_size + column, noise, mask=column < vocab_size)
 

@@ -146,21 +146,21 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float)
 
 
 @triton.jit
-def _absorb(scores, v, highest, total, mixed, scale_log2):
+def _absorb(scores, v, m_i, l_i, acc, scale_log2):
     """Online softmax (Milakov & Gimelshein 2018) over one more tile of keys, to the base 2.
 
-    scores ``[BLOCK_M, BLOCK_N]`` fp32, not yet scaled, v ``[BLOCK_N, D]``; highest and total ``[BLOCK_M]``,
-    mixed ``[BLOCK_M, D]``: largest scaled score, sum of weights and weighted sum of values so far.
+    scores ``[BLOCK_M, BLOCK_N]`` fp32, not yet scaled, v ``[BLOCK_N, D]``; m_i and l_i ``[BLOCK_M]``,
+    acc ``[BLOCK_M, D]``: largest scaled score, sum of weights and weighted sum of values so far.
     """
-    risen = tl.maximum(highest, tl.max(scores, axis=1) * scale_log2)
-    weights = tl.exp2(scores * scale_log2 - risen[:, None])
-    shrink = tl.exp2(highest - risen)
-    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
-    return risen, total * shrink + tl.sum(weights, axis=1), mixed
+    m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale_log2)
+    p = tl.exp2(scores * scale_log2 - m_new[:, None])
+    alpha = tl.exp2(m_i - m_new)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return m_new, l_i * alpha + tl.sum(p, axis=1), acc
 
 
 @triton.jit(
-    do_not_specialize=["tiles_row", "table_row"],
+    do_not_specialize=["tiles_stride", "table_stride"],
     do_not_specialize_on_alignment=["tiles_ptr", "block_table_ptr"],
 )
 def _prefill_attention_kernel(
@@ -173,11 +173,11 @@ def _prefill_attention_kernel(
     block_table_ptr,
     tiles_ptr,
     scale_log2,
-    q_row,
-    kv_new_row,
-    cache_block,
-    table_row,
-    tiles_row,
+    q_stride,
+    kv_new_stride,
+    block_stride,
+    table_stride,
+    tiles_stride,
     H: tl.constexpr,
     H_KV: tl.constexpr,
     D: tl.constexpr,
@@ -196,63 +196,63 @@ def _prefill_attention_kernel(
     head = tl.program_id(0) % H
     kv_head = head // (H // H_KV)
     first = tl.load(tiles_ptr + tile)
-    n_rows = tl.load(tiles_ptr + tiles_row + tile)
-    position = tl.load(tiles_ptr + 2 * tiles_row + tile)
-    sequence_first = tl.load(tiles_ptr + 3 * tiles_row + tile)
-    start = tl.load(tiles_ptr + 4 * tiles_row + tile)
-    table_ptr = block_table_ptr + tl.load(tiles_ptr + 5 * tiles_row + tile).to(tl.int64) * table_row
+    n_rows = tl.load(tiles_ptr + tiles_stride + tile)
+    position = tl.load(tiles_ptr + 2 * tiles_stride + tile)
+    sequence_first = tl.load(tiles_ptr + 3 * tiles_stride + tile)
+    start = tl.load(tiles_ptr + 4 * tiles_stride + tile)
+    table_ptr = block_table_ptr + tl.load(tiles_ptr + 5 * tiles_stride + tile).to(tl.int64) * table_stride
 
     i = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PADDED)
     in_head = d < D
     mine = (i < n_rows)[:, None] & in_head[None, :]
-    q_tile = (first + i).to(tl.int64)[:, None] * q_row + head * D + d[None, :]
+    q_tile = (first + i).to(tl.int64)[:, None] * q_stride + head * D + d[None, :]
     q = tl.load(q_ptr + q_tile, mask=mine, other=0.0).to(DOT)  # [BLOCK_M, D]
-    highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    mixed = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
 
     for begin in range(0, start, BLOCK_N):
         cached = begin + j
         held = cached < start
         block = tl.load(table_ptr + cached // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-        slot = block * cache_block + kv_head * BLOCK_SIZE * D + cached % BLOCK_SIZE * D
+        slot = block * block_stride + kv_head * BLOCK_SIZE * D + cached % BLOCK_SIZE * D
         loaded = held[:, None] & in_head[None, :]
         k = tl.load(k_cache_ptr + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
         v = tl.load(v_cache_ptr + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
         scores = tl.where(held[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
-        highest, total, mixed = _absorb(scores, v, highest, total, mixed, scale_log2)
+        m_i, l_i, acc = _absorb(scores, v, m_i, l_i, acc, scale_log2)
 
     before = first - sequence_first
-    new = sequence_first.to(tl.int64) * kv_new_row + kv_head * D + d[None, :]
+    new = sequence_first.to(tl.int64) * kv_new_stride + kv_head * D + d[None, :]
     for begin in range(0, before, BLOCK_N):
-        token = new + (begin + j).to(tl.int64)[:, None] * kv_new_row
+        token = new + (begin + j).to(tl.int64)[:, None] * kv_new_stride
         k = tl.load(k_new_ptr + token, mask=in_head[None, :], other=0.0).to(DOT)
         v = tl.load(v_new_ptr + token, mask=in_head[None, :], other=0.0).to(DOT)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        highest, total, mixed = _absorb(scores, v, highest, total, mixed, scale_log2)
+        m_i, l_i, acc = _absorb(scores, v, m_i, l_i, acc, scale_log2)
 
     n_stored = tl.where(head % (H // H_KV) == 0, n_rows, 0)
     for begin in tl.range(0, n_rows, BLOCK_N, num_stages=1):
         own = begin + j
-        token = new + (before + own).to(tl.int64)[:, None] * kv_new_row
+        token = new + (before + own).to(tl.int64)[:, None] * kv_new_stride
         loaded = (own < n_rows)[:, None] & in_head[None, :]
         k = tl.load(k_new_ptr + token, mask=loaded, other=0.0)
         v = tl.load(v_new_ptr + token, mask=loaded, other=0.0)
         place = position + own
         stored = own < n_stored
         block = tl.load(table_ptr + place // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
-        slot = block * cache_block + kv_head * BLOCK_SIZE * D + place % BLOCK_SIZE * D
+        slot = block * block_stride + kv_head * BLOCK_SIZE * D + place % BLOCK_SIZE * D
         target = stored[:, None] & in_head[None, :]
         tl.store(k_cache_ptr + slot[:, None] + d[None, :], k, mask=target)
         tl.store(v_cache_ptr + slot[:, None] + d[None, :], v, mask=target)
         seen = own[None, :] <= i[:, None]  # rows past n_rows see zeros and are not stored
         scores = tl.where(seen, tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee"), float("-inf"))
-        highest, total, mixed = _absorb(scores, v.to(DOT), highest, total, mixed, scale_log2)
+        m_i, l_i, acc = _absorb(scores, v.to(DOT), m_i, l_i, acc, scale_log2)
 
     out_tile = (first + i).to(tl.int64)[:, None] * (H * D) + head * D + d[None, :]
-    tl.store(out_ptr + out_tile, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
+    tl.store(out_ptr + out_tile, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
 
 
 def make_prefill_attention(

@@ -56,8 +56,8 @@ class FusedLayers:
         x = embedded(self.embed, model, ids, positions)  # [N, C]
         h = self.add_norm(x=x, scale=norms[0][0], shift=norms[0][1], eps=eps)
         for layer, block in enumerate(model.blocks):
-            mixed = attend(layer, *split_heads(products.qkv(layer, h), model.config))  # [N, H, D]
-            y = products.out(layer, mixed.reshape(len(x), -1))
+            attended = attend(layer, *split_heads(products.qkv(layer, h), model.config))  # [N, H, D]
+            y = products.out(layer, attended.reshape(len(x), -1))
             scale, shift = norms[2 * layer + 1]
             h = self.add_norm(x=x, delta=y, bias=block.out.bias, scale=scale, shift=shift, eps=eps)
             y = products.down(layer, products.up(layer, h))
@@ -78,8 +78,8 @@ class FewRowsLayers:
         x = embedded(self.embed, model, ids, positions)  # [N, C]
         for layer, w in enumerate(self.weights):
             qkv = self._normed(x, w.qkv, eps)
-            mixed = attend(layer, *split_heads(qkv, model.config))  # [N, H, D]
-            self._added(mixed.reshape(len(x), -1), w.out, x)
+            attended = attend(layer, *split_heads(qkv, model.config))  # [N, H, D]
+            self._added(attended.reshape(len(x), -1), w.out, x)
             hidden = self._normed(x, w.up, eps, gelu=True)  # [N, F]
             self._added(hidden, w.down, x)
         return self.add_norm(x=x, scale=model.ln_f.weight, shift=model.ln_f.bias, eps=eps)

@@ -72,34 +72,34 @@ def _prefetch(weight_ptr, N: tl.constexpr, K: tl.constexpr, PROGRAMS: tl.constex
 
 
 @triton.jit
-def _own_columns(N: tl.constexpr, BN: tl.constexpr, PROGRAMS: tl.constexpr):
-    """The program's share of N columns, in a tile of BN, and which of the tile these are."""
+def _own_columns(N: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMS: tl.constexpr):
+    """The program's share of N columns, in a tile of BLOCK_N, and which of the tile these are."""
     SHARE: tl.constexpr = (N + PROGRAMS - 1) // PROGRAMS
-    n = tl.arange(0, BN)
+    n = tl.arange(0, BLOCK_N)
     columns = tl.program_id(0) * SHARE + n
     return columns, (n < SHARE) & (columns < N)
 
 
 @triton.jit
-def _weights(weight_ptr, columns, mine, K: tl.constexpr, SLICES: tl.constexpr, BK: tl.constexpr):
-    """Weights ``[N, K]`` of the columns, as a tuple of chunks ``[SLICES, BN, BK]``."""
-    inner = tl.arange(0, SLICES)[:, None, None] * BK + tl.arange(0, BK)[None, None, :]
+def _weights(weight_ptr, columns, mine, K: tl.constexpr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Weights ``[N, K]`` of the columns, as a tuple of chunks ``[SLICES, BLOCK_N, BLOCK_K]``."""
+    inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
     chunks = ()
-    for chunk in tl.static_range((K + SLICES * BK - 1) // (SLICES * BK)):
-        k = chunk * SLICES * BK + inner
+    for chunk in tl.static_range((K + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K)):
+        k = chunk * SLICES * BLOCK_K + inner
         place = weight_ptr + columns[None, :, None].to(tl.int64) * K + k
         chunks = chunks + (tl.load(place, mask=mine[None, :, None] & (k < K), other=0.0),)
     return chunks
 
 
 @triton.jit
-def _inputs(x_ptr, M, K: tl.constexpr, BM: tl.constexpr, SLICES: tl.constexpr, BK: tl.constexpr):
-    """All of x ``[M, K]``, as a tuple of chunks ``[SLICES, BM, BK]``; past the caches that programs own."""
-    inner = tl.arange(0, SLICES)[:, None, None] * BK + tl.arange(0, BK)[None, None, :]
-    rows = tl.arange(0, BM)[None, :, None]
+def _inputs(x_ptr, M, K: tl.constexpr, BLOCK_M: tl.constexpr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """All of x ``[M, K]``, as a tuple of chunks ``[SLICES, BLOCK_M, BLOCK_K]``, past the first level."""
+    inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+    rows = tl.arange(0, BLOCK_M)[None, :, None]
     chunks = ()
-    for chunk in tl.static_range((K + SLICES * BK - 1) // (SLICES * BK)):
-        k = chunk * SLICES * BK + inner
+    for chunk in tl.static_range((K + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K)):
+        k = chunk * SLICES * BLOCK_K + inner
         held = (rows < M) & (k < K)
         chunks = chunks + (tl.load(x_ptr + rows * K + k, mask=held, other=0.0, cache_modifier=".cg"),)
     return chunks
@@ -107,42 +107,42 @@ def _inputs(x_ptr, M, K: tl.constexpr, BM: tl.constexpr, SLICES: tl.constexpr, B
 
 @triton.jit
 def _attended(
-    logs_ptr,
-    mixed_ptr,
+    lse_ptr,
+    acc_ptr,
     M,
     dtype: tl.constexpr,
     K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     SLICES: tl.constexpr,
-    BK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """As :func:`_inputs`: the mean of the ranges' results ``[SPLITS, M, K]``, weighted by ``exp2(logs)``."""
-    if SPLITS == 1:
-        chunks = _inputs(mixed_ptr, M, K, BM, SLICES, BK)
+    """As :func:`_inputs`: the mean of ``[NUM_SPLITS, M, K]``, weighted by ``exp2(lses)``."""
+    if NUM_SPLITS == 1:
+        chunks = _inputs(acc_ptr, M, K, BLOCK_M, SLICES, BLOCK_K)
     else:
-        inner = tl.arange(0, SLICES)[:, None, None] * BK + tl.arange(0, BK)[None, None, :]
-        rows = tl.arange(0, BM)[None, :, None]
+        inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+        rows = tl.arange(0, BLOCK_M)[None, :, None]
         chunks = ()
-        for chunk in tl.static_range((K + SLICES * BK - 1) // (SLICES * BK)):
-            k = chunk * SLICES * BK + inner
+        for chunk in tl.static_range((K + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K)):
+            k = chunk * SLICES * BLOCK_K + inner
             held = (rows < M) & (k < K)
-            logs = ()
+            lses = ()
             parts = ()
-            for split in tl.static_range(SPLITS):
+            for split in tl.static_range(NUM_SPLITS):
                 place = (split * M + rows) * K + k
-                logs = logs + (tl.load(logs_ptr + place, mask=held, other=0.0, cache_modifier=".cg"),)
-                parts = parts + (tl.load(mixed_ptr + place, mask=held, other=0.0, cache_modifier=".cg"),)
-            highest = logs[0]
-            for split in tl.static_range(1, SPLITS):
-                highest = tl.maximum(highest, logs[split])
-            total = tl.zeros((SLICES, BM, BK), tl.float32)
-            mixed = tl.zeros((SLICES, BM, BK), tl.float32)
-            for split in tl.static_range(SPLITS):
-                weight = tl.exp2(logs[split] - highest)
-                total += weight
-                mixed += weight * parts[split]
-            chunks = chunks + (mixed / total,)
+                lses = lses + (tl.load(lse_ptr + place, mask=held, other=0.0, cache_modifier=".cg"),)
+                parts = parts + (tl.load(acc_ptr + place, mask=held, other=0.0, cache_modifier=".cg"),)
+            m_i = lses[0]
+            for split in tl.static_range(1, NUM_SPLITS):
+                m_i = tl.maximum(m_i, lses[split])
+            l_i = tl.zeros((SLICES, BLOCK_M, BLOCK_K), tl.float32)
+            acc = tl.zeros((SLICES, BLOCK_M, BLOCK_K), tl.float32)
+            for split in tl.static_range(NUM_SPLITS):
+                weight = tl.exp2(lses[split] - m_i)
+                l_i += weight
+                acc += weight * parts[split]
+            chunks = chunks + (acc / l_i,)
     rounded = ()
     for chunk in tl.static_range(len(chunks)):
         rounded = rounded + (chunks[chunk].to(dtype),)
@@ -150,16 +150,18 @@ def _attended(
 
 
 @triton.jit
-def _product(x, weights, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr):
-    """``x @ weights.T``, ``[BM, BN]`` fp32; slices are separate products, one a warp, summed at the end."""
-    if BM == 1:
+def _product(x, weights, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr):
+    """``x @ weights.T``, ``[BLOCK_M, BLOCK_N]`` fp32; slices are products of their own, one a warp."""
+    if BLOCK_M == 1:
         products = weights[0].to(tl.float32) * x[0].to(tl.float32)
         for chunk in tl.static_range(1, len(weights)):
             products += weights[chunk].to(tl.float32) * x[chunk].to(tl.float32)
         y = tl.sum(tl.sum(products, axis=2), axis=0)[None, :]
     else:
-        WEIGHTS_FIRST: tl.constexpr = BN >= 16  # of the operands, whose rows the hardware takes 16 at a time
-        acc = tl.zeros((SLICES, BN, BM) if WEIGHTS_FIRST else (SLICES, BM, BN), tl.float32)
+        WEIGHTS_FIRST: tl.constexpr = BLOCK_N >= 16  # the hardware takes 16 rows of the first operand
+        acc = tl.zeros(
+            (SLICES, BLOCK_N, BLOCK_M) if WEIGHTS_FIRST else (SLICES, BLOCK_M, BLOCK_N), tl.float32
+        )
         for chunk in tl.static_range(len(weights)):
             if WEIGHTS_FIRST:
                 acc = tl.dot(weights[chunk], tl.permute(x[chunk], (0, 2, 1)), acc, input_precision="ieee")
@@ -172,7 +174,7 @@ def _product(x, weights, BM: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexp
 
 
 @triton.jit
-def _normed(y, x, sums, eps, K: tl.constexpr, BM: tl.constexpr):
+def _normed(y, x, sums, eps, K: tl.constexpr, BLOCK_M: tl.constexpr):
     """The product y of x as if each row of x had been brought to mean 0 and variance 1."""
     wide = x[0].to(tl.float32)
     sums_of_x = wide
@@ -181,9 +183,9 @@ def _normed(y, x, sums, eps, K: tl.constexpr, BM: tl.constexpr):
         wide = x[chunk].to(tl.float32)
         sums_of_x += wide
         squares_of_x += wide * wide
-    total = tl.sum(tl.sum(sums_of_x, axis=2), axis=0)
+    l_i = tl.sum(tl.sum(sums_of_x, axis=2), axis=0)
     squares = tl.sum(tl.sum(squares_of_x, axis=2), axis=0)
-    mean = total / K
+    mean = l_i / K
     variance = tl.maximum(squares / K - mean * mean, 0.0)
     return (y - mean[:, None] * sums[None, :]) * tl.rsqrt(variance + eps)[:, None]
 
@@ -195,15 +197,15 @@ def _task(
     positions_ptr,
     position_stride,
     H: tl.constexpr,
-    SPLITS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Row, head and range of a task of attention, the row's context, and the range's first and last token."""
-    split = task % SPLITS
-    head = task // SPLITS % H
-    row = task // (SPLITS * H)
+    split = task % NUM_SPLITS
+    head = task // NUM_SPLITS % H
+    row = task // (NUM_SPLITS * H)
     context_len = tl.load(positions_ptr + row * position_stride, mask=row < M, other=-1)
-    first, stop = _range_of(split, tl.maximum(context_len, 0), SPLITS, TILE)
+    first, stop = _range_of(split, tl.maximum(context_len, 0), NUM_SPLITS, TILE)
     return row, head, split, context_len, first, stop
 
 
@@ -211,8 +213,8 @@ def _task(
 def _persistent_layers_kernel(
     x_ptr,
     qkv_ptr,
-    logs_ptr,
-    mixed_ptr,
+    lse_ptr,
+    acc_ptr,
     hidden_ptr,
     count_ptr,
     qkv_weight_ptr,
@@ -233,9 +235,9 @@ def _persistent_layers_kernel(
     eps,
     M,
     n_layers,
-    cache_layer,
-    cache_block,
-    table_row,
+    layer_stride,
+    block_stride,
+    table_stride,
     position_stride,
     C: tl.constexpr,
     F: tl.constexpr,
@@ -245,14 +247,14 @@ def _persistent_layers_kernel(
     D_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BM: tl.constexpr,
-    BN_QKV: tl.constexpr,
-    BN_C: tl.constexpr,
-    BN_F: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N_QKV: tl.constexpr,
+    BLOCK_N_C: tl.constexpr,
+    BLOCK_N_F: tl.constexpr,
     SLICES: tl.constexpr,
-    BK_C: tl.constexpr,
-    BK_F: tl.constexpr,
+    BLOCK_K_C: tl.constexpr,
+    BLOCK_K_F: tl.constexpr,
     PROGRAMS: tl.constexpr,
     PATIENCE: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -265,41 +267,44 @@ def _persistent_layers_kernel(
     """
     WIDTH: tl.constexpr = (H + 2 * H_KV) * D
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    rows = tl.arange(0, BM)[:, None]
+    rows = tl.arange(0, BLOCK_M)[:, None]
     d = tl.arange(0, D_PADDED)
     in_head = d < D
-    qkv_columns, qkv_mine = _own_columns(WIDTH, BN_QKV, PROGRAMS)
-    c_columns, c_mine = _own_columns(C, BN_C, PROGRAMS)
-    f_columns, f_mine = _own_columns(F, BN_F, PROGRAMS)
+    qkv_columns, qkv_mine = _own_columns(WIDTH, BLOCK_N_QKV, PROGRAMS)
+    c_columns, c_mine = _own_columns(C, BLOCK_N_C, PROGRAMS)
+    f_columns, f_mine = _own_columns(F, BLOCK_N_F, PROGRAMS)
     residual_ptr = x_ptr + rows * C + c_columns[None, :]
     c_inside = (rows < M) & c_mine[None, :]
     _prefetch(out_weight_ptr, C, C, PROGRAMS, PREFETCH)
     _prefetch(up_weight_ptr, F, C, PROGRAMS, PREFETCH)
     _prefetch(down_weight_ptr, C, F, PROGRAMS, PREFETCH)
-    qkv_weights = _weights(qkv_weight_ptr, qkv_columns, qkv_mine, C, SLICES, BK_C)
+    qkv_weights = _weights(qkv_weight_ptr, qkv_columns, qkv_mine, C, SLICES, BLOCK_K_C)
     first_row, first_head, first_split, first_context, first_start, first_stop = _task(
-        tl.program_id(0), M, positions_ptr, position_stride, H, SPLITS, TILE
+        tl.program_id(0), M, positions_ptr, position_stride, H, NUM_SPLITS, TILE
     )
     looks = 0
     awaited = tl.atomic_add(count_ptr, 0, sem="acquire", scope="gpu") // PROGRAMS * PROGRAMS + PROGRAMS
     for layer in range(n_layers):
         at = tl.full((), layer, tl.int64)
         ahead = tl.minimum(at + 1, n_layers - 1)
-        k_layer_ptr = k_cache_ptr + at * cache_layer
-        v_layer_ptr = v_cache_ptr + at * cache_layer
+        k_layer_ptr = k_cache_ptr + at * layer_stride
+        v_layer_ptr = v_cache_ptr + at * layer_stride
 
         # qkv
-        x = _inputs(x_ptr, M, C, BM, SLICES, BK_C)
+        x = _inputs(x_ptr, M, C, BLOCK_M, SLICES, BLOCK_K_C)
         bias = tl.load(qkv_bias_ptr + at * WIDTH + qkv_columns, mask=qkv_mine, other=0.0).to(tl.float32)
         sums = tl.load(qkv_sums_ptr + at * WIDTH + qkv_columns, mask=qkv_mine, other=0.0)
-        y = _normed(_product(x, qkv_weights, BM, BN_QKV, SLICES), x, sums, eps, C, BM) + bias[None, :]
+        y = (
+            _normed(_product(x, qkv_weights, BLOCK_M, BLOCK_N_QKV, SLICES), x, sums, eps, C, BLOCK_M)
+            + bias[None, :]
+        )
         inside = (rows < M) & qkv_mine[None, :]
         tl.store(qkv_ptr + rows * WIDTH + qkv_columns[None, :], y.to(dtype), mask=inside)
         _arrive(count_ptr)
         _prefetch(qkv_weight_ptr + ahead * WIDTH * C, WIDTH, C, PROGRAMS, PREFETCH)
         row, head, split, context_len = first_row, first_head, first_split, first_context
         start, stop = first_start, first_stop
-        table_ptr = block_table_ptr + row * table_row
+        table_ptr = block_table_ptr + row * table_stride
         kv_head = head // (H // H_KV)
         k, v = _tile(
             k_layer_ptr,
@@ -308,18 +313,18 @@ def _persistent_layers_kernel(
             start,
             stop,
             kv_head,
-            cache_block,
+            block_stride,
             D,
             D_PADDED,
             BLOCK_SIZE,
             TILE,
         )
-        out_weights = _weights(out_weight_ptr + at * C * C, c_columns, c_mine, C, SLICES, BK_C)
+        out_weights = _weights(out_weight_ptr + at * C * C, c_columns, c_mine, C, SLICES, BLOCK_K_C)
         looks = _wait(count_ptr, awaited, looks, PATIENCE)
         awaited += PROGRAMS
 
         # attention
-        for task in range(tl.program_id(0), M * H * SPLITS, PROGRAMS):
+        for task in range(tl.program_id(0), M * H * NUM_SPLITS, PROGRAMS):
             new_ptr = qkv_ptr + row * WIDTH + d
             q = tl.load(new_ptr + head * D, mask=in_head, other=0.0, cache_modifier=".cg").to(tl.float32)
             q = q * (scale * 1.4426950408889634)
@@ -328,11 +333,11 @@ def _persistent_layers_kernel(
             v_new = tl.load(new_ptr + H_KV * D, mask=in_head, other=0.0, cache_modifier=".cg")
             if (split == 0) & (context_len >= 0) & (head % (H // H_KV) == 0):
                 block = tl.load(table_ptr + context_len // BLOCK_SIZE).to(tl.int64)
-                slot = block * cache_block + kv_head * BLOCK_SIZE * D + (context_len % BLOCK_SIZE) * D + d
+                slot = block * block_stride + kv_head * BLOCK_SIZE * D + (context_len % BLOCK_SIZE) * D + d
                 tl.store(k_layer_ptr + slot, k_new, mask=in_head)
                 tl.store(v_layer_ptr + slot, v_new, mask=in_head)
             own = tl.sum(q * k_new.to(tl.float32), axis=0)
-            highest, total, mixed = _attend_range(
+            m_i, l_i, acc = _attend_range(
                 q,
                 k,
                 v,
@@ -345,22 +350,22 @@ def _persistent_layers_kernel(
                 v_layer_ptr,
                 table_ptr,
                 kv_head,
-                cache_block,
+                block_stride,
                 D,
                 D_PADDED,
                 BLOCK_SIZE,
                 TILE,
             )
             part = split * M + row
-            log = tl.where(total > 0.0, highest + tl.log2(tl.maximum(total, 1e-30)), float("-inf"))
-            mixed = tl.where(context_len >= 0, mixed / tl.maximum(total, 1e-30), 0.0)
+            lse = tl.where(l_i > 0.0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), float("-inf"))
+            acc = tl.where(context_len >= 0, acc / tl.maximum(l_i, 1e-30), 0.0)
             place = part * C + head * D + d
-            tl.store(logs_ptr + place, tl.zeros((D_PADDED,), tl.float32) + log, mask=in_head)
-            tl.store(mixed_ptr + place, mixed, mask=in_head)
+            tl.store(lse_ptr + place, tl.zeros((D_PADDED,), tl.float32) + lse, mask=in_head)
+            tl.store(acc_ptr + place, acc, mask=in_head)
             row, head, split, context_len, start, stop = _task(
-                task + PROGRAMS, M, positions_ptr, position_stride, H, SPLITS, TILE
+                task + PROGRAMS, M, positions_ptr, position_stride, H, NUM_SPLITS, TILE
             )
-            table_ptr = block_table_ptr + row * table_row
+            table_ptr = block_table_ptr + row * table_stride
             kv_head = head // (H // H_KV)
             k, v = _tile(
                 k_layer_ptr,
@@ -369,7 +374,7 @@ def _persistent_layers_kernel(
                 start,
                 stop,
                 kv_head,
-                cache_block,
+                block_stride,
                 D,
                 D_PADDED,
                 BLOCK_SIZE,
@@ -377,41 +382,44 @@ def _persistent_layers_kernel(
             )
         _arrive(count_ptr)
         _prefetch(out_weight_ptr + ahead * C * C, C, C, PROGRAMS, PREFETCH)
-        up_weights = _weights(up_weight_ptr + at * F * C, f_columns, f_mine, C, SLICES, BK_C)
+        up_weights = _weights(up_weight_ptr + at * F * C, f_columns, f_mine, C, SLICES, BLOCK_K_C)
         residual = tl.load(residual_ptr, mask=c_inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         bias = tl.load(out_bias_ptr + at * C + c_columns, mask=c_mine, other=0.0).to(tl.float32)
         looks = _wait(count_ptr, awaited, looks, PATIENCE)
         awaited += PROGRAMS
 
         # out
-        x = _attended(logs_ptr, mixed_ptr, M, dtype, C, SPLITS, BM, SLICES, BK_C)
-        y = _product(x, out_weights, BM, BN_C, SLICES) + bias[None, :] + residual
+        x = _attended(lse_ptr, acc_ptr, M, dtype, C, NUM_SPLITS, BLOCK_M, SLICES, BLOCK_K_C)
+        y = _product(x, out_weights, BLOCK_M, BLOCK_N_C, SLICES) + bias[None, :] + residual
         tl.store(residual_ptr, y.to(dtype), mask=c_inside)
         _arrive(count_ptr)
         _prefetch(up_weight_ptr + ahead * F * C, F, C, PROGRAMS, PREFETCH)
-        down_weights = _weights(down_weight_ptr + at * C * F, c_columns, c_mine, F, SLICES, BK_F)
+        down_weights = _weights(down_weight_ptr + at * C * F, c_columns, c_mine, F, SLICES, BLOCK_K_F)
         bias = tl.load(up_bias_ptr + at * F + f_columns, mask=f_mine, other=0.0).to(tl.float32)
         sums = tl.load(up_sums_ptr + at * F + f_columns, mask=f_mine, other=0.0)
         looks = _wait(count_ptr, awaited, looks, PATIENCE)
         awaited += PROGRAMS
 
         # up
-        x = _inputs(x_ptr, M, C, BM, SLICES, BK_C)
-        y = _normed(_product(x, up_weights, BM, BN_F, SLICES), x, sums, eps, C, BM) + bias[None, :]
+        x = _inputs(x_ptr, M, C, BLOCK_M, SLICES, BLOCK_K_C)
+        y = (
+            _normed(_product(x, up_weights, BLOCK_M, BLOCK_N_F, SLICES), x, sums, eps, C, BLOCK_M)
+            + bias[None, :]
+        )
         inside = (rows < M) & f_mine[None, :]
         tl.store(hidden_ptr + rows * F + f_columns[None, :], _gelu(y).to(dtype), mask=inside)
         _arrive(count_ptr)
         _prefetch(down_weight_ptr + ahead * C * F, C, F, PROGRAMS, PREFETCH)
         more = qkv_mine & (qkv_columns < (n_layers - 1 - layer) * WIDTH)
-        qkv_weights = _weights(qkv_weight_ptr + (at + 1) * WIDTH * C, qkv_columns, more, C, SLICES, BK_C)
+        qkv_weights = _weights(qkv_weight_ptr + (at + 1) * WIDTH * C, qkv_columns, more, C, SLICES, BLOCK_K_C)
         residual = tl.load(residual_ptr, mask=c_inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         bias = tl.load(down_bias_ptr + at * C + c_columns, mask=c_mine, other=0.0).to(tl.float32)
         looks = _wait(count_ptr, awaited, looks, PATIENCE)
         awaited += PROGRAMS
 
         # down
-        x = _inputs(hidden_ptr, M, F, BM, SLICES, BK_F)
-        y = _product(x, down_weights, BM, BN_C, SLICES) + bias[None, :] + residual
+        x = _inputs(hidden_ptr, M, F, BLOCK_M, SLICES, BLOCK_K_F)
+        y = _product(x, down_weights, BLOCK_M, BLOCK_N_C, SLICES) + bias[None, :] + residual
         y = tl.where(looks < PATIENCE, y, float("nan"))
         tl.store(residual_ptr, y.to(dtype), mask=c_inside)
         _arrive(count_ptr)
@@ -447,13 +455,13 @@ class PersistentLayers:
         config, blocks, state = self.model.config, attend.blocks, attend.state
         rows, width = x.shape
         n_heads, head_dim, hidden = config.n_heads, config.head_dim, config.d_ff
-        splits = splits_for(rows * n_heads)
+        num_splits = num_splits_for(rows * n_heads)
         slices = 1 if rows == 1 else WARPS
         _persistent_layers_kernel[(self.programs,)](
             x,
             x.new_empty(rows, config.qkv_width),
-            x.new_empty(splits, rows, width, dtype=torch.float32),
-            x.new_empty(splits, rows, width, dtype=torch.float32),
+            x.new_empty(num_splits, rows, width, dtype=torch.float32),
+            x.new_empty(num_splits, rows, width, dtype=torch.float32),
             x.new_empty(rows, hidden),
             self.count,
             self.qkv.weight,
@@ -486,14 +494,14 @@ class PersistentLayers:
             D_PADDED=triton.next_power_of_2(head_dim),
             BLOCK_SIZE=blocks.block_size,
             TILE=min(attend.tile, LARGEST_TILE),
-            SPLITS=splits,
-            BM=1 if rows == 1 else PERSISTENT_ROWS,
-            BN_QKV=_columns(config.qkv_width, self.programs),
-            BN_C=_columns(width, self.programs),
-            BN_F=_columns(hidden, self.programs),
+            NUM_SPLITS=num_splits,
+            BLOCK_M=1 if rows == 1 else PERSISTENT_ROWS,
+            BLOCK_N_QKV=_columns(config.qkv_width, self.programs),
+            BLOCK_N_C=_columns(width, self.programs),
+            BLOCK_N_F=_columns(hidden, self.programs),
             SLICES=slices,
-            BK_C=_slice(width, slices),
-            BK_F=_slice(hidden, slices),
+            BLOCK_K_C=_slice(width, slices),
+            BLOCK_K_F=_slice(hidden, slices),
             PROGRAMS=self.programs,
             PATIENCE=PATIENCE,
             PREFETCH=self.on_gpu,
@@ -502,7 +510,7 @@ class PersistentLayers:
         )
 
 
-def splits_for(heads: int) -> int:
+def num_splits_for(heads: int) -> int:
     """Ranges of each context where that many heads of all rows attend: as many as keep the programs busy."""
     return min(8, 1 << max(0, (BUSY // heads).bit_length() - 1))
 

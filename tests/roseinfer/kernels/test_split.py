@@ -17,7 +17,7 @@ from rosellm.roseinfer.kernels.split import (
     SPLIT_TILE,
     is_worth_splitting,
     make_split_append_and_attend,
-    splits_for,
+    num_splits_for,
 )
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
 from rosellm.roseinfer.layers.attention import SPLIT, SplitAppendAndAttend
@@ -110,7 +110,7 @@ def test_large_scores_do_not_overflow(device):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, SPLIT_ROWS])
 def test_the_ranges_of_a_context_are_a_power_of_two(rows):
-    assert splits_for(rows).bit_count() == 1
+    assert num_splits_for(rows).bit_count() == 1
 
 
 # Where it is chosen.

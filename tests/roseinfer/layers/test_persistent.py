@@ -19,7 +19,7 @@ from rosellm.roseinfer.layers.persistent import (
     PERSISTENT_ROWS,
     PersistentLayers,
     persistent_for_few,
-    splits_for,
+    num_splits_for,
 )
 from rosellm.roseinfer.layers.products import LayerWeights
 from rosellm.roseinfer.recipe import BEFORE, LADDER
@@ -174,8 +174,8 @@ def test_a_program_whose_company_does_not_come_gives_up_with_nan(monkeypatch):
 
 
 def test_the_ranges_of_a_context_keep_the_programs_busy():
-    assert [splits_for(rows * 12) for rows in (1, 2, 3, 4, 5, 8)] == [8, 4, 2, 2, 2, 1]
-    assert splits_for(1) == 8 and splits_for(1000) == 1
+    assert [num_splits_for(rows * 12) for rows in (1, 2, 3, 4, 5, 8)] == [8, 4, 2, 2, 2, 1]
+    assert num_splits_for(1) == 8 and num_splits_for(1000) == 1
 
 
 # Where it is chosen.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rosellm.roseinfer.recipe import LADDER
 from tests.helpers import greedy_sequences, random_model, random_prompts, small_engine
 
 NAN = float("nan")
