@@ -43,8 +43,8 @@ soak: $(STAMP) ## run 1,000,000 random operations on the engine's parts (SEED=1 
 		$(if $(SEED),--soak-seed $(SEED))
 
 lint: $(STAMP) ## check the style of the Python files (ruff)
-	$(PY) -m ruff check rosellm tests conftest.py
-	$(PY) -m ruff format --check rosellm tests conftest.py
+	$(PY) -m ruff check rosellm tests notebooks/exhibits conftest.py
+	$(PY) -m ruff format --check rosellm tests notebooks/exhibits conftest.py
 
 lab: $(STAMP) ## open the notebooks in JupyterLab, on 127.0.0.1 with its token (LAB="--port 9000" adds options)
 	$(PY) -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(LAB)

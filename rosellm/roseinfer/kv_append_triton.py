@@ -67,19 +67,9 @@ def kv_append_live_rows_ref(
 
 @triton.jit
 def _copy_token(
-    k_cache_ptr,
-    v_cache_ptr,
-    key_ptr,
-    value_ptr,
-    source_row,
-    block,
-    pos,
-    new_stride,
-    H_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, source_row, block, pos, new_stride,
+    H_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Copy the ``H_KV * D`` elements of one token's key and value into its slot."""
     element = tl.arange(0, WIDTH)
     mask = element < tl.where(block >= 0, H_KV * D, 0)
@@ -92,19 +82,9 @@ def _copy_token(
 
 @triton.jit
 def _kv_append_kernel(
-    k_cache_ptr,
-    v_cache_ptr,
-    key_ptr,
-    value_ptr,
-    batch_idx_ptr,
-    block_idx_ptr,
-    pos_ptr,
-    new_stride,
-    H_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, batch_idx_ptr, block_idx_ptr, pos_ptr, new_stride,
+    H_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0)
     row = tl.load(batch_idx_ptr + token)
     block = tl.load(block_idx_ptr + token)
@@ -116,18 +96,9 @@ def _kv_append_kernel(
 
 @triton.jit(do_not_specialize=["pos"])
 def _kv_append_full_batch_kernel(
-    k_cache_ptr,
-    v_cache_ptr,
-    key_ptr,
-    value_ptr,
-    block_idx_ptr,
-    pos,
-    new_stride,
-    H_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, block_idx_ptr, pos, new_stride,
+    H_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     block = tl.load(block_idx_ptr + row)
     _copy_token(
@@ -137,18 +108,9 @@ def _kv_append_full_batch_kernel(
 
 @triton.jit
 def _kv_append_identity_pos_kernel(
-    k_cache_ptr,
-    v_cache_ptr,
-    key_ptr,
-    value_ptr,
-    block_idx_ptr,
-    pos_ptr,
-    new_stride,
-    H_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    k_cache_ptr, v_cache_ptr, key_ptr, value_ptr, block_idx_ptr, pos_ptr, new_stride,
+    H_KV: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     block = tl.load(block_idx_ptr + row)
     pos = tl.load(pos_ptr + row)
@@ -170,14 +132,7 @@ def kv_append_triton(
     """Generic append, one kernel: any subset of the rows of ``key_new``, each to its own slot."""
     constants = _constants(k_cache_layer)
     _kv_append_kernel[(block_idx.numel(),)](
-        k_cache_layer,
-        v_cache_layer,
-        key_new,
-        value_new,
-        batch_idx,
-        block_idx,
-        pos,
-        key_new.stride(0),
+        *(k_cache_layer, v_cache_layer, key_new, value_new, batch_idx, block_idx, pos, key_new.stride(0)),
         **constants,
     )
 

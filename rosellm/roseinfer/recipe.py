@@ -21,7 +21,7 @@ from rosellm.roseinfer.layers.batch_invariant import (
 )
 from rosellm.roseinfer.layers.choosers import build_chooser
 from rosellm.roseinfer.layers.fused import build_layers
-from rosellm.roseinfer.layers.persistent import persistent_for_few
+from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.steps.cuda_graph import graph_pool
 from rosellm.roseinfer.steps.host import MASKS, HostStep
@@ -241,7 +241,8 @@ def _resident_step(
     if recipe.prefill == "packed":
         prefill = PackedPrefill(blocks, kernels, prefill_layers_for, width, capture, pool)
     if recipe.gemm == "persistent":
-        layers_for = persistent_for_few(layers_for, model, kernels)
+        exhibit = load_exhibit("persistent_layers")
+        layers_for = exhibit.persistent_for_few(layers_for, model, kernels)
     return ResidentStep(
         blocks=blocks,
         state=DeviceState(n_rows, width, model.device),

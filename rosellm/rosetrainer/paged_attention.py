@@ -8,6 +8,8 @@ as ``k_new`` and ``v_new``, and every query attends to them too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -57,25 +59,10 @@ def paged_attention_decode_ref(
 
 @triton.jit
 def _paged_attention_decode_kernel(
-    out_ptr,
-    q_ptr,
-    k_new_ptr,
-    v_new_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_table_ptr,
-    context_lens_ptr,
-    scale,
-    q_stride,
-    kv_new_stride,
-    block_stride,
-    MAX_BLOCKS,
-    H: tl.constexpr,
-    H_KV: tl.constexpr,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
+    out_ptr, q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, block_table_ptr, context_lens_ptr,
+    scale, q_stride, kv_new_stride, block_stride, MAX_BLOCKS,
+    H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """One program a (sequence, query head): online softmax (Milakov & Gimelshein 2018) block by block."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -110,7 +97,9 @@ def _paged_attention_decode_kernel(
     tl.store(out_ptr + (row * H + head) * D + d, (acc / l_i).to(out_ptr.dtype.element_ty), mask=in_head)
 
 
-def make_fixed_paged_attention_decode(num_warps: int = FIXED_NUM_WARPS, num_stages: int = FIXED_NUM_STAGES):
+def make_fixed_paged_attention_decode(
+    num_warps: int = FIXED_NUM_WARPS, num_stages: int = FIXED_NUM_STAGES
+) -> Callable[..., Tensor]:
     """The Triton kernel at one launch configuration, to be called as :func:`paged_attention_decode_ref`.
 
     Caches are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided, ``[H, D]``
@@ -134,7 +123,9 @@ def make_fixed_paged_attention_decode(num_warps: int = FIXED_NUM_WARPS, num_stag
 paged_attention_decode = make_fixed_paged_attention_decode()
 
 
-def make_autotuned_paged_attention_decode(do_bench=None):
+def make_autotuned_paged_attention_decode(
+    do_bench: Callable[..., list[float]] | None = None,
+) -> Callable[..., Tensor]:
     """The same kernel behind ``triton.autotune``.
 
     It tunes num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS. Each call makes a tuner of its
@@ -164,26 +155,8 @@ def make_autotuned_paged_attention_decode(do_bench=None):
 def _launch_arguments(out, q, k_new, v_new, k_cache, v_cache, block_table, context_lens, scale):
     batch, n_heads, head_dim = q.shape
     _, n_kv_heads, block_size, _ = k_cache.shape
-    arguments = (
-        out,
-        q,
-        k_new,
-        v_new,
-        k_cache,
-        v_cache,
-        block_table,
-        context_lens,
-        scale,
-        q.stride(0),
-        k_new.stride(0),
-        k_cache.stride(0),
-        block_table.stride(0),
-    )
-    constants = {
-        "H": n_heads,
-        "H_KV": n_kv_heads,
-        "D": head_dim,
-        "D_PADDED": triton.next_power_of_2(head_dim),
-        "BLOCK_SIZE": block_size,
-    }
+    strides = q.stride(0), k_new.stride(0), k_cache.stride(0), block_table.stride(0)
+    arguments = out, q, k_new, v_new, k_cache, v_cache, block_table, context_lens, scale, *strides
+    sizes = {"H": n_heads, "H_KV": n_kv_heads, "D": head_dim, "BLOCK_SIZE": block_size}
+    constants = sizes | {"D_PADDED": triton.next_power_of_2(head_dim)}
     return (batch, n_heads), arguments, constants

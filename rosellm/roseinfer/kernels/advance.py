@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -48,25 +50,11 @@ def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, ind
 
 @triton.jit
 def _advance_kernel(
-    rows_ptr,
-    slots_ptr,
-    values_ptr,
-    indices_ptr,
-    ring_ptr,
-    row_stride,
-    ring_stride,
-    TILES,
-    WIDTH: tl.constexpr,
-    CHOOSE: tl.constexpr,
-    TOKEN: tl.constexpr,
-    POSITION: tl.constexpr,
-    LIMIT: tl.constexpr,
-    STOP: tl.constexpr,
-    ROUND: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    NOT_FINITE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    rows_ptr, slots_ptr, values_ptr, indices_ptr, ring_ptr, row_stride, ring_stride, TILES,
+    WIDTH: tl.constexpr, CHOOSE: tl.constexpr, TOKEN: tl.constexpr, POSITION: tl.constexpr,
+    LIMIT: tl.constexpr, STOP: tl.constexpr, ROUND: tl.constexpr, ROUNDS: tl.constexpr,
+    NOT_FINITE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """One row a program."""
     program = tl.program_id(0)
     slot = tl.load(slots_ptr + program)
@@ -95,32 +83,24 @@ def _advance_kernel(
     tl.store(row + POSITION, tl.where(live & (ended == 0), position + 1, -1))
 
 
-def make_advance(dependent: bool = False):
+_STATE = {
+    "TOKEN": TOKEN, "POSITION": POSITION, "LIMIT": LIMIT, "STOP": STOP,
+    "ROUND": ROUND, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE,
+}  # fmt: skip
+
+
+def make_advance(dependent: bool = False) -> Callable[..., None]:
     """The Triton kernel, to be called as :func:`advance_ref`. values and indices contiguous."""
     launch = launch_options(dependent)
 
     def advance(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
         tiles = indices.shape[1]
+        strides = state.rows.stride(0), state.ring.stride(0)
+        width, choose = triton.next_power_of_2(tiles), values is not None
         _advance_kernel[(len(slots),)](
-            state.rows,
-            slots,
-            indices if values is None else values,
-            indices,
-            state.ring,
-            state.rows.stride(0),
-            state.ring.stride(0),
-            tiles,
-            WIDTH=triton.next_power_of_2(tiles),
-            CHOOSE=values is not None,
-            TOKEN=TOKEN,
-            POSITION=POSITION,
-            LIMIT=LIMIT,
-            STOP=STOP,
-            ROUND=ROUND,
-            ROUNDS=ROUNDS,
-            NOT_FINITE=NOT_FINITE,
-            DEPENDENT=dependent,
-            num_warps=4 if values is not None else 1,
+            *(state.rows, slots, values if choose else indices, indices, state.ring, *strides, tiles),
+            **{"WIDTH": width, "CHOOSE": choose, "DEPENDENT": dependent, "num_warps": 4 if choose else 1},
+            **_STATE,
             **launch,
         )
 

@@ -52,26 +52,11 @@ def best_tokens_ref(
 
 @triton.jit(do_not_specialize=["M"])
 def _best_tokens_kernel(
-    hidden_ptr,
-    weight_ptr,
-    temperature_ptr,
-    seeds_ptr,
-    positions_ptr,
-    values_ptr,
-    indices_ptr,
-    state_stride,
-    seed_stride,
-    M,
-    N,
-    TILES,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    MAX_TEMPERATURE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    hidden_ptr, weight_ptr, temperature_ptr, seeds_ptr, positions_ptr, values_ptr, indices_ptr,
+    state_stride, seed_stride, M, N, TILES,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SAMPLED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -119,7 +104,7 @@ def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)
 
 
-def make_best_tokens(dependent: bool = False, shape: Shape = _shape):
+def make_best_tokens(dependent: bool = False, shape: Shape = _shape) -> Callable[..., tuple[Tensor, Tensor]]:
     """The Triton kernel, to be called as :func:`best_tokens_ref`, but with a result a tile: ``[M, TILES]``.
 
     hidden and weight contiguous. temperature and positions are columns of one state (rows equally strided).
@@ -136,29 +121,13 @@ def make_best_tokens(dependent: bool = False, shape: Shape = _shape):
         tiles = triton.cdiv(vocab, block_n)
         values = torch.empty(rows, tiles, device=hidden.device)
         indices = torch.empty(rows, tiles, device=hidden.device, dtype=torch.int32)
+        state = temperature, seeds, positions
+        strides = positions.stride(0), seeds.stride(0)
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+        options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
+        constants = {"K": width, "SAMPLED": sampled, "MAX_TEMPERATURE": MAX_TEMPERATURE, **blocks}
         _best_tokens_kernel[(triton.cdiv(rows, block_m), tiles)](
-            hidden,
-            weight,
-            temperature,
-            seeds,
-            positions,
-            values,
-            indices,
-            positions.stride(0),
-            seeds.stride(0),
-            rows,
-            vocab,
-            tiles,
-            K=width,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            SAMPLED=sampled,
-            MAX_TEMPERATURE=MAX_TEMPERATURE,
-            DEPENDENT=dependent,
-            num_warps=warps,
-            num_stages=stages,
-            **launch,
+            hidden, weight, *state, values, indices, *strides, rows, vocab, tiles, **constants, **options
         )
         return values, indices
 

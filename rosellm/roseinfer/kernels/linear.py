@@ -78,30 +78,17 @@ def fold_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tup
 
 
 @triton.jit
-def _gelu(y):
+def gelu(y):
     return y / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
 
 
 @triton.jit(do_not_specialize=["M"])
 def _few_rows_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    sums_ptr,
-    out_ptr,
-    eps,
-    M,
-    N,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SLICES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    NORM: tl.constexpr,
-    GELU: tl.constexpr,
-    ADD: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, sums_ptr, out_ptr, eps, M, N,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK_K: tl.constexpr, NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     """BLOCK_N columns a program, for all M <= BLOCK_M rows; weights are in registers before the inputs are.
 
     K is cut into chunks of SLICES x BLOCK_K; the slices of a chunk are separate products, one a warp, summed
@@ -155,7 +142,7 @@ def _few_rows_kernel(
         y = (y - mean[:, None] * sums[None, :]) * tl.rsqrt(variance + eps)[:, None]
     y += bias[None, :]
     if GELU:
-        y = _gelu(y)
+        y = gelu(y)
     if ADD:
         y += residual
     tl.store(target, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -163,21 +150,10 @@ def _few_rows_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _some_rows_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BIAS: tl.constexpr,
-    GELU: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N,
+    K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """A BLOCK_M x BLOCK_N tile a program, over one of PARTS ranges of K in a pipelined loop."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -204,13 +180,13 @@ def _some_rows_kernel(
     if BIAS:
         acc += bias[None, :]
     if GELU:
-        acc = _gelu(acc)
+        acc = gelu(acc)
     target = out_ptr + (part * M + rows[:, None]) * N + columns[None, :]
     inside = (rows[:, None] < M) & (columns[None, :] < N)
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def make_few_rows_linear(dependent: bool = False):
+def make_few_rows_linear(dependent: bool = False) -> Callable[..., Tensor]:
     """The Triton kernel for up to ``FEW_ROWS`` rows, to be called as :func:`few_rows_linear_ref`.
 
     All tensors are contiguous. With column_sums, variance is the difference of two sums: digits are lost
@@ -222,27 +198,14 @@ def make_few_rows_linear(dependent: bool = False):
         rows, k = x.shape
         n = weight.shape[0]
         out = x.new_empty(rows, n) if residual is None else residual
-        columns, slices, width, warps = _few_rows_shape(rows, n, k)
-        _few_rows_kernel[(triton.cdiv(n, columns),)](
-            x,
-            weight,
-            bias,
-            bias if column_sums is None else column_sums,
-            out,
-            eps,
-            rows,
-            n,
-            K=k,
-            BLOCK_M=1 if rows == 1 else 8 if rows <= 8 else 16,
-            BLOCK_N=columns,
-            SLICES=slices,
-            BLOCK_K=width,
-            NORM=column_sums is not None,
-            GELU=gelu,
-            ADD=residual is not None,
-            DEPENDENT=dependent,
-            num_warps=warps,
-            **launch,
+        block_n, slices, block_k, warps = _few_rows_shape(rows, n, k)
+        sums = bias if column_sums is None else column_sums
+        block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "SLICES": slices, "BLOCK_K": block_k}
+        fused = {"NORM": column_sums is not None, "GELU": gelu, "ADD": residual is not None}
+        options = {"DEPENDENT": dependent, "num_warps": warps, **launch}
+        _few_rows_kernel[(triton.cdiv(n, block_n),)](
+            x, weight, bias, sums, out, eps, rows, n, K=k, **blocks, **fused, **options
         )
         return out
 
@@ -268,7 +231,7 @@ def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int
     return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
 
 
-def make_some_rows_linear(dependent: bool = False, shape: Shape = _some_rows_shape):
+def make_some_rows_linear(dependent: bool = False, shape: Shape = _some_rows_shape) -> Callable[..., Tensor]:
     """The Triton kernel for up to ``SOME_ROWS`` rows, to be called as :func:`some_rows_linear_ref`.
 
     All tensors are contiguous. shape: rows, n, k and dtype → tile sizes, warps and pipeline stages.
@@ -280,6 +243,9 @@ def make_some_rows_linear(dependent: bool = False, shape: Shape = _some_rows_sha
         n = weight.shape[0]
         out = x.new_empty(rows, n) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
         block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype)
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+        fused = {"BIAS": bias is not None, "GELU": gelu}
+        options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
         _some_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_m), parts)](
             x,
             weight,
@@ -289,15 +255,9 @@ def make_some_rows_linear(dependent: bool = False, shape: Shape = _some_rows_sha
             n,
             K=k,
             PARTS=parts,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
-            BIAS=bias is not None,
-            GELU=gelu,
-            DEPENDENT=dependent,
-            num_warps=warps,
-            num_stages=stages,
-            **launch,
+            **blocks,
+            **fused,
+            **options,
         )
         return out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -41,17 +43,9 @@ def add_norm_ref(
 
 @triton.jit
 def _embed_kernel(
-    ids_ptr,
-    positions_ptr,
-    tokens_ptr,
-    places_ptr,
-    out_ptr,
-    id_stride,
-    position_stride,
-    C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    ids_ptr, positions_ptr, tokens_ptr, places_ptr, out_ptr, id_stride, position_stride,
+    C: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
@@ -67,19 +61,9 @@ def _embed_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _add_norm_kernel(
-    x_ptr,
-    delta_ptr,
-    bias_ptr,
-    scale_ptr,
-    shift_ptr,
-    out_ptr,
-    eps,
-    M,
-    C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x_ptr, delta_ptr, bias_ptr, scale_ptr, shift_ptr, out_ptr, eps, M,
+    C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """One row a program."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
@@ -108,7 +92,7 @@ def _warps(width: int) -> int:
     return max(1, min(8, width // 256))
 
 
-def make_embed(dependent: bool = False):
+def make_embed(dependent: bool = False) -> Callable[..., Tensor]:
     """The Triton kernel, to be called as :func:`embed_ref`; tables contiguous, ids and positions int32."""
     launch = launch_options(dependent)
 
@@ -116,26 +100,17 @@ def make_embed(dependent: bool = False):
         rows, width = len(ids), tokens.shape[1]
         out = tokens.new_empty(rows, width)
         padded = triton.next_power_of_2(width)
+        strides = ids.stride(0), positions.stride(0)
+        options = {"DEPENDENT": dependent, "num_warps": _warps(padded), **launch}
         _embed_kernel[(rows,)](
-            ids,
-            positions,
-            tokens,
-            places,
-            out,
-            ids.stride(0),
-            positions.stride(0),
-            C=width,
-            WIDTH=padded,
-            DEPENDENT=dependent,
-            num_warps=_warps(padded),
-            **launch,
+            ids, positions, tokens, places, out, *strides, C=width, WIDTH=padded, **options
         )
         return out
 
     return embed
 
 
-def make_add_norm(dependent: bool = False):
+def make_add_norm(dependent: bool = False) -> Callable[..., Tensor]:
     """The Triton kernel, to be called as :func:`add_norm_ref`; all tensors contiguous."""
     launch = launch_options(dependent)
 
@@ -143,21 +118,11 @@ def make_add_norm(dependent: bool = False):
         rows, width = x.shape
         out = x.new_empty(rows, width)
         padded = triton.next_power_of_2(width)
+        parts = 0 if delta is None else len(delta)
+        delta, bias = x if delta is None else delta, scale if bias is None else bias
+        options = {"DEPENDENT": dependent, "num_warps": _warps(padded), **launch}
         _add_norm_kernel[(rows,)](
-            x,
-            x if delta is None else delta,
-            scale if bias is None else bias,
-            scale,
-            shift,
-            out,
-            eps,
-            rows,
-            C=width,
-            WIDTH=padded,
-            PARTS=0 if delta is None else len(delta),
-            DEPENDENT=dependent,
-            num_warps=_warps(padded),
-            **launch,
+            x, delta, bias, scale, shift, out, eps, rows, C=width, WIDTH=padded, PARTS=parts, **options
         )
         return out
 

@@ -13,6 +13,7 @@ The work is cut into tiles of consecutive new tokens of one sequence (:class:`Ti
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rosellm.errors import OptionError
+from rosellm.roseinfer.kernels.paged_cache import layer_arguments, slot_offset
 
 ROLES = {"_prefill_attention_kernel": "attention"}
 BLOCK_M, BLOCK_N = 64, 64  # queries and keys of a tile
@@ -161,54 +163,35 @@ def _absorb(scores, v, m_i, l_i, acc, scale_log2):
 
 @triton.jit(
     do_not_specialize=["tiles_stride", "table_stride"],
-    do_not_specialize_on_alignment=["tiles_ptr", "block_table_ptr"],
+    do_not_specialize_on_alignment=["tiles_ptr", "table_ptr"],
 )
 def _prefill_attention_kernel(
-    out_ptr,
-    q_ptr,
-    k_new_ptr,
-    v_new_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_table_ptr,
-    tiles_ptr,
-    scale_log2,
-    q_stride,
-    kv_new_stride,
-    block_stride,
-    table_stride,
-    tiles_stride,
-    H: tl.constexpr,
-    H_KV: tl.constexpr,
-    D: tl.constexpr,
-    D_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    DOT: tl.constexpr,
-):
+    out_ptr, new, cache, table_ptr, table_stride, tiles_ptr, tiles_stride, scale_log2,
+    shape: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
     """One program a (tile, query head): cached prefix, new tokens before the tile, the tile itself.
 
     The first query head of a group stores the tile's keys and values. The tile itself is one round or few:
     stages of its own would only cost registers.
     """
-    tile = tl.program_id(0) // H
-    head = tl.program_id(0) % H
-    kv_head = head // (H // H_KV)
+    D_PADDED: tl.constexpr = shape.D_PADDED
+    tile = tl.program_id(0) // shape.H
+    head = tl.program_id(0) % shape.H
+    kv_head = head // shape.GROUP
     first = tl.load(tiles_ptr + tile)
     n_rows = tl.load(tiles_ptr + tiles_stride + tile)
     position = tl.load(tiles_ptr + 2 * tiles_stride + tile)
     sequence_first = tl.load(tiles_ptr + 3 * tiles_stride + tile)
     start = tl.load(tiles_ptr + 4 * tiles_stride + tile)
-    table_ptr = block_table_ptr + tl.load(tiles_ptr + 5 * tiles_stride + tile).to(tl.int64) * table_stride
+    table_ptr += tl.load(tiles_ptr + 5 * tiles_stride + tile).to(tl.int64) * table_stride
 
     i = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PADDED)
-    in_head = d < D
+    in_head = d < shape.D
     mine = (i < n_rows)[:, None] & in_head[None, :]
-    q_tile = (first + i).to(tl.int64)[:, None] * q_stride + head * D + d[None, :]
-    q = tl.load(q_ptr + q_tile, mask=mine, other=0.0).to(DOT)  # [BLOCK_M, D]
+    q_tile = (first + i).to(tl.int64)[:, None] * new.q_stride + head * shape.D + d[None, :]
+    q = tl.load(new.q + q_tile, mask=mine, other=0.0).to(DOT)  # [BLOCK_M, D]
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
@@ -216,51 +199,48 @@ def _prefill_attention_kernel(
     for begin in range(0, start, BLOCK_N):
         cached = begin + j
         held = cached < start
-        block = tl.load(table_ptr + cached // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-        slot = block * block_stride + kv_head * BLOCK_SIZE * D + cached % BLOCK_SIZE * D
+        block = tl.load(table_ptr + cached // shape.BLOCK_SIZE, mask=held, other=0)
+        slot = slot_offset(cache, block, cached % shape.BLOCK_SIZE, kv_head, shape)
         loaded = held[:, None] & in_head[None, :]
-        k = tl.load(k_cache_ptr + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
-        v = tl.load(v_cache_ptr + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
+        k = tl.load(cache.k + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
+        v = tl.load(cache.v + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
         scores = tl.where(held[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
         m_i, l_i, acc = _absorb(scores, v, m_i, l_i, acc, scale_log2)
 
     before = first - sequence_first
-    new = sequence_first.to(tl.int64) * kv_new_stride + kv_head * D + d[None, :]
+    new_tile = sequence_first.to(tl.int64) * new.kv_stride + kv_head * shape.D + d[None, :]
     for begin in range(0, before, BLOCK_N):
-        token = new + (begin + j).to(tl.int64)[:, None] * kv_new_stride
-        k = tl.load(k_new_ptr + token, mask=in_head[None, :], other=0.0).to(DOT)
-        v = tl.load(v_new_ptr + token, mask=in_head[None, :], other=0.0).to(DOT)
+        token = new_tile + (begin + j).to(tl.int64)[:, None] * new.kv_stride
+        k = tl.load(new.k + token, mask=in_head[None, :], other=0.0).to(DOT)
+        v = tl.load(new.v + token, mask=in_head[None, :], other=0.0).to(DOT)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         m_i, l_i, acc = _absorb(scores, v, m_i, l_i, acc, scale_log2)
 
-    n_stored = tl.where(head % (H // H_KV) == 0, n_rows, 0)
+    n_stored = tl.where(head % shape.GROUP == 0, n_rows, 0)
     for begin in tl.range(0, n_rows, BLOCK_N, num_stages=1):
         own = begin + j
-        token = new + (before + own).to(tl.int64)[:, None] * kv_new_stride
+        token = new_tile + (before + own).to(tl.int64)[:, None] * new.kv_stride
         loaded = (own < n_rows)[:, None] & in_head[None, :]
-        k = tl.load(k_new_ptr + token, mask=loaded, other=0.0)
-        v = tl.load(v_new_ptr + token, mask=loaded, other=0.0)
+        k = tl.load(new.k + token, mask=loaded, other=0.0)
+        v = tl.load(new.v + token, mask=loaded, other=0.0)
         place = position + own
         stored = own < n_stored
-        block = tl.load(table_ptr + place // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
-        slot = block * block_stride + kv_head * BLOCK_SIZE * D + place % BLOCK_SIZE * D
+        block = tl.load(table_ptr + place // shape.BLOCK_SIZE, mask=stored, other=0)
+        slot = slot_offset(cache, block, place % shape.BLOCK_SIZE, kv_head, shape)
         target = stored[:, None] & in_head[None, :]
-        tl.store(k_cache_ptr + slot[:, None] + d[None, :], k, mask=target)
-        tl.store(v_cache_ptr + slot[:, None] + d[None, :], v, mask=target)
+        tl.store(cache.k + slot[:, None] + d[None, :], k, mask=target)
+        tl.store(cache.v + slot[:, None] + d[None, :], v, mask=target)
         seen = own[None, :] <= i[:, None]  # rows past n_rows see zeros and are not stored
         scores = tl.where(seen, tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee"), float("-inf"))
         m_i, l_i, acc = _absorb(scores, v.to(DOT), m_i, l_i, acc, scale_log2)
 
-    out_tile = (first + i).to(tl.int64)[:, None] * (H * D) + head * D + d[None, :]
+    out_tile = (first + i).to(tl.int64)[:, None] * (shape.H * shape.D) + head * shape.D + d[None, :]
     tl.store(out_ptr + out_tile, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
 
 
 def make_prefill_attention(
-    block_m: int = BLOCK_M,
-    block_n: int = BLOCK_N,
-    num_warps: int = NUM_WARPS,
-    num_stages: int = NUM_STAGES,
-):
+    block_m: int = BLOCK_M, block_n: int = BLOCK_N, num_warps: int = NUM_WARPS, num_stages: int = NUM_STAGES
+) -> Callable[..., Tensor]:
     """Flash attention (Dao et al. 2022) in Triton, to be called as :func:`prefill_attention_ref`.
 
     Tiles of ``block_m`` queries (the tiles' ``size``, also the function's attribute ``tile_size``) meet
@@ -276,6 +256,7 @@ def make_prefill_attention(
         raise OptionError(
             f"block_m={block_m}, block_n={block_n}: block_n must divide block_m and be {SMALLEST_DOT} or more"
         )
+    launch = {"num_warps": num_warps, "num_stages": num_stages}
 
     def prefill_attention(
         *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, tiles, scale
@@ -283,33 +264,11 @@ def make_prefill_attention(
         if tiles.size != block_m:
             raise OptionError(f"tiles of size {tiles.size} do not fit this kernel, made for size {block_m}")
         out = q.new_empty(q.shape)
-        _, n_heads, head_dim = q.shape
-        _, n_kv_heads, block_size, _ = k_cache_layer.shape
-        _prefill_attention_kernel[(tiles.columns.shape[1] * n_heads,)](
-            out,
-            q,
-            k_new,
-            v_new,
-            k_cache_layer,
-            v_cache_layer,
-            block_table,
-            tiles.columns,
-            scale * LOG2_E,
-            q.stride(0),
-            k_new.stride(0),
-            k_cache_layer.stride(0),
-            block_table.stride(0),
-            tiles.columns.stride(0),
-            H=n_heads,
-            H_KV=n_kv_heads,
-            D=head_dim,
-            D_PADDED=max(SMALLEST_DOT, triton.next_power_of_2(head_dim)),
-            BLOCK_SIZE=block_size,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            DOT=_dot_dtype(q),
-            num_warps=num_warps,
-            num_stages=num_stages,
+        new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
+        table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "DOT": _dot_dtype(q)}
+        _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H,)](
+            out, new, cache, *table, *columns, scale * LOG2_E, shape, **blocks, **launch
         )
         return out
 

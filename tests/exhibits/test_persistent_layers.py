@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from rosellm.errors import RecipeError
 from rosellm.models.model import GPT
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
-from rosellm.roseinfer.layers import persistent as persistent_layers
+from rosellm.roseinfer.layers import exhibits
 from rosellm.roseinfer.layers.attention import PagedAttention
+from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import FewRowsLayers, Layers, build_layers
-from rosellm.roseinfer.layers.persistent import (
-    PERSISTENT_ROWS,
-    PersistentLayers,
-    persistent_for_few,
-    num_splits_for,
-)
 from rosellm.roseinfer.layers.products import LayerWeights
 from rosellm.roseinfer.recipe import BEFORE, LADDER
 from tests.helpers import (
@@ -37,6 +35,12 @@ from tests.roseinfer.kernels.kernel_checks import (
     guarded_outputs,  # noqa: F401
 )
 
+persistent_layers = load_exhibit("persistent_layers")
+PERSISTENT_ROWS = persistent_layers.PERSISTENT_ROWS
+PersistentLayers, persistent_for_few = (
+    persistent_layers.PersistentLayers,
+    persistent_layers.persistent_for_few,
+)
 MODELS = {
     "small": {},
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
@@ -48,6 +52,13 @@ TOLERANCE = 1e-4
 REAL_TOLERANCE = {torch.float32: TOLERANCE, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 NAN, WILD, TILE = float("nan"), 2**30, 16
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+
+
+@pytest.fixture(autouse=True)
+def few_ranges(monkeypatch):
+    """In the interpreter, one program attends to all ranges of a context, and each takes milliseconds."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(persistent_layers, "BUSY", 8)
 
 
 def few_and_persistent(model: GPT) -> tuple[Layers, Layers]:
@@ -173,9 +184,10 @@ def test_a_program_whose_company_does_not_come_gives_up_with_nan(monkeypatch):
     assert hidden.isnan().all()
 
 
-def test_the_ranges_of_a_context_keep_the_programs_busy():
-    assert [num_splits_for(rows * 12) for rows in (1, 2, 3, 4, 5, 8)] == [8, 4, 2, 2, 2, 1]
-    assert num_splits_for(1) == 8 and num_splits_for(1000) == 1
+def test_the_ranges_of_a_context_keep_the_programs_busy(monkeypatch):
+    monkeypatch.setattr(persistent_layers, "BUSY", 128)
+    assert [persistent_layers.num_splits_for(rows * 12) for rows in (1, 2, 3, 4, 5, 8)] == [8, 4, 2, 2, 2, 1]
+    assert persistent_layers.num_splits_for(1) == 8 and persistent_layers.num_splits_for(1000) == 1
 
 
 # Where it is chosen.
@@ -190,6 +202,20 @@ def test_more_rows_are_left_to_the_other_layers(device):
     assert layers_for(1) is layers_for(PERSISTENT_ROWS)
     assert layers_for(PERSISTENT_ROWS + 1) is others(PERSISTENT_ROWS + 1)
     assert isinstance(layers_for(PERSISTENT_ROWS + 1), FewRowsLayers)
+
+
+def test_without_a_checkout_the_exhibit_is_missing_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(exhibits, "EXHIBITS", tmp_path)
+    monkeypatch.delitem(sys.modules, persistent_layers.__name__)
+    with pytest.raises(RecipeError, match="comes with a checkout") as raised:
+        small_engine(random_model(0), recipe="persistent_kernel")
+    assert "\n" not in str(raised.value)
+
+
+def test_only_a_recipe_that_asks_loads_the_exhibit():
+    program = "import sys; from rosellm.roseinfer import engine; print(sorted(sys.modules))"
+    told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert "rosellm.roseinfer.layers.exhibits" in told.stdout and "persistent_layers" not in told.stdout
 
 
 def test_torch_twins_have_no_persistent_kernel():

@@ -1,0 +1,118 @@
+"""What attention kernels are given, in few arguments: a layer's cache, new tokens, rows, and all sizes.
+
+A kernel gets the fields of :class:`NewTokens`, :class:`PagedCache` and :class:`Rows` as pointers and
+integers, and those of :class:`AttentionShape` as constants that it is compiled for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class PagedCache(NamedTuple):
+    """Keys and values ``[N_BLOCKS, H_KV, BLOCK_SIZE, D]`` of a layer; stride: of blocks, in elements."""
+
+    k: Tensor
+    v: Tensor
+    stride: int
+
+
+class NewTokens(NamedTuple):
+    """q ``[N, H, D]``, k and v ``[N, H_KV, D]``; strides: of rows, in elements."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_stride: int
+    kv_stride: int
+
+
+class AttentionShape(NamedTuple):
+    """Query heads, key heads, query heads a key head, head size, the power of two over it, block size."""
+
+    H: int
+    H_KV: int
+    GROUP: int
+    D: int
+    D_PADDED: int
+    BLOCK_SIZE: int
+
+
+class Rows(NamedTuple):
+    """A decode step's sequences: block table ``[N, MAX_BLOCKS]``, tokens cached ``[N]``; strides of rows."""
+
+    table: Tensor
+    table_stride: int
+    positions: Tensor
+    position_stride: int
+
+
+def layer_arguments(
+    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, smallest: int = 1
+) -> tuple[NewTokens, PagedCache, AttentionShape]:
+    """Three arguments of a launch, from a layer's tensors; smallest: what D_PADDED is at least."""
+    _, n_heads, head_dim = q.shape
+    _, n_kv_heads, block_size, _ = k_cache.shape
+    padded = max(smallest, triton.next_power_of_2(head_dim))
+    new = NewTokens(q, k_new, v_new, q.stride(0), k_new.stride(0))
+    shape = AttentionShape(n_heads, n_kv_heads, n_heads // n_kv_heads, head_dim, padded, block_size)
+    return new, PagedCache(k_cache, v_cache, k_cache.stride(0)), shape
+
+
+def rows_of(block_table: Tensor, positions: Tensor) -> Rows:
+    """With the strides that the two have."""
+    return Rows(block_table, block_table.stride(0), positions, positions.stride(0))
+
+
+@triton.jit
+def slot_offset(cache, block, slot, kv_head, shape: tl.constexpr):
+    """Where a token's key and value of a head lie, in elements."""
+    return block.to(tl.int64) * cache.stride + kv_head * shape.BLOCK_SIZE * shape.D + slot * shape.D
+
+
+@triton.jit
+def load_tile(cache, table_ptr, start, context_len, kv_head, shape: tl.constexpr, TILE: tl.constexpr):
+    """Keys and values of TILE cached tokens from ``start`` on, ``[TILE, D]`` each; zero past the context."""
+    position = start + tl.arange(0, TILE)
+    d = tl.arange(0, shape.D_PADDED)
+    held = position < context_len
+    if shape.BLOCK_SIZE % TILE == 0:
+        block = tl.load(table_ptr + start // shape.BLOCK_SIZE, mask=start < context_len, other=0)
+        first = slot_offset(cache, block, start % shape.BLOCK_SIZE, kv_head, shape)
+        place = first + tl.arange(0, TILE)[:, None] * shape.D + d[None, :]
+    else:
+        block = tl.load(table_ptr + position // shape.BLOCK_SIZE, mask=held, other=0)
+        place = slot_offset(cache, block, position % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
+    mask = held[:, None] & (d < shape.D)[None, :]
+    return tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
+
+
+@triton.jit
+def append_token(cache, table_ptr, position, kv_head, k_new, v_new, shape: tl.constexpr):
+    """Stores one token's key and value ``[D]`` of a head."""
+    d = tl.arange(0, shape.D_PADDED)
+    block = tl.load(table_ptr + position // shape.BLOCK_SIZE)
+    place = slot_offset(cache, block, position % shape.BLOCK_SIZE, kv_head, shape) + d
+    tl.store(cache.k + place, k_new, mask=d < shape.D)
+    tl.store(cache.v + place, v_new, mask=d < shape.D)
+
+
+@triton.jit
+def load_query(new, row, head, scale, shape: tl.constexpr):
+    """A query ``[D]`` in fp32, scaled for a softmax to the base 2."""
+    d = tl.arange(0, shape.D_PADDED)
+    q = tl.load(new.q + row * new.q_stride + head * shape.D + d, mask=d < shape.D, other=0.0)
+    return q.to(tl.float32) * (scale * 1.4426950408889634)
+
+
+@triton.jit
+def load_new(new, row, kv_head, shape: tl.constexpr):
+    """The new key and value ``[D]`` of a head."""
+    d = tl.arange(0, shape.D_PADDED)
+    place = row * new.kv_stride + kv_head * shape.D + d
+    k_new = tl.load(new.k + place, mask=d < shape.D, other=0.0)
+    return k_new, tl.load(new.v + place, mask=d < shape.D, other=0.0)

@@ -1,0 +1,25 @@
+"""Exhibits: variants that lose everywhere. They stand beside their notebooks, and an engine can load them."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from rosellm.errors import RecipeError
+
+EXHIBITS = Path(__file__).parents[3] / "notebooks" / "exhibits"
+
+
+def load_exhibit(name: str) -> ModuleType:
+    """The module ``notebooks/exhibits/NAME.py`` of this checkout, loaded once."""
+    qualified = f"rosellm_exhibits_{name}"
+    if qualified not in sys.modules:
+        path = EXHIBITS / f"{name}.py"
+        if not path.is_file():
+            raise RecipeError(f"the exhibit {name!r} comes with a checkout of RoseLLM only; no file {path}")
+        spec = spec_from_file_location(qualified, path)
+        sys.modules[qualified] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[qualified]
