@@ -17,7 +17,7 @@ from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.layers.batch_invariant import ALIGNMENT
-from rosellm.roseinfer.recipe import LADDER, Recipe, build_step, get_rung
+from rosellm.roseinfer.recipe import LADDER, Recipe, build_step, check_launch, get_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.kv_append import AppendGate
@@ -34,9 +34,9 @@ class Engine:
     both. The parts are there to be asked: ``step``, ``blocks``, ``budget`` (which counts them) and
     ``prefix_cache``, None if there is none.
 
-    recipe: a rung of ``LADDER`` by name, None for the best, or any ``Recipe``. max_batch_size: sequences that
-    decode together at most. num_kv_blocks: blocks a layer; None takes what ``max_batch_size`` full-length
-    sequences need, capped by memory. block_size: tokens a block, a power of two. kernels: see
+    recipe: a rung of ``LADDER`` by name, None for the device's best, or any ``Recipe``. max_batch_size:
+    sequences that decode together at most. num_kv_blocks: blocks a layer; None takes what ``max_batch_size``
+    full-length sequences need, capped by memory. block_size: tokens a block, a power of two. kernels: see
     ``kernels.table.choose_kernels``. gate: None reads the environment switches of the Triton append.
     deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or the cache
     (``batch_invariant``); prompts are then cut at multiples of ``prefill_alignment`` tokens only.
@@ -58,8 +58,9 @@ class Engine:
     ) -> None:
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         self.model, self.tokenizer, self.config = model, tokenizer, model.config
-        self.rung = None if isinstance(recipe, Recipe) else get_rung(recipe)
+        self.rung = None if isinstance(recipe, Recipe) else get_rung(recipe, model.device)
         self.recipe = recipe if isinstance(recipe, Recipe) else LADDER[self.rung]
+        check_launch(self.recipe, model.device)
         if deterministic:
             self.recipe = replace(self.recipe, numerics="invariant")
         self.deterministic = self.recipe.numerics == "invariant"

@@ -19,7 +19,7 @@ Prompt = str | list[int]
 class LLM:
     """A model, ready to generate.
 
-    model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the best one.
+    model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's best.
     device: "auto", "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format: "auto",
     or "dummy" for random weights. The sizes and ``deterministic`` are those of ``Engine``.
     """
@@ -48,6 +48,11 @@ class LLM:
             block_size=block_size,
             deterministic=deterministic,
         )
+
+    @property
+    def rung(self) -> str | None:
+        """The rung that runs: the one asked for, or the best one that the device can run."""
+        return self.engine.rung
 
     def generate(
         self,

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Literal, get_args, get_type_hints
 
-from rosellm.errors import RecipeError
+import torch
+
+from rosellm.errors import DeviceError, RecipeError
 from rosellm.models.model import GPT
 from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
@@ -20,8 +22,8 @@ from rosellm.roseinfer.layers.batch_invariant import (
     invariant_layers,
 )
 from rosellm.roseinfer.layers.choosers import build_chooser
-from rosellm.roseinfer.layers.fused import build_layers
 from rosellm.roseinfer.layers.exhibits import load_exhibit
+from rosellm.roseinfer.layers.fused import build_layers
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.steps.cuda_graph import graph_pool
 from rosellm.roseinfer.steps.host import MASKS, HostStep
@@ -190,13 +192,52 @@ def _side_branches() -> frozenset[str]:
 SIDE_BRANCHES = _side_branches()  # rungs that are kept off the best one
 
 
-def get_rung(name: str | None) -> str:
-    """``name`` if it is a rung, the best one for None."""
-    if name is None:
+DEPENDENT_LAUNCH_FROM = 9, 0  # compute capability: programmatic dependent launch came with Hopper
+TRITON_FROM = 7, 0  # tensor cores
+BEST_WITHOUT_DEPENDENT_LAUNCH = BEFORE[BEST_RUNG]
+
+
+def best_rung(device: torch.device) -> str:
+    """The fastest rung that the device can run: a GPU before Hopper has no dependent launch.
+
+    Raises ``DeviceError`` for a GPU of a compute capability below ``TRITON_FROM``.
+    """
+    capability = _capability(device)
+    if capability is None or capability >= DEPENDENT_LAUNCH_FROM:
         return BEST_RUNG
+    if capability < TRITON_FROM:
+        raise DeviceError(
+            f"{device} has compute capability {_dotted(capability)}; kernels need "
+            f"{_dotted(TRITON_FROM)} or more: use device='cpu'"
+        )
+    return BEST_WITHOUT_DEPENDENT_LAUNCH
+
+
+def get_rung(name: str | None, device: torch.device | None = None) -> str:
+    """``name`` if it is a rung; for None the best one, of ``device`` if that is given."""
+    if name is None:
+        return BEST_RUNG if device is None else best_rung(device)
     if not isinstance(name, str) or name not in LADDER:
         raise RecipeError(f"rung {name!r} is unknown; use one of {', '.join(LADDER)}")
     return name
+
+
+def check_launch(recipe: Recipe, device: torch.device) -> None:
+    """Raises ``RecipeError`` if the device is a GPU that cannot launch the recipe's kernels."""
+    best = best_rung(device)
+    if recipe.launch == "dependent" and LADDER[best].launch != "dependent":
+        raise RecipeError(
+            f"launch='dependent' needs a GPU of compute capability {_dotted(DEPENDENT_LAUNCH_FROM)} or "
+            f"more, {device} has {_dotted(_capability(device))}: use rung {best!r}"
+        )
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _dotted(capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, capability or ()))
 
 
 def build_step(

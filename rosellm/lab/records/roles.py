@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from rosellm.lab.records.trace import Event
 from rosellm.roseinfer.kernels import table
-from rosellm.roseinfer.layers import persistent
+from rosellm.roseinfer.layers import exhibits
 
 OTHER = "other"
 
@@ -25,7 +25,7 @@ RANGE_ROLES = {
     "stage_tokens": "inputs",
 }
 # Our own kernels say what they are for.
-OWN_ROLES = table.ROLES | persistent.ROLES
+OWN_ROLES = table.ROLES | exhibits.ROLES
 # The role of a library's kernel by a piece of its name, the first that is found.
 LIBRARY_ROLES = {
     "put": ("index_put",),

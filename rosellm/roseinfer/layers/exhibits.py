@@ -9,6 +9,7 @@ from types import ModuleType
 
 from rosellm.errors import RecipeError
 
+ROLES = {"_persistent_layers_kernel": "layers"}
 EXHIBITS = Path(__file__).parents[3] / "notebooks" / "exhibits"
 
 

@@ -37,13 +37,14 @@ def test_dependent_launches_are_for_gpus():
         assert choose_kernels("triton", "dependent", CPU) is TRITON
 
 
-# What is compiled for an H200, which needs no GPU.
+# What is compiled, which needs no GPU.
 
 
-def compiled(folder: Path) -> list[tuple[str, str, bool]]:
-    """Kernel, PTX, dependent or not, as the wrappers launch them."""
+def compiled(folder: Path, capability: int = 90) -> list[tuple[str, str, bool]]:
+    """Kernel, PTX, dependent or not, as the wrappers launch them on a GPU of that compute capability."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
-    command = [sys.executable, "-m", "tests.roseinfer.kernels.compile_step_kernels", str(folder / "ptx.json")]
+    program, output = "tests.roseinfer.kernels.compile_step_kernels", str(folder / "ptx.json")
+    command = [sys.executable, "-m", program, output, str(capability)]
     subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=240)
     return json.loads((folder / "ptx.json").read_text())
 
@@ -66,6 +67,18 @@ def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_wri
         assert writes and min(writes) > waits[0], name
         if name == "_few_rows":
             assert sum(read < waits[0] for read in reads) > 2, "the weights are not in flight before the wait"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 100])
+def test_the_best_rung_of_each_architecture_compiles_for_it(capability, tmp_path):
+    """Dependent launches from 9.0 on, ordinary ones before."""
+    kernels = compiled(tmp_path, capability)
+    assert all(f".target sm_{capability}" in ptx for _, ptx, _ in kernels)
+    assert {name.removesuffix("_kernel") for name, _, _ in kernels} == KERNELS | {"_prefill_attention"}
+    for name, ptx, dependent in kernels:
+        assert dependent == (capability >= 90 and name != "_prefill_attention_kernel"), name
+        assert ("griddepcontrol" in ptx) == dependent, name
 
 
 # A whole step.
