@@ -19,8 +19,8 @@ Prompt = str | list[int]
 class LLM:
     """A model, ready to generate.
 
-    model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's best.
-    device: "auto", "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format: "auto",
+    model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
+    best. device: "auto", "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format: "auto",
     or "dummy" for random weights. The sizes and ``deterministic`` are those of ``Engine``.
     """
 
