@@ -20,8 +20,8 @@ class LLM:
     """A model, ready to generate.
 
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
-    best. device: "auto", "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format: "auto",
-    or "dummy" for random weights. The sizes and ``deterministic`` are those of ``Engine``.
+    best. device: "auto", "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format:
+    "auto", or "dummy" for random weights. The sizes and ``deterministic`` are those of ``Engine``.
     """
 
     def __init__(
