@@ -1,7 +1,7 @@
 """Compiles the best rung's kernels without a GPU: ``compile_step_kernels OUTPUT.json CAPABILITY``, say 90.
 
 The wrappers launch them as ever, for GPT-2's shape, but a stand-in for Triton's driver names the target, and
-nothing is run. The output lists ``[kernel, PTX, dependent]`` of the kernels of the rung that is the best for a
+nothing is run. The output lists ``[kernel, PTX, dependent]`` of the kernels of the rung that is best for a
 GPU of that capability; for an H200 also of some ordinary launches. To be started with TRITON_INTERPRET=0.
 """
 
