@@ -157,6 +157,6 @@ def _launch_arguments(out, q, k_new, v_new, k_cache, v_cache, block_table, conte
     _, n_kv_heads, block_size, _ = k_cache.shape
     strides = q.stride(0), k_new.stride(0), k_cache.stride(0), block_table.stride(0)
     arguments = out, q, k_new, v_new, k_cache, v_cache, block_table, context_lens, scale, *strides
-    sizes = {"H": n_heads, "H_KV": n_kv_heads, "D": head_dim, "BLOCK_SIZE": block_size}
-    constants = sizes | {"D_PADDED": triton.next_power_of_2(head_dim)}
-    return (batch, n_heads), arguments, constants
+    padded = triton.next_power_of_2(head_dim)
+    sizes = {"H": n_heads, "H_KV": n_kv_heads, "D": head_dim, "D_PADDED": padded, "BLOCK_SIZE": block_size}
+    return (batch, n_heads), arguments, sizes
