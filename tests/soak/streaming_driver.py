@@ -16,7 +16,7 @@ from tests.soak.fake_step import N_POSITIONS, VOCAB, call_before, fake_engine, t
 from tests.soak.programs import Driver
 from tests.soak.scheduler_driver import Asked, FaultError, assert_whole, check_holders, params_of, prompt_of
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 GLANCE_S = 2e-4
 UNKNOWN = 10**6
 
@@ -237,11 +237,14 @@ class StreamingDriver(Driver):
     # What must hold.
 
     def check(self) -> None:
+        with self.manager._lock:  # under which a request ends: both are of one moment
+            ended = {i for i in self.clients if self.manager._streams[i].ended.is_set()}
+            n_in_flight = len(self.manager._in_flight)
         for request_id, client in self.clients.items():
-            if not client.has_ended and self.manager._streams[request_id].ended.is_set():
+            if not client.has_ended and request_id in ended:
                 client.has_ended = True
                 self._judge(request_id, client)
-        assert self._n_in_flight() == len(self.manager._in_flight)
+        assert self._n_in_flight() == n_in_flight
         check_holders(self.engine, self.manager._scheduler)
 
     def end(self) -> None:
@@ -293,7 +296,11 @@ class StreamingDriver(Driver):
     def _await_worker(self) -> None:
         if self.manager._pool is not None:
             self.manager._pool.submit(int).result(PATIENCE_S)  # what was given to the pool before is ready
-        self.gate.await_worker(lambda: not self.manager._in_flight)
+        self.gate.await_worker(self._is_idle)
+
+    def _is_idle(self) -> bool:
+        with self.manager._lock:
+            return not self.manager._in_flight
 
     def _n_in_flight(self) -> int:
         return sum(not client.has_ended for client in self.clients.values())

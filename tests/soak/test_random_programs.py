@@ -8,10 +8,12 @@ from __future__ import annotations
 import pytest
 
 from tests.soak.block_driver import BlockDriver
+from tests.soak.engine_driver import EngineDriver
 from tests.soak.planted_faults import (
     keep_the_blocks_of_the_cancelled,
     leak_a_block,
     share_a_block_that_is_written,
+    slow_ends,
     swallow_text,
 )
 from tests.soak.prefix_driver import PrefixDriver
@@ -21,8 +23,9 @@ from tests.soak.streaming_driver import StreamingDriver
 
 SHARES = {
     ModelSchedulerDriver: 0.005,
+    EngineDriver: 0.005,
     StreamingDriver: 0.045,
-    PrefixDriver: 0.25,
+    PrefixDriver: 0.245,
     SchedulerDriver: 0.3,
     BlockDriver: 0.4,
 }
@@ -61,6 +64,11 @@ def test_a_planted_fault_is_found_and_told_as_a_short_program_that_replays_it(
         exec(told, {"Program": Program, driver.__name__: driver})
     monkeypatch.undo()
     program.run()
+
+
+def test_a_soak_takes_no_end_that_is_being_told_for_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_ends(monkeypatch)
+    run_random(StreamingDriver, 100, "slow")
 
 
 @pytest.mark.parametrize("driver", SHARES)

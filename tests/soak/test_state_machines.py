@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.soak.block_driver import BlockDriver
+from tests.soak.engine_driver import EngineDriver
 from tests.soak.planted_faults import leak_a_block
 from tests.soak.prefix_driver import PrefixDriver
 from tests.soak.programs import Driver, machine_of
@@ -42,6 +43,7 @@ def run_machine(driver: type[Driver], n_examples: int, seen: Counter[str]) -> No
         (PrefixDriver, 170, 5000, {"matched tokens", "evictions"}),
         (SchedulerDriver, 80, 5000, ENDS | REFUSED | {"faults", "prefix hits", "preemptions"}),
         (StreamingDriver, 50, 2500, ENDS | REFUSED | {"faults", "ClosedError raised", "WorkerError raised"}),
+        (EngineDriver, 30, 300, {"steps", "prompts cut", "lists passed again"}),
         (ModelSchedulerDriver, 12, 700, ENDS | REFUSED | {"prefix hits", "preemptions"}),
     ],
 )
