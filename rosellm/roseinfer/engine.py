@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 
 from rosellm.errors import OptionError, PromptError, SamplingError, told
 from rosellm.models.loading import load_parts
 from rosellm.models.model import GPT
+from rosellm.models.tokenizer import Tokenizer
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.cache.budget import BlockBudget, kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
@@ -45,7 +47,7 @@ class Engine:
     def __init__(
         self,
         model: GPT,
-        tokenizer=None,
+        tokenizer: Tokenizer | None = None,
         *,
         recipe: str | Recipe | None = None,
         max_batch_size: int = 256,
@@ -102,7 +104,7 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
-        **options,
+        **options: Any,
     ) -> Engine:
         """An engine for what :func:`loading.load_parts` loads. Other options as for the constructor."""
         return cls(*load_parts(model, device, dtype, load_format), **options)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 
 
@@ -45,7 +46,7 @@ class RequestOutput:
     prompt: str | None = None
 
     @classmethod
-    def of(cls, sequence: Sequence, tokenizer) -> RequestOutput:
+    def of(cls, sequence: Sequence, tokenizer: Tokenizer | None) -> RequestOutput:
         """What a sequence that has ended came to; tokenizer: None if there is none."""
         decode = _decoder(sequence, tokenizer)  # what it settles may be a stop string
         return cls(
@@ -76,7 +77,7 @@ class RequestOutput:
         return self.__dict__ | {"text": self.text, "decode": None}
 
 
-def _decoder(sequence: Sequence, tokenizer) -> Callable[[], str | None]:
+def _decoder(sequence: Sequence, tokenizer: Tokenizer | None) -> Callable[[], str | None]:
     """What makes the text: nothing is decoded yet unless it was followed all along."""
     text = sequence.text
     if text is not None:

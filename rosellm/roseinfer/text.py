@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rosellm.models.tokenizer import Tokenizer
+
 
 class IncrementalText:
     """The text of one sequence, decoded token by token, ending before the first stop string.
@@ -11,7 +13,7 @@ class IncrementalText:
     counts, wherever the borders between tokens fall.
     """
 
-    def __init__(self, tokenizer, stops: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:
         self._stops = stops
         self._stream = tokenizer.stream()
         self._push = self._stream.push

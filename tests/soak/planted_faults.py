@@ -58,7 +58,7 @@ def swallow_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def swallow(self, stream, sequence) -> None:
         if len(sequence.tokens) % 8 == 0:
-            stream.text.take()
+            sequence.text.take()
         flush(self, stream, sequence)
 
     monkeypatch.setattr(StreamingManager, "_flush", swallow)

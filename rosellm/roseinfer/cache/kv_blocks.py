@@ -43,6 +43,9 @@ class MutableKVBlockInfo:
     length: int
 
 
+Advanced = tuple[list[int], list[int], list[int]]  # block indices, positions, rows not advanced
+
+
 class Slots(NamedTuple):
     """Where one new token of each row goes in the layers of one pool: block index and position in it."""
 
@@ -301,7 +304,9 @@ class KVBlockManager:
         return f"layer {pool}" if self.num_pools == self.num_layers else "the shared pool"
 
 
-def _advance_tuples(infos: list, refs: list[int], block_size: int, block_ids_list: list[list[int]]):
+def _advance_tuples(
+    infos: list, refs: list[int], block_size: int, block_ids_list: list[list[int]]
+) -> Advanced:
     """One token more for every row whose last block has room and one holder; the other rows are returned."""
     block_idx, pos, slow = [0] * len(block_ids_list), [0] * len(block_ids_list), []
     for row, block_ids in enumerate(block_ids_list):
@@ -315,7 +320,9 @@ def _advance_tuples(infos: list, refs: list[int], block_size: int, block_ids_lis
     return block_idx, pos, slow
 
 
-def _advance_slots(infos: list, refs: list[int], block_size: int, block_ids_list: list[list[int]]):
+def _advance_slots(
+    infos: list, refs: list[int], block_size: int, block_ids_list: list[list[int]]
+) -> Advanced:
     """As :func:`_advance_tuples`, in place: the position is read before the increment."""
     block_idx, pos, slow = [0] * len(block_ids_list), [0] * len(block_ids_list), []
     for row, block_ids in enumerate(block_ids_list):
