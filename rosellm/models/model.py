@@ -52,14 +52,19 @@ class Block(nn.Module):
         return self.out(mixed.reshape(-1, c.d_model))  # [N, C]
 
 
+def _embedding(n: int, width: int) -> nn.Embedding:
+    """Not drawn: for a draw without storage PyTorch imports its compiler, a second at each start."""
+    return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
+
+
 class GPT(nn.Module):
     """Token ids and positions ``[N]`` → hidden states ``[N, C]``; :meth:`logits` maps those to ``[N, V]``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.position_embedding = nn.Embedding(config.n_positions, config.d_model)
+        self.token_embedding = _embedding(config.vocab_size, config.d_model)
+        self.position_embedding = _embedding(config.n_positions, config.d_model)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.ln_f = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -74,9 +79,12 @@ class GPT(nn.Module):
         """An inference model whose weights are allocated and not yet set."""
         with torch.device("meta"):
             gpt = cls(config)
-        gpt = gpt.to_empty(device=device).to(dtype)
+        for module in gpt.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = torch.empty(parameter.shape, device=device, dtype=dtype)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
         gpt._tie()
-        return gpt.requires_grad_(False).eval()
+        return gpt.eval()
 
     @property
     def device(self) -> torch.device:

@@ -44,6 +44,12 @@ def test_packed_sequences_do_not_see_each_other(lengths):
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
+def test_a_model_is_made_without_drawing_what_is_overwritten(monkeypatch):
+    monkeypatch.delattr(torch.nn.init, "normal_")
+    assert all(parameter.requires_grad for parameter in GPT(small_config()).parameters())
+    GPT.allocate(small_config(), CPU, torch.float32)
+
+
 def test_a_token_does_not_change_the_logits_before_it():
     gpt, (tokens,) = random_model(0), random_prompts([10])
     changed = [*tokens[:6], (tokens[6] + 1) % 101, *tokens[7:]]
