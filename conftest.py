@@ -1,8 +1,15 @@
 """What every test run shares: Triton's interpreter without CUDA, the gpu marker, nbval's comparison."""
 
 import rosellm  # noqa: F401, I001  (settles how Triton runs, so it comes before anything that imports Triton)
+import nbval.plugin
 import pytest
 import torch
+
+from tests import quick_interpreter
+from tests.warm_kernel import WarmKernel
+
+quick_interpreter.install()
+nbval.plugin.RunningKernel = WarmKernel
 
 DRAWN = ("stderr", "application/vnd.plotly.v1+json", "text/html", "image/svg+xml", "image/png")
 

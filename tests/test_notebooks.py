@@ -9,12 +9,16 @@ import papermill
 import pytest
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from papermill.iorw import load_notebook_node
+from papermill.parameterize import parameterize_notebook
 
 from rosellm.lab.running.run_notebooks import run
+from tests.warm_kernel import WarmKernel
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NON_DEFAULT = {"batch": 3, "new_tokens": 9}
+PLAIN = 5  # a notebook that takes little time
 MAX_BYTES = 300_000
 MAX_LINES = 25
 UNCHECKED = {"nbval-ignore-output", "nbval-skip"}
@@ -73,9 +77,11 @@ def _unreadable_parameters(path: Path, code: list[NotebookNode]) -> Iterator[str
 
 
 def _import_faults(code: list[NotebookNode]) -> Iterator[str]:
-    imported = re.findall(r"^\s*(?:import|from) +(rosellm|transformers)\b", _joined(code), re.MULTILINE)
+    imported = re.findall(
+        r"^\s*(?:import|from) +(rosellm|transformers|triton)\b", _joined(code), re.MULTILINE
+    )
     if "rosellm" not in imported or imported[0] != "rosellm":
-        yield "rosellm not imported, or not before transformers"
+        yield "rosellm not imported, or not before transformers and triton"
 
 
 def _joined(cells: list[NotebookNode]) -> str:
@@ -140,6 +146,7 @@ SPOILT = {
         _set(2, source="from transformers import x\nimport rosellm"),
         "before transformers",
     ),
+    "triton first": (_set(2, source="import triton\nimport rosellm"), "and triton"),
     "no parameters": (_set(1, metadata={}), "not exactly one cell tagged parameters"),
     "two parameters cells": (_set(2, metadata={"tags": ["parameters"]}), "not exactly one cell tagged"),
     "a long cell": (_set(2, source="import rosellm\n" + "x = 1\n" * 25), "more than 25 lines"),
@@ -178,14 +185,43 @@ def test_a_committed_notebook_has_no_faults(path):
     assert faults(path) == []
 
 
-@each_notebook
-def test_a_notebook_runs_with_other_parameters_than_its_own(path, tmp_path):
+def other_parameters(path: Path) -> dict[str, int]:
     known = papermill.inspect_notebook(path)
     given = {name: value for name, value in NON_DEFAULT.items() if name in known}
     assert given, f"none of {sorted(NON_DEFAULT)} among {sorted(known)}"
     assert all(known[name]["default"] != str(value) for name, value in given.items())
+    return given
+
+
+@each_notebook
+def test_a_notebook_runs_with_other_parameters_than_its_own(path):
+    notebook = parameterize_notebook(load_notebook_node(str(path)), other_parameters(path))
+    kernel = WarmKernel(cwd=str(path.parent))
+    try:
+        for cell in notebook.cells:
+            if cell.cell_type == "code":
+                assert kernel.run(cell.source) == "", cell.source
+    finally:
+        kernel.stop()
+
+
+def test_the_batch_runner_takes_a_notebook_of_the_package_with_other_parameters(tmp_path):
+    path = NOTEBOOKS[PLAIN]
+    given = other_parameters(path)
     (outcome,) = run([path], tmp_path, given)
     assert (outcome.status, outcome.error) == ("ok", "")
     executed = nbformat.read(tmp_path / path.name, as_version=4)
     (injected,) = [cell for cell in executed.cells if "injected-parameters" in _tags(cell)]
     assert all(f"{name} = {value}" in injected.source for name, value in given.items())
+
+
+def test_a_cell_that_fails_is_told_and_the_kernel_starts_without_modules_of_the_package():
+    kernel = WarmKernel()
+    try:
+        loaded = "[name for name in __import__('sys').modules if name.startswith('rosellm')]"
+        assert kernel.run(f"assert not {loaded}, {loaded}") == ""
+        assert kernel.run("1 / 0") == "ZeroDivisionError: division by zero"
+        assert kernel.run("from rosellm import LLM") == ""
+    finally:
+        kernel.stop()
+    assert not kernel.is_alive()

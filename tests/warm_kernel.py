@@ -1,0 +1,64 @@
+"""Kernels for notebooks, forked from a process that has imported what notebooks import: 3 s saved each.
+
+Only what others wrote is imported there; of this package a notebook imports all that it uses itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+from tempfile import TemporaryDirectory
+
+from ipykernel.kernelapp import IPKernelApp
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.connect import write_connection_file
+from nbval.kernel import RunningKernel
+
+FORKED = multiprocessing.get_context("forkserver")
+
+
+class WarmKernel(RunningKernel):
+    """What nbval asks of a kernel. ``kernel_name`` is not looked at: this interpreter's is the only one."""
+
+    language = "python"
+
+    def __init__(self, kernel_name: str = "", cwd: str = ".", startup_timeout: float = 60.0) -> None:
+        FORKED.set_forkserver_preload(["tests.warm_libraries"])
+        self._folder = TemporaryDirectory()
+        folder = self._folder.name
+        file, _ = write_connection_file(f"{folder}/kernel.json", transport="ipc", ip=f"{folder}/socket")
+        self._process = FORKED.Process(target=_serve, args=(file, cwd), daemon=True)
+        self._process.start()
+        self.kc = BlockingKernelClient(connection_file=file)
+        self.kc.load_connection_file()
+        self.kc.start_channels()
+        self.kc.wait_for_ready(timeout=startup_timeout)
+        self._ensure_iopub_up()
+
+    def run(self, source: str, timeout: float = 120.0) -> str:
+        """Executes a cell; its error in one line, "" if there is none."""
+        reply = self.kc.execute_interactive(source, timeout=timeout, output_hook=lambda _: None)["content"]
+        return "" if reply["status"] == "ok" else f"{reply['ename']}: {reply['evalue']}"
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def interrupt(self) -> None:
+        os.kill(self._process.pid, signal.SIGINT)
+
+    def stop(self) -> None:
+        self.kc.stop_channels()
+        self._process.kill()
+        self._process.join()
+        self._folder.cleanup()
+
+
+def _serve(connection_file: str, folder: str) -> None:
+    gc.freeze()  # the garbage collector passes over all that was imported
+    os.chdir(folder)
+    sys.path[0] = ""
+    parent = f"--IPKernelApp.parent_handle={os.getppid()}"  # the kernel ends with the tests
+    IPKernelApp.launch_instance(["-f", connection_file, parent, "--HistoryManager.enabled=False"])
