@@ -5,11 +5,12 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 TIMEOUT ?= 300
+SHARED := -n 2 --dist loadgroup --no-loadscope-reorder
 export NB P
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help setup notebooks test test-browser soak lint lab refresh clean
+.PHONY: help setup notebooks test test-quick test-browser soak lint lab refresh clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,8 +32,12 @@ notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P=
 
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## run the package's tests (pytest) and every notebook as a test (nbval)
-	$(PY) -m pytest tests notebooks -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 120 \
+	$(PY) -m pytest tests notebooks $(SHARED) --nbval --nbval-current-env --nbval-cell-timeout 120 \
 		--nbval-sanitize-with notebooks/nbval_sanitize.cfg
+
+test-quick: export OMP_NUM_THREADS := 1
+test-quick: $(STAMP) ## run one case of each of the package's tests, without notebooks and slow files
+	$(PY) -m pytest tests $(SHARED) --quick -q
 
 test-browser: $(STAMP)-browser ## open notebooks in JupyterLab and headless Chromium, run them, move controls (NB selects)
 	$(PY) -m pytest tests/browser -m browser
@@ -42,9 +47,10 @@ soak: $(STAMP) ## run 1,000,000 random operations on the engine's parts (SEED=1 
 	$(PY) -m pytest tests/soak/test_random_programs.py -k every_invariant -q -n 2 --maxschedchunk 1 --soak 1000000 \
 		$(if $(SEED),--soak-seed $(SEED))
 
-lint: $(STAMP) ## check the style of the Python files (ruff)
+lint: $(STAMP) ## check the style of the Python files (ruff) and the package's types (mypy)
 	$(PY) -m ruff check rosellm tests notebooks/exhibits conftest.py
 	$(PY) -m ruff format --check rosellm tests notebooks/exhibits conftest.py
+	$(PY) -m mypy rosellm
 
 lab: $(STAMP) ## open the notebooks in JupyterLab, on 127.0.0.1 with its token (LAB="--port 9000" adds options)
 	$(PY) -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(LAB)

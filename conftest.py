@@ -1,4 +1,4 @@
-"""What every test run shares: Triton's interpreter without CUDA, the gpu marker, nbval's comparison."""
+"""What every test run shares: how Triton and notebooks run, the gpu marker, which tests run, and where."""
 
 import rosellm  # noqa: F401, I001  (settles how Triton runs, so it comes before anything that imports Triton)
 import nbval.plugin
@@ -8,14 +8,70 @@ import torch
 from tests import quick_interpreter
 from tests.warm_kernel import WarmKernel
 
+DRAWN = ("stderr", "application/vnd.plotly.v1+json", "text/html", "image/svg+xml", "image/png")
+PROCESSES = {
+    "test_autoreload.py",
+    "test_benchmarks.py",
+    "test_notebooks.py",
+    "test_readme.py",
+    "test_run_notebooks.py",
+}
+NOT_QUICK = PROCESSES | {
+    "test_atomic.py",
+    "test_bad_input.py",
+    "test_bench.py",
+    "test_benchmark_rivals.py",
+    "test_dependent_launch.py",
+    "test_ledger.py",
+    "test_measure.py",
+    "test_persistent.py",
+    "test_refresh.py",
+    "test_state_machines.py",
+    "test_streaming_load.py",
+    "test_train.py",
+    "test_widgets.py",
+}
+
 quick_interpreter.install()
 nbval.plugin.RunningKernel = WarmKernel
 
-DRAWN = ("stderr", "application/vnd.plotly.v1+json", "text/html", "image/svg+xml", "image/png")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "one case of each test; no notebook, and no file whose tests take seconds or start processes"
+    parser.addoption("--quick", action="store_true", help=told)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Orders tests so that two workers end together, and says which of them stay together."""
+    if config.option.quick:
+        quick = _one_case_each(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+        items[:] = quick
+    items.sort(key=lambda item: not _is_long(item))
+    for item in items:
+        if item.path.name not in PROCESSES:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(config.rootpath))))
+
+
+def _is_long(item: pytest.Item) -> bool:
+    return item.path.suffix == ".ipynb" or item.path.name in PROCESSES
+
+
+def _one_case_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    cases = {}
+    for item in items:
+        if item.path.name not in NOT_QUICK and not _lacks_gpu(item):
+            cases.setdefault(item.nodeid.partition("[")[0], item)
+    return list(cases.values())
+
+
+def _lacks_gpu(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None and not torch.cuda.is_available()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    if _lacks_gpu(item):
         pytest.skip("needs a CUDA GPU; none here")
 
 

@@ -54,7 +54,7 @@ def test_setup_installs_once_and_again_only_after_pyproject_changed(copy):
     assert installs(copy) == 2
 
 
-@pytest.mark.parametrize("target", ["notebooks", "test", "lint", "lab", "refresh"])
+@pytest.mark.parametrize("target", ["notebooks", "test", "test-quick", "lint", "lab", "refresh"])
 def test_every_command_may_come_first_and_then_only_runs(copy, target):
     assert make(target, folder=copy).returncode == 0
     assert make(target, folder=copy).returncode == 0
@@ -119,7 +119,7 @@ def test_the_selection_and_parameters_reach_the_runner_unchanged(copy):
 
 def test_one_test_command_covers_the_package_and_the_notebooks():
     command = commands("test")
-    for part in ("pytest tests notebooks", "-n 2 --dist loadfile", "--nbval ", "--nbval-current-env"):
+    for part in ("pytest tests notebooks", "-n 2 --dist loadgroup", "--nbval ", "--nbval-current-env"):
         assert part in command
     sanitize = re.search(r"--nbval-sanitize-with (\S+)", command)[1]
     assert (ROOT / sanitize).is_file()

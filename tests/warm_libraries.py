@@ -1,9 +1,9 @@
 """What notebooks import that others wrote, imported once: their kernels are forked from this process."""
 
+# isort: off
+import rosellm  # noqa: F401  (settles how Triton runs, so it comes before anything that imports Triton)
 import gc
 import sys
-
-import rosellm  # noqa: F401, I001  (settles how Triton runs, so it comes before anything that imports Triton)
 import cProfile  # noqa: F401
 import nbconvert  # noqa: F401  (this and the next for the batch runner, whose workers fork from here, too)
 import papermill  # noqa: F401

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.soak.block_driver import BlockDriver
@@ -31,6 +31,7 @@ def run_machine(driver: type[Driver], n_examples: int, seen: Counter[str]) -> No
             derandomize=True,
             database=None,
             report_multiple_bugs=False,
+            phases=(Phase.generate, Phase.shrink),  # an explanation is no Python
             print_blob=False,
         ),
     )
