@@ -59,5 +59,5 @@ refresh: $(STAMP) ## execute the notebooks in place, add PNGs and normalise them
 	@exec $(PY) -m rosellm.lab.running.refresh_notebooks --select "$$NB"
 
 clean: ## remove what was built, but not .venv
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find rosellm tests -name __pycache__ -type d -prune -exec rm -rf {} +
