@@ -41,7 +41,7 @@ FAULTS = (
         "map(lambda a, b: len(a) != len(b), rows, sent)",
         ("test_block_tables.py",),
     ),
-    Fault("staging", "staging.py", ".copy_(source", ".copy_(source.clamp(max=50)", ("test_block_tables.py",)),
+    Fault("staging", "staging.py", ".copy_(source", ".copy_(source.clamp(max=50)", ("test_resident.py",)),
     Fault(
         "device state",
         "device_state.py",

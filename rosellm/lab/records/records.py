@@ -71,9 +71,10 @@ class Results:
 
     def load(self, name: str) -> dict[str, Any]:
         """The whole file ``name``, such as ``kv_append``; raises RecordError, listing what exists."""
-        if name not in self.names():
+        path = self.folder / f"{name}.json"
+        if not path.is_file():
             raise RecordError(f"{self.folder.name} has no record {name!r}: there are {_listed(self.names())}")
-        return _read(self.folder / f"{name}.json")
+        return _read(path)
 
     def record(self, workload: str, rung: str) -> dict[str, Any]:
         """A benchmark's whole record; raises RecordError, listing the rungs measured on this workload."""
