@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 TIMEOUT ?= 300
-SHARED := -n 2 --dist loadgroup --no-loadscope-reorder
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 export NB P
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 

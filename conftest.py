@@ -1,9 +1,12 @@
 """What every test run shares: how Triton and notebooks run, the gpu marker, which tests run, and where."""
 
 import rosellm  # noqa: F401, I001  (settles how Triton runs, so it comes before anything that imports Triton)
+from pathlib import Path
+
 import nbval.plugin
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
 from tests import quick_interpreter
 from tests.warm_kernel import WarmKernel
@@ -41,17 +44,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help=told)
 
 
-@pytest.hookimpl(tryfirst=True)
+class Scheduling(LoadFileScheduling):
+    """A file's tests stay with one worker, unless each of them runs processes anyway."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return nodeid if Path(file).name in PROCESSES else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> Scheduling | None:
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Orders tests so that two workers end together, and says which of them stay together."""
+    """What takes long comes first, so that two workers end together."""
     if config.option.quick:
         quick = _one_case_each(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in quick])
         items[:] = quick
     items.sort(key=lambda item: not _is_long(item))
-    for item in items:
-        if item.path.name not in PROCESSES:
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(config.rootpath))))
 
 
 def _is_long(item: pytest.Item) -> bool:

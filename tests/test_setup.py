@@ -119,7 +119,7 @@ def test_the_selection_and_parameters_reach_the_runner_unchanged(copy):
 
 def test_one_test_command_covers_the_package_and_the_notebooks():
     command = commands("test")
-    for part in ("pytest tests notebooks", "-n 2 --dist loadgroup", "--nbval ", "--nbval-current-env"):
+    for part in ("pytest tests notebooks", "-n 2 --dist loadfile", "--nbval ", "--nbval-current-env"):
         assert part in command
     sanitize = re.search(r"--nbval-sanitize-with (\S+)", command)[1]
     assert (ROOT / sanitize).is_file()
