@@ -21,7 +21,7 @@ def tokens(recipe: str, fill: float) -> tuple[list[list[int]], torch.Tensor]:
     engine.prefill(sequences)
     for _ in range(N_NEW - 1):
         engine.decode(sequences)
-    return [s.output for s in sequences], engine.last_logits()
+    return [s.output for s in sequences], engine.step.last_logits()
 
 
 @pytest.mark.parametrize("recipe", ["dense", "paged", "one_table", "resident_step", "dependent_launch"])
