@@ -1,6 +1,7 @@
 """Kernels for notebooks, forked from a process that has imported what notebooks import: 3 s saved each.
 
-Only what others wrote is imported there; of this package a notebook imports all that it uses itself.
+Only what others wrote is imported there; of this package a notebook imports all that it uses itself. Where
+there is a GPU each kernel is a process of its own from the start, since CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import signal
 import sys
 from tempfile import TemporaryDirectory
 
+import torch
 from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 from nbval.kernel import RunningKernel
 
-FORKED = multiprocessing.get_context("forkserver")
+PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 
 
 class WarmKernel(RunningKernel):
@@ -26,11 +28,11 @@ class WarmKernel(RunningKernel):
     language = "python"
 
     def __init__(self, kernel_name: str = "", cwd: str = ".", startup_timeout: float = 60.0) -> None:
-        FORKED.set_forkserver_preload(["tests.warm_libraries"])
+        PROCESSES.set_forkserver_preload(["tests.warm_libraries"])
         self._folder = TemporaryDirectory()
         folder = self._folder.name
         file, _ = write_connection_file(f"{folder}/kernel.json", transport="ipc", ip=f"{folder}/socket")
-        self._process = FORKED.Process(target=_serve, args=(file, cwd), daemon=True)
+        self._process = PROCESSES.Process(target=_serve, args=(file, cwd), daemon=True)
         self._process.start()
         self.kc = BlockingKernelClient(connection_file=file)
         self.kc.load_connection_file()
