@@ -30,7 +30,7 @@ _ = run()
 """)
 step = Path(rosellm.__file__).parent / "roseinfer" / "steps" / "host.py"
 old = step.read_text()
-line = "        self(sequences)\\n"
+line = "        got, failed = self(sequences)\\n"
 assert old.count(line) == 1
 step.write_text(old.replace(line, line + "        print(len(sequences), 'rows')\\n"))
 cell("print('edited'); _ = run()")

@@ -69,7 +69,6 @@ def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_wri
             assert sum(read < waits[0] for read in reads) > 2, "the weights are not in flight before the wait"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 89, 100])
 def test_the_best_rung_of_each_architecture_compiles_for_it(capability, tmp_path):
     """Dependent launches from 9.0 on, ordinary ones before."""
