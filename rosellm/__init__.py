@@ -6,17 +6,22 @@ that imports Triton (``transformers`` model classes do).
 """
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if TYPE_CHECKING:
+    from rosellm.roseinfer.llm import LLM
+    from rosellm.roseinfer.sampling import SamplingParams
+
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> type:
     if name == "LLM":
         from rosellm.roseinfer.llm import LLM
 

@@ -6,6 +6,9 @@ every other operation works on each token by itself. N tokens, C model width, V 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,7 +68,8 @@ class GPT(nn.Module):
         self.config = config
         self.token_embedding = _embedding(config.vocab_size, config.d_model)
         self.position_embedding = _embedding(config.n_positions, config.d_model)
-        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
+        blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
+        self.blocks = cast(Sequence[Block], blocks)
         self.ln_f = nn.LayerNorm(config.d_model, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self._tie()

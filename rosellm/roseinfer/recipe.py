@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 
@@ -14,7 +14,7 @@ from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.kernels.table import Kernels
-from rosellm.roseinfer.layers.attention import BINDERS
+from rosellm.roseinfer.layers.attention import BINDERS, Binder
 from rosellm.roseinfer.layers.batch_invariant import (
     InvariantAppendAndAttend,
     invariant_chooser,
@@ -91,7 +91,7 @@ class Recipe:
 
 
 # A variant, what it needs of other fields, and why.
-_RESIDENT = {"step": ("resident",)}
+_RESIDENT: dict[str, tuple[str, ...]] = {"step": ("resident",)}
 _NEEDS: tuple[tuple[tuple[str, str], dict[str, tuple[str, ...]], str], ...] = (
     (
         ("step", "resident"),
@@ -144,7 +144,7 @@ def recipe_choices() -> dict[str, tuple[str, ...]]:
 
 
 # Each rung: its name, the rung it changes, the one field it changes.
-_RUNGS: tuple[tuple[str, str, dict[str, str]], ...] = (
+_RUNGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("paged", "dense", {"attention": "paged"}),
     ("no_mask", "paged", {"mask": "none"}),
     ("pinned_h2d", "no_mask", {"tables": "pinned"}),
@@ -269,6 +269,7 @@ def build_step(
 def _resident_step(
     recipe: Recipe, model: GPT, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
 ) -> ResidentStep:
+    bind: Binder
     capture, pool = recipe.runner == "graph", graph_pool(model.device)
     if recipe.numerics == "invariant":
         kernels = invariant_kernels(kernels, recipe.launch == "dependent" and model.device.type == "cuda")

@@ -9,6 +9,7 @@ as ``k_new`` and ``v_new``, and every query attends to them too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import torch
 import triton
@@ -123,9 +124,17 @@ def make_fixed_paged_attention_decode(
 paged_attention_decode = make_fixed_paged_attention_decode()
 
 
+class AutotunedPagedAttention(Protocol):
+    """To be called as :func:`paged_attention_decode_ref`; ``tuner`` is Triton's autotuner."""
+
+    tuner: Any
+
+    def __call__(self, **arguments: Any) -> Tensor: ...
+
+
 def make_autotuned_paged_attention_decode(
     do_bench: Callable[..., list[float]] | None = None,
-) -> Callable[..., Tensor]:
+) -> AutotunedPagedAttention:
     """The same kernel behind ``triton.autotune``.
 
     It tunes num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS. Each call makes a tuner of its
@@ -148,8 +157,9 @@ def make_autotuned_paged_attention_decode(
         tuned[grid](*arguments, **constants)
         return out
 
-    paged_attention_decode_autotuned.tuner = tuned
-    return paged_attention_decode_autotuned
+    decode = cast(AutotunedPagedAttention, paged_attention_decode_autotuned)
+    decode.tuner = tuned
+    return decode
 
 
 def _launch_arguments(out, q, k_new, v_new, k_cache, v_cache, block_table, context_lens, scale):

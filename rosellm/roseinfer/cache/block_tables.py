@@ -130,4 +130,8 @@ class ResidentTables:
 
 
 Tables = PerLayerTables | PinnedTables | ResidentTables
-TABLES = {"per_layer": PerLayerTables, "pinned": PinnedTables, "resident": ResidentTables}
+TABLES: dict[str, type[Tables]] = {
+    "per_layer": PerLayerTables,
+    "pinned": PinnedTables,
+    "resident": ResidentTables,
+}

@@ -174,16 +174,19 @@ class KVBlockManager:
     def reserve_prompt(self, pool: int, block_ids: list[int], n_tokens: int) -> None:
         """Slots for ``n_tokens`` more tokens of one sequence, in the books only."""
         tail = self._infos[block_ids[-1]] if block_ids else None
-        room = self.block_size - tail.length if tail else 0
+        if tail:
+            length, start = tail.length, tail.start + self.block_size
+        else:
+            length, start = self.block_size, 0
+        room = self.block_size - length
         clone = bool(room) and n_tokens > 0 and self._refs[block_ids[-1]] > 1
         needed = blocks_for(max(n_tokens - room, 0), self.block_size) + clone
         if needed > len(self._free[pool]):
             self._raise_exhausted(pool, needed)
         if clone:
-            block_ids[-1] = self.clone_block(block_ids[-1], tail.length)
+            block_ids[-1] = self.clone_block(block_ids[-1], length)
         if room and n_tokens:
-            self._set_length(block_ids[-1], tail.length + min(room, n_tokens))
-        start = tail.start + self.block_size if tail else 0
+            self._set_length(block_ids[-1], length + min(room, n_tokens))
         for first in range(room, n_tokens, self.block_size):
             block_ids.append(self._allocate(pool, start, min(self.block_size, n_tokens - first)))
             start += self.block_size

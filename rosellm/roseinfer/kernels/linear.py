@@ -100,7 +100,7 @@ def _few_rows_kernel(
     inside = (rows[:, None] < M) & (columns[None, :] < N)
     # [SLICES, 1, BLOCK_K]
     inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-    weights = ()
+    weights = ()  # type: tuple
     for chunk in tl.static_range(CHUNKS):
         k = chunk * SLICES * BLOCK_K + inner
         held = (columns[None, :, None] < N) & (k < K)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch.nn.functional as F
 import triton
@@ -33,11 +34,12 @@ def add_norm_ref(
 ) -> Tensor:
     """The specification, in fp32 arithmetic: ``x += sum(delta) + bias`` in place, then ``layer_norm(x)``.
 
-    x ``[M, C]``; delta ``[P, M, C]``, the parts of a sum, or None: then x stays, and bias is not read; bias,
-    scale and shift ``[C]`` → ``[M, C]`` of x's dtype. The norm is that of x as it is held, in its dtype.
+    x ``[M, C]``; delta ``[P, M, C]``, the parts of a sum, with a bias; or None: then x stays, and bias is not
+    read; bias, scale and shift ``[C]`` → ``[M, C]`` of x's dtype. The norm is that of x as it is held, in its
+    dtype.
     """
     if delta is not None:
-        x.copy_(x.float() + (delta.float().sum(dim=0) + bias.float()))
+        x.copy_(x.float() + (delta.float().sum(dim=0) + cast(Tensor, bias).float()))
     return F.layer_norm(x.float(), x.shape[1:], scale.float(), shift.float(), eps).to(x.dtype)
 
 

@@ -243,8 +243,8 @@ def make_prefill_attention(
 ) -> Callable[..., Tensor]:
     """Flash attention (Dao et al. 2022) in Triton, to be called as :func:`prefill_attention_ref`.
 
-    Tiles of ``block_m`` queries (the tiles' ``size``, also the function's attribute ``tile_size``) meet
-    tiles of ``block_n`` keys; both are powers of two from 16 on, block_m a multiple of block_n.
+    Tiles of ``block_m`` queries (the tiles' ``size``) meet tiles of ``block_n`` keys; both are powers of two
+    from 16 on, block_m a multiple of block_n.
 
     Caches and out are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided,
     ``[H, D]`` contiguous, k_new and v_new alike); block_table rows are contiguous; all of one dtype; scale is
@@ -272,7 +272,6 @@ def make_prefill_attention(
         )
         return out
 
-    prefill_attention.tile_size = block_m
     return prefill_attention
 
 
@@ -289,6 +288,3 @@ def prefill_attention(*, q: Tensor, **arguments) -> Tensor:
     """The kernel of :func:`make_prefill_attention` at the launch configuration of q's dtype."""
     launch = _fp32_prefill_attention if q.dtype == torch.float32 else _half_prefill_attention
     return launch(q=q, **arguments)
-
-
-prefill_attention.tile_size = BLOCK_M

@@ -113,7 +113,7 @@ class SplitAppendAndAttend(AppendAndAttend):
 
 
 # By a recipe's attention and append.
-BINDERS = {
+BINDERS: dict[tuple[str, str], Callable[[Kernels, KVBlockManager], Binder]] = {
     ("paged", "identity_pos"): AppendThenAttend,
     ("paged", "fused"): AppendAndAttend,
     ("split", "fused"): SplitAppendAndAttend,

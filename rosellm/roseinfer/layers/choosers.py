@@ -91,7 +91,7 @@ class FusedChooser:
         return torch.cat((values, only), dim=1), torch.cat((indices, tokens), dim=1)
 
 
-def draw_for(state: DeviceState, logits: Tensor, noise) -> Tensor:
+def draw_for(state: DeviceState, logits: Tensor, noise: Callable[..., Tensor]) -> Tensor:
     """``sampler.draw`` with the requests' settings as the device keeps them; ``[n]`` int32."""
     positions = state.positions + 1  # of the tokens drawn
     return draw(logits, state.temperatures, state.top_k, state.top_p, state.seeds, positions, noise)

@@ -18,9 +18,9 @@ def load_exhibit(name: str) -> ModuleType:
     qualified = f"rosellm_exhibits_{name}"
     if qualified not in sys.modules:
         path = EXHIBITS / f"{name}.py"
-        if not path.is_file():
-            raise RecipeError(f"the exhibit {name!r} comes with a checkout of RoseLLM only; no file {path}")
         spec = spec_from_file_location(qualified, path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise RecipeError(f"the exhibit {name!r} comes with a checkout of RoseLLM only; no file {path}")
         sys.modules[qualified] = module = module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[qualified]

@@ -91,7 +91,7 @@ class FewRowsLayers:
         self.linear(x=x, weight=w.weight, bias=w.bias, residual=residual)
 
 
-def embedded(embed, model: GPT, ids: Tensor, positions: Tensor) -> Tensor:
+def embedded(embed: Callable[..., Tensor], model: GPT, ids: Tensor, positions: Tensor) -> Tensor:
     return embed(
         ids=ids,
         positions=positions,

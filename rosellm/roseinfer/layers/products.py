@@ -10,15 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.model import GPT, Projection
+from rosellm.models.model import GPT, Block, Projection
 from rosellm.roseinfer.kernels.linear import fold_norm, parts_of
 from rosellm.roseinfer.kernels.table import Kernels
+
+Norms = list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
 
 
 class Products(Protocol):
     """The four products of each layer. ``norms[layer]`` are scale and shift of its two norms."""
 
-    norms: list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
+    norms: Norms
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
         """``[N, C]`` → ``[N, (H + 2 H_kv) D]``, with bias."""
@@ -42,7 +44,9 @@ class LibraryProducts:
 
     def __init__(self, model: GPT, activated: Callable[[Projection, Tensor], Tensor]) -> None:
         self.blocks, self.activated = model.blocks, activated
-        self.norms = [((b.ln_1.weight, b.ln_1.bias), (b.ln_2.weight, b.ln_2.bias)) for b in model.blocks]
+        self.norms: Norms = [
+            ((b.ln_1.weight, b.ln_1.bias), (b.ln_2.weight, b.ln_2.bias)) for b in model.blocks
+        ]
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
         return self.blocks[layer].qkv(x)
@@ -109,8 +113,8 @@ def _packed(weight: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None = None, gelu: bool = False) -> Tensor:
-    activation = ("gelu", [], "tanh") if gelu else ("none", [], "")
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, *activation)
+    activation, variant = ("gelu", "tanh") if gelu else ("none", "")
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, activation, [], variant)
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ class LayerWeights:
     down: RowWeights
 
     @classmethod
-    def of(cls, block) -> LayerWeights:
+    def of(cls, block: Block) -> LayerWeights:
         return cls(
             RowWeights.folded(block.qkv, block.ln_1),
             RowWeights.plain(block.out),

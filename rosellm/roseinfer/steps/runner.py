@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
     def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
         used = -(-inputs.max_context // blocks.block_size)
         slots = torch.arange(inputs.max_context, device=inputs.context_lens.device)
+        mask = cast(Tensor, inputs.mask)  # a recipe has no dense attention without one
         held = slots[None, :] < inputs.context_lens[:, None]  # [B, max_context]
 
         def gather(cache: Tensor, table: Tensor, new: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
             v_all = gather(blocks.v_cache[layer], table, v)
             grouped = q.view(len(q), k.shape[1], -1, q.shape[2])  # [B, H_kv, G, D]
             scores = grouped @ k_all.transpose(2, 3) * q.shape[2] ** -0.5  # [B, H_kv, G, max_context + 1]
-            weights = (scores + inputs.mask[:, None, None]).softmax(dim=-1, dtype=torch.float32)
+            weights = (scores + mask[:, None, None]).softmax(dim=-1, dtype=torch.float32)
             return (weights.to(v.dtype) @ v_all).view_as(q)
 
         return attend
@@ -135,7 +137,7 @@ class GraphRunner:
         batch = len(inputs.ids)
         bucket = batch_bucket(batch)
         if bucket not in self._captured:
-            self._captured[bucket] = self._capture(bucket, inputs.tables)
+            self._captured[bucket] = self._capture(bucket, _stacked_tables(inputs))
         return self._captured[bucket].run(inputs, batch)
 
     def _capture(self, bucket: int, tables: Tensor) -> _Captured:
@@ -154,6 +156,11 @@ class GraphRunner:
         return _Captured(static, record_graph(lambda: self._eager(static), pool=self._pool))
 
 
+def _stacked_tables(inputs: DecodeInputs) -> Tensor:
+    """``[POOLS, B, MAX_BLOCKS]``: a recipe with graphs has one tensor for all pools."""
+    return cast(Tensor, inputs.tables)
+
+
 @dataclass
 class _Captured:
     """Static input buffers of one bucket and the function that runs the model over them."""
@@ -168,11 +175,11 @@ class _Captured:
         static.ids[:batch].copy_(inputs.ids)
         static.positions[:batch].copy_(inputs.positions)
         static.context_lens[:batch].copy_(inputs.context_lens)
-        static.tables[:, :batch].copy_(inputs.tables)
+        _stacked_tables(static)[:, :batch].copy_(_stacked_tables(inputs))
         out = self.replay()
         return DecodeOutputs(
             out.logits[:batch], [k[:batch] for k in out.keys], [v[:batch] for v in out.values]
         )
 
 
-RUNNERS = {"eager": EagerRunner, "graph": GraphRunner}
+RUNNERS: dict[str, type[EagerRunner | GraphRunner]] = {"eager": EagerRunner, "graph": GraphRunner}

@@ -14,6 +14,7 @@ from torch import Tensor
 from rosellm.errors import OptionError
 from rosellm.roseinfer.kernels import prefill as module
 from rosellm.roseinfer.kernels.prefill import (
+    BLOCK_M,
     Tiles,
     make_prefill_attention,
     make_tiles,
@@ -46,8 +47,7 @@ class Case:
     whole: list[tuple[Tensor, Tensor, Tensor]]
     arguments: dict
 
-    def call(self, kernel, tile_size: int | None = None) -> Tensor:
-        tile_size = tile_size or kernel.tile_size
+    def call(self, kernel, tile_size: int = BLOCK_M) -> Tensor:
         device = self.arguments["q"].device
         return kernel(
             **self.arguments, tiles=make_tiles(self.starts, self.counts, self.rows, tile_size, device)
@@ -124,10 +124,10 @@ def token_by_token(case: Case) -> Tensor:
     return torch.stack(out).view(case.arguments["q"].shape)
 
 
-def assert_equals_spec(kernel, case: Case) -> None:
+def assert_equals_spec(kernel, case: Case, tile_size: int = BLOCK_M) -> None:
     """Same output; the very same caches, bit for bit. The spec runs on the CPU."""
     twin = case.copy(CPU)
-    out, spec = case.call(kernel), twin.call(prefill_attention_ref, kernel.tile_size)
+    out, spec = case.call(kernel, tile_size), twin.call(prefill_attention_ref, tile_size)
     assert out.shape == spec.shape and out.dtype == spec.dtype
     assert torch.isfinite(spec).all()
     torch.testing.assert_close(out.cpu(), spec, **TOLERANCE[out.dtype])
@@ -264,14 +264,14 @@ def test_the_kernel_equals_the_spec_over_random_shapes(
         device=device,
         seed=seed,
     )
-    assert_equals_spec(small_tiles, case)
+    assert_equals_spec(small_tiles, case, tile_size=16)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("block_m, block_n", [(16, 16), (32, 16), (64, 32), (128, 64)])
 def test_every_tile_shape_equals_the_spec(block_m, block_n, device):
     case = make_case([0, 30, 3], [130, 65, 2], device=device)
-    assert_equals_spec(make_prefill_attention(block_m, block_n), case)
+    assert_equals_spec(make_prefill_attention(block_m, block_n), case, block_m)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -311,14 +311,15 @@ def test_query_heads_read_the_key_head_of_their_group(group, device):
     each = case.copy(device)
     for name in ("k_new", "v_new", "k_cache_layer", "v_cache_layer"):
         each.arguments[name] = each.arguments[name].repeat_interleave(group, dim=1)
-    torch.testing.assert_close(case.call(small_tiles), each.call(small_tiles), rtol=0, atol=1e-6)
+    out, expected = (one.call(small_tiles, tile_size=16) for one in (case, each))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_large_scores_do_not_overflow(device):
     case = make_case([9, 0], [17, 40], device=device, scale=300.0)
     spec = case.copy(CPU).call(prefill_attention_ref, tile_size=16).to(device)
-    torch.testing.assert_close(case.call(small_tiles), spec, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(case.call(small_tiles, tile_size=16), spec, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
@@ -330,7 +331,7 @@ def test_columns_may_lie_in_a_larger_buffer_whose_unused_tiles_are_empty(device)
     buffer[:, : columns.shape[1]] = columns
     twin = case.copy(device)
     out = small_tiles(**case.arguments, tiles=Tiles(buffer[:, :5], 16))
-    torch.testing.assert_close(out, twin.call(small_tiles), rtol=0, atol=0)
+    torch.testing.assert_close(out, twin.call(small_tiles, tile_size=16), rtol=0, atol=0)
     for got, wanted in zip(case.caches(), twin.caches(), strict=True):
         assert torch.equal(bits(got), bits(wanted))
 
@@ -370,7 +371,7 @@ def test_the_kernel_equals_the_spec_at_a_real_size(shape, dtype):
 )
 def test_other_launches_equal_the_spec_at_a_real_size(launch, dtype):
     case = make_case([0, 63, 300], [512, 200, 65], **LARGE["gpt2"], dtype=dtype, device="cuda")
-    assert_equals_spec(make_prefill_attention(*launch), case)
+    assert_equals_spec(make_prefill_attention(*launch), case, tile_size=launch[0])
 
 
 @pytest.mark.gpu
