@@ -15,7 +15,7 @@ from typing import Any
 
 from rosellm.roseinfer.bench.cli import Benchmark
 from rosellm.roseinfer.bench.job import Job
-from rosellm.roseinfer.bench.prompts import Prompts, encode_prompts
+from rosellm.roseinfer.bench.prompts import Prompts
 from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.bench.runs import (
     Run,
@@ -57,7 +57,7 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
     prepare_run(engine)
     scheduler = MODES[mode](engine, job.config)
     start = perf_counter()
-    outputs = scheduler.run(encode_prompts(job.prompts, engine.tokenizer), job.params)
+    outputs = scheduler.run([engine.encode(prompt) for prompt in job.prompts], job.params)
     total_time = perf_counter() - start
     tokens = [output.token_ids for output in outputs]
     return {

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from rosellm.errors import OptionError, PromptError, SamplingError, told
-from rosellm.models.loading import load_parts
+from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import GPT
-from rosellm.models.tokenizer import Tokenizer
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.cache.budget import BlockBudget, kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
@@ -24,6 +23,7 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.kv_append import AppendGate
 from rosellm.roseinfer.steps.step import Step
+from rosellm.roseinfer.text import IncrementalText
 
 LARGEST_SIZE = 2**31 - 1  # what the device counts with
 
@@ -47,7 +47,7 @@ class Engine:
     def __init__(
         self,
         model: GPT,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: AnyTokenizer | None = None,
         *,
         recipe: str | Recipe | None = None,
         max_batch_size: int = 256,
@@ -60,8 +60,7 @@ class Engine:
     ) -> None:
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         self.model, self.tokenizer, self.config = model, tokenizer, model.config
-        self.rung = None if isinstance(recipe, Recipe) else get_rung(recipe, model.device)
-        self.recipe = recipe if isinstance(recipe, Recipe) else LADDER[self.rung]
+        self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
         if deterministic:
             self.recipe = replace(self.recipe, numerics="invariant")
@@ -119,7 +118,10 @@ class Engine:
         return self.blocks.max_blocks_per_layer
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        """A checked request. Raises ``PromptError`` for a prompt that can never run here."""
+        """A checked request; its text is followed if it has stop strings.
+
+        Raises ``PromptError`` for a prompt, ``SamplingError`` for stop strings that can never run here.
+        """
         if not isinstance(params, SamplingParams):
             raise SamplingError(f"params is {params!r}; give SamplingParams")
         _check_token_ids(prompt, self.config.vocab_size)
@@ -142,7 +144,17 @@ class Engine:
                 f"the request needs {self.budget.at_most(sequence)} KV blocks of {self.block_size} tokens "
                 f"a layer; the cache has {self.num_kv_blocks}"
             )
+        if params.stops:
+            sequence.text = self._text_until(params.stops)
         return sequence
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """A prompt's token ids; those it is given as are left as they are. Raises ``PromptError``."""
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            raise PromptError("a prompt of text needs a tokenizer, and this engine has none")
+        return self.tokenizer.encode(prompt)
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> list[Sequence]:
         """Cache at most ``counts[i]`` more tokens of each sequence, None: all the rest.
@@ -213,6 +225,11 @@ class Engine:
             held += self.prefix_cache.holdings()
         self.blocks.check_integrity(held)
 
+    def _text_until(self, stops: tuple[str, ...]) -> IncrementalText:
+        if self.tokenizer is None:
+            raise SamplingError("stop strings need a tokenizer, and this engine has none")
+        return IncrementalText(self.tokenizer, stops)
+
     def _check_chunks(self, sequences: list[Sequence], chunks: list[int]) -> None:
         for sequence, chunk in zip(sequences, chunks, strict=True):
             end = sequence.n_cached + chunk
@@ -229,6 +246,14 @@ class Engine:
     def _default_kv_blocks(self) -> int:
         wanted = self.max_batch_size * blocks_for(self.max_model_len, self.block_size)
         return kv_blocks_within_memory(self.model, wanted, self.block_size)
+
+
+def _choose_recipe(recipe: str | Recipe | None, device: torch.device) -> tuple[str | None, Recipe]:
+    """The rung's name, None for a recipe of one's own, and the recipe."""
+    if isinstance(recipe, Recipe):
+        return None, recipe
+    rung = get_rung(recipe, device)
+    return rung, LADDER[rung]
 
 
 def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int) -> None:

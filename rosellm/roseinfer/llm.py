@@ -69,8 +69,7 @@ class LLM:
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
-        encode = self.engine.tokenizer.encode
-        ids = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in many]
+        ids = [self.engine.encode(prompt) for prompt in many]
         with tqdm(total=len(many), desc="prompts", disable=not use_tqdm) as progress:
             outputs = OfflineScheduler(self.engine).run(ids, params, progress)
         for prompt, output in zip(many, outputs, strict=True):

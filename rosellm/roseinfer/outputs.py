@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
 
-from rosellm.models.tokenizer import Tokenizer
+from rosellm.errors import RoseError
+from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 
 
@@ -46,16 +47,18 @@ class RequestOutput:
     prompt: str | None = None
 
     @classmethod
-    def of(cls, sequence: Sequence, tokenizer: Tokenizer | None) -> RequestOutput:
+    def of(cls, sequence: Sequence, tokenizer: AnyTokenizer | None) -> RequestOutput:
         """What a sequence that has ended came to; tokenizer: None if there is none."""
-        decode = _decoder(sequence, tokenizer)  # what it settles may be a stop string
+        sequence.settle_text()
+        if sequence.finish_reason is None:
+            raise RoseError(f"request {sequence.request_id} has not ended yet")
         return cls(
             request_id=sequence.request_id,
             prompt_token_ids=sequence.prompt,
             token_ids=sequence.output,
             finish_reason=sequence.finish_reason,
             metrics=sequence.metrics,
-            decode=decode,
+            decode=_decoder(sequence, tokenizer),
             error=sequence.error,
         )
 
@@ -77,11 +80,10 @@ class RequestOutput:
         return self.__dict__ | {"text": self.text, "decode": None}
 
 
-def _decoder(sequence: Sequence, tokenizer: Tokenizer | None) -> Callable[[], str | None]:
+def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[], str | None]:
     """What makes the text: nothing is decoded yet unless it was followed all along."""
     text = sequence.text
     if text is not None:
-        sequence.settle_text()
         return lambda: text.text
     if tokenizer is None:
         return lambda: None

@@ -136,8 +136,8 @@ class Sequence:
         return True
 
     def follow_text(self) -> None:
-        """Add the latest token, unless it is the end of sequence; a stop string ends the sequence, too."""
-        if self.finish_reason == "stop":
+        """``text`` gets the latest token, unless it is the end of sequence; a stop string ends this, too."""
+        if self.text is None or self.finish_reason == "stop":
             return
         self.text.push(self.tokens[-1])
         if self.text.stopped:
@@ -145,6 +145,8 @@ class Sequence:
 
     def settle_text(self) -> None:
         """The sequence has ended: ``text`` gets what was held back, which may complete a stop string."""
+        if self.text is None:
+            return
         self.text.finish()
         if self.text.stopped and self.finish_reason == "length":
             self.finish_reason = "stop"

@@ -5,12 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rosellm.errors import SamplingError, told
-
-if TYPE_CHECKING:
-    pass
 
 INT64_MAX = 2**63 - 1
 NOT_FINITE = -2  # in place of a token id
@@ -60,6 +56,11 @@ class SamplingParams:
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             allowed = f", {low} or more" if high == math.inf else f" from {low} to {high}"
             raise SamplingError(f"{name} is {told(value)}; it must be a whole number{allowed}")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def is_greedy(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rosellm.models.tokenizer import Tokenizer
+from rosellm.models.loading import AnyTokenizer
 
 
 class IncrementalText:
@@ -13,7 +13,7 @@ class IncrementalText:
     counts, wherever the borders between tokens fall.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: AnyTokenizer, stops: tuple[str, ...] = ()) -> None:
         self._stops = stops
         self._stream = tokenizer.stream()
         self._push = self._stream.push

@@ -9,7 +9,7 @@ as ``k_new`` and ``v_new``, and every query attends to them too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import triton
@@ -124,12 +124,21 @@ def make_fixed_paged_attention_decode(
 paged_attention_decode = make_fixed_paged_attention_decode()
 
 
-class AutotunedPagedAttention(Protocol):
-    """To be called as :func:`paged_attention_decode_ref`; ``tuner`` is Triton's autotuner."""
+class AutotunedPagedAttention:
+    """Called as :func:`paged_attention_decode_ref`; ``tuner`` is Triton's, with what it has chosen so far."""
 
-    tuner: Any
+    def __init__(self, tuner: Any) -> None:
+        self.tuner = tuner
 
-    def __call__(self, **arguments: Any) -> Tensor: ...
+    def __call__(
+        self, *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+    ) -> Tensor:
+        out = q.new_empty(q.shape)
+        grid, arguments, constants = _launch_arguments(
+            out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+        )
+        self.tuner[grid](*arguments, **constants)
+        return out
 
 
 def make_autotuned_paged_attention_decode(
@@ -141,25 +150,12 @@ def make_autotuned_paged_attention_decode(
     own, so that engines share no tuning state. The kernel only writes its output, so repeated tuning runs are
     harmless. do_bench: a replacement for Triton's timer, needed where no GPU is.
     """
-    tuned = triton.autotune(
+    tune = triton.autotune(
         configs=[triton.Config({}, num_warps=w, num_stages=s) for w, s in AUTOTUNE_CHOICES],
         key=["H", "D", "BLOCK_SIZE", "MAX_BLOCKS"],
         do_bench=do_bench,
-    )(_paged_attention_decode_kernel)
-
-    def paged_attention_decode_autotuned(
-        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
-    ) -> Tensor:
-        out = q.new_empty(q.shape)
-        grid, arguments, constants = _launch_arguments(
-            out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
-        )
-        tuned[grid](*arguments, **constants)
-        return out
-
-    decode = cast(AutotunedPagedAttention, paged_attention_decode_autotuned)
-    decode.tuner = tuned
-    return decode
+    )
+    return AutotunedPagedAttention(tune(_paged_attention_decode_kernel))
 
 
 def _launch_arguments(out, q, k_new, v_new, k_cache, v_cache, block_table, context_lens, scale):

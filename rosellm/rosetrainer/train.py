@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -244,7 +245,8 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parse(arguments)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    deterministic: Any = torch.utils.deterministic  # torch's stubs know it as a plain module
+    deterministic.fill_uninitialized_memory = False
     try:
         print(run(parsed))
     except RoseError as error:

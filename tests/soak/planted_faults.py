@@ -56,9 +56,9 @@ def slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def swallow_text(monkeypatch: pytest.MonkeyPatch) -> None:
     flush = StreamingManager._flush
 
-    def swallow(self, stream, sequence) -> None:
-        if len(sequence.tokens) % 8 == 0:
-            sequence.text.take()
-        flush(self, stream, sequence)
+    def swallow(self, running) -> None:
+        if len(running.sequence.tokens) % 8 == 0:
+            running.text.take()
+        flush(self, running)
 
     monkeypatch.setattr(StreamingManager, "_flush", swallow)

@@ -25,7 +25,7 @@ from rosellm.models.model import GPT
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.bench.cli import command
 from rosellm.roseinfer.bench.record import new_record, write_record
-from rosellm.roseinfer.bench.workloads import WORKLOADS
+from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 
 LEDGER_WORKLOADS = ("W0", "W1", "W2", "W3")
@@ -113,7 +113,7 @@ def ledger(arguments: argparse.Namespace) -> dict:
 def ledger_w6(arguments: argparse.Namespace) -> dict:
     """The same of the largest workload, on the best rung."""
     w = WORKLOADS["W6"]
-    context = w.prompt_tokens + w.max_new_tokens // 2
+    context = _prompt_length(w) + w.max_new_tokens // 2
     return experiments.ledgers(_model(arguments), [BEST_RUNG], w.max_batch_size, context)
 
 
@@ -138,7 +138,7 @@ def kv_pressure(arguments: argparse.Namespace) -> dict:
     """Throughput with a quarter of the KV blocks that all requests need, and with all of them."""
     workloads = [WORKLOADS[name] for name in ("W6", "W7")]
     return {
-        w.id: robustness.kv_pressure(_model(arguments), w.num_requests, w.prompt_tokens, w.max_new_tokens)
+        w.id: robustness.kv_pressure(_model(arguments), w.num_requests, _prompt_length(w), w.max_new_tokens)
         for w in workloads
     }
 
@@ -262,6 +262,12 @@ def _listed(what: str, text: str, known: Iterable[str]) -> list[str]:
     if unknown:
         raise RoseError(f"{what} {unknown[0]!r} is unknown; use {', '.join(known)}")
     return names
+
+
+def _prompt_length(workload: Workload) -> int:
+    if workload.prompt_tokens is None:
+        raise RoseError(f"workload {workload.id} has prompts of text; name one of random token ids")
+    return workload.prompt_tokens
 
 
 def _model(arguments: argparse.Namespace) -> GPT:

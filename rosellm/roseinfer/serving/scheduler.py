@@ -12,7 +12,6 @@ from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import Room, SchedulerConfig, WaitingQueue
-from rosellm.roseinfer.text import IncrementalText
 
 
 class Listeners:
@@ -78,7 +77,7 @@ class OnlineScheduler:
         Raises ``PromptError``, ``SamplingError`` or ``OverloadError``, and nothing is queued.
         """
         self._check_room(1)
-        return self.submit(self._make_sequence(prompt_ids, params))
+        return self.submit(self.engine.make_sequence(prompt_ids, params))
 
     def add_requests(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
@@ -90,16 +89,14 @@ class OnlineScheduler:
         sequences = []
         for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
             try:
-                sequences.append(self._make_sequence(prompt, own))
+                sequences.append(self.engine.make_sequence(prompt, own))
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}") from error
         return [self.submit(sequence) for sequence in sequences]
 
-    def submit(self, sequence: Sequence, text: IncrementalText | None = None) -> int:
-        """Queue a sequence made by this engine; ``text``, if given, is kept up to date with its tokens."""
-        if text is None and sequence.params.stop:
-            text = IncrementalText(self.engine.tokenizer, sequence.params.stop)
-        sequence.text, sequence.metrics.arrival = text, perf_counter()
+    def submit(self, sequence: Sequence) -> int:
+        """Queue a sequence made by this engine; its ``text``, if any, is kept up to date with its tokens."""
+        sequence.metrics.arrival = perf_counter()
         self.requests[sequence.request_id] = sequence
         self._waiting.append(sequence)
         return sequence.request_id
@@ -164,12 +161,6 @@ class OnlineScheduler:
             self._raise_unknown(request_id)
         return self.finished.pop(request_id)
 
-    def _make_sequence(self, prompt_ids: list[int], params: SamplingParams) -> Sequence:
-        sequence = self.engine.make_sequence(prompt_ids, params)
-        if params.stop and self.engine.tokenizer is None:
-            raise SamplingError("stop strings need a tokenizer, and this engine has none")
-        return sequence
-
     def _check_room(self, n_new: int) -> None:
         limit = self.config.max_in_flight
         if limit is not None and len(self.requests) + n_new > limit:
@@ -229,7 +220,9 @@ class OnlineScheduler:
 
         Where the engine cuts at multiples of some tokens, the first one may exceed the budget by that.
         """
-        sequences, counts, budget = [], [], self.config.prefill_token_budget
+        sequences: list[Sequence] = []
+        counts: list[int] = []
+        budget = self.config.prefill_token_budget
         aligned = self.engine.prefill_alignment
         for sequence in self._prefilling:
             rest = sequence.n_to_prefill

@@ -12,6 +12,7 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from time import perf_counter
+from typing import NoReturn
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
 from rosellm.roseinfer.engine import Engine
@@ -34,7 +35,7 @@ class WorkerError(RoseError):
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One request between its client and the worker; ``output`` or ``error`` is there once it has ended.
+    """One request between its client and the worker; ``outcome`` is its output, or what made it fail.
 
     ``put`` hands a piece over, or None for the end: to ``pieces``, or to the inbox that the client named.
     """
@@ -42,14 +43,22 @@ class _Stream:
     request_id: int
     params: SamplingParams
     metrics: RequestMetrics
-    pieces: SimpleQueue | None
+    pieces: SimpleQueue[str | None] | None
     put: Callable[[str | None], None]
     ended: Event = field(default_factory=Event)
-    sequence: Sequence | None = None
+    running: _Running | None = None
     cancelled: bool = False  # a client has asked for its end
-    due: int = 0  # the sequence's length at which text is handed over next
-    output: RequestOutput | None = None
-    error: BaseException | None = None
+    outcome: RequestOutput | BaseException | None = None  # there once it has ended
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A request that the scheduler has; ``due``: its sequence's length at which text is handed over next."""
+
+    stream: _Stream
+    sequence: Sequence
+    text: IncrementalText
+    due: int
 
 
 class StreamingManager:
@@ -74,6 +83,7 @@ class StreamingManager:
         _check_whole("stream_interval", stream_interval, 1)
         if engine.tokenizer is None:
             raise RoseError("streaming needs a tokenizer, and this engine has none")
+        self._tokenizer = engine.tokenizer
         config = config or SchedulerConfig()
         self.engine, self.stream_interval = engine, stream_interval
         self.max_in_flight = config.max_in_flight
@@ -85,7 +95,7 @@ class StreamingManager:
         self._ids = count(1)
         self._refusal: RoseError | None = None  # why no request is taken any more
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._running: dict[int, _Stream] = {}  # the worker's own, by the scheduler's request id
+        self._running: dict[int, _Running] = {}  # the worker's own, by the scheduler's request id
         engine.step.warm_up()
         self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
         self._worker.start()
@@ -109,14 +119,14 @@ class StreamingManager:
             raise SamplingError(f"params is {params!r}; give SamplingParams")
         if inbox is not None and not isinstance(inbox, SimpleQueue):
             raise RoseError(f"inbox is {inbox!r}; give a queue.SimpleQueue, which is never full")
-        in_pool = self._pool is not None and isinstance(prompt, str)
+        pool = self._pool if isinstance(prompt, str) else None
         with self._lock:
             stream = self._new_stream(params, arrival, inbox)
-            if in_pool:
-                self._pool.submit(self._prepare_in_pool, stream, prompt)
+            if pool is not None:
+                pool.submit(self._prepare_in_pool, stream, prompt)
             self._streams[stream.request_id] = stream
             self._in_flight.add(stream)
-        if not in_pool:
+        if pool is None:
             self._prepare_here(stream, prompt)
         return stream.request_id
 
@@ -125,15 +135,14 @@ class StreamingManager:
         stream = self._stream(request_id)
         if stream.pieces is None:
             raise RoseError(f"request {request_id} hands its text to the inbox it was added with")
-        return self._read(stream)
+        return self._read(stream, stream.pieces)
 
     def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
         """Wait, at most ``timeout`` seconds, for the request's end. Raises what made it fail."""
         stream = self._stream(request_id)
         if not stream.ended.wait(timeout):
             raise RoseError(f"request {request_id} has not ended within {timeout} s")
-        _raise_failure(stream)
-        return stream.output
+        return _output(stream)
 
     def metrics(self, request_id: int) -> RequestMetrics:
         """When the request arrived and when each token was handed over, so far."""
@@ -163,7 +172,7 @@ class StreamingManager:
         Every waiter gets a ``ClosedError``. May be called again, and by several threads.
         """
         with self._lock:
-            self._refusal = self._refusal or ClosedError("the streaming manager is closed")
+            self._refusal = self._refusal or _closed()
         self._orders.put(None)
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -185,9 +194,11 @@ class StreamingManager:
                 "try again later"
             )
         request_id = next(self._ids)
-        pieces = SimpleQueue() if inbox is None else None
-        put = _putter(inbox, request_id) if pieces is None else pieces.put
-        return _Stream(request_id, params, RequestMetrics(arrival), pieces, put)
+        metrics = RequestMetrics(arrival)
+        if inbox is not None:
+            return _Stream(request_id, params, metrics, None, _putter(inbox, request_id))
+        pieces: SimpleQueue[str | None] = SimpleQueue()
+        return _Stream(request_id, params, metrics, pieces, pieces.put)
 
     def _prepare_here(self, stream: _Stream, prompt: str | list[int]) -> None:
         try:
@@ -199,16 +210,16 @@ class StreamingManager:
             raise
 
     def _prepare(self, stream: _Stream, prompt: str | list[int]) -> None:
-        ids = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self.engine.encode(prompt)
         with self._lock:  # the engine counts its sequences
             sequence = self.engine.make_sequence(ids, stream.params)
         self._orders.put(partial(self._start, stream, sequence))
 
-    def _prepare_in_pool(self, stream: _Stream, prompt: str) -> None:
+    def _prepare_in_pool(self, stream: _Stream, prompt: str | list[int]) -> None:
         try:
             self._prepare(stream, prompt)
         except BaseException as error:  # whatever it is, a panic of the tokenizer too, the reader is told
-            self._end(stream, error=error)
+            self._end(stream, error)
 
     def _stream(self, request_id: int) -> _Stream:
         try:
@@ -216,11 +227,11 @@ class StreamingManager:
         except (KeyError, TypeError):
             raise RoseError(f"request {request_id!r} is unknown: never added, or forgotten") from None
 
-    def _read(self, stream: _Stream) -> Iterator[str]:
-        while (piece := stream.pieces.get()) is not None:
+    def _read(self, stream: _Stream, pieces: SimpleQueue[str | None]) -> Iterator[str]:
+        while (piece := pieces.get()) is not None:
             yield piece
         stream.put(None)  # whoever reads again finds the end, too
-        _raise_failure(stream)
+        _output(stream)
 
     # The worker's side.
 
@@ -228,7 +239,7 @@ class StreamingManager:
         try:
             self._serve()
             self._scheduler.cancel_all()
-            self._release_all()
+            self._release_all(_closed())
         except BaseException as error:
             self._fail(error)
         finally:
@@ -255,70 +266,71 @@ class StreamingManager:
     def _start(self, stream: _Stream, sequence: Sequence) -> None:
         if stream.ended.is_set():  # cancelled while it was tokenised
             return
-        stream.sequence = sequence
-        stream.due = sequence.n_prompt + self.stream_interval
-        text = IncrementalText(self.engine.tokenizer, stream.params.stop)
-        self._running[self._scheduler.submit(sequence, text)] = stream
+        text = sequence.text = sequence.text or IncrementalText(self._tokenizer)
+        running = _Running(stream, sequence, text, due=sequence.n_prompt + self.stream_interval)
+        stream.running = running
+        self._running[self._scheduler.submit(sequence)] = running
 
     def _hand_over(self, sequences: list[Sequence]) -> None:
         """Pass on the text of sequences that got tokens, if it is time."""
         for sequence in sequences:
-            stream = self._running[sequence.request_id]
+            running = self._running[sequence.request_id]
             if sequence.finish_reason is not None:
-                self._finish(stream)
-            elif len(sequence.tokens) >= stream.due:
-                self._flush(stream, sequence)
+                self._finish(running)
+            elif len(sequence.tokens) >= running.due:
+                self._flush(running)
 
-    def _flush(self, stream: _Stream, sequence: Sequence) -> None:
-        piece = sequence.text.take()
+    def _flush(self, running: _Running) -> None:
+        stream, sequence = running.stream, running.sequence
+        piece = running.text.take()
         if piece:
             stream.put(piece)
         length, times = len(sequence.tokens), stream.metrics.token_times
-        stream.due = length + self.stream_interval
+        running.due = length + self.stream_interval
         times += [perf_counter()] * (length - sequence.n_prompt - len(times))
 
-    def _finish(self, stream: _Stream) -> None:
-        self._flush(stream, stream.sequence)
-        del self._running[stream.sequence.request_id]
-        output = self._scheduler.take_result(stream.sequence.request_id)
+    def _finish(self, running: _Running) -> None:
+        self._flush(running)
+        stream, request_id = running.stream, running.sequence.request_id
+        del self._running[request_id]
+        stream.running = None
+        output = self._scheduler.take_result(request_id)
         if output.error is not None:
-            return self._end(stream, error=SamplingError(output.error))
+            return self._end(stream, SamplingError(output.error))
         self._end(stream, replace(output, request_id=stream.request_id, metrics=stream.metrics))
 
     def _cancel(self, stream: _Stream) -> None:
         if stream.ended.is_set():
             return
-        if stream.sequence is None:
+        if stream.running is None:
             self._end(stream, RequestOutput(stream.request_id, [], [], "cancelled", stream.metrics, str))
             return
-        self._scheduler.cancel(stream.sequence.request_id)
-        self._finish(stream)
+        self._scheduler.cancel(stream.running.sequence.request_id)
+        self._finish(stream.running)
 
     def _fail(self, error: BaseException) -> None:
         failure = WorkerError(f"the streaming worker has failed ({told(error)}); make a new manager")
         failure.__cause__ = error
         with self._lock:
             self._refusal = failure
-        self._release_all()
+        self._release_all(failure)
         with suppress(Exception):  # a lost device cannot free anything; that it is lost has been told
             self._scheduler.cancel_all()
 
-    def _release_all(self) -> None:
+    def _release_all(self, reason: RoseError) -> None:
         """Tell all who wait why there is no more."""
         with self._lock:
             rest = list(self._in_flight)
         for stream in rest:
-            self._end(stream, error=self._refusal)
+            self._end(stream, reason)
 
-    def _end(
-        self, stream: _Stream, output: RequestOutput | None = None, error: BaseException | None = None
-    ) -> None:
+    def _end(self, stream: _Stream, outcome: RequestOutput | BaseException) -> None:
         """Release whoever waits for the stream; the first end counts."""
         with self._lock:
             if stream.ended.is_set():
                 return
             self._in_flight.discard(stream)
-            stream.output, stream.error = output, error
+            stream.outcome = outcome
             stream.ended.set()
         stream.put(None)
 
@@ -332,14 +344,21 @@ def _putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], None]
     return put
 
 
-def _raise_failure(stream: _Stream) -> None:
-    if isinstance(stream.error, RoseError):
-        _raise_again(stream.error)
-    if stream.error is not None:
-        raise RoseError(f"request {stream.request_id} failed ({told(stream.error)})") from stream.error
+def _output(stream: _Stream) -> RequestOutput:
+    """Of a stream that has ended; raises what made it fail."""
+    outcome = stream.outcome
+    if isinstance(outcome, RequestOutput):
+        return outcome
+    if isinstance(outcome, RoseError):
+        _raise_again(outcome)
+    raise RoseError(f"request {stream.request_id} failed ({told(outcome)})") from outcome
 
 
-def _raise_again(error: RoseError) -> None:
+def _closed() -> ClosedError:
+    return ClosedError("the streaming manager is closed")
+
+
+def _raise_again(error: RoseError) -> NoReturn:
     """A fresh exception each time, since several threads may raise it."""
     raise type(error)(str(error)) from (error.__cause__ or error)
 

@@ -474,7 +474,8 @@ def test_a_draw_does_not_wait_for_the_gpu(noise):
     ids=str,
 )
 def test_stop_strings_become_a_tuple(stop, strings):
-    assert SamplingParams(stop=stop).stop == strings
+    params = SamplingParams(stop=stop)
+    assert params.stop == params.stops == strings
 
 
 def test_temperature_zero_is_greedy():

@@ -11,6 +11,7 @@ from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
 from rosellm.roseinfer import serving
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
@@ -552,6 +553,14 @@ def test_without_a_tokenizer_there_is_no_text_and_no_stop_string() -> None:
     assert OfflineScheduler(engine).run([[1]], greedy(2))[0].text is None
     with pytest.raises(SamplingError, match="stop strings need a tokenizer"):
         OnlineScheduler(engine).add_request([1], greedy(2, stop="x"))
+    with pytest.raises(PromptError, match="a prompt of text needs a tokenizer"):
+        engine.encode("x")
+
+
+def test_a_request_that_still_runs_has_no_output_yet() -> None:
+    running = engine_of().make_sequence([1], greedy(2))
+    with pytest.raises(RoseError, match=f"request {running.request_id} has not ended yet"):
+        RequestOutput.of(running, None)
 
 
 # Prompts in chunks, and steps that run ahead
