@@ -19,6 +19,7 @@ from rosellm.roseinfer.bench.prompts import Prompts
 from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.bench.runs import (
     Run,
+    check_served,
     peak_memory,
     prepare_run,
     repeat,
@@ -59,6 +60,7 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
     start = perf_counter()
     outputs = scheduler.run([engine.encode(prompt) for prompt in job.prompts], job.params)
     total_time = perf_counter() - start
+    check_served(outputs)
     tokens = [output.token_ids for output in outputs]
     return {
         **run_figures(tokens, total_time, peak_memory(engine.device)),

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from time import perf_counter, sleep
 from typing import Any
 
+from rosellm.errors import RoseError
 from rosellm.roseinfer.bench.cli import Benchmark
 from rosellm.roseinfer.bench.job import Job
 from rosellm.roseinfer.bench.options import count
@@ -28,11 +29,13 @@ from rosellm.roseinfer.bench.runs import (
     peak_memory,
     prepare_run,
     repeat,
+    request_failed,
     request_figures,
     run_figures,
 )
 from rosellm.roseinfer.bench.summary import summary_line
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import StreamingManager
@@ -85,7 +88,7 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
         request_ids = _submit(manager, job.prompts, job.params, load.submit_interval_s, inbox)
         reading.result()
         read_time = perf_counter() - start
-        outputs = [manager.result(request_id) for request_id in request_ids]
+        outputs = _results(manager, request_ids)
     total_time = max(output.metrics.token_times[-1] for output in outputs) - start
     gaps = (gap for output in outputs for gap in output.metrics.itl)
     tokens = [output.token_ids for output in outputs]
@@ -117,6 +120,17 @@ def _submit(
             inbox.put((None, None))
         raise
     return request_ids
+
+
+def _results(manager: StreamingManager, request_ids: list[int]) -> list[RequestOutput]:
+    """What has become of the requests, all of which have ended. Raises RoseError if one of them failed."""
+    outputs = []
+    for number, request_id in enumerate(request_ids, 1):
+        try:
+            outputs.append(manager.result(request_id))
+        except RoseError as error:
+            raise request_failed(number, len(request_ids), error) from error
+    return outputs
 
 
 def _read(inbox: SimpleQueue, n_requests: int) -> None:

@@ -9,13 +9,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from rosellm.errors import RoseError
 from rosellm.models.weights import save_model
 from rosellm.roseinfer import benchmark_rivals
 from rosellm.roseinfer.bench import rivals
-from rosellm.roseinfer.bench.rivals import RIVALS, VLLM, Task
+from rosellm.roseinfer.bench.rivals import RIVALS, VLLM, Rosellm, Task
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.benchmark_rivals import comparison, measure_workload, run_in_turns, workload_options
+from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import CPU, random_model, random_prompts, small_config, uncached_greedy
+from tests.soak.fake_step import POISON, fake_engine, poison
 
 SMALL = "--num-requests 3 --max-new-tokens 6 --max-batch-size 2 --repeat-runs 2 --device cpu"
 
@@ -148,6 +151,16 @@ def test_rivals_take_turns_run_by_run(scripted_task):
         figures = run.figures
         assert figures["completion_tokens"] == 12
         assert figures["total_throughput_tok_s"] == 12 / figures["total_time_s"]
+
+
+def test_a_run_of_ours_in_which_a_request_failed_is_refused():
+    rival = object.__new__(Rosellm)
+    rival.engine = fake_engine("shared", 3, num_kv_blocks=30)
+    rival.prompts = [[1], [2], [3]]
+    rival.params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    poison(rival.engine, 2)
+    with pytest.raises(RoseError, match=f"request 2 of 3 failed: {POISON}"):
+        rival.generate()
 
 
 @pytest.mark.parametrize("n_tokens", [3, 5])

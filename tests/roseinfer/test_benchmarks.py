@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rosellm.errors import PromptError
+from rosellm.errors import PromptError, RoseError
 from rosellm.models.tokenizer import load_dummy_tokenizer
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.bench.cli import command
@@ -27,6 +27,8 @@ from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import SchedulerConfig
 from tests.helpers import random_model, random_prompts, small_engine
+from tests.soak.fake_step import POISON, fake_engine, poison
+from tests.soak.streaming_driver import Letters
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
@@ -441,6 +443,30 @@ def test_a_refused_prompt_ends_a_streaming_run_at_once():
         run_streaming_benchmark(engine, random_prompts([3, 60]), greedy(20), None, StreamingLoad(), 0, 1)
     engine.check_integrity()
     assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+def engine_whose_second_request_fails() -> Engine:
+    engine = fake_engine("shared", 3, num_kv_blocks=30, tokenizer=Letters())
+    poison(engine, 2)
+    return engine
+
+
+REFUSED = f"request 2 of 3 failed: {POISON}"
+
+
+@pytest.mark.parametrize("mode", benchmark_scheduler.MODES)
+def test_a_run_in_which_a_request_failed_is_refused(mode):
+    engine = engine_whose_second_request_fails()
+    with pytest.raises(RoseError) as raised:
+        run_scheduler_benchmark(engine, [[1], [2], [3]], greedy(4), None, 0, 1, mode)
+    assert str(raised.value) == REFUSED
+
+
+def test_a_streaming_run_in_which_a_request_failed_is_refused():
+    engine = engine_whose_second_request_fails()
+    with pytest.raises(RoseError) as raised:
+        run_streaming_benchmark(engine, [[1], [2], [3]], greedy(4), None, StreamingLoad(), 0, 1)
+    assert str(raised.value) == REFUSED
 
 
 def test_submissions_keep_their_interval():

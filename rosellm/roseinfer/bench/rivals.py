@@ -21,6 +21,7 @@ from rosellm.errors import DeviceError, RoseError
 from rosellm.models.weights import load_model
 from rosellm.roseinfer.bench.job import greedy_params, kv_blocks_wanted
 from rosellm.roseinfer.bench.record import engine_facts
+from rosellm.roseinfer.bench.runs import check_served
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
@@ -84,6 +85,7 @@ class Rosellm:
 
     def generate(self) -> list[list[int]]:
         outputs = OfflineScheduler(self.engine).run(self.prompts, self.params)
+        check_served(outputs)
         return [output.token_ids for output in outputs]
 
     def facts(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
 from rosellm.atomic import replacing
+from rosellm.errors import RoseError
 from rosellm.roseinfer.bench.job import Job
 from rosellm.roseinfer.bench.record import across_repeats, distribution, tokens_sha256
 from rosellm.roseinfer.engine import Engine
@@ -53,6 +54,18 @@ def reset_peak_memory(device: torch.device) -> None:
 def peak_memory(device: torch.device) -> int | None:
     """Most bytes allocated on the GPU since :func:`reset_peak_memory`; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def check_served(outputs: list[RequestOutput]) -> None:
+    """A run that made fewer tokens because a request failed is no measurement. Raises RoseError."""
+    for number, output in enumerate(outputs, 1):
+        if output.finish_reason == "failed":
+            raise request_failed(number, len(outputs), output.error)
+
+
+def request_failed(number: int, n_requests: int, reason: object) -> RoseError:
+    """The error that ends a run. number: which of the requests it was, from 1 on."""
+    return RoseError(f"request {number} of {n_requests} failed: {reason}")
 
 
 def run_figures(tokens: list[list[int]], total_time: float, peak: int | None) -> dict[str, Any]:
