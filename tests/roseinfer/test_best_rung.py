@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rosellm.errors import DeviceError, RecipeError
+from rosellm.lab.records import measure
+from rosellm.roseinfer import benchmark_scheduler
+from rosellm.roseinfer.bench.job import choose_recipe
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, best_rung, check_launch, get_rung
@@ -63,6 +67,41 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused(gpu_of):
     with pytest.raises(DeviceError, match=r"has compute capability 6\.1; kernels need 7\.0") as raised:
         Engine(SimpleNamespace(device=CUDA, config=small_config()))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "rung"), [((8, 0), "small_gemm"), ((9, 0), "dependent_launch")], ids=str
+)
+def test_the_benchmarks_take_the_best_rung_of_the_device_that_their_options_name(
+    capability, rung, gpu_of, monkeypatch
+):
+    gpu_of(*capability)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    eager = benchmark_scheduler.BENCHMARK.parse_options(["--device", "cuda", "--paged-attn"])
+    assert choose_recipe(eager) == replace(LADDER[rung], runner="eager")
+    graph = benchmark_scheduler.BENCHMARK.parse_options(["--device", "cuda", "--paged-attn", "--cuda-graph"])
+    assert choose_recipe(graph) == rung
+    graph.device = "cpu"
+    assert choose_recipe(graph) == BEST_RUNG
+
+
+def test_the_records_of_a_gpu_before_hopper_are_made_on_its_best_rung(gpu_of, monkeypatch):
+    gpu_of(8, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(measure, "get_model", lambda *_: None)
+    monkeypatch.setattr(measure.experiments, "ledgers", lambda _model, rungs, *_: rungs)
+    monkeypatch.setattr(measure.experiments, "step_grid", lambda _model, rung, *_: rung)
+    monkeypatch.setattr(measure.experiments, "cold_start", lambda *arguments: arguments[-1])
+    arguments = SimpleNamespace(model="gpt2", device="cuda", load_format="dummy")
+    assert measure.ledger_w6(arguments) == ["small_gemm"]
+    assert measure.cold_start(arguments) == {"rung": "small_gemm", "seconds": "small_gemm"}
+    grid = measure.grid(arguments)
+    assert (grid["rung"], grid["rows"], *grid["few"]) == (
+        "small_gemm",
+        "small_gemm",
+        "small_gemm",
+        "split_kv",
+    )
 
 
 def test_an_llm_tells_its_rung():

@@ -26,7 +26,7 @@ from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmar
 from rosellm.roseinfer.bench.cli import command
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
-from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+from rosellm.roseinfer.recipe import LADDER, get_rung
 
 LEDGER_WORKLOADS = ("W0", "W1", "W2", "W3")
 COMMANDS = {"scheduler": benchmark_scheduler.main, "streaming": benchmark_streaming.main}
@@ -114,24 +114,25 @@ def ledger_w6(arguments: argparse.Namespace) -> dict:
     """The same of the largest workload, on the best rung."""
     w = WORKLOADS["W6"]
     context = _prompt_length(w) + w.max_new_tokens // 2
-    return experiments.ledgers(_model(arguments), [BEST_RUNG], w.max_batch_size, context)
+    return experiments.ledgers(_model(arguments), [_best_rung(arguments)], w.max_batch_size, context)
 
 
 def grid(arguments: argparse.Namespace) -> dict:
     """Step time of the best rung over batch size and context; where keys may be split, with and without."""
     model, contexts = _model(arguments), [64, 256, 512, 1000]
-    few = [1, 2, 4, 8], [256, 512, 768, 1000]
+    best, few = _best_rung(arguments), ([1, 2, 4, 8], [256, 512, 768, 1000])
     return {
-        "rung": BEST_RUNG,
-        "rows": experiments.step_grid(model, BEST_RUNG, [1, 4, 16, 64, 256, 1024], contexts),
-        "few": {rung: experiments.step_grid(model, rung, *few) for rung in (BEST_RUNG, "split_kv")},
+        "rung": best,
+        "rows": experiments.step_grid(model, best, [1, 4, 16, 64, 256, 1024], contexts),
+        "few": {rung: experiments.step_grid(model, rung, *few) for rung in (best, "split_kv")},
     }
 
 
 def cold_start(arguments: argparse.Namespace) -> dict:
     """Time to the first tokens of a fresh process."""
-    seconds = experiments.cold_start(arguments.model, arguments.load_format, arguments.device, BEST_RUNG)
-    return {"rung": BEST_RUNG, "seconds": seconds}
+    best = _best_rung(arguments)
+    seconds = experiments.cold_start(arguments.model, arguments.load_format, arguments.device, best)
+    return {"rung": best, "seconds": seconds}
 
 
 def kv_pressure(arguments: argparse.Namespace) -> dict:
@@ -262,6 +263,10 @@ def _listed(what: str, text: str, known: Iterable[str]) -> list[str]:
     if unknown:
         raise RoseError(f"{what} {unknown[0]!r} is unknown; use {', '.join(known)}")
     return names
+
+
+def _best_rung(arguments: argparse.Namespace) -> str:
+    return get_rung(None, resolve_device(arguments.device))
 
 
 def _prompt_length(workload: Workload) -> int:

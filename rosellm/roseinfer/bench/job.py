@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 
 from rosellm.errors import RecipeError
-from rosellm.models.loading import AnyTokenizer
+from rosellm.models.loading import AnyTokenizer, resolve_device
 from rosellm.models.model import GPT
 from rosellm.roseinfer.bench.prompts import Prompts, encode_prompts, make_prompts
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
@@ -47,14 +47,14 @@ def make_job(options: Namespace, gpt: GPT, tokenizer: AnyTokenizer) -> Job:
 
 
 def choose_recipe(options: Namespace) -> str | Recipe:
-    """``--rung``; else dense without a flag, the best recipe with the eager runner, or the best recipe."""
+    """``--rung``; else dense without a flag, or the device's best recipe, with the eager runner or its own."""
     if options.rung is not None:
         return get_rung(options.rung)
     if options.cuda_graph and not options.paged_attn:
         raise RecipeError("--cuda-graph needs --paged-attn: dense attention has no fixed shapes to capture")
     if not options.paged_attn:
         return "dense"
-    best = get_rung(None)
+    best = get_rung(None, resolve_device(options.device))
     return best if options.cuda_graph else replace(LADDER[best], runner="eager")
 
 
