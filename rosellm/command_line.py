@@ -1,15 +1,21 @@
-"""What the commands of all packages share: usage errors in one line, help, sizes that a machine can count."""
+"""What the commands of all packages share: errors in one line, help, sizes that a machine can count."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import reprlib
+import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
+from rosellm.errors import RoseError
+
+HUB_TIMEOUT_SECONDS = "3"
 INT32_MAX = 2**31 - 1
+SMALLER = "a smaller batch, fewer KV blocks or a smaller model"
 
 
 class HelpWithDefaults(argparse.HelpFormatter):
@@ -66,7 +72,41 @@ def whole_numbers(high: int) -> Callable[[str], tuple[int, ...]]:
     return lambda text: tuple(map(one, text.split(",")))
 
 
-def is_out_of_memory(error: Exception) -> bool:
+class Main(Protocol):
+    """Runs a command and returns its status; without arguments it reads the command line."""
+
+    def __call__(self, argv: list[str] | None = None) -> int: ...
+
+
+def command(body: Callable[[list[str] | None], None], *, out_of_memory: str = SMALLER) -> Main:
+    """A command's ``main``: what a user can cause is one line on stderr and status 2.
+
+    out_of_memory: what to ask for where memory did not suffice.
+    """
+
+    def main(argv: list[str] | None = None) -> int:
+        os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", HUB_TIMEOUT_SECONDS)
+        try:
+            body(argv)
+        except (RoseError, OSError) as error:
+            return _fail(str(error))
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            return _fail(f"out of memory; ask for {out_of_memory}")
+        except KeyboardInterrupt:
+            return _fail("interrupted", status=130)
+        return 0
+
+    return main
+
+
+def _fail(message: str, status: int = 2) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _is_out_of_memory(error: Exception) -> bool:
     """Whether Python, numpy or torch could not get the memory, or count it."""
     told = ("allocate memory", "Storage size calculation overflowed")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(t in str(error) for t in told)

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rosellm.command_line import OneLineParser, whole_numbers
+from rosellm.command_line import OneLineParser, command, whole_numbers
 from rosellm.models.loading import resolve_device, resolve_dtype
-from rosellm.roseinfer.bench.cli import command
 from rosellm.roseinfer.bench.options import add_device_options, add_record_option, command_parser, count
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels

@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rosellm.command_line import OneLineParser
+from rosellm.command_line import OneLineParser, command
 from rosellm.errors import OptionError, PromptError, RoseError
 from rosellm.models.config import ModelConfig
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
-from rosellm.roseinfer.bench.cli import command
 from rosellm.roseinfer.bench.options import (
     MOST_REQUESTS,
     add_device_options,

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from rosellm.atomic import write_text
-from rosellm.command_line import OneLineParser, is_out_of_memory
+from rosellm.command_line import OneLineParser, command
 from rosellm.environment import environment
 from rosellm.errors import RoseError
 from rosellm.models.config import ModelConfig
@@ -241,26 +241,16 @@ def run(arguments: argparse.Namespace) -> str:
     return summary(made)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parsed = parse(arguments)
+def _main(argv: list[str] | None) -> None:
+    arguments = parse(argv)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     deterministic: Any = torch.utils.deterministic  # torch's stubs know it as a plain module
     deterministic.fill_uninitialized_memory = False
-    try:
-        print(run(parsed))
-    except RoseError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        print("out of memory; ask for a smaller batch", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    return 0
+    print(run(arguments))
+
+
+main = command(_main, out_of_memory="a smaller batch")
 
 
 if __name__ == "__main__":

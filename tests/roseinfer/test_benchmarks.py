@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from rosellm.command_line import command
 from rosellm.errors import PromptError, RoseError
 from rosellm.models.tokenizer import load_dummy_tokenizer
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.cli import command
 from rosellm.roseinfer.bench.job import SPARE_KV_BLOCKS, choose_recipe, kv_blocks_wanted
 from rosellm.roseinfer.bench.prompts import make_prompts
 from rosellm.roseinfer.bench.summary import print_summary

@@ -189,7 +189,7 @@ def test_the_command_trains_on_a_gpu(tmp_path: Path) -> None:
 def test_an_unknown_device_is_one_line_and_status_2() -> None:
     done = run_command("--device", "tpu")
     assert done.returncode == 2
-    assert done.stderr == "device 'tpu' is unknown; use 'auto', 'cuda' or 'cpu'\n"
+    assert done.stderr == "error: device 'tpu' is unknown; use 'auto', 'cuda' or 'cpu'\n"
 
 
 def test_an_absent_device_is_refused(
@@ -197,7 +197,7 @@ def test_an_absent_device_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["--smoke", "--device", "cuda"]) == 2
-    assert capsys.readouterr().err == "device 'cuda' is not available here; use --device cpu\n"
+    assert capsys.readouterr().err == "error: device 'cuda' is not available here; use --device cpu\n"
 
 
 @pytest.mark.parametrize("smoke", [False, True])
@@ -249,7 +249,7 @@ def test_bad_input_is_one_line_status_2_and_changes_nothing(
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
     assert command.main(["--smoke", "--device", "cpu", *arguments]) == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(told)
+    assert printed.err.startswith(f"error: {told}")
     assert printed.err.count("\n") == 1
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
         "full",

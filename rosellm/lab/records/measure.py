@@ -16,14 +16,13 @@ from pathlib import Path
 
 import torch
 
-from rosellm.command_line import OneLineParser, whole_number
+from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError
 from rosellm.lab.records import experiments, robustness
 from rosellm.lab.records.bench import get_model
 from rosellm.models.loading import LOAD_FORMATS, resolve_device
 from rosellm.models.model import GPT
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.cli import command
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER, get_rung

@@ -14,14 +14,13 @@ from pathlib import Path
 import nbformat
 
 from rosellm.atomic import write_text
-from rosellm.command_line import OneLineParser
+from rosellm.command_line import OneLineParser, command
 from rosellm.errors import RoseError
 from rosellm.lab.figures.bars_svg import bars_svg
 from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_chart
 from rosellm.lab.records.findings import finding
 from rosellm.lab.records.records import Results, find, floor_tok_s, number, results_folder, rivals
 from rosellm.lab.records.verdicts import WORKLOADS
-from rosellm.roseinfer.bench.cli import command
 from rosellm.roseinfer.recipe import BEST_RUNG
 
 ROOT = results_folder().parent.parent

@@ -1,16 +1,13 @@
-"""How the commands run: errors in one line, and the benchmarks of whole runs from options to record."""
+"""The benchmarks of whole runs, from options to record."""
 
 from __future__ import annotations
 
-import os
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from rosellm.command_line import is_out_of_memory
-from rosellm.errors import RoseError
+from rosellm.command_line import command
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import GPT
 from rosellm.roseinfer.bench.job import choose_recipe, make_job
@@ -18,39 +15,6 @@ from rosellm.roseinfer.bench.options import PROFILED_STEPS, benchmark_parser, pa
 from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
 from rosellm.roseinfer.bench.runs import Run, repeat, write_trace
 from rosellm.roseinfer.bench.summary import print_summary
-
-HUB_TIMEOUT_SECONDS = "3"
-
-
-class Main(Protocol):
-    """Runs a command and returns its status; without arguments it reads the command line."""
-
-    def __call__(self, argv: list[str] | None = None) -> int: ...
-
-
-def command(body: Callable[[list[str] | None], None]) -> Main:
-    """A command's ``main``: what a user can cause is one line on stderr and status 2."""
-
-    def main(argv: list[str] | None = None) -> int:
-        os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", HUB_TIMEOUT_SECONDS)
-        try:
-            body(argv)
-        except (RoseError, OSError) as error:
-            return _fail(str(error))
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return _fail("out of memory; ask for a smaller batch, fewer KV blocks or a smaller model")
-        except KeyboardInterrupt:
-            return _fail("interrupted", status=130)
-        return 0
-
-    return main
-
-
-def _fail(message: str, status: int = 2) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return status
 
 
 @dataclass(frozen=True)

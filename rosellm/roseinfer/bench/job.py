@@ -47,7 +47,7 @@ def make_job(options: Namespace, gpt: GPT, tokenizer: AnyTokenizer) -> Job:
 
 
 def choose_recipe(options: Namespace) -> str | Recipe:
-    """``--rung``; else dense without a flag, or the device's best recipe, with the eager runner or its own."""
+    """``--rung``; else dense without a flag, or the best recipe of ``--device``, eager or its own runner."""
     if options.rung is not None:
         return get_rung(options.rung)
     if options.cuda_graph and not options.paged_attn:
