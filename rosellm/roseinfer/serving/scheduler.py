@@ -34,8 +34,9 @@ class OnlineScheduler:
 
     Where the engine's steps run ahead of the host, it admits, follows texts and keeps results meanwhile.
     Where the KV cache runs dry, the prefix cache gives up its blocks first; then the youngest request is
-    preempted: it gives up its blocks, waits before all others, and is computed again later, to the same
-    tokens (``preemptions`` counts them). A request for which a step finds no token ends alone, as "failed".
+    preempted: it gives up its blocks, waits before all others, and is computed again later (``preemptions``
+    counts them): in fp32 to the same tokens; in 16 bits near-ties may fall otherwise, unless the engine is
+    deterministic. A request for which a step finds no token ends alone, as "failed".
     If the engine raises in :meth:`step`, all active sequences give up their blocks and end as "failed", and
     the error goes on to the caller; waiting requests keep waiting.
     ``finished`` keeps each result until :meth:`take_result`. Not thread-safe, and the only user of its engine
