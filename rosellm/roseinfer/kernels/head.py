@@ -59,7 +59,10 @@ def _best_tokens_kernel(
 ):  # fmt: skip
     tile = tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    first_row = tl.program_id(0) * BLOCK_M
+    tile_rows = tl.arange(0, BLOCK_M)
+    held_rows = first_row + tile_rows < M
+    hidden_ptr += first_row.to(tl.int64) * K
     c = tl.arange(0, BLOCK_K)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
@@ -68,8 +71,8 @@ def _best_tokens_kernel(
         inner = first + c
         held = inner < K
         h = tl.load(
-            hidden_ptr + rows[:, None] * K + inner[None, :],
-            mask=(rows[:, None] < M) & held[None, :],
+            hidden_ptr + tile_rows[:, None] * K + inner[None, :],
+            mask=held_rows[:, None] & held[None, :],
             other=0.0,
         )
         w = tl.load(
@@ -82,17 +85,18 @@ def _best_tokens_kernel(
     acc += tl.where(columns < N, 0.0, float("-inf"))[None, :]
     logits = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
     logits = tl.where(logits == logits, logits, float("inf"))
+    rows = first_row.to(tl.int64) + tile_rows
     if SAMPLED:
-        temperatures = tl.load(temperature_ptr + rows * state_stride, mask=rows < M, other=0.0)
+        temperatures = tl.load(temperature_ptr + rows * state_stride, mask=held_rows, other=0.0)
         temperatures = tl.minimum(temperatures, MAX_TEMPERATURE)
-        seeds = tl.load(seeds_ptr + rows * seed_stride, mask=rows < M, other=0)
-        positions = tl.load(positions_ptr + rows * state_stride, mask=rows < M, other=0) + 1
+        seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
+        positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
         every = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         noise = gumbel(seeds[:, None] + every, positions[:, None] + every, columns[None, :] + every)
         logits = tl.where(temperatures[:, None] > 0, logits + temperatures[:, None] * noise, logits)
     best, index = tl.max(logits, axis=1, return_indices=True)
-    tl.store(values_ptr + rows * TILES + tile, best, mask=rows < M)
-    tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=rows < M)
+    tl.store(values_ptr + rows * TILES + tile, best, mask=held_rows)
+    tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=held_rows)
 
 
 def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:

@@ -156,7 +156,10 @@ def _some_rows_kernel(
 ):  # fmt: skip
     """A BLOCK_M x BLOCK_N tile a program, over one of PARTS ranges of K in a pipelined loop."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = (tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    first_row = tl.program_id(1) * BLOCK_M
+    rows = tl.arange(0, BLOCK_M)  # of the tile, whose first row's offset alone takes 64 bits
+    held_rows = first_row + rows < M
+    x_ptr += first_row.to(tl.int64) * K
     part = tl.program_id(2)
     k = tl.arange(0, BLOCK_K)
     WIDTH: tl.constexpr = K // PARTS
@@ -169,7 +172,7 @@ def _some_rows_kernel(
         inner = part * WIDTH + first + k
         held = first + k < WIDTH
         x = tl.load(
-            x_ptr + rows[:, None] * K + inner[None, :], mask=(rows[:, None] < M) & held[None, :], other=0.0
+            x_ptr + rows[:, None] * K + inner[None, :], mask=held_rows[:, None] & held[None, :], other=0.0
         )
         w = tl.load(
             weight_ptr + columns[None, :].to(tl.int64) * K + inner[:, None],
@@ -181,8 +184,8 @@ def _some_rows_kernel(
         acc += bias[None, :]
     if GELU:
         acc = gelu(acc)
-    target = out_ptr + (part * M + rows[:, None]) * N + columns[None, :]
-    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    target = out_ptr + (part * M + first_row).to(tl.int64) * N + rows[:, None] * N + columns[None, :]
+    inside = held_rows[:, None] & (columns[None, :] < N)
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 

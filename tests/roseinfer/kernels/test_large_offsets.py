@@ -38,7 +38,7 @@ def normal(*shape: int) -> Tensor:
 def test_a_product_reads_inputs_that_many_rows_and_columns_put_far_away(tmp_path):
     """One of very many ranges of K, so that rows are wide and the kernel's loop is short."""
     x, weight, out = normal(17, 16), normal(1, 16), torch.full((17, 1), float("nan"))
-    linear._some_rows_kernel[(1, 1, 1)](
+    linear._some_rows_kernel[(1, 2, 1)](
         far_apart(tmp_path, x),
         weight,
         x,
@@ -47,7 +47,7 @@ def test_a_product_reads_inputs_that_many_rows_and_columns_put_far_away(tmp_path
         1,
         K=STRIDE,
         PARTS=STRIDE // 16,
-        BLOCK_M=32,
+        BLOCK_M=16,
         BLOCK_N=16,
         BLOCK_K=16,
         BIAS=False,
