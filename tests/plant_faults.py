@@ -128,7 +128,7 @@ FAULTS = (
     Fault(
         "streaming", "streaming.py", "stream.put(piece)", "stream.put(piece.strip())", ("test_streaming.py",)
     ),
-    Fault("text", "outputs.py", "held[: min(ends)[1]]", "held[: max(ends)[1]]", ("test_scheduler.py",)),
+    Fault("text", "text.py", "held[: min(ends)[1]]", "held[: max(ends)[1]]", ("test_scheduler.py",)),
     Fault(
         "weights", "weights.py", "torch.isfinite(value).all()", "(value == value).all()", ("test_weights.py",)
     ),

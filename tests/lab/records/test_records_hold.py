@@ -4,6 +4,7 @@ import pytest
 
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import find, rivals
+from rosellm.lab.records.verdicts import Verdict, run_to_run
 from rosellm.models.config import ModelConfig
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 
@@ -159,3 +160,17 @@ def test_batch_invariance_costs_little_on_large_batches_and_changes_no_bit():
     for dtype, bits in figures["bits"].items():
         assert not any(bits["invariant"].values()), dtype
         assert any(bits["fast"].values()), dtype
+
+
+def test_the_rooms_cost_no_throughput_and_the_staging_buffers_end_the_waits():
+    noise = run_to_run(RESULTS)
+    for call in RESULTS.load("turns")["calls"]:
+        for workload, sides in call["workloads"].items():
+            old, new = ([run["tok_s"] for run in sides[side]] for side in ("old", "new"))
+            allowed = noise.get(workload, max(noise.values()))
+            assert Verdict(workload, old, new, allowed).sign >= 0, workload
+            runs = sides["old"] + sides["new"]
+            assert len({digest for run in runs for digest in run["tokens_sha256"]}) == 1
+            assert not any(run["waits"] for run in sides["new"])
+    first = RESULTS.load("turns")["calls"][0]["workloads"]
+    assert all(sum(run["waits"] for run in first[workload]["old"]) > 100 for workload in ("W6", "W7"))
