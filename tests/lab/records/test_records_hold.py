@@ -1,5 +1,7 @@
 """The committed records show what the ladder claims (the floors that every rung had to pass)."""
 
+from itertools import product
+
 import pytest
 
 from rosellm.lab.records.ledger import Ledger
@@ -75,16 +77,19 @@ def test_the_append_kernel_is_within_its_time():
 
 def test_every_record_names_its_gpu_versions_and_commit():
     for name in RESULTS.names():
-        environment = RESULTS.load(name)["environment"]
-        for field in (
-            "device_name",
-            "driver",
-            "torch",
-            "triton",
-            "transformers",
-            "python",
-            "rosellm",
-            "git_commit",
+        record = RESULTS.load(name)
+        for environment, field in product(
+            [call["environment"] for call in record.get("calls", [record])],
+            (
+                "device_name",
+                "driver",
+                "torch",
+                "triton",
+                "transformers",
+                "python",
+                "rosellm",
+                "git_commit",
+            ),
         ):
             assert environment[field], f"{name} lacks {field}"
 
