@@ -230,7 +230,8 @@ def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int
     if rows <= 32:
         return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
     if rows <= 128:
-        return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, 4, 6)
+        warps = 8 if n == 3 * k else 4  # attention starts beside it and spreads better then
+        return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, warps, 6)
     return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
 
 
