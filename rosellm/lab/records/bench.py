@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,7 +44,8 @@ class Bench:
     """An engine of one recipe with a batch of sequences ready to decode.
 
     prompts: token ids, one list a sequence. new_tokens: room for this many. gate_from: batch size from which
-    Triton appends are used; None reads the environment as a command would.
+    Triton appends are used; None reads the environment as a command would. prepare: changes a part of the
+    engine before its steps are captured.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Bench:
         block_size: int = 64,
         gate_from: int | None = None,
         kernels: str | Kernels = "auto",
+        prepare: Callable[[Engine], None] | None = None,
     ) -> None:
         longest = max(map(len, prompts)) + new_tokens
         self.engine = Engine(
@@ -67,9 +70,19 @@ class Bench:
             gate=None if gate_from is None else AppendGate(gate_from),
             kernels=kernels,
         )
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-        self.sequences: list[Sequence] = [self.engine.make_sequence(p, params) for p in prompts]
+        if prepare is not None:
+            prepare(self.engine)
+        self._prompts = prompts
+        self._params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        self.sequences: list[Sequence] = []
         self.engine.step.warm_up(len(prompts))
+        self.restart()
+
+    def restart(self) -> None:
+        """The same prompts again, prefilled into an empty cache."""
+        for sequence in self.sequences:
+            self.engine.release(sequence)
+        self.sequences = [self.engine.make_sequence(prompt, self._params) for prompt in self._prompts]
         self.engine.prefill(self.sequences)
 
     def decode(self, steps: int = 1) -> list[float]:

@@ -27,7 +27,7 @@ def _padded(rows: list[list[int]]) -> np.ndarray:
     return np.array(list(zip_longest(*rows, fillvalue=0)), dtype=np.int64).reshape(-1, len(rows)).T
 
 
-def _fill(tables: np.ndarray, block_ids: list[list[list[int]]], blocks_per_pool: int) -> None:
+def fill_tables(tables: np.ndarray, block_ids: list[list[list[int]]], blocks_per_pool: int) -> None:
     """Write all of ``block_ids[pool][row]`` into ``tables [POOLS, B, MAX_BLOCKS]``, padded with 0."""
     for pool, rows in enumerate(block_ids):
         ids = _padded(rows)
@@ -64,7 +64,7 @@ class PinnedTables:
         """``block_ids[pool][row]`` → one tensor ``[POOLS, B, MAX_BLOCKS]``."""
         with record_function(BUILD_RANGE):
             tables = self._staging.host(len(block_ids), len(block_ids[0]), self.max_blocks)
-            _fill(tables, block_ids, self.blocks_per_pool)
+            fill_tables(tables, block_ids, self.blocks_per_pool)
         with record_function(H2D_RANGE):
             return self._staging.send()
 
@@ -121,7 +121,7 @@ class ResidentTables:
         host = self._staging.host(n * (_INT32S_PER_ROW_NUMBER + pools * self.max_blocks))
         numbers, tables = np.split(host, [n * _INT32S_PER_ROW_NUMBER])
         numbers.view(np.int64)[:] = changed
-        _fill(tables.reshape(pools, n, self.max_blocks), block_ids, self.blocks_per_pool)
+        fill_tables(tables.reshape(pools, n, self.max_blocks), block_ids, self.blocks_per_pool)
 
     def _send(self, pools: int, n: int) -> None:
         sent = self._staging.send()

@@ -89,7 +89,7 @@ _STATE = {
 }  # fmt: skip
 
 
-def make_advance(dependent: bool = False) -> Callable[..., None]:
+def make_advance(dependent: int = False) -> Callable[..., None]:
     """The Triton kernel, to be called as :func:`advance_ref`. values and indices contiguous."""
     launch = launch_options(dependent)
 

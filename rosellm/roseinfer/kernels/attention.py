@@ -128,7 +128,7 @@ def _warps(batch: int, tile: int) -> int:
 
 
 def make_append_and_attend(
-    dependent: bool = False, warps: Callable[[int, int], int] = _warps
+    dependent: int = False, warps: Callable[[int, int], int] = _warps
 ) -> Callable[..., Tensor]:
     """The Triton kernel, to be called as :func:`append_and_attend_ref`. warps: of a batch and a tile.
 

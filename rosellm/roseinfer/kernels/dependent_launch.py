@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+AT_END = 2  # of ``dependent``, else True or False: a program releases the successor as it ends
+
 
 @triton.jit
 def wait_for_predecessor(DEPENDENT: tl.constexpr):
@@ -24,11 +26,11 @@ def wait_for_predecessor(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def launch_dependents(DEPENDENT: tl.constexpr):
-    """Lets the successor start; nothing where the launch is an ordinary one."""
-    if DEPENDENT:
+    """Lets the successor start; nothing where the launch is an ordinary one, or releases it ``AT_END``."""
+    if DEPENDENT == 1:
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def launch_options(dependent: bool) -> dict[str, bool]:
+def launch_options(dependent: int) -> dict[str, bool]:
     """What a kernel's launch needs besides its ``DEPENDENT`` constant."""
     return {"launch_pdl": True} if dependent else {}

@@ -108,7 +108,7 @@ def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)
 
 
-def make_best_tokens(dependent: bool = False, shape: Shape = _shape) -> Callable[..., tuple[Tensor, Tensor]]:
+def make_best_tokens(dependent: int = False, shape: Shape = _shape) -> Callable[..., tuple[Tensor, Tensor]]:
     """The Triton kernel, to be called as :func:`best_tokens_ref`, but with a result a tile: ``[M, TILES]``.
 
     hidden and weight contiguous. temperature and positions are columns of one state (rows equally strided).

@@ -189,7 +189,7 @@ def _some_rows_kernel(
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def make_few_rows_linear(dependent: bool = False) -> Callable[..., Tensor]:
+def make_few_rows_linear(dependent: int = False) -> Callable[..., Tensor]:
     """The Triton kernel for up to ``FEW_ROWS`` rows, to be called as :func:`few_rows_linear_ref`.
 
     All tensors are contiguous. With column_sums, variance is the difference of two sums: digits are lost
@@ -235,7 +235,7 @@ def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int
     return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
 
 
-def make_some_rows_linear(dependent: bool = False, shape: Shape = _some_rows_shape) -> Callable[..., Tensor]:
+def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shape) -> Callable[..., Tensor]:
     """The Triton kernel for up to ``SOME_ROWS`` rows, to be called as :func:`some_rows_linear_ref`.
 
     All tensors are contiguous. shape: rows, n, k and dtype → tile sizes, warps and pipeline stages.

@@ -94,7 +94,7 @@ def _warps(width: int) -> int:
     return max(1, min(8, width // 256))
 
 
-def make_embed(dependent: bool = False) -> Callable[..., Tensor]:
+def make_embed(dependent: int = False) -> Callable[..., Tensor]:
     """The Triton kernel, to be called as :func:`embed_ref`; tables contiguous, ids and positions int32."""
     launch = launch_options(dependent)
 
@@ -112,7 +112,7 @@ def make_embed(dependent: bool = False) -> Callable[..., Tensor]:
     return embed
 
 
-def make_add_norm(dependent: bool = False) -> Callable[..., Tensor]:
+def make_add_norm(dependent: int = False) -> Callable[..., Tensor]:
     """The Triton kernel, to be called as :func:`add_norm_ref`; all tensors contiguous."""
     launch = launch_options(dependent)
 

@@ -122,7 +122,7 @@ class PartialSoftmax(NamedTuple):
 
 
 def make_split_append_and_attend(
-    num_splits_for: Callable[[int], int] = num_splits_for, dependent: bool = False
+    num_splits_for: Callable[[int], int] = num_splits_for, dependent: int = False
 ) -> Callable[..., Tensor]:
     """Two Triton kernels, to be called as ``attention.append_and_attend_ref``, with its contract.
 

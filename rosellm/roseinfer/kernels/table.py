@@ -42,7 +42,7 @@ class Kernels:
     advance: Callable[..., None]
 
 
-def _triton(dependent: bool) -> Kernels:
+def triton_kernels(dependent: int) -> Kernels:
     """``dependent``: the kernels of the GPU-resident step are launched programmatically dependent."""
     return Kernels(
         "triton",
@@ -63,7 +63,7 @@ def _triton(dependent: bool) -> Kernels:
     )
 
 
-TRITON, TRITON_DEPENDENT = _triton(dependent=False), _triton(dependent=True)
+TRITON, TRITON_DEPENDENT = triton_kernels(dependent=False), triton_kernels(dependent=True)
 TORCH = Kernels(
     "torch",
     paged.paged_attention_decode_ref,

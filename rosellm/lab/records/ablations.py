@@ -1,0 +1,151 @@
+"""What a rung's gain is made of where its one field changes several things, and what each field is worth now.
+
+Each ablation is a handful of variants between a rung and the one before it, to be measured in turns by
+``step_time.measure_steps``. Variants that are no rungs are made here, from the engine's own parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.errors import RecipeError
+from rosellm.lab.records.bench import Bench, make_prompts
+from rosellm.lab.records.step_time import MakeBench, prompt_length, room
+from rosellm.models.model import GPT
+from rosellm.roseinfer.cache.block_tables import fill_tables
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels.attention import tile_for
+from rosellm.roseinfer.kernels.dependent_launch import AT_END
+from rosellm.roseinfer.kernels.table import Kernels, triton_kernels
+from rosellm.roseinfer.layers.choosers import FusedChooser, LogitsChooser
+from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, Recipe
+from rosellm.roseinfer.steps.host import HostStep
+from rosellm.roseinfer.steps.resident import ResidentStep
+
+Variants = dict[str, MakeBench]
+
+
+def variants(rung: str, model: GPT, batch: int, context: int) -> Variants:
+    """The rung before, what lies between, and ``rung``, by name; ``context`` tokens cached a sequence."""
+    bench = _bench(model, batch, context)
+    between = BETWEEN[rung](model, bench, batch, context)
+    return {BEFORE[rung]: partial(bench, BEFORE[rung]), **between, rung: partial(bench, rung)}
+
+
+def one_step_back(best: str = BEST_RUNG) -> dict[str, Recipe | str]:
+    """Field → the recipe of ``best`` with that field alone as it was before its last change.
+
+    Where other fields need the change, the reason stands in the recipe's place.
+    """
+    back: dict[str, Recipe | str] = {}
+    for field, value in _replaced(best).items():
+        try:
+            back[field] = replace(LADDER[best], **{field: value})
+        except RecipeError as error:
+            back[field] = str(error)
+    return back
+
+
+def _replaced(best: str) -> dict[str, Any]:
+    """Field → what its value in ``best`` took the place of, the latest change first."""
+    values: dict[str, Any] = {}
+    rung = best
+    while rung in BEFORE:
+        for field, (old, _) in LADDER[BEFORE[rung]].difference(LADDER[rung]).items():
+            values.setdefault(field, old)
+        rung = BEFORE[rung]
+    return values
+
+
+def _bench(model: GPT, batch: int, context: int) -> Callable[..., Bench]:
+    prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
+
+    def bench(recipe: str | Recipe, **options: Any) -> Bench:
+        return Bench(model, recipe, prompts, room(), **options)
+
+    return bench
+
+
+class PageableTables:
+    """All pools' tables in one pageable buffer, sent in one copy; made of lists or in an array."""
+
+    def __init__(self, device: torch.device, max_blocks: int, blocks_per_pool: int, from_lists: bool) -> None:
+        self.device, self.max_blocks, self.blocks_per_pool = device, max_blocks, blocks_per_pool
+        self.from_lists = from_lists
+
+    def stage(self, block_ids: list[list[list[int]]]) -> Tensor:
+        """``block_ids[pool][row]`` → ``[POOLS, B, MAX_BLOCKS]`` int32."""
+        return (self._of_lists if self.from_lists else self._of_array)(block_ids).to(self.device)
+
+    def _of_lists(self, block_ids: list[list[list[int]]]) -> Tensor:
+        tables = [
+            [
+                [i - pool * self.blocks_per_pool for i in row] + [0] * (self.max_blocks - len(row))
+                for row in rows
+            ]
+            for pool, rows in enumerate(block_ids)
+        ]
+        return torch.tensor(tables, dtype=torch.int32)
+
+    def _of_array(self, block_ids: list[list[list[int]]]) -> Tensor:
+        tables = np.empty((len(block_ids), len(block_ids[0]), self.max_blocks), dtype=np.int32)
+        fill_tables(tables, block_ids, self.blocks_per_pool)
+        return torch.from_numpy(tables)
+
+
+def _tables(model: GPT, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
+    def with_tables(engine: Engine, from_lists: bool) -> None:
+        old = cast(HostStep, engine.step).tables
+        tables = PageableTables(engine.device, old.max_blocks, old.blocks_per_pool, from_lists)
+        engine.step.tables = tables  # type: ignore[attr-defined]
+
+    before = BEFORE["pinned_h2d"]
+    return {
+        "one buffer, of lists": partial(bench, before, prepare=partial(with_tables, from_lists=True)),
+        "one buffer, of an array": partial(bench, before, prepare=partial(with_tables, from_lists=False)),
+    }
+
+
+def _attention(model: GPT, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
+    """The new kernel's attention, with the append left in a kernel of its own (and, unseen, done twice)."""
+    before = BEFORE["fused_append"]
+
+    def decode(*, context_lens: Tensor, **operands: Tensor) -> Tensor:
+        return kernels.append_and_attend(**operands, positions=context_lens, tile=tile_for(batch, context))
+
+    kernels = bench(before).engine.kernels
+    return {
+        "attention rewritten": partial(bench, before, kernels=replace(kernels, paged_attention_decode=decode))
+    }
+
+
+def _head(model: GPT, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
+    """All logits still, from a head whose vocabulary is padded to a multiple of 64."""
+
+    def pad(engine: Engine) -> None:
+        kernels = engine.kernels
+        padded = FusedChooser(model, kernels).logits
+        cast(ResidentStep, engine.step).chooser = LogitsChooser(padded, kernels.gumbel_noise)
+
+    return {"vocabulary padded": partial(bench, BEFORE["fused_head"], prepare=pad)}
+
+
+def _launch(model: GPT, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
+    """Launched dependently, but released only as the predecessor ends: nothing of the two overlaps."""
+    kernels: Kernels | str = triton_kernels(AT_END) if model.device.type == "cuda" else "auto"
+    return {"released at the end": partial(bench, "dependent_launch", kernels=kernels)}
+
+
+BETWEEN: Mapping[str, Callable[[GPT, Callable[..., Bench], int, int], Variants]] = {
+    "pinned_h2d": _tables,
+    "fused_append": _attention,
+    "fused_head": _head,
+    "dependent_launch": _launch,
+}

@@ -1,0 +1,91 @@
+"""Step times of the ladder, of what lies between its rungs, and of the best rung less one field."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import torch
+
+from rosellm.lab.records.ablations import BETWEEN, one_step_back, variants
+from rosellm.lab.records.bench import Bench, make_prompts
+from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, room
+from rosellm.models.model import GPT
+from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
+from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, Recipe
+from rosellm.roseinfer.sampling import SamplingParams
+
+STEP_WORKLOADS = ("W0", "W1", "W2", "W3")
+WHOLE_RUNS = ("W1", "W2", "W3")
+
+
+def step_shape(workload: Workload) -> tuple[int, int]:
+    """A workload's sequences that decode together, and their cached tokens at mid-run; prompts have one."""
+    return workload.max_batch_size, workload.max_new_tokens // 2
+
+
+def ladder_steps(model: GPT, rungs: list[str], workload: str, **effort: Any) -> dict[str, Any]:
+    """Every rung's step at a workload's batch size and mid-run context, in turns."""
+    batch, context = step_shape(WORKLOADS[workload])
+    prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
+    makers = {rung: partial(Bench, model, rung, prompts, room()) for rung in rungs}
+    return _figures(batch, context, measure_steps(makers, **effort))
+
+
+def ablation_steps(model: GPT, rung: str, workload: str, **effort: Any) -> dict[str, Any]:
+    """A rung's step, that of the rung before, and of what lies between."""
+    batch, context = step_shape(WORKLOADS[workload])
+    return _figures(batch, context, measure_steps(variants(rung, model, batch, context), **effort))
+
+
+ABLATED = tuple(BETWEEN)
+
+
+def leave_one_out(
+    model: GPT, workload: str, repeats: int = 5, seconds: float = 1.0, best: str = BEST_RUNG
+) -> dict[str, Any]:
+    """Whole runs of the best recipe, and of it with one field set back, in turns; or why that cannot be.
+
+    A repeat is as many runs as take ``seconds``: its tokens per second.
+    """
+    one = WORKLOADS[workload]
+    recipes: dict[str, Recipe | str] = {"none": LADDER[best], **one_step_back(best)}
+    engines = {
+        field: _engine(model, one, recipe) for field, recipe in recipes.items() if isinstance(recipe, Recipe)
+    }
+    prompts = make_prompts(one.num_requests, 1, model.config.vocab_size)
+    params = SamplingParams(temperature=0.0, max_tokens=one.max_new_tokens, ignore_eos=True)
+    tok_s: dict[str, list[float]] = {field: [] for field in engines}
+    for turn in range(repeats + 1):
+        for field, engine in engines.items():
+            speed = _whole_runs(engine, prompts, params, seconds if turn else 0.0)
+            tok_s[field] += [speed] if turn else []
+    refused = {field: reason for field, reason in recipes.items() if isinstance(reason, str)}
+    return {"best": best, "tok_s": tok_s, "refused": refused}
+
+
+def _whole_runs(engine: Engine, prompts: list[list[int]], params: SamplingParams, seconds: float) -> float:
+    taken, tokens = 0.0, 0
+    while not tokens or taken < seconds:
+        run = run_scheduler_benchmark(engine, prompts, params, None, 0, 1)["repeats"][0]
+        taken, tokens = taken + run["total_time_s"], tokens + run["completion_tokens"]
+    return tokens / taken
+
+
+def _engine(model: GPT, workload: Workload, recipe: Recipe) -> Engine:
+    blocks = workload.max_batch_size * blocks_for(workload.max_new_tokens, 64)
+    engine = Engine(model, recipe=recipe, max_batch_size=workload.max_batch_size, num_kv_blocks=blocks)
+    engine.step.warm_up()
+    return engine
+
+
+def _figures(batch: int, context: int, steps: dict[str, StepTimes]) -> dict[str, Any]:
+    turns = {name: [[round(us, 3) for us in own] for own in one.turns_us] for name, one in steps.items()}
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return {"batch": batch, "context": context, "turns_us": turns}
