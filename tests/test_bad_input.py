@@ -37,12 +37,7 @@ from rosellm.lab.records import measure
 from rosellm.lab.running import readme, refresh_notebooks, run_notebooks
 from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
 from rosellm.models.weights import save_model
-from rosellm.roseinfer import (
-    benchmark_kv_append,
-    benchmark_rivals,
-    benchmark_scheduler,
-    benchmark_streaming,
-)
+from rosellm.roseinfer import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
 from rosellm.roseinfer.serving.streaming import StreamingManager
@@ -172,12 +167,7 @@ REQUESTS = [
     row(asked([[1], [-1]]), PromptError, "prompt 1: token id -1", "vocabulary of 300"),
     row(asked([[1], [300]]), PromptError, "prompt 1: token id 300", "vocabulary of 300"),
     row(asked([[HUGE]]), PromptError, f"token id {HUGE}", "vocabulary of 300"),
-    row(
-        asked([[10**5000]]),
-        PromptError,
-        "token id an integer of",
-        "vocabulary of 300",
-    ),
+    row(asked([[10**5000]]), PromptError, "token id an integer of", "vocabulary of 300"),
     row(asked([[1] * 59]), PromptError, "59 prompt tokens and 6 new ones", "64 positions"),
     row(asked(["a"], SamplingParams(max_tokens=HUGE)), PromptError, f"{HUGE} new ones", "64 positions"),
     row(asked(["a"], {}), SamplingError, "sampling parameters are {}", "give one SamplingParams"),

@@ -24,13 +24,7 @@ from torch import Tensor
 from rosellm.models.model import GPT
 from rosellm.roseinfer.kernels.attention import attend_range
 from rosellm.roseinfer.kernels.linear import gelu
-from rosellm.roseinfer.kernels.paged_cache import (
-    AttentionShape,
-    PagedCache,
-    append_token,
-    load_tile,
-    rows_of,
-)
+from rosellm.roseinfer.kernels.paged_cache import AttentionShape, PagedCache, append_token, load_tile, rows_of
 from rosellm.roseinfer.kernels.split import range_of
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import PagedAttention

@@ -56,10 +56,7 @@ class TimedRun:
 
 
 def run_in_turns(
-    rivals: dict[str, Rival],
-    task: Task,
-    warmup_runs: int = 1,
-    repeat_runs: int = 3,
+    rivals: dict[str, Rival], task: Task, warmup_runs: int = 1, repeat_runs: int = 3
 ) -> dict[str, list[TimedRun]]:
     """Run 1 of every rival, run 2 of every rival, and so on, warm-up runs first; the measured ones of each.
 
@@ -112,12 +109,7 @@ def measure_workload(
         result = mode_result("offline", warmup_runs, [run.figures for run in mine])
         equal = {other: _share_equal(mine, theirs) for other, theirs in runs.items() if other != name}
         records[name] = new_record(
-            "rivals",
-            task.device,
-            rival=name,
-            **facts[name],
-            equal_tokens=equal,
-            results={"offline": result},
+            "rivals", task.device, rival=name, **facts[name], equal_tokens=equal, results={"offline": result}
         )
     return records
 
@@ -270,13 +262,7 @@ def _parser() -> OneLineParser:
         metavar="NAME,NAME",
         help=f"who runs, the first one being what the others are compared with: {', '.join(RIVALS)}",
     )
-    add(
-        "--workloads",
-        type=_names(WORKLOADS),
-        required=True,
-        metavar="ID,ID",
-        help=", ".join(WORKLOADS),
-    )
+    add("--workloads", type=_names(WORKLOADS), required=True, metavar="ID,ID", help=", ".join(WORKLOADS))
     add("--rung", metavar="NAME", help=f"of rosellm; default: the best one; {', '.join(LADDER)}")
     add("--output", type=Path, metavar="FOLDER", help="write WORKLOAD-RIVAL.json here; made if missing")
     add_model_options(parser)

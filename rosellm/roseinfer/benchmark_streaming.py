@@ -101,11 +101,7 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
 
 
 def _submit(
-    manager: StreamingManager,
-    prompts: Prompts,
-    params: SamplingParams,
-    interval_s: float,
-    inbox: SimpleQueue,
+    manager: StreamingManager, prompts: Prompts, params: SamplingParams, interval_s: float, inbox: SimpleQueue
 ) -> list[int]:
     """Each request at its time. If one is refused, the reader is told that no more will come."""
     start = perf_counter()

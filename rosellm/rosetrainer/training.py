@@ -200,11 +200,7 @@ def _batches(stream: Tensor, length: int, hyper: Hyperparameters, steps: int) ->
 
 
 def _update(
-    gpt: GPT,
-    windows: Tensor,
-    optimizer: torch.optim.Optimizer,
-    hyper: Hyperparameters,
-    rate: float,
+    gpt: GPT, windows: Tensor, optimizer: torch.optim.Optimizer, hyper: Hyperparameters, rate: float
 ) -> Tensor:
     gpt.train()
     for group in optimizer.param_groups:

@@ -8,14 +8,7 @@ from rosellm.errors import CheckpointError
 from rosellm.models.config import KNOWN_SHAPES, ModelConfig
 from tests.helpers import small_config
 
-HF = {
-    "model_type": "gpt2",
-    "vocab_size": 101,
-    "n_positions": 64,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 32,
-}
+HF = {"model_type": "gpt2", "vocab_size": 101, "n_positions": 64, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
 
 @pytest.mark.parametrize(

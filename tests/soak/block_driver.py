@@ -192,8 +192,7 @@ class BlockDriver(Driver):
     def _prompt(self, holder: Holder, n_tokens: int) -> bool:
         if self._needs(holder, n_tokens) > self._n_free(holder.pool):
             self._refused(
-                KVCacheExhausted,
-                lambda: self.manager.reserve_prompt(holder.pool, holder.block_ids, n_tokens),
+                KVCacheExhausted, lambda: self.manager.reserve_prompt(holder.pool, holder.block_ids, n_tokens)
             )
             return True
         tokens = self._new_tokens(n_tokens)

@@ -158,11 +158,7 @@ def _card_html(card: dict[str, Any], output: Path) -> str:
     frame = f'<a href="{shown["name"]}.html">' if page_exists else "<a>"
     given = " ".join(f"{name}={value}" for name, value in card["parameters"].items())
     return CARD.substitute(
-        shown,
-        frame=frame,
-        image=image,
-        seconds=f"{card['seconds']:.1f}",
-        given=html.escape(given),
+        shown, frame=frame, image=image, seconds=f"{card['seconds']:.1f}", given=html.escape(given)
     )
 
 

@@ -114,12 +114,7 @@ def add_request_options(parser: ArgumentParser) -> None:
         help="prompts of N seeded random token ids instead of text",
     )
     add("--seed", **count(0, low=0), help="of --prompt-tokens")
-    add(
-        "--stop-on-eos",
-        action=BooleanOptionalAction,
-        default=True,
-        help="end a request at end of sequence",
-    )
+    add("--stop-on-eos", action=BooleanOptionalAction, default=True, help="end a request at end of sequence")
     add("--pretok", action=BooleanOptionalAction, default=False, help="tokenize before the clock starts")
 
 

@@ -29,12 +29,7 @@ def repeat(run: Run, job: Job, mode: str, warmup_runs: int, repeat_runs: int) ->
 
 def mode_result(mode: str, warmup_runs: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """What a record holds of one mode."""
-    return {
-        "mode": mode,
-        "warmup_runs": warmup_runs,
-        "repeat_runs": len(repeats),
-        **across_repeats(repeats),
-    }
+    return {"mode": mode, "warmup_runs": warmup_runs, "repeat_runs": len(repeats), **across_repeats(repeats)}
 
 
 def prepare_run(engine: Engine) -> None:

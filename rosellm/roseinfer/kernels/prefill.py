@@ -63,14 +63,7 @@ def tile_columns(starts, counts, rows, tile_size: int) -> np.ndarray:
     size = np.minimum(tile_size, counts[sequence] - before)
     position = starts[sequence] + before
     columns = np.stack(
-        (
-            first_row[sequence] + before,
-            size,
-            position,
-            first_row[sequence],
-            starts[sequence],
-            rows[sequence],
-        )
+        (first_row[sequence] + before, size, position, first_row[sequence], starts[sequence], rows[sequence])
     )
     return columns[:, np.argsort(-(position + size), kind="stable")].astype(np.int32, order="C")
 

@@ -80,16 +80,7 @@ def test_every_record_names_its_gpu_versions_and_commit():
         record = RESULTS.load(name)
         for environment, field in product(
             [call["environment"] for call in record.get("calls", [record])],
-            (
-                "device_name",
-                "driver",
-                "torch",
-                "triton",
-                "transformers",
-                "python",
-                "rosellm",
-                "git_commit",
-            ),
+            ("device_name", "driver", "torch", "triton", "transformers", "python", "rosellm", "git_commit"),
         ):
             assert environment[field], f"{name} lacks {field}"
 
