@@ -19,7 +19,6 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q ``[N, H, D]``, k and v ``[N, H_kv, D]`` of layer ``layer`` → ``[N, H, D]``."""
-        ...
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:

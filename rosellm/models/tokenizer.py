@@ -30,11 +30,9 @@ class TextStream(Protocol):
 
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty while a UTF-8 character is still in parts."""
-        ...
 
     def finish(self) -> str:
         """What is left: replacement characters for a character whose last bytes never came."""
-        ...
 
 
 class DecoderStream:

@@ -54,15 +54,12 @@ class Rival(Protocol):
 
     def generate(self) -> list[list[int]]:
         """The new token ids of every prompt, in order, on the host."""
-        ...
 
     def facts(self) -> dict[str, Any]:
         """For the record: version, and how it was set up."""
-        ...
 
     def close(self) -> None:
         """Give back what garbage collection does not."""
-        ...
 
 
 class Rosellm:

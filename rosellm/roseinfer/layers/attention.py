@@ -24,7 +24,6 @@ class Binder(Protocol):
 
     def variant(self, rows: int, longest: int) -> str:
         """Which kernels serve ``rows`` of at most ``longest`` cached tokens; each is captured apart."""
-        ...
 
     def __call__(self, state: DeviceState, variant: str) -> Attend: ...
 

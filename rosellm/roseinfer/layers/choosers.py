@@ -25,15 +25,12 @@ class Chooser(Protocol):
 
     def mode(self, params: list[SamplingParams]) -> str:
         """Which way of choosing serves these requests; a step is captured for each."""
-        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, V]``."""
-        ...
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
         """Values and indices as ``advance.advance`` takes them; the state's rows are those of hidden."""
-        ...
 
 
 class LogitsChooser:

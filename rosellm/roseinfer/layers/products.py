@@ -24,19 +24,15 @@ class Products(Protocol):
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
         """``[N, C]`` → ``[N, (H + 2 H_kv) D]``, with bias."""
-        ...
 
     def out(self, layer: int, x: Tensor) -> Tensor:
         """``[N, C]`` → parts of a sum without bias, ``[P, N, C]``."""
-        ...
 
     def up(self, layer: int, x: Tensor) -> Tensor:
         """``[N, C]`` → ``[N, F]``, with bias and GELU."""
-        ...
 
     def down(self, layer: int, x: Tensor) -> Tensor:
         """``[N, F]`` → parts of a sum without bias, ``[P, N, C]``."""
-        ...
 
 
 class LibraryProducts:

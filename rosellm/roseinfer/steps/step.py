@@ -28,7 +28,6 @@ class Step(Protocol):
 
         ``n_cached`` of the others has advanced on return.
         """
-        ...
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
         """One more token for each; how many rows it really runs.
@@ -36,26 +35,21 @@ class Step(Protocol):
         That may leave out sequences that were asked for their last token already. A list that is passed
         again is unchanged.
         """
-        ...
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
         """Wait until at most ``leave`` begun steps are unfinished; yield all that have ended, in order.
 
         A step's tokens are committed to its sequences before it is yielded, except to those released.
         """
-        ...
 
     def release(self, sequence: Sequence) -> None:
         """The sequence has ended or is given up: it gets no further token, and its blocks will be freed."""
-        ...
 
     def warm_up(self, rows: int | None = None) -> None:
         """Capture steps of ``rows`` sequences, None: of any number, so that none has to wait for it."""
-        ...
 
     def last_logits(self) -> Tensor:
         """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that it gives a token."""
-        ...
 
 
 def commit_tokens(
