@@ -21,14 +21,16 @@ class Attend(Protocol):
         """q ``[N, H, D]``, k and v ``[N, H_kv, D]`` of layer ``layer`` → ``[N, H, D]``."""
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
     """Scaled dot-product attention (Vaswani et al. 2017) with grouped key/value heads.
 
     q ``[B, H, T, D]``, k and v ``[B, H_kv, S, D]``, mask boolean, broadcastable to ``[B, H, T, S]``, true
-    where a query may look, → ``[B, H, T, D]``.
+    where a query may look, → ``[B, H, T, D]``. scale: of the scores, None: 1 / √D.
     """
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 

@@ -36,29 +36,13 @@ def kv_append_ref(
     v_cache_layer[block_idx, :, pos] = value_new.index_select(0, batch_idx)
 
 
-def kv_append_rows_ref(
-    *,
-    k_cache_layer: Tensor,
-    v_cache_layer: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    block_idx: Tensor,
-    pos: Tensor | int,
-) -> None:
-    """The specification where the rows are 0..B-1 in order: no gather; ``pos`` a tensor or one integer."""
+def kv_append_rows_ref(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
+    """As :func:`kv_append_ref` of the rows 0..B-1 in order: no gather; ``pos`` a tensor or one integer."""
     k_cache_layer[block_idx, :, pos] = key_new
     v_cache_layer[block_idx, :, pos] = value_new
 
 
-def kv_append_live_rows_ref(
-    *,
-    k_cache_layer: Tensor,
-    v_cache_layer: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    block_idx: Tensor,
-    pos: Tensor,
-) -> None:
+def kv_append_live_rows_ref(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
     """:func:`kv_append_rows_ref` of the rows whose block is not negative; the others are inert."""
     live = block_idx >= 0
     k_cache_layer[block_idx[live], :, pos[live]] = key_new[live]
@@ -119,33 +103,15 @@ def _kv_append_identity_pos_kernel(
     )
 
 
-def kv_append_triton(
-    *,
-    k_cache_layer: Tensor,
-    v_cache_layer: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    batch_idx: Tensor,
-    block_idx: Tensor,
-    pos: Tensor,
-) -> None:
-    """Generic append, one kernel: any subset of the rows of ``key_new``, each to its own slot."""
-    constants = _constants(k_cache_layer)
+def kv_append_triton(*, k_cache_layer, v_cache_layer, key_new, value_new, batch_idx, block_idx, pos) -> None:
+    """:func:`kv_append_ref` in one kernel: any subset of the rows of ``key_new``, each to its own slot."""
+    indices, constants = (batch_idx, block_idx, pos), _constants(k_cache_layer)
     _kv_append_kernel[(block_idx.numel(),)](
-        *(k_cache_layer, v_cache_layer, key_new, value_new, batch_idx, block_idx, pos, key_new.stride(0)),
-        **constants,
+        k_cache_layer, v_cache_layer, key_new, value_new, *indices, key_new.stride(0), **constants
     )
 
 
-def kv_append_triton_full_batch(
-    *,
-    k_cache_layer: Tensor,
-    v_cache_layer: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    block_idx: Tensor,
-    pos: int,
-) -> None:
+def kv_append_triton_full_batch(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
     """Rows 0..B-1 in order, all at the same slot ``pos`` (a Python integer) of their blocks."""
     constants = _constants(k_cache_layer)
     _kv_append_full_batch_kernel[(block_idx.numel(),)](
@@ -154,13 +120,7 @@ def kv_append_triton_full_batch(
 
 
 def kv_append_triton_identity_pos(
-    *,
-    k_cache_layer: Tensor,
-    v_cache_layer: Tensor,
-    key_new: Tensor,
-    value_new: Tensor,
-    block_idx: Tensor,
-    pos: Tensor,
+    *, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos
 ) -> None:
     """Rows 0..B-1 in order, each at its own slot ``pos[b]``; a row with a negative block is left out."""
     constants = _constants(k_cache_layer)

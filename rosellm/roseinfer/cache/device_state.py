@@ -16,6 +16,8 @@ from rosellm.roseinfer.request import Sequence
 TOKEN, POSITION, LIMIT, STOP, ROUND, TOP_K, SEED, TEMPERATURE, TOP_P, FIELDS = 0, 1, 2, 3, 4, 5, 6, 8, 9, 10
 INERT = NO_STOP = -1
 ROUNDS = 64
+# Of these words, those that the end of a step reads or writes: constants of its kernel.
+ADVANCED = {"TOKEN": TOKEN, "POSITION": POSITION, "LIMIT": LIMIT, "STOP": STOP, "ROUND": ROUND}
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
 _ROW = struct.Struct("<6iq2f")
@@ -63,15 +65,8 @@ class DeviceState:
 
 def row_bytes(sequence: Sequence, position: int, rounds: int) -> bytes:
     """The FIELDS words of a sequence's row, little-endian."""
-    params, stop = sequence.params, sequence.stop_token
-    return _ROW.pack(
-        sequence.tokens[position],
-        position,
-        sequence.max_length,
-        NO_STOP if stop is None else stop,
-        rounds,
-        min(params.top_k, INT32_MAX),
-        sequence.seed,
-        min(params.temperature, FLOAT32_MAX),
-        params.top_p,
-    )
+    params, token = sequence.params, sequence.tokens[position]
+    stop = NO_STOP if sequence.stop_token is None else sequence.stop_token
+    top_k, temperature = min(params.top_k, INT32_MAX), min(params.temperature, FLOAT32_MAX)
+    counts = position, sequence.max_length, stop, rounds
+    return _ROW.pack(token, *counts, top_k, sequence.seed, temperature, params.top_p)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import KVCacheExhausted, RoseError
-from rosellm.roseinfer.kv_append_triton import kv_append_rows_ref
 
 
 class KVBlockInfo(NamedTuple):
@@ -234,15 +233,9 @@ class KVBlockManager:
                 "use reserve_tokens once and write every layer's keys and values to its slots"
             )
         slots = self.reserve_tokens(layer_idx, block_ids_list)
-        index = torch.tensor(slots, device=self.k_cache.device)  # [2, B]
-        kv_append_rows_ref(
-            k_cache_layer=self.k_cache[layer_idx],
-            v_cache_layer=self.v_cache[layer_idx],
-            key_new=key_new,
-            value_new=value_new,
-            block_idx=index[0],
-            pos=index[1],
-        )
+        block_idx, pos = torch.tensor(slots, device=self.k_cache.device)  # [B]
+        self.k_cache[layer_idx][block_idx, :, pos] = key_new
+        self.v_cache[layer_idx][block_idx, :, pos] = value_new
 
     def check_integrity(self, held: Mapping[int, int] | None = None) -> None:
         """Every block is either free, once, without holders or metadata, or held with both.

@@ -9,17 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rosellm.roseinfer.cache.device_state import (
-    INERT,
-    INT32_MAX,
-    LIMIT,
-    POSITION,
-    ROUND,
-    ROUNDS,
-    STOP,
-    TOKEN,
-    DeviceState,
-)
+from rosellm.roseinfer.cache.device_state import ADVANCED, INERT, INT32_MAX, ROUNDS, DeviceState
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.sampling import NOT_FINITE
 
@@ -83,15 +73,9 @@ def _advance_kernel(
     tl.store(row + POSITION, tl.where(live & (ended == 0), position + 1, -1))
 
 
-_STATE = {
-    "TOKEN": TOKEN, "POSITION": POSITION, "LIMIT": LIMIT, "STOP": STOP,
-    "ROUND": ROUND, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE,
-}  # fmt: skip
-
-
-def make_advance(dependent: int = False) -> Callable[..., None]:
+def make_advance(dependent: bool = False) -> Callable[..., None]:
     """The Triton kernel, to be called as :func:`advance_ref`. values and indices contiguous."""
-    launch = launch_options(dependent)
+    constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, **launch_options(dependent)}
 
     def advance(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
         tiles = indices.shape[1]
@@ -100,8 +84,7 @@ def make_advance(dependent: int = False) -> Callable[..., None]:
         _advance_kernel[(len(slots),)](
             *(state.rows, slots, values if choose else indices, indices, state.ring, *strides, tiles),
             **{"WIDTH": width, "CHOOSE": choose, "DEPENDENT": dependent, "num_warps": 4 if choose else 1},
-            **_STATE,
-            **launch,
+            **constants,
         )
 
     return advance

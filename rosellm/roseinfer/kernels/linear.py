@@ -248,20 +248,10 @@ def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shap
         out = x.new_empty(rows, n) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
         block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-        fused = {"BIAS": bias is not None, "GELU": gelu}
+        added, fused = x if bias is None else bias, {"BIAS": bias is not None, "GELU": gelu}
         options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
         _some_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_m), parts)](
-            x,
-            weight,
-            x if bias is None else bias,
-            out,
-            rows,
-            n,
-            K=k,
-            PARTS=parts,
-            **blocks,
-            **fused,
-            **options,
+            x, weight, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
         )
         return out
 

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rosellm.errors import OptionError
+from rosellm.models.attention import masked_attention
 from rosellm.roseinfer.kernels.paged_cache import layer_arguments, slot_offset
 
 ROLES = {"_prefill_attention_kernel": "attention"}
@@ -129,15 +129,7 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float)
     """q ``[H, T, D]``, k and v ``[H_kv, start + T, D]`` → ``[H, T, D]``; token t sees keys 0 … start + t."""
     count = q.shape[1]
     mask = torch.ones(count, start + count, dtype=torch.bool, device=q.device).tril(start) if start else None
-    return F.scaled_dot_product_attention(
-        q[None],
-        k[None],
-        v[None],
-        attn_mask=mask,
-        is_causal=not start,
-        scale=scale,
-        enable_gqa=q.shape[0] != k.shape[0],
-    )[0]
+    return masked_attention(q[None], k[None], v[None], mask, is_causal=not start, scale=scale)[0]
 
 
 @triton.jit

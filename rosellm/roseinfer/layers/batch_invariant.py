@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_append_and_attend
 from rosellm.roseinfer.kernels.head import make_best_tokens
 from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, Tiles, prefill_attention_ref, tile_columns
+from rosellm.roseinfer.kernels.prefill import BLOCK_M, make_tiles, prefill_attention_ref
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import AppendAndAttend, PagedAttention
 from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
@@ -83,14 +84,9 @@ def append_and_attend_by_rows(*, q, k_new, v_new, block_table, positions, **argu
         if position < 0:
             continue
         own = slice(row, row + 1)
-        out[own] = append_and_attend_ref(
-            q=q[own].clone(),
-            k_new=k_new[own].clone(),
-            v_new=v_new[own].clone(),
-            block_table=block_table[own, : position // block_size + 1],
-            positions=positions[own],
-            **arguments,
-        )
+        table = block_table[own, : position // block_size + 1]
+        mine = _copied(own, q=q, k_new=k_new, v_new=v_new)
+        out[own] = append_and_attend_ref(**mine, block_table=table, positions=positions[own], **arguments)
     return out
 
 
@@ -101,15 +97,15 @@ def prefill_attention_by_tokens(*, q, k_new, v_new, tiles, **arguments) -> Tenso
     for first, n_rows, position, *_, table_row in order:
         for i in range(n_rows):
             own = slice(first + i, first + i + 1)
-            column = torch.from_numpy(tile_columns([position + i], [1], [table_row], tiles.size))
-            out[own] = prefill_attention_ref(
-                q=q[own].clone(),
-                k_new=k_new[own].clone(),
-                v_new=v_new[own].clone(),
-                tiles=Tiles(column, tiles.size),
-                **arguments,
-            )
+            tile = make_tiles([position + i], [1], [table_row], tiles.size, "cpu")
+            mine = _copied(own, q=q, k_new=k_new, v_new=v_new)
+            out[own] = prefill_attention_ref(**mine, tiles=tile, **arguments)
     return out
+
+
+def _copied(own: slice, **new: Tensor) -> dict[str, Any]:
+    """These rows of a step's new tokens, laid out as if they came alone."""
+    return {name: rows[own].clone() for name, rows in new.items()}
 
 
 def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:

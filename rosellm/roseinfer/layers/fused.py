@@ -92,12 +92,8 @@ class FewRowsLayers:
 
 
 def embedded(embed: Callable[..., Tensor], model: GPT, ids: Tensor, positions: Tensor) -> Tensor:
-    return embed(
-        ids=ids,
-        positions=positions,
-        tokens=model.token_embedding.weight,
-        places=model.position_embedding.weight,
-    )
+    tokens, places = model.token_embedding.weight, model.position_embedding.weight
+    return embed(ids=ids, positions=positions, tokens=tokens, places=places)
 
 
 def split_heads(qkv: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:

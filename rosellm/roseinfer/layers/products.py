@@ -14,6 +14,7 @@ from rosellm.models.model import GPT, Block, Projection
 from rosellm.roseinfer.kernels.linear import fold_norm, parts_of
 from rosellm.roseinfer.kernels.table import Kernels
 
+Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K
 Norms = list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
 
 
@@ -155,12 +156,7 @@ class LayerWeights:
 class SomeRowsProducts:
     """Tiles of ``linear.some_rows_linear``; the wide inputs of ``down`` in parts."""
 
-    def __init__(
-        self,
-        weights: list[LayerWeights],
-        kernels: Kernels,
-        parts_of: Callable[[int, int, int], int] = parts_of,
-    ) -> None:
+    def __init__(self, weights: list[LayerWeights], kernels: Kernels, parts_of: Parts = parts_of) -> None:
         self.weights, self.linear, self.parts_of = weights, kernels.some_rows_linear, parts_of
         width = weights[0].qkv.weight.shape[1]
         bare = weights[0].qkv.weight.new_ones(width), weights[0].qkv.weight.new_zeros(width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -42,26 +43,23 @@ def no_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> None:
 MASKS = {"dense": dense_mask, "none": no_mask}
 
 
+@dataclass(eq=False)
 class HostStep:
     """Decode for a batch of sequences, each with one token not cached yet; every part chosen beforehand.
 
     A step has ended, and its tokens are committed, when ``begin_prefill`` or ``begin_decode`` returns.
     """
 
+    blocks: KVBlockManager
+    tables: Tables
+    mask: Callable[[Tensor, int, torch.dtype], Tensor | None]
+    runner: EagerRunner | GraphRunner
+    append: Append
+    prefill: Prefill
+    sampler: Sampler
     run_ahead = 0
 
-    def __init__(
-        self,
-        blocks: KVBlockManager,
-        tables: Tables,
-        mask: Callable[[Tensor, int, torch.dtype], Tensor | None],
-        runner: EagerRunner | GraphRunner,
-        append: Append,
-        prefill: Prefill,
-        sampler: Sampler,
-    ) -> None:
-        self.blocks, self.tables, self.mask = blocks, tables, mask
-        self.runner, self.append, self.prefill, self.sampler = runner, append, prefill, sampler
+    def __post_init__(self) -> None:
         self._ended: deque[Done] = deque()
         self._logits: Tensor | None = None
 

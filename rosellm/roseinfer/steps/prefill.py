@@ -13,7 +13,6 @@ from torch.profiler import record_function
 from rosellm.models.attention import CausalAttention, masked_attention
 from rosellm.models.model import GPT
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.kv_append_triton import kv_append_rows_ref
 from rosellm.roseinfer.request import Sequence
 
 PREFILL_RANGE = "roseinfer.prefill_sessions"
@@ -56,15 +55,9 @@ class Prefill:
         attention = self._attention(starts, counts, torch.from_numpy(tables).to(device))
 
         def write_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k_cache, v_cache = self.blocks.k_cache[layer], self.blocks.v_cache[layer]
-            kv_append_rows_ref(
-                k_cache_layer=k_cache,
-                v_cache_layer=v_cache,
-                key_new=k,
-                value_new=v,
-                block_idx=slots[self.blocks.pool_of[layer]],
-                pos=slots[-1],
-            )
+            block_idx, pos = slots[self.blocks.pool_of[layer]], slots[-1]
+            self.blocks.k_cache[layer][block_idx, :, pos] = k
+            self.blocks.v_cache[layer][block_idx, :, pos] = v
             return attention(layer, q, k, v)
 
         hidden = self.model(ints[0], ints[1], write_and_attend)  # [N, C]
