@@ -69,28 +69,13 @@ class Engine:
         self.max_model_len = self.config.n_positions
         self.gate = gate or AppendGate.from_environment()
         self.kernels = choose_kernels(kernels, self.recipe.launch, model.device)
-        self.blocks = KVBlockManager(
-            self.config.n_layers,
-            self.config.n_kv_heads,
-            self.config.head_dim,
-            block_size,
-            num_kv_blocks or self._default_kv_blocks(),
-            model.device,
-            model.dtype,
-            self.recipe.block_info,
-            self.recipe.pool,
-        )
+        c, n_blocks = self.config, num_kv_blocks or self._default_kv_blocks()
+        shape = c.n_layers, c.n_kv_heads, c.head_dim, block_size, n_blocks
+        books = self.recipe.block_info, self.recipe.pool
+        self.blocks = KVBlockManager(*shape, model.device, model.dtype, *books)
         self.prefill_alignment = ALIGNMENT if self.deterministic else 1
         self.prefix_cache = PrefixCache(self.blocks, self.prefill_alignment) if prefix_cache else None
-        self.step: Step = build_step(
-            self.recipe,
-            model=model,
-            blocks=self.blocks,
-            kernels=self.kernels,
-            max_blocks_per_sequence=blocks_for(self.max_model_len, block_size),
-            max_batch_size=max_batch_size,
-            gate=self.gate,
-        )
+        self.step: Step = build_step(self.recipe, model, self.blocks, self.kernels, max_batch_size, self.gate)
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
         self._n_requests = 0
         self._holders: set[Sequence] = set()
@@ -126,14 +111,8 @@ class Engine:
             raise SamplingError(f"params is {params!r}; give SamplingParams")
         _check_token_ids(prompt, self.config.vocab_size)
         self._n_requests += 1
-        sequence = Sequence(
-            self._n_requests,
-            prompt,
-            params,
-            self.blocks.num_pools,
-            self.config.eos_token_id,
-            replays=self.deterministic,
-        )
+        pools, eos = self.blocks.num_pools, self.config.eos_token_id
+        sequence = Sequence(self._n_requests, prompt, params, pools, eos, replays=self.deterministic)
         if sequence.max_length > self.max_model_len:
             raise PromptError(
                 f"{sequence.n_prompt} prompt tokens and {params.max_tokens} new ones exceed the model's "

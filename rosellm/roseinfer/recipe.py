@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 
@@ -12,15 +12,10 @@ from rosellm.errors import DeviceError, RecipeError
 from rosellm.models.model import GPT
 from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.layers import batch_invariant
 from rosellm.roseinfer.layers.attention import BINDERS, Binder
-from rosellm.roseinfer.layers.batch_invariant import (
-    InvariantAppendAndAttend,
-    invariant_chooser,
-    invariant_kernels,
-    invariant_layers,
-)
 from rosellm.roseinfer.layers.choosers import build_chooser
 from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import build_layers
@@ -61,25 +56,11 @@ class Recipe:
                 raise RecipeError(
                     f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}"
                 )
-        if self.attention == "dense" and self.mask == "none":
-            raise RecipeError(
-                "attention='dense' needs mask='dense': dense keys are padded to the longest context"
-            )
-        if self.attention == "dense" and self.launch == "autotuned":
-            raise RecipeError(
-                "launch='autotuned' tunes the paged attention kernel; attention='dense' has none"
-            )
-        paged = self.attention != "dense" and self.mask == "none"
-        if self.runner == "graph" and (not paged or self.tables == "per_layer"):
-            raise RecipeError(
-                "runner='graph' needs attention='paged', mask='none' and tables='pinned' or 'resident': "
-                "a captured graph has fixed shapes and reads its inputs from fixed addresses"
-            )
-        for (name, value), needs, reason in _NEEDS:
-            wrong = [(n, v) for n, v in needs.items() if getattr(self, n) not in v]
-            if getattr(self, name) == value and wrong:
-                told = " or ".join(repr(v) for v in wrong[0][1])
-                raise RecipeError(f"{name}={value!r} needs {wrong[0][0]}={told}: {reason}")
+        for rule in _RULES:
+            broken = [name for name, allowed in rule.needs.items() if getattr(self, name) not in allowed]
+            if getattr(self, rule.field) == rule.value and broken:
+                told = " or ".join(map(repr, rule.needs[broken[0]]))
+                raise RecipeError(f"{rule.field}={rule.value!r} needs {broken[0]}={told}: {rule.reason}")
 
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
@@ -90,49 +71,44 @@ class Recipe:
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
-# A variant, what it needs of other fields, and why.
-_RESIDENT: dict[str, tuple[str, ...]] = {"step": ("resident",)}
-_NEEDS: tuple[tuple[tuple[str, str], dict[str, tuple[str, ...]], str], ...] = (
-    (
-        ("step", "resident"),
-        {
-            "attention": ("paged", "split"),
-            "mask": ("none",),
-            "pool": ("shared",),
-            "tables": ("resident",),
-            "append": ("identity_pos", "fused"),
-            "launch": ("fixed", "dependent"),
-        },
-        "what the host does in a step must be gone before the device can go on alone",
-    ),
-    (
-        ("attention", "split"),
-        {**_RESIDENT, "append": ("fused",)},
-        "the resident step chooses its kernels by the longest context, and they append",
-    ),
-    (("append", "fused"), _RESIDENT, "elsewhere keys and values are written after the model has run"),
-    (("prefill", "packed"), _RESIDENT, "its block tables and first tokens are on the device"),
-    (("norm", "fused"), _RESIDENT, "only the resident step takes the model apart"),
-    (("activation", "epilogue"), {"norm": ("fused",)}, "the plain model has GELU as an operator"),
-    (("head", "fused"), _RESIDENT, "the host's sampler takes logits"),
-    (("gemm", "small_m"), {"norm": ("fused",), "activation": ("epilogue",)}, "its kernels hold them all"),
-    (
-        ("gemm", "persistent"),
-        {"norm": ("fused",), "activation": ("epilogue",), "append": ("fused",)},
-        "its one kernel holds whole layers",
-    ),
-    (("launch", "dependent"), _RESIDENT, "a chain of kernels overlaps within one captured step"),
-    (
-        ("numerics", "invariant"),
-        {
-            "prefill": ("packed",),
-            "attention": ("paged",),
-            "append": ("fused",),
-            "head": ("fused",),
-            "gemm": ("small_m",),
-        },
-        "only these kernels can be held to one order of their sums",
-    ),
+class _Rule(NamedTuple):
+    """A variant, why it needs others, and of each such field the variants that serve."""
+
+    field: str
+    value: str
+    reason: str
+    needs: dict[str, tuple[str, ...]]
+
+
+def _rule(variant: str, reason: str, **needs: str) -> _Rule:
+    """variant: ``field=value``; needs: a field's variants, separated by blanks."""
+    field, _, value = variant.partition("=")
+    return _Rule(field, value, reason, {name: tuple(values.split()) for name, values in needs.items()})
+
+
+_FIXED_SHAPES = "a captured graph has fixed shapes and reads its inputs from fixed addresses"
+_ON_ITS_OWN = "what the host does in a step must be gone before the device can go on alone"
+_SPLITS = "the resident step chooses its kernels by the longest context, and they append"
+_ONE_ORDER = "only these kernels can be held to one order of their sums"
+_RULES = (
+    _rule("attention=dense", "dense keys are padded to the longest context", mask="dense"),
+    _rule("launch=autotuned", "it is the paged attention kernel that is tuned", attention="paged split"),
+    _rule("runner=graph", _FIXED_SHAPES, attention="paged split", mask="none", tables="pinned resident"),
+    _rule("step=resident", _ON_ITS_OWN, attention="paged split", mask="none", pool="shared"),
+    _rule("step=resident", _ON_ITS_OWN, tables="resident", append="identity_pos fused"),
+    _rule("step=resident", _ON_ITS_OWN, launch="fixed dependent"),
+    _rule("attention=split", _SPLITS, step="resident", append="fused"),
+    _rule("append=fused", "elsewhere keys and values are written after the model has run", step="resident"),
+    _rule("prefill=packed", "its block tables and first tokens are on the device", step="resident"),
+    _rule("norm=fused", "only the resident step takes the model apart", step="resident"),
+    _rule("activation=epilogue", "the plain model has GELU as an operator", norm="fused"),
+    _rule("head=fused", "the host's sampler takes logits", step="resident"),
+    _rule("gemm=small_m", "its kernels hold them all", norm="fused", activation="epilogue"),
+    _rule("gemm=persistent", "its one kernel holds whole layers", norm="fused", activation="epilogue"),
+    _rule("gemm=persistent", "its one kernel holds whole layers", append="fused"),
+    _rule("launch=dependent", "a chain of kernels overlaps within one captured step", step="resident"),
+    _rule("numerics=invariant", _ONE_ORDER, prefill="packed", attention="paged", append="fused"),
+    _rule("numerics=invariant", _ONE_ORDER, head="fused", gemm="small_m"),
 )
 
 
@@ -194,7 +170,6 @@ SIDE_BRANCHES = _side_branches()  # rungs that are kept off the best one
 
 DEPENDENT_LAUNCH_FROM = 9, 0  # compute capability: programmatic dependent launch came with Hopper
 TRITON_FROM = 7, 0  # tensor cores
-BEST_WITHOUT_DEPENDENT_LAUNCH = BEFORE[BEST_RUNG]
 
 
 def best_rung(device: torch.device) -> str:
@@ -210,7 +185,7 @@ def best_rung(device: torch.device) -> str:
             f"{device} has compute capability {_dotted(capability)}; kernels need "
             f"{_dotted(TRITON_FROM)} or more: use device='cpu'"
         )
-    return BEST_WITHOUT_DEPENDENT_LAUNCH
+    return BEFORE[BEST_RUNG]
 
 
 def get_rung(name: str | None, device: torch.device | None = None) -> str:
@@ -241,28 +216,21 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 
 
 def build_step(
-    recipe: Recipe,
-    *,
-    model: GPT,
-    blocks: KVBlockManager,
-    kernels: Kernels,
-    max_blocks_per_sequence: int,
-    max_batch_size: int,
-    gate: AppendGate,
+    recipe: Recipe, model: GPT, blocks: KVBlockManager, kernels: Kernels, n_rows: int, gate: AppendGate
 ) -> HostStep | ResidentStep:
-    """The step that ``recipe`` names: the only place where names are looked up."""
+    """The step that ``recipe`` names, for ``n_rows`` sequences: the only place where names are looked up."""
+    width = blocks_for(model.config.n_positions, blocks.block_size)
     if recipe.step == "resident":
-        return _resident_step(recipe, model, blocks, kernels, max_blocks_per_sequence, max_batch_size)
-    sampler = Sampler(kernels.gumbel_noise)
+        return _resident_step(recipe, model, blocks, kernels, width, n_rows)
     attention = ATTENTION[recipe.attention](kernels.paged_attention_decode)
     return HostStep(
         blocks=blocks,
-        tables=TABLES[recipe.tables](model.device, max_blocks_per_sequence, blocks.max_blocks_per_layer),
+        tables=TABLES[recipe.tables](model.device, width, blocks.max_blocks_per_layer),
         mask=MASKS[recipe.mask],
         runner=RUNNERS[recipe.runner](model, blocks, attention),
         append=build_append(recipe.append, recipe.indices, kernels, model.device, gate),
         prefill=Prefill(model, blocks),
-        sampler=sampler,
+        sampler=Sampler(kernels.gumbel_noise),
     )
 
 
@@ -272,9 +240,11 @@ def _resident_step(
     bind: Binder
     capture, pool = recipe.runner == "graph", graph_pool(model.device)
     if recipe.numerics == "invariant":
-        kernels = invariant_kernels(kernels, recipe.launch == "dependent" and model.device.type == "cuda")
-        layers_for, prefill_layers_for = invariant_layers(model, kernels)
-        bind, chooser = InvariantAppendAndAttend(kernels, blocks), invariant_chooser(model, kernels)
+        dependent = recipe.launch == "dependent" and model.device.type == "cuda"
+        kernels = batch_invariant.invariant_kernels(kernels, dependent)
+        layers_for, prefill_layers_for = batch_invariant.invariant_layers(model, kernels)
+        bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks)
+        chooser = batch_invariant.invariant_chooser(model, kernels)
     else:
         layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
         bind = BINDERS[recipe.attention, recipe.append](kernels, blocks)
