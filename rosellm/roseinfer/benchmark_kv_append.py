@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -23,12 +24,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rosellm.command_line import OneLineParser, command, whole_numbers
+from rosellm.command_line import OneLineParser, command
 from rosellm.models.loading import resolve_device, resolve_dtype
-from rosellm.roseinfer.bench.options import add_device_options, add_record_option, command_parser, count
+from rosellm.roseinfer.bench.options import (
+    add_device_options,
+    add_record_option,
+    command_parser,
+    count,
+    counts,
+)
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_bytes, kv_append_ref
+from rosellm.roseinfer.steps.cuda_graph import record_graph
+from rosellm.roseinfer.steps.in_flight import Clock
 
 CALLS = {"cuda": 50, "cpu": 5}
 ROTATED_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
@@ -98,27 +107,17 @@ def make_caches(shape: Shape) -> dict[str, Tensor]:
 
 def make_operands(shape: Shape, n_sets: int, seed: int = 0) -> list[Operands]:
     """Sets that share no slot and no input; a cache serves BLOCK_SIZE of them."""
-    generator = torch.Generator(device=shape.device).manual_seed(seed)
-    random: dict[str, Any] = {"generator": generator, "device": shape.device}
+    device, generator = shape.device, torch.Generator(device=shape.device).manual_seed(seed)
+    new = partial(torch.randn, shape.batch, shape.n_heads, shape.head_dim, dtype=shape.dtype, device=device)
     sets = []
     for i in range(n_sets):
         pos = i % shape.block_size
         if pos == 0:
             caches = make_caches(shape)
-        news = {
-            name: torch.randn(shape.batch, shape.n_heads, shape.head_dim, dtype=shape.dtype, **random)
-            for name in ("key_new", "value_new")
-        }
-        sets.append(
-            Operands(
-                caches,
-                news,
-                batch_idx=torch.arange(shape.batch, dtype=torch.int32, device=shape.device),
-                block_idx=torch.randperm(shape.batch, dtype=torch.int32, **random),
-                pos_tensor=torch.full((shape.batch,), pos, dtype=torch.int32, device=shape.device),
-                pos=pos,
-            )
-        )
+        news = {name: new(generator=generator) for name in ("key_new", "value_new")}
+        rows = torch.arange(shape.batch, dtype=torch.int32, device=device)
+        blocks = torch.randperm(shape.batch, dtype=torch.int32, device=device, generator=generator)
+        sets.append(Operands(caches, news, rows, blocks, torch.full_like(rows, pos), pos))
     return sets
 
 
@@ -136,20 +135,17 @@ def check_variant(variant: str, operands: Operands, kernels: Kernels, shape: Sha
 
 def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
     """Device seconds a call, one figure a replay of a CUDA graph of all ``calls``."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        calls[0]()  # compiles before anything is recorded
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def run() -> None:
         for call in calls:
             call()
-    graph.replay()
-    return [seconds / len(calls) for seconds in _event_times(graph.replay, repeats)]
+
+    replay = record_graph(run, warm_up=calls[0])
+    replay()
+    return [seconds / len(calls) for seconds in _device_times(replay, repeats)]
 
 
-def wall_times(calls: list[Callable[[], None]], repeats: int, device: torch.device) -> list[float]:
+def wall_times(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[float]:
     """Wall seconds a call, launched one by one from Python and waited for at the end; one figure a repeat."""
     _synchronize(device)
     times = []
@@ -166,24 +162,21 @@ def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
     """Bytes a second, reads and writes both counted, of a copy of ``COPY_BYTES``; one figure a repeat."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-
+    copy = partial(target.copy_, source)
     copy()
-    times = _event_times(copy, repeats) if device.type == "cuda" else wall_times([copy], repeats, device)
+    times = _device_times(copy, repeats) if device.type == "cuda" else wall_times([copy], repeats, device)
     return [2 * COPY_BYTES / seconds for seconds in times]
 
 
-def _event_times(run: Callable[[], object], repeats: int) -> list[float]:
+def _device_times(run: Callable[[], object], repeats: int) -> list[float]:
+    """A GPU's seconds a run, one figure a repeat."""
     times = []
     for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        start = Clock(on_gpu=True)
         run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
+        end = Clock(on_gpu=True)
+        end.wait()
+        times.append(end.seconds_since(start))
     return times
 
 
@@ -210,22 +203,14 @@ def time_variant(
 def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float) -> list[dict[str, Any]]:
     """One row a variant: raw times and medians in seconds, beside the floor."""
     sets = make_operands(shape, max(2, -(-ROTATED_BYTES[shape.device.type] // shape.bytes_moved)))
+    size = {"bytes_moved": shape.bytes_moved, "floor_s": shape.bytes_moved / bandwidth}
     rows = []
     for variant in VARIANTS:
         check_variant(variant, sets[-1], kernels, shape)
         times = time_variant(variant, sets, kernels, repeats)
-        rows.append(
-            {
-                "batch_size": shape.batch,
-                "variant": variant,
-                "bit_equal": True,
-                "rotated_sets": len(sets),
-                "bytes_moved": shape.bytes_moved,
-                "floor_s": shape.bytes_moved / bandwidth,
-                "repeats_s": times,
-                "medians_s": {way: float(np.median(seconds)) for way, seconds in times.items()},
-            }
-        )
+        medians = {way: float(np.median(seconds)) for way, seconds in times.items()}
+        row = {"batch_size": shape.batch, "variant": variant, "bit_equal": True, "rotated_sets": len(sets)}
+        rows.append(row | size | {"repeats_s": times, "medians_s": medians})
     return rows
 
 
@@ -245,17 +230,14 @@ def measure(options: Namespace) -> dict[str, Any]:
         print(gain_line(of_batch), flush=True)
         rows += of_batch
     print(*table(rows), sep="\n")
-    facts = {name: value for name, value in vars(options).items() if name != "json"}
-    return new_record(
-        "kv_append",
-        device,
-        options=facts,
-        device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
-        kernels=kernels.name,
-        copy_bandwidth_bytes_s={"repeats": bandwidths, "median": bandwidth},
-        rows=rows,
-    )
+    facts = {
+        "options": {name: value for name, value in vars(options).items() if name != "json"},
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kernels": kernels.name,
+        "copy_bandwidth_bytes_s": {"repeats": bandwidths, "median": bandwidth},
+    }
+    return new_record("kv_append", device, **facts, rows=rows)
 
 
 def gain_line(rows: list[dict[str, Any]]) -> str:
@@ -297,13 +279,7 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> OneLineParser:
     parser = command_parser("benchmark_kv_append", __doc__)
     add = parser.add_argument
-    add(
-        "--batch-sizes",
-        type=whole_numbers(MOST_ROWS),
-        default=(128, 256, 512, 1024, 2048),
-        metavar="N,N",
-        help="tokens a call",
-    )
+    add("--batch-sizes", **counts((128, 256, 512, 1024, 2048), MOST_ROWS), help="tokens a call")
     add("--num-heads", **count(12), help="key and value heads")
     add("--head-dim", **count(64), help="elements a head")
     add("--block-size", **count(64), help="tokens a block")

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import gc
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -27,15 +27,7 @@ from rosellm.errors import OptionError, PromptError, RoseError
 from rosellm.models.config import ModelConfig
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
-from rosellm.roseinfer.bench.options import (
-    MOST_REQUESTS,
-    add_device_options,
-    add_model_options,
-    add_run_options,
-    command_parser,
-    count,
-    request_facts,
-)
+from rosellm.roseinfer.bench import options as bench_options
 from rosellm.roseinfer.bench.prompts import encode_prompts, make_prompts
 from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
 from rosellm.roseinfer.bench.rivals import RIVALS, Rival, Task, check_rivals
@@ -117,7 +109,7 @@ def measure_workload(
 def _facts(task: Task, config: ModelConfig) -> dict[str, Any]:
     """What is the same for all rivals."""
     return {
-        **request_facts(task.options),
+        **bench_options.request_facts(task.options),
         "form": "offline",
         "workload_form": WORKLOADS[task.options.workload].form,
         "device": task.device.type,
@@ -169,24 +161,16 @@ def main(argv: list[str] | None = None) -> None:
         save_model(gpt, Path(folder), dtype)
         config = gpt.config
         del gpt
-        tasks = [
-            _make_task(workload_options(options, name), Path(folder), device, dtype, config, tokenizer)
-            for name in options.workloads
-        ]
+        bare = Task(Path(folder), device, dtype, options, prompts=[])
+        tasks = [_of_workload(name, bare, config, tokenizer) for name in options.workloads]
         for task in tasks:
             records += _measure_and_write(task, options, config)
     print("\n".join(comparison(records)))
 
 
-def _make_task(
-    options: Namespace,
-    checkpoint: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    config: ModelConfig,
-    tokenizer: AnyTokenizer,
-) -> Task:
-    """Raises ``PromptError`` if the model has too few positions for the workload."""
+def _of_workload(name: str, task: Task, config: ModelConfig, tokenizer: AnyTokenizer) -> Task:
+    """``task`` with a workload's sizes and prompts. ``PromptError`` where those exceed the positions."""
+    options = workload_options(task.options, name)
     prompts = encode_prompts(make_prompts(options, config.vocab_size), tokenizer)
     longest = max(map(len, prompts))
     if longest + options.max_new_tokens > config.n_positions:
@@ -194,7 +178,7 @@ def _make_task(
             f"{options.workload}: {longest} prompt tokens and {options.max_new_tokens} new ones exceed the "
             f"model's {config.n_positions} positions"
         )
-    return Task(checkpoint, device, dtype, options, prompts)
+    return replace(task, options=options, prompts=prompts)
 
 
 def _measure_and_write(task: Task, options: Namespace, config: ModelConfig) -> Iterable[dict[str, Any]]:
@@ -253,29 +237,22 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def _parser() -> OneLineParser:
-    parser = command_parser("benchmark_rivals", __doc__, "--rival NAME,NAME --workloads ID,ID [options]")
+    usage = "--rival NAME,NAME --workloads ID,ID [options]"
+    parser = bench_options.command_parser("benchmark_rivals", __doc__, usage)
     add = parser.add_argument
-    add(
-        "--rival",
-        type=_names(RIVALS),
-        required=True,
-        metavar="NAME,NAME",
-        help=f"who runs, the first one being what the others are compared with: {', '.join(RIVALS)}",
-    )
+    who = f"who runs, the first one being what the others are compared with: {', '.join(RIVALS)}"
+    add("--rival", type=_names(RIVALS), required=True, metavar="NAME,NAME", help=who)
     add("--workloads", type=_names(WORKLOADS), required=True, metavar="ID,ID", help=", ".join(WORKLOADS))
     add("--rung", metavar="NAME", help=f"of rosellm; default: the best one; {', '.join(LADDER)}")
     add("--output", type=Path, metavar="FOLDER", help="write WORKLOAD-RIVAL.json here; made if missing")
-    add_model_options(parser)
-    add_device_options(parser)
-    _add_override_options(parser)
-    add_run_options(parser)
-    return parser
-
-
-def _add_override_options(parser: ArgumentParser) -> None:
+    bench_options.add_model_options(parser)
+    bench_options.add_device_options(parser)
     group = parser.add_argument_group("sizes that replace those of every workload")
+    most = bench_options.MOST_REQUESTS
     for name in OVERRIDES:
-        group.add_argument(f"--{name.replace('_', '-')}", **count(None, high=MOST_REQUESTS))
+        group.add_argument(f"--{name.replace('_', '-')}", **bench_options.count(None, high=most))
+    bench_options.add_run_options(parser)
+    return parser
 
 
 if __name__ == "__main__":

@@ -13,19 +13,10 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
+from rosellm.roseinfer.bench import runs
 from rosellm.roseinfer.bench.cli import Benchmark
 from rosellm.roseinfer.bench.job import Job
-from rosellm.roseinfer.bench.prompts import Prompts
 from rosellm.roseinfer.bench.record import distribution
-from rosellm.roseinfer.bench.runs import (
-    Run,
-    check_served,
-    peak_memory,
-    prepare_run,
-    repeat,
-    request_figures,
-    run_figures,
-)
 from rosellm.roseinfer.bench.summary import summary_line
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
@@ -35,35 +26,28 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineSchedule
 
 
 def run_scheduler_benchmark(
-    engine: Engine,
-    prompts: Prompts,
-    params: SamplingParams,
-    config: SchedulerConfig | None = None,
-    warmup_runs: int = 1,
-    repeat_runs: int = 3,
-    mode: str = "online",
+    job: Job, warmup_runs: int = 1, repeat_runs: int = 3, mode: str = "online"
 ) -> dict[str, Any]:
-    """Run the requests again and again: every measured run's raw figures, their medians and means.
+    """Serve the job's requests again and again: every measured run's raw figures, their medians and means.
 
     mode: "naive" (one request after another, each timed from its own start), "offline" or "online" (all
     requests arrive at once). Text prompts are tokenized within the measured time. Times are seconds,
     throughputs tokens a second, memory bytes.
     """
-    job = Job(engine, prompts, params, config)
-    return repeat(partial(_run_once, mode=mode), job, mode, warmup_runs, repeat_runs)
+    return runs.repeat(partial(_run_once, mode=mode), job, mode, warmup_runs, repeat_runs)
 
 
 def _run_once(job: Job, mode: str) -> dict[str, Any]:
     engine = job.engine
-    prepare_run(engine)
+    runs.prepare_run(engine)
     scheduler = MODES[mode](engine, job.config)
     start = perf_counter()
     outputs = scheduler.run([engine.encode(prompt) for prompt in job.prompts], job.params)
     total_time = perf_counter() - start
-    check_served(outputs)
+    runs.check_served(outputs)
     tokens = [output.token_ids for output in outputs]
     return {
-        **run_figures(tokens, total_time, peak_memory(engine.device)),
+        **runs.run_figures(tokens, total_time, runs.peak_memory(engine.device)),
         "decode_time_s": scheduler.decode_time_s,
         "prefill_time_s": scheduler.prefill_time_s,
         "decode_steps": scheduler.decode_steps,
@@ -73,7 +57,7 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
         if scheduler.decode_steps
         else None,
         **distribution("decode_step", scheduler.step_times, (50, 99)),
-        **request_figures(outputs, (50,)),
+        **runs.request_figures(outputs, (50,)),
     }
 
 
@@ -131,15 +115,11 @@ def summary(result: dict[str, Any]) -> list[str]:
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--mode",
-        choices=(*MODES, "all"),
-        default="online",
-        help="naive: one request after another; offline and online: schedulers",
-    )
+    told = "naive: one request after another; offline and online: schedulers"
+    parser.add_argument("--mode", choices=(*MODES, "all"), default="online", help=told)
 
 
-def _runs(options: Namespace) -> dict[str, Run]:
+def _runs(options: Namespace) -> dict[str, runs.Run]:
     modes = MODES if options.mode == "all" else (options.mode,)
     return {mode: partial(_run_once, mode=mode) for mode in modes}
 

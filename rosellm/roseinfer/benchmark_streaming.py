@@ -19,25 +19,15 @@ from time import perf_counter, sleep
 from typing import Any
 
 from rosellm.errors import RoseError
+from rosellm.roseinfer.bench import runs
 from rosellm.roseinfer.bench.cli import Benchmark
 from rosellm.roseinfer.bench.job import Job
 from rosellm.roseinfer.bench.options import count
 from rosellm.roseinfer.bench.prompts import Prompts
 from rosellm.roseinfer.bench.record import distribution
-from rosellm.roseinfer.bench.runs import (
-    Run,
-    peak_memory,
-    prepare_run,
-    repeat,
-    request_failed,
-    request_figures,
-    run_figures,
-)
 from rosellm.roseinfer.bench.summary import summary_line
-from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)
@@ -60,24 +50,18 @@ class StreamingLoad:
 
 
 def run_streaming_benchmark(
-    engine: Engine,
-    prompts: Prompts,
-    params: SamplingParams,
-    config: SchedulerConfig | None = None,
-    load: StreamingLoad | None = None,
-    warmup_runs: int = 1,
-    repeat_runs: int = 3,
+    job: Job, load: StreamingLoad | None = None, warmup_runs: int = 1, repeat_runs: int = 3
 ) -> dict[str, Any]:
-    """Run the requests again and again: every measured run's raw figures, their medians and means.
+    """Serve the job's requests again and again: every measured run's raw figures, their medians and means.
 
     Times are seconds, throughputs tokens a second, memory bytes.
     """
     run = partial(_run_once, load=load or StreamingLoad())
-    return repeat(run, Job(engine, prompts, params, config), "streaming", warmup_runs, repeat_runs)
+    return runs.repeat(run, job, "streaming", warmup_runs, repeat_runs)
 
 
 def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
-    prepare_run(job.engine)
+    runs.prepare_run(job.engine)
     inbox: SimpleQueue = SimpleQueue()
     with (
         ThreadPoolExecutor(1) as thread,
@@ -93,9 +77,9 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
     gaps = (gap for output in outputs for gap in output.metrics.itl)
     tokens = [output.token_ids for output in outputs]
     return {
-        **run_figures(tokens, total_time, peak_memory(job.engine.device)),
+        **runs.run_figures(tokens, total_time, runs.peak_memory(job.engine.device)),
         "read_time_s": read_time,
-        **request_figures(outputs, PERCENTS),
+        **runs.request_figures(outputs, PERCENTS),
         **distribution("itl", gaps, PERCENTS),
     }
 
@@ -125,7 +109,7 @@ def _results(manager: StreamingManager, request_ids: list[int]) -> list[RequestO
         try:
             outputs.append(manager.result(request_id))
         except RoseError as error:
-            raise request_failed(number, len(request_ids), error) from error
+            raise runs.request_failed(number, len(request_ids), error) from error
     return outputs
 
 
@@ -168,16 +152,17 @@ def _add_options(parser: ArgumentParser) -> None:
     load = StreamingLoad
     add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: done on submission")
     add("--stream-interval", **count(load.stream_interval), help="tokens handed over at a time")
+    pause = load.submit_interval_s * 1e3
     add(
         "--submit-interval-ms",
         type=_milliseconds,
-        default=load.submit_interval_s * 1e3,
+        default=pause,
         metavar="MS",
         help="between two submissions",
     )
 
 
-def _runs(options: Namespace) -> dict[str, Run]:
+def _runs(options: Namespace) -> dict[str, runs.Run]:
     load = StreamingLoad(options.tokenize_workers, options.stream_interval, options.submit_interval_ms / 1e3)
     return {"streaming": partial(_run_once, load=load)}
 

@@ -16,7 +16,7 @@ from rosellm.command_line import command
 from rosellm.errors import PromptError, RoseError
 from rosellm.models.tokenizer import load_dummy_tokenizer
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.job import SPARE_KV_BLOCKS, choose_recipe, kv_blocks_wanted
+from rosellm.roseinfer.bench.job import SPARE_KV_BLOCKS, Job, choose_recipe, kv_blocks_wanted
 from rosellm.roseinfer.bench.prompts import make_prompts
 from rosellm.roseinfer.bench.summary import print_summary
 from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
@@ -390,7 +390,7 @@ def test_the_kv_cache_holds_what_runs_together_and_no_more():
 def test_tokens_and_steps_are_counted_in_every_mode(mode, decode_steps):
     prompts = random_prompts([3, 5, 2, 9, 4])
     result = run_scheduler_benchmark(
-        engine_for(), prompts, greedy(5), SchedulerConfig(max_batch_size=2), 1, 2, mode
+        Job(engine_for(), prompts, greedy(5), SchedulerConfig(max_batch_size=2)), 1, 2, mode
     )
     for repeat in result["repeats"]:
         assert (repeat["completion_tokens"], repeat["decode_tokens"]) == (25, 20)
@@ -413,15 +413,15 @@ def test_a_naive_request_arrives_when_the_one_before_has_ended():
 def test_rungs_and_modes_and_streaming_give_one_digest():
     prompts = random_prompts([3, 9, 5])
     runs = [
-        run_scheduler_benchmark(engine_for(recipe=rung), prompts, greedy(6), None, 0, 1, mode)
+        run_scheduler_benchmark(Job(engine_for(recipe=rung), prompts, greedy(6)), 0, 1, mode)
         for rung, mode in (("dense", "naive"), ("dense", "online"), (BEST_RUNG, "offline"))
     ]
-    runs.append(run_streaming_benchmark(streaming_engine(), prompts, greedy(6), None, StreamingLoad(), 0, 1))
+    runs.append(run_streaming_benchmark(Job(streaming_engine(), prompts, greedy(6)), StreamingLoad(), 0, 1))
     assert len({run["repeats"][0]["tokens_sha256"] for run in runs}) == 1
 
 
 def test_one_token_a_request_leaves_decode_figures_without_value(capsys):
-    result = run_scheduler_benchmark(engine_for(), random_prompts([3]), greedy(1), None, 0, 1)
+    result = run_scheduler_benchmark(Job(engine_for(), random_prompts([3]), greedy(1)), 0, 1)
     assert result["repeats"][0]["decode_throughput_tok_s"] is None
     print_summary(result, benchmark_scheduler.summary(result))
     lines = without_numbers(capsys.readouterr().out)
@@ -432,7 +432,7 @@ def test_one_token_a_request_leaves_decode_figures_without_value(capsys):
 def test_every_run_starts_with_an_empty_prefix_cache():
     engine = engine_for(prefix_cache=True)
     prompts = random_prompts([20, 20])
-    result = run_scheduler_benchmark(engine, prompts, greedy(3), SchedulerConfig(), 1, 2)
+    result = run_scheduler_benchmark(Job(engine, prompts, greedy(3), SchedulerConfig()), 1, 2)
     assert engine.prefix_cache.hits == 0
     assert len({repeat["tokens_sha256"] for repeat in result["repeats"]}) == 1
 
@@ -440,7 +440,7 @@ def test_every_run_starts_with_an_empty_prefix_cache():
 def test_a_refused_prompt_ends_a_streaming_run_at_once():
     engine = streaming_engine()
     with pytest.raises(PromptError, match="exceed the model's 64 positions"):
-        run_streaming_benchmark(engine, random_prompts([3, 60]), greedy(20), None, StreamingLoad(), 0, 1)
+        run_streaming_benchmark(Job(engine, random_prompts([3, 60]), greedy(20)), StreamingLoad(), 0, 1)
     engine.check_integrity()
     assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
 
@@ -458,21 +458,21 @@ REFUSED = f"request 2 of 3 failed: {POISON}"
 def test_a_run_in_which_a_request_failed_is_refused(mode):
     engine = engine_whose_second_request_fails()
     with pytest.raises(RoseError) as raised:
-        run_scheduler_benchmark(engine, [[1], [2], [3]], greedy(4), None, 0, 1, mode)
+        run_scheduler_benchmark(Job(engine, [[1], [2], [3]], greedy(4)), 0, 1, mode)
     assert str(raised.value) == REFUSED
 
 
 def test_a_streaming_run_in_which_a_request_failed_is_refused():
     engine = engine_whose_second_request_fails()
     with pytest.raises(RoseError) as raised:
-        run_streaming_benchmark(engine, [[1], [2], [3]], greedy(4), None, StreamingLoad(), 0, 1)
+        run_streaming_benchmark(Job(engine, [[1], [2], [3]], greedy(4)), StreamingLoad(), 0, 1)
     assert str(raised.value) == REFUSED
 
 
 def test_submissions_keep_their_interval():
     engine = streaming_engine()
     load = StreamingLoad(submit_interval_s=0.05)
-    result = run_streaming_benchmark(engine, random_prompts([3, 3, 3]), greedy(2), None, load, 0, 1)
+    result = run_streaming_benchmark(Job(engine, random_prompts([3, 3, 3]), greedy(2)), load, 0, 1)
     assert result["repeats"][0]["total_time_s"] >= 0.1
 
 

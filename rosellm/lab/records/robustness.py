@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rosellm.lab.records.bench import make_prompts
 from rosellm.models.model import GPT
+from rosellm.roseinfer.bench.job import Job
 from rosellm.roseinfer.bench.workloads import Workload
 from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
@@ -32,7 +33,7 @@ def in_turns(
     runs: dict[str, list[dict]] = {name: [] for name in engines}
     for turn in range(repeats + 1):
         for name, engine in engines.items():
-            result = run_scheduler_benchmark(engine, prompts, params, None, 0, 1)["repeats"][0]
+            result = run_scheduler_benchmark(Job(engine, prompts, params), 0, 1)["repeats"][0]
             if turn:
                 runs[name].append({key: result[key] for key in KEPT})
     return {

@@ -46,6 +46,16 @@ def count(default: int | None, low: int = 1, high: int = INT32_MAX) -> dict[str,
     return {"type": whole_number(low, high), "default": default, "metavar": "N"}
 
 
+def counts(default: tuple[int, ...], high: int) -> dict[str, Any]:
+    """What makes an argument whole numbers from 1 to ``high``, separated by commas."""
+    return {"type": whole_numbers(high), "default": default, "metavar": "N,N"}
+
+
+def switch(default: bool) -> dict[str, Any]:
+    """What makes an argument ``--name`` or ``--no-name``."""
+    return {"action": BooleanOptionalAction, "default": default}
+
+
 def writable_file(text: str) -> Path:
     """An argparse type: a file that can be written."""
     try:
@@ -57,12 +67,8 @@ def writable_file(text: str) -> Path:
 def add_model_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--hf-model-id", default=SHIPPED, metavar="MODEL", help="hub id, local folder or the shipped model")
-    add(
-        "--load-format",
-        choices=LOAD_FORMATS,
-        default="auto",
-        help="dummy: the model's shape with seeded random weights, no download",
-    )
+    dummy = "dummy: the model's shape with seeded random weights, no download"
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help=dummy)
 
 
 def add_device_options(parser: ArgumentParser) -> None:
@@ -77,22 +83,11 @@ def add_engine_options(parser: ArgumentParser) -> None:
     add("--paged-attn", action="store_true", help="the best recipe with the eager runner; without it: dense")
     add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
     add("--block-size", **count(64, high=MOST_TOKENS), help="tokens a KV block, a power of two")
-    add(
-        "--num-kv-blocks",
-        **count(None),
-        help="KV blocks a layer; default: what --max-batch-size requests need, capped by memory",
-    )
-    add(
-        "--prefix-cache",
-        action=BooleanOptionalAction,
-        default=True,
-        help="reuse the KV of shared prompt prefixes",
-    )
-    add(
-        "--deterministic",
-        action="store_true",
-        help="a request's logits are bitwise the same whatever shares its batch; on the late rungs",
-    )
+    blocks = "KV blocks a layer; default: what --max-batch-size requests need, capped by memory"
+    add("--num-kv-blocks", **count(None), help=blocks)
+    add("--prefix-cache", **switch(True), help="reuse the KV of shared prompt prefixes")
+    alone = "a request's logits are bitwise the same whatever shares its batch; on the late rungs"
+    add("--deterministic", action="store_true", help=alone)
 
 
 def add_request_options(parser: ArgumentParser) -> None:
@@ -101,21 +96,13 @@ def add_request_options(parser: ArgumentParser) -> None:
     add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests a run")
     add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens a request")
     add("--prompt", default=Workload.prompt, metavar="TEXT", help="text of every prompt")
-    add(
-        "--prompt-repeats",
-        type=whole_numbers(MOST_TOKENS),
-        default=Workload.prompt_repeats,
-        metavar="N,N",
-        help="requests repeat the text N times, in turn",
-    )
-    add(
-        "--prompt-tokens",
-        **count(Workload.prompt_tokens, high=MOST_TOKENS),
-        help="prompts of N seeded random token ids instead of text",
-    )
+    repeats = "requests repeat the text N times, in turn"
+    add("--prompt-repeats", **counts(Workload.prompt_repeats, MOST_TOKENS), help=repeats)
+    random = "prompts of N seeded random token ids instead of text"
+    add("--prompt-tokens", **count(Workload.prompt_tokens, high=MOST_TOKENS), help=random)
     add("--seed", **count(0, low=0), help="of --prompt-tokens")
-    add("--stop-on-eos", action=BooleanOptionalAction, default=True, help="end a request at end of sequence")
-    add("--pretok", action=BooleanOptionalAction, default=False, help="tokenize before the clock starts")
+    add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
+    add("--pretok", **switch(False), help="tokenize before the clock starts")
 
 
 def add_scheduler_options(parser: ArgumentParser) -> None:
@@ -124,12 +111,8 @@ def add_scheduler_options(parser: ArgumentParser) -> None:
     add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
     add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts an iteration")
     add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens an iteration")
-    add(
-        "--prefill-admission-policy",
-        choices=POLICIES,
-        default=config.admission_policy,
-        help="who of the waiting is admitted: the first, or the shortest that fit",
-    )
+    policy = "who of the waiting is admitted: the first, or the shortest that fit"
+    add("--prefill-admission-policy", choices=POLICIES, default=config.admission_policy, help=policy)
 
 
 def add_run_options(parser: ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -59,10 +60,10 @@ class Rival(Protocol):
         """For the record: version, and how it was set up."""
 
     def close(self) -> None:
-        """Give back what garbage collection does not."""
+        """Give back what garbage collection does not: nothing, unless a rival says so."""
 
 
-class Rosellm:
+class Rosellm(Rival):
     """``OfflineScheduler``, which ``LLM.generate`` runs, on an engine of the rung asked for."""
 
     in_process = True
@@ -88,11 +89,8 @@ class Rosellm:
     def facts(self) -> dict[str, Any]:
         return {"rival_version": rosellm.__version__, **engine_facts(self.engine)}
 
-    def close(self) -> None:
-        pass
 
-
-class Transformers:
+class Transformers(Rival):
     """``GPT2LMHeadModel.generate``: static batches of at most ``max_batch_size`` prompts, padded on the left.
 
     There is no end of sequence in its generation config: ``min_new_tokens`` would forbid that token, and the
@@ -134,11 +132,8 @@ class Transformers:
         attention = self.model.config._attn_implementation
         return {"rival_version": version("transformers"), "attention": attention}
 
-    def close(self) -> None:
-        pass
 
-
-class VLLM:
+class VLLM(Rival):
     """vLLM's offline ``LLM.generate`` in its default form: an engine process of its own, CUDA graphs."""
 
     in_process = False
@@ -172,7 +167,7 @@ class VLLM:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-RIVALS: dict[str, type[Rival]] = {"vllm": VLLM, "transformers": Transformers, "rosellm": Rosellm}
+RIVALS: dict[str, Callable[[Task], Rival]] = {"vllm": VLLM, "transformers": Transformers, "rosellm": Rosellm}
 
 
 def check_rivals(names: list[str], device: torch.device) -> None:
