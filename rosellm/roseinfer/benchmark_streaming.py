@@ -152,14 +152,8 @@ def _add_options(parser: ArgumentParser) -> None:
     load = StreamingLoad
     add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: done on submission")
     add("--stream-interval", **count(load.stream_interval), help="tokens handed over at a time")
-    pause = load.submit_interval_s * 1e3
-    add(
-        "--submit-interval-ms",
-        type=_milliseconds,
-        default=pause,
-        metavar="MS",
-        help="between two submissions",
-    )
+    pause, told = load.submit_interval_s * 1e3, "between two submissions"
+    add("--submit-interval-ms", type=_milliseconds, default=pause, metavar="MS", help=told)
 
 
 def _runs(options: Namespace) -> dict[str, runs.Run]:
