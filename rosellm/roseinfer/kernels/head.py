@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.linear import tile_product
 from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise
 
 ROLES = {"_best_tokens_kernel": "head"}
@@ -63,24 +64,11 @@ def _best_tokens_kernel(
     tile_rows = tl.arange(0, BLOCK_M)
     held_rows = first_row + tile_rows < M
     hidden_ptr += first_row.to(tl.int64) * K
-    c = tl.arange(0, BLOCK_K)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, K, BLOCK_K):
-        inner = first + c
-        held = inner < K
-        h = tl.load(
-            hidden_ptr + tile_rows[:, None] * K + inner[None, :],
-            mask=held_rows[:, None] & held[None, :],
-            other=0.0,
-        )
-        w = tl.load(
-            weight_ptr + columns[None, :].to(tl.int64) * K + inner[:, None],
-            mask=(columns[None, :] < N) & held[:, None],
-            other=0.0,
-        )
-        acc = tl.dot(h, w, acc, input_precision="ieee")
+    acc = tile_product(
+        hidden_ptr, weight_ptr, tile_rows, held_rows, columns, 0, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K
+    )
     # Rounding the accumulators themselves would make ptxas wait for each matrix instruction of the loop.
     acc += tl.where(columns < N, 0.0, float("-inf"))[None, :]
     logits = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)

@@ -148,6 +148,29 @@ def _few_rows_kernel(
     tl.store(target, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def tile_product(
+    x_ptr, weight_ptr, rows, held_rows, columns, begin, N, K: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """These rows of x times these columns, in fp32, over WIDTH elements of K from ``begin`` on."""
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, WIDTH, BLOCK_K):
+        inner = begin + first + k
+        held = first + k < WIDTH
+        x = tl.load(
+            x_ptr + rows[:, None] * K + inner[None, :], mask=held_rows[:, None] & held[None, :], other=0.0
+        )
+        w = tl.load(
+            weight_ptr + columns[None, :].to(tl.int64) * K + inner[:, None],
+            mask=(columns[None, :] < N) & held[:, None],
+            other=0.0,
+        )
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def _some_rows_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, M, N,
@@ -161,25 +184,15 @@ def _some_rows_kernel(
     held_rows = first_row + rows < M
     x_ptr += first_row.to(tl.int64) * K
     part = tl.program_id(2)
-    k = tl.arange(0, BLOCK_K)
     WIDTH: tl.constexpr = K // PARTS
     if BIAS:
         bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, WIDTH, BLOCK_K):
-        inner = part * WIDTH + first + k
-        held = first + k < WIDTH
-        x = tl.load(
-            x_ptr + rows[:, None] * K + inner[None, :], mask=held_rows[:, None] & held[None, :], other=0.0
-        )
-        w = tl.load(
-            weight_ptr + columns[None, :].to(tl.int64) * K + inner[:, None],
-            mask=(columns[None, :] < N) & held[:, None],
-            other=0.0,
-        )
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+    begin = part * WIDTH
+    acc = tile_product(
+        x_ptr, weight_ptr, rows, held_rows, columns, begin, N, K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K
+    )
     if BIAS:
         acc += bias[None, :]
     if GELU:
