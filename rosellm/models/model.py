@@ -48,11 +48,14 @@ class Block(nn.Module):
         return x + self.down(hidden)  # [N, C]
 
     def _attention(self, x: Tensor, attend: Attend) -> Tensor:
-        c = self.config
-        heads = self.qkv(x).view(-1, c.n_heads + 2 * c.n_kv_heads, c.head_dim)  # [N, H + 2 H_kv, D]
-        q, k, v = heads.split((c.n_heads, c.n_kv_heads, c.n_kv_heads), dim=1)
-        mixed = attend(self.layer, q, k, v)  # [N, H, D]
-        return self.out(mixed.reshape(-1, c.d_model))  # [N, C]
+        mixed = attend(self.layer, *split_heads(self.qkv(x), self.config))  # [N, H, D]
+        return self.out(mixed.reshape(-1, self.config.d_model))  # [N, C]
+
+
+def split_heads(qkv: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """``[N, (H + 2 H_kv) D]`` → q ``[N, H, D]``, k and v ``[N, H_kv, D]``, views."""
+    n_kv = config.n_kv_heads
+    return qkv.view(len(qkv), -1, config.head_dim).split((config.n_heads, n_kv, n_kv), dim=1)
 
 
 def _embedding(n: int, width: int) -> nn.Embedding:

@@ -202,18 +202,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     ``<|endoftext|>`` is id 0; the 256 bytes are always tokens, so every text can be encoded.
     """
     raw = tokenizers.Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(CODE_PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    pieces = pre_tokenizers.Split(Regex(CODE_PIECES), behavior="isolated")
+    spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.pre_tokenizer = pre_tokenizers.Sequence([pieces, spelling])
     raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
     raw.train_from_iterator(texts, trainer)
     return Tokenizer(raw, raw.token_to_id(END_OF_TEXT))

@@ -46,6 +46,7 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
     total_time = perf_counter() - start
     runs.check_served(outputs)
     tokens = [output.token_ids for output in outputs]
+    throughput = scheduler.decode_tokens / scheduler.decode_time_s if scheduler.decode_steps else None
     return {
         **runs.run_figures(tokens, total_time, runs.peak_memory(engine.device)),
         "decode_time_s": scheduler.decode_time_s,
@@ -53,9 +54,7 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
         "decode_steps": scheduler.decode_steps,
         "decode_tokens": scheduler.decode_tokens,
         "preemptions": scheduler.preemptions,
-        "decode_throughput_tok_s": scheduler.decode_tokens / scheduler.decode_time_s
-        if scheduler.decode_steps
-        else None,
+        "decode_throughput_tok_s": throughput,
         **distribution("decode_step", scheduler.step_times, (50, 99)),
         **runs.request_figures(outputs, (50,)),
     }

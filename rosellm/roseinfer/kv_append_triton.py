@@ -14,11 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROLES = {
-    "_kv_append_kernel": "append",
-    "_kv_append_full_batch_kernel": "append",
-    "_kv_append_identity_pos_kernel": "append",
-}
+_KERNELS = "_kv_append_kernel", "_kv_append_full_batch_kernel", "_kv_append_identity_pos_kernel"
+ROLES = dict.fromkeys(_KERNELS, "append")
 
 
 def kv_append_ref(

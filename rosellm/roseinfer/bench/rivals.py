@@ -10,12 +10,14 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import rosellm
 from rosellm.errors import DeviceError, RoseError
@@ -72,14 +74,9 @@ class Rosellm(Rival):
         options, self.prompts = task.options, task.prompts
         gpt = load_model(str(task.checkpoint), task.device, task.dtype)
         blocks = kv_blocks_wanted(options, gpt, max(map(len, task.prompts)))
+        sizes = {"max_batch_size": options.max_batch_size, "block_size": options.block_size}
         self.params = greedy_params(options)
-        self.engine = Engine(
-            gpt,
-            recipe=options.rung,
-            max_batch_size=options.max_batch_size,
-            num_kv_blocks=blocks,
-            block_size=options.block_size,
-        )
+        self.engine = Engine(gpt, recipe=options.rung, num_kv_blocks=blocks, **sizes)
 
     def generate(self) -> list[list[int]]:
         outputs = OfflineScheduler(self.engine).run(self.prompts, self.params)
@@ -115,18 +112,14 @@ class Transformers(Rival):
         return [tokens for batch in batches for tokens in self._generate_batch(batch)]
 
     def _generate_batch(self, prompts: list[list[int]]) -> list[list[int]]:
-        longest = max(map(len, prompts))
-        missing = [longest - len(prompt) for prompt in prompts]
-        ids = [[0] * n + prompt for n, prompt in zip(missing, prompts, strict=True)]
-        mask = [[0] * n + [1] * (longest - n) for n in missing]
+        rows = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
+        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids, mask = padded(rows), padded([torch.ones_like(row) for row in rows])
+        n_new = self.options.max_new_tokens
         output = self.model.generate(
-            torch.tensor(ids, device=self.model.device),
-            attention_mask=torch.tensor(mask, device=self.model.device),
-            max_new_tokens=self.options.max_new_tokens,
-            do_sample=False,
-            pad_token_id=0,
+            ids, attention_mask=mask, max_new_tokens=n_new, do_sample=False, pad_token_id=0
         )
-        return output[:, longest:].tolist()
+        return output[:, ids.shape[1] :].tolist()
 
     def facts(self) -> dict[str, Any]:
         attention = self.model.config._attn_implementation

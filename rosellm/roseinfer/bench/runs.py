@@ -77,13 +77,10 @@ def run_figures(tokens: list[list[int]], total_time: float, peak: int | None) ->
 
 def request_figures(outputs: list[RequestOutput], percents: Iterable[int]) -> dict[str, float | None]:
     """Distributions over the requests of their TTFT, TPOT and latency, in seconds."""
-    return {
-        name: figure
-        for metric in ("ttft", "tpot", "latency")
-        for name, figure in distribution(
-            metric, (getattr(output.metrics, metric) for output in outputs), percents
-        ).items()
-    }
+    figures: dict[str, float | None] = {}
+    for metric in ("ttft", "tpot", "latency"):
+        figures |= distribution(metric, [getattr(output.metrics, metric) for output in outputs], percents)
+    return figures
 
 
 def write_trace(run: Run, job: Job, path: Path) -> None:

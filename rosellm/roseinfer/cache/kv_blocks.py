@@ -244,18 +244,13 @@ class KVBlockManager:
         """
         for pool, free in enumerate(self._free):
             ids = range(pool * self.max_blocks_per_layer, (pool + 1) * self.max_blocks_per_layer)
-            assert len(free) == len(set(free)), f"{self._name(pool)} lists a free block twice"
-            for block_id in ids:
-                is_free = self._refs[block_id] == 0
-                assert is_free == (self._infos[block_id] is None), (
-                    f"block {block_id}: metadata and holders disagree"
-                )
-            assert set(free) == {b for b in ids if self._refs[b] == 0}, (
-                f"{self._name(pool)}: the free list is wrong"
-            )
-            assert self._evictable[pool] == sum(0 < self._refs[b] == self._cached[b] for b in ids), (
-                f"{self._name(pool)}: the count of evictable blocks is wrong"
-            )
+            name, unheld = self._name(pool), {b for b in ids if self._refs[b] == 0}
+            assert len(free) == len(set(free)), f"{name} lists a free block twice"
+            for b in ids:
+                assert (b in unheld) == (self._infos[b] is None), f"block {b}: metadata and holders disagree"
+            assert set(free) == unheld, f"{name}: the free list is wrong"
+            evictable = sum(0 < self._refs[b] == self._cached[b] for b in ids)
+            assert self._evictable[pool] == evictable, f"{name}: the count of evictable blocks is wrong"
         if held is not None:
             counted = {block_id: n for block_id, n in enumerate(self._refs) if n}
             wrong = {b for b in counted.keys() | held.keys() if counted.get(b, 0) != held.get(b, 0)}

@@ -75,16 +75,16 @@ def _advance_kernel(
 
 def make_advance(dependent: bool = False) -> Callable[..., None]:
     """The Triton kernel, to be called as :func:`advance_ref`. values and indices contiguous."""
-    constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, **launch_options(dependent)}
+    constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, "DEPENDENT": dependent}
+    constants |= launch_options(dependent)
 
     def advance(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
         tiles = indices.shape[1]
         strides = state.rows.stride(0), state.ring.stride(0)
-        width, choose = triton.next_power_of_2(tiles), values is not None
+        compared, choose = indices if values is None else values, values is not None
+        options = {"WIDTH": triton.next_power_of_2(tiles), "CHOOSE": choose, "num_warps": 4 if choose else 1}
         _advance_kernel[(len(slots),)](
-            *(state.rows, slots, values if choose else indices, indices, state.ring, *strides, tiles),
-            **{"WIDTH": width, "CHOOSE": choose, "DEPENDENT": dependent, "num_warps": 4 if choose else 1},
-            **constants,
+            state.rows, slots, compared, indices, state.ring, *strides, tiles, **options, **constants
         )
 
     return advance

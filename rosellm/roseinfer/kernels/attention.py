@@ -143,10 +143,9 @@ def make_append_and_attend(
         out = q.new_empty(q.shape)
         batch, n_heads, _ = q.shape
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer)
-        rows, options = rows_of(block_table, positions), {"num_warps": warps(batch, tile), **launch}
-        _append_and_attend_kernel[(batch, n_heads)](
-            out, new, cache, rows, scale, shape, TILE=tile, DEPENDENT=dependent, **options
-        )
+        rows = rows_of(block_table, positions)
+        options = {"TILE": tile, "DEPENDENT": dependent, "num_warps": warps(batch, tile), **launch}
+        _append_and_attend_kernel[(batch, n_heads)](out, new, cache, rows, scale, shape, **options)
         return out
 
     return append_and_attend

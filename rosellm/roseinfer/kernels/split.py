@@ -137,9 +137,8 @@ def make_split_append_and_attend(
         num_splits = num_splits_for(batch)
         parts = batch, n_heads, num_splits
         out = q.new_empty(q.shape)
-        partial = PartialSoftmax(
-            *(q.new_empty(size, dtype=torch.float32) for size in (parts, parts, (*parts, head_dim)))
-        )
+        sizes = parts, parts, (*parts, head_dim)
+        partial = PartialSoftmax(*(q.new_empty(size, dtype=torch.float32) for size in sizes))
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer)
         rows, options = rows_of(block_table, positions), {"NUM_SPLITS": num_splits, "DEPENDENT": dependent}
         options |= launch

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,24 +19,22 @@ from rosellm.roseinfer.kernels.table import Kernels
 SPLIT = "split"
 
 
-class Binder(Protocol):
+class Binder(ABC):
     """Attention over the cache that also appends, for the rows of a state."""
-
-    def variant(self, rows: int, longest: int) -> str:
-        """Which kernels serve ``rows`` of at most ``longest`` cached tokens; each is captured apart."""
-
-    def __call__(self, state: DeviceState, variant: str) -> Attend: ...
-
-
-class AppendThenAttend:
-    """Two kernels a layer: the new keys and values into their slots, then paged attention."""
 
     def __init__(self, kernels: Kernels, blocks: KVBlockManager) -> None:
         self.kernels, self.blocks = kernels, blocks
 
     def variant(self, rows: int, longest: int) -> str:
-        """One for all."""
-        return ""
+        """Which kernels serve ``rows`` of at most ``longest`` cached tokens; each is captured apart."""
+        return ""  # one for all
+
+    @abstractmethod
+    def __call__(self, state: DeviceState, variant: str) -> Attend: ...
+
+
+class AppendThenAttend(Binder):
+    """Two kernels a layer: the new keys and values into their slots, then paged attention."""
 
     def __call__(self, state: DeviceState, variant: str) -> Attend:
         kernels, blocks = self.kernels, self.blocks
@@ -84,11 +82,8 @@ class PagedAttention:
         )
 
 
-class AppendAndAttend:
+class AppendAndAttend(Binder):
     """One kernel a layer does both; its tile fits the longest context."""
-
-    def __init__(self, kernels: Kernels, blocks: KVBlockManager) -> None:
-        self.kernels, self.blocks = kernels, blocks
 
     def variant(self, rows: int, longest: int) -> str:
         """The tile, in tokens."""

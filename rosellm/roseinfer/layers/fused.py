@@ -13,8 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from rosellm.models.attention import Attend
-from rosellm.models.config import ModelConfig
-from rosellm.models.model import GPT
+from rosellm.models.model import GPT, split_heads
 from rosellm.roseinfer.kernels.linear import FEW_ROWS, SOME_ROWS
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.products import (
@@ -94,12 +93,6 @@ class FewRowsLayers:
 def embedded(embed: Callable[..., Tensor], model: GPT, ids: Tensor, positions: Tensor) -> Tensor:
     tokens, places = model.token_embedding.weight, model.position_embedding.weight
     return embed(ids=ids, positions=positions, tokens=tokens, places=places)
-
-
-def split_heads(qkv: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """``[N, (H + 2 H_kv) D]`` → q ``[N, H, D]``, k and v ``[N, H_kv, D]``, views."""
-    n_kv = config.n_kv_heads
-    return qkv.view(len(qkv), -1, config.head_dim).split((config.n_heads, n_kv, n_kv), dim=1)
 
 
 def build_layers(

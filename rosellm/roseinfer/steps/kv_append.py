@@ -71,11 +71,9 @@ class ReusedIndices:
 
 
 Indices = FreshIndices | ReusedIndices
-Append = Callable[[KVBlockManager, list[Tensor], list[Tensor], list[Slots]], None]
-INDICES: dict[str, Callable[[torch.device, torch.dtype], Indices]] = {
-    "fresh": FreshIndices,
-    "reused": ReusedIndices,
-}
+Tensors = list[Tensor]  # one a layer
+Append = Callable[[KVBlockManager, Tensors, Tensors, list[Slots]], None]
+INDICES: dict[str, type[Indices]] = {"fresh": FreshIndices, "reused": ReusedIndices}
 
 
 class GenericAppend:
@@ -84,9 +82,7 @@ class GenericAppend:
     def __init__(self, kernel: Callable[..., None], indices: Indices) -> None:
         self.kernel, self.indices = kernel, indices
 
-    def __call__(
-        self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]
-    ) -> None:
+    def __call__(self, blocks: KVBlockManager, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
         batch_idx = list(range(len(slots[0].pos)))
         tensors = self.indices(chain.from_iterable((batch_idx, s.block_idx, s.pos) for s in slots))
         for layer, pool in enumerate(blocks.pool_of):
@@ -101,9 +97,7 @@ class FullBatchAppend:
     def __init__(self, kernel: Callable[..., None], indices: Indices, fallback: Append) -> None:
         self.kernel, self.indices, self.fallback = kernel, indices, fallback
 
-    def __call__(
-        self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]
-    ) -> None:
+    def __call__(self, blocks: KVBlockManager, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
         positions = slots[0].pos  # the same in every pool
         if positions.count(positions[0]) != len(positions):
             return self.fallback(blocks, keys, values, slots)
@@ -119,9 +113,7 @@ class IdentityPosAppend:
     def __init__(self, kernel: Callable[..., None], indices: Indices) -> None:
         self.kernel, self.indices = kernel, indices
 
-    def __call__(
-        self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]
-    ) -> None:
+    def __call__(self, blocks: KVBlockManager, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
         tensors = self.indices(chain.from_iterable((s.block_idx, s.pos) for s in slots))
         for layer, pool in enumerate(blocks.pool_of):
             block_idx, pos = tensors[2 * pool : 2 * pool + 2]
@@ -134,9 +126,7 @@ class GatedAppend:
     def __init__(self, min_batch: int, small: Append, large: Append) -> None:
         self.min_batch, self.small, self.large = min_batch, small, large
 
-    def __call__(
-        self, blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], slots: list[Slots]
-    ) -> None:
+    def __call__(self, blocks: KVBlockManager, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
         append = self.large if len(slots[0].pos) >= self.min_batch else self.small
         append(blocks, keys, values, slots)
 
@@ -161,9 +151,7 @@ def build_append(
     return GatedAppend(gate.min_batch, small=index_put, large=append)
 
 
-def _operands(
-    blocks: KVBlockManager, keys: list[Tensor], values: list[Tensor], layer: int
-) -> dict[str, Tensor]:
+def _operands(blocks: KVBlockManager, keys: Tensors, values: Tensors, layer: int) -> dict[str, Tensor]:
     return {
         "k_cache_layer": blocks.k_cache[layer],
         "v_cache_layer": blocks.v_cache[layer],

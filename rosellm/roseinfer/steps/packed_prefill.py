@@ -25,6 +25,7 @@ CAPTURED_TOKENS = 512
 
 
 A = TypeVar("A", Tensor, np.ndarray)
+Shape = tuple[int, int, int, int]  # tokens, tiles, rows, and blocks a row
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class PackedPrefill:
         self._staging.send(buffer)
         return forward()[_Inputs.of(buffer, *shape).last[:n_whole]]
 
-    def _shape(self, bucket: int) -> tuple[int, int, int, int]:
+    def _shape(self, bucket: int) -> Shape:
         """There are no more tiles or sequences than tokens."""
         return bucket, bucket, bucket, self.width
 
@@ -123,7 +124,7 @@ class PackedPrefill:
             self._captured[bucket] = self._record(self._shape(bucket))
         return self._captured[bucket]
 
-    def _record(self, shape: tuple[int, int, int, int]) -> tuple[Tensor, Callable[[], Tensor]]:
+    def _record(self, shape: Shape) -> tuple[Tensor, Callable[[], Tensor]]:
         tokens, tiles, rows, width = shape
         n_words = 2 * tokens + 6 * tiles + rows + rows * width
         buffer = torch.zeros(n_words, dtype=torch.int32, device=self.blocks.k_cache.device)
@@ -149,16 +150,11 @@ class PackedPrefill:
         return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, attend)  # [N, C]
 
     def _fill(
-        self,
-        sequences: list[Sequence],
-        starts: list[int],
-        counts: list[int],
-        columns: np.ndarray,
-        shape: tuple[int, int, int, int],
+        self, sequences: list[Sequence], starts: list[int], counts: list[int], tiles: np.ndarray, shape: Shape
     ) -> int:
         """Write the staging buffer's inputs; the number of sequences that are cached wholly then."""
-        tokens, tiles, rows, width = shape
-        host = self._staging.host(2 * tokens + 6 * tiles + rows + rows * width)
+        tokens, n_tiles, rows, width = shape
+        host = self._staging.host(2 * tokens + 6 * n_tiles + rows + rows * width)
         inputs = _Inputs.of(host, *shape)
         n, ends = sum(counts), np.cumsum(counts)
         spans = list(zip(sequences, starts, counts, strict=True))
@@ -166,8 +162,8 @@ class PackedPrefill:
         inputs.ids[n:] = 0
         inputs.positions[:n] = np.arange(n) + np.repeat(np.array(starts) - ends + counts, counts)
         inputs.positions[n:] = -1
-        inputs.columns[:, : columns.shape[1]] = columns
-        inputs.columns[:, columns.shape[1] :] = 0
+        inputs.columns[:, : tiles.shape[1]] = tiles
+        inputs.columns[:, tiles.shape[1] :] = 0
         last = (ends - 1)[[s.completes_prefill(n) for s, _, n in spans]]
         inputs.last[: len(last)] = last
         for row, sequence in zip(inputs.table, sequences, strict=False):

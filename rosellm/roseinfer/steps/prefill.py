@@ -109,8 +109,7 @@ def _tables(sequences: list[Sequence], blocks: KVBlockManager) -> np.ndarray:
     """Block indices within each pool, ``[POOLS, B, W]`` int64; padding repeats block 0."""
     tables = []
     for pool in range(blocks.num_pools):
-        rows = zip_longest(
-            *(s.block_ids[pool] for s in sequences), fillvalue=pool * blocks.max_blocks_per_layer
-        )
-        tables.append(np.array(list(rows), dtype=np.int64).T - pool * blocks.max_blocks_per_layer)
+        first = pool * blocks.max_blocks_per_layer
+        columns = zip_longest(*(s.block_ids[pool] for s in sequences), fillvalue=first)
+        tables.append(np.array(list(columns), dtype=np.int64).T - first)
     return np.stack(tables)

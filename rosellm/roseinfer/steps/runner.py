@@ -142,15 +142,9 @@ class GraphRunner:
 
     def _capture(self, bucket: int, tables: Tensor) -> _Captured:
         pools, _, width = tables.shape
-        ints = torch.zeros(3, bucket, dtype=torch.int32, device=self._device)
-        static = DecodeInputs(
-            ids=ints[0],
-            positions=ints[1],
-            context_lens=ints[2],
-            tables=torch.zeros(pools, bucket, width, dtype=torch.int32, device=self._device),
-            mask=None,
-            max_context=0,
-        )
+        ids, positions, context_lens = torch.zeros(3, bucket, dtype=torch.int32, device=self._device)
+        static_tables = torch.zeros(pools, bucket, width, dtype=torch.int32, device=self._device)
+        static = DecodeInputs(ids, positions, context_lens, static_tables, mask=None, max_context=0)
         if self._device.type == "cpu":
             return _Captured(static, lambda: self._eager(static))
         return _Captured(static, record_graph(lambda: self._eager(static), pool=self._pool))
