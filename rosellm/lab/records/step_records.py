@@ -12,6 +12,7 @@ from rosellm.lab.records.ablations import BETWEEN, one_step_back, variants
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, room
 from rosellm.models.model import GPT
+from rosellm.roseinfer.bench.job import Job
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
@@ -71,7 +72,7 @@ def leave_one_out(
 def _whole_runs(engine: Engine, prompts: list[list[int]], params: SamplingParams, seconds: float) -> float:
     taken, tokens = 0.0, 0
     while not tokens or taken < seconds:
-        run = run_scheduler_benchmark(engine, prompts, params, None, 0, 1)["repeats"][0]
+        run = run_scheduler_benchmark(Job(engine, prompts, params), 0, 1)["repeats"][0]
         taken, tokens = taken + run["total_time_s"], tokens + run["completion_tokens"]
     return tokens / taken
 

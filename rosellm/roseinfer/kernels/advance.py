@@ -73,7 +73,7 @@ def _advance_kernel(
     tl.store(row + POSITION, tl.where(live & (ended == 0), position + 1, -1))
 
 
-def make_advance(dependent: bool = False) -> Callable[..., None]:
+def make_advance(dependent: int = False) -> Callable[..., None]:
     """The Triton kernel, to be called as :func:`advance_ref`. values and indices contiguous."""
     constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, "DEPENDENT": dependent}
     constants |= launch_options(dependent)
