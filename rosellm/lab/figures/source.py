@@ -45,6 +45,12 @@ def show_difference(before: object, after: object, context: int = 5) -> None:
     display(Markdown("\n".join([heading, "```diff", *lines[2:], "```"])))
 
 
+def show_pair(before: object, after: object) -> None:
+    """Displays two sources side by side."""
+    cells = [f"<td>\n\n{_heading(one)}\n```python\n{source_of(one)}\n```\n\n</td>" for one in (before, after)]
+    display(Markdown(f"<table><tr>{''.join(cells)}</tr></table>"))
+
+
 def source_of(one: Any, only: Sequence[str] = ()) -> str:
     """The source of an object, not indented; of a class, if ``only`` names any, its head and those members.
 

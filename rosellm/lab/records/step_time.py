@@ -18,6 +18,7 @@ import torch
 
 from rosellm.lab.records.bench import Bench
 from rosellm.lab.records.ledger import drive
+from rosellm.lab.records.records import Results
 
 STRETCH = 32  # steps
 TURNS = 5  # for each engine
@@ -41,6 +42,12 @@ class StepTimes:
         """The least and the largest of the engines' medians."""
         medians = [median(turns) for turns in self.turns_us]
         return min(medians), max(medians)
+
+
+def recorded_steps(results: Results, workload: str) -> dict[str, StepTimes]:
+    """Rung → its recorded step at a workload's batch size and mid-run context."""
+    turns = results.load(f"steps-{workload}")["figures"]["turns_us"]
+    return {rung: StepTimes(tuple(map(tuple, engines))) for rung, engines in turns.items()}
 
 
 def prompt_length(context: int) -> int:
