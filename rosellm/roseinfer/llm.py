@@ -6,10 +6,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rosellm.errors import PromptError
+from rosellm.errors import PromptError, RecipeError
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, one_each
 
@@ -20,8 +21,9 @@ class LLM:
     """A model, ready to generate.
 
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
-    best. device: "auto", "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format:
-    "auto", or "dummy" for random weights. The sizes and ``deterministic`` are those of ``Engine``.
+    best. recipe: any combination of variants in place of a rung; ``LLM.rung`` is None then. device: "auto",
+    "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for
+    random weights. The sizes and ``deterministic`` are those of ``Engine``.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class LLM:
         model: str = SHIPPED,
         *,
         rung: str | None = None,
+        recipe: Recipe | None = None,
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
@@ -37,12 +40,14 @@ class LLM:
         block_size: int = 64,
         deterministic: bool = False,
     ) -> None:
+        if rung is not None and recipe is not None:
+            raise RecipeError("both a rung and a recipe are given; give one of them")
         self.engine = Engine.load(
             model,
             device=device,
             dtype=dtype,
             load_format=load_format,
-            recipe=rung,
+            recipe=rung if recipe is None else recipe,
             max_batch_size=max_batch_size,
             num_kv_blocks=num_kv_blocks,
             block_size=block_size,
@@ -51,7 +56,7 @@ class LLM:
 
     @property
     def rung(self) -> str | None:
-        """The rung that runs: the one asked for, or the best one that the device can run."""
+        """The rung that runs: the one asked for, or the device's best; None for a recipe of one's own."""
         return self.engine.rung
 
     def generate(

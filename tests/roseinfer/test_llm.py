@@ -12,6 +12,7 @@ from rosellm import LLM, SamplingParams
 from rosellm.errors import CheckpointError, DeviceError, OptionError, PromptError, RecipeError, SamplingError
 from rosellm.models.tokenizer import train_tokenizer
 from rosellm.models.weights import save_model
+from rosellm.roseinfer.recipe import Recipe
 from tests.helpers import random_model, small_config, uncached_greedy
 from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
 from tests.soak.streaming_driver import Letters
@@ -67,6 +68,14 @@ def test_a_deterministic_engine_may_be_asked_for(checkpoint: Path) -> None:
     params = SamplingParams(temperature=0.8, max_tokens=5, seed=3)
     (alone,) = asked.generate([1, 2, 3], params, use_tqdm=False)
     assert asked.generate([[4], [1, 2, 3]], params, use_tqdm=False)[1].outputs == alone.outputs
+
+
+def test_a_recipe_of_ones_own_may_be_asked_for_in_place_of_a_rung(checkpoint: Path) -> None:
+    recipe = Recipe(attention="paged", mask="none", tables="resident")
+    llm = LLM(str(checkpoint), recipe=recipe, device="cpu")
+    assert (llm.engine.recipe, llm.rung) == (recipe, None)
+    with pytest.raises(RecipeError, match="both a rung and a recipe"):
+        LLM(str(checkpoint), rung="paged", recipe=recipe, device="cpu")
 
 
 def test_a_prompt_whose_logits_are_not_finite_fails_alone() -> None:

@@ -17,8 +17,8 @@ from rosellm.lab.records.verdicts import WORKLOADS, verdicts
 def recorded_chart(
     results: Results, before: str, after: str, workloads: Sequence[str] = WORKLOADS, title: str | None = None
 ) -> Chart:
-    """Whole-run tokens per second of two rungs on each workload, medians of the recorded repeats."""
-    rows = verdicts(results, before, after, workloads)
+    """Whole-run tokens per second of two rungs on each workload that both were measured on, medians."""
+    rows = [row for row in verdicts(results, before, after, workloads) if row.is_measured]
     return before_after(
         [row.workload for row in rows],
         [median(row.before) for row in rows],
@@ -39,7 +39,10 @@ def live_chart(before: Run, after: Run, title: str) -> Chart:
 
 def say_verdict(results: Results, before: str, after: str, workloads: Sequence[str] = WORKLOADS) -> None:
     """Displays, as prose, what the records allow to be said; every number in it is computed."""
-    rows = verdicts(results, before, after, workloads)
+    rows = [row for row in verdicts(results, before, after, workloads) if row.is_measured]
+    if not rows:
+        say(f"**No verdict:** `{before}` and `{after}` have no records of {results.device_name} yet.")
+        return
     parts = [f"{row.workload} {row.change} ({row.word})" for row in rows]
     best = max(rows, key=lambda row: median(row.after) / floor_tok_s(row.workload))
     share = median(best.after) / floor_tok_s(best.workload) * 100

@@ -23,7 +23,7 @@ from rosellm.lab.figures.palette import (
 )
 from rosellm.lab.records.findings import NOTEBOOKS
 from rosellm.lab.records.records import Results, floor_tok_s, number, rivals
-from rosellm.roseinfer.recipe import SIDE_BRANCHES
+from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
 
 FLOOR, ROW, LABEL = "bytes floor", 19, 0.85
 README_WORKLOADS = {"W1": "8 sequences at a time", "W2": "64 sequences", "W3": "256 sequences"}
@@ -87,8 +87,9 @@ def ladder_chart(
     """A row a rung, linked to its notebook: its value on a log axis, its share of the floor, its live one.
 
     ``rivals`` and the bytes ``floor`` (in the values' unit) are lines through the first column. Side branches
-    are hatched. None: not measured.
+    are hatched. None: not measured; neither is what only ``live`` has.
     """
+    rungs = [*values, *(rung for rung in live or () if rung not in values)]
     lines = {**({FLOOR: floor} if floor else {}), **(rivals or {})}
     ends = iter((0.54, 0.76, 1.0) if live else (0.72, 1.0))
     panels = [Panel(unit, 0.0, next(ends), values, BLUE, is_log=True, lines=lines)]
@@ -97,14 +98,14 @@ def ladder_chart(
         panels.append(Panel("% of the floor", panels[-1].end + 0.04, next(ends), shares, GREEN, " %"))
     if live:
         panels.append(Panel(f"here, {unit}", panels[-1].end + 0.04, 1.0, live, SKY))
-    chart = _draw(panels, list(values), EVERY_PAGE, title, ROW)
-    chart.update_yaxes(ticktext=[_linked(rung) for rung in values])
-    chart.table = _table(panels, lines, list(values))
+    chart = _draw(panels, rungs, EVERY_PAGE, title, ROW)
+    chart.update_yaxes(ticktext=[_linked(rung) for rung in rungs])
+    chart.table = _table(panels, lines, rungs)
     return chart
 
 
 def readme_chart(results: Results, theme: Theme) -> Chart:
-    """Whole-run tokens per second of every rung on three workloads, with rivals and the floor."""
+    """Whole-run tokens per second of every recorded rung on three workloads, with rivals and the floor."""
     panels, share = [], 1 / len(README_WORKLOADS)
     for i, (workload, told) in enumerate(README_WORKLOADS.items()):
         others = rivals(workload)
@@ -116,7 +117,8 @@ def readme_chart(results: Results, theme: Theme) -> Chart:
         f"Tokens per second of the whole run, GPT-2 small, fp16, on {results.device_name} (logarithmic). "
         "Hatched: side branches, kept off the ladder"
     )
-    chart = _draw(panels, list(panels[0].values), theme, title, README_ROW)
+    rungs = [rung for rung in LADDER if any(rung in panel.values for panel in panels)]
+    chart = _draw(panels, rungs, theme, title, README_ROW)
     return chart.update_layout(width=README_WIDTH, font_color=theme.text)
 
 

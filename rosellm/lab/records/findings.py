@@ -3,28 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
-from rosellm.lab.records.records import RecordError, Results, number
+from rosellm.lab.records.records import RecordError, Results, number, results_folder
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
 
 LONGER_NAMES = {"paged": "paged_attention", "no_mask": "mask_removal"}
-NOTEBOOKS = {rung: f"{i:02}_{LONGER_NAMES.get(rung, rung)}" for i, rung in enumerate(BEFORE, 1)}
+UNTOLD = "–"
+
+
+def notebooks_of(rungs: Iterable[str], folder: Path) -> dict[str, str]:
+    """Rung → the notebook of ``folder`` called after it, ``NN_RUNG``; rungs without one are left out."""
+    there = {path.stem.partition("_")[2]: path.stem for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
+    names = {rung: LONGER_NAMES.get(rung, rung) for rung in rungs}
+    return {rung: there[name] for rung, name in names.items() if name in there}
+
+
+def _committed() -> dict[str, str]:
+    try:
+        return notebooks_of(BEFORE, results_folder().parent)
+    except RecordError:  # the package without its notebooks
+        return {}
+
+
+NOTEBOOKS = _committed()
 RUNG_OF = {notebook: rung for rung, notebook in NOTEBOOKS.items()}
 
 
+def linked(rung: str) -> str:
+    """The rung's name as Markdown, a link if it has a notebook."""
+    return f"[`{rung}`]({NOTEBOOKS[rung]}.ipynb)" if rung in NOTEBOOKS else f"`{rung}`"
+
+
 def finding(results: Results, notebook: str) -> str:
-    """One line of plain text with ``code`` marks; raises RecordError for a notebook that has none."""
+    """One line of plain text with ``code`` marks; "–" for a notebook of no rung, or without records."""
     if notebook in OTHERS:
-        return OTHERS[notebook](results)
+        with suppress(RecordError):
+            return OTHERS[notebook](results)
     if notebook not in RUNG_OF:
-        raise RecordError(f"notebook {notebook!r} has no finding: it tells of no rung and of no experiment")
+        return UNTOLD
     rung = RUNG_OF[notebook]
-    rows = verdicts(results, BEFORE[rung], rung)
+    rows = [row for row in verdicts(results, BEFORE[rung], rung) if row.is_measured]
     largest_first = sorted(rows, key=lambda row: -abs(math.log(row.ratio)))
     told = [f"{row.workload} {row.change}" for row in largest_first if row.sign][:3]
-    return f"tok/s {', '.join(told)}" if told else "no difference beyond the noise"
+    if told:
+        return f"tok/s {', '.join(told)}"
+    return "no difference beyond the noise" if rows else UNTOLD
 
 
 def _span(results: Results) -> str:
@@ -68,5 +95,3 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "24_faults": _pressure,
     "25_your_kernel": _append,
 }
-
-TOLD = {*RUNG_OF, *OTHERS}

@@ -18,7 +18,7 @@ from plotly.offline import get_plotlyjs
 from rosellm.atomic import write_text
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.figures.widgets import WIDGET
-from rosellm.lab.records.findings import TOLD, finding
+from rosellm.lab.records.findings import UNTOLD, finding
 from rosellm.lab.records.records import find
 
 PAGE = """{% extends 'lab/index.html.j2' %}
@@ -151,7 +151,7 @@ def _index(cards: dict[str, dict[str, Any]], output: Path) -> str:
 
 def _card_html(card: dict[str, Any], output: Path) -> str:
     shown = {key: html.escape(str(value)) for key, value in card.items()}
-    told = finding(find(), card["name"]) if card["name"] in TOLD else ""
+    told = finding(find(), card["name"]).removeprefix(UNTOLD)
     shown["finding"] = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(told))
     image = f'<img src="{card["picture"]}" alt="">' if card["picture"] else f"<i>{shown['name'][:2]}</i>"
     page_exists = (output / f"{card['name']}.html").exists()

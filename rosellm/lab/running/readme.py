@@ -35,11 +35,13 @@ def results_table(results: Results) -> str:
     ]
     for workload in WORKLOADS:
         values = results.values(workload)
-        best = max(values, key=values.__getitem__)
         others = [rivals(workload).get(name, {}).get(workload) for name in README_RIVALS]
-        share = values[best] / floor_tok_s(workload) * 100
+        best, share = "–", None
+        if values:
+            best = max(values, key=values.__getitem__)
+            share = values[best] / floor_tok_s(workload) * 100
         rows.append(
-            f"| {workload} | {number(values['dense'])} | **{number(values[best])}** | `{best}` "
+            f"| {workload} | {number(values.get('dense'))} | **{number(values.get(best))}** | `{best}` "
             f"| {' | '.join(number(value) for value in others)} | {number(share)} % |"
         )
     where = results.environment_line(f"W3-{BEST_RUNG}")

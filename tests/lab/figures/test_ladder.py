@@ -4,7 +4,6 @@ import json
 import math
 import re
 from itertools import pairwise
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -20,18 +19,31 @@ from rosellm.lab.figures.ladder import (
 )
 from rosellm.lab.records.bench import get_model, make_prompts
 from rosellm.lab.records.experiments import live_ladder
-from rosellm.lab.records.findings import NOTEBOOKS
+from rosellm.lab.records.findings import notebooks_of
 from rosellm.lab.records.records import find, floor_tok_s, number, rivals
 from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
 
 SVG = "{http://www.w3.org/2000/svg}"
+RECORDED = find().rungs("W1")
 VALUES = {rung: 1000.0 * (i + 1) for i, rung in enumerate(LADDER)}
 
 
-def test_every_rung_but_the_first_has_a_notebook_that_exists():
-    assert set(NOTEBOOKS) == set(LADDER) - {"dense"}
-    folder = Path(__file__).parents[3] / "notebooks"
-    assert [name for name in NOTEBOOKS.values() if not (folder / f"{name}.ipynb").exists()] == []
+def test_a_notebook_is_its_rungs_by_name_whatever_its_number_and_a_rung_may_have_none(tmp_path):
+    for name in ("07_no_mask", "26_my_idea", "03_mask_removal", "scratch_paged", "my_other"):
+        (tmp_path / f"{name}.ipynb").touch()
+    rungs = ["paged", "no_mask", "my_idea", "my_other"]
+    assert notebooks_of(rungs, tmp_path) == {"no_mask": "03_mask_removal", "my_idea": "26_my_idea"}
+
+
+def test_a_rung_that_has_only_been_run_here_has_a_row_of_dashes_beside_its_speed():
+    live = {"dense": 7.0, "my_idea": 9.0}
+    chart = ladder_chart({"dense": 1000.0}, "tok/s", floor=2000.0, title="t", live=live)
+    assert chart.layout.yaxis.ticktext == ("dense", "my_idea")
+    assert next(line.split() for line in chart.table.splitlines() if "my_idea" in line)[1:] == [
+        "–",
+        "–",
+        "9.00",
+    ]
 
 
 def test_each_rung_links_to_its_notebook():
@@ -75,7 +87,8 @@ def test_side_branches_are_hatched():
     plain, hatched = ladder_chart(VALUES, "tok/s", title="t").data
     assert (plain.marker.pattern.shape, hatched.marker.pattern.shape) == (None, "/")
     sides = [rung for rung, value in zip(LADDER, hatched.x, strict=True) if value is not None]
-    assert sides == ["autotune", "split_kv", "persistent_kernel"]
+    assert sides == [rung for rung in LADDER if rung in SIDE_BRANCHES]
+    assert {"autotune", "split_kv", "persistent_kernel"} <= set(sides)
 
 
 @pytest.mark.parametrize("values", [{"dense": None}, {"dense": 0.0}, {"dense": -1.0}])
@@ -114,18 +127,18 @@ def test_the_picture_tells_every_recorded_value_the_rivals_and_the_floor(theme):
         assert len(others) == 2
         lines = others | {"bytes floor": floor_tok_s(workload)}
         assert {f"{name} {short(value)}" for name, value in lines.items()} <= texts
-    assert set(LADDER) <= texts
+    assert set(RECORDED) <= texts
 
 
 def test_the_picture_has_a_bar_for_every_value_as_long_as_the_figure_says():
     results, bars = find(), [one for one in drawn("light").iter(f"{SVG}rect") if one.get("rx") == "2"]
     plain = [one for one in bars if one.get("fill") != "url(#hatch)"]
-    assert len(plain) == len(README_WORKLOADS) * len(LADDER)
-    assert len(bars) - len(plain) == len(README_WORKLOADS) * len(SIDE_BRANCHES)
+    assert len(plain) == len(README_WORKLOADS) * len(RECORDED)
+    assert len(bars) - len(plain) == len(README_WORKLOADS) * len(SIDE_BRANCHES & set(RECORDED))
     panel = [one for one in plain if one.get("x") == plain[0].get("x")]
     widths = [float(one.get("width")) for one in sorted(panel, key=lambda one: float(one.get("y")))]
     low, high = readme_chart(results, README_THEMES["light"]).layout.xaxis.range
-    lengths = [math.log10(results.value("W1", rung)) - low for rung in LADDER]
+    lengths = [math.log10(results.value("W1", rung)) - low for rung in RECORDED]
     scale = widths[0] / lengths[0]
     assert widths == pytest.approx([scale * length for length in lengths], abs=0.4)
     assert 200 < scale * (high - low) < 300

@@ -8,11 +8,17 @@ from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import find, rivals
 from rosellm.lab.records.verdicts import Verdict, run_to_run
 from rosellm.models.config import ModelConfig
-from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+from rosellm.roseinfer.recipe import BEST_RUNG
 
 RESULTS = find()
-RUNGS = list(LADDER)
+RUNGS = RESULTS.rungs("W3")
 COUNTS = RESULTS.load("counts")["figures"]
+
+
+@pytest.mark.parametrize("workload", ["W0", "W1", "W2", "W4", "W5"])
+def test_the_same_rungs_are_recorded_for_every_workload(workload):
+    assert RESULTS.rungs(workload) == RUNGS
+    assert set(RUNGS) == set(COUNTS["8"]) == set(RESULTS.load("ledger")["figures"]["64"])
 
 
 def from_rung(first: str) -> list[str]:

@@ -1,10 +1,13 @@
 """What the committed records allow to be said of two rungs."""
 
+import math
+
 import pytest
 
 from rosellm.lab.figures.compare import recorded_chart
 from rosellm.lab.records.records import find
 from rosellm.lab.records.verdicts import WORKLOADS, Verdict, run_to_run, verdicts
+from rosellm.roseinfer.recipe import BEFORE
 
 
 @pytest.mark.parametrize(
@@ -30,13 +33,21 @@ def test_noise_is_what_rungs_of_the_same_code_differ_by_and_the_largest_stands_i
     assert noise["W1"] < noise["W3"]
 
 
-def test_every_rung_of_the_ladder_has_records_of_every_workload():
-    from rosellm.roseinfer.recipe import BEFORE
-
-    for after, before in BEFORE.items():
-        rows = verdicts(find(), before, after)
+def test_every_recorded_rung_has_three_repeats_of_every_workload():
+    for after in set(find().rungs("W3")) & set(BEFORE):
+        rows = verdicts(find(), BEFORE[after], after)
         assert [len(row.before) for row in rows] == [3] * 6
         assert [len(row.after) for row in rows] == [3] * 6
+
+
+def test_of_a_rung_without_records_nothing_is_said():
+    rows = verdicts(find(), "dense", "my_idea")
+    assert [(row.change, row.sign, row.word) for row in rows] == [("–", 0, "not measured")] * 6
+    assert "W1" not in recorded_chart(find(), "dense", "my_idea").table
+
+
+def test_where_no_noise_is_known_no_difference_counts():
+    assert set(run_to_run(find("cpu")).values()) == {math.inf}
 
 
 def test_the_recorded_chart_tells_every_workload_and_change():
