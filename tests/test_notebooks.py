@@ -1,8 +1,11 @@
 """The committed notebooks: fit to be compared by nbval, and alive under other parameters than their own."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import papermill
@@ -13,6 +16,7 @@ from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
 from rosellm.lab.running.run_notebooks import run
+from tests.helpers import small_config
 from tests.warm_kernel import WarmKernel
 
 ROOT = Path(__file__).parents[1]
@@ -68,12 +72,13 @@ def _metadata_faults(notebook: NotebookNode) -> Iterator[str]:
 def _unreadable_parameters(path: Path, code: list[NotebookNode]) -> Iterator[str]:
     """papermill reads the cell line by line and passes over what it cannot: an ``=`` in a comment, say."""
     cell = _joined([cell for cell in code if "parameters" in _tags(cell)])
-    assigned = re.findall(r"^(\w+) *=", cell, re.MULTILINE)
-    yield from (
-        f"a parameter that papermill cannot read: {name}"
-        for name in assigned
-        if name not in papermill.inspect_notebook(path)
-    )
+    assigned = re.findall(r"^(\w+) *[:=]", cell, re.MULTILINE)
+    known = papermill.inspect_notebook(path)
+    for name in assigned:
+        if name not in known:
+            yield f"a parameter that papermill cannot read: {name}"
+        elif known[name]["inferred_type_name"] == "None":
+            yield f"a parameter without a type: {name}"
 
 
 def _import_faults(code: list[NotebookNode]) -> Iterator[str]:
@@ -109,7 +114,7 @@ def _texts(notebook: NotebookNode) -> Iterator[str]:
 def sound() -> NotebookNode:
     cells = [
         new_markdown_cell("# Why? See https://example.org/usr/share, `</b>` and results/tmp/x."),
-        new_code_cell("batch = 4", execution_count=1, metadata={"tags": ["parameters"]}),
+        new_code_cell("batch: int = 4", execution_count=1, metadata={"tags": ["parameters"]}),
         new_code_cell("import rosellm\nimport transformers", execution_count=2),
         new_code_cell("print(batch)", execution_count=3, outputs=[new_output("stream", text="4\n")]),
         new_code_cell("# timing", execution_count=4, metadata={"tags": ["nbval-ignore-output"]}),
@@ -133,7 +138,8 @@ SPOILT = {
     "cells out of order": (_set(3, execution_count=7), "not executed once each"),
     "an error": (_set(4, outputs=[ERROR]), "an error among"),
     "a warning": (_set(4, outputs=[new_output("stream", name="stderr", text="x")]), "a warning among"),
-    "a parameter unread": (_set(1, source='batch = 4  # or model="x"'), "cannot read: batch"),
+    "a parameter unread": (_set(1, source='batch: int = 4  # or model="x"'), "cannot read: batch"),
+    "a parameter untyped": (_set(1, source="batch = 4"), "without a type: batch"),
     "stripped outputs": (_set(3, outputs=[]), "no output that nbval compares"),
     "only unchecked outputs": (_set(3, metadata={"tags": ["nbval-ignore-output"]}), "no output that nbval"),
     "only skipped outputs": (_set(3, metadata={"tags": ["nbval-skip"]}), "no output that nbval compares"),
@@ -194,15 +200,42 @@ def other_parameters(path: Path) -> dict[str, int]:
 
 
 @each_notebook
-def test_a_notebook_runs_with_other_parameters_than_its_own(path):
-    notebook = parameterize_notebook(load_notebook_node(str(path)), other_parameters(path))
+def test_the_first_cells_refuse_a_bad_parameter_before_anything_runs(path):
+    notebook = parameterize_notebook(load_notebook_node(str(path)), {"batch": 0})
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    (injected,) = [i for i, cell in enumerate(code) if "injected-parameters" in _tags(cell)]
     kernel = WarmKernel(cwd=str(path.parent))
     try:
-        for cell in notebook.cells:
-            if cell.cell_type == "code":
-                assert kernel.run(cell.source) == "", cell.source
+        answers = [kernel.run(cell.source) for cell in code[: injected + 2]]
     finally:
         kernel.stop()
+    told = "ParameterError: batch is 0; give a whole number, 1 or more"
+    assert answers == [*[""] * (injected + 1), told]
+
+
+def errors(path: Path, parameters: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the first cell that fails says, and its source."""
+    notebook = parameterize_notebook(load_notebook_node(str(path)), parameters)
+    kernel = WarmKernel(cwd=str(path.parent))
+    try:
+        ran = ((kernel.run(cell.source), cell.source) for cell in notebook.cells if cell.cell_type == "code")
+        return list(islice((one for one in ran if one[0]), 1))
+    finally:
+        kernel.stop()
+
+
+@each_notebook
+def test_a_notebook_runs_with_other_parameters_than_its_own(path):
+    assert errors(path, other_parameters(path)) == []
+
+
+@pytest.mark.parametrize("number", ["01", "14"])
+def test_a_model_may_have_fewer_positions_than_the_shipped_one(number, tmp_path):
+    shape = small_config(n_positions=100, vocab_size=300)
+    (tmp_path / "config.json").write_text(json.dumps(shape.to_hf()))
+    (path,) = [path for path in NOTEBOOKS if path.stem.startswith(number)]
+    given = {"model": str(tmp_path), "load_format": "dummy", "prompt_lengths": [2, 20]}
+    assert errors(path, NON_DEFAULT | given) == []
 
 
 def test_the_batch_runner_takes_a_notebook_of_the_package_with_other_parameters(tmp_path):

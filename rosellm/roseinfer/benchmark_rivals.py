@@ -23,11 +23,12 @@ import numpy as np
 import torch
 
 from rosellm.command_line import OneLineParser, command
-from rosellm.errors import OptionError, PromptError, RoseError
+from rosellm.errors import OptionError, RoseError
 from rosellm.models.config import ModelConfig
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.bench import options as bench_options
+from rosellm.roseinfer.bench.job import check_positions
 from rosellm.roseinfer.bench.prompts import encode_prompts, make_prompts
 from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
 from rosellm.roseinfer.bench.rivals import RIVALS, Rival, Task, check_rivals
@@ -173,11 +174,7 @@ def _of_workload(name: str, task: Task, config: ModelConfig, tokenizer: AnyToken
     options = workload_options(task.options, name)
     prompts = encode_prompts(make_prompts(options, config.vocab_size), tokenizer)
     longest = max(map(len, prompts))
-    if longest + options.max_new_tokens > config.n_positions:
-        raise PromptError(
-            f"{options.workload}: {longest} prompt tokens and {options.max_new_tokens} new ones exceed the "
-            f"model's {config.n_positions} positions"
-        )
+    check_positions(options, longest, config.n_positions)
     return replace(task, options=options, prompts=prompts)
 
 

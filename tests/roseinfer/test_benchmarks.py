@@ -274,7 +274,11 @@ BAD_INPUT = [
     ("scheduler", "--rung nope", "rung 'nope' is unknown; use one of dense, paged"),
     ("scheduler", "--workload W4", "W4 is run by benchmark_streaming"),
     ("scheduler", "--workload W9", "'W9' is unknown"),
-    ("scheduler", "--workload W7", "512 prompt tokens and 128 new ones exceed the model's 512 positions"),
+    (
+        "scheduler",
+        "--workload W7 --hf-model-id rose-tiny",
+        "512 prompt tokens and 128 new ones exceed the model's 512 positions",
+    ),
     ("scheduler", "--max-new-tokens 1000", "exceed the model's 512 positions"),
     ("scheduler", "--num-requests 0", "'0' is not a whole number, 1 or more"),
     ("scheduler", "--num-requests x", "'x' is not a whole number"),

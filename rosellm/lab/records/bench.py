@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.trace import Trace, record_trace
 from rosellm.models.loading import load_parts
 from rosellm.models.model import GPT
@@ -29,8 +30,8 @@ from rosellm.roseinfer.steps.kv_append import AppendGate
 
 @lru_cache(maxsize=2)
 def get_model(model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto") -> GPT:
-    """A model, loaded once a process."""
-    return load_parts(model, device, dtype, load_format)[0]
+    """A model, loaded once a process; a folder is also found from where the caller stands."""
+    return load_parts(model_path(model), device, dtype, load_format)[0]
 
 
 def make_prompts(batch: int, lengths: int | list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

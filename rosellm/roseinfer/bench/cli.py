@@ -11,7 +11,13 @@ from rosellm.command_line import command
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import GPT
 from rosellm.roseinfer.bench.job import choose_recipe, make_job
-from rosellm.roseinfer.bench.options import PROFILED_STEPS, benchmark_parser, parse, request_facts
+from rosellm.roseinfer.bench.options import (
+    PROFILED_STEPS,
+    benchmark_parser,
+    departures,
+    parse,
+    request_facts,
+)
 from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
 from rosellm.roseinfer.bench.runs import Run, repeat, write_trace
 from rosellm.roseinfer.bench.summary import print_summary
@@ -47,7 +53,8 @@ class Benchmark:
         if options.profile:
             together = 1 if mode == "naive" else job.engine.max_batch_size
             write_trace(run, job.shortened(together, PROFILED_STEPS + 1), options.profile)
-        facts = {**request_facts(options), **engine_facts(job.engine)}
+        facts = {**request_facts(options), "not_comparable": departures(options, job.engine)}
+        facts |= engine_facts(job.engine)
         return new_record(self.form, job.engine.device, **facts, results=results)
 
     def main(self, argv: list[str] | None = None) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass, replace
 
-from rosellm.errors import RecipeError
+from rosellm.errors import PromptError, RecipeError
 from rosellm.models.loading import AnyTokenizer, resolve_device
 from rosellm.models.model import GPT
+from rosellm.roseinfer.bench.options import departures
 from rosellm.roseinfer.bench.prompts import Prompts, encode_prompts, make_prompts
+from rosellm.roseinfer.bench.record import dtype_name
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
@@ -101,9 +103,20 @@ def scheduler_config(options: Namespace) -> SchedulerConfig:
 
 def print_header(engine: Engine, options: Namespace) -> None:
     """What is about to be measured."""
-    dtype = str(engine.model.dtype).removeprefix("torch.")
     recipe = engine.rung or " ".join(engine.recipe.as_dict().values())
-    print(f"Model: {options.hf_model_id}, {options.load_format}, {engine.device.type}, {dtype}")
+    print(f"Model: {options.hf_model_id}, {options.load_format}, {engine.device.type}, {dtype_name(engine)}")
     print(f"Recipe: {recipe} ({engine.kernels.name} kernels)")
     requests = f"{options.num_requests}, {options.max_new_tokens} new tokens each"
     print(f"Requests: {requests}, {options.max_batch_size} at a time", flush=True)
+    if told := departures(options, engine):
+        print(f"Not comparable with {options.workload}'s records: {', '.join(told)}", flush=True)
+
+
+def check_positions(options: Namespace, longest_prompt: int, n_positions: int) -> None:
+    """Raises ``PromptError`` if the model has too few positions for what the options ask."""
+    if longest_prompt + options.max_new_tokens > n_positions:
+        name = f"{options.workload}: " if options.workload else ""
+        raise PromptError(
+            f"{name}{longest_prompt} prompt tokens and {options.max_new_tokens} new ones exceed the "
+            f"model's {n_positions} positions"
+        )

@@ -10,8 +10,9 @@ from rosellm.command_line import INT32_MAX, OneLineParser, whole_number, whole_n
 from rosellm.errors import PromptError, RoseError
 from rosellm.models.loading import DTYPES, LOAD_FORMATS
 from rosellm.models.weights import SHIPPED
-from rosellm.roseinfer.bench.record import check_writable
-from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload, get_workload
+from rosellm.roseinfer.bench.record import check_writable, dtype_name
+from rosellm.roseinfer.bench.workloads import DTYPE, MODEL, WORKLOADS, Workload, get_workload
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
 
@@ -126,16 +127,40 @@ def add_record_option(parser: ArgumentParser) -> None:
 
 
 def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespace:
-    """Options in which the workload of ``form``, if one is named, takes the place of the defaults."""
+    """Options in which the workload of ``form``, if one is named, takes the place of the defaults.
+
+    So do its model, unless another is named, and the best rung, unless the recipe is chosen.
+    """
     early = OneLineParser(add_help=False)
-    early.add_argument("--workload")
-    name = early.parse_known_args(argv)[0].workload
-    if name is not None:
-        parser.set_defaults(**get_workload(name, form).flags())
+    for option in ("--workload", "--hf-model-id", "--rung"):
+        early.add_argument(option)
+    for flag in ("--paged-attn", "--cuda-graph"):
+        early.add_argument(flag, action="store_true")
+    named = early.parse_known_args(argv)[0]
+    if named.workload is not None:
+        parser.set_defaults(**get_workload(named.workload, form).flags())
+        if named.hf_model_id is None:
+            parser.set_defaults(**MODEL)
+        if named.rung is None and not named.paged_attn and not named.cuda_graph:
+            parser.set_defaults(paged_attn=True, cuda_graph=True)
     options = parser.parse_args(argv)
     if not options.prompt:
         raise PromptError("--prompt is empty; give it at least one character")
     return options
+
+
+def departures(options: Namespace, engine: Engine) -> list[str]:
+    """In what a run of a workload differs from it, so that its figures are not to be read beside records."""
+    if options.workload is None:
+        return []
+    preset = WORKLOADS[options.workload].flags() | MODEL | {"deterministic": False}
+    here = {name: getattr(options, name) for name in preset} | {"dtype": dtype_name(engine)}
+    told = [
+        f"{name}={here[name]} for {value}"
+        for name, value in (preset | {"dtype": DTYPE}).items()
+        if here[name] != value
+    ]
+    return told if engine.rung or engine.deterministic else [*told, "a recipe that is no rung"]
 
 
 def request_facts(options: Namespace) -> dict[str, Any]:

@@ -34,12 +34,17 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
         "append_gate_min_batch": engine.gate.min_batch,
         "prefix_cache": engine.prefix_cache is not None,
         "device": engine.device.type,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(engine),
         "model_shape": engine.config.to_hf(),
         "max_batch_size": engine.max_batch_size,
         "block_size": engine.block_size,
         "num_kv_blocks": engine.num_kv_blocks,
     }
+
+
+def dtype_name(engine: Engine) -> str:
+    """Of the weights: ``float16``."""
+    return str(engine.model.dtype).removeprefix("torch.")
 
 
 def distribution(

@@ -31,6 +31,10 @@ class Workload:
         return sizes | {"stop_on_eos": False, "prefix_cache": False, "pretok": True}
 
 
+# Of every workload.
+MODEL = {"hf_model_id": "gpt2", "load_format": "dummy"}
+DTYPE = "float16"
+
 WORKLOADS: dict[str, Workload] = {
     workload.id: workload
     for workload in (

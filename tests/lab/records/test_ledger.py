@@ -18,8 +18,9 @@ from rosellm.lab.records.records import ceilings, floor_us
 from rosellm.lab.records.roles import by_place, kernel_role, operator_role
 from rosellm.lab.records.trace import Event, Trace, read_trace
 from rosellm.models.config import KNOWN_SHAPES
-from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+from rosellm.roseinfer.recipe import LADDER, best_rung
 from rosellm.roseinfer.steps.step import STEP_RANGE
+from tests.helpers import CPU
 from tests.ledgers import ROWS, ledger_of
 
 
@@ -349,11 +350,12 @@ def test_the_recorded_ledgers_are_those_of_every_rung_at_the_workloads_sizes(tmp
     monkeypatch.setattr(
         measure.experiments,
         "ledgers",
-        lambda model, rungs, batch, context: asked.append((rungs, batch, context)),
+        lambda model, rungs, batch, context: asked.append((rungs, batch, context)) or {rungs[0]: {}},
     )
-    options = ["--device", "cpu", "--load-format", "auto", "--model", "rose-tiny", "--output", str(tmp_path)]
+    options = ["--device", "cpu", "--size", "full", "--output", str(tmp_path)]
     assert measure.main([*options, "--workloads", "", "--experiments", "ledger,ledger_w6"]) == 0
-    assert asked == [(list(LADDER), 256, 32), ([BEST_RUNG], 1024, 256)]
+    here = [rung for rung in LADDER if rung != "autotune"]
+    assert asked == [*(([rung], 256, 32) for rung in here), ([best_rung(CPU)], 1024, 256)]
     assert "256" in json.loads((tmp_path / "ledger.json").read_text())["figures"]
     assert (tmp_path / "ledger_w6.json").exists()
 

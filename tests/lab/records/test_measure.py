@@ -5,8 +5,12 @@ import json
 import pytest
 
 from rosellm.lab.records import measure
+from rosellm.models.config import KNOWN_SHAPES
+from rosellm.models.weights import SHIPPED, checkpoint_folder, load_config
+from rosellm.roseinfer.bench.workloads import WORKLOADS
+from rosellm.roseinfer.recipe import LADDER
 
-SMALL = ["--device", "cpu", "--load-format", "auto", "--model", "rose-tiny"]
+SMALL = ["--device", "cpu"]
 
 
 def test_unknown_workloads_rungs_and_experiments_are_told_before_anything_runs(tmp_path, capsys):
@@ -23,6 +27,49 @@ def test_an_experiment_is_recorded_with_its_figures_and_environment(tmp_path):
     record = json.loads((tmp_path / "bookkeeping.json").read_text())
     assert record["kind"] == "bookkeeping" and record["environment"]["device_name"]
     assert set(record["figures"]["8"]) == {"tuple", "slots"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--workloads", "W1,W0", "--model", "rose-tiny"], "W0: 1 prompt tokens and 512 new ones exceed"),
+        (["--workloads", "W1", "--rungs", "dense,autotune"], "rung 'autotune' needs a GPU"),
+        (["--experiments", "bookkeeping,autotune"], "experiment 'autotune' needs a GPU"),
+        (["--experiments", "bookkeeping,grid", "--model", "rose-tiny"], "grid needs 1014 positions"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_job_that_cannot_run_is_told_before_the_first_starts(asked, told, tmp_path, capsys):
+    given = {"--workloads": "", "--experiments": ""} | dict(zip(asked[::2], asked[1::2], strict=True))
+    options = [text for pair in given.items() for text in pair]
+    assert measure.main(["--device=cpu", "--size=full", f"--output={tmp_path / 'out'}", *options]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and told in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measure, "LADDER", {rung: LADDER[rung] for rung in ("dense", "autotune", "paged")})
+    options = ["--device=cpu", f"--output={tmp_path}", "--rungs=dense", "--repeats=1"]
+    assert measure.main([*options, "--workloads=W2,W7", "--experiments=counts"]) == 0
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    assert counts["model"] == "rose-tiny" and set(counts["figures"]) == {"4", "4 mixed"}
+    assert set(counts["figures"]["4"]) == {"dense", "paged"}
+    record = json.loads((tmp_path / "W7-dense.json").read_text())
+    assert "prompt_tokens=96 for 512" in record["not_comparable"]
+    said = capsys.readouterr()
+    assert "Not comparable with W2's records: num_requests=6 for 64" in said.out
+    assert "counts, batch 4: paged" in said.err and "W7 dense" in said.err
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
+def test_a_full_size_changes_no_workload(workload):
+    assert measure.SIZES["full"].of(workload) == workload
+
+
+def test_every_job_of_either_size_fits_the_model_that_is_its_default():
+    for size, shape in (("full", KNOWN_SHAPES["gpt2"]), ("small", load_config(checkpoint_folder(SHIPPED)))):
+        assert max(measure.positions_needed(measure.SIZES[size]).values()) <= shape.n_positions
 
 
 @pytest.mark.gpu

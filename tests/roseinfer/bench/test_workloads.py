@@ -1,14 +1,22 @@
 """The named workloads and how they preset a command's options."""
 
+from dataclasses import replace
+
 import pytest
 
 from rosellm.errors import RoseError
 from rosellm.models.config import KNOWN_SHAPES
+from rosellm.models.loading import resolve_device
 from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.options import request_facts
+from rosellm.roseinfer.bench.job import choose_recipe, print_header
+from rosellm.roseinfer.bench.options import departures, request_facts
 from rosellm.roseinfer.bench.workloads import WORKLOADS, get_workload
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import LADDER, get_rung
+from tests.helpers import CPU, random_model
 
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
+FP32 = "dtype=float32 for float16"
 TABLE = {  # requests, new tokens, concurrency, prompt tokens, prompt repeats, form
     "W0": (1, 512, 1, None, (1,), "scheduler"),
     "W1": (16, 256, 8, None, (1,), "scheduler"),
@@ -29,6 +37,45 @@ def test_a_command_takes_a_workload_for_its_defaults(name):
     assert (*shape, options.prompt_repeats, form) == TABLE[name]
     assert (options.stop_on_eos, options.prefix_cache, options.pretok) == (False, False, True)
     assert request_facts(options)["workload_overrides"] == {}
+    assert (options.hf_model_id, options.load_format) == ("gpt2", "dummy")
+    assert choose_recipe(options) == get_rung(None, resolve_device("auto"))
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "recipe"),
+    [
+        ("--rung paged", ("gpt2", "dummy"), "paged"),
+        ("--paged-attn", ("gpt2", "dummy"), replace(LADDER[get_rung(None, CPU)], runner="eager")),
+        ("--hf-model-id=rose-tiny", ("rose-tiny", "auto"), get_rung(None, CPU)),
+        ("--hf-model-id rose-tiny --load-format dummy", ("rose-tiny", "dummy"), get_rung(None, CPU)),
+    ],
+)
+def test_a_model_or_a_recipe_of_ones_own_wins_over_the_workloads(given, model, recipe):
+    options = benchmark_scheduler.BENCHMARK.parse_options(["--workload=W3", "--device=cpu", *given.split()])
+    assert (options.hf_model_id, options.load_format) == model
+    assert choose_recipe(options) == recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--num-requests 2", ["num_requests=2 for 256", FP32]),
+        ("--rung paged", [FP32]),
+        ("--paged-attn", [FP32, "a recipe that is no rung"]),
+        ("--hf-model-id rose-tiny", ["hf_model_id=rose-tiny for gpt2", "load_format=auto for dummy", FP32]),
+    ],
+)
+def test_header_and_record_say_in_what_a_run_is_not_the_workload(given, told, capsys):
+    options = benchmark_scheduler.BENCHMARK.parse_options(["--workload=W3", "--device=cpu", *given.split()])
+    engine = Engine(random_model(0), recipe=choose_recipe(options), max_batch_size=2)
+    assert departures(options, engine) == told
+    print_header(engine, options)
+    assert f"Not comparable with W3's records: {', '.join(told)}\n" in capsys.readouterr().out
+
+
+def test_without_a_workload_there_is_nothing_to_compare_with(capsys):
+    options = benchmark_scheduler.BENCHMARK.parse_options(["--device=cpu"])
+    assert departures(options, Engine(random_model(0))) == []
 
 
 def test_there_are_as_many_workloads_as_the_table_has():

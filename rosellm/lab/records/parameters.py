@@ -1,0 +1,70 @@
+"""What a notebook's parameters may be: checked in its first cell, before anything runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rosellm.errors import RoseError, told
+from rosellm.models.config import KNOWN_SHAPES
+from rosellm.models.model import GPT
+from rosellm.models.weights import SHIPPED
+
+PROMPTS = ("prompt_lengths", "mixed_lengths", "prompt_tokens")
+REAL = ("latency_us",)
+FROM_ZERO = ("seed",)
+
+
+class ParameterError(RoseError):
+    """A notebook's parameter outside its range; in a notebook it is shown as one line."""
+
+    def _render_traceback_(self) -> list[str]:  # what IPython asks an exception for
+        return [f"{type(self).__name__}: {self}"]
+
+
+def check_parameters(gpt: GPT, **given: Any) -> None:
+    """Raises ParameterError unless all are numbers in range, and prompts and new tokens within the positions.
+
+    given: parameters by name, a number each or a list of numbers.
+    """
+    for name, value in given.items():
+        if isinstance(value, list) and not value:
+            raise ParameterError(f"{name} is an empty list; give at least one number")
+        for number in value if isinstance(value, list) else [value]:
+            _check_number(name, number)
+    prompts = [given[name] for name in PROMPTS if name in given]
+    longest = max((max(p) if isinstance(p, list) else p for p in prompts), default=1)
+    new, positions = given.get("new_tokens", 0), gpt.config.n_positions
+    if longest + new > positions:
+        raise ParameterError(
+            f"a prompt of {longest} tokens and {new} new ones exceed the model's {positions} positions; "
+            "give shorter prompts or fewer new tokens"
+        )
+
+
+def fitting(lengths: Sequence[int], gpt: GPT, new_tokens: int) -> list[int]:
+    """The ``lengths`` that leave room for ``new_tokens`` within the positions; the longest if none do."""
+    longest = gpt.config.n_positions - new_tokens
+    return [n for n in lengths if n <= longest] or [longest]
+
+
+def model_path(model: str) -> str:
+    """``model``, or the folder of that name seen from where the caller stands.
+
+    A notebook runs in its own folder; where the shell stood that started it, PWD of the environment tells.
+    """
+    if model == SHIPPED or model in KNOWN_SHAPES:
+        return model
+    seen_from_caller = Path(os.environ.get("PWD", "."), model)
+    return str(seen_from_caller) if seen_from_caller.is_dir() else model
+
+
+def _check_number(name: str, value: object) -> None:
+    least = 0 if name in FROM_ZERO else 1
+    if name in REAL:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ParameterError(f"{name} is {told(value)}; give a number above 0")
+    elif isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ParameterError(f"{name} is {told(value)}; give a whole number, {least} or more")
