@@ -1,8 +1,11 @@
 # RoseLLM. `make help` lists what can be made.
 PYTHON ?= python3
-VENV := .venv
+# An activated conda environment of one's own is used as it is; else .venv.
+CONDA := $(if $(filter-out base,$(CONDA_DEFAULT_ENV)),$(CONDA_PREFIX))
+VENV := $(or $(CONDA),.venv)
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 TIMEOUT ?= 300
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
@@ -10,21 +13,22 @@ export NB P
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help setup notebooks test test-quick test-browser soak lint lab refresh clean
+.PHONY: help setup notebooks test test-quick test-browser soak lint lab new-notebook refresh clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv and install the project into it, once
+setup: $(STAMP) ## make .venv, or take the active conda environment, and install the project, once (CPU=1: torch without CUDA)
 
 $(STAMP): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("RoseLLM needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	@$(if $(CONDA),$(PY),$(PYTHON)) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("RoseLLM needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[notebooks,test]'
+	$(if $(CPU),$(PIP) uv)
+	$(if $(CPU),$(PY) -m uv pip install --quiet --python $(PY) --torch-backend cpu,$(PIP)) -e '.[notebooks,test]'
 	@touch $@
 
 $(STAMP)-browser: $(STAMP)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[browser]'
+	$(PIP) -e '.[browser]'
 	@touch $@
 
 notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P="batch=64 quick=false" sets parameters)
@@ -52,12 +56,16 @@ lint: $(STAMP) ## check the style of the Python files (ruff) and the package's t
 	$(PY) -m ruff format --check rosellm tests notebooks/exhibits conftest.py
 	$(PY) -m mypy rosellm
 
-lab: $(STAMP) ## open the notebooks in JupyterLab, on 127.0.0.1 with its token (LAB="--port 9000" adds options)
-	$(PY) -m jupyterlab --ip=127.0.0.1 --LabApp.default_url=/lab/tree/notebooks $(LAB)
+lab: $(STAMP) ## open a working copy of the notebooks in JupyterLab, on 127.0.0.1 with its token (LAB="--port 9000" adds options)
+	@exec $(PY) -P rosellm/lab/running/open_lab.py $(LAB)
+
+new-notebook: $(STAMP) ## write a notebook that works (NAME=27_my_idea)
+	@exec $(PY) -m rosellm.lab.running.new_notebook $(NAME)
 
 refresh: $(STAMP) ## execute the notebooks in place, add PNGs and normalise them (NB selects)
 	@exec $(PY) -m rosellm.lab.running.refresh_notebooks --select "$$NB"
 
-clean: ## remove what was built, but not .venv
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+clean: ## remove what was built, but neither .venv nor your notebooks in build/lab
+	find build -mindepth 1 -maxdepth 1 ! -name lab -exec rm -rf {} + 2>/dev/null || true
+	rm -rf dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find rosellm tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,7 +6,12 @@ that imports Triton (``transformers`` model classes do).
 """
 
 import os
+import signal
+import sys
 from typing import TYPE_CHECKING
+
+if sys.argv[0] == "-m" and sys.orig_argv[sys.orig_argv.index("-m") + 1].startswith("rosellm."):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while a command loads, Ctrl-C just ends it
 
 import torch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import reprlib
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
@@ -86,6 +87,7 @@ def command(body: Callable[[list[str] | None], None], *, out_of_memory: str = SM
 
     def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", HUB_TIMEOUT_SECONDS)
+        _take_over_interrupts()
         try:
             body(argv)
         except (RoseError, OSError) as error:
@@ -99,6 +101,12 @@ def command(body: Callable[[list[str] | None], None], *, out_of_memory: str = SM
         return 0
 
     return main
+
+
+def _take_over_interrupts() -> None:
+    """From here on Ctrl-C is a KeyboardInterrupt; while the command was loading it ended the process."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _fail(message: str, status: int = 2) -> int:

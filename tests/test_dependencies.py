@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
 import sys
+import tarfile
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from rosellm.lab import _NEEDED
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -57,3 +62,47 @@ def test_each_package_that_a_room_imports_is_declared(room: str, extras: tuple[s
         if not known & {normal(distribution) for distribution in DISTRIBUTIONS.get(name, [name])}
     }
     assert not undeclared
+
+
+def test_the_lab_without_its_extra_says_which_extra_and_the_engine_needs_none() -> None:
+    """As in an environment without plotly and papermill."""
+    code = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in ('plotly', 'papermill'):
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Absent())
+import importlib.util
+real = importlib.util.find_spec
+def find_spec(name, package=None):
+    try:
+        return real(name, package)
+    except ModuleNotFoundError:
+        return None
+importlib.util.find_spec = find_spec
+import rosellm.roseinfer.llm
+import rosellm.lab.records.measure
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    told = "ModuleNotFoundError: rosellm.lab needs papermill, plotly: pip install 'rosellm[notebooks]'"
+    assert done.stderr.splitlines()[-1] == told
+
+
+def test_the_lab_looks_for_every_package_of_its_extra() -> None:
+    needed = {normal(found) for name in _NEEDED.split() for found in DISTRIBUTIONS.get(name, [name])}
+    assert declared("notebooks") - declared() - {"jupyterlab", "traitlets"} <= needed
+
+
+def test_the_source_distribution_carries_what_a_checkout_has(tmp_path: Path) -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    build = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        carried = {name.partition("/")[2] for name in tar.getnames()}
+    assert set(files.split()) - carried <= {".gitignore", ".ci/run"}

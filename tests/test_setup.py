@@ -102,9 +102,38 @@ def test_every_make_command_of_the_readme_exists():
     assert {"notebooks", "test"} <= named
 
 
+def test_setup_for_a_cpu_takes_torch_without_cuda_and_once(copy):
+    for _ in range(2):
+        assert make("setup", "CPU=1", folder=copy).returncode == 0
+    calls = (copy / "calls").read_text()
+    assert calls.count("--torch-backend cpu -e .[notebooks,test]") == 1
+    assert "torch-backend" not in commands("setup")
+
+
+@pytest.mark.parametrize(("name", "used"), [("mine", True), ("base", False)])
+def test_an_active_conda_environment_is_used_but_not_the_base_one(copy, name, used):
+    conda = copy / "conda"
+    shutil.copytree(copy / ".venv", conda)
+    assert make("setup", f"CONDA_PREFIX={conda}", f"CONDA_DEFAULT_ENV={name}", folder=copy).returncode == 0
+    assert (conda / ".installed").exists() == used
+    assert (copy / ".venv/.installed").exists() != used
+
+
+def test_a_new_notebooks_name_reaches_its_command(copy):
+    make("new-notebook", "NAME=27_my_idea", folder=copy)
+    assert (copy / "calls").read_text().splitlines()[-1] == "-m rosellm.lab.running.new_notebook 27_my_idea"
+
+
+def test_clean_leaves_the_working_copy_of_the_notebooks(copy):
+    for name in ("build/lab/notebooks", "build/other", "rosellm", "tests"):
+        (copy / name).mkdir(parents=True)
+    assert make("clean", folder=copy).returncode == 0
+    assert [path.name for path in (copy / "build").iterdir()] == ["lab"]
+
+
 def test_jupyterlab_listens_on_this_machine_only_and_keeps_its_token():
-    command = commands("lab")
-    assert "jupyterlab --ip=127.0.0.1" in command
+    command = commands("lab", "LAB=--port 9000")
+    assert "open_lab.py --port 9000" in command
     assert not re.search(r"token|password|disable_check_xsrf|allow_origin", command)
 
 

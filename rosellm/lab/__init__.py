@@ -1,1 +1,11 @@
-"""What the notebooks share, and what runs them."""
+"""What notebooks share. Needs the extra ``notebooks``."""
+
+from importlib.util import find_spec
+
+_NEEDED = """IPython ipykernel ipywidgets kaleido nbclient nbconvert nbformat nbstripout
+    papermill PIL plotly psutil yaml"""
+_missing = [name for name in _NEEDED.split() if find_spec(name) is None]
+if _missing:
+    raise ModuleNotFoundError(
+        f"rosellm.lab needs {', '.join(_missing)}: pip install 'rosellm[notebooks]'", name=_missing[0]
+    )

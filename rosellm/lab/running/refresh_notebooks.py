@@ -80,7 +80,7 @@ def add_pictures(notebook: NotebookNode, render: Renderer) -> NotebookNode:
     return notebook
 
 
-def execute(path: Path, timeout: float) -> NotebookNode:
+def execute_file(path: Path, timeout: float) -> NotebookNode:
     """A copy of the notebook, executed in its folder with its own parameters; ``timeout`` is seconds a cell.
 
     Raises NotebookError if a cell fails.
@@ -89,20 +89,25 @@ def execute(path: Path, timeout: float) -> NotebookNode:
         notebook = nbformat.read(path, as_version=4)
     except Exception as error:  # whatever the file makes of nbformat
         raise NotebookError(f"{path} cannot be read as a notebook: {type(error).__name__}") from error
+    return execute(notebook, path.stem, path.parent, timeout)
+
+
+def execute(notebook: NotebookNode, name: str, folder: Path, timeout: float) -> NotebookNode:
+    """The notebook, executed in ``folder``. Raises NotebookError, which names it, if a cell fails."""
     client = NotebookClient(
         notebook,
         timeout=timeout,
         kernel_name="python3",
         coalesce_streams=True,
         record_timing=False,
-        resources={"metadata": {"path": str(path.parent)}},
+        resources={"metadata": {"path": str(folder)}},
     )
     try:
         return client.execute()
     except CellExecutionError as error:
-        raise NotebookError(f"{path.stem} is left as it was: {error.ename}: {error.evalue}") from None
+        raise NotebookError(f"{name} is left as it was: {error.ename}: {error.evalue}") from None
     except (CellTimeoutError, DeadKernelError) as error:
-        raise NotebookError(f"{path.stem} is left as it was: {str(error).splitlines()[0]}") from None
+        raise NotebookError(f"{name} is left as it was: {str(error).splitlines()[0]}") from None
 
 
 def draw(figure: dict[str, Any]) -> bytes:
@@ -150,7 +155,7 @@ def refresh(
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(kernel_environment(Path(folder)))
         for path in tqdm(notebooks, unit="notebook"):
-            notebook = _until_interrupted(interruption, partial(execute, path, timeout))
+            notebook = _until_interrupted(interruption, partial(execute_file, path, timeout))
             if notebook is None:
                 break
             normalise(notebook)

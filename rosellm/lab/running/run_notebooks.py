@@ -75,7 +75,7 @@ class Running:
 
 
 def select(folder: Path, wanted: str = "") -> list[Path]:
-    """The notebooks of ``folder`` whose name, or its beginning, is in ``wanted``.
+    """The notebooks of ``folder`` whose name, its beginning or else a part of it is in ``wanted``; paths too.
 
     ``wanted`` is comma or space separated; "" means all. Raises NotebookError for a name without a notebook.
     """
@@ -84,8 +84,9 @@ def select(folder: Path, wanted: str = "") -> list[Path]:
         raise NotebookError(f"there is no notebook in {folder}")
     chosen = set() if wanted.strip() else set(found)
     for word in wanted.replace(",", " ").split():
-        word = word.removesuffix(".ipynb")
+        word = Path(word).name.removesuffix(".ipynb")
         matches = {word} & set(found) or {name for name in found if name.startswith(word)}
+        matches = matches or {name for name in found if word and word in name}
         if not matches:
             raise NotebookError(f"no notebook is called {word!r}: there are {', '.join(found)}")
         chosen |= matches

@@ -36,10 +36,10 @@ def test_a_notebook_is_its_rungs_by_name_whatever_its_number_and_a_rung_may_have
 
 
 def test_a_rung_that_has_only_been_run_here_has_a_row_of_dashes_beside_its_speed():
-    live = {"dense": 7.0, "my_idea": 9.0}
+    live = {"dense": 7.0, "unheard_of": 9.0}
     chart = ladder_chart({"dense": 1000.0}, "tok/s", floor=2000.0, title="t", live=live)
-    assert chart.layout.yaxis.ticktext == ("dense", "my_idea")
-    assert next(line.split() for line in chart.table.splitlines() if "my_idea" in line)[1:] == [
+    assert chart.layout.yaxis.ticktext == ("dense", "unheard_of")
+    assert next(line.split() for line in chart.table.splitlines() if "unheard_of" in line)[1:] == [
         "–",
         "–",
         "9.00",

@@ -41,9 +41,9 @@ def test_every_recorded_rung_has_three_repeats_of_every_workload():
 
 
 def test_of_a_rung_without_records_nothing_is_said():
-    rows = verdicts(find(), "dense", "my_idea")
+    rows = verdicts(find(), "dense", "unheard_of")
     assert [(row.change, row.sign, row.word) for row in rows] == [("–", 0, "not measured")] * 6
-    assert "W1" not in recorded_chart(find(), "dense", "my_idea").table
+    assert "W1" not in recorded_chart(find(), "dense", "unheard_of").table
 
 
 def test_where_no_noise_is_known_no_difference_counts():

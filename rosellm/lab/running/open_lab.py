@@ -1,0 +1,81 @@
+"""Opens a working copy of the notebooks in JupyterLab: ``make lab``.
+
+The copy is in ``build/lab/notebooks``; the committed notebooks stay as they are. A file that was edited there
+is kept, the others follow the committed ones. Run as a script, so that the server does without torch.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+COPIED = "copied.json"
+OVERRIDES = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+
+
+def working_copy(source: Path, folder: Path) -> list[str]:
+    """Copies ``source`` to ``folder``, except over what was edited there; which of these have become newer.
+
+    What each file was when it was copied is kept beside the folder.
+    """
+    record = folder.parent / COPIED
+    before = json.loads(record.read_text()) if record.exists() else {}
+    copied: dict[str, str | None] = {}
+    kept = []
+    for path in sorted(p for p in source.rglob("*") if p.is_file() and "." not in p.parent.name):
+        name = path.relative_to(source).as_posix()
+        target, now = folder / name, _digest(path)
+        if not target.exists() or _digest(target) in (before.get(name), now):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, target)
+            copied[name] = now
+        else:
+            copied[name] = before.get(name)
+            if now != before.get(name):
+                kept.append(name)
+    record.write_text(json.dumps(copied, indent=1))
+    return kept
+
+
+def settings(folder: Path) -> Path:
+    """A folder of JupyterLab's defaults, which the user's own settings override: no question about news."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "overrides.json").write_text(json.dumps(OVERRIDES))
+    return folder
+
+
+def options(root: Path) -> list[str]:
+    """JupyterLab's: this machine only, the working copy's address; root is told that it may."""
+    chosen = [
+        "--ip=127.0.0.1",
+        f"--ServerApp.root_dir={root}",
+        "--LabApp.default_url=/lab/tree/build/lab/notebooks",
+        f"--LabApp.app_settings_dir={settings(root / 'build/lab/settings')}",
+    ]
+    return [*chosen, "--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else chosen
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def main() -> None:
+    """Serve until interrupted."""
+    for name in working_copy(ROOT / "notebooks", ROOT / "build/lab/notebooks"):
+        print(f"build/lab/notebooks/{name} is kept as you edited it; notebooks/{name} is newer")
+    from jupyterlab.labapp import main as serve
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server's way to end, with its kernels
+    try:
+        serve([*options(ROOT), *sys.argv[1:]])
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while libraries load, Ctrl-C just ends it
+    main()

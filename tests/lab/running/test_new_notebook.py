@@ -1,0 +1,76 @@
+"""A rung of one's own, and a notebook of it, in a copy of the project: two steps, and everything holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rosellm.lab.running.new_notebook import draft
+from rosellm.lab.running.run_notebooks import NotebookError
+from rosellm.roseinfer.recipe import BEFORE
+
+ROOT = Path(__file__).parents[3]
+LAST = '    ("persistent_kernel", "dependent_launch", {"gemm": "persistent"}),\n'
+MINE = '    ("my_idea", "dependent_launch", {"prefill": "padded"}),\n'
+STILL_HOLD = (
+    "tests/lab/figures/test_ladder.py",
+    "tests/lab/records/test_records_hold.py",
+    "tests/lab/records/test_verdicts.py",
+    "tests/lab/running/test_gallery.py",
+    "tests/roseinfer/test_recipe.py",
+    "tests/exhibits/test_persistent_layers.py::test_the_rung_is_a_side_branch_that_changes_the_products_only",
+    "tests/test_readme.py::test_the_computed_parts_are_up_to_date",
+    "tests/test_notebooks.py::test_a_committed_notebook_has_no_faults[27_my_idea]",
+    "tests/test_notebooks.py::test_a_notebook_runs_with_other_parameters_than_its_own[00_map]",
+    "tests/test_notebooks.py::test_a_notebook_runs_with_other_parameters_than_its_own[27_my_idea]",
+    "notebooks/27_my_idea.ipynb",
+)
+NBVAL = ("--nbval", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/nbval_sanitize.cfg")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy with one rung more."""
+    for name in ("rosellm", "notebooks", "tests"):
+        ignored = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("README.md", "conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    ladder = tmp_path / "rosellm/roseinfer/recipe.py"
+    text = ladder.read_text()
+    assert LAST in text
+    ladder.write_text(text.replace(LAST, LAST + MINE))
+    return tmp_path
+
+
+def ran(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
+    environment = inherited | {"PYTHONPATH": str(project), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+
+
+def test_a_rung_added_by_one_line_and_a_notebook_made_by_one_command_leave_all_whole(project):
+    made = ran(project, "rosellm.lab.running.new_notebook", "27_my_idea")
+    assert made.returncode == 0, made.stderr
+    row = "](notebooks/27_my_idea.ipynb) | What does `my_idea` change? | – |"
+    assert row in (project / "README.md").read_text()
+    tested = ran(project, "pytest", *STILL_HOLD, *NBVAL, "-q", "-p", "no:cacheprovider")
+    assert tested.returncode == 0, tested.stdout[-3000:]
+
+
+def test_a_notebook_of_no_rung_has_two_others_to_begin_with():
+    started = draft("27_why_so_slow").cells[3].source
+    assert "before, after = 'dense', 'paged'" in started
+    assert f"'{BEFORE['no_mask']}', 'no_mask'" in draft("27_no_mask").cells[3].source
+
+
+@pytest.mark.parametrize("name", ["my_idea", "7_x", "27-x", "27_My", "27_", "../27_x", ""])
+def test_a_name_without_number_and_topic_is_refused(name):
+    with pytest.raises(NotebookError, match="two digits and a topic"):
+        draft(name)
