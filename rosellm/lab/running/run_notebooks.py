@@ -85,8 +85,8 @@ def select(folder: Path, wanted: str = "") -> list[Path]:
     chosen = set() if wanted.strip() else set(found)
     for word in wanted.replace(",", " ").split():
         word = Path(word).name.removesuffix(".ipynb")
-        matches = {word} & set(found) or {name for name in found if name.startswith(word)}
-        matches = matches or {name for name in found if word and word in name}
+        named = [name for name in found if word and word in name]
+        matches = {word} & set(found) or {name for name in named if name.startswith(word)} or set(named)
         if not matches:
             raise NotebookError(f"no notebook is called {word!r}: there are {', '.join(found)}")
         chosen |= matches
