@@ -162,7 +162,8 @@ class Rung:
             return
 
         def draw(batch: int) -> None:
-            show(waterfall(*usable[batch]))
+            before, after = usable[batch]
+            show(waterfall(before, after))
 
         explore(draw, batch=Control("batch, sequences", list(usable), first=max(usable)))
 

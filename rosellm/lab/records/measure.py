@@ -233,8 +233,7 @@ def determinism(arguments: argparse.Namespace) -> dict:
         },
         "bits": {
             dtype: robustness.invariance(
-                get_model(arguments.model, arguments.device, dtype, arguments.load_format),
-                batches,
+                get_model(arguments.model, arguments.device, dtype, arguments.load_format), batches
             )
             for dtype in each("determinism, bits", ("float16", "bfloat16", "float32"))
         },

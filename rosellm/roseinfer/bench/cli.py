@@ -11,13 +11,7 @@ from rosellm.command_line import command
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import GPT
 from rosellm.roseinfer.bench.job import choose_recipe, make_job
-from rosellm.roseinfer.bench.options import (
-    PROFILED_STEPS,
-    benchmark_parser,
-    departures,
-    parse,
-    request_facts,
-)
+from rosellm.roseinfer.bench.options import PROFILED_STEPS, benchmark_parser, departures, parse, request_facts
 from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
 from rosellm.roseinfer.bench.runs import Run, repeat, write_trace
 from rosellm.roseinfer.bench.summary import print_summary
