@@ -9,11 +9,13 @@ write).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,8 +82,7 @@ class KVBlockManager:
         pool: Literal["per_layer", "shared"] = "per_layer",
     ) -> None:
         shape = (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim)
-        self.k_cache = torch.zeros(shape, device=device, dtype=dtype)
-        self.v_cache = torch.zeros(shape, device=device, dtype=dtype)
+        self.k_cache, self.v_cache = (_zeros(shape, torch.device(device), dtype) for _ in range(2))
         self.num_layers, self.block_size = num_layers, block_size
         self.max_blocks_per_layer = max_blocks_per_layer
         self.pool_of = _POOL_OF[pool](num_layers)
@@ -293,6 +294,13 @@ class KVBlockManager:
 
     def _name(self, pool: int) -> str:
         return f"layer {pool}" if self.num_pools == self.num_layers else "the shared pool"
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """On a CPU, memory that the system maps when it is first written to; ``torch.zeros`` writes it all."""
+    if device.type != "cpu":
+        return torch.zeros(shape, device=device, dtype=dtype)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _advance_tuples(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -188,3 +190,22 @@ def test_info_of_a_free_block_is_an_error():
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_blocks_for_rounds_up(tokens, blocks):
     assert blocks_for(tokens, 4) == blocks
+
+
+RESIDENT = """
+import psutil, torch
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+resident = lambda: psutil.Process().memory_info().rss
+before = resident()
+blocks = KVBlockManager(8, 8, 64, 16, 2048, "cpu", torch.{dtype})
+n_bytes = blocks.k_cache.nbytes + blocks.v_cache.nbytes
+assert blocks.k_cache.dtype == torch.{dtype} and blocks.k_cache.shape == (8, 2048, 8, 16, 64)
+assert not blocks.k_cache[:, :2].any() and n_bytes >= 2**29, n_bytes
+blocks.k_cache[:, 0] = 1
+assert resident() - before < n_bytes / 4, (resident() - before, n_bytes)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_cpu_s_cache_takes_no_memory_before_it_is_written(dtype):
+    subprocess.run([sys.executable, "-c", RESIDENT.format(dtype=dtype)], check=True, timeout=120)
