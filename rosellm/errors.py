@@ -37,6 +37,10 @@ class OverloadError(RoseError):
     """The scheduler holds as many requests as it may; try again later."""
 
 
+class BusyError(RoseError):
+    """The engine is run by someone else; one at a time may."""
+
+
 class KVCacheExhausted(RoseError):
     """No free KV block is left; nothing was changed."""
 

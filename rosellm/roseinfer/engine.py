@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from threading import Lock
+from typing import Any, NoReturn
 
 import torch
 
-from rosellm.errors import OptionError, PromptError, SamplingError, told
+from rosellm.errors import BusyError, OptionError, PromptError, RoseError, SamplingError, told
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import GPT
 from rosellm.models.weights import SHIPPED
@@ -79,6 +80,8 @@ class Engine:
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
         self._n_requests = 0
         self._holders: set[Sequence] = set()
+        self._owner: tuple[object, str] | None = None  # the scheduler that alone may run it, and for whom
+        self._owner_lock = Lock()
 
     @classmethod
     def load(
@@ -101,6 +104,29 @@ class Engine:
     def num_kv_blocks(self) -> int:
         """Blocks a layer."""
         return self.blocks.max_blocks_per_layer
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise RoseError("an engine cannot be copied or pickled; make another one")
+
+    def own(self, scheduler: object, name: str) -> None:
+        """From now on ``scheduler`` alone may use the engine, for ``name``. Raises ``BusyError``."""
+        with self._owner_lock:
+            self.check_owner(scheduler)
+            self._owner = scheduler, name
+
+    def disown(self, scheduler: object) -> None:
+        """Anybody may use the engine again, if ``scheduler`` owned it."""
+        with self._owner_lock:
+            if self._owner is not None and self._owner[0] is scheduler:
+                self._owner = None
+
+    def check_owner(self, scheduler: object) -> None:
+        """Raises ``BusyError`` if another scheduler owns the engine."""
+        owner = self._owner
+        if owner is not None and owner[0] is not scheduler:
+            raise BusyError(
+                f"the engine is in the hands of {owner[1]}; wait for its end or make another engine"
+            )
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """A checked request; its text is followed if it has stop strings.

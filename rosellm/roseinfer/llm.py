@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence, Set
+from threading import Lock
+from typing import Any, NoReturn, cast
 
 from tqdm import tqdm
 
-from rosellm.errors import PromptError, RecipeError
+from rosellm.errors import PromptError, RecipeError, RoseError
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
@@ -14,7 +16,7 @@ from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, one_each
 
-Prompt = str | list[int]
+Prompt = str | Sequence[int]  # text, or token ids
 
 
 class LLM:
@@ -53,6 +55,10 @@ class LLM:
             block_size=block_size,
             deterministic=deterministic,
         )
+        self._lock = Lock()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise RoseError("an LLM cannot be copied or pickled; make another one")
 
     @property
     def rung(self) -> str | None:
@@ -61,38 +67,66 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many, each text or a list of token ids; results in their order.
+        """Complete one prompt or many, each text or token ids; results in their order.
 
+        Any iterable will do where there are many, and any sequence, array or tensor of integers as token ids.
         sampling_params: one for all, one each, or None for the defaults. All is checked before anything
         runs: raises ``PromptError`` or ``SamplingError``. A result's completion is its ``outputs[0]``, with
         ``token_ids``, ``text`` and ``finish_reason``: "stop", "length", or "failed" where the model's logits
         gave no token, with the reason in ``error``; the others' completions do not suffer from that.
+        A further thread waits for its turn; raises ``BusyError`` where a streaming manager has the engine.
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
         ids = [self.engine.encode(prompt) for prompt in many]
-        with tqdm(total=len(many), desc="prompts", disable=not use_tqdm) as progress:
-            outputs = OfflineScheduler(self.engine).run(ids, params, progress)
+        with self._lock:
+            outputs = self._run(ids, params, use_tqdm)
         for prompt, output in zip(many, outputs, strict=True):
             output.prompt = prompt if isinstance(prompt, str) else None
         return outputs
 
+    def _run(self, ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        scheduler = OfflineScheduler(self.engine)
+        self.engine.own(scheduler, "LLM.generate")
+        try:
+            n_tokens = sum(own.max_tokens for own in params)
+            with tqdm(total=n_tokens, desc="tokens", unit=" tok", disable=not use_tqdm) as progress:
+                return scheduler.run(ids, params, progress)
+        finally:
+            self.engine.disown(scheduler)
 
-def _as_many(prompts: Any) -> list[Prompt]:
+
+def _as_many(prompts: Any) -> list[str | list[int]]:
+    """Prompts of any form as a list of texts and lists of token ids; the ids are checked later."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, list):
-        raise PromptError(f"prompts is {prompts!r}; give text, a list of token ids, or a list of these")
-    if prompts and all(_is_token_id(item) for item in prompts):
-        return [prompts]
-    for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, (str, list)):
-            raise PromptError(f"prompt {index} is {prompt!r}; give text or a list of token ids")
-    return prompts
+    items = _listed(prompts)
+    if items is None:
+        raise PromptError(f"prompts is {prompts!r}; give text, token ids, or several of these")
+    if items and all(_is_token_id(item) for item in items):
+        return [items]
+    many = [item if isinstance(item, str) else _listed(item) for item in items]
+    if None in many:
+        index = many.index(None)
+        raise PromptError(f"prompt {index} is {items[index]!r}; give text or token ids")
+    return cast("list[str | list[int]]", many)
+
+
+def _listed(items: Any) -> list | None:
+    """What an array, tensor or iterable holds, as Python's own numbers; None for anything else."""
+    items = _plain(items)
+    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, bytearray, Mapping, Set)):
+        return None
+    return [_plain(item) for item in items]
+
+
+def _plain(item: Any) -> Any:
+    """Arrays, tensors and their scalars as Python's own lists and numbers."""
+    return item.tolist() if hasattr(item, "tolist") else item
 
 
 def _is_token_id(item: Any) -> bool:

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
+import numpy as np
 import pytest
 import torch
 
 from rosellm import LLM, SamplingParams
-from rosellm.errors import CheckpointError, DeviceError, OptionError, PromptError, RecipeError, SamplingError
+from rosellm.errors import (
+    BusyError,
+    CheckpointError,
+    DeviceError,
+    OptionError,
+    PromptError,
+    RecipeError,
+    RoseError,
+    SamplingError,
+)
 from rosellm.models.tokenizer import train_tokenizer
 from rosellm.models.weights import save_model
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import Recipe
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
+from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
 from tests.helpers import random_model, small_config, uncached_greedy
-from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
+from tests.soak.fake_step import POISON, call_before, fake_engine, poison, tokens_after
 from tests.soak.streaming_driver import Letters
 
 WORDS = "hello world, here is some text to learn from, with words and words"
@@ -78,9 +94,14 @@ def test_a_recipe_of_ones_own_may_be_asked_for_in_place_of_a_rung(checkpoint: Pa
         LLM(str(checkpoint), rung="paged", recipe=recipe, device="cpu")
 
 
-def test_a_prompt_whose_logits_are_not_finite_fails_alone() -> None:
-    llm = object.__new__(LLM)
-    llm.engine = fake_engine("shared", 3, num_kv_blocks=30, tokenizer=Letters())
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> LLM:
+    engine = fake_engine("shared", 3, num_kv_blocks=30, tokenizer=Letters())
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: engine)
+    return LLM()
+
+
+def test_a_prompt_whose_logits_are_not_finite_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = fake_llm(monkeypatch)
     poison(llm.engine, 2)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     one, failed, other = llm.generate(["bc", "d", "efg"], params, use_tqdm=False)
@@ -123,7 +144,9 @@ def test_a_stop_string_ends_the_text(llm: LLM) -> None:
     [
         (None, "prompts is None"),
         (7, "prompts is 7"),
-        (("a", "b"), "give text"),
+        (b"ab", "prompts is b'ab'"),
+        ({"a", "b"}, "give text"),
+        (np.array(7), "prompts is array"),
         (["a", 7], "prompt 1 is 7"),
         ([3, "a"], "prompt 0 is 3"),
         ([True], "prompt 0 is True"),
@@ -154,7 +177,134 @@ def test_progress_is_shown_only_if_wanted(llm: LLM, capsys: pytest.CaptureFixtur
     llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     assert capsys.readouterr().err == ""
     llm.generate(["a", "b"], GREEDY)
-    assert "2/2" in capsys.readouterr().err
+    assert "12/12" in capsys.readouterr().err
+
+
+def test_progress_counts_every_token_while_they_come_and_expects_no_more_than_can_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Bar:
+        total, n = 20, 0
+        seen: list[tuple[int, int]] = []
+
+        def update(self, n: int) -> None:
+            self.n += n
+            self.seen.append((self.n, self.total))
+
+    llm, bar = fake_llm(monkeypatch), Bar()
+    stop = tokens_after((1, 2))[2]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True),
+        SamplingParams(
+            temperature=0.0, max_tokens=10, ignore_eos=True, stop=[llm.engine.tokenizer.decode([stop])]
+        ),
+    ]
+    outputs = OfflineScheduler(llm.engine).run([[4, 5], [1, 2]], params, bar)
+    n_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert bar.seen[-1] == (n_tokens, n_tokens) and n_tokens < 20
+    assert len({n for n, _ in bar.seen}) > 4 and all(n <= total for n, total in bar.seen)
+
+
+def test_prompts_may_come_in_any_sequence(llm: LLM) -> None:
+    wanted = llm.generate([[5, 6], [7, 8]], GREEDY, use_tqdm=False)
+    for prompts in (
+        ((5, 6), (7, 8)),
+        np.array([[5, 6], [7, 8]]),
+        torch.tensor([[5, 6], [7, 8]]),
+        ([5 + i, 6 + i] for i in (0, 2)),
+        [range(5, 7), np.array([7, 8], dtype=np.uint16)],
+        [[np.int64(5), 6], (7, np.int32(8))],
+    ):
+        assert llm.generate(prompts, GREEDY, use_tqdm=False) == wanted
+    for bare in ((5, 6), np.array([5, 6]), range(5, 7)):
+        assert llm.generate(bare, GREEDY, use_tqdm=False)[0].outputs == wanted[0].outputs
+    texts = llm.generate(["hello", "world"], GREEDY, use_tqdm=False)
+    assert llm.generate((text for text in ("hello", "world")), GREEDY, use_tqdm=False) == texts
+
+
+def test_threads_take_turns(llm: LLM) -> None:
+    prompts = [[n + 5, n + 6, n + 7] for n in range(8)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    wanted = [llm.generate([p], params, use_tqdm=False)[0].outputs for p in prompts]
+    together = Barrier(len(prompts))
+
+    def alone(prompt: list[int]) -> list:
+        together.wait()
+        return llm.generate([prompt], params, use_tqdm=False)[0].outputs
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert list(pool.map(alone, prompts)) == wanted
+    assert_idle(llm)
+
+
+def test_an_engine_that_a_manager_has_is_refused_to_others_until_it_is_closed(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint), rung="dense", device="cpu", max_batch_size=4, block_size=16)
+    early = OfflineScheduler(llm.engine)
+    wanted = llm.generate([5, 6], GREEDY, use_tqdm=False)[0].outputs[0].text
+    with StreamingManager(llm) as manager:
+        assert manager.engine is llm.engine
+        for use in (
+            lambda: llm.generate("hello", use_tqdm=False),
+            lambda: StreamingManager(llm),
+            lambda: StreamingManager(llm.engine),
+            lambda: OnlineScheduler(llm.engine),
+            lambda: early.run([[5, 6]], GREEDY),
+        ):
+            with pytest.raises(BusyError, match="in the hands of a StreamingManager; ") as told:
+                use()
+            assert "\n" not in str(told.value)
+        assert manager.result(manager.add_request([5, 6], GREEDY), 60).outputs[0].text == wanted
+    assert llm.generate([5, 6], GREEDY, use_tqdm=False)[0].outputs[0].text == wanted
+    assert early.run([[5, 6]], GREEDY)[0].outputs[0].text == wanted
+
+
+def test_a_manager_is_refused_while_a_thread_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = fake_llm(monkeypatch)
+    refused = []
+
+    def try_manager() -> None:
+        with pytest.raises(BusyError, match="LLM.generate"):
+            StreamingManager(llm)
+        refused.append(True)
+
+    call_before(llm.engine.step, try_manager)
+    llm.generate("b", GREEDY, use_tqdm=False)
+    assert refused
+
+
+def test_who_fails_gives_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = fake_llm(monkeypatch)
+    begin, warm_up = llm.engine.step.begin_prefill, llm.engine.step.warm_up
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    llm.engine.step.begin_prefill = broken
+    with pytest.raises(RuntimeError):
+        llm.generate("b", GREEDY, use_tqdm=False)
+    failing = StreamingManager(llm)
+    with pytest.raises(WorkerError, match="make a new manager"):
+        failing.result(failing.add_request("b", GREEDY), 60)
+    llm.engine.step.begin_prefill, llm.engine.step.warm_up = begin, broken
+    with pytest.raises(RuntimeError):
+        StreamingManager(llm)
+    llm.engine.step.warm_up = warm_up
+    with StreamingManager(llm) as manager:  # the one that failed need not be closed
+        assert manager.result(manager.add_request("b", GREEDY), 60)
+    failing.close()
+    assert llm.generate("b", GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_llm_and_its_engine_cannot_be_copied_or_pickled(llm: LLM, duplicate) -> None:
+    for original, name in ((llm, "an LLM"), (llm.engine, "an engine")):
+        with pytest.raises(RoseError, match=f"{name} cannot be copied or pickled; make another one"):
+            duplicate(original)
+
+
+def test_a_manager_takes_an_llm_or_an_engine_and_nothing_else() -> None:
+    with pytest.raises(RoseError, match="engine is 'rose-tiny'; give an Engine or an LLM"):
+        StreamingManager("rose-tiny")
 
 
 @pytest.mark.parametrize(

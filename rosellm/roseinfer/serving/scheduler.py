@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
 from rosellm.roseinfer.engine import Engine
@@ -44,6 +44,7 @@ class OnlineScheduler:
     """
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
+        engine.check_owner(self)
         self.engine, self.config = engine, config or SchedulerConfig()
         self.max_batch_size = self.config.max_batch_size or engine.max_batch_size
         if self.max_batch_size > engine.max_batch_size:
@@ -97,6 +98,7 @@ class OnlineScheduler:
 
     def submit(self, sequence: Sequence) -> int:
         """Queue a sequence made by this engine; its ``text``, if any, is kept up to date with its tokens."""
+        self.engine.check_owner(self)
         sequence.metrics.arrival = perf_counter()
         self.requests[sequence.request_id] = sequence
         self._waiting.append(sequence)
@@ -295,7 +297,12 @@ class OnlineScheduler:
 
 
 class OfflineScheduler(OnlineScheduler):
-    """All requests are known beforehand and run to completion."""
+    """All requests are known beforehand and run to completion.
+
+    ``n_tokens``: generated so far; ``n_spared``: not taken of their ``max_tokens`` by requests that ended.
+    """
+
+    n_tokens = n_spared = 0
 
     def run(
         self,
@@ -303,17 +310,19 @@ class OfflineScheduler(OnlineScheduler):
         params: SamplingParams | list[SamplingParams],
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """Results in the order of ``prompts``. ``progress``, say a tqdm bar, hears of each one that ends.
+        """Results in the order of ``prompts``. ``progress``, say a tqdm bar, hears of each token.
 
+        Its total is lowered by what requests that end early leave of their ``max_tokens``.
         If anything raises, all requests are cancelled and forgotten, and their blocks are free again.
         """
         ids = self.add_requests(prompts, params)
         try:
             while self.has_unfinished:
-                n_before = len(self.finished)
+                n_tokens, n_spared = self.n_tokens, self.n_spared
                 self.step()
                 if progress is not None:
-                    progress.update(len(self.finished) - n_before)
+                    progress.total -= self.n_spared - n_spared
+                    progress.update(self.n_tokens - n_tokens)
         except BaseException:
             self.cancel_all()
             for request_id in ids:
@@ -321,9 +330,19 @@ class OfflineScheduler(OnlineScheduler):
             raise
         return [self.take_result(request_id) for request_id in ids]
 
+    def record_step(self, done: Done, n_tokens: int) -> None:
+        super().record_step(done, n_tokens)
+        self.n_tokens += n_tokens
+
+    def _store_result(self, sequence: Sequence) -> None:
+        super()._store_result(sequence)
+        self.n_spared += sequence.max_length - len(sequence.tokens)
+
 
 class Progress(Protocol):
     """What of a tqdm bar is used."""
+
+    total: Any
 
     def update(self, n: int) -> object: ...
 

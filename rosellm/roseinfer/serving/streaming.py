@@ -12,7 +12,7 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
 from time import perf_counter
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
 from rosellm.roseinfer.engine import Engine
@@ -31,6 +31,12 @@ class ClosedError(RoseError):
 
 class WorkerError(RoseError):
     """The streaming worker has failed, of ``__cause__``: no request in flight or to come is served."""
+
+
+class HasEngine(Protocol):
+    """An ``LLM``, say."""
+
+    engine: Engine
 
 
 @dataclass(slots=True, eq=False)
@@ -62,8 +68,9 @@ class _Running:
 
 
 class StreamingManager:
-    """Requests from any thread, served by one worker thread that alone runs ``engine``.
+    """Requests from any thread, served by one worker thread that alone runs ``engine``, an LLM's or its own.
 
+    Nobody else may use the engine until :meth:`close`: raises ``BusyError`` where somebody does already.
     Text is handed over every ``stream_interval`` tokens of a request, and when it ends; a piece never holds
     part of a stop string. Queues have no bound, so a reader who walks away holds up nobody. Prompts given as
     text are tokenised in the caller's thread, or by ``tokenize_workers`` threads; an error there reaches the
@@ -74,13 +81,16 @@ class StreamingManager:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | HasEngine,
         config: SchedulerConfig | None = None,
         tokenize_workers: int = 0,
         stream_interval: int = 1,
     ) -> None:
         _check_whole("tokenize_workers", tokenize_workers, 0)
         _check_whole("stream_interval", stream_interval, 1)
+        engine = getattr(engine, "engine", engine)
+        if not isinstance(engine, Engine):
+            raise RoseError(f"engine is {engine!r}; give an Engine or an LLM")
         if engine.tokenizer is None:
             raise RoseError("streaming needs a tokenizer, and this engine has none")
         self._tokenizer = engine.tokenizer
@@ -96,9 +106,14 @@ class StreamingManager:
         self._refusal: RoseError | None = None  # why no request is taken any more
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._running: dict[int, _Running] = {}  # the worker's own, by the scheduler's request id
-        engine.step.warm_up()
-        self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
-        self._worker.start()
+        engine.own(self._scheduler, "a StreamingManager")
+        try:
+            engine.step.warm_up()
+            self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
+            self._worker.start()
+        except BaseException:
+            engine.disown(self._scheduler)
+            raise
         atexit.register(self.close)  # a worker killed inside torch may crash the exit
 
     def add_request(
@@ -239,6 +254,7 @@ class StreamingManager:
         try:
             self._serve()
             self._scheduler.cancel_all()
+            self.engine.disown(self._scheduler)
             self._release_all(_closed())
         except BaseException as error:
             self._fail(error)
@@ -313,9 +329,10 @@ class StreamingManager:
         failure.__cause__ = error
         with self._lock:
             self._refusal = failure
-        self._release_all(failure)
-        with suppress(Exception):  # a lost device cannot free anything; that it is lost has been told
+        with suppress(Exception):  # a lost device cannot free anything
             self._scheduler.cancel_all()
+        self.engine.disown(self._scheduler)
+        self._release_all(failure)
 
     def _release_all(self, reason: RoseError) -> None:
         """Tell all who wait why there is no more."""

@@ -350,6 +350,8 @@ def test_an_interrupted_offline_run_leaves_scheduler_and_engine_ready() -> None:
     scheduler = OfflineScheduler(engine, SchedulerConfig(max_batch_size=2))
 
     class Interrupt:
+        total = 27
+
         def update(self, n: int) -> None:
             if scheduler.decode_steps == 3:
                 raise KeyboardInterrupt
