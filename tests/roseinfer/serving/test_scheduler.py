@@ -413,16 +413,16 @@ def test_latency_figures_are_what_their_names_say() -> None:
     assert (nothing.ttft, nothing.tpot, nothing.latency, nothing.itl) == (None, None, None, [])
 
 
-def test_progress_hears_of_every_request() -> None:
+def test_progress_hears_of_every_token() -> None:
     class Bar:
-        total = 0
+        total, n = 8, 0
 
         def update(self, n: int) -> None:
-            self.total += n
+            self.n += n
 
     bar = Bar()
     OfflineScheduler(engine_of()).run([[1], [2], [3]], [greedy(n) for n in (1, 2, 5)], bar)
-    assert bar.total == 3
+    assert bar.n == bar.total == 8
 
 
 # Text
