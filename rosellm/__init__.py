@@ -36,3 +36,7 @@ def __getattr__(name: str) -> type:
 
         return SamplingParams
     raise AttributeError(f"module 'rosellm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
