@@ -17,8 +17,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rosellm.models.model import GPT
@@ -30,6 +28,7 @@ from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.layers.fused import Layers, embedded
 from rosellm.roseinfer.layers.products import LayerWeights, RowWeights
+from rosellm.triton_or_none import tl, triton
 
 PERSISTENT_ROWS = 8
 PATIENCE = 1 << 24

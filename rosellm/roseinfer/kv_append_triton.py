@@ -10,9 +10,9 @@ may share a slot.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from rosellm.triton_or_none import tl, triton
 
 _KERNELS = "_kv_append_kernel", "_kv_append_full_batch_kernel", "_kv_append_identity_pos_kernel"
 ROLES = dict.fromkeys(_KERNELS, "append")

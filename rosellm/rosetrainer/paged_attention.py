@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_paged_attention_decode_kernel": "attention"}
 FIXED_NUM_WARPS, FIXED_NUM_STAGES = 4, 3

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import ADVANCED, INERT, INT32_MAX, ROUNDS, DeviceState
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.sampling import NOT_FINITE
+from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_advance_kernel": "sampling"}
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
@@ -23,6 +21,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
     rows_of,
 )
 from rosellm.rosetrainer.paged_attention import paged_attention_decode_ref
+from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_append_and_attend_kernel": "attention"}
 
@@ -161,4 +160,4 @@ def tile_for(batch: int, longest: int) -> int:
         return 16
     if batch > 16:
         return 32
-    return min(max(64, triton.next_power_of_2(longest)), 512 if batch == 1 else 256)
+    return min(max(64, 1 << (longest - 1).bit_length()), 512 if batch == 1 else 256)

@@ -11,8 +11,7 @@ may be written before it. (CUDA C++ Programming Guide, "Programmatic Dependent L
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from rosellm.triton_or_none import tl, triton
 
 AT_END = 2  # of ``dependent``, else True or False: a program releases the successor as it ends
 

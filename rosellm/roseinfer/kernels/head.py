@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import tile_product
 from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise
+from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_best_tokens_kernel": "head"}
 MAX_TEMPERATURE = 1e30

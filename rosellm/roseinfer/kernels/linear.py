@@ -13,11 +13,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_few_rows_kernel": "GEMM", "_some_rows_kernel": "GEMM"}
 Shape = Callable[[int, int, int, torch.dtype], tuple[int, int, int, int, int]]

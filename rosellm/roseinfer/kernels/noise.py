@@ -7,9 +7,9 @@ computed again meets the same noise.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_gumbel_noise_kernel": "sampling"}
 ROUNDS = 10

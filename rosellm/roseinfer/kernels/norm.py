@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import cast
 
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm"}
 

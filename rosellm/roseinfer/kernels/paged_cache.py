@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from rosellm.triton_or_none import tl, triton
 
 
 class PagedCache(NamedTuple):

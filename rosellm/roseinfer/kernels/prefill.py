@@ -18,13 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rosellm.errors import OptionError
 from rosellm.models.attention import masked_attention
 from rosellm.roseinfer.kernels.paged_cache import layer_arguments, slot_offset
+from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
 BLOCK_M, BLOCK_N = 64, 64  # queries and keys of a tile

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.attention import attend_range
@@ -25,6 +23,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
     load_tile,
     rows_of,
 )
+from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_split_attend_kernel": "attention", "_combine_kernel": "attention"}
 SPLIT_ROWS = 8

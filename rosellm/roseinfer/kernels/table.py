@@ -15,6 +15,7 @@ from rosellm.errors import RecipeError
 from rosellm.roseinfer import kv_append_triton as kv
 from rosellm.roseinfer.kernels import advance, attention, head, linear, noise, norm, prefill, split
 from rosellm.rosetrainer import paged_attention as paged
+from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # What each Triton kernel is for, by its name in a profile.
 SOURCES = (paged, kv, advance, attention, head, linear, noise, norm, prefill, split)
@@ -95,6 +96,8 @@ def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Ke
         return TORCH
     if name != "triton":
         raise RecipeError(f"kernels={name!r} is unknown; use 'auto', 'triton' or 'torch'")
+    if not has_triton:
+        raise RecipeError(NO_TRITON)
     if device.type == "cpu" and torch.cuda.is_available():
         raise RecipeError(
             "kernels='triton' on device 'cpu' needs TRITON_INTERPRET=1 and no GPU in sight; "
