@@ -14,14 +14,16 @@ NO_TRITON = "Triton, which comes for Linux, is not installed here; use device='c
 
 
 class _Absent:
-    """Stands for all of Triton: may be named, called and used as a decorator, but not launched."""
+    """Stands for all of Triton: may be named and used as a decorator; whatever a launch needs is refused."""
 
     def __getattr__(self, name: str) -> _Absent:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *_arguments: object, **_options: object) -> _Absent:
+    def __call__(self, *decorated: object, **_options: object) -> _Absent:
+        if not all(map(callable, decorated)):
+            raise RecipeError(NO_TRITON)
         return self
 
     def __getitem__(self, _grid: object) -> NoReturn:
