@@ -15,7 +15,7 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
-from rosellm.roseinfer.layers.attention import BINDERS, Binder
+from rosellm.roseinfer.layers.attention import Binder, build_binder
 from rosellm.roseinfer.layers.choosers import build_chooser
 from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import build_layers
@@ -203,7 +203,7 @@ def check_launch(recipe: Recipe, device: torch.device) -> None:
     if recipe.launch == "dependent" and LADDER[best].launch != "dependent":
         raise RecipeError(
             f"launch='dependent' needs a GPU of compute capability {_dotted(DEPENDENT_LAUNCH_FROM)} or "
-            f"more, {device} has {_dotted(_capability(device))}: use rung {best!r}"
+            f"more, {device} has {_dotted(_capability(device))}: use rung={best!r}"
         )
 
 
@@ -247,7 +247,7 @@ def _resident_step(
         chooser = batch_invariant.invariant_chooser(model, kernels)
     else:
         layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
-        bind = BINDERS[recipe.attention, recipe.append](kernels, blocks)
+        bind = build_binder(recipe.attention, recipe.append, kernels, blocks)
         prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels)
     prefill: Prefill | PackedPrefill = Prefill(model, blocks)
     if recipe.prefill == "packed":

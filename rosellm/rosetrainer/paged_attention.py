@@ -9,9 +9,11 @@ as ``k_new`` and ``v_new``, and every query attends to them too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.triton_or_none import tl, triton
@@ -38,24 +40,45 @@ def paged_attention_decode_ref(
     ``[B]`` int32 (0 allowed) → ``[B, H, D]`` of q's dtype. Table entries past a sequence's context may be
     anything.
     """
-    batch, n_heads, head_dim = q.shape
-    n_kv_heads, block_size = k_cache_layer.shape[1:3]
-    n_blocks = -(-int(context_lens.max()) // block_size)
-    table = block_table[:, :n_blocks].long()
-    held = torch.arange(n_blocks * block_size, device=q.device)[None, :] < context_lens[:, None]  # [B, S]
-    table = torch.where(held[:, ::block_size], table, 0) if n_blocks else table
+    held = held_slots(block_table, context_lens, k_cache_layer)
+    k = torch.cat((held.gather(k_cache_layer), k_new[:, :, None].float()), dim=2)  # [B, H_kv, S + 1, D]
+    v = torch.cat((held.gather(v_cache_layer), v_new[:, :, None].float()), dim=2)
+    return attend(q, k, v, F.pad(held.seen, (0, 1), value=True), scale)
 
-    def cached(cache: Tensor, new: Tensor) -> Tensor:
-        past = cache[table].transpose(1, 2).reshape(batch, n_kv_heads, -1, head_dim)  # [B, H_kv, S, D]
-        past = torch.where(held[:, None, :, None], past, 0)
-        return torch.cat((past, new[:, :, None]), dim=2).float()  # [B, H_kv, S + 1, D]
 
-    k, v = cached(k_cache_layer, k_new), cached(v_cache_layer, v_new)
-    grouped = q.float().view(batch, n_kv_heads, n_heads // n_kv_heads, head_dim)  # [B, H_kv, G, D]
-    scores = grouped @ k.transpose(2, 3) * scale  # [B, H_kv, G, S + 1]
-    seen = torch.cat((held, held.new_ones(batch, 1)), dim=1)  # [B, S + 1]
-    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(dim=-1)
-    return (weights @ v).reshape(batch, n_heads, head_dim).to(q.dtype)
+@dataclass(frozen=True)
+class HeldSlots:
+    """Where the cached tokens of each row lie, in every layer: in the first ``width`` slots of N blocks.
+
+    index ``[B, H_kv, N]`` int64: block times ``H_kv`` plus head. seen ``[B, 1, 1, S]``, of the S = N * width
+    slots: those that hold a token of the row.
+    """
+
+    index: Tensor
+    seen: Tensor
+    width: int
+
+    def gather(self, cache_layer: Tensor) -> Tensor:
+        """A layer's keys or values ``[B, H_kv, S, D]`` in fp32; 0, and so not NaN, where none is held."""
+        slots = cache_layer.flatten(0, 1)[:, : self.width][self.index]  # [B, H_kv, N, width, D]
+        return slots.flatten(2, 3).float().masked_fill_(~self.seen.transpose(2, 3), 0)
+
+
+def held_slots(block_table: Tensor, context_lens: Tensor, cache_layer: Tensor) -> HeldSlots:
+    """Arguments as of :func:`paged_attention_decode_ref`; any layer's cache will do."""
+    _, n_kv_heads, block_size, _ = cache_layer.shape
+    longest, device = max(int(context_lens.max()), 0), context_lens.device
+    width, start = min(longest, block_size), torch.arange(0, longest, block_size, device=device)  # [N]
+    blocks = block_table[:, : len(start)].long().masked_fill(start >= context_lens[:, None], 0)  # [B, N]
+    index = blocks[:, None] * n_kv_heads + torch.arange(n_kv_heads, device=device)[:, None]
+    slots = torch.arange(len(start) * width, device=device)  # [S]
+    return HeldSlots(index, (slots < context_lens[:, None])[:, None, None], width)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """q ``[B, H, D]``, k and v ``[B, H_kv, S, D]`` fp32, seen ``[B, 1, 1, S]`` → as q."""
+    grouped = q.float().view(len(q), k.shape[1], -1, q.shape[2])  # [B, H_kv, G, D]
+    return F.scaled_dot_product_attention(grouped, k, v, seen, scale=scale).reshape(q.shape).to(q.dtype)
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def test_a_cpu_takes_the_best_rung_whatever_gpu_there_is(gpu_of):
 def test_a_rung_of_dependent_launches_is_refused_before_hopper(rung, gpu_of):
     gpu_of(8, 6)
     gpu = SimpleNamespace(device=CUDA, config=small_config())
-    with pytest.raises(RecipeError, match=r"9\.0 or more, cuda has 8\.6: use rung 'small_gemm'") as raised:
+    with pytest.raises(RecipeError, match=r"9\.0 or more, cuda has 8\.6: use rung='small_gemm'") as raised:
         Engine(gpu, recipe=rung)
     assert "\n" not in str(raised.value)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
@@ -20,7 +19,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
     load_tile,
     rows_of,
 )
-from rosellm.rosetrainer.paged_attention import paged_attention_decode_ref
+from rosellm.rosetrainer.paged_attention import attend, held_slots
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_append_and_attend_kernel": "attention"}
@@ -38,29 +37,40 @@ def append_and_attend_ref(
     scale: float,
     tile: int,
 ) -> Tensor:
-    """The specification: the appends of all rows that are not inert, and ``paged_attention_decode_ref``.
+    """The specification: all rows that are not inert are appended, and then attend to what the cache holds.
 
     positions ``[B]`` int32: tokens of the row cached before, which is where the new one goes; negative for an
     inert row. block_table ``[B, MAX_BLOCKS]`` int32 names a block for the new token, too. tile: how many
     tokens a kernel reads at a time, a power of two; it changes no result.
     """
-    block_size = k_cache_layer.shape[2]
-    live = positions >= 0
-    held = positions.clamp_min(0)
-    block = block_table.gather(1, (held // block_size)[:, None].long())[:, 0]
-    k_cache_layer[block[live].long(), :, (held % block_size)[live].long()] = k_new[live]
-    v_cache_layer[block[live].long(), :, (held % block_size)[live].long()] = v_new[live]
-    out = paged_attention_decode_ref(
-        q=q,
-        k_new=k_new,
-        v_new=v_new,
-        k_cache_layer=k_cache_layer,
-        v_cache_layer=v_cache_layer,
-        block_table=block_table,
-        context_lens=held,
-        scale=scale,
-    )
-    return torch.where(live[:, None, None], out, 0)
+    rows = AttendedRows(block_table, positions, k_cache_layer)
+    return rows(q, k_new, v_new, k_cache_layer, v_cache_layer, scale)
+
+
+class AttendedRows:
+    """The specification for one step: what all its layers share is worked out once."""
+
+    def __init__(self, block_table: Tensor, positions: Tensor, cache_layer: Tensor) -> None:
+        self.inert = (positions < 0)[:, None, None]
+        self.rows = (positions >= 0).nonzero()[:, 0]
+        place, block_size = positions[self.rows].long(), cache_layer.shape[2]
+        self.block = block_table[self.rows, place // block_size].long()
+        self.slot = place % block_size
+        self.held = held_slots(block_table, positions + 1, cache_layer)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        k_cache_layer: Tensor,
+        v_cache_layer: Tensor,
+        scale: float,
+    ) -> Tensor:
+        k_cache_layer[self.block, :, self.slot] = k_new[self.rows]
+        v_cache_layer[self.block, :, self.slot] = v_new[self.rows]
+        k, v = self.held.gather(k_cache_layer), self.held.gather(v_cache_layer)
+        return attend(q, k, v, self.held.seen, scale).masked_fill_(self.inert, 0)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 from rosellm.models.attention import Attend
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.kernels.attention import tile_for
+from rosellm.roseinfer.kernels.attention import AttendedRows, append_and_attend_ref, tile_for
 from rosellm.roseinfer.kernels.split import SPLIT_TILE, is_worth_splitting
 from rosellm.roseinfer.kernels.table import Kernels
 
@@ -93,6 +93,26 @@ class AppendAndAttend(Binder):
         return PagedAttention(self.kernels.append_and_attend, int(variant), self.blocks, state)
 
 
+class TorchAppendAndAttend:
+    """The torch twin of these kernels; where tokens lie is worked out once a step, not once a layer."""
+
+    def __init__(self, _kernels: Kernels, blocks: KVBlockManager) -> None:
+        self.blocks = blocks
+
+    def variant(self, rows: int, longest: int) -> str:
+        """One for all."""
+        return ""
+
+    def __call__(self, state: DeviceState, variant: str) -> Attend:
+        blocks = self.blocks
+        rows = AttendedRows(state.table, state.positions, blocks.k_cache[0])
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return rows(q, k, v, blocks.k_cache[layer], blocks.v_cache[layer], q.shape[-1] ** -0.5)
+
+        return attend
+
+
 class SplitAppendAndAttend(AppendAndAttend):
     """The same, but few sequences with long contexts are attended to in ranges (``kernels.split``)."""
 
@@ -112,3 +132,11 @@ BINDERS: dict[tuple[str, str], Callable[[Kernels, KVBlockManager], Binder]] = {
     ("paged", "fused"): AppendAndAttend,
     ("split", "fused"): SplitAppendAndAttend,
 }
+
+
+def build_binder(attention: str, append: str, kernels: Kernels, blocks: KVBlockManager) -> Binder:
+    """The binder of a recipe's ``attention`` and ``append``."""
+    theirs = kernels.append_and_attend, kernels.split_append_and_attend
+    if append == "fused" and all(kernel is append_and_attend_ref for kernel in theirs):
+        return TorchAppendAndAttend(kernels, blocks)
+    return BINDERS[attention, append](kernels, blocks)
