@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import reprlib
 import signal
 import sys
@@ -16,6 +17,7 @@ from rosellm.errors import RoseError
 
 HUB_TIMEOUT_SECONDS = "3"
 INT32_MAX = 2**31 - 1
+OPTION = re.compile(r"\b(device|load_format|rung)='(\w+)'")
 SMALLER = "a smaller batch, fewer KV blocks or a smaller model"
 
 
@@ -90,7 +92,9 @@ def command(body: Callable[[list[str] | None], None], *, out_of_memory: str = SM
         _take_over_interrupts()
         try:
             body(argv)
-        except (RoseError, OSError) as error:
+        except RoseError as error:
+            return _fail(as_typed(str(error)))
+        except OSError as error:
             return _fail(str(error))
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
@@ -107,6 +111,11 @@ def _take_over_interrupts() -> None:
     """From here on Ctrl-C is a KeyboardInterrupt; while the command was loading it ended the process."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def as_typed(message: str) -> str:
+    """Options that an error names as Python calls take them, as they are typed here: ``--device cpu``."""
+    return OPTION.sub(lambda option: f"--{option[1].replace('_', '-')} {option[2]}", message)
 
 
 def _fail(message: str, status: int = 2) -> int:

@@ -4,7 +4,9 @@ import argparse
 
 import pytest
 
-from rosellm.command_line import OneLineParser
+from rosellm.command_line import OneLineParser, command
+from rosellm.errors import DeviceError
+from rosellm.models.loading import resolve_device
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,11 @@ def test_a_usage_error_is_one_line_and_status_2(capsys):
         OneLineParser(prog="p").parse_args(["--no\nsuch"])
     assert leaving.value.code == 2
     assert capsys.readouterr().err == "error: unrecognized arguments: --no such\n"
+
+
+def test_an_error_names_options_in_the_caller_s_own_way(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(DeviceError, match="is not available here; use device='cpu'"):
+        resolve_device("cuda")
+    assert command(lambda argv: resolve_device("cuda"))([]) == 2
+    assert capsys.readouterr().err == "error: device 'cuda' is not available here; use --device cpu\n"

@@ -24,7 +24,7 @@ def resolve_device(name: str) -> torch.device:
     if name not in ("cuda", "cpu"):
         raise DeviceError(f"device {name!r} is unknown; use 'auto', 'cuda' or 'cpu'")
     if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("device 'cuda' is not available here; use --device cpu")
+        raise DeviceError("device 'cuda' is not available here; use device='cpu'")
     return torch.device(name)
 
 

@@ -21,7 +21,7 @@ from rosellm.models.config import KNOWN_SHAPES, ModelConfig
 from rosellm.models.model import GPT
 
 SHIPPED = "rose-tiny"
-WAYS_OUT = f"use '{SHIPPED}', a local folder, or --load-format dummy"
+WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CHECKPOINT_FILES = ["*.json", "*.txt", "*.safetensors"]
 
@@ -51,8 +51,19 @@ def checkpoint_folder(model: str) -> Path:
     except Exception as error:  # the client raises OSErrors, ValueErrors and those of its HTTP library
         raise CheckpointError(
             f"model {model!r} is neither a local folder nor to be had from the hub "
-            f"({type(error).__name__}); {WAYS_OUT}"
+            f"({_reason(error)}); {WAYS_OUT}"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Why the hub gave nothing; its client tells of a lost network as of a file that it has not stored."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    if isinstance(error.__cause__ or error.__context__, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and it is not stored here"
+    if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
+        return "no network, and it is not stored here"
+    return type(error).__name__
 
 
 def load_config(folder: Path) -> ModelConfig:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -337,7 +340,20 @@ def test_a_model_that_cannot_be_had_names_the_ways_out(monkeypatch, name):
     with pytest.raises(CheckpointError) as caught:
         checkpoint_folder(name)
     assert "\n" not in str(caught.value)
-    assert all(way in str(caught.value) for way in (name, "rose-tiny", "local folder", "--load-format dummy"))
+    assert all(way in str(caught.value) for way in (name, "rose-tiny", "local folder", "load_format='dummy'"))
+
+
+def test_a_lost_network_is_told_as_such():
+    look_up = "from rosellm.models.weights import checkpoint_folder; checkpoint_folder('no/such-model')"
+    for variables, told in (
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "from the hub (no network, and it is not stored here); use"),
+        ({"HF_HUB_OFFLINE": "1"}, "from the hub (HF_HUB_OFFLINE is set, and it is not stored here); use"),
+    ):
+        environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | variables
+        done = subprocess.run(
+            [sys.executable, "-c", look_up], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert told in done.stderr.splitlines()[-1]
 
 
 def test_from_the_hub_come_weights_as_safetensors_and_text_and_no_code(monkeypatch):
@@ -362,7 +378,7 @@ def test_whatever_the_hub_client_fails_with_is_told_in_one_line(monkeypatch):
         raise ProxyError("407\nProxy Authentication Required")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(CheckpointError, match=r"^model 'gpt2' .*\(ProxyError\); use 'rose-tiny'.*dummy$"):
+    with pytest.raises(CheckpointError, match=r"^model 'gpt2' .*\(ProxyError\); use 'rose-tiny'.*dummy'$"):
         checkpoint_folder("gpt2")
 
 
