@@ -222,7 +222,7 @@ def measure(options: Namespace) -> dict[str, Any]:
     bandwidths = copy_bandwidth(device, options.repeats)
     bandwidth = float(np.median(bandwidths))
     print(f"KV append, {kernels.name} kernels, {device.type}, {dtype}")
-    print(f"Copy bandwidth: {bandwidth / 1e9:,.1f} GB/s")
+    print(f"Copy bandwidth: {bandwidth / 1e9:.1f} GB/s")
     rows = []
     for batch in options.batch_sizes:
         shape = Shape(batch, options.num_heads, options.head_dim, options.block_size, dtype, device)
@@ -262,8 +262,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"{'B':>6}  {'variant':<14}{titles}{'gain (' + way + ')':>24}{'floor us':>10}"]
     for row in rows:
         batch, medians = row["batch_size"], row["medians_s"]
-        times = "".join(f"{medians[name] * 1e6:>20,.2f}" for name in ways)
-        gain = f"{baselines[batch] / medians[way]:>23.2f}x{row['floor_s'] * 1e6:>10,.2f}"
+        times = "".join(f"{medians[name] * 1e6:>20.2f}" for name in ways)
+        gain = f"{baselines[batch] / medians[way]:>23.2f}x{row['floor_s'] * 1e6:>10.2f}"
         lines.append(f"{batch:>6}  {row['variant']:<14}{times}{gain}")
     return lines
 

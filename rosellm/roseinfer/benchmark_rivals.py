@@ -140,7 +140,7 @@ def comparison(records: Iterable[dict[str, Any]]) -> list[str]:
         median = result["medians"][THROUGHPUT]
         ratio = median / first.setdefault(record["workload"], median)
         repeats = [repeat[THROUGHPUT] for repeat in result["repeats"]]
-        figures = f"{median:11,.1f} {min(repeats):11,.1f} {max(repeats):11,.1f} {ratio:6.2f}x"
+        figures = f"{median:11.1f} {min(repeats):11.1f} {max(repeats):11.1f} {ratio:6.2f}x"
         lines.append(f"{record['workload']:4} {record['rival']:14} {figures}")
     return lines
 

@@ -15,10 +15,11 @@ import torch
 from rosellm.command_line import command
 from rosellm.errors import PromptError, RoseError
 from rosellm.models.tokenizer import load_dummy_tokenizer
-from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
+from rosellm.roseinfer import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.bench.job import SPARE_KV_BLOCKS, Job, choose_recipe, kv_blocks_wanted
 from rosellm.roseinfer.bench.prompts import make_prompts
 from rosellm.roseinfer.bench.summary import print_summary
+from rosellm.roseinfer.benchmark_rivals import THROUGHPUT
 from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.benchmark_streaming import StreamingLoad, run_streaming_benchmark
 from rosellm.roseinfer.engine import Engine
@@ -168,6 +169,79 @@ def test_the_append_form_prints_a_line_a_batch_then_a_row_a_variant_and_writes_i
     gain = r"B=%d: baseline Nus, triton Nus, speedup \d+\.\d{3}x"
     assert re.fullmatch(gain % 8, lines[2]) and re.fullmatch(gain % 16, lines[3])
     assert len(lines) == 2 + 2 + 1 + len(rows)
+
+
+# What is printed, line by line.
+
+SECONDS, HUNDREDTHS, MODES = (
+    r"(?:\d+\.\d{6}|none)",
+    r"(?:\d+\.\d\d|none)",
+    r"(?:naive|offline|online|streaming)",
+)
+HEADER = (
+    r"Model: \S+, (?:auto|dummy), (?:cpu|cuda), \w+",
+    r"Recipe: \w+(?: \w+)* \(\w+ kernels\)",
+    r"Requests: \d+, \d+ new tokens each, \d+ at a time",
+    rf"=== {MODES} summary ===",
+    r"(?:Warmup|Measured) runs: \d+",
+)
+SUMMARY = (
+    rf"(?:Decode|Total) time p50/mean: {SECONDS}/{SECONDS} s",
+    rf"Throughput\(completion,(?:decode|total)\) p50/mean: {HUNDREDTHS}/{HUNDREDTHS} tokens/s",
+    rf"(?:TTFT|Latency) p50/mean: {HUNDREDTHS}/{HUNDREDTHS} ms",
+    rf"TPOT p50/mean: {HUNDREDTHS}/{HUNDREDTHS} ms/token",
+)
+STREAMING_SUMMARY = (
+    rf"Total time: {SECONDS} s",
+    rf"(?:TTFT|ITL|Latency) p50/p95/p99: {HUNDREDTHS}/{HUNDREDTHS}/{HUNDREDTHS} ms",
+    rf"TPOT p50/p95/p99: {HUNDREDTHS}/{HUNDREDTHS}/{HUNDREDTHS} ms/token",
+    rf"Throughput \(completion,total\): {HUNDREDTHS} tokens/s",
+)
+APPENDS = (
+    r"KV append, \w+ kernels, (?:cpu|cuda), torch\.\w+",
+    r"Copy bandwidth: \d+\.\d GB/s",
+    r"B=\d+: baseline \d+\.\d\dus, triton \d+\.\d\dus, speedup \d+\.\d{3}x",
+    r" +B  variant( +\w+( \w+)* us)+ +gain \(\w+\) +floor us",
+    r" +\d+  \w+( +\d+\.\d\d)+ +\d+\.\d\dx +\d+\.\d\d",
+)
+RIVALS = (
+    r"\w+: \d+ requests, \d+ new tokens each, \d+ at a time, by \w+(, \w+)*",
+    r" +rival +tokens/s +lowest +highest +ratio",
+    r"W\d +\w+( +\d+\.\d){3} +\d+\.\d\dx",
+)
+TINY_APPENDS = "--device cpu --batch-sizes 8 --num-heads 2 --head-dim 8 --block-size 4 --repeats 2"
+TINY_RIVALS = (
+    "--rival rosellm --workloads W1 --device cpu --hf-model-id rose-tiny --num-requests 2 --max-new-tokens 3 "
+    "--max-batch-size 2 --warmup-runs 0 --repeat-runs 1"
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "forms"),
+    [
+        (benchmark_scheduler, SCHEDULER_FORM.replace("online", "all"), HEADER + SUMMARY),
+        (benchmark_streaming, STREAMING_FORM, HEADER + STREAMING_SUMMARY),
+        (benchmark_kv_append, TINY_APPENDS, APPENDS),
+        (benchmark_rivals, TINY_RIVALS, RIVALS),
+    ],
+    ids=["scheduler", "streaming", "kv_append", "rivals"],
+)
+def test_every_line_that_a_benchmark_prints_can_be_parsed(module, arguments, forms, capsys):
+    assert module.main(arguments.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not any(re.fullmatch(form, line) for form in forms)] == []
+    assert [form for form in forms if not any(re.fullmatch(form, line) for line in lines)] == []
+
+
+def test_large_figures_are_printed_without_commas():
+    rows = [
+        {"batch_size": 9, "variant": variant, "medians_s": {"wall": 12.345678}, "floor_s": 0.0123456}
+        for variant in ("index_put", "generic")
+    ]
+    results = {"offline": {"medians": {THROUGHPUT: 1234567.8}, "repeats": [{THROUGHPUT: 7654321.0}]}}
+    lines = benchmark_rivals.comparison([{"workload": "W3", "rival": "rosellm", "results": results}])
+    for line in [*benchmark_kv_append.table(rows), *lines]:
+        assert any(re.fullmatch(form, line) for form in APPENDS + RIVALS), line
 
 
 # What is printed, to the letter.

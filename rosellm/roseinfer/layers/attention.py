@@ -93,15 +93,8 @@ class AppendAndAttend(Binder):
         return PagedAttention(self.kernels.append_and_attend, int(variant), self.blocks, state)
 
 
-class TorchAppendAndAttend:
+class TorchAppendAndAttend(Binder):
     """The torch twin of these kernels; where tokens lie is worked out once a step, not once a layer."""
-
-    def __init__(self, _kernels: Kernels, blocks: KVBlockManager) -> None:
-        self.blocks = blocks
-
-    def variant(self, rows: int, longest: int) -> str:
-        """One for all."""
-        return ""
 
     def __call__(self, state: DeviceState, variant: str) -> Attend:
         blocks = self.blocks
