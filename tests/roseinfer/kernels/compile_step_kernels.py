@@ -2,19 +2,23 @@
 
 The wrappers launch them as ever, for GPT-2's shape, but a stand-in for Triton's driver names the target, and
 nothing is run. The output lists ``[kernel, PTX, dependent]`` of the kernels of the rung that is best for a
-GPU of that capability; for an H200 also of some ordinary launches. To be started with TRITON_INTERPRET=0.
+GPU of that capability; for an H200 also of some ordinary launches. For an architecture's first GPU the PTX is
+assembled, too; for its second, 8.9, only kernels with matrix products are compiled, which differ from its
+first's. To be started with TRITON_INTERPRET=0.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -23,7 +27,7 @@ from rosellm.roseinfer.kernels.prefill import BLOCK_M, make_tiles
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.recipe import DEPENDENT_LAUNCH_FROM
 
-H200 = 90
+H200, ADA = 90, 89
 WIDTH, WIDE, HEADS, VOCAB = 768, 3072, 12, 50257
 
 
@@ -49,8 +53,29 @@ def launch_linears(kernels: Kernels, few: tuple[int, ...] = (1, 8, 16)) -> None:
     kernels.some_rows_linear(x=empty(64, WIDE), weight=down, parts=4)
 
 
+def launch_products(kernels: Kernels) -> None:
+    """Kernels that multiply matrices by tensor cores."""
+    kernels.some_rows_linear(x=empty(64, WIDTH), weight=empty(WIDE, WIDTH), bias=empty(WIDE), gelu=True)
+    launch_prefill(kernels)
+
+
+def launch_prefill(kernels: Kernels) -> None:
+    q, k_new, v_new = empty(8, 3 * HEADS, 64).split(HEADS, dim=1)
+    cache, table = empty(4, HEADS, 64, 64), DeviceState(8, 16, torch.device("cpu")).table
+    kernels.prefill_attention(
+        q=q,
+        k_new=k_new,
+        v_new=v_new,
+        k_cache_layer=cache,
+        v_cache_layer=cache,
+        block_table=table,
+        tiles=make_tiles([0], [8], None, BLOCK_M, "cpu"),
+        scale=0.125,
+    )
+
+
 def launch_around_the_layers(kernels: Kernels) -> None:
-    """Embedding, attention of a step and of a prefill, head and advance."""
+    """Embedding, attention of a step, head and advance."""
     state = DeviceState(8, 16, torch.device("cpu"))
     table, cache = empty(VOCAB, WIDTH), empty(4, HEADS, 64, 64)
     kernels.embed(ids=state.tokens, positions=state.positions, tokens=table, places=table)
@@ -58,14 +83,21 @@ def launch_around_the_layers(kernels: Kernels) -> None:
     where = {"block_table": state.table, "positions": state.positions, "scale": 0.125, "tile": 256}
     caches = {"k_cache_layer": cache, "v_cache_layer": cache}
     kernels.append_and_attend(q=q, k_new=k_new, v_new=v_new, **caches, **where)
-    where = {"block_table": state.table, "tiles": make_tiles([0], [8], None, BLOCK_M, "cpu"), "scale": 0.125}
-    kernels.prefill_attention(q=q, k_new=k_new, v_new=v_new, **caches, **where)
     drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
     for sampled in (False, True):
         head = {"hidden": empty(8, WIDTH), "weight": table, "sampled": sampled}
         values, indices = kernels.best_tokens(**head, **drawing)
     for chosen in (values, None):
         kernels.advance(state=state, slots=torch.arange(8), values=chosen, indices=indices)
+
+
+def launches_for(capability: int) -> list[Callable[[Kernels], None]]:
+    if capability == ADA:
+        return [launch_products]
+    everything = [launch_norms, partial(launch_linears, few=(8,)), launch_prefill, launch_around_the_layers]
+    if capability == H200:
+        everything += [launch_linears, lambda _: launch_norms(TRITON)]
+    return everything
 
 
 def main(output: str, capability: int) -> None:
@@ -85,12 +117,10 @@ def main(output: str, capability: int) -> None:
         return kernel
 
     JITFunction.run = compile_only
-    linears = partial(launch_linears, few=(8,))
-    if capability == H200:
-        launch_norms(TRITON)
-        linears = launch_linears
     kernels = TRITON_DEPENDENT if divmod(capability, 10) >= DEPENDENT_LAUNCH_FROM else TRITON
-    for launch in (launch_norms, linears, launch_around_the_layers):
+    if capability in (H200, ADA):
+        CUDABackend.make_cubin = lambda *_arguments: b""
+    for launch in launches_for(capability):
         launch(kernels)
     Path(output).write_text(json.dumps(list(compiled.values())))
 
