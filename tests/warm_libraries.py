@@ -2,6 +2,7 @@
 
 # isort: off
 import rosellm  # noqa: F401  (settles how Triton runs, so it comes before anything that imports Triton)
+import rosellm.lab.running.spared_imports  # noqa: F401  (spares the import of a grammar)
 import gc
 import sys
 import cProfile  # noqa: F401

@@ -9,7 +9,6 @@ import argparse
 import ast
 import json
 import logging
-import multiprocessing
 import os
 import re
 import shlex
@@ -23,24 +22,27 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before whoever reads notebooks)
 import nbformat
 import papermill
 import psutil
 import yaml
 from ipykernel.kernelspec import write_kernel_spec
+from jupyter_client.manager import AsyncKernelManager
 from papermill.exceptions import PapermillExecutionError
 from tqdm import tqdm
 
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser
 from rosellm.errors import RoseError
+from rosellm.lab.running.forked_kernel import ONE_THREAD, fork_server, kernel_manager
 from rosellm.lab.running.gallery import Outcome, page, publish_gallery
 from rosellm.lab.running.interruption import (
     Interruption,
@@ -129,7 +131,7 @@ def kernel_environment(folder: Path) -> dict[str, str]:
     The kernel's description is written to ``folder``, which must stay while kernels run.
     """
     write_kernel_spec(folder / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
-    return {"JUPYTER_PATH": str(folder), "JUPYTER_RUNTIME_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    return {"JUPYTER_PATH": str(folder), "JUPYTER_RUNTIME_DIR": str(folder), **ONE_THREAD}
 
 
 def run(
@@ -215,8 +217,7 @@ def _value(name: str, text: str) -> Any:
 def _supervise(
     jobs: Sequence[Job], workers: int, timeout: float, interruption: Interruption
 ) -> list[Outcome]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rosellm", "papermill", "nbconvert"])
+    context = fork_server()
     waiting, outcomes = deque(jobs), []
     running: list[Running] = []
     try:
@@ -274,22 +275,23 @@ def _end(process: BaseProcess) -> None:
 def _work(job: Job, channel: Connection) -> None:
     os.setsid()  # Ctrl-C is for the supervisor, who ends the workers
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.environ.update(kernel_environment(job.scratch / "kernels" / job.notebook.stem))
+    manager = kernel_manager(in_child=channel.close)
     threading.Thread(target=_follow_parent, daemon=True).start()
     logging.getLogger("papermill").setLevel(logging.ERROR)
-    os.environ.update(kernel_environment(job.scratch / "kernels" / job.notebook.stem))
-    channel.send(_execute(job))
+    channel.send(_execute(job, manager))
 
 
 def _follow_parent() -> None:
     """Nobody waits for this worker once the supervisor has been killed."""
-    parent = multiprocessing.parent_process()
+    parent = parent_process()
     assert parent is not None
     parent.join()
     kill_children(psutil.Process())
     os._exit(1)
 
 
-def _execute(job: Job) -> tuple[float, str]:
+def _execute(job: Job, manager: type[AsyncKernelManager]) -> tuple[float, str]:
     executed, started, error = job.scratch / job.notebook.name, time.monotonic(), ""
     try:
         papermill.execute_notebook(
@@ -300,6 +302,7 @@ def _execute(job: Job) -> tuple[float, str]:
             cwd=job.notebook.parent,
             progress_bar=False,
             shutdown_kernel="immediate",
+            kernel_manager_class=manager,
         )
     except PapermillExecutionError as failure:
         error = f"cell {failure.exec_count}: {failure.ename}: {_first_line(failure.evalue)}"

@@ -50,7 +50,7 @@ def printed(path: Path) -> str:
     return "".join(o.text for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "stream")
 
 
-def wait_until(condition, seconds: float = 30.0) -> bool:
+def wait_until(condition, seconds: float = 100.0) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
@@ -155,9 +155,13 @@ class TestRun:
 
     def test_a_notebook_beyond_its_time_is_ended_with_its_kernel(self, folder, tmp_path):
         note = tmp_path / "pid"
-        source = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
-        (outcome,) = run([save(folder, "a", source)], tmp_path / "build", timeout=8)
-        assert (outcome.status, outcome.seconds) == ("timeout", 8)
+        source = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
+        notebook = save(folder, "a", source)
+        for seconds in (1, 4, 16, 64):  # until a kernel has started in its time
+            (outcome,) = run([notebook], tmp_path / "build", timeout=seconds)
+            assert (outcome.status, outcome.seconds) == ("timeout", seconds)
+            if note.exists():
+                break
         assert wait_until(lambda: not is_running(int(note.read_text())))
 
     def test_two_notebooks_run_at_the_same_time(self, folder, tmp_path):
@@ -279,19 +283,18 @@ class TestInterrupted:
         return found
 
     def nothing_runs(self, tmp_path: Path) -> bool:
-        return wait_until(lambda: not self.running(tmp_path), 20)
+        return wait_until(lambda: not self.running(tmp_path))
 
     def no_kernel_runs(self) -> bool:
-        """Among what descends from the tests, forkserver and resource tracker apart."""
+        """Below the fork server, whose children are workers and theirs kernels, nothing goes on."""
         return wait_until(
             lambda: (
                 not any(
-                    "ipykernel_launcher" in process.cmdline()
-                    for process in psutil.Process().children(recursive=True)
-                    if is_running(process.pid)
+                    is_running(process.pid)
+                    for server in psutil.Process().children()
+                    for process in server.children(recursive=True)
                 )
-            ),
-            20,
+            )
         )
 
     def is_whole(self, build: Path) -> bool:
@@ -315,10 +318,10 @@ class TestInterrupted:
         endless = save(folder, "01_endless", WAITS.format(note=str(note)))
         save(folder, "02_never", "print('never')")
         process = make("WORKERS=1")
-        assert wait_until(note.exists, 60)
+        assert wait_until(note.exists)
         os.killpg(process.pid, signal.SIGINT)
         os.killpg(process.pid, signal.SIGINT)  # users press it twice
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=100)
         assert process.returncode != 0 and "Traceback" not in err
         told = "interrupted by SIGINT: finished 00_done; not finished 01_endless, 02_never"
         assert err.count("interrupted by") == 1 and told in err.splitlines(), err
@@ -333,9 +336,9 @@ class TestInterrupted:
         note = tmp_path / "note"
         save(folder, "a", WAITS.format(note=str(note)))
         process = make()
-        assert wait_until(note.exists, 60)
+        assert wait_until(note.exists)
         os.kill(process.pid, signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=100)
         assert "interrupted by SIGTERM: finished none; not finished a" in err.splitlines(), err
         assert process.returncode != 0 and "Traceback" not in err
         assert self.nothing_runs(tmp_path) and list(build.iterdir()) == []
@@ -382,7 +385,7 @@ class TestInterrupted:
             target=run, args=([save(folder, "a", source)], build)
         )
         supervisor.start()
-        assert wait_until(note.exists, 60)
+        assert wait_until(note.exists)
         supervisor.kill()
         supervisor.join()
         kernel, worker = map(int, note.read_text().split())

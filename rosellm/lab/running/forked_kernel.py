@@ -1,0 +1,136 @@
+"""A notebook's kernel, forked from a process that has imported what notebooks import.
+
+Such a process is Python's fork server with ``LIBRARIES`` preloaded: a kernel is there in milliseconds, in a
+process and with a namespace of its own. CUDA does not survive a fork: where there is a GPU, kernels are
+started from nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from subprocess import Popen
+from typing import Any, cast
+
+import numpy as np
+import torch
+from ipykernel.kernelapp import IPKernelApp
+from jupyter_client.connect import KernelConnectionInfo
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning import LocalProvisioner
+
+from rosellm.lab.running.interruption import signals_held_back
+
+LIBRARIES = "rosellm.lab.running.libraries"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several notebooks run at a time
+
+
+def fork_server() -> ForkServerContext:
+    """The context whose processes have imported the libraries; it starts to import them at once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([LIBRARIES])
+    before = os.environ.copy()
+    os.environ.update(ONE_THREAD)  # numpy and torch read it when they are imported
+    try:
+        with signals_held_back():
+            forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+class ForkedKernel:
+    """A child of this process, to be forked before this has any thread; it waits for ``serve``.
+
+    The rest is what jupyter_client asks of a process.
+    """
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, in_child: Callable[[], object]) -> None:
+        reader, self._writer = os.pipe()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            os.close(reader)
+            return
+        try:
+            os.close(self._writer)
+            in_child()
+            with open(reader, encoding="utf-8") as told:
+                file, _, folder = told.read().partition("\n")
+            if file:
+                _serve(file, folder)
+        finally:
+            os._exit(0)
+
+    def serve(self, connection_file: str, folder: str) -> None:
+        with open(self._writer, "w", encoding="utf-8") as telling:
+            telling.write(f"{connection_file}\n{folder}")
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkedProvisioner(LocalProvisioner):
+    """Hands out one kernel that runs already."""
+
+    def __init__(self, kernel: ForkedKernel, **options: Any) -> None:
+        super().__init__(**options)
+        self._kernel = kernel
+
+    async def launch_kernel(self, cmd: list[str], **options: Any) -> KernelConnectionInfo:
+        self._kernel.serve(
+            cast(AsyncKernelManager, self.parent).connection_file, options.get("cwd") or os.getcwd()
+        )
+        self.process, self.pid = cast(Popen, self._kernel), self._kernel.pid
+        return self.connection_info
+
+
+def kernel_manager(in_child: Callable[[], object]) -> type[AsyncKernelManager]:
+    """The manager of this process's one kernel; ``in_child`` runs in a forked kernel before all else."""
+    if torch.cuda.is_available():
+        return AsyncKernelManager
+    kernel = ForkedKernel(in_child)
+
+    class Manager(AsyncKernelManager):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.provisioner = ForkedProvisioner(kernel, parent=self, kernel_spec=self.kernel_spec)
+
+    return Manager
+
+
+def _serve(connection_file: str, folder: str) -> None:
+    gc.freeze()  # the garbage collector passes over all that was imported
+    np.random.seed()
+    os.chdir(folder)
+    sys.path[0] = ""
+    quiet = ["--log-level=ERROR", "--HistoryManager.enabled=False"]
+    parent = f"--IPKernelApp.parent_handle={os.getppid()}"  # the kernel ends with its worker
+    IPKernelApp.launch_instance(["-f", connection_file, parent, *quiet])

@@ -1,0 +1,16 @@
+"""What notebooks and their pages need that others wrote, imported for the processes forked from this one."""
+
+# isort: off
+import rosellm  # noqa: F401  (settles how Triton runs)
+import rosellm.lab.running.spared_imports  # noqa: F401
+import gc
+import safetensors.torch  # noqa: F401
+import tokenizers  # noqa: F401
+import torch.profiler  # noqa: F401
+import transformers  # noqa: F401
+from ipykernel import kernelapp, zmqshell  # noqa: F401
+from ipywidgets import interact  # noqa: F401
+from plotly.graph_objects import Bar, Figure, Heatmap, Scatter, Waterfall  # noqa: F401
+from rosellm.lab.running import run_notebooks  # noqa: F401
+
+gc.collect()
