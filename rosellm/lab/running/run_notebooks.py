@@ -5,6 +5,7 @@ that runs this command). The output folder receives the executed notebook and an
 index of all. SIGINT (Ctrl-C) and SIGTERM end the run: what is finished is published, the rest is as before.
 """
 
+import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before whoever reads notebooks)
 import argparse
 import ast
 import json
@@ -29,7 +30,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before whoever reads notebooks)
 import nbformat
 import papermill
 import psutil

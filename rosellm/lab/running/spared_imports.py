@@ -1,4 +1,4 @@
-"""Spares 1.5 s: who reads notebooks imports jsonschema, which compiles a grammar of IRIs; notebooks have none.
+"""Spares 1.5 s: jsonschema, which reads notebooks, compiles a grammar of the IRIs that they have none of.
 
 To be imported before nbformat, papermill and nbconvert.
 """
