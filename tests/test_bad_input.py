@@ -146,7 +146,7 @@ def streamed(call: Callable[[StreamingManager], object], **options: object) -> C
             try:
                 call(manager)
             finally:
-                assert len(manager.result(other, timeout=30).token_ids) == 6
+                assert len(manager.result(other, timeout=100).token_ids) == 6
 
     return run
 
@@ -270,7 +270,7 @@ def test_poisoned_weights_fail_each_request_with_its_reason_and_leave_nothing_be
             StreamingManager(serving.engine) as manager,
             pytest.raises(SamplingError, match="logits are not finite"),
         ):
-            manager.result(manager.add_request([1, 2, 3], GREEDY), timeout=30)
+            manager.result(manager.add_request([1, 2, 3], GREEDY), timeout=100)
     finally:
         weight.copy_(kept)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from rosellm.lab.running import run_notebooks
@@ -169,6 +170,18 @@ class TestRun:
         meet += "    time.sleep(0.05)"
         notebooks = [save(folder, "a", meet.format("x", "y")), save(folder, "b", meet.format("y", "x"))]
         assert [outcome.status for outcome in run(notebooks, tmp_path / "build", timeout=60)] == ["ok", "ok"]
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels start from nothing where CUDA is")
+    def test_a_kernel_has_the_libraries_at_once_but_names_and_random_numbers_of_its_own(
+        self, folder, tmp_path
+    ):
+        source = "import builtins, sys\nprint('torch' in sys.modules, hasattr(builtins, 'left'), __name__)\n"
+        source += "builtins.left = 1\nprint(sys.modules['numpy'].random.rand(9))"
+        notebooks = [save(folder, name, source) for name in ("a", "b")]
+        run(notebooks, tmp_path / "build", workers=1)
+        one, other = (printed(tmp_path / "build" / path.name).splitlines() for path in notebooks)
+        assert one[0] == other[0] == "True False __main__"
+        assert one[1] != other[1]
 
     def test_a_selection_renews_its_card_and_keeps_the_others(self, folder, tmp_path):
         notebooks, build = [save(folder, "a", "print(1)"), save(folder, "b", "print(1)")], tmp_path / "build"
