@@ -59,7 +59,7 @@ FAULTS = (
     Fault(
         "attention kernel",
         "kernels/attention.py",
-        "& (head % (H // H_KV) == 0)",
+        "& (head % shape.GROUP == 0)",
         "& (head == 0)",
         ("kernels/test_attention.py",),
     ),
@@ -72,7 +72,7 @@ FAULTS = (
         ("test_norm.py",),
     ),
     Fault(
-        "head kernel", "head.py", "tl.where(columns < V, 0.0", "tl.where(columns <= V, 0.0", ("test_head.py",)
+        "head kernel", "head.py", "tl.where(columns < N, 0.0", "tl.where(columns <= N, 0.0", ("test_head.py",)
     ),
     Fault(
         "prefill kernel",
@@ -99,9 +99,9 @@ FAULTS = (
     ),
     Fault(
         "resident step",
-        "resident.py",
-        "self._left_behind.add(slot)",
-        "self._left_behind.discard(slot)",
+        "rows.py",
+        "self._left_behind.add(row.index)",
+        "self._left_behind.discard(row.index)",
         ("test_resident.py", "test_streaming_load.py", "test_equality_lattice.py"),
     ),
     Fault(
@@ -113,9 +113,9 @@ FAULTS = (
     ),
     Fault(
         "scheduler",
-        "scheduler.py",
-        "request.sequence.n_cached = 0",
-        "request.sequence.n_cached -= 1",
+        "engine.py",
+        "sequence.n_cached = 0",
+        "sequence.n_cached -= 1",
         ("test_preemption.py", "test_scheduler.py"),
     ),
     Fault(
