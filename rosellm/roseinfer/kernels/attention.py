@@ -170,4 +170,4 @@ def tile_for(batch: int, longest: int) -> int:
         return 16
     if batch > 16:
         return 32
-    return min(max(64, 1 << (longest - 1).bit_length()), 512 if batch == 1 else 256)
+    return min(max(64, triton.next_power_of_2(longest)), 512 if batch == 1 else 256)
