@@ -75,7 +75,7 @@ class Size:
 
 
 MANY = 1 << 20
-SIZES = {"full": Size(MANY, MANY, MANY, MANY), "small": Size(rows=4, requests=6, new_tokens=16, prompt=96)}
+SIZES = {"full": Size(MANY, MANY, MANY, MANY), "small": Size(rows=4, requests=6, new_tokens=8, prompt=96)}
 
 
 def each(name: str, parts: Iterable[T]) -> Iterator[T]:
