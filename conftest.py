@@ -16,7 +16,9 @@ PROCESSES = {
     "test_autoreload.py",
     "test_benchmarks.py",
     "test_dependent_launch.py",
+    "test_new_notebook.py",
     "test_notebooks.py",
+    "test_open_lab.py",
     "test_readme.py",
     "test_run_notebooks.py",
 }
@@ -52,6 +54,7 @@ class Scheduling(LoadFileScheduling):
         return nodeid if Path(file).name in PROCESSES else file
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> Scheduling | None:
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
