@@ -30,7 +30,8 @@ from rosellm.lab.records.experiments import equality
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.parameters import check_parameters
 from rosellm.lab.records.records import RecordError, Results, find, results_folder
-from rosellm.lab.records.step_time import StepTimes, recorded_steps
+from rosellm.lab.records.step_records import STEP_WORKLOADS
+from rosellm.lab.records.step_time import StepTimes, recorded_steps, step_times
 from rosellm.lab.records.verdicts import Verdict, verdicts
 from rosellm.models.model import GPT
 from rosellm.roseinfer.recipe import BEFORE, LADDER, get_rung
@@ -99,6 +100,14 @@ class Rung:
             old, new = self.step_us(workload)
             rows.append([workload, old.us, new.us, us, old.us - new.us])
         print(text_table(["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs"], rows))
+
+    def ablation(self) -> None:
+        """Recorded µs a step of the rung before, of what lies between, and of this rung, by workload."""
+        figures = {w: self.results.load(f"ablations-{w}")["figures"][self.after] for w in STEP_WORKLOADS}
+        steps = {w: step_times(one["turns_us"]) for w, one in figures.items()}
+        names = list(steps[STEP_WORKLOADS[0]])
+        rows = [[name, *(steps[w][name].us for w in STEP_WORKLOADS)] for name in names]
+        print(text_table(["µs a step", *STEP_WORKLOADS], rows))
 
     def step_us(self, workload: str) -> tuple[StepTimes, StepTimes]:
         """The recorded decode steps of both rungs at a workload's batch size and mid-run context."""

@@ -46,8 +46,12 @@ class StepTimes:
 
 def recorded_steps(results: Results, workload: str) -> dict[str, StepTimes]:
     """Rung → its recorded step at a workload's batch size and mid-run context."""
-    turns = results.load(f"steps-{workload}")["figures"]["turns_us"]
-    return {rung: StepTimes(tuple(map(tuple, engines))) for rung, engines in turns.items()}
+    return step_times(results.load(f"steps-{workload}")["figures"]["turns_us"])
+
+
+def step_times(turns_us: Mapping[str, list[list[float]]]) -> dict[str, StepTimes]:
+    """Name → its step times, as a record keeps them."""
+    return {name: StepTimes(tuple(map(tuple, engines))) for name, engines in turns_us.items()}
 
 
 def prompt_length(context: int) -> int:

@@ -1,0 +1,109 @@
+"""The calls that notebooks of a rung are made of."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rosellm.errors import RecipeError
+from rosellm.lab.records.parameters import ParameterError
+from rosellm.lab.records.records import RecordError, results_folder
+from rosellm.lab.records.step_time import StepTimes
+from rosellm.lab.rung import ClaimError, Rung, exercise, open_rung
+
+
+@pytest.fixture(scope="module")
+def rung() -> Rung:
+    return open_rung("cuda_graph", device="cpu", batch=3, prompt_lengths=[2, 9], new_tokens=8)
+
+
+def test_a_rung_is_told_against_the_one_it_changes(rung):
+    assert (rung.before, rung.after) == ("pinned_h2d", "cuda_graph")
+    assert rung.change == {"runner": ("eager", "graph")}
+    assert open_rung("identity_pos", "triton_append", device="cpu").change["append"] == (
+        "generic",
+        "identity_pos",
+    )
+
+
+def test_unknown_rungs_and_parameters_out_of_range_are_refused():
+    with pytest.raises(RecipeError, match="unknown"):
+        open_rung("nothing")
+    with pytest.raises(ParameterError, match="batch is 0"):
+        open_rung("cuda_graph", device="cpu", batch=0)
+    with pytest.raises(RecordError, match="no records of device"):
+        open_rung("cuda_graph", device="cpu", record="abacus")
+
+
+def test_a_sentence_is_shown_only_while_its_claims_hold(rung, capsys):
+    rung.conclude("Graphs gain.", rung.gain("W1") > 0)
+    with pytest.raises(ClaimError, match=r"claim \[2\].*Graphs lose"):
+        rung.conclude("Graphs lose.", rung.gain("W1") > 0, rung.gain("W1") < 0)
+    with pytest.raises(ClaimError, match="no claim was given"):
+        rung.conclude("Nothing to rest on.")
+
+
+def test_a_prediction_stands_beside_the_recorded_steps(rung, capsys):
+    rung.predict(W2=1000.0)
+    assert "1,000" in capsys.readouterr().out
+    rung.outcome()
+    old, new = rung.step_us("W2")
+    assert f"{old.us - new.us:,.0f}" in capsys.readouterr().out
+
+
+def test_a_step_is_the_median_of_its_engines_medians():
+    times = StepTimes(((1.0, 2.0, 9.0), (4.0, 4.0, 4.0), (3.0, 3.0, 50.0)))
+    assert times.us == 3.0 and times.range_us == (2.0, 4.0)
+
+
+def test_an_ablation_shows_what_lies_between_two_rungs(capsys):
+    open_rung("fused_head", device="cpu").ablation()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[2:]] == ["fused_gelu", "vocabulary padded", "fused_head"]
+
+
+def test_tokens_are_compared_in_fp32_whatever_the_notebook_runs(rung, capsys):
+    rung.tokens_equal()
+    assert "fp32, here: tokens equal" in capsys.readouterr().out
+
+
+def test_disturbed_ledgers_are_not_drawn(rung, tmp_path, capsys):
+    shutil.copytree(results_folder() / "nvidia-h200", tmp_path / "gpu")
+    record = tmp_path / "gpu" / "ledger.json"
+    told = json.loads(record.read_text())
+    for rungs in told["figures"].values():
+        rungs["cuda_graph"]["unprofiled_us"] = 1.0
+    record.write_text(json.dumps(told))
+    disturbed = Rung(**vars(rung) | {"results": type(rung.results)(tmp_path / "gpu")})
+    shown = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rosellm.lab.rung.say", shown.append)
+        disturbed.waterfall()
+    assert "disturbed every recorded ledger" in shown[0]
+
+
+def test_an_exercise_waits_is_right_or_is_not_yet(capsys):
+    def double(n):
+        """Twice n."""
+        ...
+
+    check = lambda f: f(2) == 4  # noqa: E731
+    exercise(double, check)
+    exercise(lambda n: n * 2, check)
+    exercise(lambda n: n + 1, check)
+    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "yours to write", "right", "not yet right",
+    ]  # fmt: skip
+
+
+def test_a_figure_that_is_not_there_is_named(rung):
+    with pytest.raises(RecordError, match="flows/nothing.toml"):
+        rung.flow("nothing")
+
+
+def test_every_figure_of_a_data_flow_belongs_to_a_rung():
+    from rosellm.roseinfer.recipe import LADDER
+
+    flows = sorted((Path(results_folder()).parent / "flows").glob("*.toml"))
+    assert flows and all(path.stem in LADDER for path in flows)
