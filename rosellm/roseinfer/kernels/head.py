@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.roseinfer.kernels.linear import tile_product
+from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
 from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise
 from rosellm.triton_or_none import tl, triton
 
@@ -109,6 +109,7 @@ def make_best_tokens(dependent: int = False, shape: Shape = _shape) -> Callable[
         rows, width = hidden.shape
         vocab = weight.shape[0]
         block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
+        stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
         tiles = triton.cdiv(vocab, block_n)
         values = torch.empty(rows, tiles, device=hidden.device)
         indices = torch.empty(rows, tiles, device=hidden.device, dtype=torch.int32)

@@ -10,6 +10,7 @@ Weights are ``[N, K]`` with K contiguous, the transpose of a GPT-2 checkpoint's;
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,20 @@ def fold_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tup
     """Weight ``[N, K]`` and bias ``[N]`` that take a normalised row instead of a scaled and shifted one."""
     folded = (weight.float() * scale.float()).to(weight.dtype)
     return folded.contiguous(), (bias.float() + weight.float() @ shift.float()).to(bias.dtype)
+
+
+@cache
+def shared_memory(device: torch.device) -> int | None:
+    """Bytes that a program may have on a GPU, from 65,536 (7.5) to 232,448 (9.0); None on a CPU."""
+    if device.type == "cpu":
+        return None
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
+def fitting_stages(stages: int, block_m: int, block_n: int, block_k: int, x: Tensor) -> int:
+    """Pipeline stages of a product's tiles, of x's dtype, that x's device has shared memory for."""
+    limit, stage = shared_memory(x.device), (block_m + block_n) * block_k * x.element_size()
+    return stages if limit is None else max(1, min(stages, limit // stage))
 
 
 @triton.jit
@@ -259,6 +274,7 @@ def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shap
         n = weight.shape[0]
         out = x.new_empty(rows, n) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
         block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype)
+        stages = fitting_stages(stages, block_m, block_n, block_k, x)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
         added, fused = x if bias is None else bias, {"BIAS": bias is not None, "GELU": gelu}
         options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}

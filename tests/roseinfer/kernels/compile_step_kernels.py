@@ -1,10 +1,9 @@
 """Compiles the best rung's kernels without a GPU: ``compile_step_kernels OUTPUT.json CAPABILITY``, say 90.
 
 The wrappers launch them as ever, for GPT-2's shape, but a stand-in for Triton's driver names the target, and
-nothing is run. The output lists ``[kernel, PTX, dependent]`` of the kernels of the rung that is best for a
-GPU of that capability; for an H200 also of some ordinary launches. For an architecture's first GPU the PTX is
-assembled, too; for its second, 8.9, only kernels with matrix products are compiled, which differ from its
-first's. To be started with TRITON_INTERPRET=0.
+nothing is run. The output lists ``[kernel, PTX, dependent, bytes of shared memory]`` of the kernels of the
+rung that is best for a GPU of that capability; for an H200 also of some ordinary launches. For 8.0 and 10.0
+the PTX is assembled, too. To be started with TRITON_INTERPRET=0.
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.kernels import linear
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, make_tiles
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.recipe import DEPENDENT_LAUNCH_FROM
 
 H200, ADA = 90, 89
+SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes a program
 WIDTH, WIDE, HEADS, VOCAB = 768, 3072, 12, 50257
 
 
@@ -53,10 +54,12 @@ def launch_linears(kernels: Kernels, few: tuple[int, ...] = (1, 8, 16)) -> None:
     kernels.some_rows_linear(x=empty(64, WIDE), weight=down, parts=4)
 
 
-def launch_products(kernels: Kernels) -> None:
-    """Kernels that multiply matrices by tensor cores."""
-    kernels.some_rows_linear(x=empty(64, WIDTH), weight=empty(WIDE, WIDTH), bias=empty(WIDE), gelu=True)
-    launch_prefill(kernels)
+def launch_large_tiles(kernels: Kernels) -> None:
+    """What takes the most shared memory: products of many rows."""
+    kernels.some_rows_linear(x=empty(256, WIDTH), weight=empty(WIDTH, WIDTH), bias=empty(WIDTH))
+    state = DeviceState(256, 16, torch.device("cpu"))
+    drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
+    kernels.best_tokens(hidden=empty(256, WIDTH), weight=empty(VOCAB, WIDTH), sampled=False, **drawing)
 
 
 def launch_prefill(kernels: Kernels) -> None:
@@ -92,9 +95,9 @@ def launch_around_the_layers(kernels: Kernels) -> None:
 
 
 def launches_for(capability: int) -> list[Callable[[Kernels], None]]:
-    if capability == ADA:
-        return [launch_products]
     everything = [launch_norms, partial(launch_linears, few=(8,)), launch_prefill, launch_around_the_layers]
+    if capability == ADA:
+        everything.append(launch_large_tiles)
     if capability == H200:
         everything += [launch_linears, lambda _: launch_norms(TRITON)]
     return everything
@@ -113,10 +116,12 @@ def main(output: str, capability: int) -> None:
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        compiled[kernel.hash] = self.__name__, kernel.asm["ptx"], options.get("DEPENDENT", False)
+        dependent = bool(options.get("DEPENDENT", False))
+        compiled[kernel.hash] = self.__name__, kernel.asm["ptx"], dependent, kernel.metadata.shared
         return kernel
 
     JITFunction.run = compile_only
+    linear.shared_memory = lambda device: SHARED_MEMORY[capability]
     kernels = TRITON_DEPENDENT if divmod(capability, 10) >= DEPENDENT_LAUNCH_FROM else TRITON
     if capability in (H200, ADA):
         CUDABackend.make_cubin = lambda *_arguments: b""

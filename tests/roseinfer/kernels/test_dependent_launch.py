@@ -19,11 +19,11 @@ from rosellm.roseinfer.kernels.dependent_launch import launch_options
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, choose_kernels
 from rosellm.roseinfer.layers.fused import build_layers
 from tests.helpers import CPU, random_model, small_config
+from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
 from tests.roseinfer.kernels.kernel_checks import assert_replays_equal_ordinary_launches
 
 ROOT = Path(__file__).parents[3]
 KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_append_and_attend", "_best_tokens", "_advance"}
-PRODUCTS = {"_some_rows", "_prefill_attention"}
 
 
 def test_only_dependent_launches_ask_the_driver_for_anything():
@@ -41,8 +41,8 @@ def test_dependent_launches_are_for_gpus():
 # What is compiled, which needs no GPU.
 
 
-def compiled(folder: Path, capability: int = 90) -> list[tuple[str, str, bool]]:
-    """Kernel, PTX, dependent or not, as the wrappers launch them on a GPU of that compute capability."""
+def compiled(folder: Path, capability: int = 90) -> list[tuple[str, str, bool, int]]:
+    """Kernel, PTX, dependent, shared bytes, as the wrappers launch them on a GPU of that capability."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
     program, output = "tests.roseinfer.kernels.compile_step_kernels", str(folder / "ptx.json")
     command = [sys.executable, "-m", program, output, str(capability)]
@@ -56,10 +56,10 @@ def places(pattern: str, ptx: str) -> list[int]:
 
 def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_writes(tmp_path):
     kernels = compiled(tmp_path)
-    assert all(".target sm_90" in ptx for _, ptx, _ in kernels)
-    ordinary = [ptx for _, ptx, dependent in kernels if not dependent]
+    assert all(".target sm_90" in ptx for _, ptx, *_ in kernels)
+    ordinary = [ptx for _, ptx, dependent, _ in kernels if not dependent]
     assert ordinary and not any("griddepcontrol" in ptx for ptx in ordinary)
-    chain = [(name.removesuffix("_kernel"), ptx) for name, ptx, dependent in kernels if dependent]
+    chain = [(name.removesuffix("_kernel"), ptx) for name, ptx, dependent, _ in kernels if dependent]
     assert {name for name, _ in chain} == KERNELS
     for name, ptx in chain:
         waits, releases = (places(rf"griddepcontrol\.{what}", ptx) for what in ("wait", "launch_dependents"))
@@ -74,10 +74,10 @@ def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_wri
 def test_the_best_rung_of_each_architecture_compiles_for_it(capability, tmp_path):
     """Dependent launches from 9.0 on, ordinary ones before."""
     kernels = compiled(tmp_path, capability)
-    assert all(f".target sm_{capability}" in ptx for _, ptx, _ in kernels)
-    wanted = PRODUCTS if capability == 89 else KERNELS | PRODUCTS
-    assert {name.removesuffix("_kernel") for name, _, _ in kernels} == wanted
-    for name, ptx, dependent in kernels:
+    assert all(f".target sm_{capability}" in ptx for _, ptx, *_ in kernels)
+    assert {name.removesuffix("_kernel") for name, *_ in kernels} == KERNELS | {"_prefill_attention"}
+    for name, ptx, dependent, shared in kernels:
+        assert shared <= SHARED_MEMORY[capability], name
         assert dependent == (capability >= 90 and name != "_prefill_attention_kernel"), name
         assert ("griddepcontrol" in ptx) == dependent, name
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rosellm.roseinfer.kernels import linear
 from rosellm.roseinfer.kernels.linear import (
     FEW_ROWS,
     SOME_ROWS,
@@ -313,3 +314,9 @@ def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(rows, dtype)
         return hidden, wide, parts, add_norm(x=x, delta=parts, bias=ones, scale=ones, shift=ones, eps=EPS), x
 
     assert_replays_equal_ordinary_launches(chain, refill)
+
+
+@pytest.mark.parametrize(("limit", "stages"), [(None, 6), (232_448, 6), (65_536, 5), (1_000, 1)])
+def test_a_pipeline_has_no_more_stages_than_shared_memory_holds(limit, stages, monkeypatch):
+    monkeypatch.setattr(linear, "shared_memory", lambda device: limit)
+    assert linear.fitting_stages(6, 64, 32, 64, torch.empty(1, dtype=torch.float16)) == stages
