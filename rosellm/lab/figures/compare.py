@@ -43,15 +43,14 @@ def say_verdict(results: Results, before: str, after: str, workloads: Sequence[s
     if not rows:
         say(f"**No verdict:** `{before}` and `{after}` have no records of {results.device_name} yet.")
         return
-    parts = [f"{row.workload} {row.change} ({row.word})" for row in rows]
+    parts = [f"{row.workload} {row.change} ({row.word}; counts from {row.noise:.1%})" for row in rows]
     best = max(rows, key=lambda row: median(row.after) / floor_tok_s(row.workload))
     share = median(best.after) / floor_tok_s(best.workload) * 100
     say(
         f"**Verdict on {results.device_name}.** `{before}` → `{after}`, whole-run tokens per second: "
         f"{'; '.join(parts)}. Nearest to the bytes floor: {best.workload}, at {number(share)} % of it.\n\n"
-        f"*Noise:* rungs that run the very same code on a workload, each in an engine of its own, were "
-        f"measured up to {number(max(row.noise for row in rows) * 100)} % apart; "
-        "smaller differences do not count."
+        "A change counts if no repeat of one side is as fast as any of the other, and if it is larger than "
+        "what rungs that run the very same code on that workload were measured apart."
     )
 
 

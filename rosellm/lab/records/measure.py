@@ -16,7 +16,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -24,8 +24,9 @@ from tqdm.contrib import DummyTqdmFile
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import PromptError, RecipeError, RoseError
-from rosellm.lab.records import experiments, robustness
+from rosellm.lab.records import experiments, robustness, step_records
 from rosellm.lab.records.bench import get_model
+from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.models.loading import LOAD_FORMATS, load_parts, resolve_device
 from rosellm.models.model import GPT
 from rosellm.models.weights import SHIPPED
@@ -36,7 +37,7 @@ from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import MODEL, WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 
-LEDGER_WORKLOADS = ("W0", "W1", "W2", "W3")
+LEDGER_WORKLOADS = STEP_WORKLOADS
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
 KV_APPEND, NEEDS_GPU = "kv_append", ("autotune",)
 CONTEXTS, GRID_CONTEXTS = (16, 64, 128, 256, 512, 768, 960), (64, 256, 512, 1000)
@@ -54,6 +55,11 @@ class Size:
     requests: int
     new_tokens: int
     prompt: int
+
+    @property
+    def effort(self) -> dict[str, Any]:
+        """For step times: engines, and seconds of measured steps a rung over all of them."""
+        return {"engines": 3, "seconds": 1.0} if self.rows == MANY else {"engines": 1, "seconds": 0.02}
 
     def of(self, workload: Workload) -> Workload:
         """The workload, no larger than this."""
@@ -240,6 +246,34 @@ def determinism(arguments: argparse.Namespace) -> dict:
     }
 
 
+def steps(arguments: argparse.Namespace, workload: str) -> dict:
+    """The time of a decode step on every rung, at a workload's batch size and mid-run context."""
+    sized = arguments.size.of(WORKLOADS[workload])
+    return step_records.ladder_steps(_model(arguments), _runnable(arguments), sized, **arguments.size.effort)
+
+
+def ablations(arguments: argparse.Namespace, workload: str) -> dict:
+    """The same of what lies between two rungs, where one field changes several things."""
+    model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
+    return {
+        rung: step_records.ablation_steps(model, rung, sized, **arguments.size.effort)
+        for rung in each(f"ablations-{workload}", step_records.ABLATED)
+    }
+
+
+def leave_one_out(arguments: argparse.Namespace, workload: str) -> dict:
+    """What each field of the best recipe is worth now: whole runs with that field alone set back."""
+    model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
+    seconds = arguments.size.effort["seconds"]
+    return step_records.leave_one_out(model, sized, seconds=seconds, best=_best_rung(arguments))
+
+
+def _of_workloads(
+    experiment: Callable[..., dict], workloads: Iterable[str]
+) -> dict[str, Callable[[argparse.Namespace], dict]]:
+    return {f"{experiment.__name__}-{w}": partial(experiment, workload=w) for w in workloads}
+
+
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "counts": counts,
     "equality": equality,
@@ -252,6 +286,9 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "cold_start": cold_start,
     "kv_pressure": kv_pressure,
     "determinism": determinism,
+    **_of_workloads(steps, STEP_WORKLOADS),
+    **_of_workloads(ablations, STEP_WORKLOADS),
+    **_of_workloads(leave_one_out, step_records.WHOLE_RUNS),
 }
 
 
@@ -376,6 +413,8 @@ def positions_needed(size: Size) -> dict[str, int]:
         "grid": max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM,
         "kv_pressure": max(whole["W6"], whole["W7"]),
         "determinism": max(whole.values()),
+        **{f"leave_one_out-{name}": whole[name] for name in step_records.WHOLE_RUNS},
+        **{f"{kind}-{name}": half[name] for kind in ("steps", "ablations") for name in LEDGER_WORKLOADS},
     }
 
 

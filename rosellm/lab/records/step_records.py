@@ -13,7 +13,7 @@ from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, room
 from rosellm.models.model import GPT
 from rosellm.roseinfer.bench.job import Job
-from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
+from rosellm.roseinfer.bench.workloads import Workload
 from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
@@ -29,17 +29,17 @@ def step_shape(workload: Workload) -> tuple[int, int]:
     return workload.max_batch_size, workload.max_new_tokens // 2
 
 
-def ladder_steps(model: GPT, rungs: list[str], workload: str, **effort: Any) -> dict[str, Any]:
+def ladder_steps(model: GPT, rungs: list[str], workload: Workload, **effort: Any) -> dict[str, Any]:
     """Every rung's step at a workload's batch size and mid-run context, in turns."""
-    batch, context = step_shape(WORKLOADS[workload])
+    batch, context = step_shape(workload)
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
     makers = {rung: partial(Bench, model, rung, prompts, room()) for rung in rungs}
     return _figures(batch, context, measure_steps(makers, **effort))
 
 
-def ablation_steps(model: GPT, rung: str, workload: str, **effort: Any) -> dict[str, Any]:
+def ablation_steps(model: GPT, rung: str, workload: Workload, **effort: Any) -> dict[str, Any]:
     """A rung's step, that of the rung before, and of what lies between."""
-    batch, context = step_shape(WORKLOADS[workload])
+    batch, context = step_shape(workload)
     return _figures(batch, context, measure_steps(variants(rung, model, batch, context), **effort))
 
 
@@ -47,19 +47,20 @@ ABLATED = tuple(BETWEEN)
 
 
 def leave_one_out(
-    model: GPT, workload: str, repeats: int = 5, seconds: float = 1.0, best: str = BEST_RUNG
+    model: GPT, workload: Workload, repeats: int = 5, seconds: float = 1.0, best: str = BEST_RUNG
 ) -> dict[str, Any]:
     """Whole runs of the best recipe, and of it with one field set back, in turns; or why that cannot be.
 
     A repeat is as many runs as take ``seconds``: its tokens per second.
     """
-    one = WORKLOADS[workload]
     recipes: dict[str, Recipe | str] = {"none": LADDER[best], **one_step_back(best)}
     engines = {
-        field: _engine(model, one, recipe) for field, recipe in recipes.items() if isinstance(recipe, Recipe)
+        field: _engine(model, workload, recipe)
+        for field, recipe in recipes.items()
+        if isinstance(recipe, Recipe)
     }
-    prompts = make_prompts(one.num_requests, 1, model.config.vocab_size)
-    params = SamplingParams(temperature=0.0, max_tokens=one.max_new_tokens, ignore_eos=True)
+    prompts = make_prompts(workload.num_requests, 1, model.config.vocab_size)
+    params = SamplingParams(temperature=0.0, max_tokens=workload.max_new_tokens, ignore_eos=True)
     tok_s: dict[str, list[float]] = {field: [] for field in engines}
     for turn in range(repeats + 1):
         for field, engine in engines.items():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rosellm.lab.records import measure
+from rosellm.lab.records import measure, step_records
 from rosellm.models.config import KNOWN_SHAPES
 from rosellm.models.weights import SHIPPED, checkpoint_folder, load_config
 from rosellm.roseinfer.bench.workloads import WORKLOADS
@@ -60,6 +60,24 @@ def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_
     said = capsys.readouterr()
     assert "Not comparable with W2's records: num_requests=6 for 64" in said.out
     assert "counts, batch 4: paged" in said.err and "W7 dense" in said.err
+
+
+def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "LADDER", {rung: LADDER[rung] for rung in ("dense", "dependent_launch")})
+    monkeypatch.setattr(step_records, "ABLATED", ("fused_head",))
+    names = "steps-W1,ablations-W1,leave_one_out-W1"
+    assert (
+        measure.main(["--device=cpu", f"--output={tmp_path}", "--workloads=", f"--experiments={names}"]) == 0
+    )
+    figures = {
+        name: json.loads((tmp_path / f"{name}.json").read_text())["figures"] for name in names.split(",")
+    }
+    assert list(figures["steps-W1"]["turns_us"]) == ["dense", "dependent_launch"]
+    between = figures["ablations-W1"]["fused_head"]["turns_us"]
+    assert list(between) == ["fused_gelu", "vocabulary padded", "fused_head"]
+    left_out = figures["leave_one_out-W1"]
+    assert {"none", "head", "runner"} <= set(left_out["tok_s"]) and "norm" in left_out["refused"]
+    assert all(value > 0 for values in left_out["tok_s"].values() for value in values)
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
