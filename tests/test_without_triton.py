@@ -50,6 +50,16 @@ for rung in (None, *LADDER):
     ]
 
 
+def test_what_notebooks_share_imports() -> None:
+    run_without_triton("""
+import pkgutil, importlib
+import rosellm.lab
+for one in pkgutil.walk_packages(rosellm.lab.__path__, "rosellm.lab."):
+    if not one.name.startswith("rosellm.lab.running.") or one.name.endswith("try_kernel"):
+        importlib.import_module(one.name)
+""")
+
+
 def test_triton_kernels_are_refused_in_one_line() -> None:
     told = run_without_triton("""
 from rosellm.errors import RecipeError

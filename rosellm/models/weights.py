@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -107,10 +108,8 @@ def dummy_model(model: str, device: torch.device, dtype: torch.dtype, seed: int 
 
 def _check_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
     wanted = config.n_parameters * dtype.itemsize
-    if device.type == "cuda":
-        there = torch.cuda.mem_get_info(device)[1]
-    else:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    on_gpu = device.type == "cuda"
+    there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     if wanted > there:
         raise CheckpointError(
             f"{config.n_parameters:,} parameters in {_dtype_name(dtype)} take {wanted / 1e9:,.0f} GB; "

@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-import triton
 
 from rosellm.lab.records.bench import (
     WARM_UP_STEPS,
@@ -37,6 +36,7 @@ from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.steps.step import STEP_RANGE
 from rosellm.rosetrainer import paged_attention as paged
+from rosellm.triton_or_none import triton
 
 BlockInfo = Literal["tuple", "slots"]
 APPEND_RANGE = f"{STEP_RANGE}.kv_append"

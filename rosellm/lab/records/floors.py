@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 
 from rosellm.models.config import ModelConfig
+from rosellm.triton_or_none import triton
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
-from triton.runtime.jit import KernelInterface
 
 from rosellm.errors import RoseError
 from rosellm.lab.figures.charts import Chart, text_table
@@ -26,6 +25,7 @@ from rosellm.lab.records.records import Results, ceilings
 from rosellm.roseinfer import benchmark_kv_append as micro
 from rosellm.roseinfer.kernels.table import choose_kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_live_rows_ref
+from rosellm.triton_or_none import triton
 
 Append = Callable[..., None]
 SHAPES = ((1, 4, 2), (2, 4, 4), (3, 6, 2), (3, 16, 4), (4, 16, 16), (5, 8, 1))  # heads, head size, block size
@@ -222,9 +222,10 @@ def _smaller(case: Case) -> Iterator[Case]:
 def count_launches(call: Callable[[], object]) -> list[int]:
     """Runs ``call``; how many programs each Triton kernel that it launches has, interpreted or compiled."""
     programs: list[int] = []
-    launch = KernelInterface.__getitem__
+    interface = triton.runtime.jit.KernelInterface
+    launch = interface.__getitem__
 
-    def counted(kernel: KernelInterface, grid: Any) -> Callable[..., Any]:
+    def counted(kernel: Any, grid: Any) -> Callable[..., Any]:
         def resolved(arguments: Mapping[str, Any]) -> Sequence[int]:
             sizes = grid(arguments) if callable(grid) else grid
             programs.append(math.prod(sizes))
@@ -232,7 +233,7 @@ def count_launches(call: Callable[[], object]) -> list[int]:
 
         return launch(kernel, resolved)
 
-    with patch.object(KernelInterface, "__getitem__", counted):
+    with patch.object(interface, "__getitem__", counted):
         call()
     return programs
 
