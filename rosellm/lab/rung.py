@@ -147,7 +147,11 @@ class Rung:
         one = equality(self.exact(), [self.before, self.after], self.prompt_lengths, *few)[self.after]
         if not one["tokens_equal"] and one["smallest_gap_of_reference"] >= CLOSEST_CALL:
             raise ClaimError(f"{self.after} gives other tokens than {self.before} in fp32")
-        recorded = self.results.load("equality")["figures"]
+        recorded = {
+            kind: figures
+            for kind, figures in self.results.load("equality")["figures"].items()
+            if self.after in figures
+        }
         rows = [
             [
                 kind,
@@ -178,8 +182,11 @@ class Rung:
 
     def recorded(self) -> None:
         """Whole-run tokens per second of both rungs on the recorded GPU."""
+        if not self.verdicts():
+            say(f"`{self.before}` and `{self.after}` have no records of {self.results.device_name} yet.")
+            return
         show(pair.recorded_chart(self.results, self.before, self.after))
-        print(self.results.environment_line(f"W1-{self.after}"))
+        print(self.results.environment_line(f"{next(iter(self.verdicts()))}-{self.after}"))
 
     def verdicts(self) -> dict[str, Verdict]:
         """Workload → what the records allow to be said of it."""

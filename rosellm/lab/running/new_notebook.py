@@ -26,14 +26,19 @@ TO_BEGIN_WITH = "paged"
 NAME = re.compile(r"(\d\d)_([a-z][a-z0-9_]*)")
 TIMEOUT_S = 300.0
 
-IMPORTS = """import rosellm  # first: it settles how Triton runs here
-from rosellm.lab.figures.charts import show
-from rosellm.lab.figures.compare import live_chart, recorded_chart, say_verdict
-from rosellm.lab.figures.widgets import Control, explore
-from rosellm.lab.records.bench import compare, get_model, make_prompts
-from rosellm.lab.records.parameters import check_parameters
-from rosellm.lab.records.records import find
-from rosellm.roseinfer.recipe import LADDER"""
+CARD = """# {number} · {topic}
+
+*What does `{topic}` change?*
+
+| | |
+|---|---|
+| **Change** | the recipe's field, before → after |
+| **Invariant** | the same tokens |
+| **Hypothesis** | what should become faster, by how much, and why |
+| **Wins** | where |
+| **Loses** | where |
+| **Superseded by** | – |"""
+IMPORTS = "from rosellm.lab.rung import exercise, open_rung"
 PARAMETERS = """model: str = "rose-tiny"  # or a folder, or gpt2 with dummy weights
 load_format: str = "auto"
 device: str = "auto"
@@ -41,19 +46,23 @@ dtype: str = "auto"
 batch: int = 4  # sequences that decode together
 prompt_lengths: list[int] = [2, 40]  # tokens, taken in turn
 new_tokens: int = 16  # a sequence"""
-START = """gpt = get_model(model, device, dtype, load_format)
-check_parameters(gpt, batch=batch, prompt_lengths=prompt_lengths, new_tokens=new_tokens)
-prompts = make_prompts(batch, prompt_lengths, gpt.config.vocab_size)
-results = find("nvidia-h200")
-before, after = {before!r}, {after!r}
-LADDER[before].difference(LADDER[after])"""
-EQUAL = """exact = get_model(model, device, "float32", load_format)
-old, new = compare(exact, before, after, prompts, max(new_tokens, 6))
-print(f"{batch} prompts, fp32, tokens equal: {old.tokens == new.tokens}")"""
-HERE = """old, new = compare(gpt, before, after, prompts, max(new_tokens, 6))
-show(live_chart(old, new, f"{before} → {after} on this {gpt.device.type}"))"""
-RECORDED = """show(recorded_chart(results, before, after))
-say_verdict(results, before, after)"""
+START = """loading = {{"model": model, "load_format": load_format, "device": device, "dtype": dtype}}
+sizes = {{"batch": batch, "prompt_lengths": prompt_lengths, "new_tokens": new_tokens}}
+nb = open_rung("{after}", **loading, **sizes)
+nb.change"""
+STUB = """def twice(n):
+    \"\"\"Your exercise.\"\"\"
+    ...
+
+
+exercise(twice, lambda f: f(3) == 6)"""
+SOLUTION = """<details><summary>Solution</summary>
+
+```python
+def twice(n):
+    return 2 * n
+```
+</details>"""
 
 
 def draft(name: str) -> NotebookNode:
@@ -64,17 +73,18 @@ def draft(name: str) -> NotebookNode:
     number, topic = found.groups()
     after = topic if topic in BEFORE else TO_BEGIN_WITH
     cells = [
-        new_markdown_cell(f"# {number} · What does `{topic}` change?\n\nWhat was slow, and what is changed."),
+        new_markdown_cell(CARD.format(number=number, topic=topic)),
         new_code_cell(IMPORTS),
         new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
-        new_code_cell(START.format(before=BEFORE[after], after=after)),
-        new_markdown_cell("## The same tokens"),
-        new_code_cell(EQUAL),
+        new_code_cell(START.format(after=after)),
         new_markdown_cell("## Here"),
-        new_code_cell(HERE, metadata={"tags": ["nbval-ignore-output"]}),
-        new_markdown_cell("## On the recorded GPU"),
-        new_code_cell(RECORDED),
-        new_markdown_cell("## Summary\nWhat came out, and what surprised."),
+        new_code_cell("nb.compare()", metadata={"tags": ["nbval-ignore-output"]}),
+        new_code_cell("nb.tokens_equal()"),
+        new_markdown_cell("## The recorded GPU"),
+        new_code_cell("nb.recorded()\nnb.verdict()"),
+        new_markdown_cell("## Exercise"),
+        new_code_cell(STUB, metadata={"tags": ["exercise"]}),
+        new_markdown_cell(SOLUTION),
     ]
     return new_notebook(cells=cells)
 

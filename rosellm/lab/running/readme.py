@@ -50,7 +50,7 @@ def results_table(results: Results) -> str:
 
 def notebook_index(results: Results) -> str:
     """A row a notebook: its title, and what the records say of its rung."""
-    rows = ["| notebook | question | finding on the recorded GPU |", "|---|---|---|"]
+    rows = ["| notebook | what it is about | finding on the recorded GPU |", "|---|---|---|"]
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         rows.append(
             f"| [{path.stem}](notebooks/{path.name}) | {_title(path)} | {finding(results, path.stem)} |"
@@ -59,8 +59,10 @@ def notebook_index(results: Results) -> str:
 
 
 def _title(path: Path) -> str:
-    first = nbformat.read(path, 4).cells[0].source.splitlines()[0]
-    return first.lstrip("# ").partition("·")[2].strip() or first.lstrip("# ")
+    """The heading without its number, and the question below it if the heading names a technique."""
+    first, *rest = filter(None, nbformat.read(path, 4).cells[0].source.splitlines())
+    title = first.lstrip("# ").partition("·")[2].strip() or first.lstrip("# ")
+    return f"{title}: {rest[0]}" if rest and re.fullmatch(r"\*[^*]+\?\*", rest[0]) else title
 
 
 SECTIONS: dict[str, Callable[[Results], str]] = {"results": results_table, "notebooks": notebook_index}

@@ -12,7 +12,6 @@ import pytest
 
 from rosellm.lab.running.new_notebook import draft
 from rosellm.lab.running.run_notebooks import NotebookError
-from rosellm.roseinfer.recipe import BEFORE
 
 ROOT = Path(__file__).parents[3]
 LAST = '    ("persistent_kernel", "dependent_launch", {"gemm": "persistent"}),\n'
@@ -28,6 +27,7 @@ STILL_HOLD = (
     "tests/test_notebooks.py::test_a_committed_notebook_has_no_faults[27_my_idea]",
     "tests/test_notebooks.py::test_a_notebook_runs_with_other_parameters_than_its_own[00_map]",
     "tests/test_notebooks.py::test_a_notebook_runs_with_other_parameters_than_its_own[27_my_idea]",
+    "tests/test_notebook_shape.py",
     "notebooks/27_my_idea.ipynb",
 )
 NBVAL = ("--nbval", "--nbval-current-env", "--nbval-sanitize-with", "notebooks/nbval_sanitize.cfg")
@@ -58,7 +58,7 @@ def ran(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_rung_added_by_one_line_and_a_notebook_made_by_one_command_leave_all_whole(project):
     made = ran(project, "rosellm.lab.running.new_notebook", "27_my_idea")
     assert made.returncode == 0, made.stderr
-    row = "](notebooks/27_my_idea.ipynb) | What does `my_idea` change? | – |"
+    row = "](notebooks/27_my_idea.ipynb) | my_idea: *What does `my_idea` change?* | – |"
     assert row in (project / "README.md").read_text()
     tested = ran(project, "pytest", *STILL_HOLD, *NBVAL, "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0, tested.stdout[-3000:]
@@ -66,8 +66,8 @@ def test_a_rung_added_by_one_line_and_a_notebook_made_by_one_command_leave_all_w
 
 def test_a_notebook_of_no_rung_has_two_others_to_begin_with():
     started = draft("27_why_so_slow").cells[3].source
-    assert "before, after = 'dense', 'paged'" in started
-    assert f"'{BEFORE['no_mask']}', 'no_mask'" in draft("27_no_mask").cells[3].source
+    assert 'open_rung("paged"' in started
+    assert 'open_rung("no_mask"' in draft("27_no_mask").cells[3].source
 
 
 @pytest.mark.parametrize("name", ["my_idea", "7_x", "27-x", "27_My", "27_", "../27_x", ""])
