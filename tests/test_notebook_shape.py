@@ -1,8 +1,8 @@
 """Notebooks that a stranger finishes: short, few imports, empty exercises whose solutions are right."""
 
 import ast
-import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -10,21 +10,14 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from rosellm.lab.rung import exercise
+from tests.exercises import solution_in, solved
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 LIMITS = {"cells": 30, "words": 800, "code": 150, "median": 7, "longest": 15, "imports": 4}
 CARD = ("Change", "Invariant", "Hypothesis", "Wins", "Loses", "Superseded by")
-FENCE = re.compile(r"<details>.*?```python\n(.*?)```", re.DOTALL)
 
 
-def is_lean(path: Path) -> bool:
-    """Whether a notebook has the short form: those of older form are rewritten one by one."""
-    return "open_rung(" in path.read_text(encoding="utf-8")
-
-
-LEAN = [path for path in NOTEBOOKS if is_lean(path)]
-each = pytest.mark.parametrize("path", LEAN, ids=lambda path: path.stem)
+each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def shape(notebook: NotebookNode) -> dict[str, float]:
@@ -49,10 +42,9 @@ def _import_lines(source: str) -> int:
 
 def exercises(notebook: NotebookNode) -> Iterator[tuple[str, str]]:
     """Each exercise's cell, and the source of its collapsed solution in the cell below."""
-    for cell, below in zip(notebook.cells, [*notebook.cells[1:], {"source": ""}], strict=True):
+    for cell, below in pairwise(notebook.cells):
         if "exercise" in cell.metadata.get("tags", []):
-            solution = FENCE.search(below["source"])
-            yield cell.source, solution[1] if solution else ""
+            yield cell.source, solution_in(below.source)
 
 
 @each
@@ -68,28 +60,26 @@ def test_a_notebook_opens_with_its_card(path):
 
 
 @each
-def test_an_exercise_is_empty_and_its_solution_is_right(path, capsys):
+def test_an_exercise_is_empty_and_has_a_solution_of_its_name_below_it(path):
+    """That the solutions are right, test_notebooks.py shows by running them."""
     found = list(exercises(nbformat.read(path, 4)))
     assert found
     for stub, solution in found:
-        assert "..." in stub and solution.startswith("def "), "an empty stub, a solution below it"
-        call = stub[stub.index("exercise(") :]
-        namespace = _run_until(path, stub)
-        exec(f"{solution}\n{call}", namespace)
-        assert capsys.readouterr().out.endswith(": right\n")
+        (empty,), (written,) = map(_functions, (stub, solution))
+        assert empty.name == written.name
+        assert all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in empty.body)
 
 
-def _run_until(path: Path, stub: str) -> dict[str, object]:
-    """What an exercise may use: imports and definitions of the cells above it."""
-    namespace: dict[str, object] = {"exercise": exercise}
-    for cell in nbformat.read(path, 4).cells:
-        if cell.source == stub:
-            break
-        if cell.cell_type == "code":
-            kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-            body = [node for node in ast.parse(cell.source).body if isinstance(node, kept)]
-            exec(compile(ast.Module(body, []), path.name, "exec"), namespace)
-    return namespace
+def _functions(source: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+
+
+def test_a_solution_takes_its_stubs_place_and_is_asserted():
+    stub = 'def f(n):\n    """n."""\n    ...\n\n\nexercise(f, lambda g: g(1) == 1)'
+    below = "<details><summary>Solution</summary>\n\n```python\ndef f(n):\n    return n\n```\n</details>"
+    exec(solved(stub, below), {})
+    with pytest.raises(AssertionError):
+        exec(solved(stub, below.replace("return n", "return 2")), {})
 
 
 def test_the_shape_of_a_notebook_is_counted():

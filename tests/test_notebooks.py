@@ -16,6 +16,7 @@ from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
 from rosellm.lab.running.run_notebooks import run
+from tests.exercises import solved
 from tests.helpers import small_config
 from tests.warm_kernel import WarmKernel
 
@@ -218,10 +219,17 @@ def errors(path: Path, parameters: dict[str, Any]) -> list[tuple[str, str]]:
     notebook = parameterize_notebook(load_notebook_node(str(path)), parameters)
     kernel = WarmKernel(cwd=str(path.parent))
     try:
-        ran = ((kernel.run(cell.source), cell.source) for cell in notebook.cells if cell.cell_type == "code")
+        ran = ((kernel.run(source), source) for source in _with_solutions(notebook))
         return list(islice((one for one in ran if one[0]), 1))
     finally:
         kernel.stop()
+
+
+def _with_solutions(notebook: NotebookNode) -> Iterator[str]:
+    """Each code cell's source; an exercise is solved, and must be right."""
+    for cell, below in zip(notebook.cells, [*notebook.cells[1:], new_markdown_cell()], strict=True):
+        if cell.cell_type == "code":
+            yield solved(cell.source, below.source) if "exercise" in _tags(cell) else cell.source
 
 
 @each_notebook

@@ -248,7 +248,8 @@ def open_rung(
 
 def exercise(answer: Callable[..., Any], check: Callable[[Callable[..., Any]], bool]) -> None:
     """Tell whether the reader's function is right; one whose body is still ``...`` waits to be written."""
-    if answer.__code__.co_code == _unwritten.__code__.co_code and not answer.__code__.co_names:
+    code = answer.__code__
+    if code.co_code == _unwritten.__code__.co_code and set(code.co_consts) <= {answer.__doc__, None}:
         print(f"{answer.__name__}: yours to write")
     else:
         print(f"{answer.__name__}: {'right' if check(answer) else 'not yet right'}")
