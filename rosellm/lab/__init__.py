@@ -2,8 +2,8 @@
 
 from importlib.util import find_spec
 
-_NEEDED = """IPython ipykernel ipywidgets kaleido nbclient nbconvert nbformat nbstripout
-    papermill PIL plotly psutil yaml"""
+_NEEDED = """IPython ipykernel ipywidgets jupyter_client kaleido nbclient nbconvert nbformat nbstripout
+    papermill PIL plotly yaml"""
 _missing = [name for name in _NEEDED.split() if find_spec(name) is None]
 if _missing:
     raise ModuleNotFoundError(

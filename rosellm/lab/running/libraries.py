@@ -4,6 +4,7 @@
 import rosellm  # noqa: F401  (settles how Triton runs)
 import rosellm.lab.running.spared_imports  # noqa: F401
 import gc
+import warnings
 import safetensors.torch  # noqa: F401
 import tokenizers  # noqa: F401
 import torch.profiler  # noqa: F401
@@ -13,4 +14,7 @@ from ipywidgets import interact  # noqa: F401
 from plotly.graph_objects import Bar, Figure, Heatmap, Scatter, Waterfall  # noqa: F401
 from rosellm.lab.running import run_notebooks  # noqa: F401
 
+warnings.filterwarnings(
+    "ignore", message=".*found in sys.modules after import of package"
+)  # runpy, of __main__
 gc.collect()

@@ -221,6 +221,7 @@ def _supervise(
     waiting, outcomes = deque(jobs), []
     running: list[Running] = []
     try:
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore, which forked processes would leave behind
         with tqdm(total=len(jobs), unit="notebook") as bar:
             while (waiting or running) and interruption.number is None:
                 while waiting and len(running) < workers:
