@@ -178,7 +178,10 @@ class Rung:
             before, after = usable[batch]
             show(waterfall(before, after))
 
-        explore(draw, batch=Control("batch, sequences", list(usable), first=max(usable)))
+        if len(usable) == 1:
+            draw(*usable)
+        else:
+            explore(draw, batch=Control("batch, sequences", list(usable), first=max(usable)))
 
     def recorded(self) -> None:
         """Whole-run tokens per second of both rungs on the recorded GPU."""
