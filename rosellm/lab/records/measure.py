@@ -13,10 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
@@ -26,6 +25,14 @@ from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import PromptError, RecipeError, RoseError
 from rosellm.lab.records import experiments, robustness, step_records
 from rosellm.lab.records.bench import get_model
+from rosellm.lab.records.sizes import (
+    CONTEXTS,
+    GRID_CONTEXTS,
+    LEDGER_WORKLOADS,
+    LONGEST_TUNED,
+    SIZES,
+    positions_needed,
+)
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.models.loading import LOAD_FORMATS, load_parts, resolve_device
 from rosellm.models.model import GPT
@@ -37,51 +44,10 @@ from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import MODEL, WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 
-LEDGER_WORKLOADS = STEP_WORKLOADS
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
 KV_APPEND, NEEDS_GPU = "kv_append", ("autotune",)
-CONTEXTS, GRID_CONTEXTS = (16, 64, 128, 256, 512, 768, 960), (64, 256, 512, 1000)
-LONGEST_TUNED = 960
-LEDGER_ROOM, STEPS_ROOM = 64, 14  # tokens that are decoded, and some to spare
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Size:
-    """The most that anything is measured with: rows together, requests, new tokens, tokens of a prompt."""
-
-    rows: int
-    requests: int
-    new_tokens: int
-    prompt: int
-
-    @property
-    def effort(self) -> dict[str, Any]:
-        """For step times: engines, and seconds of measured steps a rung over all of them."""
-        return {"engines": 3, "seconds": 1.0} if self.rows == MANY else {"engines": 1, "seconds": 0.02}
-
-    def of(self, workload: Workload) -> Workload:
-        """The workload, no larger than this."""
-        w, tokens = workload, workload.prompt_tokens
-        return replace(
-            w,
-            num_requests=min(w.num_requests, self.requests),
-            max_new_tokens=min(w.max_new_tokens, self.new_tokens),
-            max_batch_size=min(w.max_batch_size, self.rows),
-            prompt_tokens=None if tokens is None else min(tokens, self.prompt),
-        )
-
-    def batches(self, *wanted: int) -> list[int]:
-        """Without those that are too large; the largest that is allowed if all are."""
-        return [n for n in wanted if n <= self.rows] or [self.rows]
-
-    def contexts(self, *wanted: int) -> list[int]:
-        return [n for n in wanted if n <= self.prompt] or [self.prompt]
-
-
-MANY = 1 << 20
-SIZES = {"full": Size(MANY, MANY, MANY, MANY), "small": Size(rows=4, requests=6, new_tokens=8, prompt=96)}
 
 
 def each(name: str, parts: Iterable[T]) -> Iterator[T]:
@@ -397,25 +363,6 @@ def _check_positions(names: list[str], workloads: list[str], arguments: argparse
         options = BENCHMARKS[WORKLOADS[name].form].parse_options(given)
         encoded = encode_prompts(make_prompts(options, gpt.config.vocab_size), tokenizer)
         check_positions(options, max(map(len, encoded)), there)
-
-
-def positions_needed(size: Size) -> dict[str, int]:
-    """Experiment → the longest that one of its sequences grows; those of the shipped model are left out."""
-    sized = {name: size.of(workload) for name, workload in WORKLOADS.items()}
-    whole = {name: (w.prompt_tokens or 1) + w.max_new_tokens for name, w in sized.items()}
-    half = {name: whole[name] - w.max_new_tokens // 2 + LEDGER_ROOM for name, w in sized.items()}
-    return {
-        "counts": 8 + min(32, size.new_tokens),
-        "context": max(size.contexts(*CONTEXTS)) + STEPS_ROOM,
-        "autotune": min(LONGEST_TUNED, size.prompt),
-        "ledger": max(half[name] for name in LEDGER_WORKLOADS),
-        "ledger_w6": half["W6"],
-        "grid": max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM,
-        "kv_pressure": max(whole["W6"], whole["W7"]),
-        "determinism": max(whole.values()),
-        **{f"leave_one_out-{name}": whole[name] for name in step_records.WHOLE_RUNS},
-        **{f"{kind}-{name}": half[name] for kind in ("steps", "ablations") for name in LEDGER_WORKLOADS},
-    }
 
 
 def _listed(what: str, text: str, known: Iterable[str]) -> list[str]:

@@ -1,0 +1,71 @@
+"""How large a measurement is: whole workloads on a GPU, a few rows and tokens on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rosellm.lab.records import step_records
+from rosellm.lab.records.step_records import STEP_WORKLOADS
+from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
+
+LEDGER_WORKLOADS = STEP_WORKLOADS
+CONTEXTS, GRID_CONTEXTS = (16, 64, 128, 256, 512, 768, 960), (64, 256, 512, 1000)
+LONGEST_TUNED = 960
+LEDGER_ROOM, STEPS_ROOM = 64, 14  # tokens that are decoded, and some to spare
+
+
+@dataclass(frozen=True)
+class Size:
+    """The most that anything is measured with: rows together, requests, new tokens, tokens of a prompt."""
+
+    rows: int
+    requests: int
+    new_tokens: int
+    prompt: int
+
+    @property
+    def effort(self) -> dict[str, Any]:
+        """For step times: engines, and seconds of measured steps a rung over all of them."""
+        return {"engines": 3, "seconds": 1.0} if self.rows == MANY else {"engines": 1, "seconds": 0.02}
+
+    def of(self, workload: Workload) -> Workload:
+        """The workload, no larger than this."""
+        w, tokens = workload, workload.prompt_tokens
+        return replace(
+            w,
+            num_requests=min(w.num_requests, self.requests),
+            max_new_tokens=min(w.max_new_tokens, self.new_tokens),
+            max_batch_size=min(w.max_batch_size, self.rows),
+            prompt_tokens=None if tokens is None else min(tokens, self.prompt),
+        )
+
+    def batches(self, *wanted: int) -> list[int]:
+        """Without those that are too large; the largest that is allowed if all are."""
+        return [n for n in wanted if n <= self.rows] or [self.rows]
+
+    def contexts(self, *wanted: int) -> list[int]:
+        return [n for n in wanted if n <= self.prompt] or [self.prompt]
+
+
+MANY = 1 << 20
+SIZES = {"full": Size(MANY, MANY, MANY, MANY), "small": Size(rows=4, requests=6, new_tokens=8, prompt=96)}
+
+
+def positions_needed(size: Size) -> dict[str, int]:
+    """Experiment → the longest that one of its sequences grows; those of the shipped model are left out."""
+    sized = {name: size.of(workload) for name, workload in WORKLOADS.items()}
+    whole = {name: (w.prompt_tokens or 1) + w.max_new_tokens for name, w in sized.items()}
+    half = {name: whole[name] - w.max_new_tokens // 2 + LEDGER_ROOM for name, w in sized.items()}
+    return {
+        "counts": 8 + min(32, size.new_tokens),
+        "context": max(size.contexts(*CONTEXTS)) + STEPS_ROOM,
+        "autotune": min(LONGEST_TUNED, size.prompt),
+        "ledger": max(half[name] for name in LEDGER_WORKLOADS),
+        "ledger_w6": half["W6"],
+        "grid": max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM,
+        "kv_pressure": max(whole["W6"], whole["W7"]),
+        "determinism": max(whole.values()),
+        **{f"leave_one_out-{name}": whole[name] for name in step_records.WHOLE_RUNS},
+        **{f"{kind}-{name}": half[name] for kind in ("steps", "ablations") for name in LEDGER_WORKLOADS},
+    }
