@@ -9,7 +9,7 @@ import pytest
 
 import rosellm
 from rosellm.lab.figures.palette import CAUSES
-from rosellm.lab.records import experiments, measure
+from rosellm.lab.records import experiments, measure, recordings
 from rosellm.lab.records.account import PROFILED_STEP, HostTimeline, LedgerError, account
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
 from rosellm.lab.records.floors import Ceiling, floors_us
@@ -345,10 +345,10 @@ def test_the_experiment_gives_a_ledger_a_rung_near_the_context_asked_for(tiny):
 
 
 def test_the_recorded_ledgers_are_those_of_every_rung_at_the_workloads_sizes(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "LEDGER_WORKLOADS", ("W3",))
+    monkeypatch.setattr(recordings, "LEDGER_WORKLOADS", ("W3",))
     asked = []
     monkeypatch.setattr(
-        measure.experiments,
+        recordings.experiments,
         "ledgers",
         lambda model, rungs, batch, context: asked.append((rungs, batch, context)) or {rungs[0]: {}},
     )

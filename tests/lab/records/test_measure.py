@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rosellm.lab.records import measure, step_records
+from rosellm.lab.records import measure, recordings, step_records
 from rosellm.models.config import KNOWN_SHAPES
 from rosellm.models.weights import SHIPPED, checkpoint_folder, load_config
 from rosellm.roseinfer.bench.workloads import WORKLOADS
@@ -49,7 +49,7 @@ def test_a_job_that_cannot_run_is_told_before_the_first_starts(asked, told, tmp_
 
 
 def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(measure, "LADDER", {rung: LADDER[rung] for rung in ("dense", "autotune", "paged")})
+    monkeypatch.setattr(recordings, "LADDER", {rung: LADDER[rung] for rung in ("dense", "autotune", "paged")})
     options = ["--device=cpu", f"--output={tmp_path}", "--rungs=dense", "--repeats=1"]
     assert measure.main([*options, "--workloads=W2,W7", "--experiments=counts"]) == 0
     counts = json.loads((tmp_path / "counts.json").read_text())
@@ -63,7 +63,7 @@ def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_
 
 
 def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turns(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "LADDER", {rung: LADDER[rung] for rung in ("dense", "dependent_launch")})
+    monkeypatch.setattr(recordings, "LADDER", {rung: LADDER[rung] for rung in ("dense", "dependent_launch")})
     monkeypatch.setattr(step_records, "ABLATED", ("fused_head",))
     names = "steps-W1,ablations-W1,leave_one_out-W1"
     assert (

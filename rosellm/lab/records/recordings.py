@@ -1,0 +1,250 @@
+"""The experiments that ``measure`` records, by name, each at the size that its options give."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+from tqdm import tqdm
+
+from rosellm.errors import RecipeError, RoseError
+from rosellm.lab.records import experiments, robustness, step_records
+from rosellm.lab.records.bench import get_model
+from rosellm.lab.records.sizes import CONTEXTS, GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
+from rosellm.lab.records.step_records import STEP_WORKLOADS
+from rosellm.models.loading import resolve_device
+from rosellm.models.model import GPT
+from rosellm.models.weights import SHIPPED
+from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
+from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
+
+NEEDS_GPU = ("autotune",)
+
+T = TypeVar("T")
+
+
+def each(name: str, parts: Iterable[T]) -> Iterator[T]:
+    """The parts of an experiment, with a line of progress."""
+    with tqdm(list(parts), leave=False) as bar:
+        for part in bar:
+            bar.set_description(f"{name}: {part}")
+            yield part
+
+
+def counts(arguments: argparse.Namespace) -> dict:
+    """Kernels, copies, bytes and allocations of one decode step, by batch size and rung.
+
+    "mixed": prompts of unequal lengths.
+    """
+    model, size, rungs = _model(arguments), arguments.size, runnable(arguments)
+    batches, tokens = size.batches(8, 64, 256), min(32, size.new_tokens)
+    cases: dict[str, tuple[int, int | list[int]]] = {str(n): (n, 2) for n in batches}
+    cases[f"{batches[-1]} mixed"] = batches[-1], [2, 8]
+    return {
+        case: _by_rung(f"counts, batch {case}", rungs, experiments.counted_rungs, model, n, tokens, lengths)
+        for case, (n, lengths) in cases.items()
+    }
+
+
+def equality(arguments: argparse.Namespace) -> dict:
+    """Tokens and logits of every rung against ``dense``, in fp32, fp16 and bf16, on the shipped model."""
+    size, lengths = arguments.size, arguments.size.contexts(1, 2, 5, 63, 64, 65, 130)
+    batch, tokens = min(14, size.rows), min(64, size.new_tokens)
+    return {
+        dtype: experiments.equality(
+            get_model(SHIPPED, arguments.device, dtype), runnable(arguments), lengths, batch, tokens
+        )
+        for dtype in each("equality", ("float32", "float16", "bfloat16"))
+    }
+
+
+def context(arguments: argparse.Namespace) -> dict:
+    """Step time against the cached context."""
+    rungs, size = ["dense", "paged", "no_mask", "reused_index_buffers"], arguments.size
+    contexts = size.contexts(*CONTEXTS)
+    return {
+        str(batch): experiments.step_by_context(_model(arguments), rungs, batch, contexts)
+        for batch in each("context, batch", size.batches(8, 64))
+    }
+
+
+def autotune(arguments: argparse.Namespace) -> dict:
+    """What an autotuned launch costs and what tuning beforehand brings."""
+    model, size = _model(arguments), arguments.size
+    launches = [
+        experiments.launch_costs(model, min(batch, size.rows), min(length, size.prompt))
+        for batch, length in each("autotune", ((8, 128), (64, 256), (64, LONGEST_TUNED), (256, 64)))
+    ]
+    warps, stages = launches[1]["chosen"]
+    rows, context, steps = min(64, size.rows), min(256, size.prompt), min(64, size.new_tokens)
+    return {
+        "launches": launches,
+        "step_ms": experiments.offline_tuned_step_ms(model, rows, context, steps, warps, stages),
+    }
+
+
+def bookkeeping(arguments: argparse.Namespace) -> dict:
+    """Nanoseconds of Python a reserved token."""
+    return {
+        str(batch): experiments.bookkeeping_cost(batch, 12, 128) for batch in each("bookkeeping", (8, 256))
+    }
+
+
+def ledger(arguments: argparse.Namespace) -> dict:
+    """Where a decode step's time goes, at the batch sizes of four workloads and half their context."""
+    model, rungs = _model(arguments), runnable(arguments)
+    sized = [arguments.size.of(WORKLOADS[name]) for name in LEDGER_WORKLOADS]
+    context = {w.max_batch_size: w.max_new_tokens // 2 for w in sized}
+    return {
+        str(n): _by_rung(f"ledger, batch {n}", rungs, experiments.ledgers, model, n, tokens)
+        for n, tokens in context.items()
+    }
+
+
+def ledger_w6(arguments: argparse.Namespace) -> dict:
+    """The same of the largest workload, on the best rung."""
+    w = arguments.size.of(WORKLOADS["W6"])
+    context = _prompt_length(w) + w.max_new_tokens // 2
+    return experiments.ledgers(_model(arguments), [_best_rung(arguments)], w.max_batch_size, context)
+
+
+def grid(arguments: argparse.Namespace) -> dict:
+    """Step time of the best rung over batch size and context; where keys may be split, with and without."""
+    model, size, best = _model(arguments), arguments.size, _best_rung(arguments)
+    contexts, few = size.contexts(*GRID_CONTEXTS), size.contexts(256, 512, 768, 1000)
+
+    def rows(rung: str, batches: Sequence[int], contexts: list[int]) -> list[dict]:
+        made = (
+            experiments.step_grid(model, rung, [n], contexts)
+            for n in each(f"grid, {rung}, batch", size.batches(*batches))
+        )
+        return [row for part in made for row in part]
+
+    return {
+        "rung": best,
+        "rows": rows(best, [1, 4, 16, 64, 256, 1024], contexts),
+        "few": {rung: rows(rung, [1, 2, 4, 8], few) for rung in (best, "split_kv")},
+    }
+
+
+def cold_start(arguments: argparse.Namespace) -> dict:
+    """Time to the first tokens of a fresh process."""
+    best = _best_rung(arguments)
+    seconds = experiments.cold_start(arguments.model, arguments.load_format, arguments.device, best)
+    return {"rung": best, "seconds": seconds}
+
+
+def kv_pressure(arguments: argparse.Namespace) -> dict:
+    """Throughput with a quarter of the KV blocks that all requests need, and with all of them."""
+    sized = (arguments.size.of(WORKLOADS[name]) for name in each("kv_pressure", ("W6", "W7")))
+    return {
+        w.id: robustness.kv_pressure(_model(arguments), w.num_requests, _prompt_length(w), w.max_new_tokens)
+        for w in sized
+    }
+
+
+def determinism(arguments: argparse.Namespace) -> dict:
+    """What batch invariance costs, and what changes without it."""
+    model, size = _model(arguments), arguments.size
+    batches = size.batches(1, 2, 8, 9, 16, 17, 32, 64, 65, 128, 129, 256)
+    return {
+        "cost": {
+            name: robustness.determinism_cost(model, size.of(WORKLOADS[name]))
+            for name in each("determinism, cost", ("W0", "W1", "W2", "W3", "W6", "W7"))
+        },
+        "bits": {
+            dtype: robustness.invariance(
+                get_model(arguments.model, arguments.device, dtype, arguments.load_format), batches
+            )
+            for dtype in each("determinism, bits", ("float16", "bfloat16", "float32"))
+        },
+    }
+
+
+def steps(arguments: argparse.Namespace, workload: str) -> dict:
+    """The time of a decode step on every rung, at a workload's batch size and mid-run context."""
+    sized = arguments.size.of(WORKLOADS[workload])
+    return step_records.ladder_steps(_model(arguments), runnable(arguments), sized, **arguments.size.effort)
+
+
+def ablations(arguments: argparse.Namespace, workload: str) -> dict:
+    """The same of what lies between two rungs, where one field changes several things."""
+    model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
+    return {
+        rung: step_records.ablation_steps(model, rung, sized, **arguments.size.effort)
+        for rung in each(f"ablations-{workload}", step_records.ABLATED)
+    }
+
+
+def leave_one_out(arguments: argparse.Namespace, workload: str) -> dict:
+    """What each field of the best recipe is worth now: whole runs with that field alone set back."""
+    model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
+    seconds = arguments.size.effort["seconds"]
+    return step_records.leave_one_out(model, sized, seconds=seconds, best=_best_rung(arguments))
+
+
+def _of_workloads(
+    experiment: Callable[..., dict], workloads: Iterable[str]
+) -> dict[str, Callable[[argparse.Namespace], dict]]:
+    return {f"{experiment.__name__}-{w}": partial(experiment, workload=w) for w in workloads}
+
+
+EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
+    "counts": counts,
+    "equality": equality,
+    "context": context,
+    "autotune": autotune,
+    "bookkeeping": bookkeeping,
+    "ledger": ledger,
+    "ledger_w6": ledger_w6,
+    "grid": grid,
+    "cold_start": cold_start,
+    "kv_pressure": kv_pressure,
+    "determinism": determinism,
+    **_of_workloads(steps, STEP_WORKLOADS),
+    **_of_workloads(ablations, STEP_WORKLOADS),
+    **_of_workloads(leave_one_out, step_records.WHOLE_RUNS),
+}
+
+
+def _by_rung(
+    name: str, rungs: list[str], experiment: Callable[..., dict], model: GPT, *sizes: object
+) -> dict[str, dict]:
+    """An experiment of several rungs, one after the other, so that progress shows."""
+    return {rung: experiment(model, [rung], *sizes)[rung] for rung in each(name, rungs)}
+
+
+def _best_rung(arguments: argparse.Namespace) -> str:
+    return get_rung(None, resolve_device(arguments.device))
+
+
+def _prompt_length(workload: Workload) -> int:
+    if workload.prompt_tokens is None:
+        raise RoseError(f"workload {workload.id} has prompts of text; name one of random token ids")
+    return workload.prompt_tokens
+
+
+def _model(arguments: argparse.Namespace) -> GPT:
+    return get_model(arguments.model, arguments.device, "auto", arguments.load_format)
+
+
+def check_rung(rung: str, device: str) -> None:
+    """Raises ``RecipeError`` for a rung that the device cannot run."""
+    recipe = LADDER[rung]
+    if recipe.launch == "autotuned" and device == "cpu":
+        raise RecipeError(f"rung {rung!r} needs a GPU: a CPU has no launch to tune")
+    check_launch(recipe, torch.device(device))
+
+
+def runnable(arguments: argparse.Namespace) -> list[str]:
+    def can_run(rung: str) -> bool:
+        try:
+            check_rung(rung, arguments.device)
+        except RecipeError:
+            return False
+        return True
+
+    return [rung for rung in LADDER if can_run(rung)]
