@@ -18,7 +18,8 @@ def ledger_of(rows, name="here", **changes) -> Ledger:
     step = sum(row.us for row in rows)
     values = {
         "step_us": step,
-        "unprofiled_us": step / 2,
+        "profiled_us": 2 * step,
+        "busy_us": 0.75 * step,
         "steps": 2,
         "on_gpu": True,
         "batch": 8,

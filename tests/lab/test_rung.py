@@ -73,7 +73,7 @@ def test_disturbed_ledgers_are_not_drawn(rung, tmp_path, capsys):
     record = tmp_path / "gpu" / "ledger.json"
     told = json.loads(record.read_text())
     for rungs in told["figures"].values():
-        rungs["cuda_graph"]["unprofiled_us"] = 1.0
+        rungs["cuda_graph"]["busy_us"] = 1e9
     record.write_text(json.dumps(told))
     disturbed = Rung(**vars(rung) | {"results": type(rung.results)(tmp_path / "gpu")})
     shown = []

@@ -44,8 +44,8 @@ def say_verdict(results: Results, before: str, after: str, workloads: Sequence[s
         say(f"**No verdict:** `{before}` and `{after}` have no records of {results.device_name} yet.")
         return
     parts = [f"{row.workload} {row.change} ({row.word}; counts from {row.noise:.1%})" for row in rows]
-    best = max(rows, key=lambda row: median(row.after) / floor_tok_s(row.workload))
-    share = median(best.after) / floor_tok_s(best.workload) * 100
+    best = max(rows, key=lambda row: median(row.after) / floor_tok_s(results, row.workload))
+    share = median(best.after) / floor_tok_s(results, best.workload) * 100
     say(
         f"**Verdict on {results.device_name}.** `{before}` → `{after}`, whole-run tokens per second: "
         f"{'; '.join(parts)}. Nearest to the bytes floor: {best.workload}, at {number(share)} % of it.\n\n"

@@ -109,7 +109,7 @@ def readme_chart(results: Results, theme: Theme) -> Chart:
     panels, share = [], 1 / len(README_WORKLOADS)
     for i, (workload, told) in enumerate(README_WORKLOADS.items()):
         others = rivals(workload)
-        lines = {FLOOR: floor_tok_s(workload)}
+        lines = {FLOOR: floor_tok_s(results, workload)}
         lines |= {name: others[name][workload] for name in README_RIVALS if name in others}
         place, head = (i * share, (i + 1) * share - 0.025), f"{workload}: {told}"
         panels.append(Panel(head, *place, results.values(workload), theme.rung, is_log=True, lines=lines))

@@ -19,6 +19,7 @@ from rosellm.roseinfer.steps.step import STEP_RANGE
 
 PROFILED_STEP = "rosellm.lab.ledger.step"
 KINDS = ("work", "copies", "gaps", "host")
+WORKING = ("work", "copies")  # in the others nothing runs
 BETWEEN, LAUNCH, SYNC = "between kernels", "launch latency", "synchronisation"
 HOST, OUTSIDE = "host: ", "outside the step"
 

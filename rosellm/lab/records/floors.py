@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import median
 
 import torch
+from torch import Tensor
 
 from rosellm.models.config import ModelConfig
-from rosellm.triton_or_none import triton
+from rosellm.triton_or_none import tl, triton
+
+GIB = 2**30
+BLOCK = 4096  # elements
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The most that a device does: bytes moved and floating-point operations a µs."""
+    """The most that a device does: bytes read and floating-point operations a µs."""
 
     bytes_per_us: float
     flops_per_us: float
@@ -21,16 +27,42 @@ class Ceiling:
 
 @lru_cache(maxsize=8)
 def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
-    """A GPU's, from a copy of 1 GiB and a product of two 8192 × 8192 matrices."""
-    source = torch.empty(2**30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+    """A GPU's, as :func:`measure_ceilings` finds it."""
+    found = measure_ceilings(device, dtype)
+    return Ceiling(median(found["read_TB_s"]) * 1e6, median(found["matmul_TFLOP_s"]) * 1e6)
+
+
+def measure_ceilings(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> dict[str, list[float]]:
+    """What a GPU sustains, every repeat: reading 1 GiB, copying it (both ways count), and multiplying.
+
+    The product is that of two 8192 × 8192 matrices of ``dtype``.
+    """
+    source = torch.ones(GIB // 4, dtype=torch.int32, device=device)
+    target, sums = torch.empty_like(source), source.new_empty(source.numel() // BLOCK)
     a = torch.randn(8192, 8192, device=device, dtype=dtype)
     out = torch.empty_like(a)
-    copied, multiplied = (
-        triton.testing.do_bench(run, warmup=10, rep=40, return_mode="min") * 1e3
-        for run in (lambda: target.copy_(source), lambda: torch.mm(a, a, out=out))
-    )
-    return Ceiling(2 * source.numel() / copied, 2 * 8192**3 / multiplied)
+    ways: dict[str, tuple[float, Callable[[], object]]] = {
+        "read_TB_s": (GIB / 1e12, lambda: sum_blocks(source, sums)),
+        "copy_TB_s": (2 * GIB / 1e12, lambda: target.copy_(source)),
+        "matmul_TFLOP_s": (2 * 8192**3 / 1e12, lambda: torch.mm(a, a, out=out)),
+    }
+    return {name: [work / _seconds(run) for _ in range(repeats)] for name, (work, run) in ways.items()}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    return triton.testing.do_bench(run, warmup=10, rep=40, return_mode="min") / 1e3
+
+
+def sum_blocks(source: Tensor, sums: Tensor) -> Tensor:
+    """Sums of each ``BLOCK`` of source ``[N * BLOCK]`` int32 → sums ``[N]``: next to nothing is written."""
+    _sum_kernel[sums.shape](source, sums, BLOCK, num_warps=8)
+    return sums
+
+
+@triton.jit
+def _sum_kernel(source, sums, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    block = tl.program_id(0)
+    tl.store(sums + block, tl.sum(tl.load(source + block.to(tl.int64) * SIZE + tl.arange(0, SIZE))))
 
 
 def floors_us(
@@ -38,7 +70,8 @@ def floors_us(
 ) -> dict[str, float]:
     """µs by cause for ``batch`` rows with ``context`` cached tokens each: the longer of bytes and operations.
 
-    Weights are read once a step, each part's inputs read and its outputs written once; logits need not be.
+    Weights are read once a step, each part's inputs read and its outputs written once, all at the speed of
+    reading, which nothing that writes reaches; logits need not be written.
     """
     c, f, layers, vocab = config.d_model, config.d_ff, config.n_layers, config.vocab_size
     heads, qkv = config.n_heads * config.head_dim, config.qkv_width

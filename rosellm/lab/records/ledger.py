@@ -1,14 +1,20 @@
-"""Where a decode step's time goes: each microsecond has a named cause, and stands beside its floor.
+"""Where a decode step's time goes: each microsecond has a cause, and stands beside its floor.
 
-Several consecutive steps are profiled, and the quieter half of them counts: what else a machine does at
-times, or a step that opens a block, is not what a usual step costs. A step lasts from its first kernel to the
-first kernel of the next (on a CPU, from one call to the next), so the rows of a ledger sum up to the step:
+Several consecutive steps are profiled, and the least disturbed half of them counts: other load on a machine,
+or a step that opens a block, is no part of a usual step. A step lasts from its first kernel to the first of
+the next (on a CPU, from one call to the next):
 
 - *work*: kernels by what they are for; on a CPU, operators. Where two overlap, as they do under programmatic
   dependent launch, the time belongs to the one that started first.
 - *copies*, by direction.
-- *gaps*: nothing runs although it was launched already, or the host is yet to learn that all has ended.
+- *gaps*: nothing runs although it was launched already, or the host has yet to learn that all has ended.
 - *host*: nothing runs because the host has not launched it; it is in this range of the engine.
+
+A profiler delays the host. So the rows of a ledger sum up to an un-profiled step of the same engine: on a GPU
+kernels and copies keep the length that the device measured, and gaps and host share what is left of the step
+as they did under the profiler. Where kernels alone take longer than the un-profiled step (the profiler keeps
+some from overlapping), all of them shrink alike; beyond ``MOST_STRETCHED`` the ledger counts as disturbed,
+and nothing is computed from it. On a CPU all rows shrink alike.
 
 Beside them stands all of the host's work, function by function, whether or not something runs meanwhile.
 """
@@ -17,15 +23,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from torch.profiler import record_function
 
-from rosellm.lab.records.account import PROFILED_STEP, LedgerError, Row, account
+from rosellm.lab.records.account import PROFILED_STEP, WORKING, LedgerError, Row, account
 from rosellm.lab.records.bench import Bench
 from rosellm.lab.records.floors import Ceiling, floors_us, measure_ceiling
 from rosellm.lab.records.host_functions import HostFunction, host_functions
@@ -34,24 +40,25 @@ from rosellm.lab.records.roles import OTHER
 from rosellm.lab.records.trace import record_trace
 
 WARM_UP_STEPS = 6  # in which an engine also gets as far ahead of its host as it goes
-MOST_DISTURBANCE = 1.2
-DISTURBED = "Read gaps and host rows with care: the profiler made them longer."
+MOST_STRETCHED = 1.1
+DISTURBED = "The profiler made the kernels themselves longer: compare nothing with this ledger."
 
 
 @dataclass(frozen=True)
 class Ledger:
     """One decode step, cause by cause; µs.
 
-    rows: of each kind the largest first; they sum up to ``step_us``, the mean over the quieter half of
-    ``steps`` profiled steps. unprofiled_us: the mean of steps that nothing watched, in the quieter of two
-    stretches, one before the profile and one after. context: mean tokens cached a sequence.
-    functions: the host's work, the costliest functions first.
+    rows: of each kind the largest first; they sum up to ``step_us``, the mean of un-profiled steps in the
+    less disturbed of two stretches, one before the profile and one after. profiled_us, busy_us: the mean over
+    the least disturbed half of ``steps`` profiled steps, of all of it and of its kernels and copies.
+    context: mean tokens cached a sequence. functions: the host's work, the costliest functions first.
     """
 
     name: str
     rows: tuple[Row, ...]
     step_us: float
-    unprofiled_us: float
+    profiled_us: float
+    busy_us: float
     steps: int
     on_gpu: bool
     batch: int
@@ -59,14 +66,19 @@ class Ledger:
     functions: tuple[HostFunction, ...]
 
     @property
-    def coverage(self) -> float:
-        """Share of the step that has a named cause."""
-        return 1 - sum(row.share for row in self.rows if row.cause == OTHER)
+    def named(self) -> float:
+        """Share of the step in which something of a known purpose runs."""
+        return self.busy - self.unknown
+
+    @property
+    def unknown(self) -> float:
+        """Share of the step in which something runs whose purpose is not known."""
+        return sum(row.share for row in self.rows if row.cause == OTHER)
 
     @property
     def busy(self) -> float:
         """Share of the step in which something runs: kernels or copies; on a CPU, operators."""
-        return sum(row.share for row in self.rows if row.kind in ("work", "copies"))
+        return sum(row.share for row in self.rows if row.kind in WORKING)
 
     @property
     def floor_us(self) -> float | None:
@@ -76,22 +88,23 @@ class Ledger:
 
     @property
     def cross_check(self) -> str:
-        """The profiled step beside the un-profiled one, in a sentence."""
-        change = percent_change(self.unprofiled_us, self.step_us)
+        """How much of the step has a name, and what the profiler did to it, in a sentence or two."""
+        change = percent_change(self.step_us, self.profiled_us)
         told = (
-            f"The profiled step takes {number(self.step_us)} µs, an un-profiled one "
-            f"{number(self.unprofiled_us)} µs ({change}); named causes cover {_percent(self.coverage)} of it."
+            f"Work of a known purpose takes {_percent(self.named)} of the step, other work "
+            f"{_percent(self.unknown)}; in {_percent(1 - self.busy)} nothing runs. The profiled step took "
+            f"{number(self.profiled_us)} µs ({change})."
         )
         return f"{told} {DISTURBED}" if self.is_disturbed else told
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the profiled step is so much longer than an un-profiled one that its gaps mislead."""
-        return self.step_us > MOST_DISTURBANCE * self.unprofiled_us
+        """Whether the profiler made the kernels so much longer that their times mislead."""
+        return self.on_gpu and self.busy_us > MOST_STRETCHED * self.step_us
 
     def as_dict(self) -> dict[str, Any]:
         """For a record; :meth:`from_dict` reads it back."""
-        return asdict(self) | {"coverage": self.coverage, "busy": self.busy, "floor_us": self.floor_us}
+        return asdict(self) | {"named": self.named, "busy": self.busy, "floor_us": self.floor_us}
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> Ledger:
@@ -102,7 +115,7 @@ class Ledger:
         return cls(**values | {"rows": rows, "functions": functions})
 
     def table(self) -> str:
-        """Markdown: the rows, their sum, and the cross-check against the un-profiled step."""
+        """Markdown: the rows, their sum, and how far to trust them."""
         lines = ["| cause | µs | share | launches | floor, µs |", "|:--|--:|--:|--:|--:|"]
         for row in self.rows:
             cells = (
@@ -163,18 +176,36 @@ def step_ledger(
         ceiling = measure_ceiling(engine.device, engine.model.dtype)
     itemsize = engine.model.dtype.itemsize
     floors = None if ceiling is None else floors_us(engine.config, batch, context, itemsize, ceiling)
-    rows = account(trace, floors)
+    rows, step_us = account(trace, floors), min(unprofiled)
     return Ledger(
         name=engine.rung or "custom",
-        rows=rows,
-        step_us=sum(row.us for row in rows),
-        unprofiled_us=min(unprofiled),
+        rows=of_unprofiled(rows, step_us, trace.on_gpu),
+        step_us=step_us,
+        profiled_us=sum(row.us for row in rows),
+        busy_us=sum(row.us for row in rows if row.kind in WORKING),
         steps=steps,
         on_gpu=trace.on_gpu,
         batch=batch,
         context=context,
         functions=functions,
     )
+
+
+def of_unprofiled(rows: Sequence[Row], step_us: float, on_gpu: bool) -> tuple[Row, ...]:
+    """The rows of profiled steps as those of one that takes ``step_us`` µs, to which they then sum up."""
+    busy = sum(row.us for row in rows if row.kind in WORKING)
+    idle = sum(row.us for row in rows) - busy
+    if not on_gpu or not idle:
+        working = waiting = step_us / (busy + idle)
+    else:
+        working = min(1.0, step_us / busy)
+        waiting = (step_us - working * busy) / idle
+
+    def scaled(row: Row) -> Row:
+        us = row.us * (working if row.kind in WORKING else waiting)
+        return replace(row, us=us, share=us / step_us)
+
+    return tuple(scaled(row) for row in rows)
 
 
 def _check(bench: Bench, steps: int) -> None:

@@ -13,15 +13,17 @@ from tqdm import tqdm
 from rosellm.errors import RecipeError, RoseError
 from rosellm.lab.records import experiments, robustness, step_records
 from rosellm.lab.records.bench import get_model
+from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.sizes import CONTEXTS, GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
 from rosellm.lab.records.step_records import STEP_WORKLOADS
+from rosellm.lab.records.timelines import TIMELINES, timeline
 from rosellm.models.loading import resolve_device
 from rosellm.models.model import GPT
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 
-NEEDS_GPU = ("autotune",)
+NEEDS_GPU = ("autotune", "ceilings")
 
 T = TypeVar("T")
 
@@ -69,6 +71,18 @@ def context(arguments: argparse.Namespace) -> dict:
         str(batch): experiments.step_by_context(_model(arguments), rungs, batch, contexts)
         for batch in each("context, batch", size.batches(8, 64))
     }
+
+
+def ceilings(arguments: argparse.Namespace) -> dict:
+    """What the GPU sustains of reading, copying and multiplying: what floors are computed from."""
+    return measure_ceilings(torch.device(arguments.device), _model(arguments).dtype)
+
+
+def timelines(arguments: argparse.Namespace) -> dict:
+    """A few decode steps of four rungs and of those before them, event by event."""
+    workload = arguments.size.of(WORKLOADS["W1"])
+    drawn = [rung for rung in TIMELINES if rung in runnable(arguments)]
+    return {rung: timeline(_model(arguments), rung, workload) for rung in each("timelines", drawn)}
 
 
 def autotune(arguments: argparse.Namespace) -> dict:
@@ -197,6 +211,8 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "equality": equality,
     "context": context,
     "autotune": autotune,
+    "ceilings": ceilings,
+    "timelines": timelines,
     "bookkeeping": bookkeeping,
     "ledger": ledger,
     "ledger_w6": ledger_w6,

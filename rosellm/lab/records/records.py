@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import rosellm
@@ -158,22 +159,23 @@ def ceilings() -> dict[str, Any]:
     return _rivals_file()["ceilings"]
 
 
-def floor_us(workload: str) -> float:
-    """Bytes floor of a decode step at mid-run, µs: GPT-2 small's fp16 weights and the K/V, at copy speed.
+def floor_us(results: Results, workload: str) -> float:
+    """Bytes floor of a decode step at mid-run, µs: GPT-2 small's fp16 weights and the K/V, each read once.
 
     A sequence then holds its prompt and half its new tokens; the table of positions is not read as a whole.
+    The device reads as fast as its record ``ceilings`` says.
     """
     one = _workload(workload)
     shape = KNOWN_SHAPES["gpt2"]
     weights = (shape.n_parameters - shape.n_positions * shape.d_model) * BYTES_FP16
     context = _prompt_tokens(workload) + one.max_new_tokens / 2
     cached = one.max_batch_size * context * shape.kv_bytes_per_token(BYTES_FP16)
-    return (weights + cached) / (ceilings()["device_copy_TB_s"] * 1e6)
+    return (weights + cached) / (median(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6)
 
 
-def floor_tok_s(workload: str) -> float:
+def floor_tok_s(results: Results, workload: str) -> float:
     """Tokens per second if every decode step took :func:`floor_us`."""
-    return _workload(workload).max_batch_size / floor_us(workload) * 1e6
+    return _workload(workload).max_batch_size / floor_us(results, workload) * 1e6
 
 
 def _workload(name: str) -> Workload:

@@ -64,6 +64,7 @@ def positions_needed(size: Size) -> dict[str, int]:
         "ledger": max(half[name] for name in LEDGER_WORKLOADS),
         "ledger_w6": half["W6"],
         "grid": max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM,
+        "timelines": half["W1"],
         "kv_pressure": max(whole["W6"], whole["W7"]),
         "determinism": max(whole.values()),
         **{f"leave_one_out-{name}": whole[name] for name in step_records.WHOLE_RUNS},

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,31 @@ class Trace:
 
     def __init__(self, events: list[Event]) -> None:
         self.events = sorted(events, key=lambda e: e.start)
+
+    def as_dict(self) -> dict[str, list[str]]:
+        """For a record: each name once, and a line an event, times from the first one on; no allocations."""
+        events = [event for event in self.events if event.kind != "allocation"]
+        names = sorted({event.name for event in events})
+        place, first = {name: i for i, name in enumerate(names)}, events[0].start if events else 0.0
+        return {
+            "names": names,
+            "events": [
+                f"{place[e.name]} {e.kind} {e.start - first:.3f} {e.duration:.3f} {e.started - first:.3f} "
+                f"{e.n_bytes}"
+                for e in events
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, list[str]]) -> Trace:
+        """A recorded trace."""
+        events = []
+        for line in figures["events"]:
+            name, kind, start, duration, started, n_bytes = line.split()
+            a, us, asked = map(float, (start, duration, started))
+            on_gpu = kind in GPU_KINDS.values()
+            events.append(Event(figures["names"][int(name)], kind, a, us, asked, int(n_bytes), on_gpu))
+        return cls(events)
 
     def ranges(self, name: str | None = None) -> list[Event]:
         return [e for e in self.events if e.kind == "range" and name in (None, e.name)]

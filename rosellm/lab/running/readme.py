@@ -39,7 +39,7 @@ def results_table(results: Results) -> str:
         best, share = "–", None
         if values:
             best = max(values, key=values.__getitem__)
-            share = values[best] / floor_tok_s(workload) * 100
+            share = values[best] / floor_tok_s(results, workload) * 100
         rows.append(
             f"| {workload} | {number(values.get('dense'))} | **{number(values.get(best))}** | `{best}` "
             f"| {' | '.join(number(value) for value in others)} | {number(share)} % |"

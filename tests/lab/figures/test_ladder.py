@@ -125,7 +125,7 @@ def test_the_picture_tells_every_recorded_value_the_rivals_and_the_floor(theme):
             name: values[workload] for name, values in rivals(workload).items() if name in README_RIVALS
         }
         assert len(others) == 2
-        lines = others | {"bytes floor": floor_tok_s(workload)}
+        lines = others | {"bytes floor": floor_tok_s(find(), workload)}
         assert {f"{name} {short(value)}" for name, value in lines.items()} <= texts
     assert set(RECORDED) <= texts
 
