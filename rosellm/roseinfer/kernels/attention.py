@@ -163,11 +163,11 @@ def make_append_and_attend(
 def tile_for(batch: int, longest: int) -> int:
     """Cached tokens that a program reads at a time: as measured fastest on an H200.
 
-    A small batch has few programs, so each reads all it needs at once, if that is up to 256 tokens (512 for a
-    single sequence); a large one has many, and small tiles keep them balanced.
+    A small batch has few programs, so each reads all it needs at once, if that is up to 512 tokens (128 from
+    9 sequences on); a large one has many, and small tiles keep them balanced.
     """
-    if batch > 128:
+    if batch >= 256 or (batch > 128 and longest <= 64):
         return 16
     if batch > 16:
-        return 32
-    return min(max(64, triton.next_power_of_2(longest)), 512 if batch == 1 else 256)
+        return 64 if batch <= 40 else 32
+    return min(max(64, triton.next_power_of_2(longest)), 512 if batch <= 8 else 128)

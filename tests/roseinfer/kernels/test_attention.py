@@ -158,13 +158,13 @@ def test_the_kernel_equals_the_spec_for_any_batch(rows, device):
     )
 
 
-@pytest.mark.parametrize("batch", [1, 2, 4, 16, 17, 128, 129, 1024])
+@pytest.mark.parametrize("batch", [1, 2, 8, 9, 16, 17, 40, 41, 128, 129, 255, 256, 1024])
 def test_a_tile_is_a_power_of_two_and_as_long_as_it_must_be_for_few_rows(batch):
     tiles = [tile_for(batch, longest) for longest in range(1, 1025)]
     assert all(tile >= 16 and tile & (tile - 1) == 0 for tile in tiles)
     assert tiles == sorted(tiles)
-    if batch <= 16:
-        assert all(tile >= longest for longest, tile in enumerate(tiles[:256], 1))
+    at_once = 512 if batch <= 8 else 128 if batch <= 16 else 16
+    assert all(tile >= longest for longest, tile in enumerate(tiles[:at_once], 1))
 
 
 @guarded
