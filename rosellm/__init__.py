@@ -1,8 +1,8 @@
 """RoseLLM: an LLM inference engine to learn from, measure and push.
 
-Importing the package settles how Triton kernels run: on a machine without CUDA they are interpreted on the
-CPU, which Triton decides from an environment variable at its own import. Import ``rosellm`` before anything
-that imports Triton (``transformers`` model classes do).
+Importing the package decides how Triton kernels run: without CUDA they are interpreted on the CPU, which
+Triton reads from an environment variable when it is imported. Import ``rosellm`` before anything that
+imports Triton (``transformers`` model classes do).
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if sys.argv[0] == "-m" and sys.orig_argv[sys.orig_argv.index("-m") + 1].startswith("rosellm."):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while a command loads, Ctrl-C just ends it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while a command loads ends it without a traceback
 
 import torch
 

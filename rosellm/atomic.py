@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write, of the same name in a hidden folder beside ``path``, whose place it takes on success.
+    """Yields a file of the same name in a hidden folder beside ``path``, which it replaces on success.
 
-    A reader sees the old file or the whole new one, whenever the writer is stopped. Raises OSError as writing
-    does; the old file is there then, and nothing else.
+    Readers see the old file or the whole new one, whenever the writer is stopped. Raises OSError as writing
+    does; the old file then stays, and nothing else is left behind.
     """
     target = Path(os.path.realpath(path))
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
@@ -24,6 +24,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8, whole or not at all."""
+    """Write ``text`` as UTF-8, atomically."""
     with replacing(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")

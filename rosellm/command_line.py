@@ -1,4 +1,4 @@
-"""What the commands of all packages share: errors in one line, help, sizes that a machine can count."""
+"""Shared by all commands: one-line errors, help with defaults, bounded integer options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALLER = "a smaller batch, fewer KV blocks or a smaller model"
 
 
 class HelpWithDefaults(argparse.HelpFormatter):
-    """Tells each option's default once: after its help, unless that tells it or there is none."""
+    """Appends each option's default to its help, unless the help mentions it or there is none."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
@@ -36,14 +36,14 @@ class HelpWithDefaults(argparse.HelpFormatter):
 
 
 def _shown(default: object) -> str:
-    """A default as it is typed on the command line."""
+    """A default, as typed on the command line."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Tells a usage error in one line on stderr and exits with status 2."""
+    """Reports a usage error in one line on stderr and exits with status 2."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=HelpWithDefaults, **options)
@@ -76,15 +76,15 @@ def whole_numbers(high: int) -> Callable[[str], tuple[int, ...]]:
 
 
 class Main(Protocol):
-    """Runs a command and returns its status; without arguments it reads the command line."""
+    """Runs a command and returns its exit status; argv None reads the command line."""
 
     def __call__(self, argv: list[str] | None = None) -> int: ...
 
 
 def command(body: Callable[[list[str] | None], None], *, out_of_memory: str = SMALLER) -> Main:
-    """A command's ``main``: what a user can cause is one line on stderr and status 2.
+    """A command's ``main``: an error that a user can cause becomes one line on stderr and status 2.
 
-    out_of_memory: what to ask for where memory did not suffice.
+    out_of_memory: what to ask for when memory runs out.
     """
 
     def main(argv: list[str] | None = None) -> int:
@@ -108,13 +108,13 @@ def command(body: Callable[[list[str] | None], None], *, out_of_memory: str = SM
 
 
 def _take_over_interrupts() -> None:
-    """From here on Ctrl-C is a KeyboardInterrupt; while the command was loading it ended the process."""
+    """Make Ctrl-C raise KeyboardInterrupt; while the command was loading it ended the process."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def as_typed(message: str) -> str:
-    """Options that an error names as Python calls take them, as they are typed here: ``--device cpu``."""
+    """Rewrite options named as Python arguments to their command-line form: ``--device cpu``."""
     return OPTION.sub(lambda option: f"--{option[1].replace('_', '-')} {option[2]}", message)
 
 
@@ -124,6 +124,6 @@ def _fail(message: str, status: int = 2) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether Python, numpy or torch could not get the memory, or count it."""
+    """Whether Python, numpy or torch failed to allocate memory, or overflowed computing its size."""
     told = ("allocate memory", "Storage size calculation overflowed")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(t in str(error) for t in told)

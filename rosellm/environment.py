@@ -1,4 +1,4 @@
-"""Where a figure was measured: the part of every record that tells its hardware, versions and commit."""
+"""The environment of a measurement: hardware, versions and commit, stored in every record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Where a figure was measured: hardware, versions, git commit (None outside a checkout), time in UTC."""
+    """Hardware, versions, git commit (None outside a checkout) and UTC time of a measurement."""
     is_gpu = device.type == "cuda"
     return {
         "device_name": torch.cuda.get_device_name(device) if is_gpu else _cpu_name(),
@@ -60,7 +60,7 @@ def _version(package: str) -> str | None:
 def _git_state() -> dict[str, str | bool | None]:
     """Commit of the checkout that holds the package, and whether tracked files differ from it.
 
-    Where the package was copied without its history, ROSELLM_COMMIT may name the commit it was copied from.
+    If the package was copied without its history, ROSELLM_COMMIT can name the commit it was copied from.
     """
     git = ("git", "-C", str(CHECKOUT))
     commit = _output(*git, "rev-parse", "--verify", "HEAD") if (CHECKOUT / ".git").exists() else None

@@ -1,4 +1,4 @@
-"""Errors that a user can cause; commands print them as one line and exit with status 2."""
+"""Errors that a user can cause; commands print them in one line and exit with status 2."""
 
 from traceback import format_exception_only
 
@@ -6,7 +6,7 @@ LONGEST_TOLD_BITS = 128
 
 
 class RoseError(ValueError):
-    """A request, option, file or environment that cannot be served, told in one sentence."""
+    """An invalid request, option, file or environment, described in one sentence."""
 
 
 class CheckpointError(RoseError):
@@ -18,7 +18,7 @@ class RecipeError(RoseError):
 
 
 class DeviceError(RoseError):
-    """A device that is absent here or unknown."""
+    """A device that is unknown, or missing on this machine."""
 
 
 class OptionError(RoseError):
@@ -26,7 +26,7 @@ class OptionError(RoseError):
 
 
 class SamplingError(RoseError):
-    """Sampling parameters outside their range, or logits that nothing can be drawn from."""
+    """Sampling parameters outside their range, or logits that cannot be sampled from."""
 
 
 class PromptError(RoseError):
@@ -34,21 +34,21 @@ class PromptError(RoseError):
 
 
 class OverloadError(RoseError):
-    """The scheduler holds as many requests as it may; try again later."""
+    """The scheduler's request limit is reached; try again later."""
 
 
 class BusyError(RoseError):
-    """The engine is run by someone else; one at a time may."""
+    """The engine is in use by another scheduler; only one may run it at a time."""
 
 
 class KVCacheExhausted(RoseError):
-    """No free KV block is left; nothing was changed."""
+    """No free KV block is left; the cache is unchanged."""
 
 
 def told(value: object) -> str:
-    """``value`` for a message: an exception's type and message, also where its own ``__str__`` fails.
+    """``value`` for an error message; of an exception its type and message, even if its ``__str__`` fails.
 
-    Python refuses to print integers of thousands of digits.
+    A huge integer is described by its size, since Python refuses to print thousands of digits.
     """
     if isinstance(value, BaseException):
         return format_exception_only(value)[0].strip()

@@ -1,6 +1,6 @@
-"""Triton and its language; where it is not installed, stand-ins that say so when a kernel is launched.
+"""Triton and its language or, where it is not installed, stand-ins that raise when a kernel is launched.
 
-Triton comes for Linux. Kernels are defined all the same elsewhere, beside the torch functions that run there.
+Triton is available on Linux only. Elsewhere kernels are still defined, and their torch versions run instead.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 from rosellm.errors import RecipeError
 
-NO_TRITON = "Triton, which comes for Linux, is not installed here; use device='cpu' with the torch kernels"
+NO_TRITON = "Triton (Linux only) is not installed; use device='cpu' with the torch kernels"
 
 
 class _Absent:
-    """Stands for all of Triton: may be named and used as a decorator; whatever a launch needs is refused."""
+    """Stands in for Triton: attributes and decorators work; whatever a launch needs raises RecipeError."""
 
     def __getattr__(self, name: str) -> _Absent:
         if name.startswith("__"):
