@@ -40,7 +40,9 @@ def test_a_usage_error_is_one_line_and_status_2(capsys):
 
 def test_an_error_names_options_in_the_caller_s_own_way(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(DeviceError, match="is not available here; use device='cpu'"):
+    with pytest.raises(DeviceError, match="is not available on this machine; use device='cpu'"):
         resolve_device("cuda")
     assert command(lambda argv: resolve_device("cuda"))([]) == 2
-    assert capsys.readouterr().err == "error: device 'cuda' is not available here; use --device cpu\n"
+    assert (
+        capsys.readouterr().err == "error: device 'cuda' is not available on this machine; use --device cpu\n"
+    )

@@ -1,1 +1,1 @@
-"""What a model is: shape, weights, tokenizer; it knows nothing of the engine."""
+"""The model: shape, weights, tokenizer; independent of the engine."""

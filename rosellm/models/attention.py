@@ -1,8 +1,8 @@
-"""Attention as the model sees it: a callable that is handed this step's q, k, v of one layer.
+"""Attention as the model sees it: a callable that gets one layer's q, k, v for this step.
 
-N is the number of tokens in the step: one a sequence in decode, all prompt tokens of all sequences, packed
-one after the other, in prefill and training. H query heads, H_kv key/value heads (H a multiple of H_kv), D
-head size.
+N is the number of tokens in the step: one per sequence in decode; in prefill and training all prompt tokens
+of all sequences, packed back to back. H query heads, H_kv key/value heads (H a multiple of H_kv), D head
+size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def masked_attention(
     """Scaled dot-product attention (Vaswani et al. 2017) with grouped key/value heads.
 
     q ``[B, H, T, D]``, k and v ``[B, H_kv, S, D]``, mask boolean, broadcastable to ``[B, H, T, S]``, true
-    where a query may look, → ``[B, H, T, D]``. scale: of the scores, None: 1 / √D.
+    where a query may attend, → ``[B, H, T, D]``. scale: of the scores; None means 1 / √D.
     """
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -35,10 +35,10 @@ def masked_attention(
 
 
 class CausalAttention:
-    """Each token attends to itself and its predecessors of the same sequence; nothing is cached.
+    """Each token attends to itself and to earlier tokens of its sequence; nothing is cached.
 
-    lengths: tokens of each packed sequence, sum N. Equal lengths cost no copy; unequal ones are padded on the
-    right, where causality hides the padding from every real token.
+    lengths: tokens of each packed sequence, summing to N. Equal lengths need no copy; others are padded on
+    the right, where causality hides the padding from every real token.
     """
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:

@@ -69,14 +69,14 @@ class ModelConfig:
 
     @property
     def n_parameters(self) -> int:
-        """Parameters, the tied embedding counted once."""
+        """Number of parameters; a tied embedding counts once."""
         c, f = self.d_model, self.d_ff
         layer = c * self.qkv_width + self.qkv_width + c * c + c + 2 * c * f + f + c + 4 * c
         head = 0 if self.tie_embeddings else self.vocab_size * c
         return (self.vocab_size + self.n_positions) * c + self.n_layers * layer + 2 * c + head
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Bytes that one cached token occupies over all layers."""
+        """Bytes of KV cache per token, over all layers."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim * bytes_per_element
 
     @classmethod
@@ -107,8 +107,8 @@ class ModelConfig:
         }
 
 
-# ModelConfig's fields as Hugging Face's GPT-2 config names them. ``transformers.GPT2Config`` does not read
-# them here: it checks no ranges, gives a missing size the 124 M model's, and its import takes half a second.
+# ModelConfig's fields as Hugging Face's GPT-2 config names them. ``transformers.GPT2Config`` is not used
+# to read them: it checks no ranges, fills in the 124 M model's sizes, and takes half a second to import.
 _HF_NAMES = {
     "vocab_size": "vocab_size",
     "n_positions": "n_positions",
@@ -120,7 +120,7 @@ _HF_NAMES = {
     "tie_embeddings": "tie_word_embeddings",
     "eos_token_id": "eos_token_id",
 }
-# What GPT-2's config can change of attention, and the one value that this model computes with.
+# Attention options of GPT-2's config, and the only value that this model supports.
 _FIXED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,

@@ -1,4 +1,4 @@
-"""What an engine is made of: device, dtype, model and tokenizer."""
+"""Loads what an engine needs: device, dtype, model and tokenizer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ AnyTokenizer = Tokenizer | DummyTokenizer
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto``, ``cuda`` or ``cpu`` → a device that is here."""
+    """``auto``, ``cuda`` or ``cpu`` → an available device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cuda", "cpu"):
         raise DeviceError(f"device {name!r} is unknown; use 'auto', 'cuda' or 'cpu'")
     if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("device 'cuda' is not available here; use device='cpu'")
+        raise DeviceError("device 'cuda' is not available on this machine; use device='cpu'")
     return torch.device(name)
 
 

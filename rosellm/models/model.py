@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al. 2019), pre-norm decoder, over a flat list of tokens.
 
-The model knows nothing of batches, caches or masks: attention is passed in (see ``attention.Attend``), and
-every other operation works on each token by itself. N tokens, C model width, V vocabulary.
+The model knows nothing about batches, caches or masks: attention is passed in (see ``attention.Attend``), and
+every other operation works per token. N tokens, C model width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def split_heads(qkv: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tenso
 
 
 def _embedding(n: int, width: int) -> nn.Embedding:
-    """Not drawn: for a draw without storage PyTorch imports its compiler, a second at each start."""
+    """Uninitialised: sampling on the meta device makes PyTorch import its compiler, which takes a second."""
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 
@@ -83,7 +83,7 @@ class GPT(nn.Module):
 
     @classmethod
     def allocate(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> GPT:
-        """An inference model whose weights are allocated and not yet set."""
+        """An inference model with uninitialised weights."""
         with torch.device("meta"):
             gpt = cls(config)
         for module in gpt.modules():

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library."""
+"""Text to token ids and back, with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from rosellm.models.weights import SHIPPED, checkpoint_folder
 
 END_OF_TEXT = "<|endoftext|>"
 CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!\S)|\s+"
-"""A line break with the indentation after it, a name, up to three digits, punctuation, other white space."""
+"""A line break and the indentation after it, a name, up to three digits, punctuation, other white space."""
 
 
 class TextStream(Protocol):
-    """Incremental decoding of one sequence: the pieces that it returns add up to the text."""
+    """Incremental decoding of one sequence: the returned pieces concatenate to its text."""
 
     def push(self, token_id: int) -> str:
-        """The text that ``token_id`` completes; empty while a UTF-8 character is still in parts."""
+        """The text that ``token_id`` completes; empty while a UTF-8 character is incomplete."""
 
     def finish(self) -> str:
-        """What is left: replacement characters for a character whose last bytes never came."""
+        """The rest: replacement characters for a character whose last bytes never came."""
 
 
 class DecoderStream:
-    """A :class:`TextStream` by any tokenizer's own decoder."""
+    """A :class:`TextStream` that uses the tokenizer's own decoder, whatever its kind."""
 
     def __init__(self, raw: tokenizers.Tokenizer) -> None:
         self._raw, self._n_told = raw, 0
@@ -54,7 +54,7 @@ class DecoderStream:
 
 
 class BytePieces(dict[int, str | bytes]):
-    """Token id → its text, or its bytes if they are not whole characters; ``find`` gives the bytes, once."""
+    """Cache of token id → text, or bytes if they are not whole characters; ``find`` computes the bytes."""
 
     def __init__(self, find: Callable[[int], bytes]) -> None:
         self._find = find
@@ -67,11 +67,11 @@ class BytePieces(dict[int, str | bytes]):
 
 
 class ByteStream:
-    """A :class:`TextStream` of a byte-level vocabulary: most tokens are one look-up."""
+    """A :class:`TextStream` for byte-level vocabularies: most tokens cost one dict lookup."""
 
     def __init__(self, pieces: BytePieces) -> None:
         self._pieces = pieces
-        self._begun = False  # a character whose last bytes are to come
+        self._begun = False  # inside a character whose last bytes are still to come
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
@@ -90,7 +90,7 @@ class ByteStream:
 
 
 class Tokenizer:
-    """A tokenizer of a checkpoint; special tokens leave no trace in decoded text."""
+    """A checkpoint's tokenizer; decoded text leaves out special tokens."""
 
     def __init__(self, raw: tokenizers.Tokenizer, eos_token_id: int | None) -> None:
         self._raw = raw
@@ -104,7 +104,7 @@ class Tokenizer:
         return self._raw.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids. Raises ``PromptError`` for text that this vocabulary, or UTF-8, cannot spell."""
+        """Token ids. Raises ``PromptError`` for text that the vocabulary, or UTF-8, cannot represent."""
         try:
             return self._raw.encode(text, add_special_tokens=False).ids
         except BaseException as error:
@@ -122,7 +122,7 @@ class Tokenizer:
         return ByteStream(self._pieces) if self._is_byte_level else DecoderStream(self._raw)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of a token of a byte-level vocabulary; none for special and unknown ones."""
+        """The UTF-8 bytes of a token of a byte-level vocabulary; empty for special and unknown tokens."""
         token = self._raw.id_to_token(token_id)
         if token is None or token in self._special:
             return b""
@@ -132,7 +132,7 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write ``tokenizer.json``, and ``tokenizer_config.json`` for ``transformers.AutoTokenizer``.
 
-        Without the latter AutoTokenizer would split text as GPT-2 does, whatever the former says.
+        Without the second file AutoTokenizer would split text like GPT-2, whatever the first one says.
         """
         with replacing(folder / "tokenizer.json") as unfinished:
             self._raw.save(str(unfinished), pretty=False)
@@ -167,14 +167,14 @@ class DummyTokenizer:
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable Latin-1 stands for itself (Radford et al. 2019)."""
+    """Character → byte in byte-level vocabularies; printable Latin-1 maps to itself (Radford et al. 2019)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = (b for b in range(256) if chr(b) not in alphabet)
     return {c: ord(c) if ord(c) < 256 else next(others) for c in alphabet}
 
 
 def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
-    """The tokenizer of a checkpoint; without one in the config, ``<|endoftext|>`` ends a text.
+    """A checkpoint's tokenizer; if the config names no end-of-sequence token, it is ``<|endoftext|>``.
 
     Raises CheckpointError for missing or corrupt files and for a vocabulary larger than the model's.
     """
@@ -215,12 +215,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _read(folder: Path) -> tokenizers.Tokenizer:
-    """The folder's tokenizer, which cuts no text and pads none, whatever its file says (as transformers)."""
+    """The folder's tokenizer, without truncation or padding, whatever its file says (as in transformers)."""
     path = folder / "tokenizer.json"
     if path.is_file():
         failure = f"{path} cannot be read as a tokenizer"
     else:
-        failure = f"{folder} has no tokenizer.json, and transformers cannot read another vocabulary there"
+        failure = f"{folder} has no tokenizer.json, and transformers cannot read any other vocabulary in it"
     try:
         raw = tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else _convert(folder)
     except BaseException as error:
@@ -232,10 +232,10 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _convert(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer that ``transformers`` makes of older files: vocab.json with merges.txt, vocab.txt, …
+    """The tokenizer that ``transformers`` builds from older files: vocab.json with merges.txt, vocab.txt, …
 
-    A tokenizer.json is read without it: GPT-2's class there replaces whatever pre-tokenizer the file has, and
-    the import takes half a second. No code of the folder is run.
+    tokenizer.json is read directly: transformers' GPT-2 class replaces the file's own pre-tokenizer, and its
+    import takes half a second. No code from the folder is run.
     """
     from transformers import AutoTokenizer
 
@@ -247,7 +247,7 @@ def _convert(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _reraise_unless_the_librarys(error: BaseException) -> None:
-    """`tokenizers` raises bare Exceptions, and panics that are no Exceptions at all."""
+    """`tokenizers` raises bare Exceptions, and Rust panics that do not derive from Exception."""
     if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
         raise error
 

@@ -51,19 +51,19 @@ def checkpoint_folder(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES))
     except Exception as error:  # the client raises OSErrors, ValueErrors and those of its HTTP library
         raise CheckpointError(
-            f"model {model!r} is neither a local folder nor to be had from the hub "
+            f"model {model!r} is neither a local folder nor available from the hub "
             f"({_reason(error)}); {WAYS_OUT}"
         ) from error
 
 
 def _reason(error: Exception) -> str:
-    """Why the hub gave nothing; its client tells of a lost network as of a file that it has not stored."""
+    """Why the hub download failed; its client reports a lost network as a file missing from its cache."""
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     if isinstance(error.__cause__ or error.__context__, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and it is not stored here"
+        return "HF_HUB_OFFLINE is set, and it is not cached"
     if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
-        return "no network, and it is not stored here"
+        return "no network, and it is not cached"
     return type(error).__name__
 
 
@@ -118,7 +118,7 @@ def _check_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype)
 
 
 def save_model(gpt: GPT, folder: Path, dtype: torch.dtype = torch.float16) -> None:
-    """Write ``config.json`` and ``model.safetensors``, for this module and ``transformers`` to read."""
+    """Write ``config.json`` and ``model.safetensors``, readable by this module and ``transformers``."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         theirs: tensor.detach().to("cpu", dtype).contiguous() for theirs, tensor in _named(gpt).items()
@@ -130,7 +130,7 @@ def save_model(gpt: GPT, folder: Path, dtype: torch.dtype = torch.float16) -> No
 
 
 def _named(gpt: GPT) -> dict[str, Tensor]:
-    """Every parameter of ``gpt`` under its checkpoint name; a tied head is not listed."""
+    """Every parameter of ``gpt`` by checkpoint name; a tied head is left out."""
     return {
         ".".join(_CHECKPOINT_NAMES.get(part, part) for part in name.split(".")): parameter
         for name, parameter in gpt.named_parameters()
@@ -138,7 +138,7 @@ def _named(gpt: GPT) -> dict[str, Tensor]:
 
 
 def _check_extent(config: ModelConfig, shards: list[Path], folder: Path) -> None:
-    """A config that asks for more than its files can hold is refused before anything is allocated."""
+    """Refuse a config that asks for more than its files can hold, before anything is allocated."""
     n_bytes = 0
     for shard in shards:
         with _opened(shard):
@@ -151,7 +151,7 @@ def _check_extent(config: ModelConfig, shards: list[Path], folder: Path) -> None
 
 
 def _with_its_head(config: ModelConfig, shards: list[Path]) -> ModelConfig:
-    """``config``, untied where the files hold a head that is not the token embedding (as transformers 5)."""
+    """``config``, untied if the files' head differs from the token embedding (as in transformers 5)."""
     if not config.tie_embeddings:
         return config
     both = [tensor.double() for _, tensor, _ in _tensors(shards, [_HEAD, _EMBEDDING])]
@@ -171,7 +171,7 @@ def _copy_weights(gpt: GPT, shards: list[Path], folder: Path) -> None:
 
 
 def _tensors(shards: list[Path], names: list[str]) -> Iterator[tuple[str, Tensor, Path]]:
-    """Each of ``names`` that the shards hold, once: its values on the CPU, and where they were found."""
+    """Each of ``names`` that the shards hold, once: name, values on the CPU, shard file."""
     missing = dict.fromkeys(names)
     for shard in shards:
         with _opened(shard) as tensors:
@@ -229,7 +229,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[str]:
-    """The files that a safetensors index names, all of them in its own folder."""
+    """The files named by a safetensors index; all must be in its folder."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]

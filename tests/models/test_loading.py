@@ -48,7 +48,7 @@ def test_an_unknown_load_format_device_or_dtype_is_refused_by_name():
 def test_an_absent_gpu_is_refused_and_auto_takes_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == CPU and resolve_dtype("auto", CPU) == torch.float32
-    with pytest.raises(DeviceError, match="device 'cuda' is not available here; use device='cpu'"):
+    with pytest.raises(DeviceError, match="device 'cuda' is not available on this machine; use device='cpu'"):
         resolve_device("cuda")
 
 

@@ -270,7 +270,7 @@ def test_a_models_folder_without_a_vocabulary_has_no_tokenizer(in_parts: Path) -
     (in_parts / VOCABULARY).unlink()
     (in_parts / MERGES).unlink()
     with pytest.raises(
-        CheckpointError, match="has no tokenizer.json, and .* vocabulary there: it is empty or absent$"
+        CheckpointError, match="has no tokenizer.json, and .* vocabulary in it: it is empty or absent$"
     ):
         load_tokenizer(in_parts, small_config())
 

@@ -403,7 +403,9 @@ def test_bad_input_is_one_line_and_status_2(name, arguments, wanted, capsys):
 @pytest.mark.parametrize("name", MODULES)
 def test_a_missing_gpu_is_one_line_and_status_2(name, capsys):
     assert MODULES[name].main(["--device", "cuda"]) == 2
-    assert capsys.readouterr().err == "error: device 'cuda' is not available here; use --device cpu\n"
+    assert (
+        capsys.readouterr().err == "error: device 'cuda' is not available on this machine; use --device cpu\n"
+    )
 
 
 def test_an_error_of_ours_is_not_taken_for_the_users():

@@ -197,7 +197,9 @@ def test_an_absent_device_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["--smoke", "--device", "cuda"]) == 2
-    assert capsys.readouterr().err == "error: device 'cuda' is not available here; use --device cpu\n"
+    assert (
+        capsys.readouterr().err == "error: device 'cuda' is not available on this machine; use --device cpu\n"
+    )
 
 
 @pytest.mark.parametrize("smoke", [False, True])
