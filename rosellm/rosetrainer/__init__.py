@@ -1,1 +1,1 @@
-"""The model: definition, attention, checkpoints and the training of the model that ships."""
+"""Training of the model that ships, and attention over a paged KV cache."""

@@ -33,29 +33,29 @@ class Source:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files in order of their paths; no file, and no copy of one, is on both sides."""
+    """Files ordered by path; no file, nor a copy of one, is in both splits."""
 
     train: tuple[Source, ...]
     validation: tuple[Source, ...]
 
     def digest(self) -> str:
-        """SHA-256 over paths and texts: equal for equal corpora, whichever Python holds them."""
+        """SHA-256 over paths and texts: equal for equal corpora, whichever installation they come from."""
         whole = hashlib.sha256()
         for source in self.train + self.validation:
             whole.update(f"{source.path}\0{source.text}\0".encode())
         return whole.hexdigest()
 
     def subset(self, n_bytes: int) -> Corpus:
-        """The first files of each side: about ``n_bytes`` to train on and a tenth of that to validate."""
+        """The first files of each split: about ``n_bytes`` for training, a tenth of that for validation."""
         return Corpus(_first(self.train, n_bytes), _first(self.validation, n_bytes // 10))
 
 
 def read_corpus(folder: Path | None = None) -> Corpus:
     """Every Python source below ``folder`` (this interpreter's standard library), split by file.
 
-    Tests are kept where the installation has them: they are Python too, and the split is by file. Left out
+    Tests are included if installed: they are Python too, and the split is by file. Left out
     are LEFT_OUT_FOLDERS, LEFT_OUT_FILES, empty files, files that are not UTF-8, and all but the first of
-    equal files. Raises RoseError where that leaves a side without a file.
+    equal files. Raises RoseError if that leaves a split without a file.
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     if not folder.is_dir():

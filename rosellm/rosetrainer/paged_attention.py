@@ -1,9 +1,9 @@
-"""Attention of one new token a sequence over a paged KV cache (Kwon et al. 2023).
+"""Decode attention over a paged KV cache (PagedAttention, Kwon et al. 2023, arXiv:2309.06180).
 
-Shapes: B sequences, H query heads, H_kv key/value heads (H a multiple of H_kv), D head size. A layer's caches
-are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``; row b of ``block_table`` names the blocks of sequence b in order, and
-``context_lens[b]`` of its tokens are cached. The new token's own key and value are not cached yet: they come
-as ``k_new`` and ``v_new``, and every query attends to them too.
+Shapes: B sequences with one new token each, H query heads, H_kv key/value heads (H a multiple of H_kv), D
+head size. A layer's caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``; row b of ``block_table`` lists the blocks
+of sequence b in order, and ``context_lens[b]`` of its tokens are cached. The new token's own key and value
+are not cached yet: they are passed as ``k_new`` and ``v_new``, and the query attends to them too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def paged_attention_decode_ref(
 
 @dataclass(frozen=True)
 class HeldSlots:
-    """Where the cached tokens of each row lie, in every layer: in the first ``width`` slots of N blocks.
+    """Where each row's cached tokens are, in every layer: in the first ``width`` slots of N blocks.
 
     index ``[B, H_kv, N]`` int64: block times ``H_kv`` plus head. seen ``[B, 1, 1, S]``, of the S = N * width
     slots: those that hold a token of the row.
@@ -59,7 +59,7 @@ class HeldSlots:
     width: int
 
     def gather(self, cache_layer: Tensor) -> Tensor:
-        """A layer's keys or values ``[B, H_kv, S, D]`` in fp32; 0, and so not NaN, where none is held."""
+        """A layer's keys or values ``[B, H_kv, S, D]`` in fp32; 0, never NaN, where no token is held."""
         slots = cache_layer.flatten(0, 1)[:, : self.width][self.index]  # [B, H_kv, N, width, D]
         return slots.flatten(2, 3).float().masked_fill_(~self.seen.transpose(2, 3), 0)
 
@@ -87,7 +87,7 @@ def _paged_attention_decode_kernel(
     scale, q_stride, kv_new_stride, block_stride, MAX_BLOCKS,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, query head): online softmax (Milakov & Gimelshein 2018) block by block."""
+    """One program per (sequence, query head): online softmax (Milakov & Gimelshein 2018) block by block."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     kv_head = head // (H // H_KV)
@@ -124,7 +124,7 @@ def _paged_attention_decode_kernel(
 def make_fixed_paged_attention_decode(
     num_warps: int = FIXED_NUM_WARPS, num_stages: int = FIXED_NUM_STAGES
 ) -> Callable[..., Tensor]:
-    """The Triton kernel at one launch configuration, to be called as :func:`paged_attention_decode_ref`.
+    """The Triton kernel at one launch configuration, called like :func:`paged_attention_decode_ref`.
 
     Caches are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided, ``[H, D]``
     contiguous, k_new and v_new alike); block_table rows are contiguous; block_size is a power of two.
@@ -148,7 +148,7 @@ paged_attention_decode = make_fixed_paged_attention_decode()
 
 
 class AutotunedPagedAttention:
-    """Called as :func:`paged_attention_decode_ref`; ``tuner`` is Triton's, with what it has chosen so far."""
+    """Called like :func:`paged_attention_decode_ref`; ``tuner`` is Triton's and holds its choices so far."""
 
     def __init__(self, tuner: Any) -> None:
         self.tuner = tuner
@@ -169,9 +169,9 @@ def make_autotuned_paged_attention_decode(
 ) -> AutotunedPagedAttention:
     """The same kernel behind ``triton.autotune``.
 
-    It tunes num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS. Each call makes a tuner of its
-    own, so that engines share no tuning state. The kernel only writes its output, so repeated tuning runs are
-    harmless. do_bench: a replacement for Triton's timer, needed where no GPU is.
+    It tunes num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS. Each call makes its own tuner,
+    so engines share no tuning state. The kernel only writes its output, so repeated tuning runs are
+    harmless. do_bench: a replacement for Triton's timer, needed without a GPU.
     """
     tune = triton.autotune(
         configs=[triton.Config({}, num_warps=w, num_stages=s) for w, s in AUTOTUNE_CHOICES],

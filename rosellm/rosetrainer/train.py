@@ -1,15 +1,15 @@
 """Makes the shipped model: ``python -m rosellm.rosetrainer.train --output FOLDER [--json RECORD]``.
 
 A GPT-2 of 5 layers and width 256 (5.1 M parameters) is trained on the sources of the Python standard library,
-with a byte-level BPE of 4,096 tokens trained on the same files. The tokens seen are ``--epochs`` times those
-of the training files: Python 3.11 with its tests has 29 MB of them, 8.3 M tokens, so the default 40 epochs
-see 334 M tokens; an installation without tests has about 11 MB, 3 M tokens, and sees 120 M. The record holds
-the exact count and a digest of the corpus. Batches are windows at random offsets of the token stream, which
-stays on the device; the weights with the best validation loss are kept, stored as fp16, loaded back, and
-scored as stored.
+with a byte-level BPE of 4,096 tokens trained on the same files. The number of tokens seen is ``--epochs``
+times that of the training files: Python 3.11 with its tests has 29 MB of them, 8.3 M tokens, so the default
+40 epochs see 334 M tokens; an installation without tests has about 11 MB, 3 M tokens, and sees 120 M. The
+record holds the exact count and a digest of the corpus. Batches are windows at random offsets of the token
+stream, which stays on the device; the weights with the best validation loss are kept, stored as fp16, loaded
+back, and scored as stored.
 
-``--seed`` fixes weights, offsets and dropout: on one CPU, with one number of threads, two runs write equal
-bytes; on CUDA torch is asked for its deterministic kernels. Nothing is compiled, so no compiler is needed.
+``--seed`` fixes weights, offsets and dropout: on one CPU with a fixed number of threads, two runs write
+identical files; on CUDA, torch uses its deterministic kernels. Nothing is compiled, so no compiler is needed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SMOKE = Hyperparameters(
     epochs=1.2, batch_size=16, learning_rate=5e-3, warmup_steps=10, dropout=0.0, validate_every=20
 )
 SMOKE_BYTES = 200_000
-HYPERPARAMETERS = asdict(Hyperparameters())  # an option of the command each
+HYPERPARAMETERS = asdict(Hyperparameters())  # each is an option of the command
 PROMPTS = (
     "def fibonacci(n):",
     "import os\nimport sys\n\n\nclass Cache:\n    def __init__(self",
@@ -69,7 +69,7 @@ OUTPUT_FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer
 
 @dataclass(frozen=True)
 class Made:
-    """A finished run: what the summary and the record tell."""
+    """A finished run: the contents of the summary and the record."""
 
     config: ModelConfig
     hyper: Hyperparameters
@@ -143,7 +143,7 @@ def record(made: Made, device: torch.device) -> dict[str, object]:
 
 
 def summary(made: Made) -> str:
-    """The lines that the command prints at its end."""
+    """The lines that the command prints at the end."""
     rows = {
         "Parameters": f"{made.config.n_parameters:,}",
         "Tokens seen": f"{made.training.tokens_seen:,} in {made.training.steps:,} steps",
@@ -161,9 +161,9 @@ def summary(made: Made) -> str:
 
 @contextmanager
 def replacing_folder(output: Path) -> Iterator[Path]:
-    """A new folder beside ``output`` that takes its place on success and vanishes on failure.
+    """Yields a new folder beside ``output`` that replaces it on success and is removed on failure.
 
-    What was at ``output`` must be a checkpoint of this command, empty or absent; else a RoseError.
+    Raises RoseError unless ``output`` is a checkpoint of this command, empty or absent.
     """
     target = output.absolute()
     if target.exists() and not target.is_dir():
@@ -190,7 +190,7 @@ def replacing_folder(output: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, value: dict[str, object]) -> None:
-    """Write ``value`` at ``path``, whole or not at all."""
+    """Write ``value`` to ``path``, atomically."""
     try:
         write_text(path, json.dumps(value, indent=1) + "\n")
     except OSError as error:
@@ -254,5 +254,5 @@ main = command(_main, out_of_memory="a smaller batch")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left over
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes temporary folders
     sys.exit(main())

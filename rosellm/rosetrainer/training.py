@@ -1,4 +1,4 @@
-"""The training loop: hyperparameters, batches, optimisation, and how a model is scored."""
+"""The training loop: hyperparameters, batches, optimisation and scoring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST = {"epochs": 1_000_000, "batch_size": 65_536, "learning_rate": 1_000, "weig
 class Hyperparameters:
     """AdamW (Loshchilov & Hutter 2019) with linear warm-up, then a cosine to a tenth of ``learning_rate``.
 
-    A step sees ``batch_size`` windows of the model's ``n_positions`` tokens; ``dropout`` acts on the
+    A step sees ``batch_size`` windows of the model's ``n_positions`` tokens; ``dropout`` applies to the
     embeddings and on the two residual branches of every layer.
     """
 
@@ -62,7 +62,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Score:
-    """The loss over a whole text, each of its tokens predicted once."""
+    """The loss over a whole text; each token is predicted once."""
 
     nats_per_token: float
     n_tokens: int
@@ -82,7 +82,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Training:
-    """What :func:`train` hands back: the curve's points and the tokens it saw."""
+    """Result of :func:`train`: the loss curve's points and the tokens seen."""
 
     curve: list[dict[str, float]]
     best_step: int
@@ -111,7 +111,7 @@ def window_loss(gpt: GPT, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(gpt: GPT, stream: Tensor, batch_size: int) -> float:
-    """Nats per token of ``stream`` after its first token, in windows that do not overlap.
+    """Nats per token of ``stream`` after its first token, in non-overlapping windows.
 
     ``gpt`` is left in eval mode.
     """
@@ -166,7 +166,7 @@ def train(gpt: GPT, stream: Tensor, validation: Tensor, hyper: Hyperparameters) 
 
 
 def add_dropout(gpt: GPT, p: float) -> None:
-    """Make ``gpt`` drop activations in training mode: of the embeddings and both branches of each layer."""
+    """Add dropout, active in training mode, to the embeddings and both branches of each layer of ``gpt``."""
 
     def drop(module: torch.nn.Module, _inputs: tuple, output: Tensor) -> Tensor:
         return F.dropout(output, p, training=module.training)
@@ -178,7 +178,7 @@ def add_dropout(gpt: GPT, p: float) -> None:
 
 @torch.no_grad()
 def complete(gpt: GPT, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
-    """The greedy continuation of ``prompt``, recomputed from its start for each token."""
+    """The greedy continuation of ``prompt``, recomputed from the start for each token."""
     prompt_ids = tokenizer.encode(prompt)
     ids = list(prompt_ids)
     for _ in range(min(n_tokens, gpt.config.n_positions - len(ids))):
@@ -191,7 +191,7 @@ def complete(gpt: GPT, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
 
 
 def _batches(stream: Tensor, length: int, hyper: Hyperparameters, steps: int) -> Iterator[Tensor]:
-    """Windows ``[B, T + 1]`` at random offsets, drawn on the CPU so that every device sees the same ones."""
+    """Windows ``[B, T + 1]`` at random offsets, drawn on the CPU so that every device sees the same."""
     generator = torch.Generator().manual_seed(hyper.seed)
     span = torch.arange(length + 1, device=stream.device)
     for _ in range(steps):
@@ -215,7 +215,7 @@ def _update(
 
 
 def _optimizer(gpt: GPT, hyper: Hyperparameters) -> torch.optim.AdamW:
-    """AdamW that decays matrices and embeddings only."""
+    """AdamW with weight decay on matrices and embeddings only."""
     matrices = [parameter for parameter in gpt.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in gpt.parameters() if parameter.dim() == 1]
     groups = [
