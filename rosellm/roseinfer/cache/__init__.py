@@ -1,1 +1,1 @@
-"""The paged KV cache: its blocks, tables, prefixes, and what the device keeps of each sequence."""
+"""The paged KV cache: blocks, block tables, prefix cache, and per-sequence state on the device."""

@@ -1,6 +1,6 @@
-"""Block tables on their way to the device: which blocks hold each sequence's tokens, for every pool.
+"""Sending block tables to the device: which blocks hold each sequence's tokens, for every pool.
 
-All variants take ``block_ids[pool][row]`` (lists of global block ids) and give one table a pool, int32
+All variants take ``block_ids[pool][row]`` (lists of global block ids) and give one table per pool, int32
 ``[B, MAX_BLOCKS]``, of block indices within the pool. Entries past a sequence's blocks are padding that no
 kernel reads. blocks_per_pool: ``KVBlockManager.max_blocks_per_layer``.
 """
@@ -36,7 +36,7 @@ def fill_tables(tables: np.ndarray, block_ids: list[list[list[int]]], blocks_per
 
 
 class PerLayerTables:
-    """A Python list of lists and one pageable host-to-device copy for every pool."""
+    """A Python list of lists and one pageable host-to-device copy per pool."""
 
     def __init__(self, device: torch.device, max_blocks: int, blocks_per_pool: int) -> None:
         self.device, self.max_blocks, self.blocks_per_pool = device, max_blocks, blocks_per_pool
@@ -70,23 +70,23 @@ class PinnedTables:
 
 
 class ResidentTables:
-    """The tables stay on the device; the rows that changed travel, in one non-blocking copy and one scatter.
+    """The tables stay on the device; changed rows are sent in one non-blocking copy and one scatter.
 
-    A row has changed if its list in any pool is not equal to what was last sent. Comparing whole lists is
-    exact whatever happened to a row (growth, copy on write, another sequence, a list emptied and refilled),
-    and cheap: unchanged lists hold the same integer objects, which Python compares by address.
+    A row has changed if its list in any pool differs from what was last sent. Comparing whole lists is exact
+    whatever happened to a row (growth, copy on write, another sequence, a list emptied and refilled), and
+    cheap: unchanged lists hold the same integer objects, which Python compares by address.
     """
 
     def __init__(self, device: torch.device, max_blocks: int, blocks_per_pool: int) -> None:
         self.max_blocks, self.blocks_per_pool = max_blocks, blocks_per_pool
         self._staging = StagingBuffer(device, torch.int32)
         self._tables = torch.empty(0, 0, max_blocks, dtype=torch.int32, device=device)
-        self._sent: list[list[list[int]]] = []  # a copy of what each row of the buffer was made from
+        self._sent: list[list[list[int]]] = []  # copies of the lists that the buffer's rows hold
 
     def stage(self, block_ids: list[list[list[int]]]) -> Tensor:
         """``block_ids[pool][row]`` → ``[POOLS, B, MAX_BLOCKS]``, rows 0..B-1 of the resident buffer.
 
-        The next call writes to it. Where no row has changed, nothing is sent and nothing runs on the device.
+        The next call overwrites it. If no row has changed, nothing is sent and nothing runs on the device.
         """
         batch = len(block_ids[0])
         with record_function(BUILD_RANGE):
@@ -104,7 +104,7 @@ class ResidentTables:
         return self._tables[:, :batch]
 
     def _grow(self, pools: int, batch: int) -> None:
-        """A larger buffer, all of it padding as yet."""
+        """A larger buffer, all padding so far."""
         capacity = max(batch, 2 * self._tables.shape[1])
         self._tables = self._tables.new_zeros(pools, capacity, self.max_blocks)
         self._sent = [[[]] * capacity for _ in range(pools)]
@@ -116,7 +116,7 @@ class ResidentTables:
         return sorted(changed)
 
     def _build(self, changed: list[int], block_ids: list[list[list[int]]]) -> None:
-        """Row numbers, as int64, and behind them the rows of all pools, in one staging buffer."""
+        """Row numbers, as int64, followed by the rows of all pools, in one staging buffer."""
         pools, n = len(block_ids), len(changed)
         host = self._staging.host(n * (_INT32S_PER_ROW_NUMBER + pools * self.max_blocks))
         numbers, tables = np.split(host, [n * _INT32S_PER_ROW_NUMBER])

@@ -1,7 +1,7 @@
-"""What the device keeps of every running sequence, so that a decode step needs nothing from the host.
+"""Per-sequence state on the device, so that a decode step needs nothing from the host.
 
-One row of 32-bit words a sequence: its last token, how many of its tokens are cached, when it stops, how its
-tokens are chosen, and its block table. A row with a negative position is inert: nothing is written for it.
+One row of 32-bit words per sequence: its last token, its number of cached tokens, when it stops, how its
+tokens are sampled, and its block table. A row with a negative position is inert: nothing is written for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rosellm.roseinfer.request import Sequence
 TOKEN, POSITION, LIMIT, STOP, ROUND, TOP_K, SEED, TEMPERATURE, TOP_P, FIELDS = 0, 1, 2, 3, 4, 5, 6, 8, 9, 10
 INERT = NO_STOP = -1
 ROUNDS = 64
-# Of these words, those that the end of a step reads or writes: constants of its kernel.
+# The words that the end of a step reads or writes, as constants of its kernel.
 ADVANCED = {"TOKEN": TOKEN, "POSITION": POSITION, "LIMIT": LIMIT, "STOP": STOP, "ROUND": ROUND}
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -24,13 +24,13 @@ _ROW = struct.Struct("<6iq2f")
 
 
 class DeviceState:
-    """Rows ``[S, FIELDS + W]`` int32 on the device, and the ring ``[ROUNDS, S]`` in which tokens come out.
+    """Rows ``[S, FIELDS + W]`` int32 on the device, and the ring ``[ROUNDS, S]`` that receives the tokens.
 
-    The ring is host memory that the device writes to (pinned, where there is a GPU): a row's token of its
-    round r, counted modulo ROUNDS, stands at ``ring[r, row]``: INERT where the row was inert, NOT_FINITE
-    where none could be chosen. S: rows; W: blocks a sequence may hold. The attributes are views: tokens,
-    positions, limits (tokens at which a sequence has its full length), stops (the token that ends it, or -1),
-    top_k int32, seeds int64, temperatures and top_p fp32 ``[S]``, table ``[S, W]``.
+    The ring is host memory that the device writes to (pinned if there is a GPU): a row's token of its round
+    r, modulo ROUNDS, is at ``ring[r, row]``: INERT if the row was inert, NOT_FINITE if no token could be
+    chosen. S: rows; W: blocks a sequence may hold. The attributes are views: tokens, positions, limits
+    (number of tokens at full length), stops (the token that ends a row, or -1), top_k int32, seeds int64,
+    temperatures and top_p fp32 ``[S]``, table ``[S, W]``.
     """
 
     def __init__(self, n_rows: int, width: int, device: torch.device) -> None:
@@ -49,11 +49,11 @@ class DeviceState:
         self.table = rows[:, FIELDS : FIELDS + width]
 
     def first(self, n_rows: int) -> DeviceState:
-        """A view of the first rows, with the same ring."""
+        """A view of the first rows; shares the ring."""
         return self._part(self.rows[:n_rows])
 
     def at(self, slots: Tensor) -> DeviceState:
-        """A copy of some rows, with the same ring."""
+        """A copy of some rows; shares the ring."""
         return self._part(self.rows[slots])
 
     def _part(self, rows: Tensor) -> DeviceState:

@@ -1,10 +1,9 @@
-"""The paged KV cache and its books: which blocks are free, who holds them, how full they are.
+"""The paged KV cache (PagedAttention, arXiv:2309.06180) and its block allocator.
 
 A pool is an allocator of ``max_blocks_per_layer`` blocks. With ``pool="per_layer"`` every layer has its own;
-with ``"shared"`` there is one, and a block of it is the block of that index in every layer at once, so the
-books are kept once for all layers. A block id is global: ``pool * max_blocks_per_layer + block_index``. The
-books are Python integers; the only device work done here is the clone of a block that is shared (copy on
-write).
+with ``"shared"`` there is one, whose block i is block i of every layer, so allocation is tracked once for all
+layers. A block id is global: ``pool * max_blocks_per_layer + block_index``. All metadata are Python integers;
+the only device work done here is cloning a shared block (copy on write).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from rosellm.errors import KVCacheExhausted, RoseError
 class KVBlockInfo(NamedTuple):
     """A block in use: its layer, its index in the pool, the position of its first token, tokens held.
 
-    The layer is 0 in a pool that all layers share.
+    The layer is 0 in a pool shared by all layers.
     """
 
     layer: int
@@ -36,7 +35,7 @@ class KVBlockInfo(NamedTuple):
 
 @dataclass(slots=True)
 class MutableKVBlockInfo:
-    """The same, incremented in place. Read ``length`` before the increment where the old value is meant."""
+    """The same, incremented in place; read ``length`` before the increment if you need the old value."""
 
     layer: int
     block_index: int
@@ -48,25 +47,25 @@ Advanced = tuple[list[int], list[int], list[int]]  # block indices, positions, r
 
 
 class Slots(NamedTuple):
-    """Where one new token of each row goes in the layers of one pool: block index and position in it."""
+    """Where each row's new token goes in the layers of one pool: block index and position in the block."""
 
     block_idx: list[int]
     pos: list[int]
 
 
 def blocks_for(n_tokens: int, block_size: int) -> int:
-    """Blocks that hold ``n_tokens`` tokens."""
+    """Blocks needed for ``n_tokens`` tokens."""
     return -(-n_tokens // block_size)
 
 
 class KVBlockManager:
     """K and V of all layers as ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with reference-counted blocks.
 
-    num_heads counts key/value heads. Callers own lists of block ids, one a sequence and pool, and hand them
-    in; methods that add tokens extend those lists in place. A full block that is shared is never cloned: a
-    new block follows it. A partly filled block that is shared is cloned before the first write (copy on
-    write), so other holders see nothing. ``KVCacheExhausted`` is raised before anything is changed.
-    ``pool_of[layer]`` is the pool of a layer.
+    num_heads counts key/value heads. Callers own lists of block ids, one per sequence and pool, and pass them
+    in; methods that add tokens extend those lists in place. A full shared block is never cloned: a new block
+    follows it. A partly filled shared block is cloned before the first write (copy on write), so other
+    holders see nothing. ``KVCacheExhausted`` is raised before anything changes. ``pool_of[layer]`` is the
+    pool of a layer.
     """
 
     def __init__(
@@ -91,8 +90,8 @@ class KVBlockManager:
         total = self.num_pools * max_blocks_per_layer
         self._infos: list = [None] * total
         self._refs = [0] * total
-        self._cached = [0] * total  # of these holders, those that are entries of a prefix cache
-        self._evictable = [0] * self.num_pools  # blocks that have no other holders
+        self._cached = [0] * total  # how many of those holders are prefix-cache entries
+        self._evictable = [0] * self.num_pools  # blocks held by prefix-cache entries only
         self._free = [
             list(range((pool + 1) * max_blocks_per_layer - 1, pool * max_blocks_per_layer - 1, -1))
             for pool in range(self.num_pools)
@@ -115,7 +114,7 @@ class KVBlockManager:
         return self._refs[block_id]
 
     def incref_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """One more holder for each of these blocks."""
+        """Add a holder to each of these blocks."""
         for block_id in block_ids:
             if self._refs[block_id] == 0:
                 raise KeyError(f"block {block_id} is free and cannot be shared")
@@ -125,7 +124,7 @@ class KVBlockManager:
             self._refs[block_id] += 1
 
     def cache_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """One more holder for each: an entry of a prefix cache, which can be evicted."""
+        """Add a prefix-cache entry, which can be evicted, as a holder of each."""
         self.incref_blocks(block_ids)
         for block_id in block_ids:
             self._cached[block_id] += 1
@@ -133,7 +132,7 @@ class KVBlockManager:
                 self._evictable[block_id // self.max_blocks_per_layer] += 1
 
     def evict_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """The entry gives them up."""
+        """Remove a prefix-cache entry from the holders."""
         for block_id in block_ids:
             if self._refs[block_id] == self._cached[block_id]:
                 self._evictable[block_id // self.max_blocks_per_layer] -= 1
@@ -141,15 +140,15 @@ class KVBlockManager:
         self.free_blocks(block_ids)
 
     def free_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """One holder fewer for each; a block without holders returns to its pool.
+        """Remove a holder from each; a block without holders returns to its pool.
 
-        Raises KeyError, and changes nothing, if a block has fewer holders than times it is listed; entries of
-        a prefix cache are no holders here.
+        Raises KeyError, and changes nothing, if a block is listed more often than it has holders;
+        prefix-cache entries do not count as holders here.
         """
         for block_id, times in Counter(block_ids).items():
             holders = self._refs[block_id] - self._cached[block_id]
             if holders < times:
-                raise KeyError(f"block {block_id} has {holders} holders; {times} cannot leave it")
+                raise KeyError(f"block {block_id} has {holders} holders; {times} cannot be removed")
         for block_id in block_ids:
             self._refs[block_id] -= 1
             if self._refs[block_id] == 0:
@@ -159,7 +158,7 @@ class KVBlockManager:
                 self._evictable[block_id // self.max_blocks_per_layer] += 1
 
     def reserve_tokens(self, pool: int, block_ids_list: list[list[int]]) -> Slots:
-        """A slot for one more token of every row, in the books only.
+        """A slot for one more token of every row, in the metadata only.
 
         The caller writes keys and values, in every layer of the pool.
         """
@@ -172,7 +171,7 @@ class KVBlockManager:
         return Slots(block_idx, pos)
 
     def reserve_prompt(self, pool: int, block_ids: list[int], n_tokens: int) -> None:
-        """Slots for ``n_tokens`` more tokens of one sequence, in the books only."""
+        """Slots for ``n_tokens`` more tokens of one sequence, in the metadata only."""
         tail = self._infos[block_ids[-1]] if block_ids else None
         if tail:
             length, start = tail.length, tail.start + self.block_size
@@ -192,15 +191,15 @@ class KVBlockManager:
             start += self.block_size
 
     def tokens_reserved(self, block_ids: list[int]) -> int:
-        """Tokens of a sequence that have slots in the books."""
+        """Tokens of a sequence that have reserved slots."""
         if not block_ids:
             return 0
         return (len(block_ids) - 1) * self.block_size + self._infos[block_ids[-1]].length
 
     def clone_block(self, block_id: int, length: int) -> int:
-        """A private copy of a block, of its first ``length`` tokens, in every layer of its pool.
+        """A private copy of a block's first ``length`` tokens, in every layer of its pool.
 
-        One holder leaves the original.
+        The original loses one holder.
         """
         pool = block_id // self.max_blocks_per_layer
         if not self._free[pool]:
@@ -214,24 +213,24 @@ class KVBlockManager:
         return clone
 
     def append_token(self, layer_idx: int, block_ids: list[int], key_new: Tensor, value_new: Tensor) -> None:
-        """One token of one sequence: key_new and value_new ``[H, D]``; ``block_ids`` is extended in place.
+        """Append a token to one sequence: key_new, value_new ``[H, D]``; ``block_ids`` is extended in place.
 
-        As :meth:`append_token_batch`, only where the layer has a pool of its own.
+        Like :meth:`append_token_batch`, only if the layer has a pool of its own.
         """
         self.append_token_batch(layer_idx, [block_ids], key_new[None], value_new[None])
 
     def append_token_batch(
         self, layer_idx: int, block_ids_list: list[list[int]], key_new: Tensor, value_new: Tensor
     ) -> None:
-        """One token of every sequence: key_new, value_new ``[B, H, D]``; the lists are extended in place.
+        """Append a token to every sequence: key_new, value_new ``[B, H, D]``; lists are extended in place.
 
-        Books and cache advance together here, layer by layer. In a pool that layers share, the books
-        advance once for all of them, so this raises ``RoseError``: reserve, then write every layer.
+        Metadata and cache advance together, layer by layer. In a pool shared by layers the metadata advance
+        once for all of them, so this raises ``RoseError``: reserve, then write every layer.
         """
         if self.num_pools < self.num_layers:
             raise RoseError(
-                f"pool='shared' keeps one set of books for {self.num_layers} layers; "
-                "use reserve_tokens once and write every layer's keys and values to its slots"
+                f"pool='shared' reserves slots once for all {self.num_layers} layers; "
+                "call reserve_tokens, then write every layer's keys and values to those slots"
             )
         slots = self.reserve_tokens(layer_idx, block_ids_list)
         block_idx, pos = torch.tensor(slots, device=self.k_cache.device)  # [B]
@@ -239,9 +238,9 @@ class KVBlockManager:
         self.v_cache[layer_idx][block_idx, :, pos] = value_new
 
     def check_integrity(self, held: Mapping[int, int] | None = None) -> None:
-        """Every block is either free, once, without holders or metadata, or held with both.
+        """Assert that every block is either free (listed once, no holders or metadata) or held, with both.
 
-        held: how many holders each block in use has, where the caller knows; the counts must say the same.
+        held: the number of holders of each block in use, if the caller knows it; the counts must match.
         """
         for pool, free in enumerate(self._free):
             ids = range(pool * self.max_blocks_per_layer, (pool + 1) * self.max_blocks_per_layer)
@@ -268,7 +267,7 @@ class KVBlockManager:
         return block_id
 
     def _open_slot(self, pool: int, block_ids: list[int]) -> tuple[int, int]:
-        """Rollover into a new block, or copy on write; room has been checked."""
+        """Roll over into a new block, or copy on write; room has been checked."""
         tail = self._infos[block_ids[-1]] if block_ids else None
         if tail is None or tail.length == self.block_size:
             block_ids.append(self._allocate(pool, tail.start + self.block_size if tail else 0, 1))
@@ -297,7 +296,7 @@ class KVBlockManager:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """On a CPU, memory that the system maps when it is first written to; ``torch.zeros`` writes it all."""
+    """On a CPU, memory that the system maps on first write; ``torch.zeros`` would write all of it."""
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
@@ -306,7 +305,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 def _advance_tuples(
     infos: list, refs: list[int], block_size: int, block_ids_list: list[list[int]]
 ) -> Advanced:
-    """One token more for every row whose last block has room and one holder; the other rows are returned."""
+    """Advance every row whose last block has room and one holder by a token; the other rows are returned."""
     block_idx, pos, slow = [0] * len(block_ids_list), [0] * len(block_ids_list), []
     for row, block_ids in enumerate(block_ids_list):
         last = block_ids[-1] if block_ids else -1
@@ -322,7 +321,7 @@ def _advance_tuples(
 def _advance_slots(
     infos: list, refs: list[int], block_size: int, block_ids_list: list[list[int]]
 ) -> Advanced:
-    """As :func:`_advance_tuples`, in place: the position is read before the increment."""
+    """Like :func:`_advance_tuples`, in place: the position is read before the increment."""
     block_idx, pos, slow = [0] * len(block_ids_list), [0] * len(block_ids_list), []
     for row, block_ids in enumerate(block_ids_list):
         last = block_ids[-1] if block_ids else -1

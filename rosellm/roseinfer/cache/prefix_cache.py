@@ -1,7 +1,8 @@
-"""Prefix cache: the KV blocks of prompts already computed, for prompts that begin alike.
+"""Prefix cache: reuses the KV blocks of earlier prompts for prompts with the same beginning.
 
-The prompts are kept in lexicographic order, so the one with the longest prefix in common with a query stands
-right beside the place where the query would be inserted: a lookup costs O(length x log entries).
+Prompts are kept in lexicographic order, so the one with the longest prefix in common with a query is next to
+the query's insertion point: a lookup costs O(length x log entries). RadixAttention (arXiv:2312.07104) uses a
+radix tree for the same purpose.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ Tokens = tuple[int, ...]
 class PrefixCache:
     """Entries hold their blocks by reference count; the least recently used entry is evicted first.
 
-    A cached block is never written: whoever appends to it shares it with the entry, so the manager clones it
-    for the writer (copy on write). alignment: matches are cut to a multiple of so many tokens.
+    A cached block is never written: a sequence that appends to it shares it with the entry, so the manager
+    clones it first (copy on write). alignment: matches are truncated to a multiple of this many tokens.
     """
 
     def __init__(self, blocks: KVBlockManager, alignment: int = 1) -> None:
@@ -35,14 +36,14 @@ class PrefixCache:
 
     @property
     def entries(self) -> Mapping[Tokens, list[list[int]]]:
-        """Cached prefix → its blocks in each pool, the least recently used first."""
+        """Cached prefix → its blocks in each pool, least recently used first."""
         return self._entries
 
     def match(self, tokens: SequenceOf[int]) -> tuple[int, list[list[int]]]:
         """The longest cached prefix of ``tokens``, never the last token: its length, each pool's block ids.
 
-        The caller becomes a holder of the blocks. A last block that holds more than was matched is cloned;
-        where no block is free for the clone, even after eviction, only full blocks are matched.
+        The caller becomes a holder of the blocks. A last block that holds more than was matched is cloned; if
+        no block is free for the clone, even after eviction, only full blocks are matched.
         """
         entry, n_common = self._nearest(tuple(tokens))
         n_matched = min(n_common, len(tokens) - 1) // self.alignment * self.alignment
@@ -58,7 +59,7 @@ class PrefixCache:
         return n_matched, block_ids
 
     def insert(self, tokens: SequenceOf[int], block_ids: list[list[int]]) -> None:
-        """Keep the blocks that hold ``tokens``; an entry that begins with them already is refreshed."""
+        """Keep the blocks that hold ``tokens``; if an entry already begins with them, it is refreshed."""
         prompt = tuple(tokens)
         entry, n_common = self._nearest(prompt)
         if n_common == len(prompt):
@@ -71,10 +72,10 @@ class PrefixCache:
         insort(self._ordered, prompt)
 
     def make_room(self, n_blocks: int, written: Iterable[int] = ()) -> None:
-        """Evict entries until every pool has ``n_blocks`` free blocks, or none would free any.
+        """Evict entries until every pool has ``n_blocks`` free blocks, or eviction would free no more.
 
-        written: blocks of the first pool that will be appended to; where they are shared, ``n_blocks`` counts
-        their clones. If eviction frees too few, the entries that share them go, too, and no clone is needed.
+        written: blocks of the first pool about to be appended to; ``n_blocks`` includes the clones of shared
+        ones. If eviction frees too few, entries that share them are evicted too, so that no clone is needed.
         """
         while self._num_free() < n_blocks and (entry := self._least_useful()) is not None:
             self._evict(entry)
@@ -87,7 +88,7 @@ class PrefixCache:
         return Counter(chain.from_iterable(ids for pools in self._entries.values() for ids in pools))
 
     def num_evictable(self) -> int:
-        """Blocks of a pool that would be free if all entries were evicted."""
+        """Blocks per pool that evicting all entries would free."""
         return self.blocks.num_evictable_blocks()
 
     def clear(self) -> None:
@@ -106,7 +107,7 @@ class PrefixCache:
         return [pool[: blocks_for(n_tokens, self.blocks.block_size)] for pool in block_ids]
 
     def _least_useful(self) -> Tokens | None:
-        """The least recently used entry that frees a block; of entries that hold the same, any; or None.
+        """The least recently used entry that frees a block; among entries with the same blocks, any; or None.
 
         Whoever holds a block holds those before it, so an entry's last block has the fewest holders.
         """
@@ -117,13 +118,13 @@ class PrefixCache:
         return alone if alone is not None else self._a_twin()
 
     def _a_twin(self) -> Tokens:
-        """The least recently used of the entries that hold a last block with nobody but each other."""
+        """The least recently used entry whose last block is held by prefix-cache entries only."""
         last = {entry: pools[0][-1] for entry, pools in self._entries.items()}
         cached = Counter(last.values())
         return next(entry for entry, b in last.items() if self.blocks.ref_count(b) == cached[b])
 
     def _end_sharing(self, n_blocks: int, written: set[int]) -> None:
-        """Evict entries until so many of these blocks are no longer shared."""
+        """Evict entries until ``n_blocks`` of the ``written`` blocks are no longer shared."""
         for entry in [entry for entry, pools in self._entries.items() if pools[0][-1] in written]:
             if n_blocks < 1:
                 return
@@ -132,7 +133,7 @@ class PrefixCache:
             n_blocks -= self.blocks.ref_count(block_id) == 1
 
     def _own_tail(self, block_ids: list[list[int]], n_tokens: int) -> int:
-        """Clone a last block that holds more than ``n_tokens``, or drop it; the tokens that remain."""
+        """Clone a last block that holds more than ``n_tokens``, or drop it; returns the tokens that stay."""
         n_full = (len(block_ids[0]) - 1) * self.blocks.block_size
         if self.blocks.info(block_ids[0][-1]).length == n_tokens - n_full:
             return n_tokens
@@ -161,5 +162,5 @@ class PrefixCache:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many leading tokens are equal."""
+    """The number of equal leading tokens."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

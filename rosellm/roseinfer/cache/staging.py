@@ -1,4 +1,4 @@
-"""Host memory on its way to the device."""
+"""Staging memory on the host for copies to the device."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ MOST_BUFFERS = 16
 
 
 class StagingBuffer:
-    """Host memory, pinned where there is a GPU, reused and growing; each send is one non-blocking copy.
+    """Host memory, pinned if there is a GPU, reused and growing; each send is one non-blocking copy.
 
-    A buffer is rewritten only after its copy has finished, which an event tells. A copy is queued behind the
-    steps in flight, so where the oldest one has not finished, another buffer is taken: the host waits only
-    where ``MOST_BUFFERS`` copies are under way. ``waits`` counts these. Where the host waits
-    for each step's tokens, one buffer serves.
+    A buffer is rewritten only after its copy has finished, which an event signals. Copies queue behind the
+    steps in flight; while the oldest copy is unfinished, another buffer is used, so the host waits only with
+    ``MOST_BUFFERS`` copies under way, and ``waits`` counts how often. If the host waits for each step's
+    tokens, one buffer is enough.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.waits = 0
         self._pin = device.type == "cuda"
-        self._new_event = torch.cuda.Event if self._pin else None  # a CPU's copies have finished at once
-        self._taken = torch.empty(0, dtype=dtype)  # what is being written
+        self._new_event = torch.cuda.Event if self._pin else None  # copies on a CPU are synchronous
+        self._taken = torch.empty(0, dtype=dtype)  # the buffer being written
         self._capacity = 0
         self._shape: tuple[int, ...] = (0,)
         self._sent: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # oldest first
 
     def host(self, *shape: int) -> np.ndarray:
-        """A writable, contiguous host array of this shape; its old contents are undefined."""
+        """A writable, contiguous host array of this shape; its contents are undefined."""
         size = int(np.prod(shape))
         if self._new_event is not None:
             self._taken = self._free_buffer()
@@ -42,7 +42,7 @@ class StagingBuffer:
         return self._taken[:size].view(shape).numpy()
 
     def send(self, out: Tensor | None = None) -> Tensor:
-        """Copy what :meth:`host` handed out to the device, into the front of ``out`` if given; one copy."""
+        """Copy the array from :meth:`host` to the device, into the front of ``out`` if given; one copy."""
         source = self._taken[: int(np.prod(self._shape))]
         target = torch.empty_like(source, device=self.device) if out is None else out[: source.numel()]
         target.copy_(source, non_blocking=True)
@@ -53,7 +53,7 @@ class StagingBuffer:
         return target.view(self._shape)
 
     def _free_buffer(self) -> Tensor:
-        """The oldest buffer if its copy has finished, else a new one, as far as there may be one."""
+        """The oldest buffer if its copy has finished, else a new one, up to ``MOST_BUFFERS``."""
         if self._sent and self._sent[0][1].query():
             return self._sent.popleft()[0]
         if len(self._sent) < MOST_BUFFERS:

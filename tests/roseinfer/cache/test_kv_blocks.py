@@ -122,7 +122,7 @@ def test_appends_layer_by_layer_are_refused_in_a_shared_pool_and_change_nothing(
     manager, ids = make_manager(pool="shared"), []
     before = books(manager)
     with pytest.raises(
-        RoseError, match="pool='shared' keeps one set of books for 2 layers; use reserve_tokens"
+        RoseError, match="pool='shared' reserves slots once for all 2 layers; call reserve_tokens"
     ):
         manager.append_token(0, ids, token(1)[0], token(1)[0])
     with pytest.raises(RoseError, match="pool='shared'"):
@@ -173,7 +173,7 @@ def test_blocks_that_more_would_leave_than_hold_them_stay_as_they_are(holders):
         manager.incref_blocks(mine)
     before = books(manager)
     with pytest.raises(
-        KeyError, match=f"block {mine[1]} has {holders} holders; {holders + 1} cannot leave it"
+        KeyError, match=f"block {mine[1]} has {holders} holders; {holders + 1} cannot be removed"
     ):
         manager.free_blocks([mine[0]] + [mine[1]] * (holders + 1))
     assert same_books(before, books(manager))
