@@ -1,7 +1,7 @@
-"""Writing one new token a sequence into a layer's paged KV cache: a torch spec, three kernels.
+"""Writing one new token per sequence into a layer's paged KV cache: a torch spec, three kernels.
 
 Caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]`` and contiguous; ``key_new`` and ``value_new`` are
-``[B, H_kv, D]`` (rows may be strided alike, as slices of a fused projection are; ``[H_kv, D]`` contiguous).
+``[B, H_kv, D]`` (rows equally strided, as slices of a fused projection are; ``[H_kv, D]`` contiguous).
 Token i of the append goes to block ``block_idx[i]`` at slot ``pos[i]`` from row ``batch_idx[i]``; index
 tensors are int32 ``[n]``. The kernels copy bits, so they equal the spec exactly. No two tokens of one append
 may share a slot.
@@ -34,13 +34,13 @@ def kv_append_ref(
 
 
 def kv_append_rows_ref(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
-    """As :func:`kv_append_ref` of the rows 0..B-1 in order: no gather; ``pos`` a tensor or one integer."""
+    """:func:`kv_append_ref` for rows 0..B-1 in order: no gather; ``pos`` is a tensor or one integer."""
     k_cache_layer[block_idx, :, pos] = key_new
     v_cache_layer[block_idx, :, pos] = value_new
 
 
 def kv_append_live_rows_ref(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
-    """:func:`kv_append_rows_ref` of the rows whose block is not negative; the others are inert."""
+    """:func:`kv_append_rows_ref` for rows whose block is not negative; the others are inert."""
     live = block_idx >= 0
     k_cache_layer[block_idx[live], :, pos[live]] = key_new[live]
     v_cache_layer[block_idx[live], :, pos[live]] = value_new[live]
@@ -119,7 +119,7 @@ def kv_append_triton_full_batch(*, k_cache_layer, v_cache_layer, key_new, value_
 def kv_append_triton_identity_pos(
     *, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos
 ) -> None:
-    """Rows 0..B-1 in order, each at its own slot ``pos[b]``; a row with a negative block is left out."""
+    """Rows 0..B-1 in order, each at its own slot ``pos[b]``; a row with a negative block is skipped."""
     constants = _constants(k_cache_layer)
     _kv_append_identity_pos_kernel[(block_idx.numel(),)](
         k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos, key_new.stride(0), **constants

@@ -1,1 +1,1 @@
-"""Every Triton kernel under its torch specification, and the table of them."""
+"""Triton kernels beside their torch specifications, and the table of them."""

@@ -1,4 +1,4 @@
-"""The end of a resident step: each row takes its token and goes on or becomes inert. A spec and a kernel."""
+"""The end of a resident step: each row takes its token and continues or becomes inert; spec and kernel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ROLES = {"_advance_kernel": "sampling"}
 
 
 def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
-    """The specification: each row takes its new token, puts it into the ring, and goes on or becomes inert.
+    """The specification: each row takes its new token, writes it to the ring, and continues or becomes inert.
 
     slots ``[n]`` int64: the rows. indices ``[n, TILES]`` int32 with values ``[n, TILES]`` fp32: the token is
-    the lowest index of the highest value, NOT_FINITE where that is infinite; without values, ``[n, 1]``, the
-    token itself. A row ends with its stop token, at its full length, or without a token.
+    the lowest index of the highest value, NOT_FINITE if that is infinite; with values None, indices
+    ``[n, 1]`` are the tokens themselves. A row ends at its stop token, at full length, or without a token.
     """
     tokens = indices[:, 0]
     if values is not None:
@@ -44,7 +44,7 @@ def _advance_kernel(
     LIMIT: tl.constexpr, STOP: tl.constexpr, ROUND: tl.constexpr, ROUNDS: tl.constexpr,
     NOT_FINITE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row a program."""
+    """One row per program."""
     program = tl.program_id(0)
     slot = tl.load(slots_ptr + program)
     row = rows_ptr + slot * row_stride
@@ -73,7 +73,7 @@ def _advance_kernel(
 
 
 def make_advance(dependent: int = False) -> Callable[..., None]:
-    """The Triton kernel, to be called as :func:`advance_ref`. values and indices contiguous."""
+    """The Triton kernel, called like :func:`advance_ref`; values and indices contiguous."""
     constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, "DEPENDENT": dependent}
     constants |= launch_options(dependent)
 

@@ -1,7 +1,7 @@
-"""Attention of one new token a sequence that also writes the token's key and value into the paged cache.
+"""Decode attention that also writes the new token's key and value into the paged cache.
 
-Shapes as in ``rosetrainer.paged_attention``. A row whose position is negative is inert: its output is zero
-and nothing of it is written.
+Shapes as in ``rosetrainer.paged_attention`` (PagedAttention, arXiv:2309.06180). A row with a negative
+position is inert: its output is zero and nothing of it is written.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def append_and_attend_ref(
     scale: float,
     tile: int,
 ) -> Tensor:
-    """The specification: all rows that are not inert are appended, and then attend to what the cache holds.
+    """The specification: append the token of every row that is not inert, then attend to the cache.
 
-    positions ``[B]`` int32: tokens of the row cached before, which is where the new one goes; negative for an
-    inert row. block_table ``[B, MAX_BLOCKS]`` int32 names a block for the new token, too. tile: how many
-    tokens a kernel reads at a time, a power of two; it changes no result.
+    positions ``[B]`` int32: number of cached tokens, and so the new token's position; negative for an inert
+    row. block_table ``[B, MAX_BLOCKS]`` int32 also names the new token's block. tile: tokens that a kernel
+    reads at a time, a power of two; ignored here.
     """
     rows = AttendedRows(block_table, positions, k_cache_layer)
     return rows(q, k_new, v_new, k_cache_layer, v_cache_layer, scale)
 
 
 class AttendedRows:
-    """The specification for one step: what all its layers share is worked out once."""
+    """The specification for one step: what all layers share is computed once."""
 
     def __init__(self, block_table: Tensor, positions: Tensor, cache_layer: Tensor) -> None:
         self.inert = (positions < 0)[:, None, None]
@@ -75,7 +75,7 @@ class AttendedRows:
 
 @triton.jit
 def attend_tile(q, k, v, held, m_i, l_i, acc):
-    """One tile more in the online softmax (Milakov & Gimelshein 2018), in base 2: q holds log2(e)."""
+    """One more tile of the online softmax (Milakov & Gimelshein 2018), in base 2: q is scaled by log2(e)."""
     scores = tl.where(held, tl.sum(k.to(tl.float32) * q[None, :], axis=1), float("-inf"))
     m_new = tl.maximum(m_i, tl.max(scores, axis=0))
     p = tl.exp2(scores - m_new)
@@ -88,9 +88,9 @@ def attend_tile(q, k, v, held, m_i, l_i, acc):
 def attend_range(
     q, k, v, m_i, l_i, acc, first, stop, cache, table_ptr, kv_head, shape: tl.constexpr, TILE: tl.constexpr
 ):
-    """The online softmax over cached tokens ``first`` to ``stop``; k and v are the first tile of them.
+    """The online softmax over cached tokens ``first`` to ``stop``; k and v are the first of their tiles.
 
-    The next tile is asked for before the present one is worked on.
+    The next tile is loaded before the current one is processed.
     """
     for start in range(first, stop, TILE):
         k_next, v_next = load_tile(cache, table_ptr, start + TILE, stop, kv_head, shape, TILE)
@@ -104,9 +104,9 @@ def attend_range(
 def _append_and_attend_kernel(
     out_ptr, new, cache, rows, scale, shape: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """One program a (sequence, query head); the first head of each group writes the new key and value.
+    """One program per (sequence, query head); the first head of each group writes the new key and value.
 
-    The first tile is asked for before the token is awaited.
+    The first tile is loaded before the kernel waits for its predecessor, which computes the new token.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -139,10 +139,10 @@ def _warps(batch: int, tile: int) -> int:
 def make_append_and_attend(
     dependent: int = False, warps: Callable[[int, int], int] = _warps
 ) -> Callable[..., Tensor]:
-    """The Triton kernel, to be called as :func:`append_and_attend_ref`. warps: of a batch and a tile.
+    """The Triton kernel, called like :func:`append_and_attend_ref`. warps: (batch, tile) → warps.
 
     Caches are contiguous, and so is a row of the table; rows of table and positions may be strided. q, k_new
-    and v_new are slices of one fused projection: their rows have one stride, ``[H, D]`` is contiguous.
+    and v_new are slices of one fused projection: their rows share a stride, ``[H, D]`` is contiguous.
     """
     launch = launch_options(dependent)
 
@@ -161,10 +161,10 @@ def make_append_and_attend(
 
 
 def tile_for(batch: int, longest: int) -> int:
-    """Cached tokens that a program reads at a time: as measured fastest on an H200.
+    """Cached tokens that a program reads at a time: the fastest measured on an H200.
 
-    A small batch has few programs, so each reads all it needs at once, if that is up to 512 tokens (128 from
-    9 sequences on); a large one has many, and small tiles keep them balanced.
+    A small batch has few programs, so each reads all it needs at once, up to 512 tokens (128 from 9 sequences
+    on); a large batch has many, and small tiles keep them balanced.
     """
     if batch >= 256 or (batch > 128 and longest <= 64):
         return 16

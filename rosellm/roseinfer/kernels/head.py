@@ -1,10 +1,10 @@
-"""The LM head with its choice of a token: logits never reach memory. A torch spec and a kernel.
+"""The LM head fused with token selection: logits never reach memory. A torch spec and a kernel.
 
-The best token of a row is found tile by tile: each program multiplies the hidden states by some of the
-vocabulary's columns and keeps the best of them, value and index; ``advance.advance`` takes the best of
-the ``[M, TILES]`` results. A sampled row's value is ``logit + temperature * gumbel noise``, whose argmax is
-an exact draw from ``softmax(logits / temperature)`` (Gumbel 1954), with the noise of ``noise.gumbel``. Logits
-are rounded to the model's dtype first, as if they had been stored.
+Each program multiplies the hidden states by one tile of the vocabulary and keeps each row's best value and
+its index; ``advance.advance`` picks the best of the ``[M, TILES]`` results. A sampled row's value is
+``logit + temperature * gumbel noise``, whose argmax is an exact draw from ``softmax(logits / temperature)``
+(Gumbel 1954), with the noise of ``noise.gumbel``. Logits are first rounded to the model's dtype, as if they
+had been stored.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ def best_tokens_ref(
     """The specification, with a single tile: values ``[M, 1]`` fp32 and indices ``[M, 1]`` int32.
 
     hidden ``[M, K]``, weight ``[N, K]``; temperature fp32 (0: greedy), seeds int64 and positions int32
-    ``[M]``: the row's tokens cached before, so that the token drawn will stand two further on than
-    ``positions`` counts from 0, at ``positions + 1``. A logit that is not a number counts as +inf, so that it
-    is noticed. sampled: False where all rows are greedy.
+    ``[M]``: tokens cached before this step, so the token drawn gets index ``positions + 1``. A NaN logit
+    counts as +inf, so that it is noticed. sampled: False if all rows are greedy.
     """
     logits = (hidden.float() @ weight.float().t()).to(hidden.dtype).float()
     logits = torch.where(logits.isnan(), float("inf"), logits)
@@ -87,7 +86,7 @@ def _best_tokens_kernel(
 
 
 def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile sizes, warps and pipeline stages: as measured fastest on an H200."""
+    """Tile sizes, warps and pipeline stages: the fastest measured on an H200."""
     if dtype == torch.float32:
         return 32, 64, 32, 4, 3
     if rows <= 16:
@@ -96,12 +95,11 @@ def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
 
 
 def make_best_tokens(dependent: int = False, shape: Shape = _shape) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The Triton kernel, to be called as :func:`best_tokens_ref`, but with a result a tile: ``[M, TILES]``.
+    """The Triton kernel, called like :func:`best_tokens_ref`, but with one result per tile: ``[M, TILES]``.
 
-    hidden and weight contiguous. temperature and positions are columns of one state (rows equally strided).
-    sampled=False leaves out all that draws need, for rows that are greedy without exception: the random
-    numbers of a tile take the registers that its product could use. shape: rows and dtype → tile sizes, warps
-    and pipeline stages.
+    hidden and weight contiguous. temperature and positions are columns of one state (equal row strides).
+    sampled=False compiles draws out, for all-greedy batches: random numbers take registers that the product
+    could use. shape: rows and dtype → tile sizes, warps and pipeline stages.
     """
     launch = launch_options(dependent)
 

@@ -1,8 +1,8 @@
-"""Linear layers for few rows, with what stands before and after them in a layer: torch specs and two kernels.
+"""Linear layers for few rows, fused with what surrounds them in a layer: torch specs and two kernels.
 
-Decode multiplies M rows, one a sequence, by weights that are read once a step. Such a product is bound by the
-latency of a chain of loads, not by arithmetic: what helps is many programs, weights in flight early, and no
-round trip through memory for the LayerNorm before it, the GELU or the residual sum after it.
+Decode multiplies M rows, one per sequence, by weights that are read once per step. Such a product is bound by
+the latency of a chain of loads, not by arithmetic: what helps is many programs, weights in flight early, and
+no round trip through memory for the LayerNorm before it and the GELU or residual sum after it.
 
 Weights are ``[N, K]`` with K contiguous, the transpose of a GPT-2 checkpoint's; activations are contiguous.
 """
@@ -37,10 +37,10 @@ def few_rows_linear_ref(
 ) -> Tensor:
     """The specification: ``f(x @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``, in fp32.
 
-    column_sums ``[N]`` fp32, the sums of ``weight`` over K: given, each row of x is brought to mean 0 and
-    variance 1. That is done after the product, ``(x @ w - mean * sum(w)) / deviation``, so that the product
+    column_sums ``[N]`` fp32, the sums of ``weight`` over K: if given, each row of x is normalised to mean 0
+    and variance 1. That is done after the product, ``(x @ w - mean * sum(w)) / deviation``, so the product
     need not wait for it; a LayerNorm's scale and shift are folded into weight and bias beforehand
-    (:func:`fold_norm`). gelu: the tanh form. residual ``[M, N]``: is added to, in place, and returned.
+    (:func:`fold_norm`). gelu: the tanh form. residual ``[M, N]``: updated in place and returned.
     """
     y = x.float() @ weight.float().t()
     if column_sums is not None:
@@ -58,10 +58,10 @@ def few_rows_linear_ref(
 def some_rows_linear_ref(
     *, x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = False, parts: int = 1
 ) -> Tensor:
-    """The specification: ``f(x @ weight.T + bias)`` → ``[M, N]``; or without a bias, ``parts`` sums.
+    """The specification: ``f(x @ weight.T + bias)`` → ``[M, N]``; or, without a bias, ``parts`` partial sums.
 
-    With ``parts`` above 1 the result is ``[parts, M, N]`` fp32: products over that many equal ranges of K,
-    whose sum whoever reads them takes.
+    With ``parts`` above 1 (split-K) the result is ``[parts, M, N]`` fp32: products over that many equal
+    ranges of K, which the consumer adds up.
     """
     if parts == 1:
         y = x.float() @ weight.float().t()
@@ -72,21 +72,21 @@ def some_rows_linear_ref(
 
 
 def fold_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight ``[N, K]`` and bias ``[N]`` that take a normalised row instead of a scaled and shifted one."""
+    """Weight ``[N, K]`` and bias ``[N]`` that absorb a LayerNorm's scale and shift, for a normalised x."""
     folded = (weight.float() * scale.float()).to(weight.dtype)
     return folded.contiguous(), (bias.float() + weight.float() @ shift.float()).to(bias.dtype)
 
 
 @cache
 def shared_memory(device: torch.device) -> int | None:
-    """Bytes that a program may have on a GPU, from 65,536 (7.5) to 232,448 (9.0); None on a CPU."""
+    """Shared memory per program in bytes, from 65,536 (sm_75) to 232,448 (sm_90); None on a CPU."""
     if device.type == "cpu":
         return None
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def fitting_stages(stages: int, block_m: int, block_n: int, block_k: int, x: Tensor) -> int:
-    """Pipeline stages of a product's tiles, of x's dtype, that x's device has shared memory for."""
+    """Pipeline stages of a product's tiles, in x's dtype, that fit the shared memory of x's device."""
     limit, stage = shared_memory(x.device), (block_m + block_n) * block_k * x.element_size()
     return stages if limit is None else max(1, min(stages, limit // stage))
 
@@ -103,10 +103,10 @@ def _few_rows_kernel(
     BLOCK_K: tl.constexpr, NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N columns a program, for all M <= BLOCK_M rows; weights are in registers before the inputs are.
+    """BLOCK_N columns per program, for all M <= BLOCK_M rows; weights are loaded before the inputs are.
 
-    K is cut into chunks of SLICES x BLOCK_K; the slices of a chunk are separate products, one a warp, summed
-    at the end: one chain of K / 16 matrix instructions would take longer than the weights do.
+    K is cut into chunks of SLICES x BLOCK_K; the slices of a chunk are separate products, one per warp,
+    summed at the end: one chain of K / 16 matrix instructions would take longer than loading the weights.
     """
     CHUNKS: tl.constexpr = (K + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -128,7 +128,7 @@ def _few_rows_kernel(
     target = out_ptr + rows[:, None] * N + columns[None, :]
     if ADD:
         residual = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    # Of the two operands, whose rows the hardware takes 16 at a time.
+    # Which operand provides the matrix instruction's 16 rows.
     WEIGHTS_FIRST: tl.constexpr = BLOCK_N >= 16
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M) if WEIGHTS_FIRST else (SLICES, BLOCK_M, BLOCK_N), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -167,7 +167,7 @@ def tile_product(
     x_ptr, weight_ptr, rows, held_rows, columns, begin, N, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """These rows of x times these columns, in fp32, over WIDTH elements of K from ``begin`` on."""
+    """The product of these rows of x and these columns, in fp32, over WIDTH elements of K from ``begin``."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
@@ -191,10 +191,10 @@ def _some_rows_kernel(
     K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A BLOCK_M x BLOCK_N tile a program, over one of PARTS ranges of K in a pipelined loop."""
+    """One BLOCK_M x BLOCK_N tile per program, over one of PARTS ranges of K in a pipelined loop."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first_row = tl.program_id(1) * BLOCK_M
-    rows = tl.arange(0, BLOCK_M)  # of the tile, whose first row's offset alone takes 64 bits
+    rows = tl.arange(0, BLOCK_M)  # within the tile; only its first row's offset needs 64 bits
     held_rows = first_row + rows < M
     x_ptr += first_row.to(tl.int64) * K
     part = tl.program_id(2)
@@ -217,10 +217,10 @@ def _some_rows_kernel(
 
 
 def make_few_rows_linear(dependent: int = False) -> Callable[..., Tensor]:
-    """The Triton kernel for up to ``FEW_ROWS`` rows, to be called as :func:`few_rows_linear_ref`.
+    """The Triton kernel for up to ``FEW_ROWS`` rows, called like :func:`few_rows_linear_ref`.
 
-    All tensors are contiguous. With column_sums, variance is the difference of two sums: digits are lost
-    where a row's mean is many times its deviation.
+    All tensors are contiguous. With column_sums, variance is a difference of two sums and loses digits if a
+    row's mean is many times its deviation.
     """
     launch = launch_options(dependent)
 
@@ -243,7 +243,7 @@ def make_few_rows_linear(dependent: int = False) -> Callable[..., Tensor]:
 
 
 def _few_rows_shape(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
-    """Columns a program, slices of K, elements a slice, warps: as measured fastest on an H200."""
+    """Columns per program, slices of K, elements per slice, warps: the fastest measured on an H200."""
     if k <= 1024:
         columns = 32 if rows > 8 and n > k else 16
         return columns, 4, max(16, triton.next_power_of_2(k) // 4), 4
@@ -251,19 +251,19 @@ def _few_rows_shape(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
 
 
 def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile sizes, warps and pipeline stages: as measured fastest on an H200."""
+    """Tile sizes, warps and pipeline stages: the fastest measured on an H200."""
     if dtype == torch.float32:
         return 32, 32, 32, 4, 3
     if rows <= 32:
         return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
     if rows <= 128:
-        warps = 8 if n == 3 * k else 4  # attention starts beside it and spreads better then
+        warps = 8 if n == 3 * k else 4  # lets attention, which starts alongside, spread better
         return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, warps, 6)
     return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
 
 
 def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shape) -> Callable[..., Tensor]:
-    """The Triton kernel for up to ``SOME_ROWS`` rows, to be called as :func:`some_rows_linear_ref`.
+    """The Triton kernel for up to ``SOME_ROWS`` rows, called like :func:`some_rows_linear_ref`.
 
     All tensors are contiguous. shape: rows, n, k and dtype → tile sizes, warps and pipeline stages.
     """
@@ -287,6 +287,6 @@ def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shap
 
 
 def parts_of(rows: int, n: int, k: int) -> int:
-    """Ranges of K that keep more programs busy where the inputs are much wider than the outputs."""
+    """Ranges of K (split-K), to keep more programs busy where inputs are much wider than outputs."""
     parts = 4 if rows <= 32 or rows > 128 else 8
     return parts if k >= 2 * n and k % (64 * parts) == 0 else 1

@@ -1,7 +1,7 @@
-"""Counter-based random numbers: the noise of a draw is a function of seed, position and vocabulary index.
+"""Counter-based random numbers: a draw's noise is a function of seed, position and vocabulary index.
 
-No generator has a state to keep: a draw can be captured in a CUDA graph, and a preempted request that is
-computed again meets the same noise.
+There is no generator state: a draw can be captured in a CUDA graph, and a preempted request that is
+recomputed gets the same noise.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def philox4x32(
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, the specification: seeds ``[B]`` int64, positions ``[B]`` int → ``[B, V]`` fp32.
 
-    A row's noise depends on its own seed and position alone. Key: the seed's low and high word; counter:
+    A row's noise depends only on its own seed and position. Key: the seed's low and high word; counter:
     (vocabulary index, position, 0, 0); the first output word's upper 23 bits give a uniform number halfway
-    between multiples of 2**-23, so that neither logarithm meets 0 or 1: values from -2.8 to 16.6.
+    between multiples of 2**-23, so neither logarithm sees 0 or 1: values from -2.8 to 16.6.
     """
     column = torch.arange(vocab_size, device=seeds.device)  # [V]
     seeds, position = seeds[:, None], positions.long()[:, None]  # [B, 1]
@@ -76,9 +76,9 @@ def _gumbel_noise_kernel(
 
 
 def gumbel_noise_triton(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """:func:`gumbel_noise` in one kernel: the same random words, the last bits of the logarithms apart.
+    """:func:`gumbel_noise` in one kernel: the same random words; logarithms may differ in their last bits.
 
-    seeds and positions on the device where Triton runs, with any stride.
+    seeds and positions, with any stride, are on the device where Triton runs.
     """
     out = torch.empty(len(seeds), vocab_size, device=seeds.device)
     grid = (len(seeds), triton.cdiv(vocab_size, COLUMNS))

@@ -1,4 +1,4 @@
-"""What stands between a layer's products, one kernel each: embeddings; residual sum, bias and LayerNorm."""
+"""Kernels between a layer's products: embeddings; residual sum, bias and LayerNorm."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def add_norm_ref(
 ) -> Tensor:
     """The specification, in fp32 arithmetic: ``x += sum(delta) + bias`` in place, then ``layer_norm(x)``.
 
-    x ``[M, C]``; delta ``[P, M, C]``, the parts of a sum, with a bias; or None: then x stays, and bias is not
-    read; bias, scale and shift ``[C]`` → ``[M, C]`` of x's dtype. The norm is that of x as it is held, in its
-    dtype.
+    x ``[M, C]``; delta ``[P, M, C]``, partial sums, given together with bias; or None, and x is unchanged;
+    bias, scale and shift ``[C]`` → ``[M, C]`` of x's dtype. The norm is that of x as stored, in its dtype.
     """
     if delta is not None:
         x.copy_(x.float() + (delta.float().sum(dim=0) + cast(Tensor, bias).float()))
@@ -47,7 +46,7 @@ def _embed_kernel(
     ids_ptr, positions_ptr, tokens_ptr, places_ptr, out_ptr, id_stride, position_stride,
     C: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row a program."""
+    """One row per program."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
@@ -65,7 +64,7 @@ def _add_norm_kernel(
     x_ptr, delta_ptr, bias_ptr, scale_ptr, shift_ptr, out_ptr, eps, M,
     C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row a program."""
+    """One row per program."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
@@ -94,7 +93,7 @@ def _warps(width: int) -> int:
 
 
 def make_embed(dependent: int = False) -> Callable[..., Tensor]:
-    """The Triton kernel, to be called as :func:`embed_ref`; tables contiguous, ids and positions int32."""
+    """The Triton kernel, called like :func:`embed_ref`; tables contiguous, ids and positions int32."""
     launch = launch_options(dependent)
 
     def embed(*, ids, positions, tokens, places) -> Tensor:
@@ -112,7 +111,7 @@ def make_embed(dependent: int = False) -> Callable[..., Tensor]:
 
 
 def make_add_norm(dependent: int = False) -> Callable[..., Tensor]:
-    """The Triton kernel, to be called as :func:`add_norm_ref`; all tensors contiguous."""
+    """The Triton kernel, called like :func:`add_norm_ref`; all tensors contiguous."""
     launch = launch_options(dependent)
 
     def add_norm(*, x, delta=None, bias=None, scale, shift, eps) -> Tensor:

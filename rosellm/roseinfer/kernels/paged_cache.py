@@ -1,7 +1,7 @@
-"""What attention kernels are given, in few arguments: a layer's cache, new tokens, rows, and all sizes.
+"""The arguments of attention kernels in bundles: a layer's cache, new tokens, rows, and all sizes.
 
 A kernel gets the fields of :class:`NewTokens`, :class:`PagedCache` and :class:`Rows` as pointers and
-integers, and those of :class:`AttentionShape` as constants that it is compiled for.
+integers, and those of :class:`AttentionShape` as compile-time constants.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rosellm.triton_or_none import tl, triton
 
 
 class PagedCache(NamedTuple):
-    """Keys and values ``[N_BLOCKS, H_KV, BLOCK_SIZE, D]`` of a layer; stride: of blocks, in elements."""
+    """Keys and values ``[N_BLOCKS, H_KV, BLOCK_SIZE, D]`` of a layer; stride: between blocks, in elements."""
 
     k: Tensor
     v: Tensor
@@ -22,7 +22,7 @@ class PagedCache(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """q ``[N, H, D]``, k and v ``[N, H_KV, D]``; strides: of rows, in elements."""
+    """q ``[N, H, D]``, k and v ``[N, H_KV, D]``; strides: between rows, in elements."""
 
     q: Tensor
     k: Tensor
@@ -32,7 +32,7 @@ class NewTokens(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """Query heads, key heads, query heads a key head, head size, the power of two over it, block size."""
+    """Query heads, KV heads, query heads per KV head, head size, its next power of two, block size."""
 
     H: int
     H_KV: int
@@ -43,7 +43,7 @@ class AttentionShape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A decode step's sequences: block table ``[N, MAX_BLOCKS]``, tokens cached ``[N]``; strides of rows."""
+    """A decode step's sequences: block table ``[N, MAX_BLOCKS]``, cached tokens ``[N]``; row strides."""
 
     table: Tensor
     table_stride: int
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 def layer_arguments(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, smallest: int = 1
 ) -> tuple[NewTokens, PagedCache, AttentionShape]:
-    """Three arguments of a launch, from a layer's tensors; smallest: what D_PADDED is at least."""
+    """Three launch arguments from a layer's tensors; smallest: the minimum of D_PADDED."""
     _, n_heads, head_dim = q.shape
     _, n_kv_heads, block_size, _ = k_cache.shape
     padded = max(smallest, triton.next_power_of_2(head_dim))
@@ -64,13 +64,13 @@ def layer_arguments(
 
 
 def rows_of(block_table: Tensor, positions: Tensor) -> Rows:
-    """With the strides that the two have."""
+    """Both tensors with their row strides."""
     return Rows(block_table, block_table.stride(0), positions, positions.stride(0))
 
 
 @triton.jit
 def slot_offset(cache, block, slot, kv_head, shape: tl.constexpr):
-    """Where a token's key and value of a head lie, in elements."""
+    """Offset of a token's key and value of one head, in elements."""
     return block.to(tl.int64) * cache.stride + kv_head * shape.BLOCK_SIZE * shape.D + slot * shape.D
 
 
@@ -103,7 +103,7 @@ def append_token(cache, table_ptr, position, kv_head, k_new, v_new, shape: tl.co
 
 @triton.jit
 def load_query(new, row, head, scale, shape: tl.constexpr):
-    """A query ``[D]`` in fp32, scaled for a softmax to the base 2."""
+    """A query ``[D]`` in fp32, scaled for a base-2 softmax."""
     d = tl.arange(0, shape.D_PADDED)
     q = tl.load(new.q + row * new.q_stride + head * shape.D + d, mask=d < shape.D, other=0.0)
     return q.to(tl.float32) * (scale * 1.4426950408889634)

@@ -1,13 +1,12 @@
-"""Attention of many new tokens a sequence over a paged KV cache, packed without padding; writes their KV too.
+"""Prefill attention over a paged KV cache, packed without padding; it also writes the new tokens' KV.
 
-N new tokens of several sequences lie one after the other. A sequence has ``start`` tokens in the cache and
-brings ``count`` new ones (a chunk of its prompt, or all of it); each new token attends to the cached ones
-and, causally, to the new ones, whose keys and values are stored into the cache on the way. H query heads,
-H_kv key/value heads (H a multiple of H_kv), D head size; a layer's caches are
-``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``, and a row of the block table names the blocks of a sequence in order, new
-tokens included.
+N new tokens of several sequences are packed back to back. A sequence has ``start`` cached tokens and
+``count`` new ones (a chunk of its prompt, or all of it); each new token attends to the cached ones and,
+causally, to the new ones, whose keys and values are stored into the cache along the way. H query heads, H_kv
+key/value heads (H a multiple of H_kv), D head size; a layer's caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``,
+and a row of the block table lists the blocks of a sequence in order, those of new tokens included.
 
-The work is cut into tiles of consecutive new tokens of one sequence (:class:`Tiles`), made once a prefill.
+The work is cut into tiles of consecutive new tokens of one sequence (:class:`Tiles`), once per prefill.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from rosellm.roseinfer.kernels.paged_cache import layer_arguments, slot_offset
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
-BLOCK_M, BLOCK_N = 64, 64  # queries and keys of a tile
+BLOCK_M, BLOCK_N = 64, 64  # queries and keys per tile
 NUM_WARPS, NUM_STAGES = 4, 3
 FP32_BLOCK_N, FP32_NUM_WARPS, FP32_NUM_STAGES = 16, 8, 1  # products in registers, which 64 keys would spill
-SMALLEST_DOT = 16  # of each side of a matrix product in Triton
+SMALLEST_DOT = 16  # of each dimension of a Triton matrix product
 LOG2_E = math.log2(math.e)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -38,7 +37,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 class Tiles:
     """The programs of one prefill: ``columns`` is :func:`tile_columns` on the device, ``size`` its tile size.
 
-    The rows of ``columns`` may be strided; a tile of no rows does nothing.
+    The rows of ``columns`` may be strided; an empty tile does nothing.
     """
 
     columns: Tensor
@@ -48,10 +47,10 @@ class Tiles:
 def tile_columns(starts, counts, rows, tile_size: int) -> np.ndarray:
     """Cut sequences into tiles of at most ``tile_size`` new tokens → ``[6, n_tiles]`` int32, on the host.
 
-    starts and counts: tokens cached and tokens new, one integer a sequence, in packed order; rows: their rows
-    of the block table, None for 0, 1, 2 … A tile's six numbers: its first packed row, its number of rows, the
+    starts and counts: cached and new tokens, one integer per sequence, in packed order; rows: their rows of
+    the block table, None for 0, 1, 2 … A tile's six numbers: its first packed row, its number of rows, the
     position of its first token in the sequence, the sequence's first packed row, its start, its table row.
-    Tiles that attend to more tokens come first, so that no long one is left running at the end.
+    Tiles that attend to more tokens come first, so that no long tile is left running at the end.
     """
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     rows = np.arange(len(counts)) if rows is None else np.asarray(rows, np.int64)
@@ -133,10 +132,10 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float)
 
 @triton.jit
 def _absorb(scores, v, m_i, l_i, acc, scale_log2):
-    """Online softmax (Milakov & Gimelshein 2018) over one more tile of keys, to the base 2.
+    """One more tile of keys in the online softmax (Milakov & Gimelshein 2018), in base 2.
 
-    scores ``[BLOCK_M, BLOCK_N]`` fp32, not yet scaled, v ``[BLOCK_N, D]``; m_i and l_i ``[BLOCK_M]``,
-    acc ``[BLOCK_M, D]``: largest scaled score, sum of weights and weighted sum of values so far.
+    scores ``[BLOCK_M, BLOCK_N]`` fp32, unscaled, v ``[BLOCK_N, D]``; m_i and l_i ``[BLOCK_M]``, acc
+    ``[BLOCK_M, D]``: running maximum of scaled scores, sum of weights and weighted sum of values.
     """
     m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale_log2)
     p = tl.exp2(scores * scale_log2 - m_new[:, None])
@@ -153,10 +152,10 @@ def _prefill_attention_kernel(
     out_ptr, new, cache, table_ptr, table_stride, tiles_ptr, tiles_stride, scale_log2,
     shape: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One program a (tile, query head): cached prefix, new tokens before the tile, the tile itself.
+    """One program per (tile, query head): cached prefix, new tokens before the tile, the tile itself.
 
-    The first query head of a group stores the tile's keys and values. The tile itself is one round or few:
-    stages of its own would only cost registers.
+    The first query head of a group stores the tile's keys and values. The loop over the tile itself has few
+    iterations: pipelining it would only cost registers.
     """
     D_PADDED: tl.constexpr = shape.D_PADDED
     tile = tl.program_id(0) // shape.H
@@ -225,16 +224,16 @@ def _prefill_attention_kernel(
 def make_prefill_attention(
     block_m: int = BLOCK_M, block_n: int = BLOCK_N, num_warps: int = NUM_WARPS, num_stages: int = NUM_STAGES
 ) -> Callable[..., Tensor]:
-    """Flash attention (Dao et al. 2022) in Triton, to be called as :func:`prefill_attention_ref`.
+    """FlashAttention (Dao et al. 2022, arXiv:2205.14135), called like :func:`prefill_attention_ref`.
 
-    Tiles of ``block_m`` queries (the tiles' ``size``) meet tiles of ``block_n`` keys; both are powers of two
-    from 16 on, block_m a multiple of block_n.
+    Each program multiplies ``block_m`` queries (``Tiles.size``) with tiles of ``block_n`` keys; both are
+    powers of two, 16 or more, block_m a multiple of block_n.
 
     Caches and out are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided,
     ``[H, D]`` contiguous, k_new and v_new alike); block_table rows are contiguous; all of one dtype; scale is
-    positive. No two new tokens may share a slot, and no new token a slot of a prefix that is read. Nothing is
-    said of the order in which slots are written: programs read new tokens from k_new and v_new only.
-    Products of fp16 and bf16 run on tensor cores, those of fp32 in full fp32, the softmax always in fp32.
+    positive. No two new tokens may share a slot, and no new token a slot of a prefix that is read. Slots are
+    written in no particular order: programs read new tokens from k_new and v_new only. Products of fp16 and
+    bf16 run on tensor cores, those of fp32 in full fp32; the softmax is always fp32.
     """
     if block_n < SMALLEST_DOT or block_m % block_n:
         raise OptionError(
@@ -260,7 +259,7 @@ def make_prefill_attention(
 
 
 def _dot_dtype(q: Tensor):
-    """What matrix products multiply; fp32 in Triton's interpreter, which gets products of bf16 wrong."""
+    """Operand dtype of matrix products; fp32 in Triton's interpreter, which gets bf16 products wrong."""
     return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
 
 

@@ -1,8 +1,8 @@
-"""Attention that appends, each context cut into ranges that programs of their own attend to.
+"""Attention that appends, with each context split into ranges for separate programs (flash-decoding).
 
-For few sequences with long contexts: one program a (sequence, head) leaves most of a GPU idle. Each range
-gives a partial result; a second kernel combines them (flash-decoding: Dao, Haziza, Massa & Sizov 2023). The
-length of a range follows from the context, which the device reads, so one captured launch serves all lengths.
+For few sequences with long contexts: one program per (sequence, head) leaves most of a GPU idle. Each range
+gives a partial result; a second kernel combines them (Dao, Haziza, Massa & Sizov 2023). The length of a range
+follows from the context length, which is read on the device, so one captured launch serves all lengths.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ WARPS = 4
 
 
 def is_worth_splitting(rows: int, longest: int) -> bool:
-    """Whether ranges pay, ``longest`` being the longest context in tokens: as measured on an H200."""
+    """Whether splitting pays, ``longest`` being the longest context in tokens: as measured on an H200."""
     return rows <= SPLIT_ROWS and longest >= SPLIT_CONTEXT
 
 
 def num_splits_for(rows: int) -> int:
-    """Ranges of each context, a power of two: as measured fastest on an H200."""
+    """Ranges per context, a power of two: the fastest measured on an H200."""
     return 8 if rows <= 2 else 4
 
 
 @triton.jit
 def range_of(split, context_len, NUM_SPLITS: tl.constexpr, TILE: tl.constexpr):
-    """First and last token (exclusive) of a range: as many tiles each, fewer or none in the last ones."""
+    """First and last token (exclusive) of a range: equal numbers of tiles, fewer or none in the last."""
     size = tl.cdiv(tl.cdiv(context_len, NUM_SPLITS), TILE) * TILE
     first = split * size
     return first, tl.minimum(first + size, context_len)
@@ -55,9 +55,9 @@ def _split_attend_kernel(
     partial, new, cache, rows, scale,
     shape: tl.constexpr, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, query head, range); an empty range's partial result is neutral.
+    """One program per (sequence, query head, range); an empty range's partial result is neutral.
 
-    The first range begins with the new token; there, the first head of each group writes its key and value.
+    The first range starts with the new token; there, the first head of each group writes its key and value.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -92,7 +92,7 @@ def _split_attend_kernel(
 def _combine_kernel(
     out_ptr, partial, rows, shape: tl.constexpr, NUM_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """One program a (sequence, query head): the weighted mean of its ranges' partial results."""
+    """One program per (sequence, query head): the weighted mean of its ranges' partial results."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, shape.D_PADDED)
@@ -113,7 +113,7 @@ def _combine_kernel(
 
 
 class PartialSoftmax(NamedTuple):
-    """Results of ranges, fp32: maximum and sum ``[B, H, NUM_SPLITS]``, accumulator ``[…, D]``."""
+    """Partial results of the ranges, fp32: maximum and sum ``[B, H, NUM_SPLITS]``, accumulator ``[…, D]``."""
 
     m_i: Tensor
     l_i: Tensor
@@ -123,9 +123,9 @@ class PartialSoftmax(NamedTuple):
 def make_split_append_and_attend(
     num_splits_for: Callable[[int], int] = num_splits_for, dependent: int = False
 ) -> Callable[..., Tensor]:
-    """Two Triton kernels, to be called as ``attention.append_and_attend_ref``, with its contract.
+    """Two Triton kernels, called like ``attention.append_and_attend_ref``, with the same contract.
 
-    num_splits_for: rows → ranges of each context, a power of two.
+    num_splits_for: rows → ranges per context, a power of two.
     """
     launch = launch_options(dependent)
 

@@ -1,7 +1,7 @@
-"""The device functions an engine calls, as one value: Triton kernels, or their torch twins.
+"""The device functions that an engine calls, as one value: Triton kernels, or their torch versions.
 
-Triton runs on a GPU, and in its interpreter on a CPU (for tests: about a millisecond a program). The torch
-twins run anywhere and are what an engine on a CPU uses.
+Triton runs on a GPU, and in its interpreter on a CPU (for tests: about a millisecond per program). The torch
+versions run anywhere and are what an engine on a CPU uses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rosellm.roseinfer.kernels import advance, attention, head, linear, noise, n
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
 
-# What each Triton kernel is for, by its name in a profile.
+# The role of each Triton kernel, by its name in a profile.
 SOURCES = (paged, kv, advance, attention, head, linear, noise, norm, prefill, split)
 ROLES = {name: role for source in SOURCES for name, role in source.ROLES.items()}
 
@@ -44,7 +44,7 @@ class Kernels:
 
 
 def triton_kernels(dependent: int) -> Kernels:
-    """``dependent``: the kernels of the GPU-resident step are launched programmatically dependent."""
+    """``dependent``: whether the GPU-resident step's kernels use programmatic dependent launch, and how."""
     return Kernels(
         "triton",
         paged.paged_attention_decode,
@@ -100,7 +100,7 @@ def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Ke
         raise RecipeError(NO_TRITON)
     if device.type == "cpu" and torch.cuda.is_available():
         raise RecipeError(
-            "kernels='triton' on device 'cpu' needs TRITON_INTERPRET=1 and no GPU in sight; "
+            "kernels='triton' on device 'cpu' needs TRITON_INTERPRET=1 and no visible GPU; "
             "use kernels='torch'"
         )
     if launch == "dependent" and device.type == "cuda":
@@ -112,6 +112,6 @@ def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Ke
 
 
 def _first_configuration(run: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
-    """In the interpreter every launch configuration costs the same, so none needs timing."""
+    """In the interpreter all launch configurations cost the same, so none is timed."""
     run()
     return [1.0] * len(quantiles)
