@@ -1,1 +1,1 @@
-"""What runs between token ids and tokens."""
+"""From token ids to next tokens: layers, attention, matrix products, token selection."""

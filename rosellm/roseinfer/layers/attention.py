@@ -1,4 +1,4 @@
-"""Attention of a GPU-resident step, over the paged cache: it also appends."""
+"""Attention of a GPU-resident step over the paged cache, including the append."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ SPLIT = "split"
 
 
 class Binder(ABC):
-    """Attention over the cache that also appends, for the rows of a state."""
+    """Binds attention over the cache, which also appends, to the rows of a state."""
 
     def __init__(self, kernels: Kernels, blocks: KVBlockManager) -> None:
         self.kernels, self.blocks = kernels, blocks
 
     def variant(self, rows: int, longest: int) -> str:
-        """Which kernels serve ``rows`` of at most ``longest`` cached tokens; each is captured apart."""
-        return ""  # one for all
+        """The kernel variant for ``rows`` of at most ``longest`` cached tokens; each has its own graphs."""
+        return ""  # a single variant
 
     @abstractmethod
     def __call__(self, state: DeviceState, variant: str) -> Attend: ...
 
 
 class AppendThenAttend(Binder):
-    """Two kernels a layer: the new keys and values into their slots, then paged attention."""
+    """Two kernels per layer: one stores the new keys and values, the other is paged attention."""
 
     def __call__(self, state: DeviceState, variant: str) -> Attend:
         kernels, blocks = self.kernels, self.blocks
@@ -61,7 +61,7 @@ class AppendThenAttend(Binder):
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """An ``Attend`` by a kernel that also appends, and all that it reads besides a layer's q, k and v."""
+    """An ``Attend`` by a kernel that also appends, with all its inputs besides a layer's q, k and v."""
 
     kernel: Callable[..., Tensor]
     tile: int
@@ -83,7 +83,7 @@ class PagedAttention:
 
 
 class AppendAndAttend(Binder):
-    """One kernel a layer does both; its tile fits the longest context."""
+    """One kernel per layer does both; its tile fits the longest context."""
 
     def variant(self, rows: int, longest: int) -> str:
         """The tile, in tokens."""
@@ -94,7 +94,7 @@ class AppendAndAttend(Binder):
 
 
 class TorchAppendAndAttend(Binder):
-    """The torch twin of these kernels; where tokens lie is worked out once a step, not once a layer."""
+    """The torch version; token locations are computed once per step, not once per layer."""
 
     def __call__(self, state: DeviceState, variant: str) -> Attend:
         blocks = self.blocks
@@ -107,7 +107,7 @@ class TorchAppendAndAttend(Binder):
 
 
 class SplitAppendAndAttend(AppendAndAttend):
-    """The same, but few sequences with long contexts are attended to in ranges (``kernels.split``)."""
+    """The same, but few sequences with long contexts are split into ranges (``kernels.split``)."""
 
     def variant(self, rows: int, longest: int) -> str:
         """SPLIT, or the tile, in tokens."""
@@ -119,7 +119,7 @@ class SplitAppendAndAttend(AppendAndAttend):
         return PagedAttention(self.kernels.split_append_and_attend, SPLIT_TILE, self.blocks, state)
 
 
-# By a recipe's attention and append.
+# By a recipe's attention and append fields.
 BINDERS: dict[tuple[str, str], Callable[[Kernels, KVBlockManager], Binder]] = {
     ("paged", "identity_pos"): AppendThenAttend,
     ("paged", "fused"): AppendAndAttend,

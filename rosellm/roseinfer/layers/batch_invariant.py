@@ -1,14 +1,14 @@
 """Batch invariance: a request's logits are bitwise the same whatever shares its batch.
 
-Sums of floating-point numbers depend on their order, and the fastest order depends on how many rows there
-are: another tile, other ranges of K, a kernel of its own for few rows. Here every sum has one order (He et
-al. 2025, "Defeating nondeterminism in LLM inference"): a product's K is cut into the same ranges for any
-number of rows, attention reads keys in tiles that begin at multiples of ``ALIGNMENT`` from the sequence's
-first token, and what a prefill has computed is never computed by a decode step, nor the other way round
-(``Sequence.replays``). Tiles may differ in how many rows and columns they hold: that moves no addition.
+Floating-point sums depend on their order, and the fastest order depends on the number of rows: another tile,
+other ranges of K, a separate kernel for few rows. Here every sum has a fixed order (He et al. 2025,
+"Defeating nondeterminism in LLM inference"): a product's K is cut into the same ranges for any number of
+rows, attention reads keys in tiles that begin at multiples of ``ALIGNMENT`` from the sequence's first token,
+and what a prefill has computed is never recomputed by a decode step, nor vice versa (``Sequence.replays``).
+Tiles may differ in their numbers of rows and columns: that reorders no sum.
 
-On a GPU these are the usual kernels at chosen sizes. On a CPU the torch twins below take rows in groups of
-one size; slow, and the same on any machine that runs them.
+On a GPU these are the usual kernels at fixed sizes. On a CPU the torch versions below process rows in groups
+of one size: slow, but with the same result on any machine that runs them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChoos
 from rosellm.roseinfer.layers.fused import FusedLayers, Layers
 from rosellm.roseinfer.layers.products import LayerWeights, SomeRowsProducts
 
-ALIGNMENT = BLOCK_M  # tokens; chunks of prompts and cached prefixes end at multiples of it
+ALIGNMENT = BLOCK_M  # tokens; prompt chunks and cached prefixes end at multiples of it
 DECODE_TILE, DECODE_WARPS = 32, 1
-DECODE_PARTS, PARTS_FROM = 4, 2  # ranges of K, where the inputs are that many times wider than the outputs
-GROUP = 16  # rows that a CPU's product takes at a time
+DECODE_PARTS, PARTS_FROM = 4, 2  # ranges of K, if inputs are that many times wider than outputs
+GROUP = 16  # rows per product on a CPU
 
 
 def linear_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     """Tile sizes, warps and pipeline stages of a product: the same matrix instruction for any number of rows.
 
-    Which takes 64 rows of a 16-bit type and adds 16 products at a time, in order of k.
+    It takes 64 rows of a 16-bit type and adds 16 products at a time, in order of k.
     """
     if dtype == torch.float32:
         return 32, 32, 32, 4, 3
@@ -66,18 +66,18 @@ def decode_parts(rows: int, n: int, k: int) -> int:
 
 
 def whole(rows: int, n: int, k: int) -> int:
-    """A prefill has rows enough; its K is not cut."""
+    """A prefill has enough rows; its K is not split."""
     return 1
 
 
 def linear_by_groups(*, x: Tensor, **arguments) -> Tensor:
-    """``linear.some_rows_linear_ref``, ``GROUP`` rows at a time, the last ones padded with zeros."""
+    """``linear.some_rows_linear_ref``, ``GROUP`` rows at a time, the last ones zero-padded."""
     groups = F.pad(x, (0, 0, 0, -len(x) % GROUP)).split(GROUP)
     return torch.cat([some_rows_linear_ref(x=rows, **arguments) for rows in groups], dim=-2)[..., : len(x), :]
 
 
 def append_and_attend_by_rows(*, q, k_new, v_new, block_table, positions, **arguments) -> Tensor:
-    """``attention.append_and_attend_ref``, one row at a time, with no more blocks than it has."""
+    """``attention.append_and_attend_ref``, one row at a time, reading only the blocks it has."""
     block_size = arguments["k_cache_layer"].shape[2]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row, position in enumerate(positions.tolist()):
@@ -91,7 +91,7 @@ def append_and_attend_by_rows(*, q, k_new, v_new, block_table, positions, **argu
 
 
 def prefill_attention_by_tokens(*, q, k_new, v_new, tiles, **arguments) -> Tensor:
-    """``prefill_attention.prefill_attention_ref``, one token at a time."""
+    """``prefill.prefill_attention_ref``, one token at a time."""
     out = q.new_empty(q.shape)
     order = sorted(tiles.columns.T.tolist(), key=lambda tile: tile[0])
     for first, n_rows, position, *_, table_row in order:
@@ -104,12 +104,12 @@ def prefill_attention_by_tokens(*, q, k_new, v_new, tiles, **arguments) -> Tenso
 
 
 def _copied(own: slice, **new: Tensor) -> dict[str, Any]:
-    """These rows of a step's new tokens, laid out as if they came alone."""
+    """These rows of a step's new tokens, laid out as if they were alone in the batch."""
     return {name: rows[own].clone() for name, rows in new.items()}
 
 
 def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
-    """The same kernels, each with one order of its sums."""
+    """The same kernels, each with a fixed summation order."""
     if kernels.name == "torch":
         return replace(
             kernels,
@@ -129,7 +129,7 @@ class InvariantAppendAndAttend(AppendAndAttend):
     """One tile for any batch and context."""
 
     def variant(self, rows: int, longest: int) -> str:
-        """One for all."""
+        """A single variant."""
         return ""
 
     def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
@@ -137,7 +137,7 @@ class InvariantAppendAndAttend(AppendAndAttend):
 
 
 class InvariantChooser(FusedChooser):
-    """Full logits, too, are made by the kernel whose sums have one order."""
+    """Full logits, too, come from the kernel with a fixed summation order."""
 
     def __init__(self, model: GPT, kernels: Kernels) -> None:
         super().__init__(model, kernels)
@@ -157,7 +157,7 @@ def invariant_chooser(model: GPT, kernels: Kernels) -> Chooser:
 
 
 def invariant_layers(model: GPT, kernels: Kernels) -> tuple[Callable[[int], Layers], Callable[[int], Layers]]:
-    """Number of rows → layers, of decode steps and of prefills."""
+    """Number of rows → layers, for decode steps and for prefills."""
     weights = [LayerWeights.of(block) for block in model.blocks]
     decode, prefill = (
         FusedLayers(model, SomeRowsProducts(weights, kernels, parts), kernels)

@@ -1,4 +1,4 @@
-"""The choice of the next tokens on the device: final hidden states → tokens."""
+"""Choosing the next tokens on the device: final hidden states → tokens."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ ALIGNMENT = 64
 
 
 class Chooser(Protocol):
-    """Final hidden states ``[n, C]`` → the next tokens, with all that is random on the device."""
+    """Final hidden states ``[n, C]`` → the next tokens, with all randomness on the device."""
 
     def mode(self, params: list[SamplingParams]) -> str:
-        """Which way of choosing serves these requests; a step is captured for each."""
+        """The mode that serves these requests; a step is captured for each."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[n, V]``."""
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
-        """Values and indices as ``advance.advance`` takes them; the state's rows are those of hidden."""
+        """Values and indices as ``advance.advance`` takes them; the state's rows match those of hidden."""
 
 
 class LogitsChooser:
-    """All logits, then an argmax; or a draw, where any request is not greedy."""
+    """All logits, then an argmax, or a draw if any request is not greedy."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor], noise: Callable[..., Tensor]) -> None:
         self.logits, self.noise = logits, noise
@@ -49,11 +49,11 @@ class LogitsChooser:
 
 
 class FusedChooser:
-    """The head's product keeps the best token only; full logits just for rows whose top-k or top-p need them.
+    """The head's product keeps only the best token; rows with top-k or top-p get full logits.
 
-    How a row's token is chosen depends on its own request, not on who shares the batch. Full logits come from
-    a copy of the head whose vocabulary is padded to a multiple of ``ALIGNMENT``: the odd row length of
-    GPT-2's logits costs the GEMM its aligned stores.
+    How a row's token is chosen depends on its own request, not on its batch. Full logits come from a copy of
+    the head whose vocabulary is padded to a multiple of ``ALIGNMENT``: with the odd row length of GPT-2's
+    logits the GEMM could not use aligned stores.
     """
 
     def __init__(self, model: GPT, kernels: Kernels) -> None:
@@ -83,13 +83,13 @@ class FusedChooser:
             return values, indices
         filtered = (state.temperatures > 0) & ((state.top_k > 0) | (state.top_p < 1))  # [n]
         tokens = draw_for(state, self.logits(hidden), self.noise)[:, None]
-        only = torch.where(filtered[:, None], 0.0, -math.inf)  # the value of a column more, for those rows
+        only = torch.where(filtered[:, None], 0.0, -math.inf)  # makes those rows take the extra column
         values = torch.where(filtered[:, None], -math.inf, values)
         return torch.cat((values, only), dim=1), torch.cat((indices, tokens), dim=1)
 
 
 def draw_for(state: DeviceState, logits: Tensor, noise: Callable[..., Tensor]) -> Tensor:
-    """``sampler.draw`` with the requests' settings as the device keeps them; ``[n]`` int32."""
+    """``sampler.draw`` with the requests' settings from the device state; ``[n]`` int32."""
     positions = state.positions + 1  # of the tokens drawn
     return draw(logits, state.temperatures, state.top_k, state.top_p, state.seeds, positions, noise)
 

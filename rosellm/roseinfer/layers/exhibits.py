@@ -1,4 +1,4 @@
-"""Exhibits: variants that lose everywhere. They stand beside their notebooks, and an engine can load them."""
+"""Exhibits: variants that are slower everywhere, kept beside their notebooks; an engine can load them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load_exhibit(name: str) -> ModuleType:
         path = EXHIBITS / f"{name}.py"
         spec = spec_from_file_location(qualified, path)
         if not path.is_file() or spec is None or spec.loader is None:
-            raise RecipeError(f"the exhibit {name!r} comes with a checkout of RoseLLM only; no file {path}")
+            raise RecipeError(f"the exhibit {name!r} needs a checkout of RoseLLM; there is no file {path}")
         sys.modules[qualified] = module = module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[qualified]

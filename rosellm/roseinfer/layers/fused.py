@@ -1,9 +1,8 @@
-"""The model between token ids and the final hidden states, as a decode step runs it: plain, or with fused
-kernels.
+"""The model from token ids to final hidden states, as a decode step runs it: plain or with fused kernels.
 
-Each variant is called as the model is, with ids and positions ``[N]`` int32 (a negative position marks an
-inert row) and an ``Attend``, and gives the normalised hidden states ``[N, C]``. Weights are transformed from
-outside; the model stays as it is.
+Each variant is called like the model, with ids and positions ``[N]`` int32 (a negative position marks an
+inert row) and an ``Attend``, and returns the normalised hidden states ``[N, C]``. Variants transform copies
+of the weights; the model is unchanged.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class FusedLayers:
 
 
 class FewRowsLayers:
-    """Five kernels a layer: the norms, GELU and residual sums are parts of the products."""
+    """Five kernels per layer: the norms, GELU and residual sums are fused into the products."""
 
     def __init__(self, model: GPT, weights: list[LayerWeights], kernels: Kernels) -> None:
         self.model, self.weights = model, weights

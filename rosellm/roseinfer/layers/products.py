@@ -1,4 +1,4 @@
-"""The four products of each layer: by the vendor's library, packed for oneDNN, or by kernels for few rows."""
+"""The four products of each layer: by the vendor's library, packed for oneDNN, or by few-rows kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Norms = list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
 
 
 class Products(Protocol):
-    """The four products of each layer. ``norms[layer]`` are scale and shift of its two norms."""
+    """The four products of each layer. ``norms[layer]``: scale and shift of its two norms."""
 
     norms: Norms
 
@@ -27,13 +27,13 @@ class Products(Protocol):
         """``[N, C]`` → ``[N, (H + 2 H_kv) D]``, with bias."""
 
     def out(self, layer: int, x: Tensor) -> Tensor:
-        """``[N, C]`` → parts of a sum without bias, ``[P, N, C]``."""
+        """``[N, C]`` → partial sums without bias, ``[P, N, C]``."""
 
     def up(self, layer: int, x: Tensor) -> Tensor:
         """``[N, C]`` → ``[N, F]``, with bias and GELU."""
 
     def down(self, layer: int, x: Tensor) -> Tensor:
-        """``[N, F]`` → parts of a sum without bias, ``[P, N, C]``."""
+        """``[N, F]`` → partial sums without bias, ``[P, N, C]``."""
 
 
 class LibraryProducts:
@@ -59,17 +59,17 @@ class LibraryProducts:
 
 
 def activation_apart(projection: Projection, x: Tensor) -> Tensor:
-    """GELU as an operator of its own."""
+    """GELU as a separate operator."""
     return F.gelu(projection(x), approximate="tanh")
 
 
 def activation_in_epilogue(projection: Projection, x: Tensor) -> Tensor:
-    """GELU in the GEMM's epilogue (cuBLASLt computes the tanh form). On a GPU only."""
+    """GELU in the GEMM's epilogue (cuBLASLt computes the tanh form); GPU only."""
     return torch._addmm_activation(projection.bias, x, projection.weight, use_gelu=True)
 
 
 class PackedProducts:
-    """On a CPU: weights packed once for oneDNN, whose products read them in the order they lie in."""
+    """On a CPU: weights packed once into oneDNN's layout, which its products read in order."""
 
     def __init__(self, model: GPT) -> None:
         library = LibraryProducts(model, activation_apart)
@@ -93,7 +93,7 @@ class PackedProducts:
 
 
 def can_pack(model: GPT) -> bool:
-    """Whether oneDNN can take packed copies of the model's weights."""
+    """Whether oneDNN can pack the model's weights."""
     fits = model.device.type == "cpu" and model.dtype == torch.float32
     return fits and torch.backends.mkldnn.is_available()
 
@@ -105,7 +105,7 @@ def packed_head(model: GPT) -> Callable[[Tensor], Tensor]:
 
 
 def _packed(weight: Tensor) -> Tensor:
-    """A ``[K, N]`` weight in oneDNN's own order."""
+    """A ``[K, N]`` weight in oneDNN's layout."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
 
 
@@ -129,7 +129,7 @@ class RowWeights:
 
     @classmethod
     def folded(cls, projection: Projection, norm: torch.nn.LayerNorm) -> RowWeights:
-        """With the scale and shift of the norm before it folded in."""
+        """With the scale and shift of the preceding norm folded in."""
         weight, bias = fold_norm(projection.weight.t(), projection.bias, norm.weight, norm.bias)
         return cls(weight, bias, weight.float().sum(dim=1))
 
@@ -154,7 +154,7 @@ class LayerWeights:
 
 
 class SomeRowsProducts:
-    """Tiles of ``linear.some_rows_linear``; the wide inputs of ``down`` in parts."""
+    """``linear.some_rows_linear`` for all; ``down``, whose inputs are wide, is split along K."""
 
     def __init__(self, weights: list[LayerWeights], kernels: Kernels, parts_of: Parts = parts_of) -> None:
         self.weights, self.linear, self.parts_of = weights, kernels.some_rows_linear, parts_of

@@ -19,11 +19,11 @@ Noise = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def allowed_log_probs(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Log-probabilities after temperature, top-k and top-p: ``[B, V]`` → ``[B, V]``, −inf where ruled out.
+    """Log-probabilities after temperature, top-k and top-p: ``[B, V]`` → ``[B, V]``, −inf where excluded.
 
-    temperature, top_k, top_p ``[B]``; the likeliest token always stays, and of equals the first. Subtracting
-    a row's maximum before the division changes no probability, and keeps +inf out however small the
-    temperature; one beyond float32 counts as its largest number.
+    temperature, top_k, top_p ``[B]``; the most likely token always stays, the first of equals. Subtracting a
+    row's maximum before dividing changes no probability and avoids +inf at small temperatures; a temperature
+    beyond float32 is clamped to its largest number.
     """
     below_best = logits.float() - logits.amax(dim=-1, keepdim=True).float()
     scaled = below_best / temperature[:, None].clamp(FLOAT32.tiny, FLOAT32.max)
@@ -48,11 +48,11 @@ def draw(
 ) -> Tensor:
     """The next token of every row: logits ``[B, V]`` → ``[B]`` int32; nothing waits for the host.
 
-    temperature, top_p ``[B]`` float32, top_k ``[B]`` int, seeds ``[B]`` int64; positions ``[B]`` int, the
-    index that the new token will have in its sequence. At temperature 0, which is also what float32 makes of
-    anything below 1e-45, the largest raw logit wins, the first of equals. Otherwise the Gumbel-max trick
-    (Gumbel 1954): the argmax of log-probabilities plus noise is a draw. ``NOT_FINITE`` for a row that gives
-    no probabilities: with NaN, with +inf, or all −inf.
+    temperature, top_p ``[B]`` float32, top_k ``[B]`` int, seeds ``[B]`` int64; positions ``[B]`` int, the new
+    token's index in its sequence. At temperature 0 (to which float32 rounds anything below 1e-45) the largest
+    raw logit wins, the first of equals. Otherwise the Gumbel-max trick (Gumbel 1954): the argmax of
+    log-probabilities plus noise is a draw. ``NOT_FINITE`` for a row without probabilities: with NaN, with
+    +inf, or all −inf.
     """
     best, likeliest = logits.max(dim=-1)
     log_probs = allowed_log_probs(logits, temperature, top_k, top_p)
@@ -61,7 +61,7 @@ def draw(
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The greedy choice of every row, as :func:`draw` makes it: logits ``[B, V]`` → ``[B]`` int32."""
+    """The greedy choice of every row, as in :func:`draw`: logits ``[B, V]`` → ``[B]`` int32."""
     return _finite(*logits.max(dim=-1)).int()
 
 
@@ -71,16 +71,16 @@ def _finite(best: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Sampler:
-    """Next tokens for a batch: one argmax; rows that are not greedy are drawn with their requests' own noise.
+    """Next tokens for a batch: one argmax; rows that are not greedy are drawn with their request's own noise.
 
-    noise: :func:`noise.gumbel_noise` or its Triton twin.
+    noise: :func:`noise.gumbel_noise` or its Triton version.
     """
 
     def __init__(self, noise: Noise = gumbel_noise) -> None:
         self.noise = noise
 
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """logits ``[B, V]`` → B token ids, ``NOT_FINITE`` for a row whose logits give no probabilities."""
+        """logits ``[B, V]`` → B token ids, ``NOT_FINITE`` for a row without probabilities."""
         tokens = _finite(*logits.max(dim=-1))
         sampled = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
         if sampled:
