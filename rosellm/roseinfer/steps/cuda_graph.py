@@ -1,4 +1,4 @@
-"""CUDA graphs: what batch sizes are captured, in what memory, and how."""
+"""CUDA graphs: which batch sizes are captured, in what memory, and how."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def batch_bucket(batch: int) -> int:
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One for all captures: cuBLAS keeps 32 MiB for each stream that it was ever called on."""
+    """One stream for all captures: cuBLAS keeps 32 MiB for each stream that it was ever called on."""
     return torch.cuda.Stream()
 
 
 def graph_pool(device: torch.device) -> GraphPool | None:
-    """Memory that the graphs of one engine share; None on a CPU.
+    """Memory shared by the graphs of one engine; None on a CPU.
 
-    They run one after the other: a graph's outputs stay its own, what it needs in between may be another's.
+    Graphs run one after the other: each keeps its own outputs, but may reuse another's intermediates.
     """
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -39,10 +39,10 @@ def graph_pool(device: torch.device) -> GraphPool | None:
 def record_graph(
     run: Callable[[], T], warm_up: Callable[[], object] | None = None, pool: GraphPool | None = None
 ) -> Callable[[], T]:
-    """A CUDA graph of ``run``: each call replays it and gives the tensors that it was captured with.
+    """A CUDA graph of ``run``: each call replays it and returns the tensors it was captured with.
 
-    Kernels are compiled and tuned, and memory allocated, by two runs of ``warm_up``, None for ``run`` itself,
-    before anything is recorded. Only what this thread calls can spoil the capture; others go on as they like.
+    Before capture, two runs of ``warm_up`` (None: of ``run``) compile and tune kernels and allocate memory.
+    Only calls from this thread can invalidate the capture; other threads are not restricted.
     """
     side = _capture_stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -24,10 +24,10 @@ from rosellm.roseinfer.steps.step import STEP_RANGE, commit_tokens
 
 
 def dense_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> Tensor:
-    """What to add to the scores so that padding is not seen: ``[B, max_context + 1]``.
+    """The penalty added to the scores to hide padding: ``[B, max_context + 1]``.
 
     0 for real tokens, else the lowest number; made by ``arange``, a comparison with the lengths, a column of
-    ones for the new token, a cast, and the turn into a penalty.
+    ones for the new token, a cast, and the conversion into a penalty.
     """
     positions = torch.arange(max_context, device=context_lens.device)
     held = positions[None, :] < context_lens[:, None]  # [B, max_context]
@@ -45,9 +45,9 @@ MASKS = {"dense": dense_mask, "none": no_mask}
 
 @dataclass(eq=False)
 class HostStep:
-    """Decode for a batch of sequences, each with one token not cached yet; every part chosen beforehand.
+    """Decode for a batch of sequences, each with one token not cached yet; all variants are chosen upfront.
 
-    A step has ended, and its tokens are committed, when ``begin_prefill`` or ``begin_decode`` returns.
+    When ``begin_prefill`` or ``begin_decode`` returns, the step has ended and its tokens are committed.
     """
 
     blocks: KVBlockManager
@@ -91,7 +91,7 @@ class HostStep:
         """See :class:`Step`; nothing is kept of a sequence."""
 
     def warm_up(self, rows: int | None = None) -> None:
-        """See :class:`Step`; graphs are captured at their first use."""
+        """See :class:`Step`; graphs are captured at first use."""
 
     def last_logits(self) -> Tensor:
         """See :class:`Step`."""
@@ -101,9 +101,9 @@ class HostStep:
 
     @torch.inference_mode()
     def __call__(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """One token more for every sequence: its block lists, cached length and tokens are updated.
+        """Advance every sequence by one token: its block lists, cached length and tokens are updated.
 
-        See :func:`commit_tokens` for what is returned.
+        Returns what :func:`commit_tokens` returns.
         """
         with record_function(STEP_RANGE):
             slots, block_ids = self._reserve(sequences)

@@ -1,4 +1,4 @@
-"""Steps that the device has yet to end, and the tokens that come out of them."""
+"""Steps that the device has not finished, and the tokens they produce."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rosellm.roseinfer.steps.step import commit_tokens
 
 
 class Clock:
-    """When a step ended on the device; on a CPU it has ended once it was called."""
+    """The time at which a step ends on the device; on a CPU, the time of the call."""
 
     __slots__ = ("_event", "_time")
 
@@ -43,7 +43,7 @@ class Clock:
 
 @dataclass(slots=True)
 class _Begun:
-    """A step in flight: who gets a token, where in the ring, the end of the step before, and its own."""
+    """A step in flight: its rows, their rounds in the ring, the end of the previous step, and its own end."""
 
     kind: Literal["prefill", "decode"]
     batch: Batch
@@ -67,9 +67,9 @@ class StepsInFlight:
         return bool(self._begun)
 
     def start(self) -> None:
-        """Before a step's work: it counts from the end of the one before, or from now if none is in flight.
+        """Call before a step's work: its time counts from the end of the previous step, or from now if idle.
 
-        The ring has place for the tokens of ``ROUNDS`` steps: the oldest are committed before it is full.
+        The ring has room for the tokens of ``ROUNDS`` steps: the oldest are committed before it is full.
         """
         if not self._begun:
             self._clock = Clock(self._on_gpu)
@@ -77,7 +77,7 @@ class StepsInFlight:
             self.settle(leave=ROUNDS // 2)
 
     def note(self, kind: Literal["prefill", "decode"], batch: Batch) -> None:
-        """After a step's work was given to the device."""
+        """Call after a step's work has been submitted to the device."""
         since, self._clock = self._clock, Clock(self._on_gpu)
         self._begun.append(_Begun(kind, batch, self._rows.round[batch.indices], since, self._clock))
 
@@ -88,7 +88,7 @@ class StepsInFlight:
             self._ended.append(self._commit(self._begun.popleft()))
 
     def collect(self, leave: int) -> Iterator[Done]:
-        """As :meth:`settle`, and yield all that have ended, in order."""
+        """Like :meth:`settle`, and yield all that have ended, in order."""
         while True:
             while self._ended:
                 yield self._ended.popleft()
@@ -97,7 +97,7 @@ class StepsInFlight:
             self.settle(leave=len(self._begun) - 1)
 
     def _commit(self, begun: _Begun) -> Done:
-        """Tokens from the ring to their sequences; those whose row was given up meanwhile get none."""
+        """Move tokens from the ring to their sequences; sequences released meanwhile get none."""
         rows, sequences, indices = begun.batch
         tokens = self._ring[begun.rounds, indices].tolist()
         live = [i for i, row in enumerate(rows) if row.index != GIVEN_UP]

@@ -1,8 +1,7 @@
 """Writing a decode step's new keys and values of all layers into the cache.
 
 A variant is called with the manager's caches, each layer's key and value ``[B, H_kv, D]`` and each pool's
-``Slots``. The variants differ in how many index tensors they need for a pool and how many kernels they launch
-a layer.
+``Slots``. Variants differ in the index tensors needed per pool and the kernels launched per layer.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ DEFAULT_MIN_BATCH = 128
 
 @dataclass(frozen=True)
 class AppendGate:
-    """From which batch size on a Triton append is used; smaller batches use ``index_put``. None: never."""
+    """Batch size from which a Triton append is used; smaller batches use ``index_put``. None: never."""
 
     min_batch: int | None = DEFAULT_MIN_BATCH
 
@@ -46,7 +45,7 @@ class AppendGate:
 
 
 class FreshIndices:
-    """A new device tensor, made by its own pageable copy, for every list of integers."""
+    """A new device tensor, made by its own pageable copy, for each list of integers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -71,13 +70,13 @@ class ReusedIndices:
 
 
 Indices = FreshIndices | ReusedIndices
-Tensors = list[Tensor]  # one a layer
+Tensors = list[Tensor]  # one per layer
 Append = Callable[[KVBlockManager, Tensors, Tensors, list[Slots]], None]
 INDICES: dict[str, type[Indices]] = {"fresh": FreshIndices, "reused": ReusedIndices}
 
 
 class GenericAppend:
-    """Index tensors for batch row, block and position a pool; one call of ``kernel`` a layer."""
+    """Index tensors for batch row, block and position per pool; one call of ``kernel`` per layer."""
 
     def __init__(self, kernel: Callable[..., None], indices: Indices) -> None:
         self.kernel, self.indices = kernel, indices
@@ -92,7 +91,7 @@ class GenericAppend:
 
 
 class FullBatchAppend:
-    """Where all rows write one position: no row or position tensors; other batches go to ``fallback``."""
+    """If all rows write at one position: no row or position tensors; other batches go to ``fallback``."""
 
     def __init__(self, kernel: Callable[..., None], indices: Indices, fallback: Append) -> None:
         self.kernel, self.indices, self.fallback = kernel, indices, fallback
@@ -121,7 +120,7 @@ class IdentityPosAppend:
 
 
 class GatedAppend:
-    """``large`` from ``min_batch`` rows on, ``small`` below: the documented gate."""
+    """``large`` from ``min_batch`` rows on, ``small`` below."""
 
     def __init__(self, min_batch: int, small: Append, large: Append) -> None:
         self.min_batch, self.small, self.large = min_batch, small, large

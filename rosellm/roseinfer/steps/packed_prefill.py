@@ -25,15 +25,15 @@ CAPTURED_TOKENS = 512
 
 
 A = TypeVar("A", Tensor, np.ndarray)
-Shape = tuple[int, int, int, int]  # tokens, tiles, rows, and blocks a row
+Shape = tuple[int, int, int, int]  # tokens, tiles, rows, and blocks per row
 
 
 @dataclass(frozen=True)
 class _Inputs(Generic[A]):
-    """What the device needs for a run of N tokens of B sequences, views of one int32 buffer.
+    """The device inputs of a run of N tokens of B sequences, views of one int32 buffer.
 
     ids, positions ``[N]``; columns ``[6, T]`` of the attention's tiles; last ``[B]``: the packed rows of last
-    tokens; table ``[B, W]``. What pads a run is inert: positions of −1, tiles of no rows.
+    tokens; table ``[B, W]``. Padding is inert: positions of −1, tiles of no rows.
     """
 
     ids: A
@@ -50,11 +50,12 @@ class _Inputs(Generic[A]):
 
 
 class PackedPrefill:
-    """Caches tokens by a kernel that attends and writes keys and values at once; for a shared pool.
+    """Caches tokens with a kernel that attends and writes keys and values at once; needs a shared pool.
 
     layers_for: number of tokens → layers. width: blocks a sequence may hold. capture: runs of up to
     ``CAPTURED_TOKENS`` tokens are padded to a power of two with inert rows and replayed as a CUDA graph,
-    since the host takes longer to launch their kernels than the GPU to run them. pool: the graphs' memory.
+    since launching their kernels takes the host longer than running them takes the GPU. pool: the graphs'
+    memory.
     """
 
     def __init__(
@@ -83,10 +84,9 @@ class PackedPrefill:
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> Tensor:
-        """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those cached wholly
-        then.
+        """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those now fully cached.
 
-        The books are advanced, with a last chunk to the end of its block; ``n_cached`` is left to the caller.
+        Reserves their slots, with a last chunk to the end of its block; ``n_cached`` is left to the caller.
         """
         with record_function(PREFILL_RANGE):
             starts = [s.n_cached for s in sequences]
@@ -102,7 +102,7 @@ class PackedPrefill:
             return self._forward(inputs)[inputs.last[:n_whole]]
 
     def _ahead(self, sequence: Sequence, count: int) -> int:
-        """Slots to reserve with the last chunk for tokens to come: the rest of its block, if they need it."""
+        """Slots to reserve beyond the last chunk: the rest of its block, if the sequence will need it."""
         n_tokens = sequence.n_cached + count
         if n_tokens < sequence.prefill_length:
             return 0
@@ -116,7 +116,7 @@ class PackedPrefill:
         return forward()[_Inputs.of(buffer, *shape).last[:n_whole]]
 
     def _shape(self, bucket: int) -> Shape:
-        """There are no more tiles or sequences than tokens."""
+        """Room for one tile and one sequence per token, which is the most there can be."""
         return bucket, bucket, bucket, self.width
 
     def _forward_of(self, bucket: int) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -152,7 +152,7 @@ class PackedPrefill:
     def _fill(
         self, sequences: list[Sequence], starts: list[int], counts: list[int], tiles: np.ndarray, shape: Shape
     ) -> int:
-        """Write the staging buffer's inputs; the number of sequences that are cached wholly then."""
+        """Write the staging buffer's inputs; returns the number of sequences then fully cached."""
         tokens, n_tiles, rows, width = shape
         host = self._staging.host(2 * tokens + 6 * n_tiles + rows + rows * width)
         inputs = _Inputs.of(host, *shape)

@@ -16,7 +16,7 @@ from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.request import Sequence
 
 PREFILL_RANGE = "roseinfer.prefill_sessions"
-# cuDNN's attention plans anew, for tens of milliseconds, at every new length; prompts come in all lengths.
+# cuDNN's attention builds a new plan, which takes tens of milliseconds, for every new length.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -31,10 +31,9 @@ class Prefill:
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> Tensor:
-        """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those cached wholly
-        then.
+        """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those now fully cached.
 
-        The blocks' books are advanced; ``n_cached`` is left to the caller.
+        Reserves their slots; ``n_cached`` is left to the caller.
         """
         with record_function(PREFILL_RANGE), sdpa_kernel(BACKENDS):
             for pool in range(self.blocks.num_pools):
@@ -97,12 +96,12 @@ class PrefixAttention:
         return masked_attention(padded.transpose(1, 2), keys, values, self.mask).transpose(1, 2)[self.real]
 
     def _gather(self, cache: Tensor, layer: int) -> Tensor:
-        """The layer's blocks of every sequence, new tokens included, and 0 past them: ``[B, H_kv, S, D]``."""
+        """The layer's blocks of every sequence, new tokens included, 0 past them: ``[B, H_kv, S, D]``."""
         batch, width = self.tables.shape[1:]
         _, n_kv_heads, block_size, head_dim = cache.shape
         table = self.tables[self.blocks.pool_of[layer]]  # [B, W]
         gathered = cache[table].transpose(1, 2).reshape(batch, n_kv_heads, width * block_size, head_dim)
-        return torch.where(self.held[:, None, :, None], gathered, 0)  # a weight of 0 does not silence NaN
+        return torch.where(self.held[:, None, :, None], gathered, 0)  # 0 * NaN is NaN
 
 
 def _tables(sequences: list[Sequence], blocks: KVBlockManager) -> np.ndarray:

@@ -1,12 +1,12 @@
 """The GPU-resident decode step: tokens, positions, appends, sampling and stops stay on the device.
 
-One captured graph a batch bucket takes every running sequence one token further. The host admits sequences,
+One captured graph per batch bucket advances every running sequence by one token. The host admits sequences,
 grows their block tables ahead of need, starts steps and, some steps later, reads their tokens from pinned
-memory. A row that has ended is inert until it is given to another sequence. ``host.HostStep`` is the same
-step driven by the host, and this one's specification.
+memory. A row that has ended is inert until it is reassigned. ``host.HostStep`` is the same step driven by the
+host, and the specification of this one.
 
-Blocks may change hands while steps are in flight: device work is ordered, so what an earlier step still
-writes is written before a later owner's prefill; a row that is given up is made inert before any later step.
+Blocks may change owners while steps are in flight: device work is ordered, so an earlier step's writes land
+before a later owner's prefill, and a released row is made inert before any later step.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ RUN_AHEAD = 3
 
 
 class ResidentStep:
-    """Prefill and decode for as many sequences as ``state`` has rows; one engine's, one thread's.
+    """Prefill and decode for as many sequences as ``state`` has rows; for one engine and one thread.
 
     layers_for: rows → layers. bind: state and variant → attention that appends. chooser: hidden states →
-    tokens. prefill: caches prompts and gives hidden states. capture: whether steps are captured as CUDA
-    graphs; on a CPU there are none. pool: the graphs' memory.
+    tokens. prefill: caches prompts and returns hidden states. capture: whether steps are captured as CUDA
+    graphs (GPU only). pool: the graphs' memory.
     """
 
     run_ahead = RUN_AHEAD
@@ -69,15 +69,15 @@ class ResidentStep:
         self._every_row = torch.arange(n_rows, device=device)
         self._steps: dict[tuple[int, str, str], Callable[[], Tensor]] = {}
         self._in_flight = StepsInFlight(self.rows)
-        self._listed: list[Sequence] | None = None  # whom the rows were last reconciled with
+        self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
         self._mode: tuple[Batch, str] = NOBODY, chooser.mode([])
         self._latest: tuple[Tensor, list[Sequence], Batch] | None = None
 
     @torch.inference_mode()
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """Cache ``counts[i]`` more tokens of each; those then cached wholly get a row and their next token.
+        """Cache ``counts[i]`` more tokens of each; those now fully cached get a row and their next token.
 
-        Raises ``OptionError`` where there are not rows enough, and nothing is begun.
+        Raises ``OptionError``, and begins nothing, if there are not enough free rows.
         """
         whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
         self.rows.check_room(len(whole))
@@ -91,7 +91,7 @@ class ResidentStep:
 
     @torch.inference_mode()
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """Begin a step; how many rows it takes further: 0 if all have been asked for their last token."""
+        """Begin a step; returns how many rows it advances: 0 if all have been asked for their last token."""
         if sequences is not self._listed:
             self._reconcile(sequences)
         if not self._in_flight:
@@ -114,17 +114,17 @@ class ResidentStep:
         return len(batch.rows)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
-        """Waits until at most ``leave`` steps are in flight; commits and yields what has ended, in order."""
+        """Wait until at most ``leave`` steps are in flight; commit and yield what has ended, in order."""
         return self._in_flight.collect(leave)
 
     def release(self, sequence: Sequence) -> None:
-        """Take the sequence's row from it, if it has one."""
+        """Free the sequence's row, if it has one."""
         self.rows.release(sequence)
         self._listed = None
 
     @torch.inference_mode()
     def warm_up(self, rows: int | None = None) -> None:
-        """Capture the greedy steps of ``rows`` sequences, None: of any number, and prefills of few tokens."""
+        """Capture the greedy steps of ``rows`` sequences (None: of any number) and short prefills."""
         n_rows = len(self.rows)
         every = {min(batch_bucket(n), n_rows) for n in ([rows] if rows else range(1, n_rows + 1))}
         mode = self.chooser.mode([])
@@ -137,7 +137,7 @@ class ResidentStep:
 
     @torch.inference_mode()
     def last_logits(self) -> Tensor:
-        """Logits ``[B, V]`` of the latest step begun, made anew from its final hidden states."""
+        """Logits ``[B, V]`` of the latest step begun, recomputed from its final hidden states."""
         if self._latest is None:
             raise RoseError("no step has been begun; there are no logits yet")
         hidden, sequences, batch = self._latest
@@ -146,7 +146,7 @@ class ResidentStep:
         return self.chooser.logits(hidden[torch.tensor(rows, device=hidden.device)])
 
     def _first_tokens(self, sequences: list[Sequence], hidden: Tensor) -> Batch:
-        """Rows and tokens for sequences cached wholly; ``hidden`` ``[n, C]`` of their last tokens."""
+        """Rows and next tokens for fully cached sequences; ``hidden`` ``[n, C]`` of their last tokens."""
         index = self.rows.attach(sequences, [s.prefill_length - 1 for s in sequences])
         batch = self.rows.batch(sequences)
         mode = self.chooser.mode([s.params for s in sequences])
@@ -157,11 +157,11 @@ class ResidentStep:
         return batch
 
     def _reconcile(self, sequences: list[Sequence]) -> None:
-        """Exactly ``sequences`` have rows: others are set aside, and those set aside before come back."""
+        """Give rows to exactly ``sequences``: others are set aside, and those set aside before come back."""
         wanted = set(sequences)
         others = [s for s in self.rows.sequences if s not in wanted]
         if others:
-            self._in_flight.settle()  # the host must know where they stand
+            self._in_flight.settle()  # the host must know their latest tokens
         for sequence in others:
             self.rows.release(sequence)
         missing = [s for s in sequences if s not in self.rows and s.finish_reason is None]
@@ -170,7 +170,7 @@ class ResidentStep:
         self._listed = sequences
 
     def _send_edited(self) -> None:
-        """Rows anew for sequences whose last token is not the one that the device chose."""
+        """Resend the rows of sequences whose last token is not the one that the device chose."""
         batch = self.rows.batch(self.rows.sequences)
         chosen = zip(batch.sequences, self.rows.last_tokens(batch), strict=True)
         edited = [s for s, token in chosen if s.tokens[s.n_cached] != token]
@@ -199,7 +199,7 @@ class ResidentStep:
         )
 
     def _run(self, state: DeviceState, mode: str, variant: str) -> Tensor:
-        """One token more for every row that is not inert; the final hidden states ``[rows, C]``."""
+        """Advance every row that is not inert by one token; returns final hidden states ``[rows, C]``."""
         rows = len(state.rows)
         hidden = self.layers_for(rows)(state.tokens, state.positions, self.bind(state, variant))
         values, indices = self.chooser(hidden, state, mode)

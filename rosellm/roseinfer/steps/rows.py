@@ -1,4 +1,4 @@
-"""Which sequence has which row of the device's state: the host's books of the rows."""
+"""Which sequence has which row of the device state: the host's record of the rows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GIVEN_UP = -1
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A sequence's row of the device's state; ``index`` is ``GIVEN_UP`` once it has it no longer."""
+    """A sequence's row of the device state; ``index`` is ``GIVEN_UP`` once it is released."""
 
     sequence: Sequence
     index: int
 
 
 class Batch(NamedTuple):
-    """Rows of one step, their sequences, and their indices ``[n]`` when it was begun."""
+    """Rows of one step, their sequences, and their indices ``[n]`` when it began."""
 
     rows: list[Row]
     sequences: list[Sequence]
@@ -42,8 +42,8 @@ NOBODY = Batch([], [], np.zeros(0, np.int64))
 class Rows:
     """The rows of ``state``, kept on the host as the device will have them once all begun steps have ended.
 
-    left: tokens that a row may still be asked for; position: tokens cached; reserved: tokens that have slots
-    in the KV cache's books; round: its place in the ring of tokens. Each is int64 ``[S]``.
+    left: tokens that a row may still be asked for; position: cached tokens; reserved: tokens with reserved KV
+    slots; round: its place in the ring of tokens. Each is int64 ``[S]``.
     """
 
     def __init__(self, state: DeviceState, blocks: KVBlockManager) -> None:
@@ -54,7 +54,7 @@ class Rows:
         self._at: list[Row | None] = [None] * n_rows
         self._row_of: dict[Sequence, Row] = {}
         self._free = list(range(n_rows))  # a heap: the lowest index first
-        self._left_behind: set[int] = set()  # given up while the device may still run them
+        self._left_behind: set[int] = set()  # released while the device may still run them
         self._running: Batch | None = None
 
     def __len__(self) -> int:
@@ -65,11 +65,11 @@ class Rows:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those that have a row."""
+        """The sequences that have a row."""
         return list(self._row_of)
 
     def check_room(self, n_more: int) -> None:
-        """Raises ``OptionError`` where there are not so many free rows."""
+        """Raise ``OptionError`` if fewer than ``n_more`` rows are free."""
         if n_more > len(self._free):
             raise OptionError(
                 f"{n_more} more sequences exceed the {len(self)} that run together at most: "
@@ -77,12 +77,12 @@ class Rows:
             )
 
     def batch(self, sequences: list[Sequence]) -> Batch:
-        """The rows of ``sequences``, which have one each."""
+        """The rows of ``sequences``; each has one."""
         rows = [self._row_of[sequence] for sequence in sequences]
         return Batch(rows, sequences, np.array([row.index for row in rows], np.int64))
 
     def running(self) -> Batch:
-        """The rows that may be asked for a token, in order; the same value until that changes."""
+        """The rows that may be asked for a token, in order; the same object until that changes."""
         if self._running is None:
             self._close_ranks()
             indices = np.flatnonzero(self.left > 0)
@@ -91,9 +91,9 @@ class Rows:
         return self._running
 
     def attach(self, sequences: list[Sequence], positions: list[int]) -> Tensor:
-        """Give sequences a row, or theirs anew, with ``positions[i]`` tokens cached; indices ``[n]`` int64.
+        """Assign or renew the rows of sequences, ``positions[i]`` tokens cached; indices ``[n]`` int64.
 
-        The token at a sequence's position is the one that its next step starts from.
+        The token at a sequence's position is the input of its next step.
         """
         self.check_room(sum(sequence not in self._row_of for sequence in sequences))
         indices = np.array([self._take(sequence).index for sequence in sequences])
@@ -107,21 +107,21 @@ class Rows:
         return self._send(sequences, indices, np.frombuffer(words, np.int32).reshape(-1, FIELDS))
 
     def vacate(self, row: Row) -> None:
-        """The row's sequence has ended, as the device knows."""
+        """Free the row of a sequence that has ended on the device, too."""
         heapq.heappush(self._free, row.index)
         self._at[row.index], self.left[row.index], row.index = None, 0, GIVEN_UP
         del self._row_of[row.sequence]
         self._running = None
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence gives up its row, if it has one; :meth:`silence` tells the device."""
+        """Free the sequence's row, if it has one; :meth:`silence` updates the device."""
         row = self._row_of.get(sequence)
         if row is not None:
             self._left_behind.add(row.index)
             self.vacate(row)
 
     def silence(self) -> None:
-        """Make the rows inert that were given up and not attached again."""
+        """Make inert on the device the rows that were released and not reassigned."""
         if self._left_behind:
             host = self._staging.host(len(self._left_behind))
             host[:] = list(self._left_behind)
@@ -129,9 +129,9 @@ class Rows:
             self._left_behind.clear()
 
     def grow(self, batch: Batch) -> None:
-        """Blocks for the rows whose next token has none reserved.
+        """Reserve blocks for the rows whose next token has none.
 
-        Raises ``KVCacheExhausted`` before the step is begun; rows that got theirs keep it.
+        Raises ``KVCacheExhausted`` before the step begins; rows that got theirs keep it.
         """
         short = np.flatnonzero(self.position[batch.indices] >= self.reserved[batch.indices])
         if not short.size:
@@ -147,7 +147,7 @@ class Rows:
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
 
     def begin_step(self, batch: Batch, ran: slice | np.ndarray) -> None:
-        """A step was begun that gives ``batch`` a token each; ``ran``: the rows that it runs."""
+        """Record the start of a step that gives ``batch`` a token each; ``ran``: the rows that it runs."""
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
         self.position[batch.indices] += 1
         self.left[batch.indices] -= 1
@@ -155,7 +155,7 @@ class Rows:
             self._running = None
 
     def last_tokens(self, batch: Batch) -> list[int]:
-        """What the latest step that has ended gave each row."""
+        """The token that the latest finished step gave each row."""
         return self.state.ring.numpy()[self.round[batch.indices] - 1, batch.indices].tolist()
 
     def _take(self, sequence: Sequence) -> Row:
@@ -165,7 +165,7 @@ class Rows:
         return self._row_of[sequence]
 
     def _reserve(self, sequence: Sequence, index: int) -> None:
-        """Slots to the end of the row's block, or a new block's, as far as it needs them."""
+        """Reserve the rest of the row's block, or a new block, as far as the sequence needs it."""
         reserved = int(self.reserved[index])
         room = self.blocks.block_size - reserved % self.blocks.block_size
         n_tokens = min(room, sequence.max_length - 1 - reserved)
@@ -173,7 +173,7 @@ class Rows:
         self.reserved[index] += n_tokens
 
     def _send(self, sequences: list[Sequence], indices: np.ndarray, fields: np.ndarray) -> Tensor:
-        """Fields (none or all) and tables of these rows in one copy; the indices on the device."""
+        """Send fields (none or all) and tables of these rows in one copy; returns indices on the device."""
         n, n_fields = fields.shape
         width = self.state.table.shape[1]
         host = self._staging.host(n, 1 + n_fields + width)
@@ -189,7 +189,7 @@ class Rows:
         return index
 
     def _close_ranks(self) -> None:
-        """Move the last rows into free ones where that lets a smaller bucket serve."""
+        """Move the last rows into free ones if a smaller bucket is then enough."""
         taken = np.flatnonzero(self.left > 0)
         if not taken.size or batch_bucket(int(taken[-1]) + 1) == batch_bucket(len(taken)):
             return
@@ -199,7 +199,7 @@ class Rows:
             self._move(*np.array(moves).T)
 
     def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Rows go to other places; each place's round stays its own."""
+        """Move rows to other places; each place keeps its own round."""
         host = self._staging.host(2, len(sources))
         host[:] = sources, targets
         source, target = self._staging.send().long()

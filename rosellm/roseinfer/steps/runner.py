@@ -1,7 +1,7 @@
 """Running the model for one decode step: kernels launched from Python, or a captured CUDA graph replayed.
 
-B sequences, one new token each. Attention reads the cache and the new token; the cache itself is written
-after the run.
+B sequences, one new token each. Attention reads the cache and the new token; the cache is written after the
+run.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rosellm.roseinfer.steps.cuda_graph import batch_bucket, graph_pool, record_
 
 @dataclass
 class DecodeInputs:
-    """What the device needs for a step."""
+    """The device inputs of a step."""
 
     ids: Tensor  # [B] int32
     positions: Tensor  # [B] int32, tokens cached before this step
-    context_lens: Tensor  # [B] int32, the same numbers, as attention wants them
-    tables: list[Tensor] | Tensor  # a table [B, MAX_BLOCKS] int32 for every pool
-    mask: Tensor | None  # [B, max(context_lens) + 1], added to scores; None where nothing needs it
+    context_lens: Tensor  # [B] int32, the same values, for attention
+    tables: list[Tensor] | Tensor  # a table [B, MAX_BLOCKS] int32 per pool
+    mask: Tensor | None  # [B, max(context_lens) + 1], added to scores; None if not needed
     max_context: int  # the longest context, known to the host
 
 
 @dataclass
 class DecodeOutputs:
-    """What a step produces: logits ``[B, V]`` and each layer's new key and value ``[B, H_kv, D]``."""
+    """The outputs of a step: logits ``[B, V]`` and each layer's new key and value ``[B, H_kv, D]``."""
 
     logits: Tensor
     keys: list[Tensor] = field(default_factory=list)
@@ -46,20 +46,20 @@ AttendFactory = Callable[[DecodeInputs, KVBlockManager], Attend]
 def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
     """Past keys and values gathered into dense ``[B, H_kv, L, D]`` tensors, then ordinary masked attention.
 
-    Written out, because torch's fused attention may pick a backend that plans anew for every length, and here
-    each step has another one.
+    Written out because torch's fused attention may pick a backend that replans for every new length, and here
+    the length changes every step.
     """
 
     def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
         used = -(-inputs.max_context // blocks.block_size)
         slots = torch.arange(inputs.max_context, device=inputs.context_lens.device)
-        mask = cast(Tensor, inputs.mask)  # a recipe has no dense attention without one
+        mask = cast(Tensor, inputs.mask)  # dense attention requires one (see Recipe)
         held = slots[None, :] < inputs.context_lens[:, None]  # [B, max_context]
 
         def gather(cache: Tensor, table: Tensor, new: Tensor) -> Tensor:
             past = cache[table[:, :used].long()].transpose(1, 2)  # [B, H_kv, blocks, BLOCK_SIZE, D]
             past = past.reshape(len(table), new.shape[1], -1, new.shape[2])[:, :, : inputs.max_context]
-            past = torch.where(held[:, None, :, None], past, 0)  # a weight of 0 does not silence NaN
+            past = torch.where(held[:, None, :, None], past, 0)  # 0 * NaN is NaN
             return torch.cat((past, new[:, :, None]), dim=2)  # [B, H_kv, max_context + 1, D]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
 
 
 def paged_attention(kernel: Callable[..., Tensor]) -> AttendFactory:
-    """Attention straight over the paged cache by ``kernel`` (see ``rosetrainer.paged_attention``)."""
+    """Attention directly over the paged cache by ``kernel`` (see ``rosetrainer.paged_attention``)."""
 
     def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class EagerRunner:
 
 
 class GraphRunner:
-    """One CUDA graph a batch bucket, captured at its first use, fed through static buffers.
+    """One CUDA graph per batch bucket, captured at first use, fed through static buffers.
 
     Rows past the batch are inert: context length 0, token 0, and nothing of them is written to the cache. On
     a CPU, which has no graphs, the same static buffers feed an eager run. Outputs are views that the next run
@@ -151,7 +151,7 @@ class GraphRunner:
 
 
 def _stacked_tables(inputs: DecodeInputs) -> Tensor:
-    """``[POOLS, B, MAX_BLOCKS]``: a recipe with graphs has one tensor for all pools."""
+    """``[POOLS, B, MAX_BLOCKS]``: recipes with graphs have one tensor for all pools."""
     return cast(Tensor, inputs.tables)
 
 

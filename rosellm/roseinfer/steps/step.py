@@ -1,4 +1,4 @@
-"""What an engine asks of a step, and how tokens reach their sequences."""
+"""The interface of a step to the engine, and how tokens reach their sequences."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ STEP_RANGE = "roseinfer.decode_step_sessions"
 
 
 class Step(Protocol):
-    """Runs prefill and decode for an engine, which says who and how much; tokens may come later.
+    """Runs prefill and decode for an engine, which decides for whom and how much; tokens may arrive later.
 
-    Room in the cache has been made beforehand; the step reserves the blocks it writes to. ``run_ahead``: how
-    many begun steps a scheduler leaves unfinished; a sequence may be in that many and in one more.
+    The caller has made room in the cache; the step reserves the blocks it writes to. ``run_ahead``: how many
+    begun steps a scheduler leaves unfinished; a sequence may be in that many and in one more.
     """
 
     run_ahead: int
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        """Cache ``counts[i]`` more tokens of each; one whose tokens are all cached then gets its next one.
+        """Cache ``counts[i]`` more tokens of each; a sequence then fully cached gets its next token.
 
         ``n_cached`` of the others has advanced on return.
         """
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """One more token for each; how many rows it really runs.
+        """One more token for each; returns how many rows actually run.
 
-        That may leave out sequences that were asked for their last token already. A list that is passed
-        again is unchanged.
+        That may leave out sequences already asked for their last token. A list that is passed again is
+        unchanged.
         """
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
         """Wait until at most ``leave`` begun steps are unfinished; yield all that have ended, in order.
 
-        A step's tokens are committed to its sequences before it is yielded, except to those released.
+        A step's tokens are committed to its sequences before it is yielded, except to released ones.
         """
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence has ended or is given up: it gets no further token, and its blocks will be freed."""
+        """The sequence has ended or is abandoned: it gets no further token, and its blocks will be freed."""
 
     def warm_up(self, rows: int | None = None) -> None:
-        """Capture steps of ``rows`` sequences, None: of any number, so that none has to wait for it."""
+        """Capture the steps of ``rows`` sequences (None: of any number), so that none has to wait for it."""
 
     def last_logits(self) -> Tensor:
-        """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that it gives a token."""
+        """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that get a token."""
 
 
 def commit_tokens(
     sequences: list[Sequence], tokens: list[int], n_cached: int
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Give each sequence its token; ``n_cached`` more of its tokens are in the KV cache now.
+    """Give each sequence its token; ``n_cached`` more of its tokens are now in the KV cache.
 
-    Who got one that was not known before (the very list ``sequences`` if that is everybody), and who failed,
-    there being no token (``NOT_FINITE``).
+    Returns those that got a new token (``sequences`` itself if that is all), and those that failed because
+    there was no token (``NOT_FINITE``).
     """
     got: list[Sequence] = []
     failed: list[Sequence] = []
