@@ -1,1 +1,1 @@
-"""Who runs when: schedulers, admission, streaming."""
+"""Schedulers, admission, streaming: who runs when."""

@@ -1,4 +1,4 @@
-"""Admission: which waiting requests start now, within an iteration's limits and the KV cache's room."""
+"""Admission: which waiting requests start now, within an iteration's limits and the free KV blocks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ACTIVE_PER_SPARE_BLOCK = 1
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What one iteration may do.
+    """Limits of one iteration.
 
-    max_batch_size: sequences that are active together; None takes the engine's. prefill_max_batch_size and
-    prefill_token_budget: prompts and prompt tokens prefilled in one iteration; the last prompt is cut where
-    the budget ends, and goes on before others in the next iteration. admission_policy: "fifo" admits strictly
-    in order; "pack" admits the shortest prompts among the first ``pack_lookahead`` waiting, and every
-    ``fifo_every``-th round is fifo, so that nobody starves. max_in_flight: waiting and active requests
-    together; None sets no limit.
+    max_batch_size: sequences that are active together; None uses the engine's. prefill_max_batch_size and
+    prefill_token_budget: prompts and prompt tokens prefilled in one iteration; the last prompt is cut at the
+    budget and continues, before others, in the next iteration (chunked prefill, arXiv:2308.16369).
+    admission_policy: "fifo" admits strictly in order; "pack" admits the shortest prompts among the first
+    ``pack_lookahead`` waiting, and every ``fifo_every``-th round is fifo, so that none starves.
+    max_in_flight: waiting and active requests together; None sets no limit.
     """
 
     max_batch_size: int | None = None
@@ -48,14 +48,14 @@ class SchedulerConfig:
 
 
 class Room:
-    """KV blocks a layer for one round of admission.
+    """KV blocks per layer for one round of admission.
 
-    n_active: how many sequences run. prefilling: those of them whose prompts are not cached wholly yet.
-    ``free``: blocks that nobody holds, or only the prefix cache, and that those prompts will not take.
+    n_active: number of running sequences. prefilling: those whose prompts are not fully cached yet. ``free``:
+    blocks held by nobody, or by the prefix cache only, less those that these prompts will take.
 
-    A request that can grow to its full length beside all others is always admitted. Beyond that, admission
-    is optimistic, since requests may end early: the tokens to be computed need a place, and a block is kept
-    free for every ``ACTIVE_PER_SPARE_BLOCK`` that run, lest one be preempted as soon as it has started.
+    A request that can grow to its full length beside all others is always admitted. Beyond that, admission is
+    optimistic, since requests may end early: the tokens to be computed need blocks, and one block is kept
+    free per ``ACTIVE_PER_SPARE_BLOCK`` running sequences, so that a new one is not preempted at once.
     """
 
     def __init__(self, budget: BlockBudget, n_active: int, prefilling: list[Sequence]) -> None:
@@ -75,7 +75,7 @@ class Room:
 
 
 class WaitingQueue:
-    """Requests in the order of their arrival, those that were preempted before all others."""
+    """Requests in order of arrival, preempted ones before all others."""
 
     def __init__(self, limits: SchedulerConfig) -> None:
         self._limits = limits
@@ -92,24 +92,24 @@ class WaitingQueue:
         self._waiting.append(request)
 
     def put_back(self, request: Sequence) -> None:
-        """A request that was preempted; of several, the youngest comes first."""
+        """Queue a preempted request before all others; of several, put the youngest back first."""
         self._waiting.appendleft(request)
 
     def remove(self, request: Sequence) -> bool:
-        """Take a request out; False if it does not wait."""
+        """Remove a request; False if it is not waiting."""
         if request not in self._waiting:
             return False
         self._waiting.remove(request)
         return True
 
     def clear(self) -> list[Sequence]:
-        """Take all out."""
+        """Remove and return all requests."""
         requests = list(self._waiting)
         self._waiting.clear()
         return requests
 
     def admit(self, places: int, tokens: int, room: Room) -> list[Sequence]:
-        """Take out those that start now: at most ``places``, until ``tokens`` are to be computed."""
+        """Remove and return those that start now: at most ``places``, until ``tokens`` are to be computed."""
         if self._limits.admission_policy == "fifo":
             return self._in_order(places, tokens, room)
         if self._packed_rounds < self._limits.fifo_every - 1:
@@ -117,7 +117,7 @@ class WaitingQueue:
             self._packed_rounds += bool(chosen)
             return chosen
         chosen = self._in_order(places, tokens, room)
-        if chosen:  # a forced round lasts until the head of the queue fits: nobody overtakes it any more
+        if chosen:  # a forced round lasts until the head of the queue fits: none overtakes it
             self._packed_rounds = 0
         return chosen
 
@@ -128,7 +128,7 @@ class WaitingQueue:
         return chosen
 
     def _shortest(self, places: int, tokens: int, room: Room) -> list[Sequence]:
-        """First fit in order of the tokens to compute, so that the budget serves as many as it can."""
+        """First fit, fewest tokens to compute first, so that the budget serves as many requests as it can."""
         n_looked_at = min(self._limits.pack_lookahead, len(self._waiting))
         looked_at = [self._waiting.popleft() for _ in range(n_looked_at)]
         by_length = sorted(looked_at, key=lambda request: request.prefill_length)
@@ -139,7 +139,7 @@ class WaitingQueue:
 
 
 def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, skip: bool) -> list[Sequence]:
-    """Those that fit, passing over the others if ``skip``, until places or tokens are used up."""
+    """Those that fit, skipping the others if ``skip``, until places or tokens are used up."""
     chosen: list[Sequence] = []
     for request in requests:
         if len(chosen) == places or tokens < 1:

@@ -1,4 +1,4 @@
-"""Schedulers: who is prefilled and who decodes in each iteration (continuous batching, Yu et al. 2022)."""
+"""Schedulers: who prefills and who decodes in each iteration (continuous batching: Orca, Yu et al. 2022)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rosellm.roseinfer.serving.admission import Room, SchedulerConfig, WaitingQu
 
 
 class Listeners:
-    """Who of a step's sequences is still in flight, and what is done with each token.
+    """Which of a step's sequences are still in flight, and what to do with each token.
 
-    listed: the step's list of sequences, which mostly is the same list step after step.
+    listed: the step's list of sequences, usually the same list step after step.
     """
 
     __slots__ = ("followed", "listed", "note_time", "sequences")
@@ -32,15 +32,14 @@ class Listeners:
 class OnlineScheduler:
     """Continuous batching: requests may be added at any time and leave as soon as they end.
 
-    Where the engine's steps run ahead of the host, it admits, follows texts and keeps results meanwhile.
-    Where the KV cache runs dry, the prefix cache gives up its blocks first; then the youngest request is
-    preempted: it gives up its blocks, waits before all others, and is computed again later (``preemptions``
-    counts them): in fp32 to the same tokens; in 16 bits near-ties may fall otherwise, unless the engine is
-    deterministic. A request for which a step finds no token ends alone, as "failed".
-    If the engine raises in :meth:`step`, all active sequences give up their blocks and end as "failed", and
-    the error goes on to the caller; waiting requests keep waiting.
-    ``finished`` keeps each result until :meth:`take_result`. Not thread-safe, and the only user of its engine
-    while it has active sequences.
+    If the engine's steps run ahead of the host, the host admits, follows texts and stores results meanwhile.
+    When the KV cache runs out of blocks, cached prefixes are evicted first; then the youngest request is
+    preempted: it frees its blocks, goes to the head of the queue, and is recomputed later (``preemptions``
+    counts these): in fp32 to the same tokens; in 16 bits near-ties may resolve differently, unless the engine
+    is deterministic. A request that gets no token from a step ends alone, as "failed". If the engine raises
+    in :meth:`step`, all active sequences free their blocks and end as "failed", and the error propagates to
+    the caller; waiting requests keep waiting. ``finished`` keeps each result until :meth:`take_result`. Not
+    thread-safe, and the only user of its engine while it has active sequences.
     """
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
@@ -57,8 +56,8 @@ class OnlineScheduler:
         self.decode_tokens = self.decode_steps = self.preemptions = 0
         self.requests: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(self.config)
-        self._prefilling: list[Sequence] = []  # admitted, and not all is begun; after a step at most one
-        self._active: list[Sequence] = []  # those that decode; replaced, never changed in place
+        self._prefilling: list[Sequence] = []  # admitted, prompt not fully begun; after a step at most one
+        self._active: list[Sequence] = []  # those that decode; replaced, never mutated
         self._heard: Listeners | None = None
 
     @property
@@ -76,7 +75,7 @@ class OnlineScheduler:
     def add_request(self, prompt_ids: list[int], params: SamplingParams) -> int:
         """Queue one request and return its id.
 
-        Raises ``PromptError``, ``SamplingError`` or ``OverloadError``, and nothing is queued.
+        Raises ``PromptError``, ``SamplingError`` or ``OverloadError``, and then nothing is queued.
         """
         self._check_room(1)
         return self.submit(self.engine.make_sequence(prompt_ids, params))
@@ -105,9 +104,9 @@ class OnlineScheduler:
         return sequence.request_id
 
     def step(self) -> list[Sequence]:
-        """One iteration: decode, then prefill a prompt that was cut and those admitted; take what has ended.
+        """One iteration: decode, then prefill a cut prompt and newly admitted ones; collect finished steps.
 
-        Returns the sequences that got tokens or failed, each once, those that ended included.
+        Returns the sequences that got tokens or failed, each once, including those that ended.
         """
         run_ahead = self.engine.step.run_ahead
         try:
@@ -135,7 +134,7 @@ class OnlineScheduler:
         return True
 
     def cancel_all(self) -> None:
-        """Cancel whatever is waiting or active."""
+        """Cancel all waiting and active requests."""
         for request in self._waiting.clear():
             request.cancel()
             self._store_result(request)
@@ -145,7 +144,7 @@ class OnlineScheduler:
         self._retire(active)
 
     def record_step(self, done: Done, n_tokens: int) -> None:
-        """Add a step that has ended to the figures; for subclasses that keep more of them.
+        """Add a finished step to the statistics; subclasses may keep more of them.
 
         A decode step all of whose sequences had ended before does not count.
         """
@@ -157,7 +156,7 @@ class OnlineScheduler:
             self.decode_steps += 1
 
     def take_result(self, request_id: int) -> RequestOutput:
-        """The result of a request that has ended, which is then forgotten."""
+        """The result of a finished request, which is then forgotten."""
         if request_id in self.requests:
             raise RoseError(f"request {request_id} has not ended yet")
         if request_id not in self.finished:
@@ -176,16 +175,16 @@ class OnlineScheduler:
         raise RoseError(f"request {request_id!r} is unknown: it was never added, or its result was taken")
 
     def _begin_decode(self) -> tuple[int, list[list[Sequence]]]:
-        """A token more for all that decode; how many rows run, and who got tokens meanwhile."""
+        """Begin one more token for all that decode; returns the rows run, and who got tokens meanwhile."""
         budget, got = self.engine.budget, []
         if self._active and not budget.assure_decode(self._active):
-            got = self._collect(0)  # begun steps count, and who ends with them gives up its blocks
+            got = self._collect(0)  # finish begun steps: sequences that end in them free their blocks
             needs = dict(zip(self._active, budget.to_decode(self._active), strict=True))
             self._preempt_until_there_are(needs)
         return self.engine.begin_decode(self._active) if self._active else 0, got
 
     def _begin_prefill(self) -> tuple[int, list[list[Sequence]]]:
-        """The rest of a prompt that was cut, then waiting ones; how many, and who got tokens meanwhile."""
+        """Prefill the rest of a cut prompt, then waiting ones; how many, and who got tokens meanwhile."""
         self._prefilling += self._admit()
         if not self._prefilling:
             return 0, []
@@ -204,7 +203,7 @@ class OnlineScheduler:
         return len(sequences), got
 
     def _preempt_until_there_are(self, needs: dict[Sequence, int]) -> None:
-        """Preempt the youngest until there are the blocks that the others need; the oldest always stays."""
+        """Preempt the youngest until the others have the blocks they need; the oldest always stays."""
         needed = sum(needs.values())
         running = sorted(self._active + self._prefilling, key=lambda sequence: sequence.request_id)
         while len(running) > 1 and not self.engine.budget.make_room(needed):
@@ -219,9 +218,9 @@ class OnlineScheduler:
         self._waiting.put_back(sequence)
 
     def _next_chunks(self) -> tuple[list[Sequence], list[int]]:
-        """Whose tokens are computed now, and how many of each; only the last one's may be cut.
+        """Whose tokens are computed now, and how many of each; only the last prompt may be cut.
 
-        Where the engine cuts at multiples of some tokens, the first one may exceed the budget by that.
+        If the engine cuts at multiples of some tokens only, the first one may exceed the budget by that many.
         """
         sequences: list[Sequence] = []
         counts: list[int] = []
@@ -240,11 +239,11 @@ class OnlineScheduler:
         return sequences, counts
 
     def _collect(self, leave: int) -> list[list[Sequence]]:
-        """Who got a token, or failed, in each step that has ended."""
+        """Who got a token, or failed, in each finished step."""
         return [self._take(done) for done in self.engine.step.collect(leave)]
 
     def _take(self, done: Done) -> list[Sequence]:
-        """Record step and times, follow texts, retire who has ended; who got a token or failed."""
+        """Record step and times, follow texts, retire who has ended; returns who got a token or failed."""
         heard = self._heard
         if heard is None or heard.listed is not done.sequences:
             heard = self._heard = Listeners(done.sequences, self.requests)
@@ -261,7 +260,7 @@ class OnlineScheduler:
         return heard.sequences + failed if failed else heard.sequences
 
     def _admit(self) -> list[Sequence]:
-        """Waiting requests that start now, taken off the queue."""
+        """Waiting requests that start now, removed from the queue."""
         n_begun = len(self._prefilling)
         places = min(self.max_batch_size - self.n_active, self.config.prefill_max_batch_size - n_begun)
         tokens = self.config.prefill_token_budget - sum(s.n_to_prefill for s in self._prefilling)
@@ -276,13 +275,13 @@ class OnlineScheduler:
         self._retire(active)
 
     def _retire(self, ended: list[Sequence]) -> None:
-        """Release active sequences, which have a finish reason now, and keep their results."""
+        """Release active sequences that have a finish reason, and keep their results."""
         self._leave(ended)
         for sequence in ended:
             self._store_result(sequence)
 
     def _leave(self, leaving: list[Sequence]) -> None:
-        """Active sequences run no longer and give up their blocks."""
+        """Remove active sequences and free their blocks."""
         gone = set(leaving)
         self._active = [sequence for sequence in self._active if sequence not in gone]
         self._prefilling = [sequence for sequence in self._prefilling if sequence not in gone]
@@ -297,9 +296,9 @@ class OnlineScheduler:
 
 
 class OfflineScheduler(OnlineScheduler):
-    """All requests are known beforehand and run to completion.
+    """All requests are known upfront and run to completion.
 
-    ``n_tokens``: generated so far; ``n_spared``: not taken of their ``max_tokens`` by requests that ended.
+    ``n_tokens``: generated so far; ``n_spared``: unused ``max_tokens`` of requests that ended.
     """
 
     n_tokens = n_spared = 0
@@ -310,10 +309,10 @@ class OfflineScheduler(OnlineScheduler):
         params: SamplingParams | list[SamplingParams],
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """Results in the order of ``prompts``. ``progress``, say a tqdm bar, hears of each token.
+        """Results in the order of ``prompts``. ``progress``, say a tqdm bar, is updated with each token.
 
-        Its total is lowered by what requests that end early leave of their ``max_tokens``.
-        If anything raises, all requests are cancelled and forgotten, and their blocks are free again.
+        Its total is lowered by the unused ``max_tokens`` of requests that end early. If anything raises, all
+        requests are cancelled and forgotten, and their blocks are free again.
         """
         ids = self.add_requests(prompts, params)
         try:
@@ -340,7 +339,7 @@ class OfflineScheduler(OnlineScheduler):
 
 
 class Progress(Protocol):
-    """What of a tqdm bar is used."""
+    """The part of tqdm's interface that is used."""
 
     total: Any
 

@@ -1,4 +1,4 @@
-"""Streaming: a worker thread runs the scheduler, and every request's text comes out piece by piece."""
+"""Streaming: a worker thread runs the scheduler and delivers every request's text piece by piece."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ ORDERS_A_STEP = 1024
 
 
 class ClosedError(RoseError):
-    """The streaming manager is closed: it takes no request, and those in flight were cut off."""
+    """The streaming manager is closed: it accepts no requests, and those in flight were aborted."""
 
 
 class WorkerError(RoseError):
-    """The streaming worker has failed, of ``__cause__``: no request in flight or to come is served."""
+    """The streaming worker has failed (see ``__cause__``): no request, in flight or new, is served."""
 
 
 class HasEngine(Protocol):
-    """An ``LLM``, say."""
+    """Something with an engine, such as an ``LLM``."""
 
     engine: Engine
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One request between its client and the worker; ``outcome`` is its output, or what made it fail.
+    """One request between its client and the worker; ``outcome`` is its output or its error.
 
-    ``put`` hands a piece over, or None for the end: to ``pieces``, or to the inbox that the client named.
+    ``put`` delivers a piece, or None for the end, to ``pieces`` or to the client's inbox.
     """
 
     request_id: int
@@ -53,13 +53,13 @@ class _Stream:
     put: Callable[[str | None], None]
     ended: Event = field(default_factory=Event)
     running: _Running | None = None
-    cancelled: bool = False  # a client has asked for its end
-    outcome: RequestOutput | BaseException | None = None  # there once it has ended
+    cancelled: bool = False  # a client has asked to end it
+    outcome: RequestOutput | BaseException | None = None  # set once it has ended
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A request that the scheduler has; ``due``: its sequence's length at which text is handed over next."""
+    """A request in the scheduler; ``due``: the sequence length at which text is delivered next."""
 
     stream: _Stream
     sequence: Sequence
@@ -70,13 +70,14 @@ class _Running:
 class StreamingManager:
     """Requests from any thread, served by one worker thread that alone runs ``engine``, an LLM's or its own.
 
-    Nobody else may use the engine until :meth:`close`: raises ``BusyError`` where somebody does already.
-    Text is handed over every ``stream_interval`` tokens of a request, and when it ends; a piece never holds
-    part of a stop string. Queues have no bound, so a reader who walks away holds up nobody. Prompts given as
-    text are tokenised in the caller's thread, or by ``tokenize_workers`` threads; an error there reaches the
-    reader, and so does a ``SamplingError`` where the model gave a request no token. If the worker fails,
-    every waiter gets a ``WorkerError`` and no further request is taken. A request's results are kept until
-    :meth:`forget`. Use as a context manager, or call :meth:`close`; the interpreter's exit does so at last.
+    Nobody else may use the engine until :meth:`close`; raises ``BusyError`` if it is in use already. Text is
+    delivered every ``stream_interval`` tokens of a request, and when it ends; a piece never holds part of a
+    stop string. Queues are unbounded, so a reader that stops reading blocks nobody. Text prompts are
+    tokenized in the caller's thread, or by ``tokenize_workers`` threads; an error there reaches the reader,
+    and so does a ``SamplingError`` if the model gave a request no token. If the worker fails, every waiter
+    gets a ``WorkerError`` and no further request is accepted. A request's results are kept until
+    :meth:`forget`. Use as a context manager, or call :meth:`close`; otherwise the interpreter does so at
+    exit.
     """
 
     def __init__(
@@ -99,13 +100,13 @@ class StreamingManager:
         self.max_in_flight = config.max_in_flight
         self._scheduler = OnlineScheduler(engine, replace(config, max_in_flight=None))
         self._pool = ThreadPoolExecutor(tokenize_workers) if tokenize_workers else None
-        self._lock = Lock()  # guards what follows, down to the orders
+        self._lock = Lock()  # guards the fields below, down to the orders
         self._streams: dict[int, _Stream] = {}
         self._in_flight: set[_Stream] = set()
         self._ids = count(1)
-        self._refusal: RoseError | None = None  # why no request is taken any more
+        self._refusal: RoseError | None = None  # why requests are refused
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._running: dict[int, _Running] = {}  # the worker's own, by the scheduler's request id
+        self._running: dict[int, _Running] = {}  # the worker's; keyed by the scheduler's request id
         engine.own(self._scheduler, "a StreamingManager")
         try:
             engine.step.warm_up()
@@ -121,9 +122,9 @@ class StreamingManager:
     ) -> int:
         """Queue a prompt, text or token ids, and return the request's id.
 
-        inbox: a queue that gets ``(request id, piece)`` for every piece and ``(request id, None)`` at the
-        end, so that one thread can follow many requests, as an event loop does; :meth:`stream_text` is then
-        not for this request.
+        inbox: a queue that receives ``(request id, piece)`` for every piece and ``(request id, None)`` at the
+        end, so that one thread, such as an event loop, can follow many requests; :meth:`stream_text` is then
+        not available for this request.
 
         Raises ``PromptError``, ``SamplingError``, ``OverloadError``, ``ClosedError`` or ``WorkerError``.
         """
@@ -146,25 +147,25 @@ class StreamingManager:
         return stream.request_id
 
     def stream_text(self, request_id: int) -> Iterator[str]:
-        """The request's text in pieces, until it ends; for one reader. Raises what made the request fail."""
+        """The request's text in pieces, until it ends; for one reader. Raises the request's error."""
         stream = self._stream(request_id)
         if stream.pieces is None:
-            raise RoseError(f"request {request_id} hands its text to the inbox it was added with")
+            raise RoseError(f"request {request_id} sends its text to the inbox it was added with")
         return self._read(stream, stream.pieces)
 
     def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
-        """Wait, at most ``timeout`` seconds, for the request's end. Raises what made it fail."""
+        """Wait, at most ``timeout`` seconds, for the request's end. Raises the request's error."""
         stream = self._stream(request_id)
         if not stream.ended.wait(timeout):
             raise RoseError(f"request {request_id} has not ended within {timeout} s")
         return _output(stream)
 
     def metrics(self, request_id: int) -> RequestMetrics:
-        """When the request arrived and when each token was handed over, so far."""
+        """Arrival time, and the delivery time of each token so far."""
         return self._stream(request_id).metrics
 
     def cancel(self, request_id: int) -> bool:
-        """Ask for the end of a request; False if it has ended already. Its stream ends soon after."""
+        """Ask to end a request; False if it has ended already. Its stream ends soon after."""
         stream = self._stream(request_id)
         if stream.ended.is_set():
             return False
@@ -174,7 +175,7 @@ class StreamingManager:
         return True
 
     def forget(self, request_id: int) -> None:
-        """Drop what is kept of a request that has ended."""
+        """Drop the results of a finished request."""
         stream = self._stream(request_id)
         if not stream.ended.is_set():
             raise RoseError(f"request {request_id} has not ended yet")
@@ -182,7 +183,7 @@ class StreamingManager:
             self._streams.pop(request_id, None)
 
     def close(self) -> None:
-        """Cut off all requests and stop the worker, which at most ends the step it is in.
+        """Abort all requests and stop the worker, which finishes at most its current step.
 
         Every waiter gets a ``ClosedError``. May be called again, and by several threads.
         """
@@ -200,7 +201,7 @@ class StreamingManager:
         self.close()
 
     def _new_stream(self, params: SamplingParams, arrival: float, inbox: SimpleQueue | None) -> _Stream:
-        """A stream, if there is room for it; the lock is held."""
+        """A new stream, if there is room for it; the lock is held."""
         if self._refusal is not None:
             _raise_again(self._refusal)
         if self.max_in_flight is not None and len(self._in_flight) >= self.max_in_flight:
@@ -226,14 +227,14 @@ class StreamingManager:
 
     def _prepare(self, stream: _Stream, prompt: str | list[int]) -> None:
         ids = self.engine.encode(prompt)
-        with self._lock:  # the engine counts its sequences
+        with self._lock:  # make_sequence increments a counter
             sequence = self.engine.make_sequence(ids, stream.params)
         self._orders.put(partial(self._start, stream, sequence))
 
     def _prepare_in_pool(self, stream: _Stream, prompt: str | list[int]) -> None:
         try:
             self._prepare(stream, prompt)
-        except BaseException as error:  # whatever it is, a panic of the tokenizer too, the reader is told
+        except BaseException as error:  # any error, even a tokenizer's panic, reaches the reader
             self._end(stream, error)
 
     def _stream(self, request_id: int) -> _Stream:
@@ -245,10 +246,10 @@ class StreamingManager:
     def _read(self, stream: _Stream, pieces: SimpleQueue[str | None]) -> Iterator[str]:
         while (piece := pieces.get()) is not None:
             yield piece
-        stream.put(None)  # whoever reads again finds the end, too
+        stream.put(None)  # a second read finds the end, too
         _output(stream)
 
-    # The worker's side.
+    # Runs in the worker thread.
 
     def _work(self) -> None:
         try:
@@ -270,7 +271,7 @@ class StreamingManager:
             self._hand_over(self._scheduler.step())
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
-        """The orders that have come in, some hundreds at most; waits for one if nothing runs."""
+        """Incoming orders, at most a few hundred; waits for one if nothing runs."""
         wait = not self._scheduler.has_unfinished
         for _ in range(ORDERS_A_STEP):
             try:
@@ -280,7 +281,7 @@ class StreamingManager:
             wait = False
 
     def _start(self, stream: _Stream, sequence: Sequence) -> None:
-        if stream.ended.is_set():  # cancelled while it was tokenised
+        if stream.ended.is_set():  # cancelled while being tokenized
             return
         text = sequence.text = sequence.text or IncrementalText(self._tokenizer)
         running = _Running(stream, sequence, text, due=sequence.n_prompt + self.stream_interval)
@@ -288,7 +289,7 @@ class StreamingManager:
         self._running[self._scheduler.submit(sequence)] = running
 
     def _hand_over(self, sequences: list[Sequence]) -> None:
-        """Pass on the text of sequences that got tokens, if it is time."""
+        """Deliver the text of sequences that got tokens, if it is due."""
         for sequence in sequences:
             running = self._running[sequence.request_id]
             if sequence.finish_reason is not None:
@@ -335,14 +336,14 @@ class StreamingManager:
         self._release_all(failure)
 
     def _release_all(self, reason: RoseError) -> None:
-        """Tell all who wait why there is no more."""
+        """End all streams with ``reason``."""
         with self._lock:
             rest = list(self._in_flight)
         for stream in rest:
             self._end(stream, reason)
 
     def _end(self, stream: _Stream, outcome: RequestOutput | BaseException) -> None:
-        """Release whoever waits for the stream; the first end counts."""
+        """End the stream and wake its waiters; only the first end counts."""
         with self._lock:
             if stream.ended.is_set():
                 return
@@ -353,7 +354,7 @@ class StreamingManager:
 
 
 def _putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], None]:
-    """Puts into a queue that several requests share."""
+    """Puts into a queue shared by several requests."""
 
     def put(piece: str | None) -> None:
         inbox.put((request_id, piece))
@@ -362,7 +363,7 @@ def _putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], None]
 
 
 def _output(stream: _Stream) -> RequestOutput:
-    """Of a stream that has ended; raises what made it fail."""
+    """The output of an ended stream; raises the request's error."""
     outcome = stream.outcome
     if isinstance(outcome, RequestOutput):
         return outcome
@@ -376,7 +377,7 @@ def _closed() -> ClosedError:
 
 
 def _raise_again(error: RoseError) -> NoReturn:
-    """A fresh exception each time, since several threads may raise it."""
+    """Raises a copy of the error, since several threads may raise it."""
     raise type(error)(str(error)) from (error.__cause__ or error)
 
 
