@@ -1,13 +1,13 @@
-"""Times the KV append of one layer, variant by variant.
+"""Time the KV append of one layer, variant by variant.
 
-On a GPU: device time a call, from replays of a CUDA graph of many calls, and wall time of eager calls.
-"rotating" calls write other slots from other tensors each time, so that neither stays in the L2 cache; "same"
-calls repeat one. On a CPU: wall time of the torch twins; Triton's interpreter is not timed. The floor is the
-bytes that an append must move at the copy bandwidth measured in the same run. Every variant is first checked
-bit for bit against the specification.
+On a GPU: device time per call, from replays of a CUDA graph of many calls, and wall time of eager calls.
+"rotating" calls write different slots from different tensors each time, so that neither stays in the L2
+cache; "same" calls repeat one. On a CPU: wall time of the torch versions; Triton's interpreter is not timed.
+The floor is the bytes that an append must move divided by the copy bandwidth measured in the same run. Every
+variant is first checked bit for bit against the specification.
 
-Each batch size is told in a line as soon as it is measured: the baseline is index_put, "triton" the generic
-append, on a CPU its torch twin. The table of all variants comes last.
+A line per batch size is printed as soon as it is measured: the baseline is index_put, "triton" the generic
+append (on a CPU its torch version). The table of all variants comes last.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CALLS = {"cuda": 50, "cpu": 5}
 ROTATED_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
 COPY_BYTES = 256 << 20
 MOST_ROWS = 1 << 40
-POISON = {2: 0x7E5A, 4: 0x7FC5A5A5}  # a NaN's bits by element size: what an append left alone is told apart
+POISON = {2: 0x7E5A, 4: 0x7FC5A5A5}  # a NaN's bits by element size: marks slots never written
 BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -73,13 +73,13 @@ class Operands:
 
     caches: dict[str, Tensor]  # k_cache_layer, v_cache_layer [N_BLOCKS = B, H, BLOCK_SIZE, D]
     news: dict[str, Tensor]  # key_new, value_new [B, H, D]
-    batch_idx: Tensor  # [B] int32, as are the next two
+    batch_idx: Tensor  # [B] int32, like the next two
     block_idx: Tensor
     pos_tensor: Tensor
     pos: int
 
     def bind(self, variant: str, kernels: Kernels) -> Callable[[], None]:
-        """A call of ``variant`` without arguments; index tensors are made beforehand."""
+        """A call of ``variant`` without arguments; its index tensors are made beforehand."""
         operands = self.caches | self.news
         rows, blocks, pos = self.batch_idx, self.block_idx, self.pos_tensor
         if variant == "index_put":
@@ -106,7 +106,7 @@ def make_caches(shape: Shape) -> dict[str, Tensor]:
 
 
 def make_operands(shape: Shape, n_sets: int, seed: int = 0) -> list[Operands]:
-    """Sets that share no slot and no input; a cache serves BLOCK_SIZE of them."""
+    """Sets that share no slot and no input; one cache serves BLOCK_SIZE of them."""
     device, generator = shape.device, torch.Generator(device=shape.device).manual_seed(seed)
     new = partial(torch.randn, shape.batch, shape.n_heads, shape.head_dim, dtype=shape.dtype, device=device)
     sets = []
@@ -134,7 +134,7 @@ def check_variant(variant: str, operands: Operands, kernels: Kernels, shape: Sha
 
 
 def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
-    """Device seconds a call, one figure a replay of a CUDA graph of all ``calls``."""
+    """Device seconds per call, one value per replay of a CUDA graph of all ``calls``."""
 
     def run() -> None:
         for call in calls:
@@ -146,7 +146,7 @@ def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
 
 
 def wall_times(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[float]:
-    """Wall seconds a call, launched one by one from Python and waited for at the end; one figure a repeat."""
+    """Wall seconds per call, launched one by one from Python, one synchronisation; one value per repeat."""
     _synchronize(device)
     times = []
     for _ in range(repeats + 1):
@@ -159,7 +159,7 @@ def wall_times(calls: Sequence[Callable[[], object]], repeats: int, device: torc
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
-    """Bytes a second, reads and writes both counted, of a copy of ``COPY_BYTES``; one figure a repeat."""
+    """Bytes per second, reads and writes both counted, of a copy of ``COPY_BYTES``; one value per repeat."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     copy = partial(target.copy_, source)
@@ -169,7 +169,7 @@ def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
 
 
 def _device_times(run: Callable[[], object], repeats: int) -> list[float]:
-    """A GPU's seconds a run, one figure a repeat."""
+    """A GPU's seconds per run, one value per repeat."""
     times = []
     for _ in range(repeats):
         start = Clock(on_gpu=True)
@@ -188,7 +188,7 @@ def _synchronize(device: torch.device) -> None:
 def time_variant(
     variant: str, sets: list[Operands], kernels: Kernels, repeats: int
 ) -> dict[str, list[float]]:
-    """Every repeat's seconds a call, by way of timing."""
+    """Seconds per call of every repeat, by timing method."""
     device = sets[0].block_idx.device
     bound = [operands.bind(variant, kernels) for operands in sets]
     n_calls = CALLS[device.type]
@@ -201,7 +201,7 @@ def time_variant(
 
 
 def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float) -> list[dict[str, Any]]:
-    """One row a variant: raw times and medians in seconds, beside the floor."""
+    """One row per variant: raw times and medians in seconds, and the floor."""
     sets = make_operands(shape, max(2, -(-ROTATED_BYTES[shape.device.type] // shape.bytes_moved)))
     size = {"bytes_moved": shape.bytes_moved, "floor_s": shape.bytes_moved / bandwidth}
     rows = []
@@ -215,7 +215,7 @@ def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float
 
 
 def measure(options: Namespace) -> dict[str, Any]:
-    """What the command measures, printed and returned as a record."""
+    """Measure, print, and return the record."""
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     kernels = choose_kernels("auto", "fixed", device)
@@ -241,7 +241,7 @@ def measure(options: Namespace) -> dict[str, Any]:
 
 
 def gain_line(rows: list[dict[str, Any]]) -> str:
-    """What the generic append, on a CPU its torch twin, gains over ``index_put`` at one batch size."""
+    """Speedup of the generic append (on a CPU its torch version) over ``index_put`` at one batch size."""
     way = gain_way(rows)
     seconds = {row["variant"]: row["medians_s"][way] for row in rows}
     baseline, triton = seconds["index_put"], seconds["generic"]
@@ -250,12 +250,12 @@ def gain_line(rows: list[dict[str, Any]]) -> str:
 
 
 def gain_way(rows: list[dict[str, Any]]) -> str:
-    """The way of timing that gains are told of: device time where there is some."""
+    """The timing method that speedups refer to: device time if there is one."""
     return "device_rotating" if "device_rotating" in rows[0]["medians_s"] else "wall"
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """A line a row: microseconds a call, the gain over ``index_put`` at the same batch size, the floor."""
+    """A line per row: microseconds per call, speedup over ``index_put`` at the same batch size, the floor."""
     ways, way = list(rows[0]["medians_s"]), gain_way(rows)
     baselines = {row["batch_size"]: row["medians_s"][way] for row in rows if row["variant"] == "index_put"}
     titles = "".join(f"{name.replace('_', ' ') + ' us':>20}" for name in ways)
@@ -279,11 +279,11 @@ def main(argv: list[str] | None = None) -> None:
 def _parser() -> OneLineParser:
     parser = command_parser("benchmark_kv_append", __doc__)
     add = parser.add_argument
-    add("--batch-sizes", **counts((128, 256, 512, 1024, 2048), MOST_ROWS), help="tokens a call")
+    add("--batch-sizes", **counts((128, 256, 512, 1024, 2048), MOST_ROWS), help="tokens per call")
     add("--num-heads", **count(12), help="key and value heads")
-    add("--head-dim", **count(64), help="elements a head")
-    add("--block-size", **count(64), help="tokens a block")
-    add("--repeats", **count(20), help="measurements of each figure, the median counts")
+    add("--head-dim", **count(64), help="elements per head")
+    add("--block-size", **count(64), help="tokens per block")
+    add("--repeats", **count(20), help="measurements of each figure; medians are reported")
     add_record_option(parser)
     add_device_options(parser)
     return parser

@@ -1,9 +1,9 @@
-"""Runs workloads through rivals: ours, transformers or vLLM.
+"""Run workloads through rivals: ours, transformers or vLLM.
 
-Every rival gets the same prompts as token ids, all at once, and generates greedily, end of sequence ignored;
-workloads of the streaming form are run like this too. One clock goes from the call to the token ids of all
-requests on the host. Rivals named together load the same weights into one process and take turns, run by run,
-so that a slow moment hits all of them; vllm runs only alone.
+Every rival gets the same prompts as token ids, all at once, and generates greedily, ignoring end of sequence;
+streaming workloads are run this way too. One clock runs from the call until the token ids of all requests are
+on the host. Rivals named together load the same weights into one process and alternate run by run, so that
+background load affects all of them; vllm runs only alone.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class TimedRun:
 def run_in_turns(
     rivals: dict[str, Rival], task: Task, warmup_runs: int = 1, repeat_runs: int = 3
 ) -> dict[str, list[TimedRun]]:
-    """Run 1 of every rival, run 2 of every rival, and so on, warm-up runs first; the measured ones of each.
+    """Run 1 of every rival, then run 2, and so on, warm-up runs first; the measured runs of each.
 
-    Times are seconds, throughputs tokens a second, memory bytes: the most that was allocated on the GPU by
-    this process, other rivals' models included, or None where it is not this process that allocates.
+    Times are in seconds, throughputs in tokens per second, memory in bytes: the peak allocated on the GPU by
+    this process, other rivals' models included, or None if another process allocates it.
     """
     for _ in range(warmup_runs):
         for rival in rivals.values():
@@ -78,16 +78,16 @@ def _timed_run(rival: Rival, task: Task) -> TimedRun:
 
 
 def _check_complete(tokens: list[list[int]], task: Task) -> None:
-    """A rival that ended a request early would look fast."""
+    """A rival that ends a request early would look fast."""
     wanted = [task.options.max_new_tokens] * len(task.prompts)
     if [len(row) for row in tokens] != wanted:
-        raise RuntimeError(f"{sum(map(len, tokens))} tokens came, {sum(wanted)} were asked for")
+        raise RuntimeError(f"{sum(map(len, tokens))} tokens were generated, {sum(wanted)} were requested")
 
 
 def measure_workload(
     task: Task, names: list[str], config: ModelConfig, warmup_runs: int, repeat_runs: int
 ) -> dict[str, dict[str, Any]]:
-    """One record a rival, in the order of ``names``; the rivals are closed again."""
+    """One record per rival, in the order of ``names``; the rivals are closed afterwards."""
     with ExitStack() as cleanup:
         cleanup.callback(_free_memory)
         rivals: dict[str, Rival] = {}
@@ -108,7 +108,7 @@ def measure_workload(
 
 
 def _facts(task: Task, config: ModelConfig) -> dict[str, Any]:
-    """What is the same for all rivals."""
+    """The facts shared by all rivals."""
     return {
         **bench_options.request_facts(task.options),
         "form": "offline",
@@ -126,13 +126,13 @@ def _share_equal(mine: list[TimedRun], theirs: list[TimedRun]) -> float:
 
 
 def _free_memory() -> None:
-    """So that one workload's rivals do not crowd the next one's."""
+    """Free one workload's rivals before the next one's load."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def comparison(records: Iterable[dict[str, Any]]) -> list[str]:
-    """A line a record: median, lowest and highest tokens/s, and the ratio to its workload's first rival."""
+    """A line per record: median, lowest and highest tokens/s, and the ratio to its workload's first rival."""
     lines = [f"{'':4} {'rival':14} {'tokens/s':>11} {'lowest':>11} {'highest':>11} {'ratio':>7}"]
     first: dict[str, float] = {}
     for record in records:
@@ -147,7 +147,7 @@ def comparison(records: Iterable[dict[str, Any]]) -> list[str]:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Check everything that is asked for, then measure workload by workload and compare."""
+    """Check all options, then measure workload by workload and compare."""
     options = parse_options(argv)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _of_workload(name: str, task: Task, config: ModelConfig, tokenizer: AnyTokenizer) -> Task:
-    """``task`` with a workload's sizes and prompts. ``PromptError`` where those exceed the positions."""
+    """``task`` with a workload's sizes and prompts. ``PromptError`` if those exceed the model's positions."""
     options = workload_options(task.options, name)
     prompts = encode_prompts(make_prompts(options, config.vocab_size), tokenizer)
     longest = max(map(len, prompts))
@@ -179,7 +179,7 @@ def _of_workload(name: str, task: Task, config: ModelConfig, tokenizer: AnyToken
 
 
 def _measure_and_write(task: Task, options: Namespace, config: ModelConfig) -> Iterable[dict[str, Any]]:
-    """A workload's records, written as soon as they are known."""
+    """A workload's records, each written as soon as it is measured."""
     sizes = task.options
     print(
         f"{sizes.workload}: {sizes.num_requests} requests, {sizes.max_new_tokens} new tokens each, "
@@ -194,7 +194,7 @@ def _measure_and_write(task: Task, options: Namespace, config: ModelConfig) -> I
 
 
 def workload_options(options: Namespace, name: str) -> Namespace:
-    """The command's options with the sizes of workload ``name``, overridden ones excepted."""
+    """The command's options with the sizes of workload ``name``, except overridden ones."""
     given = {key: value for key, value in vars(options).items() if key not in ("output", "workloads")}
     overrides = {key: given[key] for key in OVERRIDES if given[key] is not None}
     fixed = {"workload": name, "seed": 0, "block_size": 64}
@@ -237,14 +237,14 @@ def _parser() -> OneLineParser:
     usage = "--rival NAME,NAME --workloads ID,ID [options]"
     parser = bench_options.command_parser("benchmark_rivals", __doc__, usage)
     add = parser.add_argument
-    who = f"who runs, the first one being what the others are compared with: {', '.join(RIVALS)}"
+    who = f"what to run; the first is the baseline of the comparison: {', '.join(RIVALS)}"
     add("--rival", type=_names(RIVALS), required=True, metavar="NAME,NAME", help=who)
     add("--workloads", type=_names(WORKLOADS), required=True, metavar="ID,ID", help=", ".join(WORKLOADS))
-    add("--rung", metavar="NAME", help=f"of rosellm; default: the best one; {', '.join(LADDER)}")
-    add("--output", type=Path, metavar="FOLDER", help="write WORKLOAD-RIVAL.json here; made if missing")
+    add("--rung", metavar="NAME", help=f"rung of rosellm; default: the best; {', '.join(LADDER)}")
+    add("--output", type=Path, metavar="FOLDER", help="write WORKLOAD-RIVAL.json here; created if missing")
     bench_options.add_model_options(parser)
     bench_options.add_device_options(parser)
-    group = parser.add_argument_group("sizes that replace those of every workload")
+    group = parser.add_argument_group("sizes that override those of every workload")
     most = bench_options.MOST_REQUESTS
     for name in OVERRIDES:
         group.add_argument(f"--{name.replace('_', '-')}", **bench_options.count(None, high=most))

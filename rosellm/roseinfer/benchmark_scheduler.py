@@ -1,8 +1,8 @@
-"""Measures a scheduler on a batch of requests.
+"""Measure a scheduler on a batch of requests.
 
-Decode throughput is tokens made by decode steps over time spent in decode steps, on the device where that
-runs on its own; a request's first token comes from its prefill. Total throughput is all completion tokens,
-counted as ids, over the whole run.
+Decode throughput is tokens from decode steps over time spent in decode steps, on the device if that runs on
+its own; a request's first token comes from its prefill. Total throughput is all completion tokens, counted as
+ids, over the whole run.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineSchedule
 def run_scheduler_benchmark(
     job: Job, warmup_runs: int = 1, repeat_runs: int = 3, mode: str = "online"
 ) -> dict[str, Any]:
-    """Serve the job's requests again and again: every measured run's raw figures, their medians and means.
+    """Serve the job's requests repeatedly: every measured run's raw figures, their medians and means.
 
     mode: "naive" (one request after another, each timed from its own start), "offline" or "online" (all
-    requests arrive at once). Text prompts are tokenized within the measured time. Times are seconds,
-    throughputs tokens a second, memory bytes.
+    requests arrive at once). Text prompts are tokenized within the measured time. Times are in seconds,
+    throughputs in tokens per second, memory in bytes.
     """
     return runs.repeat(partial(_run_once, mode=mode), job, mode, warmup_runs, repeat_runs)
 
@@ -61,7 +61,7 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
 
 
 class _StepTimes(OnlineScheduler):
-    """Keeps the seconds of each decode step of a scheduler."""
+    """Keeps the seconds of each of its decode steps."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None) -> None:
         super().__init__(engine, config)

@@ -1,9 +1,9 @@
-"""Measures streaming under load.
+"""Measure streaming under load.
 
-Requests are submitted one by one to a streaming manager; one thread takes all of their text, as a server's
-event loop would. TTFT, TPOT and ITL are taken where the manager hands tokens over, from the moment of
-submission on; with a stream interval of N, tokens are handed over N at a time. Total throughput is all
-completion tokens over the time from the first submission to the last token.
+Requests are submitted one by one to a streaming manager; one thread consumes all of their text, as a server's
+event loop would. TTFT, TPOT and ITL run from submission to delivery by the manager; with a stream interval of
+N, tokens are delivered N at a time. Total throughput is all completion tokens over the time from the first
+submission to the last token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class StreamingLoad:
-    """How requests come in and text goes out. submit_interval_s: between two submissions; 0 for no pause."""
+    """How requests arrive and text is delivered. submit_interval_s: seconds between two submissions."""
 
     tokenize_workers: int = 0
     stream_interval: int = 1
@@ -52,9 +52,9 @@ class StreamingLoad:
 def run_streaming_benchmark(
     job: Job, load: StreamingLoad | None = None, warmup_runs: int = 1, repeat_runs: int = 3
 ) -> dict[str, Any]:
-    """Serve the job's requests again and again: every measured run's raw figures, their medians and means.
+    """Serve the job's requests repeatedly: every measured run's raw figures, their medians and means.
 
-    Times are seconds, throughputs tokens a second, memory bytes.
+    Times are in seconds, throughputs in tokens per second, memory in bytes.
     """
     run = partial(_run_once, load=load or StreamingLoad())
     return runs.repeat(run, job, "streaming", warmup_runs, repeat_runs)
@@ -87,7 +87,7 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
 def _submit(
     manager: StreamingManager, prompts: Prompts, params: SamplingParams, interval_s: float, inbox: SimpleQueue
 ) -> list[int]:
-    """Each request at its time. If one is refused, the reader is told that no more will come."""
+    """Submit each request at its time. If one is refused, tell the reader that no more will come."""
     start = perf_counter()
     request_ids = []
     try:
@@ -103,7 +103,7 @@ def _submit(
 
 
 def _results(manager: StreamingManager, request_ids: list[int]) -> list[RequestOutput]:
-    """What has become of the requests, all of which have ended. Raises RoseError if one of them failed."""
+    """The results of the requests, all of which have ended. Raises RoseError if one of them failed."""
     outputs = []
     for number, request_id in enumerate(request_ids, 1):
         try:
@@ -114,14 +114,14 @@ def _results(manager: StreamingManager, request_ids: list[int]) -> list[RequestO
 
 
 def _read(inbox: SimpleQueue, n_requests: int) -> None:
-    """The client: one thread that takes every request's text as it comes, until all have ended."""
+    """The client: one thread that consumes every request's text until all have ended."""
     while n_requests:
         _, piece = inbox.get()
         n_requests -= piece is None
 
 
 def summary(result: dict[str, Any]) -> list[str]:
-    """Medians over the measured runs, of a run's percentiles where it has some."""
+    """Medians over the measured runs, of a run's percentiles if it has some."""
     medians = result["medians"]
     percentiles = [
         summary_line(f"{title} p50/p95/p99", [medians.get(f"{name}_p{p}_s") for p in PERCENTS], unit)
@@ -150,8 +150,8 @@ def _milliseconds(text: str) -> float:
 def _add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("streaming").add_argument
     load = StreamingLoad
-    add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: done on submission")
-    add("--stream-interval", **count(load.stream_interval), help="tokens handed over at a time")
+    add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: done by the submitter")
+    add("--stream-interval", **count(load.stream_interval), help="tokens delivered at a time")
     pause, told = load.submit_interval_s * 1e3, "between two submissions"
     add("--submit-interval-ms", type=_milliseconds, default=pause, metavar="MS", help=told)
 

@@ -166,7 +166,7 @@ def test_a_run_of_ours_in_which_a_request_failed_is_refused():
 @pytest.mark.parametrize("n_tokens", [3, 5])
 def test_a_rival_that_makes_another_number_of_tokens_is_not_measured(scripted_task, n_tokens):
     rival = Scripted(scripted_task, "a", [], n_tokens)
-    with pytest.raises(RuntimeError, match=f"{3 * n_tokens} tokens came, 12 were asked for"):
+    with pytest.raises(RuntimeError, match=f"{3 * n_tokens} tokens were generated, 12 were requested"):
         run_in_turns({"a": rival}, scripted_task, 0, 1)
 
 
@@ -289,9 +289,9 @@ def test_bad_input_is_one_line_and_status_2(arguments, wanted, capsys):
 @pytest.mark.parametrize(
     ("names", "installed", "wanted"),
     [
-        ("vllm", (), "rival vllm is not installed here; pip install vllm, or leave it out"),
-        ("rosellm,transformers", ("rosellm",), "rival transformers is not installed here"),
-        ("vllm,rosellm", ("vllm", "rosellm"), "cannot take turns; run rosellm by another command"),
+        ("vllm", (), "rival vllm is not installed; pip install vllm, or leave it out"),
+        ("rosellm,transformers", ("rosellm",), "rival transformers is not installed"),
+        ("vllm,rosellm", ("vllm", "rosellm"), "cannot take turns; run rosellm separately"),
         ("vllm", ("vllm",), "rival vllm runs on a GPU; use --device cuda"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The benchmarks of whole runs, from options to record."""
+"""Benchmarks of whole runs, from options to record."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rosellm.roseinfer.bench.summary import print_summary
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A command that serves the same requests again and again, in one mode or several.
+    """A command that serves the same requests repeatedly, in one or several modes.
 
-    form: its name in workloads and records. doc: its module's docstring. add_options: adds its own. runs: of
-    each mode that the options ask for, by name. summary: the lines that tell a mode's result.
+    form: its name in workloads and records. doc: its module's docstring. add_options: adds its own options.
+    runs: the requested modes' runs, by name. summary: the lines that report a mode's result.
     """
 
     form: str
@@ -38,7 +38,7 @@ class Benchmark:
         return parse(parser, argv, self.form)
 
     def measure(self, options: Namespace, gpt: GPT, tokenizer: AnyTokenizer) -> dict[str, Any]:
-        """What the command measures, printed and returned as a record; a sweep may share one model."""
+        """Measure, print, and return the record; a sweep may share one model."""
         job = make_job(options, gpt, tokenizer)
         runs, results = self.runs(options), {}
         for mode, run in runs.items():
@@ -52,12 +52,12 @@ class Benchmark:
         return new_record(self.form, job.engine.device, **facts, results=results)
 
     def main(self, argv: list[str] | None = None) -> int:
-        """Parse, load, measure, and write the record if it was asked for."""
+        """Parse, load, measure, and write the record if requested."""
         return command(self._run)(argv)
 
     def _run(self, argv: list[str] | None) -> None:
         options = self.parse_options(argv)
-        choose_recipe(options)  # a wrong choice is told before the model is loaded
+        choose_recipe(options)  # reports a wrong choice before the model is loaded
         parts = load_parts(options.hf_model_id, options.device, options.dtype, options.load_format)
         record = self.measure(options, *parts)
         if options.json:

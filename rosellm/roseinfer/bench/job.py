@@ -1,4 +1,4 @@
-"""A job: requests and the engine that serves them, made as a command's options ask."""
+"""A job: requests and the engine that serves them, built from a command's options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPARE_KV_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What every run of a benchmark does again."""
+    """What every run of a benchmark repeats."""
 
     engine: Engine
     prompts: Prompts
@@ -31,13 +31,13 @@ class Job:
     config: SchedulerConfig | None = None
 
     def shortened(self, num_requests: int, max_tokens: int) -> Job:
-        """The first requests alone, and of each only the first tokens."""
+        """Only the first requests, and only the first tokens of each."""
         params = replace(self.params, max_tokens=min(self.params.max_tokens, max_tokens))
         return replace(self, prompts=self.prompts[:num_requests], params=params)
 
 
 def make_job(options: Namespace, gpt: GPT, tokenizer: AnyTokenizer) -> Job:
-    """What the options ask for; says in a few lines what is about to be measured."""
+    """Build what the options ask for, and print what is about to be measured."""
     recipe = choose_recipe(options)
     prompts = make_prompts(options, gpt.config.vocab_size)
     encoded = encode_prompts(prompts, tokenizer)
@@ -49,7 +49,7 @@ def make_job(options: Namespace, gpt: GPT, tokenizer: AnyTokenizer) -> Job:
 
 
 def choose_recipe(options: Namespace) -> str | Recipe:
-    """``--rung``; else dense without a flag, or the best recipe of ``--device``, eager or its own runner."""
+    """``--rung``; else dense without flags, or the best recipe of ``--device``, eager or with its runner."""
     if options.rung is not None:
         return get_rung(options.rung)
     if options.cuda_graph and not options.paged_attn:
@@ -63,7 +63,7 @@ def choose_recipe(options: Namespace) -> str | Recipe:
 def make_engine(
     options: Namespace, recipe: str | Recipe, gpt: GPT, tokenizer: AnyTokenizer, longest_prompt: int
 ) -> Engine:
-    """An engine with a KV cache just large enough for what the options ask."""
+    """An engine with a KV cache just large enough for the options."""
     return Engine(
         gpt,
         tokenizer,
@@ -77,7 +77,7 @@ def make_engine(
 
 
 def kv_blocks_wanted(options: Namespace, gpt: GPT, longest_prompt: int) -> int:
-    """Blocks a layer for as many longest requests as run together, and a few to spare; within memory."""
+    """Blocks per layer for the longest requests that run together, plus a few spare; capped by memory."""
     longest = min(longest_prompt + options.max_new_tokens, gpt.config.n_positions)
     concurrency = min(options.max_batch_size, options.num_requests)
     wanted = concurrency * blocks_for(longest, options.block_size) + SPARE_KV_BLOCKS
@@ -85,14 +85,14 @@ def kv_blocks_wanted(options: Namespace, gpt: GPT, longest_prompt: int) -> int:
 
 
 def greedy_params(options: Namespace) -> SamplingParams:
-    """``--max-new-tokens`` of the likeliest tokens each."""
+    """Greedy decoding of ``--max-new-tokens`` tokens."""
     return SamplingParams(
         temperature=0.0, max_tokens=options.max_new_tokens, ignore_eos=not options.stop_on_eos
     )
 
 
 def scheduler_config(options: Namespace) -> SchedulerConfig:
-    """What one iteration of the scheduler may do."""
+    """The limits of one scheduler iteration."""
     return SchedulerConfig(
         max_batch_size=options.max_batch_size,
         prefill_max_batch_size=options.prefill_max_batch_size,
@@ -102,7 +102,7 @@ def scheduler_config(options: Namespace) -> SchedulerConfig:
 
 
 def print_header(engine: Engine, options: Namespace) -> None:
-    """What is about to be measured."""
+    """Print what is about to be measured."""
     recipe = engine.rung or " ".join(engine.recipe.as_dict().values())
     print(f"Model: {options.hf_model_id}, {options.load_format}, {engine.device.type}, {dtype_name(engine)}")
     print(f"Recipe: {recipe} ({engine.kernels.name} kernels)")
@@ -113,7 +113,7 @@ def print_header(engine: Engine, options: Namespace) -> None:
 
 
 def check_positions(options: Namespace, longest_prompt: int, n_positions: int) -> None:
-    """Raises ``PromptError`` if the model has too few positions for what the options ask."""
+    """Raise ``PromptError`` if the model has too few positions for the options."""
     if longest_prompt + options.max_new_tokens > n_positions:
         name = f"{options.workload}: " if options.workload else ""
         raise PromptError(

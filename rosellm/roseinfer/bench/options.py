@@ -1,4 +1,4 @@
-"""The benchmarks' options, a function a group; defaults are those of the dataclasses that they fill."""
+"""The benchmarks' options, one function per group; defaults are those of the dataclasses they fill."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id")
 
 
 def command_parser(module: str, doc: str, usage: str = "[options]") -> OneLineParser:
-    """A parser for ``python -m rosellm.roseinfer.MODULE``, whose help begins with ``doc`` less its title."""
+    """A parser for ``python -m rosellm.roseinfer.MODULE``, whose help begins with ``doc`` minus its title."""
     program = f"python -m rosellm.roseinfer.{module}"
     return OneLineParser(prog=program, usage=f"%(prog)s {usage}", description=doc.partition("\n\n")[2])
 
 
 def benchmark_parser(module: str, doc: str) -> OneLineParser:
-    """The same with the options that both benchmarks of whole runs share."""
+    """The same, with the options shared by both benchmarks of whole runs."""
     parser = command_parser(module, doc)
     add_model_options(parser)
     add_device_options(parser)
@@ -37,23 +37,23 @@ def benchmark_parser(module: str, doc: str) -> OneLineParser:
     add_scheduler_options(parser)
     add_run_options(parser)
     add_record_option(parser)
-    trace = f"write a Chrome trace of one more run, of about {PROFILED_STEPS} decode steps"
+    trace = f"write a Chrome trace of one extra run, of about {PROFILED_STEPS} decode steps"
     parser.add_argument("--profile", type=writable_file, metavar="FILE", help=trace)
     return parser
 
 
 def count(default: int | None, low: int = 1, high: int = INT32_MAX) -> dict[str, Any]:
-    """What makes an argument a whole number from ``low`` to ``high``."""
+    """Arguments of ``add_argument`` for a whole number from ``low`` to ``high``."""
     return {"type": whole_number(low, high), "default": default, "metavar": "N"}
 
 
 def counts(default: tuple[int, ...], high: int) -> dict[str, Any]:
-    """What makes an argument whole numbers from 1 to ``high``, separated by commas."""
+    """Arguments of ``add_argument`` for comma-separated whole numbers from 1 to ``high``."""
     return {"type": whole_numbers(high), "default": default, "metavar": "N,N"}
 
 
 def switch(default: bool) -> dict[str, Any]:
-    """What makes an argument ``--name`` or ``--no-name``."""
+    """Arguments of ``add_argument`` for ``--name`` or ``--no-name``."""
     return {"action": BooleanOptionalAction, "default": default}
 
 
@@ -74,17 +74,17 @@ def add_model_options(parser: ArgumentParser) -> None:
 
 def add_device_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("device").add_argument
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: float16 on cuda, float32 on cpu")
 
 
 def add_engine_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
-    add("--rung", metavar="NAME", help=f"wins over the two flags below: {', '.join(LADDER)}")
+    add("--rung", metavar="NAME", help=f"overrides the two flags below: {', '.join(LADDER)}")
     add("--paged-attn", action="store_true", help="the best recipe with the eager runner; without it: dense")
     add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
-    add("--block-size", **count(64, high=MOST_TOKENS), help="tokens a KV block, a power of two")
-    blocks = "KV blocks a layer; default: what --max-batch-size requests need, capped by memory"
+    add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
+    blocks = "KV blocks per layer; default: what --max-batch-size requests need, capped by memory"
     add("--num-kv-blocks", **count(None), help=blocks)
     add("--prefix-cache", **switch(True), help="reuse the KV of shared prompt prefixes")
     alone = "a request's logits are bitwise the same whatever shares its batch; on the late rungs"
@@ -93,15 +93,15 @@ def add_engine_options(parser: ArgumentParser) -> None:
 
 def add_request_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("requests (greedy)").add_argument
-    add("--workload", metavar="ID", help=f"preset of options, explicit ones win: {', '.join(WORKLOADS)}")
-    add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests a run")
-    add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens a request")
+    add("--workload", metavar="ID", help=f"preset; explicit options override it: {', '.join(WORKLOADS)}")
+    add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests per run")
+    add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens per request")
     add("--prompt", default=Workload.prompt, metavar="TEXT", help="text of every prompt")
-    repeats = "requests repeat the text N times, in turn"
+    repeats = "how often requests repeat the text, in turn"
     add("--prompt-repeats", **counts(Workload.prompt_repeats, MOST_TOKENS), help=repeats)
     random = "prompts of N seeded random token ids instead of text"
     add("--prompt-tokens", **count(Workload.prompt_tokens, high=MOST_TOKENS), help=random)
-    add("--seed", **count(0, low=0), help="of --prompt-tokens")
+    add("--seed", **count(0, low=0), help="seed of --prompt-tokens")
     add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
     add("--pretok", **switch(False), help="tokenize before the clock starts")
 
@@ -110,9 +110,9 @@ def add_scheduler_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("scheduler").add_argument
     config = SchedulerConfig
     add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
-    add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts an iteration")
-    add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens an iteration")
-    policy = "who of the waiting is admitted: the first, or the shortest that fit"
+    add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts per iteration")
+    add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens per iteration")
+    policy = "which waiting requests are admitted: the first, or the shortest that fit"
     add("--prefill-admission-policy", choices=POLICIES, default=config.admission_policy, help=policy)
 
 
@@ -127,9 +127,9 @@ def add_record_option(parser: ArgumentParser) -> None:
 
 
 def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespace:
-    """Options in which the workload of ``form``, if one is named, takes the place of the defaults.
+    """The options; the workload of ``form``, if one is named, replaces the defaults.
 
-    So do its model, unless another is named, and the best rung, unless the recipe is chosen.
+    It also sets the model and the best rung, unless the options choose them.
     """
     early = OneLineParser(add_help=False)
     for option in ("--workload", "--hf-model-id", "--rung"):
@@ -150,7 +150,7 @@ def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespac
 
 
 def departures(options: Namespace, engine: Engine) -> list[str]:
-    """In what a run of a workload differs from it, so that its figures are not to be read beside records."""
+    """How a run departs from its workload, so that its figures are not comparable with the records."""
     if options.workload is None:
         return []
     preset = WORKLOADS[options.workload].flags() | MODEL | {"deterministic": False}
@@ -164,7 +164,7 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
 
 
 def request_facts(options: Namespace) -> dict[str, Any]:
-    """For the record: model, workload, which of its presets were overridden, every option but paths."""
+    """For the record: model, workload, which of its presets were overridden, every option except paths."""
     given = {name: value for name, value in vars(options).items() if name not in NOT_IN_RECORDS}
     preset = WORKLOADS[options.workload].flags() if options.workload else {}
     folder = Path(options.hf_model_id)

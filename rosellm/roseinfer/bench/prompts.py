@@ -1,4 +1,4 @@
-"""The prompts of a workload: a text again and again, or random token ids."""
+"""The prompts of a workload: repeated text, or random token ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Prompts = Sequence[str | list[int]]
 
 
 def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
-    """One prompt a request: text, or with ``--prompt-tokens`` random token ids from the seed."""
+    """One prompt per request: text, or with ``--prompt-tokens`` seeded random token ids."""
     if options.prompt_tokens is not None:
         shape = (options.num_requests, options.prompt_tokens)
         return np.random.default_rng(options.seed).integers(vocab_size, size=shape).tolist()
@@ -22,5 +22,5 @@ def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
 
 
 def encode_prompts(prompts: Prompts, tokenizer: AnyTokenizer) -> list[list[int]]:
-    """Token ids; prompts that are token ids already are left as they are."""
+    """Token ids; prompts given as token ids are returned as they are."""
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Benchmark records: one JSON object a run, with every raw figure and the environment it was measured in."""
+"""Benchmark records: one JSON object per run, with every raw figure and its environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def new_record(kind: str, where: torch.device, **fields: Any) -> dict[str, Any]:
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:
-    """What an engine was built of. ``rung`` is None for a recipe that is not a rung."""
+    """How an engine was built. ``rung`` is None for a recipe that is not a rung."""
     return {
         "rung": engine.rung,
         "recipe": engine.recipe.as_dict(),
@@ -43,7 +43,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
 
 
 def dtype_name(engine: Engine) -> str:
-    """Of the weights: ``float16``."""
+    """The dtype of the weights: ``float16``."""
     return str(engine.model.dtype).removeprefix("torch.")
 
 

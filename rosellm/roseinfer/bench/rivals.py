@@ -1,7 +1,7 @@
-"""Engines that can be given the same requests: ours, and others where they are installed.
+"""Engines that can serve the same requests: ours, and others if installed.
 
-A rival is built of a :class:`Task` and then asked again and again for the greedy continuations of the same
-prompts, token ids in and token ids out, the end of sequence ignored. All rivals load one checkpoint.
+A rival is built from a :class:`Task` and then asked repeatedly for the greedy continuations of the same
+prompts, token ids in and token ids out, ignoring end of sequence. All rivals load one checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 
 class RivalError(RoseError):
-    """A rival that is not installed, cannot run here, or cannot share the process."""
+    """A rival that is not installed, cannot run on this machine, or cannot share the process."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Task:
     """What a rival is set up for.
 
     checkpoint: a folder with ``config.json`` and ``model.safetensors``. options: a benchmark's, with the
-    sizes of the workload. prompts: token ids, one list a request.
+    workload's sizes. prompts: token ids, one list per request.
     """
 
     checkpoint: Path
@@ -49,7 +49,7 @@ class Task:
 
 
 class Rival(Protocol):
-    """An engine with a model loaded. ``in_process``: whether this process holds its memory."""
+    """An engine with a loaded model. ``in_process``: whether this process holds its memory."""
 
     in_process: bool
 
@@ -59,14 +59,14 @@ class Rival(Protocol):
         """The new token ids of every prompt, in order, on the host."""
 
     def facts(self) -> dict[str, Any]:
-        """For the record: version, and how it was set up."""
+        """For the record: version and configuration."""
 
     def close(self) -> None:
-        """Give back what garbage collection does not: nothing, unless a rival says so."""
+        """Free what garbage collection does not; by default nothing."""
 
 
 class Rosellm(Rival):
-    """``OfflineScheduler``, which ``LLM.generate`` runs, on an engine of the rung asked for."""
+    """``OfflineScheduler``, which ``LLM.generate`` runs, on an engine of the requested rung."""
 
     in_process = True
 
@@ -90,8 +90,8 @@ class Rosellm(Rival):
 class Transformers(Rival):
     """``GPT2LMHeadModel.generate``: static batches of at most ``max_batch_size`` prompts, padded on the left.
 
-    There is no end of sequence in its generation config: ``min_new_tokens`` would forbid that token, and the
-    other rivals may choose it.
+    Its generation config has no end of sequence: ``min_new_tokens`` would forbid that token, which the other
+    rivals may choose.
     """
 
     in_process = True
@@ -127,12 +127,12 @@ class Transformers(Rival):
 
 
 class VLLM(Rival):
-    """vLLM's offline ``LLM.generate`` in its default form: an engine process of its own, CUDA graphs."""
+    """vLLM's offline ``LLM.generate`` in its default form: a separate engine process, CUDA graphs."""
 
     in_process = False
 
     def __init__(self, task: Task) -> None:
-        # rosellm's import has asked for CUDA devices, after which a forked engine process cannot use them
+        # importing rosellm queries CUDA, after which a forked engine process cannot use it
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         from vllm import LLM, SamplingParams
 
@@ -164,15 +164,15 @@ RIVALS: dict[str, Callable[[Task], Rival]] = {"vllm": VLLM, "transformers": Tran
 
 
 def check_rivals(names: list[str], device: torch.device) -> None:
-    """Raises ``RivalError`` or ``DeviceError`` before anything is loaded."""
+    """Raise ``RivalError`` or ``DeviceError`` before anything is loaded."""
     for name in names:
         if find_spec(name) is None:
-            raise RivalError(f"rival {name} is not installed here; pip install {name}, or leave it out")
+            raise RivalError(f"rival {name} is not installed; pip install {name}, or leave it out")
     if "vllm" in names:
         if len(names) > 1:
             others = ", ".join(name for name in names if name != "vllm")
             raise RivalError(
-                f"vllm takes most of the GPU's memory and cannot take turns; run {others} by another command"
+                f"vllm takes most of the GPU's memory and cannot take turns; run {others} separately"
             )
         if device.type == "cpu":
             raise DeviceError("rival vllm runs on a GPU; use --device cuda")

@@ -28,43 +28,43 @@ def repeat(run: Run, job: Job, mode: str, warmup_runs: int, repeat_runs: int) ->
 
 
 def mode_result(mode: str, warmup_runs: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a record holds of one mode."""
+    """One mode's part of a record."""
     return {"mode": mode, "warmup_runs": warmup_runs, "repeat_runs": len(repeats), **across_repeats(repeats)}
 
 
 def prepare_run(engine: Engine) -> None:
-    """Every run starts with an empty prefix cache, an idle device and its own memory peak."""
+    """Start a run with an empty prefix cache, an idle device and a fresh memory peak."""
     if engine.prefix_cache is not None:
         engine.prefix_cache.clear()
     reset_peak_memory(engine.device)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Wait until ``device`` is idle; from now on its memory peak counts anew."""
+    """Wait until ``device`` is idle, then reset its memory peak."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes allocated on the GPU since :func:`reset_peak_memory`; None on a CPU."""
+    """Peak bytes allocated on the GPU since :func:`reset_peak_memory`; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def check_served(outputs: list[RequestOutput]) -> None:
-    """A run that made fewer tokens because a request failed is no measurement. Raises RoseError."""
+    """Raise RoseError if a request failed: a run that made fewer tokens is no measurement."""
     for number, output in enumerate(outputs, 1):
         if output.finish_reason == "failed":
             raise request_failed(number, len(outputs), output.error)
 
 
 def request_failed(number: int, n_requests: int, reason: object) -> RoseError:
-    """The error that ends a run. number: which of the requests it was, from 1 on."""
+    """The error that ends a run. number: the request's, from 1 on."""
     return RoseError(f"request {number} of {n_requests} failed: {reason}")
 
 
 def run_figures(tokens: list[list[int]], total_time: float, peak: int | None) -> dict[str, Any]:
-    """What is told of every run. tokens: each request's new ones; total_time: seconds; peak: bytes."""
+    """The figures of every run. tokens: each request's new ones; total_time: seconds; peak: bytes."""
     completion_tokens = sum(map(len, tokens))
     return {
         "total_time_s": total_time,
@@ -76,7 +76,7 @@ def run_figures(tokens: list[list[int]], total_time: float, peak: int | None) ->
 
 
 def request_figures(outputs: list[RequestOutput], percents: Iterable[int]) -> dict[str, float | None]:
-    """Distributions over the requests of their TTFT, TPOT and latency, in seconds."""
+    """Distributions over the requests of TTFT, TPOT and latency, in seconds."""
     figures: dict[str, float | None] = {}
     for metric in ("ttft", "tpot", "latency"):
         figures |= distribution(metric, [getattr(output.metrics, metric) for output in outputs], percents)
@@ -84,7 +84,7 @@ def request_figures(outputs: list[RequestOutput], percents: Iterable[int]) -> di
 
 
 def write_trace(run: Run, job: Job, path: Path) -> None:
-    """Write a Chrome trace of one run, all threads in it."""
+    """Write a Chrome trace of one run, with all its threads."""
     with profile(experimental_config=_ExperimentalConfig(profile_all_threads=True)) as trace:
         run(job)
     with replacing(path) as unfinished:

@@ -1,4 +1,4 @@
-"""What a benchmark prints of its figures, in the form in which people compare runs line by line."""
+"""A benchmark's printed figures, in a form that is easy to compare line by line."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ UNITS = {"s": (1.0, 6), "ms": (1e3, 2), "ms/token": (1e3, 2), "tokens/s": (1.0, 
 
 
 def summary_line(title: str, figures: Iterable[float | None], unit: str) -> str:
-    """``title: a/b/c unit``. figures: seconds or tokens a second; one without value reads "none"."""
+    """``title: a/b/c unit``. figures: seconds or tokens per second; a missing one reads "none"."""
     scale, decimals = UNITS[unit]
     numbers = ("none" if figure is None else f"{figure * scale:.{decimals}f}" for figure in figures)
     return f"{title}: {'/'.join(numbers)} {unit}"
 
 
 def print_summary(result: dict[str, Any], lines: Iterable[str]) -> None:
-    """The runs of one mode, and what was measured, line by line."""
+    """Print the runs of one mode, and its figures line by line."""
     print(f"=== {result['mode']} summary ===")
     print(f"Warmup runs: {result['warmup_runs']}")
     print(f"Measured runs: {result['repeat_runs']}")

@@ -12,8 +12,9 @@ from rosellm.errors import RoseError
 class Workload:
     """Requests of ``max_new_tokens`` each, ``max_batch_size`` at a time.
 
-    Prompts are ``prompt`` repeated, request by request cycling through ``prompt_repeats``; or random ids,
-    ``prompt_tokens`` of them. ``form`` says which benchmark runs it. The defaults are also the commands'.
+    Prompts are ``prompt`` repeated ``prompt_repeats`` times, cycling through those counts; or
+    ``prompt_tokens`` random ids. ``form`` names the benchmark that runs it. The defaults are also the
+    commands'.
     """
 
     id: str
@@ -31,7 +32,7 @@ class Workload:
         return sizes | {"stop_on_eos": False, "prefix_cache": False, "pretok": True}
 
 
-# Of every workload.
+# Shared by all workloads.
 MODEL = {"hf_model_id": "gpt2", "load_format": "dummy"}
 DTYPE = "float16"
 
@@ -51,7 +52,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def get_workload(name: str, form: str) -> Workload:
-    """The workload ``name``, which the benchmark of ``form`` must be able to run."""
+    """The workload ``name``; the benchmark of ``form`` must be able to run it."""
     mine = [workload.id for workload in WORKLOADS.values() if workload.form == form]
     if name not in WORKLOADS:
         raise RoseError(f"workload {name!r} is unknown; benchmark_{form} runs {', '.join(mine)}")
