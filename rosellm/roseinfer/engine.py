@@ -26,23 +26,22 @@ from rosellm.roseinfer.steps.kv_append import AppendGate
 from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.text import IncrementalText
 
-LARGEST_SIZE = 2**31 - 1  # what the device counts with
+LARGEST_SIZE = 2**31 - 1  # device counters are int32
 
 
 class Engine:
-    """Runs sequences one prefill and one decode step at a time; who runs when is the scheduler's business.
+    """Runs sequences, one prefill or decode step at a time; the scheduler decides who runs when.
 
     A step is begun (:meth:`begin_prefill`, :meth:`begin_decode`) and collected (``engine.step.collect``): a
-    step that runs on its own on the device gives its tokens later. :meth:`prefill` and :meth:`decode` do
-    both. The parts are there to be asked: ``step``, ``blocks``, ``budget`` (which counts them) and
-    ``prefix_cache``, None if there is none.
+    step that runs on its own on the device delivers its tokens later. :meth:`prefill` and :meth:`decode` do
+    both. Public parts: ``step``, ``blocks``, ``budget`` (which counts blocks) and ``prefix_cache`` (or None).
 
-    recipe: a rung of ``LADDER`` by name, None for the device's best, or any ``Recipe``. max_batch_size:
-    sequences that decode together at most. num_kv_blocks: blocks a layer; None takes what ``max_batch_size``
-    full-length sequences need, capped by memory. block_size: tokens a block, a power of two. kernels: see
-    ``kernels.table.choose_kernels``. gate: None reads the environment switches of the Triton append.
-    deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or the cache
-    (``batch_invariant``); prompts are then cut at multiples of ``prefill_alignment`` tokens only.
+    recipe: a rung of ``LADDER`` by name, None for the device's best, or any ``Recipe``. max_batch_size: the
+    most sequences that decode together. num_kv_blocks: blocks per layer; None takes what ``max_batch_size``
+    full-length sequences need, capped by memory. block_size: tokens per block, a power of two. kernels: see
+    ``kernels.table.choose_kernels``. gate: when to use the Triton append; None reads its environment
+    variables. deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or
+    the cache (``batch_invariant``); prompts are then cut only at multiples of ``prefill_alignment`` tokens.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Engine:
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
         self._n_requests = 0
         self._holders: set[Sequence] = set()
-        self._owner: tuple[object, str] | None = None  # the scheduler that alone may run it, and for whom
+        self._owner: tuple[object, str] | None = None  # the only scheduler that may run it, and its name
         self._owner_lock = Lock()
 
     @classmethod
@@ -93,7 +92,7 @@ class Engine:
         load_format: str = "auto",
         **options: Any,
     ) -> Engine:
-        """An engine for what :func:`loading.load_parts` loads. Other options as for the constructor."""
+        """An engine for what :func:`loading.load_parts` loads; other options as for the constructor."""
         return cls(*load_parts(model, device, dtype, load_format), **options)
 
     @property
@@ -102,20 +101,20 @@ class Engine:
 
     @property
     def num_kv_blocks(self) -> int:
-        """Blocks a layer."""
+        """Blocks per layer."""
         return self.blocks.max_blocks_per_layer
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RoseError("an engine cannot be copied or pickled; make another one")
 
     def own(self, scheduler: object, name: str) -> None:
-        """From now on ``scheduler`` alone may use the engine, for ``name``. Raises ``BusyError``."""
+        """Reserve the engine for ``scheduler``; errors call the owner ``name``. Raises ``BusyError``."""
         with self._owner_lock:
             self.check_owner(scheduler)
             self._owner = scheduler, name
 
     def disown(self, scheduler: object) -> None:
-        """Anybody may use the engine again, if ``scheduler`` owned it."""
+        """Release the engine for others, if ``scheduler`` owned it."""
         with self._owner_lock:
             if self._owner is not None and self._owner[0] is scheduler:
                 self._owner = None
@@ -125,13 +124,14 @@ class Engine:
         owner = self._owner
         if owner is not None and owner[0] is not scheduler:
             raise BusyError(
-                f"the engine is in the hands of {owner[1]}; wait for its end or make another engine"
+                f"the engine is in use by {owner[1]}; wait until it is done or make another engine"
             )
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        """A checked request; its text is followed if it has stop strings.
+        """A validated request; with stop strings, its text is decoded along the way.
 
-        Raises ``PromptError`` for a prompt, ``SamplingError`` for stop strings that can never run here.
+        Raises ``PromptError`` for a prompt, ``SamplingError`` for stop strings that this engine can never
+        run.
         """
         if not isinstance(params, SamplingParams):
             raise SamplingError(f"params is {params!r}; give SamplingParams")
@@ -154,7 +154,7 @@ class Engine:
         return sequence
 
     def encode(self, prompt: str | list[int]) -> list[int]:
-        """A prompt's token ids; those it is given as are left as they are. Raises ``PromptError``."""
+        """A prompt's token ids; token ids are returned as they are. Raises ``PromptError``."""
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -162,10 +162,10 @@ class Engine:
         return self.tokenizer.encode(prompt)
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> list[Sequence]:
-        """Cache at most ``counts[i]`` more tokens of each sequence, None: all the rest.
+        """Cache at most ``counts[i]`` more tokens of each sequence (None: all the rest).
 
-        Returns those whose tokens are all cached then: they get their next token, and may decode. What the
-        prefix cache has of a new sequence is not computed.
+        Returns the sequences that are then fully cached: they get their next token, and may decode. What the
+        prefix cache has of a new sequence is not recomputed.
         """
         self.match_prefixes(sequences)
         rests = [s.n_to_prefill for s in sequences]
@@ -182,27 +182,27 @@ class Engine:
         return whole
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """One more token for every sequence; how many rows the step really runs.
+        """One more token for every sequence; returns how many rows the step actually runs.
 
-        A step that runs ahead leaves out sequences that were asked for their last token already; if that is
-        all of them, nothing runs. A list that is passed again must not have been changed in between.
+        A step that runs ahead leaves out sequences already asked for their last token; if that is all of
+        them, nothing runs. A list that is passed again must not have changed in between.
         """
         if self.prefix_cache is not None:
             self.budget.make_room_to_decode(sequences)
         return self.step.begin_decode(sequences)
 
     def prefill(self, sequences: list[Sequence]) -> None:
-        """Cache the rest of the sequences' tokens and commit their next ones; all begun steps are ended."""
+        """Cache the rest of the sequences' tokens and commit their next ones; waits for all begun steps."""
         self.begin_prefill(sequences)
         self._finish()
 
     def decode(self, sequences: list[Sequence]) -> None:
-        """Commit one more token to every sequence; all begun steps are ended."""
+        """Commit one more token to every sequence; waits for all begun steps."""
         self.begin_decode(sequences)
         self._finish()
 
     def release(self, sequence: Sequence) -> None:
-        """Return the blocks of a sequence that is finished or given up; it gets no further token."""
+        """Free the blocks of a finished or abandoned sequence; it gets no further token."""
         self.step.release(sequence)
         self._holders.discard(sequence)
         sequence.n_cached = 0
@@ -211,7 +211,7 @@ class Engine:
             block_ids.clear()
 
     def match_prefixes(self, sequences: list[Sequence]) -> None:
-        """Give sequences that hold nothing yet the blocks that the prefix cache has of them."""
+        """Give sequences that hold no blocks yet those that the prefix cache has of them."""
         if self.prefix_cache is None:
             return
         for sequence in sequences:
@@ -221,7 +221,7 @@ class Engine:
                 self._holders.add(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that every KV block is free, or held by just as many as its count says.
+        """Assert that every KV block is free, or has exactly as many holders as its count says.
 
         Holders are the sequences that were prefilled and not yet released, and the prefix cache.
         """
@@ -254,7 +254,7 @@ class Engine:
 
 
 def _choose_recipe(recipe: str | Recipe | None, device: torch.device) -> tuple[str | None, Recipe]:
-    """The rung's name, None for a recipe of one's own, and the recipe."""
+    """The rung's name (None for a custom recipe) and the recipe."""
     if isinstance(recipe, Recipe):
         return None, recipe
     rung = get_rung(recipe, device)

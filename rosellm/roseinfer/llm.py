@@ -1,4 +1,4 @@
-"""The offline interface in the field's usual shape: ``LLM(model).generate(prompts, sampling_params)``."""
+"""The offline interface, in vLLM's form: ``LLM(model).generate(prompts, sampling_params)``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LLM:
     """A model, ready to generate.
 
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
-    best. recipe: any combination of variants in place of a rung; ``LLM.rung`` is None then. device: "auto",
+    best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None. device: "auto",
     "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for
     random weights. The sizes and ``deterministic`` are those of ``Engine``.
     """
@@ -62,7 +62,7 @@ class LLM:
 
     @property
     def rung(self) -> str | None:
-        """The rung that runs: the one asked for, or the device's best; None for a recipe of one's own."""
+        """The rung that runs: the one requested, or the device's best; None for a custom recipe."""
         return self.engine.rung
 
     def generate(
@@ -71,14 +71,14 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many, each text or token ids; results in their order.
+        """Complete one prompt or many, each text or token ids; results in the same order.
 
-        Any iterable will do where there are many, and any sequence, array or tensor of integers as token ids.
-        sampling_params: one for all, one each, or None for the defaults. All is checked before anything
-        runs: raises ``PromptError`` or ``SamplingError``. A result's completion is its ``outputs[0]``, with
-        ``token_ids``, ``text`` and ``finish_reason``: "stop", "length", or "failed" where the model's logits
-        gave no token, with the reason in ``error``; the others' completions do not suffer from that.
-        A further thread waits for its turn; raises ``BusyError`` where a streaming manager has the engine.
+        Prompts may be any iterable, token ids any sequence, array or tensor of integers. sampling_params: one
+        for all, one each, or None for the defaults. Everything is validated before anything runs: raises
+        ``PromptError`` or ``SamplingError``. A result's completion is its ``outputs[0]``, with ``token_ids``,
+        ``text`` and ``finish_reason``: "stop", "length", or "failed" if the model's logits gave no token,
+        with the reason in ``error``; other completions are unaffected. A second thread waits for its turn;
+        raises ``BusyError`` while a streaming manager owns the engine.
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
@@ -101,7 +101,7 @@ class LLM:
 
 
 def _as_many(prompts: Any) -> list[str | list[int]]:
-    """Prompts of any form as a list of texts and lists of token ids; the ids are checked later."""
+    """Prompts of any form as a list of texts and lists of token ids; ids are validated later."""
     if isinstance(prompts, str):
         return [prompts]
     items = _listed(prompts)
@@ -117,7 +117,7 @@ def _as_many(prompts: Any) -> list[str | list[int]]:
 
 
 def _listed(items: Any) -> list | None:
-    """What an array, tensor or iterable holds, as Python's own numbers; None for anything else."""
+    """The items of an array, tensor or iterable as Python numbers; None for anything else."""
     items = _plain(items)
     if not isinstance(items, Iterable) or isinstance(items, (str, bytes, bytearray, Mapping, Set)):
         return None
@@ -125,7 +125,7 @@ def _listed(items: Any) -> list | None:
 
 
 def _plain(item: Any) -> Any:
-    """Arrays, tensors and their scalars as Python's own lists and numbers."""
+    """Arrays, tensors and their scalars as Python lists and numbers."""
     return item.tolist() if hasattr(item, "tolist") else item
 
 

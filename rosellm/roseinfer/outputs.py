@@ -1,4 +1,4 @@
-"""What steps and requests hand back: who got a token; what a request came to."""
+"""The results of steps and requests."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rosellm.roseinfer.request import RequestMetrics, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step of the engine that has ended.
+    """A finished step of the engine.
 
-    ``sequences`` got exactly one token each, which is now their last one; a step that computed only parts of
-    prompts has none. seconds: what the device, or the host that drives it, spent in the step. failed: those
+    ``sequences`` got exactly one token each, now their last one; a step that computed only parts of prompts
+    has none. seconds: time that the device, or the host that drives it, spent in the step. failed: sequences
     that ended without a token, with the reason in ``Sequence.error``.
     """
 
@@ -29,12 +29,12 @@ class Done:
 
 @dataclass
 class RequestOutput:
-    """A request that has ended, and its one completion.
+    """A finished request and its one completion.
 
-    ``token_ids`` are the generated ones, an end-of-sequence token included. ``finish_reason`` is "stop" (end
-    of sequence or a stop string), "length", "cancelled", or "failed" with the reason in ``error``.
-    ``prompt`` is the text that ``LLM.generate`` was given, None if token ids were. Outputs with the same
-    prompt, tokens and end are equal, whichever request they are of.
+    ``token_ids`` are the generated ones, including an end-of-sequence token. ``finish_reason`` is "stop" (end
+    of sequence or a stop string), "length", "cancelled", or "failed" with the reason in ``error``. ``prompt``
+    is the text given to ``LLM.generate``, None if it got token ids. Outputs with the same prompt, tokens and
+    finish reason are equal, whatever their requests.
     """
 
     request_id: int = field(compare=False)
@@ -48,7 +48,7 @@ class RequestOutput:
 
     @classmethod
     def of(cls, sequence: Sequence, tokenizer: AnyTokenizer | None) -> RequestOutput:
-        """What a sequence that has ended came to; tokenizer: None if there is none."""
+        """The output of a finished sequence; tokenizer: None if there is none."""
         sequence.settle_text()
         if sequence.finish_reason is None:
             raise RoseError(f"request {sequence.request_id} has not ended yet")
@@ -64,7 +64,7 @@ class RequestOutput:
 
     @cached_property
     def text(self) -> str | None:
-        """The completion without its end-of-sequence token and what follows from a stop string on.
+        """The completion, without its end-of-sequence token, cut before the first stop string.
 
         Decoded when first read; None if the engine has no tokenizer.
         """
@@ -76,16 +76,16 @@ class RequestOutput:
         return [self]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle holds the text, not what decodes it."""
+        """Copies and pickles hold the text, not its decoder."""
         return self.__dict__ | {"text": self.text, "decode": None}
 
 
 def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[], str | None]:
-    """What makes the text: nothing is decoded yet unless it was followed all along."""
+    """Returns the text when called; decodes it only then, unless it was followed all along."""
     text = sequence.text
     if text is not None:
         return lambda: text.text
     if tokenizer is None:
         return lambda: None
-    ends_with_eos = sequence.finish_reason == "stop"  # no stop string was looked for
+    ends_with_eos = sequence.finish_reason == "stop"  # stop strings were not searched for
     return partial(tokenizer.decode, sequence.output[:-1] if ends_with_eos else sequence.output)

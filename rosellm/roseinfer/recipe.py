@@ -31,7 +31,7 @@ from rosellm.roseinfer.steps.runner import ATTENTION, RUNNERS
 
 @dataclass(frozen=True)
 class Recipe:
-    """One variant an axis; see the README for what each rung of the ladder changes."""
+    """One variant per axis; README.md lists what each rung of the ladder changes."""
 
     attention: Literal["dense", "paged", "split"] = "dense"
     mask: Literal["dense", "none"] = "dense"
@@ -72,7 +72,7 @@ class Recipe:
 
 
 class _Rule(NamedTuple):
-    """A variant, why it needs others, and of each such field the variants that serve."""
+    """A variant, why it needs others, and for each such field the variants that will do."""
 
     field: str
     value: str
@@ -81,13 +81,13 @@ class _Rule(NamedTuple):
 
 
 def _rule(variant: str, reason: str, **needs: str) -> _Rule:
-    """variant: ``field=value``; needs: a field's variants, separated by blanks."""
+    """variant: ``field=value``; needs: a field's variants, separated by spaces."""
     field, _, value = variant.partition("=")
     return _Rule(field, value, reason, {name: tuple(values.split()) for name, values in needs.items()})
 
 
 _FIXED_SHAPES = "a captured graph has fixed shapes and reads its inputs from fixed addresses"
-_ON_ITS_OWN = "what the host does in a step must be gone before the device can go on alone"
+_ON_ITS_OWN = "the device can run on its own only if no part of a step needs the host"
 _SPLITS = "the resident step chooses its kernels by the longest context, and they append"
 _ONE_ORDER = "only these kernels can be held to one order of their sums"
 _RULES = (
@@ -98,12 +98,12 @@ _RULES = (
     _rule("step=resident", _ON_ITS_OWN, tables="resident", append="identity_pos fused"),
     _rule("step=resident", _ON_ITS_OWN, launch="fixed dependent"),
     _rule("attention=split", _SPLITS, step="resident", append="fused"),
-    _rule("append=fused", "elsewhere keys and values are written after the model has run", step="resident"),
+    _rule("append=fused", "the host-driven step appends after the model has run", step="resident"),
     _rule("prefill=packed", "its block tables and first tokens are on the device", step="resident"),
     _rule("norm=fused", "only the resident step takes the model apart", step="resident"),
     _rule("activation=epilogue", "the plain model has GELU as an operator", norm="fused"),
     _rule("head=fused", "the host's sampler takes logits", step="resident"),
-    _rule("gemm=small_m", "its kernels hold them all", norm="fused", activation="epilogue"),
+    _rule("gemm=small_m", "its kernels include both", norm="fused", activation="epilogue"),
     _rule("gemm=persistent", "its one kernel holds whole layers", norm="fused", activation="epilogue"),
     _rule("gemm=persistent", "its one kernel holds whole layers", append="fused"),
     _rule("launch=dependent", "a chain of kernels overlaps within one captured step", step="resident"),
@@ -165,7 +165,7 @@ def _side_branches() -> frozenset[str]:
     return frozenset(LADDER) - on_the_way
 
 
-SIDE_BRANCHES = _side_branches()  # rungs that are kept off the best one
+SIDE_BRANCHES = _side_branches()  # rungs that the best one does not include
 
 
 DEPENDENT_LAUNCH_FROM = 9, 0  # compute capability: programmatic dependent launch came with Hopper
@@ -189,7 +189,7 @@ def best_rung(device: torch.device) -> str:
 
 
 def get_rung(name: str | None, device: torch.device | None = None) -> str:
-    """``name`` if it is a rung; for None the best one, of ``device`` if that is given."""
+    """``name`` if it is a rung; None gives the best one, of ``device`` if specified."""
     if name is None:
         return BEST_RUNG if device is None else best_rung(device)
     if not isinstance(name, str) or name not in LADDER:
@@ -198,7 +198,7 @@ def get_rung(name: str | None, device: torch.device | None = None) -> str:
 
 
 def check_launch(recipe: Recipe, device: torch.device) -> None:
-    """Raises ``RecipeError`` if the device is a GPU that cannot launch the recipe's kernels."""
+    """Raise ``RecipeError`` if the device is a GPU that cannot launch the recipe's kernels."""
     best = best_rung(device)
     if recipe.launch == "dependent" and LADDER[best].launch != "dependent":
         raise RecipeError(
@@ -218,7 +218,7 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 def build_step(
     recipe: Recipe, model: GPT, blocks: KVBlockManager, kernels: Kernels, n_rows: int, gate: AppendGate
 ) -> HostStep | ResidentStep:
-    """The step that ``recipe`` names, for ``n_rows`` sequences: the only place where names are looked up."""
+    """The step that ``recipe`` names, for ``n_rows`` sequences; variants are looked up by name only here."""
     width = blocks_for(model.config.n_positions, blocks.block_size)
     if recipe.step == "resident":
         return _resident_step(recipe, model, blocks, kernels, width, n_rows)

@@ -1,4 +1,4 @@
-"""A request on its way through the engine."""
+"""A request and its state in the engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rosellm.roseinfer.text import IncrementalText
 class RequestMetrics:
     """When a request arrived and when each of its tokens came, in ``time.perf_counter`` seconds.
 
-    The figures are seconds; those that need more tokens than there are, are None. preemptions: how often it
-    gave up its KV blocks to others.
+    Derived figures are in seconds, or None if there are too few tokens. preemptions: how often the request
+    lost its KV blocks to others.
     """
 
     arrival: float
@@ -52,9 +52,9 @@ class Sequence:
     ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between
     steps exactly the last token is not. ``block_ids[pool]`` are global block ids. ``finish_reason``: None
     while running, "stop", "length", "cancelled", or "failed" with its reason in ``error``. ``seed`` and a
-    token's index decide its random numbers. ``stop_token`` ends it, None if nothing does. ``replays``: if its
-    blocks were taken from it, its output is decoded again, token by token, as it was the first time; else it
-    is prefilled, like the prompt. A scheduler keeps ``metrics`` and, where the text is followed, ``text``.
+    token's index determine its random numbers. ``stop_token`` ends it, None if nothing does. ``replays``:
+    after preemption its output is decoded again, token by token, as the first time; otherwise it is
+    prefilled, like the prompt. A scheduler updates ``metrics`` and, if the text is followed, ``text``.
     """
 
     __slots__ = (
@@ -92,17 +92,17 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        """Token ids generated so far, an end-of-sequence token included."""
+        """Token ids generated so far, including an end-of-sequence token."""
         return self.tokens[self.n_prompt :]
 
     @property
     def prefill_length(self) -> int:
-        """Tokens that a prefill caches before the next one can be chosen."""
+        """Number of tokens that a prefill caches before the next one can be chosen."""
         return self.n_prompt if self.replays else len(self.tokens)
 
     @property
     def n_to_prefill(self) -> int:
-        """Those of them that are not cached yet."""
+        """How many of them are not cached yet."""
         return self.prefill_length - self.n_cached
 
     def completes_prefill(self, chunk: int) -> bool:
@@ -115,7 +115,7 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Prompt and output together at most, in tokens."""
+        """The most tokens that prompt and output may have together."""
         return self.n_prompt + self.params.max_tokens
 
     @property
@@ -123,7 +123,7 @@ class Sequence:
         return self.finish_reason is not None
 
     def commit(self, token: int, n_cached: int) -> bool:
-        """A sampled token; ``n_cached`` more tokens are in the KV cache now. False if it was known before."""
+        """Add a sampled token; ``n_cached`` more tokens are now cached. False if it was known already."""
         self.n_cached += n_cached
         if self.n_cached < len(self.tokens):
             self._check_replayed(token)
@@ -136,7 +136,7 @@ class Sequence:
         return True
 
     def follow_text(self) -> None:
-        """``text`` gets the latest token, unless it is the end of sequence; a stop string ends this, too."""
+        """Push the latest token to ``text``, unless it is the end of sequence; a stop string ends both."""
         if self.text is None or self.finish_reason == "stop":
             return
         self.text.push(self.tokens[-1])
@@ -144,7 +144,7 @@ class Sequence:
             self.finish_reason = "stop"
 
     def settle_text(self) -> None:
-        """The sequence has ended: ``text`` gets what was held back, which may complete a stop string."""
+        """After the end: push what was held back to ``text``; it may complete a stop string."""
         if self.text is None:
             return
         self.text.finish()
@@ -152,7 +152,7 @@ class Sequence:
             self.finish_reason = "stop"
 
     def cancel(self) -> None:
-        """End the sequence because nobody wants it any more."""
+        """End the sequence as cancelled."""
         self.finish_reason = "cancelled"
 
     def fail(self, reason: str) -> None:

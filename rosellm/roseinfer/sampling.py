@@ -1,4 +1,4 @@
-"""How one request's tokens are chosen."""
+"""The sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ NO_TOKEN = "the model's logits are not finite; nothing can be chosen from them"
 class SamplingParams:
     """How one request's tokens are chosen and when it stops.
 
-    temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k likeliest tokens; 0 keeps
-    all. top_p: keep the smallest set of likeliest tokens whose probability reaches it (Holtzman et al. 2020);
-    1 keeps all. max_tokens: new tokens at most. seed: the same seed and logits give the same tokens whatever
-    shares the batch; None draws a fresh one. ignore_eos: go on past the end-of-sequence token. stop: a string
-    or list of strings at which the text ends, the stop string not included. Raises ``SamplingError``.
+    temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k most likely tokens; 0
+    keeps all. top_p: keep the smallest set of most likely tokens whose probability reaches it (Holtzman et
+    al. 2020); 1 keeps all. max_tokens: the most new tokens. seed: the same seed and logits give the same
+    tokens whatever shares the batch; None draws a fresh one. ignore_eos: continue past the end-of-sequence
+    token. stop: a string or list of strings at which the text ends, excluding the stop string. Raises
+    ``SamplingError``.
     """
 
     temperature: float = 1.0

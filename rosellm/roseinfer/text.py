@@ -8,9 +8,9 @@ from rosellm.models.loading import AnyTokenizer
 class IncrementalText:
     """The text of one sequence, decoded token by token, ending before the first stop string.
 
-    Text that may turn out to be the beginning of a stop string is held back until that is settled, so what
-    :meth:`take` has returned never has to be taken back. Of several stop strings the one completed first
-    counts, wherever the borders between tokens fall.
+    Text that may be the beginning of a stop string is held back until that is settled, so what :meth:`take`
+    has returned is final. Of several stop strings the first to be completed counts, wherever token boundaries
+    fall.
     """
 
     def __init__(self, tokenizer: AnyTokenizer, stops: tuple[str, ...] = ()) -> None:
@@ -18,7 +18,7 @@ class IncrementalText:
         self._stream = tokenizer.stream()
         self._push = self._stream.push
         self._taken: list[str] = []
-        self._pieces: list[str] = []  # settled and not taken yet
+        self._pieces: list[str] = []  # settled, not taken yet
         self._held = ""
         self.stopped = False
 
@@ -28,7 +28,7 @@ class IncrementalText:
         return "".join(self._taken + self._pieces)
 
     def push(self, token_id: int) -> None:
-        """One token more; ``stopped`` tells whether it completed a stop string."""
+        """Add one token; ``stopped`` tells whether it completed a stop string."""
         piece = self._push(token_id)
         if not self._stops:
             self._pieces.append(piece)
@@ -36,14 +36,14 @@ class IncrementalText:
             self._absorb(piece)
 
     def take(self) -> str:
-        """Settled text that was not taken before."""
+        """Settled text not taken before."""
         new = "".join(self._pieces)
         self._pieces.clear()
         self._taken.append(new)
         return new
 
     def finish(self) -> None:
-        """The sequence has ended: settle what was held back or is a character in parts."""
+        """The sequence has ended: settle what was held back, including incomplete characters."""
         if self.stopped:
             return
         rest = self._stream.finish()
@@ -66,7 +66,7 @@ class IncrementalText:
 
 
 def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of ``text`` that begins a stop string."""
+    """Length of the longest suffix of ``text`` that begins a stop string."""
     longest = max((len(stop) - 1 for stop in stops), default=0)
     for n in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-n:]) for stop in stops):

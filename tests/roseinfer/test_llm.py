@@ -250,7 +250,7 @@ def test_an_engine_that_a_manager_has_is_refused_to_others_until_it_is_closed(ch
             lambda: OnlineScheduler(llm.engine),
             lambda: early.run([[5, 6]], GREEDY),
         ):
-            with pytest.raises(BusyError, match="in the hands of a StreamingManager; ") as told:
+            with pytest.raises(BusyError, match="in use by a StreamingManager; ") as told:
                 use()
             assert "\n" not in str(told.value)
         assert manager.result(manager.add_request([5, 6], GREEDY), 60).outputs[0].text == wanted
