@@ -1,4 +1,4 @@
-"""What notebooks share. Needs the extra ``notebooks``."""
+"""Code shared by the notebooks. Needs the extra ``notebooks``."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Charts of horizontal bars: before and after, where a step's time goes, from one total to another."""
+"""Horizontal bar charts: before and after, where a step's time goes, from one total to another."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def before_after(
     *,
     title: str,
 ) -> Chart:
-    """Two horizontal bars a label, the change written beside the second.
+    """Two horizontal bars per label, with the change written beside the second.
 
-    With one ``unit`` all bars share an axis; with one unit a label, each pair is drawn to its own scale.
+    With a single ``unit`` all bars share an axis; with one unit per label, each pair has its own scale.
     """
     same_length(labels=labels, before=before, after=after)
     units = [unit] * len(labels) if isinstance(unit, str) else list(unit)
@@ -69,10 +69,10 @@ def _with_unit(value: float, unit: str) -> str:
 def stacked_time(
     rows: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "ms", with_values: bool = False
 ) -> Chart:
-    """Where a step's time goes: one horizontal bar a row, one segment a part of it, the total at its end.
+    """Where a step's time goes: one horizontal bar per row, one segment per part, the total at its end.
 
-    The engine's parts and a ledger's causes come in their order and always have the same colour; other names
-    follow. with_values writes a segment's figure beside its name.
+    The engine's parts and a ledger's causes come in a fixed order and always have the same colour; other
+    names follow. with_values writes a segment's value beside its name.
     """
     if not rows:
         raise ChartError("there is no row to draw")
@@ -117,10 +117,11 @@ def waterfall(
     title: str,
     smallest: float = 0.005,
 ) -> Chart:
-    """From one total to another: a bar for each, named, and between them a bar for every change.
+    """From one total to another: a named bar for each, and between them a bar for every change.
 
-    Changes come from the largest saving to the largest cost; those below ``smallest`` of the larger total are
-    one bar, "the rest". Raises ``ChartError`` where the changes do not lead from one total to the other.
+    Changes are ordered from the largest saving to the largest cost; those below ``smallest`` of the larger
+    total are one bar, "the rest". Raises ``ChartError`` if the changes do not lead from one total to the
+    other.
     """
     (first, start), (last, end) = before, after
     if not math.isclose(start + sum(changes.values()), end, rel_tol=1e-6, abs_tol=1e-9):

@@ -1,7 +1,7 @@
-"""A chart of level bars as SVG, for pages that run no script, such as README.md.
+"""A horizontal bar chart as SVG, for pages that run no scripts, such as README.md.
 
-plotly draws in a browser, and the pictures of README.md are checked where there is none. So this reads the
-very figure that plotly would draw, with its axes, bars, lines and texts, and prints it.
+plotly draws in a browser, and README.md's pictures are checked where there is none. So this renders the
+figure that plotly would draw, with its axes, bars, lines and texts.
 """
 
 from __future__ import annotations

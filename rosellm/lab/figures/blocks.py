@@ -29,10 +29,10 @@ def block_pool(
     refs: Mapping[int, int] | None = None,
     title: str = "",
 ) -> Picture:
-    """The KV pool of one layer: every block with its owner's colour, filled as far as it holds tokens.
+    """The KV pool of one layer: every block in its owner's colour, filled as far as it holds tokens.
 
     tables: sequence → block indices; lengths: sequence → cached tokens. A block in several tables is striped.
-    ``refs`` (block → holders, by default counted from the tables) is written where it is above 1.
+    ``refs`` (block → holders, counted from the tables by default) is written if above 1.
     """
     _check_pool(tables, n_blocks, lengths, block_size)
     owners = {b: [name for name, blocks in tables.items() if b in blocks] for b in range(n_blocks)}
@@ -100,7 +100,7 @@ def _block(index: int, at: tuple[float, float], colours: list[str], share: float
 
 
 def _stripes(colours: list[str]) -> list[str]:
-    """A block's horizontal stripes: one for one owner, four or more in turn for several."""
+    """A block's horizontal stripes: one for a single owner, four or more in turn for several."""
     return colours if len(colours) == 1 else colours * -(-4 // len(colours))
 
 

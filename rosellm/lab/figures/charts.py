@@ -1,4 +1,4 @@
-"""What all charts share: their look, their text tables, and one way to show a figure."""
+"""Shared by all charts: their look, their text tables, and one way to show a figure."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ TEMPLATE = go.layout.Template(
 
 
 class ChartError(RoseError):
-    """Figures that do not fit together, or that cannot be drawn."""
+    """Values that do not fit together, or that cannot be drawn."""
 
 
 class Chart(go.Figure):
-    """A plotly figure that also knows its numbers as a text table."""
+    """A plotly figure that also carries its numbers as a text table."""
 
     table = ""
 
 
 def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """An aligned table: text to the left, numbers to the right as ``records.number`` writes them."""
+    """An aligned table: text to the left, numbers to the right in the format of ``records.number``."""
     rows = [list(row) for row in rows]
     for row in rows:
         if len(row) != len(headers):

@@ -1,4 +1,4 @@
-"""Two rungs side by side, live and from the committed records, and the verdict that the figures allow."""
+"""Two rungs side by side, live and from the committed records, and the verdict that the numbers allow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rosellm.lab.records.verdicts import WORKLOADS, verdicts
 def recorded_chart(
     results: Results, before: str, after: str, workloads: Sequence[str] = WORKLOADS, title: str | None = None
 ) -> Chart:
-    """Whole-run tokens per second of two rungs on each workload that both were measured on, medians."""
+    """Medians of whole-run tokens per second of two rungs, on each workload that both were measured on."""
     rows = [row for row in verdicts(results, before, after, workloads) if row.is_measured]
     return before_after(
         [row.workload for row in rows],
@@ -30,7 +30,7 @@ def recorded_chart(
 
 
 def live_chart(before: Run, after: Run, title: str) -> Chart:
-    """What this machine just measured: median step time, what was called or launched, memory taken."""
+    """What was just measured on this machine: median step time, calls or launches, allocations."""
     work = "GPU kernels a step" if after.trace.on_gpu else "operators a step"
     labels, units = ["step time (median)", work, "allocations a step"], ["ms", "", ""]
     old, new = ([run.step_ms, run.trace.kernels, run.trace.allocations] for run in (before, after))
@@ -38,7 +38,7 @@ def live_chart(before: Run, after: Run, title: str) -> Chart:
 
 
 def say_verdict(results: Results, before: str, after: str, workloads: Sequence[str] = WORKLOADS) -> None:
-    """Displays, as prose, what the records allow to be said; every number in it is computed."""
+    """Displays, as prose, the verdict that the records allow; every number in it is computed."""
     rows = [row for row in verdicts(results, before, after, workloads) if row.is_measured]
     if not rows:
         say(f"**No verdict:** `{before}` and `{after}` have no records of {results.device_name} yet.")
@@ -55,5 +55,5 @@ def say_verdict(results: Results, before: str, after: str, workloads: Sequence[s
 
 
 def say(text: str) -> None:
-    """Displays Markdown made from figures."""
+    """Displays Markdown made from computed values."""
     display(Markdown(text))

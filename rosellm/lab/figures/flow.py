@@ -1,4 +1,4 @@
-"""Data flow as a picture: one lane a place, its boxes from left to right, labelled arrows between boxes."""
+"""Data flow as a picture: one lane per place, its boxes from left to right, labelled arrows between boxes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MAX_TEXT, MAX_PILL, LANE_PAD = 128, 118, 12
 
 
 def flow(lanes: Mapping[str, Sequence[str]], arrows: Sequence[tuple[str, str, str]], title: str) -> Picture:
-    """Data flow: one lane a place (``"GPU"``), its boxes from left to right, labelled arrows between boxes.
+    """Data flow: one lane per place (``"GPU"``), its boxes from left to right, labelled arrows between boxes.
 
     A box is named by the first line of its text; further lines are notes in small print. ``*`` before the
     text marks what is new, ``-`` what is removed. Names must differ. An arrow is (from, to, label).

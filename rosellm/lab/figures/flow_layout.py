@@ -1,6 +1,6 @@
-"""Where everything in a data flow stands: boxes in lanes on a grid of columns, and the arrows between them.
+"""The layout of a data flow: boxes in lanes on a grid of columns, and the arrows between them.
 
-Arrows are level in a lane or turn in the channel below it.
+Arrows are horizontal in a lane or turn in the channel below it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Box:
 
 @dataclass(eq=False)
 class Run:
-    """The level part of an arrow in a channel, from x to x, with the half width and height of its label."""
+    """The horizontal part of an arrow in a channel, from x to x, with its label's half width and height."""
 
     start: float
     end: float
@@ -101,14 +101,14 @@ class Arrow:
 
     @property
     def channels(self) -> tuple[int, int]:
-        """The lanes below which it leaves and arrives; one and the same unless it passes a lane."""
+        """The lanes below which it leaves and arrives; the same one unless it passes a lane."""
         if self.rises:
             return self.source.lane - 1, self.target.lane
         return self.source.lane, max(self.source.lane, self.target.lane - 1)
 
 
 def place_columns(boxes: list[Box], arrows: list[Arrow]) -> None:
-    """Each box right of its neighbour and not left of what flows into it; arrows against that are returns."""
+    """Each box right of its neighbour and not left of its inputs; arrows against that order are returns."""
     edges = [(a, b, 1) for a, b in pairwise(boxes) if a.lane == b.lane]
     for arrow in arrows:
         edge = (arrow.source, arrow.target, int(arrow.source.lane == arrow.target.lane))

@@ -1,4 +1,4 @@
-"""The whole ladder as a chart: one workload beside its floor and this machine, or three for README.md."""
+"""The whole ladder as a chart: one workload with its floor and live values, or three for README.md."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ README_WIDTH, README_ROW = 1024, 24
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a page, whose ground is not drawn: of text, rungs, the bytes floor, and rivals in turn."""
+    """Colours for a page whose background is not drawn: text, rungs, the bytes floor, rivals in turn."""
 
     text: str
     rung: str
@@ -50,9 +50,9 @@ README_THEMES = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One column of bars: its head, its share of the width, values by rung, and how a value is written.
+    """One column of bars: its heading, its share of the width, values by rung, and their unit.
 
-    The axis is logarithmic where ``lines``, name → value, can be drawn through all bars.
+    The axis is logarithmic if ``lines``, name → value, must be drawn through all bars.
     """
 
     head: str
@@ -66,7 +66,7 @@ class Panel:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Ends of the axis, as plotly has them: exponents if it is logarithmic."""
+        """Ends of the axis in plotly's form: exponents if it is logarithmic."""
         known = [value for value in (*self.values.values(), *self.lines.values()) if value is not None]
         if not self.is_log:
             return 0, max(known, default=1) * 1.6
@@ -84,10 +84,10 @@ def ladder_chart(
     title: str,
     live: Mapping[str, float | None] | None = None,
 ) -> Chart:
-    """A row a rung, linked to its notebook: its value on a log axis, its share of the floor, its live one.
+    """A row per rung, linked to its notebook: value on a log axis, share of the floor, live value.
 
     ``rivals`` and the bytes ``floor`` (in the values' unit) are lines through the first column. Side branches
-    are hatched. None: not measured; neither is what only ``live`` has.
+    are hatched. None means not measured, as do rungs that only ``live`` has.
     """
     rungs = [*values, *(rung for rung in live or () if rung not in values)]
     lines = {**({FLOOR: floor} if floor else {}), **(rivals or {})}
@@ -143,7 +143,7 @@ def _draw(panels: Sequence[Panel], rungs: list[str], theme: Theme, title: str, r
         showgrid=False,
         zeroline=False,
         ticks="",
-        fixedrange=True,  # or what drags the axis would lie on the links
+        fixedrange=True,  # otherwise the axis's drag area would cover the links
     )
     chart.update_xaxes(fixedrange=True)
     finish(chart, title, round(row * (len(rungs) - top + 0.5)), has_axis=False)

@@ -1,4 +1,4 @@
-"""A step's ledger as a chart, and from one ledger to another as a waterfall."""
+"""A step's ledger as a chart, and the change from one ledger to another as a waterfall."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def show_ledger(ledger: Ledger, title: str | None = None) -> None:
 
 
 def ledger_chart(ledger: Ledger, title: str | None = None) -> Chart:
-    """One bar of the step and, where it is known, one of the floor."""
+    """One bar for the step and, if known, one for the floor."""
     rows = {ledger.name: ledger.us_by_cause()}
     if floors := {row.cause: row.floor_us for row in ledger.rows if row.floor_us is not None}:
         rows["floor"] = floors
@@ -40,7 +40,7 @@ def waterfall(before: Ledger, after: Ledger, title: str | None = None) -> Chart:
 def live_waterfall(
     model: GPT, before: str | Recipe, after: str | Recipe, prompts: list[list[int]], steps: int = 8
 ) -> Chart:
-    """From a decode step of one recipe to one of another, both measured here and now on the same prompts.
+    """From a decode step of one recipe to one of another, both measured live on the same prompts.
 
     The prompts must leave room for :func:`tokens_needed` new tokens. Raises ``LedgerError``.
     """

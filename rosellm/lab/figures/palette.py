@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Apart under deuteranopia, protanopia and tritanopia; contrast of 2.2 or more with white and with #111111.
+# Distinct under deuteranopia, protanopia and tritanopia; contrast of 2.2 or more with white and #111111.
 BLUE, ORANGE, GREEN = "#366fae", "#f35e01", "#1fa46f"
 SKY, MAGENTA, VIOLET, PALE = "#1da7ff", "#ae2e69", "#8a42ff", "#9db2bc"
 PALETTE = (BLUE, ORANGE, GREEN, SKY, MAGENTA, VIOLET, PALE)

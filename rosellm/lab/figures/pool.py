@@ -1,4 +1,4 @@
-"""The KV pool over time: who holds its blocks, and what becomes of whom."""
+"""The KV pool over time: who holds its blocks, and what happens to each request."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def pool_over_time(
 ) -> Chart:
     """Who holds the blocks of a pool after each step: requests from the bottom up, the prefix cache on top.
 
-    Requests are told apart by colour and by their names, written where there is room; cached and lost blocks
-    are those that no request holds, the white rest is free. marks: ``MARKS`` → (step, who) of each; they
-    stand above the pool. Of a long run every k-th step is drawn, and every mark.
+    Requests are distinguished by colour and by name, written where there is room; cached and lost blocks are
+    those that no request holds; white is free. marks: ``MARKS`` → (step, who) of each, drawn above the pool.
+    Of a long run every k-th step is drawn, and every mark.
     """
     same_length(cached=cached, lost=lost, **requests)
     if not cached:

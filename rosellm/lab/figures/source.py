@@ -19,7 +19,7 @@ CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
 
 
 class SourceError(RoseError):
-    """Something without source, or a member or difference that does not exist."""
+    """An object without source, or a member or difference that does not exist."""
 
 
 def show_source(*objects: Any, only: Sequence[str] = (), title: str | None = None) -> None:
@@ -33,7 +33,7 @@ def show_source(*objects: Any, only: Sequence[str] = (), title: str | None = Non
 
 
 def show_difference(before: object, after: object, context: int = 5) -> None:
-    """Displays what ``after`` changes in ``before``: a unified difference, ``context`` equal lines around.
+    """Displays what ``after`` changes in ``before``: a unified diff with ``context`` lines of context.
 
     Raises SourceError if both have the same source.
     """
@@ -52,7 +52,7 @@ def show_pair(before: object, after: object) -> None:
 
 
 def source_of(one: Any, only: Sequence[str] = ()) -> str:
-    """The source of an object, not indented; of a class, if ``only`` names any, its head and those members.
+    """The source of an object, dedented; if ``only`` is given, a class's head and those members.
 
     Raises SourceError for what has no source, and for a member that the class itself does not define.
     """
@@ -65,7 +65,7 @@ def source_of(one: Any, only: Sequence[str] = ()) -> str:
 
 
 def _members(cls: type, only: Sequence[str]) -> str:
-    """A class's decorators and ``class`` line, dots for what is left out, and the members named."""
+    """A class's decorators and ``class`` line, dots for what is left out, and the named members."""
     lines = source_of(cls).splitlines()
     tree = next(node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef))
     spans = {name: _span(node) for node in tree.body for name in _names(node)}
@@ -110,7 +110,7 @@ def _heading(one: Any) -> str:
 
 
 def _file(one: Any) -> str:
-    """The file relative to the checkout; for what a notebook defines, the notebook."""
+    """The file relative to the checkout; "this notebook" for anything defined there."""
     try:
         path = Path(inspect.getsourcefile(_unwrapped(one)) or "").resolve()
     except TypeError:

@@ -1,4 +1,4 @@
-"""The notebooks' still pictures: SVG without scripts, made for light pages and dark ones."""
+"""The notebooks' static pictures: SVG without scripts, for light and dark pages."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Picture:
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """Pixels that ``text`` takes at most in the fonts named by ``FONT``."""
+    """The most pixels that ``text`` takes in the fonts named by ``FONT``."""
     return sum(WIDTH_OF.get(character, 1.01) for character in text) * size * (BOLD if bold else 1)
 
 
 def wrap(text: str, width: float, size: float, bold: bool = False) -> list[str]:
-    """Lines of ``text`` no wider than ``width`` pixels; a word that is wider alone is broken."""
+    """Lines of ``text`` no wider than ``width`` pixels; a single word that is wider is broken."""
     lines: list[str] = []
     for word in (piece for whole in text.split() for piece in _pieces(whole, width, size, bold)):
         if lines and text_width(f"{lines[-1]} {word}", size, bold) <= width:
@@ -72,7 +72,7 @@ def _pieces(word: str, width: float, size: float, bold: bool) -> list[str]:
 
 
 def picture(width: float, height: float, title: str, parts: Sequence[str], description: str) -> Picture:
-    """Parts below a title, on no ground; made wider where the title needs it."""
+    """Parts below a title, without a background; wider if the title needs it."""
     lines = wrap(title, TITLE_WIDTH, TITLE_SIZE, bold=True)
     width = max([width, *(text_width(line, TITLE_SIZE, bold=True) + 12 for line in lines)])
     heading = texts(lines, 4, 20, TITLE_SIZE, TEXT, 20, ' font-weight="bold"', "start")
@@ -100,7 +100,7 @@ def texts(
     extra: str = "",
     anchor: str = "middle",
 ) -> str:
-    """Lines below each other, the first one's baseline at ``y``; ``extra`` are further attributes."""
+    """Lines below each other, the first baseline at ``y``; ``extra`` are further attributes."""
     style = f'font-size="{size}" fill="{colour}" text-anchor="{anchor}"{extra}'
     return "".join(
         f'<text x="{px(x)}" y="{px(y + i * leading)}" {style}>{escape(line)}</text>'

@@ -1,4 +1,4 @@
-"""A decode step before a change and after it, over time: what the host was in, and what ran."""
+"""A decode step before and after a change, over time: what the host was doing, and what ran."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Lane(NamedTuple):
     labels: list[str]
 
     def busy(self) -> float:
-        """µs in which at least one event goes on."""
+        """µs during which at least one event is running."""
         total, done = 0.0, float("-inf")
         for event in self.events:
             end = event.start + event.duration
@@ -60,7 +60,7 @@ class _Rectangle(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What most of its time is."""
+        """The label that most of its time has."""
         return self.us.most_common(1)[0][0]
 
     @property
@@ -70,16 +70,16 @@ class _Rectangle(NamedTuple):
 
 
 def timeline(before_trace: Trace, after_trace: Trace, names: tuple[str, str], title: str = "") -> Chart:
-    """Two traces of one decode step each, one above the other on one axis, µs; to zoom, drag a stretch.
+    """Two traces of one decode step each, one above the other on a shared axis in µs; drag to zoom.
 
     Lanes: the engine's ranges by depth, the operators that Python called, the host's waits, the GPU's
-    kernels, its copies. Operators and kernels have the colour of their role; what is empty is a gap.
-    Neighbours that a ``ZOOM``-fold enlargement could not tell apart share a rectangle, drawn as what it
-    mostly is; more do where there would be more than ``MAX_RECTANGLES`` or ``MAX_BYTES`` of JSON. The axis
-    says within how many µs. Raises ``ChartError``.
+    kernels, its copies. Operators and kernels have the colour of their role; empty space is a gap. Neighbours
+    that a ``ZOOM``-fold enlargement could not separate share a rectangle, drawn as what it mostly is; more do
+    if there would be more than ``MAX_RECTANGLES`` or ``MAX_BYTES`` of JSON. The axis states the resolution in
+    µs. Raises ``ChartError``.
     """
     if len(names) != 2:
-        raise ChartError(f"a timeline has two names, one a trace, not {len(names)}: {', '.join(names)}")
+        raise ChartError(f"a timeline has two names, one per trace, not {len(names)}: {', '.join(names)}")
     panels = [_panel(name, trace) for name, trace in zip(names, (before_trace, after_trace), strict=True)]
     span = max(panel.span for panel in panels)
     chart, drawn, sight = _fitting(panels, span / PIXELS / ZOOM)
@@ -144,7 +144,7 @@ def _part(range_name: str) -> str:
 
 
 def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
-    """Events at most ``sight`` apart are joined if of one label, or no longer than that together."""
+    """Joins events at most ``sight`` apart that share a label or together last no longer than ``sight``."""
     merged: list[_Rectangle] = []
     for event, label in zip(lane.events, lane.labels, strict=True):
         end = event.start + event.duration
@@ -162,7 +162,7 @@ def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
 
 
 def _fitting(panels: Sequence[_Panel], sight: float) -> tuple[Chart, list[int], float]:
-    """The bars, how many each lane has, and within how many µs they were merged: ``sight`` or more."""
+    """The bars, their number per lane, and the resolution in µs they were merged at: ``sight`` or more."""
     while True:
         merged = [[_merge(lane, sight) for lane in panel.lanes] for panel in panels]
         drawn = [len(rectangles) for lanes in merged for rectangles in lanes]

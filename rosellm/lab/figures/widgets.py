@@ -1,4 +1,4 @@
-"""Controls that redraw a figure; without a live page the figure of their first values stays."""
+"""Controls that redraw a figure; on static pages the figure of their initial values remains."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ WIDE = {"width": "32em"}
 
 
 class ControlError(RoseError):
-    """A control that offers nothing or starts outside its values, or a drawing that is not one."""
+    """A control without choices or with an invalid initial value, or a drawing that shows not one thing."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """One value to be chosen, by mouse or arrow keys.
+    """One value to choose, by mouse or arrow keys.
 
-    label: what it is, with its unit. values: a range, numbers or texts in a list (a slider all three, since
-    in JupyterLab the arrow keys leave a drop-down for another cell), or True or False (check box, which
-    begins so). first: the value to begin with.
+    label: its name and unit. values: a range, numbers or texts in a list (all shown as a slider, since in
+    JupyterLab the arrow keys leave a drop-down for another cell), or True or False (a check box with that
+    initial value). first: the initial value.
     """
 
     label: str
@@ -60,11 +60,11 @@ class Control:
 
 
 def explore(draw: Callable[..., None], **controls: Control) -> None:
-    """Displays controls and what ``draw`` shows for their values, drawn again whenever one changes.
+    """Displays controls and what ``draw`` shows for their values, redrawn whenever one changes.
 
-    draw: called with one keyword argument a control; it must ``show`` or ``display`` exactly one thing. The
+    draw: called with one keyword argument per control; it must ``show`` or ``display`` exactly one thing. The
     first drawing is an ordinary output of the cell, so that pages without JavaScript have it; once a control
-    is moved, an output widget takes its place (plotly's renderer ignores updates of an ordinary output).
+    is moved, an output widget replaces it (plotly's renderer ignores updates of an ordinary output).
     """
     widgets = {name: control.widget() for name, control in controls.items()}
     first = _drawn(draw, widgets)
@@ -82,7 +82,7 @@ def explore(draw: Callable[..., None], **controls: Control) -> None:
 
 
 def _drawn(draw: Callable[..., None], widgets: dict[str, ipywidgets.ValueWidget]) -> dict[str, Any]:
-    """What ``draw`` displays for the controls' present values, by MIME type."""
+    """What ``draw`` displays for the controls' current values, by MIME type."""
     with capture_output(stdout=False, stderr=False) as captured:
         draw(**{name: widget.value for name, widget in widgets.items()})
     if len(captured.outputs) != 1:
@@ -91,7 +91,7 @@ def _drawn(draw: Callable[..., None], widgets: dict[str, ipywidgets.ValueWidget]
 
 
 def _redrawn(draw: Callable[..., None], widgets: dict[str, ipywidgets.ValueWidget]) -> dict[str, Any]:
-    """The new drawing as a cell's output; an error too, since no cell is running that could show it."""
+    """The new drawing as a cell output; an error too, since no cell is running that could show it."""
     try:
         return {"output_type": "display_data", "data": _drawn(draw, widgets), "metadata": {}}
     except Exception as error:

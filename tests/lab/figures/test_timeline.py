@@ -120,5 +120,5 @@ def test_on_a_cpu_operators_are_drawn_below_the_ranges():
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ChartError, match="the trace of resident holds neither"):
         timeline(gpu_step(3), Trace([]), NAMES)
-    with pytest.raises(ChartError, match="two names, one a trace, not 1: dense"):
+    with pytest.raises(ChartError, match="two names, one per trace, not 1: dense"):
         timeline(gpu_step(3), gpu_step(3), ("dense",))
