@@ -1,1 +1,1 @@
-"""Executing and refreshing notebooks, the gallery, the README."""
+"""Executing and refreshing notebooks, the gallery, and README.md."""

@@ -1,8 +1,7 @@
-"""A notebook's kernel, forked from a process that has imported what notebooks import.
+"""A notebook kernel forked from a process that has already imported the notebooks' libraries.
 
-Such a process is Python's fork server with ``LIBRARIES`` preloaded: a kernel is there in milliseconds, in a
-process and with a namespace of its own. CUDA does not survive a fork: where there is a GPU, kernels are
-started from nothing.
+That process is Python's fork server with ``LIBRARIES`` preloaded: a kernel starts in milliseconds, in its own
+process and namespace. CUDA does not survive a fork: on a machine with a GPU, kernels start from scratch.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from jupyter_client.provisioning import LocalProvisioner
 from rosellm.lab.running.interruption import signals_held_back
 
 LIBRARIES = "rosellm.lab.running.libraries"
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several notebooks run at a time
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several notebooks run at once
 
 
 def fork_server() -> ForkServerContext:
-    """The context whose processes have imported the libraries; it starts to import them at once."""
+    """The context whose processes have imported the libraries; it starts importing them at once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([LIBRARIES])
     before = os.environ.copy()
@@ -47,9 +46,9 @@ def fork_server() -> ForkServerContext:
 
 
 class ForkedKernel:
-    """A child of this process, to be forked before this has any thread; it waits for ``serve``.
+    """A child of this process, to be forked before this process has threads; it waits for ``serve``.
 
-    The rest is what jupyter_client asks of a process.
+    The other methods are those that jupyter_client requires of a process.
     """
 
     stdin = stdout = stderr = None
@@ -98,7 +97,7 @@ class ForkedKernel:
 
 
 class ForkedProvisioner(LocalProvisioner):
-    """Hands out one kernel that runs already."""
+    """Provides a single kernel that is already running."""
 
     def __init__(self, kernel: ForkedKernel, **options: Any) -> None:
         super().__init__(**options)
@@ -113,7 +112,7 @@ class ForkedProvisioner(LocalProvisioner):
 
 
 def kernel_manager(in_child: Callable[[], object]) -> type[AsyncKernelManager]:
-    """The manager of this process's one kernel; ``in_child`` runs in a forked kernel before all else."""
+    """The manager of this process's only kernel; ``in_child`` runs first in a forked kernel."""
     if torch.cuda.is_available():
         return AsyncKernelManager
     kernel = ForkedKernel(in_child)
@@ -127,7 +126,7 @@ def kernel_manager(in_child: Callable[[], object]) -> type[AsyncKernelManager]:
 
 
 def _serve(connection_file: str, folder: str) -> None:
-    gc.freeze()  # the garbage collector passes over all that was imported
+    gc.freeze()  # the garbage collector then skips all imported objects
     np.random.seed()
     os.chdir(folder)
     sys.path[0] = ""

@@ -1,4 +1,4 @@
-"""Executed notebooks as HTML pages, and the index of them all with a card each; none needs a network."""
+"""Executed notebooks as HTML pages, and an index with a card for each; none needs a network."""
 
 import base64
 import html
@@ -52,7 +52,7 @@ h2 { font-size: 1.05rem } article h2, article p { margin: .5rem .8rem } .run { c
 .ok { color: #2a8a3a } .failed, .timeout { color: #d03030 }
 </style></head><body>
 <h1>RoseLLM notebooks</h1>
-<p>$count executed, $failures failed. Findings are computed from the records of one $device: tokens a second
+<p>$count executed, $failures failed. Findings are computed from the records of one $device: tokens per second
 of whole runs, against the rung before. W0 to W3 are 1, 8, 64 and 256 sequences at a time, W4 and W5 are
 streams.</p>
 <main>
@@ -63,7 +63,7 @@ $cards
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a notebook: ``status`` is "ok", "failed" or "timeout"; ``seconds`` is its run time."""
+    """The outcome of a notebook: ``status`` is "ok", "failed" or "timeout"; ``seconds`` is its run time."""
 
     name: str
     seconds: float
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], output: Path) -> None:
-    """Writes the index of all notebooks run so far: the cards of these are renewed, the others stay.
+    """Writes the index of all notebooks run so far: the cards of these are renewed, the others kept.
 
     ``notebooks`` are the outcomes' files by name; ``output`` holds the executed ones and their pages.
     """
@@ -90,7 +90,7 @@ def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], out
 def page(notebook: NotebookNode, folder: Path) -> str:
     """A notebook as one HTML page; figures are drawn by the ``plotly.min.js`` beside it, images are embedded.
 
-    ``folder`` is where the notebook's relative images lie.
+    ``folder`` is where the notebook's relative images are.
     """
     shown = without_widgets(nbformat.from_dict(notebook))
     for number, output in enumerate(_outputs(shown)):

@@ -1,4 +1,4 @@
-"""What ends a command before its time: SIGINT and SIGTERM, and whole families of processes."""
+"""Ending a command early: SIGINT and SIGTERM, and whole process trees."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Within its ``with``, SIGINT and SIGTERM end nothing: they are noted, for the program to look at.
+    """Within its ``with``, SIGINT and SIGTERM end nothing; they are recorded for the program to check.
 
-    ``number`` is the first one's, None before; ``reader`` is ready to be read from then on, so that
+    ``number`` is the first signal's, None before; ``reader`` is ready to read from then on, so that
     ``multiprocessing.connection.wait`` returns. Only the main thread can enter it.
     """
 
@@ -33,7 +33,7 @@ class Interruption:
 
     @property
     def exit_code(self) -> int:
-        """As a shell tells it: 130 for SIGINT, 143 for SIGTERM."""
+        """In the shell's convention: 130 for SIGINT, 143 for SIGTERM."""
         assert self.number is not None
         return 128 + self.number
 
@@ -56,7 +56,7 @@ def _listed(names: list[str]) -> str:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Within: neither this thread nor the processes that it starts get SIGINT or SIGTERM."""
+    """Within: neither this thread nor the processes it starts receive SIGINT or SIGTERM."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -65,7 +65,7 @@ def signals_held_back() -> Iterator[None]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and not only its exit status that nobody has asked for."""
+    """Whether the process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -73,7 +73,7 @@ def is_running(pid: int) -> bool:
 
 
 def kill_family(process: psutil.Process) -> None:
-    """End a process and all that descend from it; each is halted first, so that it starts no more."""
+    """Kill a process and all its descendants; each is stopped first, so that it starts no more."""
     with suppress(psutil.NoSuchProcess):
         process.suspend()
         kill_children(process)
@@ -81,6 +81,6 @@ def kill_family(process: psutil.Process) -> None:
 
 
 def kill_children(process: psutil.Process) -> None:
-    """End all that descend from a process."""
+    """Kill all descendants of a process."""
     for child in process.children():
         kill_family(child)

@@ -1,7 +1,7 @@
-"""What notebooks and their pages need that others wrote, imported for the processes forked from this one."""
+"""Third-party modules of notebooks and their pages, imported for the processes forked from this one."""
 
 # isort: off
-import rosellm  # noqa: F401  (settles how Triton runs)
+import rosellm  # noqa: F401  (decides how Triton runs)
 import rosellm.lab.running.spared_imports  # noqa: F401
 import gc
 import warnings

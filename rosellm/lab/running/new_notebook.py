@@ -1,7 +1,7 @@
-"""Writes a notebook that works: ``python -m rosellm.lab.running.new_notebook 27_my_idea``.
+"""Write a working notebook: ``python -m rosellm.lab.running.new_notebook 27_my_idea``.
 
-It compares the rung of that name with the one below it, or two others to begin with, has been executed, and
-stands in README.md's index.
+It compares the rung of that name with the one below it, or two others if there is no such rung; it has been
+executed and is listed in README.md's index.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Opens a working copy of the notebooks in JupyterLab: ``make lab``.
 
-The copy is in ``build/lab/notebooks``; the committed notebooks stay as they are. A file that was edited there
-is kept, the others follow the committed ones. Run as a script, so that the server does without torch.
+The copy is in ``build/lab/notebooks``; the committed notebooks stay unchanged. A file edited there is kept,
+the others follow the committed ones. Run as a script, so that the server does not import torch.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ OVERRIDES = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false
 
 
 def working_copy(source: Path, folder: Path) -> list[str]:
-    """Copies ``source`` to ``folder``, except over what was edited there; which of these have become newer.
+    """Copies ``source`` to ``folder``, except over edited files; returns those whose original is now newer.
 
-    What each file was when it was copied is kept beside the folder.
+    The state of each file when it was copied is kept beside the folder.
     """
     record = folder.parent / COPIED
     before = json.loads(record.read_text()) if record.exists() else {}
@@ -42,14 +42,14 @@ def working_copy(source: Path, folder: Path) -> list[str]:
 
 
 def settings(folder: Path) -> Path:
-    """A folder of JupyterLab's defaults, which the user's own settings override: no question about news."""
+    """A folder of JupyterLab defaults, which the user's own settings override: no prompt about news."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "overrides.json").write_text(json.dumps(OVERRIDES))
     return folder
 
 
 def options(root: Path) -> list[str]:
-    """JupyterLab's: this machine only, the working copy's address; root is told that it may."""
+    """JupyterLab's options: this machine only, the working copy's address; root is allowed."""
     chosen = [
         "--ip=127.0.0.1",
         f"--ServerApp.root_dir={root}",
@@ -69,7 +69,7 @@ def main() -> None:
         print(f"build/lab/notebooks/{name} is kept as you edited it; notebooks/{name} is newer")
     from jupyterlab.labapp import main as serve
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server's way to end, with its kernels
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the server and its kernels
     try:
         serve([*options(ROOT), *sys.argv[1:]])
     except KeyboardInterrupt:
@@ -77,5 +77,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while libraries load, Ctrl-C just ends it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while libraries load ends it without a traceback
     main()

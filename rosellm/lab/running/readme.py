@@ -1,8 +1,8 @@
-"""Keeps README.md true: ``python -m rosellm.lab.running.readme`` rewrites what is computed there.
+"""Keep README.md true: ``python -m rosellm.lab.running.readme`` rewrites its computed parts.
 
-With ``--check`` it only tells whether that is up to date. Computed are the ladder's pictures for light and
-dark pages (``notebooks/results/ladder-*.svg``), the table of results and the notebook index with each one's
-finding. The last two stand between HTML comments that name them.
+With ``--check`` it only reports whether they are up to date. Computed are the ladder's pictures for light and
+dark pages (``notebooks/results/ladder-*.svg``), the table of results, and the notebook index with each
+notebook's finding. The last two are between HTML comments with their names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def results_table(results: Results) -> str:
 
 
 def notebook_index(results: Results) -> str:
-    """A row a notebook: its title, and what the records say of its rung."""
+    """A row per notebook: its title, and what the records say about its rung."""
     rows = ["| notebook | what it is about | finding on the recorded GPU |", "|---|---|---|"]
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         rows.append(
@@ -81,7 +81,7 @@ def updated(text: str, results: Results) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Rewrite what is computed, or with ``--check`` fail if anything would change."""
+    """Rewrite the computed parts, or with ``--check`` fail if anything would change."""
     parser = OneLineParser(
         prog="python -m rosellm.lab.running.readme", description=__doc__.partition("\n\n")[2]
     )
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def stale_files() -> dict[str, str]:
-    """File → the text it should have, for those that differ."""
+    """File → the text it should have, for files that differ."""
     results = find()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     wanted = {"README.md": updated(readme, results)}

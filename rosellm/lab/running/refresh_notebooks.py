@@ -1,7 +1,7 @@
-"""Executes the notebooks in place for a commit: ``python -m rosellm.lab.running.refresh_notebooks``.
+"""Execute the notebooks in place for a commit: ``python -m rosellm.lab.running.refresh_notebooks``.
 
 Default parameters, fresh outputs, a PNG beside every plotly figure (for readers without JavaScript), and
-nothing in the files that would differ on another machine: no widget state, no timings, one kernel's name.
+nothing that would differ on another machine: no widget state, no timings, a fixed kernel name.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
 
 
 def add_pictures(notebook: NotebookNode, render: Renderer) -> NotebookNode:
-    """The notebook, changed in place: every plotly output carries its PNG too, as ``render`` makes it."""
+    """The notebook, changed in place: every plotly output also carries its PNG, made by ``render``."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             figure = output.get("data", {}).get(PLOTLY)
@@ -81,13 +81,13 @@ def add_pictures(notebook: NotebookNode, render: Renderer) -> NotebookNode:
 
 
 def execute_file(path: Path, timeout: float) -> NotebookNode:
-    """A copy of the notebook, executed in its folder with its own parameters; ``timeout`` is seconds a cell.
+    """A copy of the notebook, executed in its folder with its own parameters; ``timeout``: seconds per cell.
 
     Raises NotebookError if a cell fails.
     """
     try:
         notebook = nbformat.read(path, as_version=4)
-    except Exception as error:  # whatever the file makes of nbformat
+    except Exception as error:  # nbformat may raise anything
         raise NotebookError(f"{path} cannot be read as a notebook: {type(error).__name__}") from error
     return execute(notebook, path.stem, path.parent, timeout)
 
@@ -132,7 +132,7 @@ def _with_palette(png: bytes) -> bytes:
 @contextmanager
 def browser() -> Iterator[Renderer]:
     """A renderer that keeps one browser for all pictures; raises NotebookError if the machine has none."""
-    draw({"data": []})  # kaleido's server hangs without a browser, a single drawing says so
+    draw({"data": []})  # kaleido's server hangs without a browser; a single drawing reports it
     kaleido.start_sync_server(silence_warnings=True)
     try:
         yield draw
@@ -149,7 +149,7 @@ def refresh(
     """Executes the notebooks in place, one after the other; without a ``renderer`` no PNG is added.
 
     Returns those that are done, not all after an ``interruption``. Raises NotebookError for the first one
-    that fails; it and the later ones are left as they were.
+    that fails; it and the later ones are unchanged.
     """
     interruption, done = interruption or Interruption(), []
     with tempfile.TemporaryDirectory() as folder:
@@ -169,7 +169,7 @@ def refresh(
 def _until_interrupted(interruption: Interruption, run: Callable[[], NotebookNode]) -> NotebookNode | None:
     """What ``run`` returns, called in a thread, where nbclient leaves signals alone; None if interrupted.
 
-    The kernels that it has started are ended then.
+    Any kernels that it started are then killed.
     """
     here = psutil.Process()
     others = set(here.children())
@@ -187,7 +187,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="their folder")
     parser.add_argument("--select", default="", help="names or their beginnings, comma or space separated")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a cell may take")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds allowed per cell")
     parser.add_argument("--without-png", action="store_true", help="for a machine without Chrome or Chromium")
     arguments = parser.parse_args(argv)
     if not 0 < arguments.timeout <= threading.TIMEOUT_MAX:
@@ -196,7 +196,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, 2 if asked wrongly or a notebook fails, 130 or 143 if interrupted."""
+    """Runs the command; returns 0, 2 for a usage error or a failed notebook, 130 or 143 if interrupted."""
     try:
         arguments = _arguments(argv)
         notebooks = select(arguments.notebooks, arguments.select)

@@ -1,11 +1,11 @@
-"""Executes notebooks in batch and makes a gallery: ``python -m rosellm.lab.running.run_notebooks``.
+"""Execute notebooks in batch and make a gallery: ``python -m rosellm.lab.running.run_notebooks``.
 
-Each notebook runs in a worker process of its own (papermill, in the notebooks' folder, with the interpreter
-that runs this command). The output folder receives the executed notebook and an HTML page of each, and an
-index of all. SIGINT (Ctrl-C) and SIGTERM end the run: what is finished is published, the rest is as before.
+Each notebook runs in its own worker process (papermill, in the notebooks' folder, with the interpreter that
+runs this command). The output folder receives each executed notebook and its HTML page, and an index of all.
+SIGINT (Ctrl-C) and SIGTERM end the run: finished notebooks are published, the others stay as before.
 """
 
-import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before whoever reads notebooks)
+import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before any module that reads notebooks)
 import argparse
 import ast
 import json
@@ -56,7 +56,7 @@ SCRATCH = ".run-"
 
 
 class NotebookError(RoseError):
-    """A notebook or a parameter that does not exist, or a notebook that cannot be executed as asked."""
+    """A notebook or parameter that does not exist, or a notebook that cannot be executed as requested."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Running:
 
 
 def select(folder: Path, wanted: str = "") -> list[Path]:
-    """The notebooks of ``folder`` whose name, its beginning or else a part of it is in ``wanted``; paths too.
+    """The notebooks of ``folder`` that ``wanted`` lists by path, name, prefix or else substring of a name.
 
     ``wanted`` is comma or space separated; "" means all. Raises NotebookError for a name without a notebook.
     """
@@ -96,7 +96,7 @@ def select(folder: Path, wanted: str = "") -> list[Path]:
 
 
 def parse_parameters(text: str) -> dict[str, Any]:
-    """``name=value`` pairs, space separated; a value is JSON or else YAML (``quick=false``, ``batch=[1,2]``).
+    """``name=value`` pairs, space separated; a value is JSON, else YAML (``quick=false``, ``batch=[1,2]``).
 
     Raises NotebookError for a pair that cannot be read.
     """
@@ -111,7 +111,7 @@ def parse_parameters(text: str) -> dict[str, Any]:
 
 
 def check_parameters(notebooks: Sequence[Path], parameters: dict[str, Any]) -> None:
-    """Raises NotebookError unless each of the notebooks has each of the parameters, with such a value."""
+    """Raises NotebookError unless every notebook has every parameter, of a matching type."""
     for notebook in notebooks if parameters else ():
         known = _known_parameters(notebook)
         for name in parameters.keys() - known.keys():
@@ -126,9 +126,9 @@ def check_parameters(notebooks: Sequence[Path], parameters: dict[str, Any]) -> N
 
 
 def kernel_environment(folder: Path) -> dict[str, str]:
-    """Environment in which the kernel "python3" is this interpreter, whatever kernels the machine has.
+    """An environment in which the kernel "python3" is this interpreter, whatever kernels are installed.
 
-    The kernel's description is written to ``folder``, which must stay while kernels run.
+    The kernel's description is written to ``folder``, which must exist while kernels run.
     """
     write_kernel_spec(folder / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
     return {"JUPYTER_PATH": str(folder), "JUPYTER_RUNTIME_DIR": str(folder), **ONE_THREAD}
@@ -142,11 +142,11 @@ def run(
     timeout: float = 300.0,
     interruption: Interruption | None = None,
 ) -> list[Outcome]:
-    """Executes the notebooks, ``workers`` at a time, and publishes what they leave in ``output``.
+    """Executes the notebooks, ``workers`` at a time, and publishes the results in ``output``.
 
-    A notebook that takes more than ``timeout`` seconds is ended. The notebooks themselves are only read.
-    After an ``interruption`` the outcomes are those of the notebooks that were finished by then. Raises
-    NotebookError for an unknown parameter, before anything runs.
+    A notebook that takes more than ``timeout`` seconds is killed. The notebooks themselves are only read.
+    After an ``interruption`` the outcomes are those of the notebooks finished by then. Raises NotebookError
+    for an unknown parameter, before anything runs.
     """
     parameters = parameters or {}
     check_parameters(notebooks, parameters)
@@ -178,10 +178,10 @@ def _remove_leftovers(output: Path) -> None:
 
 
 def _known_parameters(notebook: Path) -> dict[str, Any]:
-    """Name → default; None for one that is no literal."""
+    """Name → default; None for a default that is not a literal."""
     try:
         found = papermill.inspect_notebook(notebook)
-    except Exception as error:  # nbformat and papermill raise whatever the file makes of them
+    except Exception as error:  # nbformat and papermill may raise anything
         raise NotebookError(f"{notebook} cannot be read as a notebook: {_first_line(str(error))}") from error
     return {name: _literal(parameter["default"]) for name, parameter in found.items()}
 
@@ -193,7 +193,7 @@ def _literal(text: str) -> Any:
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether ``value`` may stand for ``default``: of its type, or an integer for a real number."""
+    """Whether ``value`` may replace ``default``: of its type, or an integer for a float."""
     if isinstance(default, list):
         return isinstance(value, list) and all(_is_like(item, one) for one in default[:1] for item in value)
     if isinstance(default, float):
@@ -221,7 +221,7 @@ def _supervise(
     waiting, outcomes = deque(jobs), []
     running: list[Running] = []
     try:
-        tqdm.set_lock(threading.RLock())  # its own is a semaphore, which forked processes would leave behind
+        tqdm.set_lock(threading.RLock())  # its default is a semaphore, which forked processes would leak
         with tqdm(total=len(jobs), unit="notebook") as bar:
             while (waiting or running) and interruption.number is None:
                 while waiting and len(running) < workers:
@@ -243,7 +243,7 @@ def _supervise(
 def _start(context: ForkServerContext, job: Job) -> Running:
     channel, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(job, theirs))
-    resource_tracker.ensure_running()  # its own start would let the signals through
+    resource_tracker.ensure_running()  # started later, it would unblock the signals
     with signals_held_back():
         process.start()
     theirs.close()
@@ -267,14 +267,14 @@ def _finish(running: Running, timeout: float) -> Outcome:
 
 
 def _end(process: BaseProcess) -> None:
-    """Ends a worker with its kernel; their files are all in the scratch folder."""
+    """Kills a worker and its kernel; all their files are in the scratch folder."""
     with suppress(psutil.NoSuchProcess):
         kill_family(psutil.Process(process.pid))
     process.join()
 
 
 def _work(job: Job, channel: Connection) -> None:
-    os.setsid()  # Ctrl-C is for the supervisor, who ends the workers
+    os.setsid()  # Ctrl-C goes to the supervisor, which ends the workers
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.environ.update(kernel_environment(job.scratch / "kernels" / job.notebook.stem))
     manager = kernel_manager(in_child=channel.close)
@@ -284,7 +284,7 @@ def _work(job: Job, channel: Connection) -> None:
 
 
 def _follow_parent() -> None:
-    """Nobody waits for this worker once the supervisor has been killed."""
+    """Exit when the supervisor has been killed, since nobody waits for this worker then."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -317,7 +317,7 @@ def _execute(job: Job, manager: type[AsyncKernelManager]) -> tuple[float, str]:
 
 
 def _write_page(executed: Path, folder: Path) -> str:
-    """The executed notebook as HTML beside it; what went wrong, or nothing."""
+    """Writes the executed notebook as HTML beside it; returns an error message, or nothing."""
     try:
         text = page(nbformat.read(executed, as_version=4), folder)
     except Exception as failure:
@@ -331,7 +331,7 @@ def _first_line(text: str) -> str:
 
 
 def _publish(job: Job, output: Path) -> None:
-    """Moves what the job left to the output folder; what only an earlier run left there goes."""
+    """Moves the job's results to the output folder; removes results that only an earlier run left there."""
     for suffix in (".ipynb", ".html"):
         made, published = (folder / (job.notebook.stem + suffix) for folder in (job.scratch, output))
         if made.exists():
@@ -353,7 +353,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--select", default="", help="names or their beginnings, comma or space separated")
     parser.add_argument("--parameters", default="", help="name=value pairs, space separated")
     parser.add_argument("--workers", type=int, default=2, help="notebooks at a time")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a notebook may take")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds allowed per notebook")
     arguments = parser.parse_args(argv)
     if arguments.workers < 1 or not 0 < arguments.timeout <= threading.TIMEOUT_MAX:
         given = f"{arguments.workers} and {arguments.timeout:g}"
@@ -362,7 +362,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, 1 if a notebook failed, 2 if asked wrongly, 130 or 143 if interrupted."""
+    """Runs the command; returns 0, 1 if a notebook failed, 2 for a usage error, 130 or 143 if interrupted."""
     try:
         with Interruption() as interruption:
             arguments = _arguments(argv)

@@ -1,6 +1,6 @@
-"""Spares 1.5 s: jsonschema, which reads notebooks, compiles a grammar of the IRIs that they have none of.
+"""Saves 1.5 s: jsonschema, which validates notebooks, compiles a grammar for IRIs, which they do not contain.
 
-To be imported before nbformat, papermill and nbconvert.
+Import before nbformat, papermill and nbconvert.
 """
 
 import sys

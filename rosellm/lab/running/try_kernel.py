@@ -1,8 +1,8 @@
-"""Tries a KV append of one's own: checked against the specification, timed beside the ladder's, drawn.
+"""Try your own KV append: checked against the specification, timed against the ladder's, drawn.
 
-An append is any function that is called as ``kv_append_triton_identity_pos`` is: with the keywords
-``k_cache_layer`` and ``v_cache_layer`` ``[N_BLOCKS, H, BLOCK_SIZE, D]``, ``key_new`` and ``value_new``
-``[B, H, D]``, ``block_idx`` and ``pos``, int32 ``[B]``. A row whose block is negative is left out.
+An append is any function called like ``kv_append_triton_identity_pos``: with the keywords ``k_cache_layer``
+and ``v_cache_layer`` ``[N_BLOCKS, H, BLOCK_SIZE, D]``, ``key_new`` and ``value_new`` ``[B, H, D]``,
+``block_idx`` and ``pos``, int32 ``[B]``. A row with a negative block is skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES = ((1, 4, 2), (2, 4, 4), (3, 6, 2), (3, 16, 4), (4, 16, 16), (5, 8, 1))  
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_BATCH = 9
 PAST_ROWS = 16  # valid rows that inputs and index tensors hold beyond the batch
-GUARD_BLOCKS = 2  # poisoned memory on either side of a cache
+GUARD_BLOCKS = 2  # poisoned blocks on either side of a cache
 MAX_SETS = 512
 YOURS = "yours"
 
@@ -43,7 +43,7 @@ class KernelError(RoseError):
 
 @dataclass(frozen=True)
 class Case:
-    """One append to try. inert: how many rows have no block; sliced: rows come from one fused tensor."""
+    """One append to try. inert: number of rows without a block; sliced: rows come from one fused tensor."""
 
     batch: int
     n_heads: int
@@ -64,7 +64,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What :func:`check` found: ``smallest`` is the failing case after shrinking, None if all were right."""
+    """The result of :func:`check`: ``smallest`` is the failing case after shrinking, None if all passed."""
 
     n_cases: int
     smallest: Case | None = None
@@ -87,8 +87,8 @@ def check(append: Append, n: int = 24, seed: int = 0, device: str | torch.device
     """Tries ``append`` on ``n`` random cases and shrinks the first that fails.
 
     Heads, sizes, dtypes, block tables, inert rows and strides vary. Caches are poisoned and lie between
-    guards; inputs and index tensors go on past the batch with valid rows, so that an overrun is seen, not
-    fatal. What lies farther off is not protected: on a GPU such an access can end the CUDA context.
+    guards; inputs and index tensors continue past the batch with valid rows, so that an overrun is detected,
+    not fatal. Memory farther off is not protected: on a GPU such an access can end the CUDA context.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rng = np.random.default_rng(seed)
@@ -101,7 +101,7 @@ def check(append: Append, n: int = 24, seed: int = 0, device: str | torch.device
 
 
 def faults_of(append: Append, case: Case, device: torch.device) -> list[str]:
-    """What ``append`` does wrong in one case, a line each; empty if it equals the specification's bits."""
+    """What ``append`` does wrong in one case, a line each; empty if it equals the specification bitwise."""
     trial = _Trial(case, device)
     wanted, found = trial.make_caches(), trial.make_caches()
     inputs = {name: base.clone() for name, base in trial.bases.items()}
@@ -119,7 +119,7 @@ def faults_of(append: Append, case: Case, device: torch.device) -> list[str]:
 
 
 class _Trial:
-    """One case's tensors; each is a window of a larger one, ``bases``, that tells what happened beside it."""
+    """One case's tensors; each is a window of a larger one in ``bases``, which shows stray writes."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -152,7 +152,7 @@ class _Trial:
         return windows | {name: base[: self.case.batch] for name, base in self.bases.items()}
 
     def differences(self, name: str, found: Tensor, wanted: Tensor) -> Iterator[str]:
-        """A line for every kind of difference: how many elements, and where the first one is."""
+        """A line for each kind of difference: how many elements, and where the first one is."""
         size = self.case.dtype.itemsize
         found, wanted = (cache.view(micro.BITS[size]).cpu() for cache in (found, wanted))
         wrong, missed, free = found != wanted, found == micro.POISON[size], wanted == micro.POISON[size]
@@ -195,7 +195,7 @@ def _random_case(rng: np.random.Generator) -> Case:
 
 
 def _shrunk(append: Append, case: Case, device: torch.device) -> Case:
-    """A case that fails, none of whose smaller neighbours does."""
+    """A failing case whose smaller neighbours all pass."""
     while True:
         failing = (one for one in _smaller(case) if faults_of(append, one, device))
         smaller = next(failing, None)
@@ -205,7 +205,7 @@ def _shrunk(append: Append, case: Case, device: torch.device) -> Case:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """The same case with one thing less, the largest step of each first."""
+    """The case with one thing less, the largest reduction of each first."""
     if case.inert:
         yield from (replace(case, inert=inert) for inert in sorted({0, case.inert // 2, case.inert - 1}))
     for name in ("batch", "n_heads", "head_dim", "block_size"):
@@ -220,7 +220,7 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def count_launches(call: Callable[[], object]) -> list[int]:
-    """Runs ``call``; how many programs each Triton kernel that it launches has, interpreted or compiled."""
+    """Runs ``call``; returns how many programs each launched Triton kernel has, interpreted or compiled."""
     programs: list[int] = []
     interface = triton.runtime.jit.KernelInterface
     launch = interface.__getitem__
@@ -240,7 +240,7 @@ def count_launches(call: Callable[[], object]) -> list[int]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds an append of one layer takes; None where that has no meaning. programs: a kernel each."""
+    """Seconds of an append for one layer; None if not meaningful. programs: one number per kernel."""
 
     batch: int
     variant: str
@@ -262,10 +262,10 @@ def time_against_ladder(
     block_size: int = 64,
     repeats: int = 5,
 ) -> list[Timing]:
-    """Medians of the ladder's variants and of ``append``, which is last of each batch and named "yours".
+    """Medians of the ladder's variants and of ``append``, which comes last in each batch, named "yours".
 
-    On a CPU the variants are torch twins and ``append``, being interpreted, is counted, not timed. The floor
-    is the bytes at this device's copy bandwidth. Raises KernelError if ``append`` is wrong.
+    On a CPU the variants are torch versions, and ``append``, being interpreted, is counted, not timed. The
+    floor is the bytes at this device's copy bandwidth. Raises KernelError if ``append`` is wrong.
     """
     where = torch.device(device)
     bandwidth = float(np.median(micro.copy_bandwidth(where, repeats)))
@@ -300,7 +300,7 @@ def _timings(append: Append, shape: micro.Shape, floor_s: float, repeats: int) -
 
 
 def timing_table(timings: Sequence[Timing]) -> str:
-    """Microseconds a call, the floor, and the programs of one's own append, as text."""
+    """Microseconds per call, the floor, and the programs of your append, as text."""
     rows = []
     for one in timings:
         times = [s and s * 1e6 for s in (one.device_s, one.wall_s, one.floor_s)]
@@ -310,14 +310,14 @@ def timing_table(timings: Sequence[Timing]) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """An append that moves so many bytes in so many seconds."""
+    """An append that moves that many bytes in that many seconds."""
 
     bytes_moved: int
     seconds: float
 
 
 def roof_s(bytes_moved: int, launches: int = 1) -> float:
-    """The least seconds on the recorded GPU: its graph nodes, or the bytes at the speed of a copy."""
+    """The minimum seconds on the recorded GPU: its graph nodes, or the bytes at copy speed."""
     top = ceilings()
     return max(launches * top["cuda_graph_node_us"] / 1e6, bytes_moved / (top["device_copy_TB_s"] * 1e12))
 
@@ -336,9 +336,10 @@ def recorded_points(results: Results, way: str = "device_rotating") -> dict[str,
 
 
 def roofline(points: Mapping[str, Sequence[Point]], *, title: str) -> Chart:
-    """Bytes a second over the bytes of an append, a line a name, below the recorded GPU's two ceilings.
+    """Bytes per second over the bytes of an append, a line per name, below the recorded GPU's two ceilings.
 
-    Left the roof rises: one graph node is the least that a kernel costs. Right it is flat: a copy's speed.
+    On the left the roof rises: one graph node is the minimum cost of a kernel. On the right it is flat: copy
+    speed.
     """
     if not any(points.values()):
         raise KernelError("there is no point to draw on the roofline")
