@@ -10,6 +10,8 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
+from rosellm.lab.records.findings import NOTEBOOKS as FOUND, OTHERS
+from rosellm.roseinfer.recipe import BEFORE
 from tests.exercises import solution_in, solved
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
@@ -68,6 +70,38 @@ def test_an_exercise_is_empty_and_has_a_solution_of_its_name_below_it(path):
         (empty,), (written,) = map(_functions, (stub, solution))
         assert empty.name == written.name
         assert all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in empty.body)
+
+
+def verdicts_told(path: Path) -> list[str]:
+    """The rungs that a notebook opens against the rung that each changes, and gives a verdict on."""
+    nodes = [node for source in _code(path) for node in ast.walk(ast.parse(source))]
+    opened = {
+        node.targets[0].id: node.value.args[0].value
+        for node in nodes
+        if isinstance(node, ast.Assign) and _called(node.value) == "open_rung" and len(node.value.args) == 1
+    }
+    judged = {node.func.value.id for node in nodes if _called(node) == "verdict"}
+    return [rung for name, rung in opened.items() if name in judged]
+
+
+def _code(path: Path) -> list[str]:
+    return [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+
+
+def _called(node: ast.AST) -> str:
+    """The function or method that a node calls."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def test_every_rung_is_told_in_one_notebook_which_bears_the_number_of_its_first():
+    """What a reader adds may tell of any rung; it must not take a number."""
+    own = [path for path in NOTEBOOKS if path.stem in {*FOUND.values(), *OTHERS}]
+    told = {path.stem: rungs for path in own if (rungs := verdicts_told(path))}
+    assert [(rung, name) for name, rungs in told.items() for rung in rungs] == list(FOUND.items())
+    assert list(FOUND) == list(BEFORE)
+    numbers = [int(name[:2]) + i for name, rungs in told.items() for i in range(len(rungs))]
+    assert numbers == sorted(set(numbers))
 
 
 def _functions(source: str) -> list[ast.FunctionDef]:

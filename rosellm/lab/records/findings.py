@@ -12,11 +12,15 @@ from rosellm.lab.records.verdicts import verdicts
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
 
 LONGER_NAMES = {"paged": "paged_attention", "no_mask": "mask_removal"}
+LONGER_NAMES |= dict.fromkeys(("full_batch", "identity_pos"), "slot_mapping")
 UNTOLD = "–"
 
 
 def notebooks_of(rungs: Iterable[str], folder: Path) -> dict[str, str]:
-    """Rung → the notebook of ``folder`` called after it, ``NN_RUNG``; rungs without one are left out."""
+    """Rung → the notebook of ``folder`` called after it, ``NN_RUNG``; rungs without one are left out.
+
+    Two rungs may share a notebook, which bears the number of the first.
+    """
     there = {path.stem.partition("_")[2]: path.stem for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
     names = {rung: LONGER_NAMES.get(rung, rung) for rung in rungs}
     return {rung: there[name] for rung, name in names.items() if name in there}
@@ -30,7 +34,7 @@ def _committed() -> dict[str, str]:
 
 
 NOTEBOOKS = _committed()
-RUNG_OF = {notebook: rung for rung, notebook in NOTEBOOKS.items()}
+RUNGS_OF = {name: [rung for rung in NOTEBOOKS if NOTEBOOKS[rung] == name] for name in NOTEBOOKS.values()}
 
 
 def linked(rung: str) -> str:
@@ -43,9 +47,14 @@ def finding(results: Results, notebook: str) -> str:
     if notebook in OTHERS:
         with suppress(RecordError):
             return OTHERS[notebook](results)
-    if notebook not in RUNG_OF:
-        return UNTOLD
-    rung = RUNG_OF[notebook]
+    rungs = RUNGS_OF.get(notebook, [])
+    if len(rungs) > 1:
+        return "; ".join(f"`{rung}`: {_gains(results, rung)}" for rung in rungs)
+    return _gains(results, rungs[0]) if rungs else UNTOLD
+
+
+def _gains(results: Results, rung: str) -> str:
+    """The three largest changes that count."""
     rows = [row for row in verdicts(results, BEFORE[rung], rung) if row.is_measured]
     largest_first = sorted(rows, key=lambda row: -abs(math.log(row.ratio)))
     told = [f"{row.workload} {row.change}" for row in largest_first if row.sign][:3]

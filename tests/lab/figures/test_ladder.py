@@ -35,6 +35,12 @@ def test_a_notebook_is_its_rungs_by_name_whatever_its_number_and_a_rung_may_have
     assert notebooks_of(rungs, tmp_path) == {"no_mask": "03_mask_removal", "my_idea": "26_my_idea"}
 
 
+def test_two_rungs_may_share_a_notebook(tmp_path):
+    (tmp_path / "07_slot_mapping.ipynb").touch()
+    both = dict.fromkeys(("full_batch", "identity_pos"), "07_slot_mapping")
+    assert notebooks_of(both, tmp_path) == both
+
+
 def test_a_rung_that_has_only_been_run_here_has_a_row_of_dashes_beside_its_speed():
     live = {"dense": 7.0, "unheard_of": 9.0}
     chart = ladder_chart({"dense": 1000.0}, "tok/s", floor=2000.0, title="t", live=live)

@@ -117,3 +117,7 @@ class TestCards:
         recorded = [name for rung, name in NOTEBOOKS.items() if rung in find().rungs("W3")]
         assert len(recorded) > 20
         assert all(finding(find(), name) != "–" for name in recorded)
+
+    def test_the_notebook_of_two_rungs_has_a_finding_of_each(self):
+        told = finding(find(), NOTEBOOKS["identity_pos"])
+        assert re.fullmatch(r"`full_batch`: tok/s W\d [^;]+; `identity_pos`: tok/s W\d .+", told)
