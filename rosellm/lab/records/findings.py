@@ -13,6 +13,7 @@ from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
 
 LONGER_NAMES = {"paged": "paged_attention", "no_mask": "mask_removal"}
 LONGER_NAMES |= dict.fromkeys(("full_batch", "identity_pos"), "slot_mapping")
+LONGER_NAMES |= dict.fromkeys(("fused_norm", "fused_gelu"), "fused_elementwise")
 UNTOLD = "–"
 
 
