@@ -29,9 +29,11 @@ from rosellm.lab.records.bench import Bench, Run, compare, get_model, make_promp
 from rosellm.lab.records.experiments import equality
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.parameters import check_parameters
-from rosellm.lab.records.records import RecordError, Results, find, results_folder
+from rosellm.lab.records.records import RecordError, Results, find, number, read_us, results_folder
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.step_time import StepTimes, recorded_steps, step_times
+from rosellm.lab.records.timelines import STEPS
+from rosellm.lab.records.trace import Trace
 from rosellm.lab.records.verdicts import Verdict, verdicts
 from rosellm.models.model import GPT
 from rosellm.roseinfer.recipe import BEFORE, LADDER, get_rung
@@ -94,12 +96,15 @@ class Rung:
         print(text_table(["", "step before, µs", "predicted to save, µs", "%"], rows))
 
     def outcome(self) -> None:
-        """What the recorded steps really saved, beside the prediction."""
+        """What the recorded steps really saved, beside the prediction, and what single engines make of it."""
         rows = []
         for workload, us in self.predicted.items():
             old, new = self.step_us(workload)
-            rows.append([workload, old.us, new.us, us, old.us - new.us])
-        print(text_table(["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs"], rows))
+            least, most = old.range_us[0] - new.range_us[1], old.range_us[1] - new.range_us[0]
+            engines = f"{number(least)} to {number(most)}"
+            rows.append([workload, old.us, new.us, us, old.us - new.us, engines])
+        headers = ["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs", "single engines"]
+        print(text_table(headers, rows))
 
     def ablation(self) -> None:
         """Recorded µs a step of the rung before, of what lies between, and of this rung, by workload."""
@@ -137,9 +142,11 @@ class Rung:
             print(text_table(["a step", self.before, self.after], _counted(*self.runs)))
 
     def timeline(self) -> None:
-        """The two counted steps of :meth:`compare` on one time axis."""
-        old, new = self._both()
-        show(timeline(old.trace, new.trace, (self.before, self.after)))
+        """Consecutive recorded decode steps of both rungs on one time axis: what ran, and who waited."""
+        recorded = self.results.load("timelines")["figures"][self.after]
+        old, new = (Trace.from_dict(recorded[name]) for name in (self.before, self.after))
+        title = f"{STEPS} decode steps of {recorded['batch']} sequences, {self.results.device_name}"
+        show(timeline(old, new, (self.before, self.after), title))
 
     def tokens_equal(self) -> None:
         """Both rungs' tokens, here in fp32 and as recorded on the GPU. Raises ClaimError."""
@@ -160,7 +167,7 @@ class Rung:
             ]
             for kind, figures in recorded.items()
         ]
-        print("fp32, here: tokens equal")
+        print(f"fp32, here: {self.before} and {self.after} generate the same tokens")
         print(text_table(["recorded", "tokens equal to dense", "logits at most apart"], rows))
 
     def waterfall(self) -> None:
@@ -182,6 +189,28 @@ class Rung:
             draw(*usable)
         else:
             explore(draw, batch=Control("batch, sequences", list(usable), first=max(usable)))
+
+    def ledger(self, batch: int) -> Ledger:
+        """The recorded ledger of this rung's step. Raises RecordError."""
+        return self._ledger(self.after, batch)
+
+    def ledger_before(self, batch: int) -> Ledger:
+        """The recorded ledger of the step of the rung before. Raises RecordError."""
+        return self._ledger(self.before, batch)
+
+    def _ledger(self, rung: str, batch: int) -> Ledger:
+        """Refuses one that the profiler disturbed: nothing may be computed from it."""
+        recorded = self.results.load("ledger")["figures"]
+        if str(batch) not in recorded or rung not in recorded[str(batch)]:
+            raise RecordError(f"no ledger of {rung} at batch {batch} was recorded; try {', '.join(recorded)}")
+        ledger = Ledger.from_dict(recorded[str(batch)][rung])
+        if ledger.is_disturbed:
+            raise RecordError(f"the profiler disturbed the ledger of {rung} at batch {batch}")
+        return ledger
+
+    def read_us(self, n_bytes: float) -> float:
+        """µs to read so many bytes at the recorded GPU's read bandwidth."""
+        return read_us(self.results, n_bytes)
 
     def recorded(self) -> None:
         """Whole-run tokens per second of both rungs on the recorded GPU."""
@@ -216,11 +245,6 @@ class Rung:
             held = [i for i, claim in enumerate(claims, 1) if not claim] or "no claim was given"
             raise ClaimError(f"no longer borne out (claim {held}): {sentence}")
         say(sentence)
-
-    def _both(self) -> tuple[Run, Run]:
-        if self.runs is None:
-            raise RoseError("nothing has been run yet; call compare() first")
-        return self.runs
 
 
 def open_rung(

@@ -49,7 +49,9 @@ def test_a_prediction_stands_beside_the_recorded_steps(rung, capsys):
     assert "1,000" in capsys.readouterr().out
     rung.outcome()
     old, new = rung.step_us("W2")
-    assert f"{old.us - new.us:,.0f}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{old.us - new.us:,.0f}" in said
+    assert f"{min(old.range_us) - max(new.range_us):,.0f} to" in said
 
 
 def test_a_step_is_the_median_of_its_engines_medians():
@@ -65,7 +67,7 @@ def test_an_ablation_shows_what_lies_between_two_rungs(capsys):
 
 def test_tokens_are_compared_in_fp32_whatever_the_notebook_runs(rung, capsys):
     rung.tokens_equal()
-    assert "fp32, here: tokens equal" in capsys.readouterr().out
+    assert "fp32, here: pinned_h2d and cuda_graph generate the same tokens" in capsys.readouterr().out
 
 
 def test_disturbed_ledgers_are_not_drawn(rung, tmp_path, capsys):
@@ -81,6 +83,31 @@ def test_disturbed_ledgers_are_not_drawn(rung, tmp_path, capsys):
         patch.setattr("rosellm.lab.rung.say", shown.append)
         disturbed.waterfall()
     assert "disturbed every recorded ledger" in shown[0]
+    with pytest.raises(RecordError, match="disturbed the ledger of cuda_graph at batch 8"):
+        disturbed.ledger(8)
+
+
+def test_a_ledger_that_was_not_recorded_is_refused(rung):
+    assert rung.ledger(64).name == "cuda_graph" and rung.ledger_before(64).name == "pinned_h2d"
+    with pytest.raises(
+        RecordError, match="no ledger of cuda_graph at batch 7 was recorded; try 1, 8, 64, 256"
+    ):
+        rung.ledger(7)
+
+
+def test_reading_takes_as_long_as_the_recorded_bandwidth_says(rung):
+    assert (
+        1e6 / 4.8 < rung.read_us(1e12) < 1e6 / 4.2
+    )  # between what the chip is made for and what a copy reaches
+
+
+def test_recorded_steps_of_both_rungs_share_a_time_axis(rung):
+    shown = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rosellm.lab.rung.show", shown.append)
+        rung.timeline()
+    assert "2 decode steps of 8 sequences, NVIDIA H200" in shown[0].layout.title.text
+    assert "pinned_h2d" in shown[0].table and "GPU kernels" in shown[0].table
 
 
 def test_an_exercise_waits_is_right_or_is_not_yet(capsys):

@@ -159,18 +159,22 @@ def ceilings() -> dict[str, Any]:
     return _rivals_file()["ceilings"]
 
 
+def read_us(results: Results, n_bytes: float) -> float:
+    """µs to read so many bytes as fast as the device's record ``ceilings`` says it can."""
+    return n_bytes / (median(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6)
+
+
 def floor_us(results: Results, workload: str) -> float:
     """Bytes floor of a decode step at mid-run, µs: GPT-2 small's fp16 weights and the K/V, each read once.
 
     A sequence then holds its prompt and half its new tokens; the table of positions is not read as a whole.
-    The device reads as fast as its record ``ceilings`` says.
     """
     one = _workload(workload)
     shape = KNOWN_SHAPES["gpt2"]
     weights = (shape.n_parameters - shape.n_positions * shape.d_model) * BYTES_FP16
     context = _prompt_tokens(workload) + one.max_new_tokens / 2
     cached = one.max_batch_size * context * shape.kv_bytes_per_token(BYTES_FP16)
-    return (weights + cached) / (median(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6)
+    return read_us(results, weights + cached)
 
 
 def floor_tok_s(results: Results, workload: str) -> float:
