@@ -145,7 +145,7 @@ class Rung:
         """Consecutive recorded decode steps of both rungs on one time axis: what ran, and who waited."""
         recorded = self.results.load("timelines")["figures"][self.after]
         old, new = (Trace.from_dict(recorded[name]) for name in (self.before, self.after))
-        title = f"{STEPS} decode steps of {recorded['batch']} sequences, {self.results.device_name}"
+        title = f"{STEPS} decode steps of {recorded['batch']} sequences, profiled, {self.results.device_name}"
         show(timeline(old, new, (self.before, self.after), title))
 
     def tokens_equal(self) -> None:

@@ -106,7 +106,7 @@ def test_recorded_steps_of_both_rungs_share_a_time_axis(rung):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rosellm.lab.rung.show", shown.append)
         rung.timeline()
-    assert "2 decode steps of 8 sequences, NVIDIA H200" in shown[0].layout.title.text
+    assert "2 decode steps of 8 sequences, profiled, NVIDIA H200" in shown[0].layout.title.text
     assert "pinned_h2d" in shown[0].table and "GPU kernels" in shown[0].table
 
 
