@@ -26,13 +26,12 @@ def block_pool(
     n_blocks: int,
     lengths: Mapping[str, int],
     block_size: int,
-    refs: Mapping[int, int] | None = None,
     title: str = "",
 ) -> Picture:
     """The KV pool of one layer: every block in its owner's colour, filled as far as it holds tokens.
 
-    tables: sequence → block indices; lengths: sequence → cached tokens. A block in several tables is striped.
-    ``refs`` (block → holders, counted from the tables by default) is written if above 1.
+    tables: sequence → block indices; lengths: sequence → cached tokens. A block in several tables is striped
+    and tells how many they are.
     """
     _check_pool(tables, n_blocks, lengths, block_size)
     owners = {b: [name for name, blocks in tables.items() if b in blocks] for b in range(n_blocks)}
@@ -41,7 +40,6 @@ def block_pool(
         for i, block in enumerate(blocks):
             filled[block] = max(filled[block], min(block_size, lengths[name] - i * block_size))
     colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(tables)}
-    held = {b: len(names) for b, names in owners.items()} | dict(refs or {})
     top = title_height(title)
     columns = min(n_blocks, 12)
     parts = [
@@ -50,7 +48,6 @@ def block_pool(
             (10 + b % columns * 62, top + b // columns * 52),
             [colours[name] for name in owners[b]],
             filled[b] / block_size,
-            held[b],
         )
         for b in range(n_blocks)
     ]
@@ -61,9 +58,7 @@ def block_pool(
     width = max(
         [columns * 62 + 12.0, *(_row_width(n, b, f"{lengths[n]:,} tokens") for n, b in tables.items())]
     )
-    return picture(
-        width, y + 4, title, parts, _pool_in_words(owners, filled, block_size, tables, lengths, held)
-    )
+    return picture(width, y + 4, title, parts, _pool_in_words(owners, filled, block_size, tables, lengths))
 
 
 def _check_pool(
@@ -82,14 +77,14 @@ def _check_pool(
             )
 
 
-def _block(index: int, at: tuple[float, float], colours: list[str], share: float, held: int) -> str:
+def _block(index: int, at: tuple[float, float], colours: list[str], share: float) -> str:
     (x, y), (w, h) = at, BLOCK
     if not colours:
         return rect(x, y, w, h, 5, FREE, DASHED) + texts([str(index)], x + w / 2, y + 26, 12, TEXT)
     stripes = _stripes(colours)
     band = h / len(stripes)
     bands = "".join(rect(x, y + i * band, w * share, band, 0, colour) for i, colour in enumerate(stripes))
-    plate = f"{index} ×{held}" if held > 1 else str(index)
+    plate = f"{index} ×{len(colours)}" if len(colours) > 1 else str(index)
     width = text_width(plate, 12, bold=True) + 8
     return (
         rect(x, y, w, h, 3, HELD)
@@ -132,12 +127,11 @@ def _pool_in_words(
     block_size: int,
     tables: Mapping[str, Sequence[int]],
     lengths: Mapping[str, int],
-    held: Mapping[int, int],
 ) -> str:
     rows = [f"{name}: {lengths[name]:,} tokens in blocks {list(blocks)}" for name, blocks in tables.items()]
     for block, names in owners.items():
         if names:
-            more = f", {held[block]} holders" if held[block] > 1 else ""
+            more = f", {len(names)} holders" if len(names) > 1 else ""
             rows.append(f"  block {block}: {', '.join(names)}, {filled[block]}/{block_size}{more}")
     free = [str(block) for block, names in owners.items() if not names]
     return "\n".join([*rows, f"  free: {', '.join(free) or 'none'}"])

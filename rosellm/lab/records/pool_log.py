@@ -18,14 +18,13 @@ class Moment:
     """The first layer's pool between two steps, in blocks; with ``free`` they add up to the pool.
 
     requests: those of each active request, the oldest first; a block that several hold counts for the oldest.
-    cached: held by the prefix cache alone. lost: neither free nor anybody's. waiting: requests in the queue.
+    cached: held by the prefix cache alone. lost: neither free nor anybody's.
     """
 
     requests: dict[int, int]
     cached: int
     lost: int
     free: int
-    waiting: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +67,9 @@ class PoolLog:
             self.note()
         return self
 
-    def follow(self) -> PoolLog:
-        """From now on each step of this one scheduler is noted, whoever calls it: a streaming worker, say."""
-        step = self.scheduler.step
-
-        def noted() -> list[Sequence]:
-            try:
-                return step()
-            finally:
-                self.note()
-
-        self.scheduler.step = noted  # type: ignore[method-assign]
-        return self
-
     def count(self, kind: str) -> int:
         """How often something of ``KINDS`` happened."""
         return sum(one.kind == kind for one in self.happenings)
-
-    def moments_of(self, kind: str) -> list[int]:
-        """When something of ``KINDS`` happened, once for each time."""
-        return [one.moment for one in self.happenings if one.kind == kind]
 
     def _changes(self) -> Iterator[tuple[str, str]]:
         present = self.scheduler.requests
@@ -125,4 +107,4 @@ class PoolLog:
         cached = set() if cache is None else set(cache.holdings()) & set(in_first_pool) - counted
         free = self.engine.blocks.num_free_blocks()
         lost = len(in_first_pool) - free - len(counted) - len(cached)
-        return Moment(held, len(cached), lost, free, self.scheduler.n_waiting)
+        return Moment(held, len(cached), lost, free)

@@ -209,10 +209,6 @@ def test_a_pool_shows_owners_fill_sharing_and_what_is_free():
     )
 
 
-def test_holders_beyond_the_tables_are_taken_as_told():
-    assert "block 1: A, 3/4, 3 holders" in block_pool({"A": [1]}, 2, {"A": 3}, 4, refs={1: 3}).description
-
-
 @pytest.mark.parametrize(
     "tables, lengths, told",
     [
