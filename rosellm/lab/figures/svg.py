@@ -113,10 +113,6 @@ def rect(x: float, y: float, width: float, height: float, radius: float, fill: s
     return f'<rect x="{px(x)}" y="{px(y)}" {size} fill="{fill}"{extra}/>'
 
 
-def polygon(points: Sequence[tuple[float, float]], colour: str) -> str:
-    return f'<polygon points="{" ".join(f"{px(x)},{px(y)}" for x, y in points)}" fill="{colour}"/>'
-
-
 def px(value: float) -> str:
     """Pixels with one decimal at most."""
     return f"{value:.1f}".removesuffix(".0")

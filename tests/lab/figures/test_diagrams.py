@@ -11,7 +11,6 @@ from rosellm.lab.figures.blocks import block_pool
 from rosellm.lab.figures.flow import flow
 from rosellm.lab.figures.palette import luminance
 from rosellm.lab.figures.svg import DiagramError, Picture, text_width, wrap
-from rosellm.lab.figures.tensors import tensor_shapes
 
 LANES = {
     "Python (CPU)": [
@@ -167,28 +166,6 @@ def test_wrapped_lines_are_no_wider_than_asked_and_lose_nothing():
     lines = wrap(text, 100, 13)
     assert all(text_width(line, 13) <= 100 for line in lines)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
-
-
-def test_a_tensor_has_its_dimensions_written_and_longer_ones_drawn_longer():
-    picture = tensor_shapes(
-        [("q", "[B, H, D]", (8, 12, 64)), ("table", "[B, M]", (8, 1024)), ("lens", "[B]", (8,))]
-    )
-    written = [text for text, _ in texts(picture)]
-    assert {"q", "[B, H, D]", "B = 8", "H = 12", "D = 64", "M = 1,024"} <= set(written)
-    (qx, qy, qr, qb), (tx, ty, tr, tb), _ = rects(picture, "0")
-    assert tr - tx > qr - qx > qb - qy > tb - ty
-    assert picture.description.splitlines()[0] == "q [B, H, D] = 8 × 12 × 64, 6,144 elements"
-    check(picture)
-
-
-def test_dimensions_beyond_three_are_written():
-    picture = tensor_shapes([("k_cache", "[L, N, H, S, D]", (12, 512, 12, 64, 64))])
-    assert "L = 12, N = 512" in [text for text, _ in texts(picture)]
-
-
-def test_dimensions_that_do_not_fit_the_shape_are_refused():
-    with pytest.raises(DiagramError, match=r"q: the dimensions \[B, H\] do not fit the shape \(8, 12, 64\)"):
-        tensor_shapes([("q", "[B, H]", (8, 12, 64))])
 
 
 def test_a_pool_shows_owners_fill_sharing_and_what_is_free():
