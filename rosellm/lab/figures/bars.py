@@ -1,4 +1,4 @@
-"""Horizontal bar charts: before and after, where a step's time goes, from one total to another."""
+"""Charts of horizontal bars: before and after, from one total to another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, same_length, text_table, wrapped
-from rosellm.lab.figures.palette import BLUE, GREEN, ORANGE, PALE, STYLES, fill, ink_on, style_of
+from rosellm.lab.figures.palette import BLUE, GREEN, ORANGE, PALE
 from rosellm.lab.records.records import number, percent_change
 
 
@@ -64,48 +64,6 @@ def _change(before: float, after: float) -> str:
 
 def _with_unit(value: float, unit: str) -> str:
     return f"{number(value)} {unit}".rstrip()
-
-
-def stacked_time(
-    rows: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "ms", with_values: bool = False
-) -> Chart:
-    """Where a step's time goes: one horizontal bar per row, one segment per part, the total at its end.
-
-    The engine's parts and a ledger's causes come in a fixed order and always have the same colour; other
-    names follow. with_values writes a segment's value beside its name.
-    """
-    if not rows:
-        raise ChartError("there is no row to draw")
-    used = {part for parts in rows.values() for part in parts}
-    parts = [p for p in STYLES if p in used] + sorted(used - STYLES.keys())
-    totals = [sum(row.values()) for row in rows.values()]
-    chart, labels = Chart(), wrapped(rows, 24)
-    for part, (colour, hatch) in zip(parts, map(style_of, parts, range(len(parts))), strict=True):
-        values = [row.get(part) for row in rows.values()]
-        names = [f"{part} {number(v)}" if with_values else part for v in values]
-        fits = [(v or 0) / max(totals) * 520 > 7.5 * len(n) for v, n in zip(values, names, strict=True)]
-        chart.add_bar(
-            x=values,
-            y=labels,
-            orientation="h",
-            name=part,
-            text=[name if fit else "" for name, fit in zip(names, fits, strict=True)],
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            insidetextfont_color=ink_on(colour),
-            marker=fill(colour, hatch),
-            hovertemplate=f"{part}: %{{x:.4g}} {unit}<extra>%{{y}}</extra>",
-        )
-    for label, total in zip(labels, totals, strict=True):
-        text = f"<b>{number(total)} {unit}</b>"
-        chart.add_annotation(x=total, y=label, text=text, showarrow=False, xanchor="left", xshift=4)
-    chart.update_layout(barmode="stack")
-    chart.update_xaxes(range=[0, max(totals) * 1.15], title_text=unit)
-    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
-    cells = ([part, *(row.get(part) for row in rows.values())] for part in parts)
-    chart.table = text_table([f"part, {unit}", *rows], [*cells, ["total", *totals]])
-    return finish(chart, title, 46 * len(rows), legend=parts)
 
 
 def waterfall(

@@ -1,4 +1,4 @@
-"""Two rungs side by side, live and from the committed records, and the verdict that the numbers allow."""
+"""Two rungs side by side, live and from the committed records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from IPython.display import Markdown, display
 from rosellm.lab.figures.bars import before_after
 from rosellm.lab.figures.charts import Chart
 from rosellm.lab.records.bench import Run
-from rosellm.lab.records.records import Results, floor_tok_s, number
+from rosellm.lab.records.records import Results
 from rosellm.lab.records.verdicts import WORKLOADS, verdicts
 
 
@@ -35,23 +35,6 @@ def live_chart(before: Run, after: Run, title: str) -> Chart:
     labels, units = ["step time (median)", work, "allocations a step"], ["ms", "", ""]
     old, new = ([run.step_ms, run.trace.kernels, run.trace.allocations] for run in (before, after))
     return before_after(labels, old, new, units, (before.name, after.name), title=title)
-
-
-def say_verdict(results: Results, before: str, after: str, workloads: Sequence[str] = WORKLOADS) -> None:
-    """Displays, as prose, the verdict that the records allow; every number in it is computed."""
-    rows = [row for row in verdicts(results, before, after, workloads) if row.is_measured]
-    if not rows:
-        say(f"**No verdict:** `{before}` and `{after}` have no records of {results.device_name} yet.")
-        return
-    parts = [f"{row.workload} {row.change} ({row.word}; counts from {row.noise:.1%})" for row in rows]
-    best = max(rows, key=lambda row: median(row.after) / floor_tok_s(results, row.workload))
-    share = median(best.after) / floor_tok_s(results, best.workload) * 100
-    say(
-        f"**Verdict on {results.device_name}.** `{before}` → `{after}`, whole-run tokens per second: "
-        f"{'; '.join(parts)}. Nearest to the bytes floor: {best.workload}, at {number(share)} % of it.\n\n"
-        "A change counts if no repeat of one side is as fast as any of the other, and if it is larger than "
-        "what rungs that run the very same code on that workload were measured apart."
-    )
 
 
 def say(text: str) -> None:

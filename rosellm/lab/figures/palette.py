@@ -48,10 +48,6 @@ CAUSES = {
 STYLES = PARTS | CAUSES
 
 
-def style_of(part: str, i: int) -> tuple[str, str]:
-    return STYLES.get(part, (PALETTE[i % len(PALETTE)], ""))
-
-
 def fill(colour: str, hatch: str) -> dict[str, Any]:
     return {"color": colour, "pattern": HATCHING | {"shape": hatch}} if hatch else {"color": colour}
 

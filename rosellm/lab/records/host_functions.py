@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import cProfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-
-from rosellm.lab.records.records import number
 
 MOST = 10
 
@@ -45,16 +43,6 @@ def host_functions(run: Callable[[], object], steps: int, most: int = MOST) -> t
         told = f"{len(rest)} other functions"
         every[most:] = [HostFunction(told, sum(f.us for f in rest), sum(f.calls for f in rest))]
     return tuple(every)
-
-
-def host_table(functions: Sequence[HostFunction]) -> str:
-    """Markdown: each function's µs, share and calls a step, and their sum."""
-    total = sum(function.us for function in functions)
-    lines = ["| host work, by function | µs, profiled | share | calls |", "|:--|--:|--:|--:|"]
-    lines += [
-        f"| {f.name} | {number(f.us)} | {f.us / total * 100:.1f} % | {f.calls:.3g} |" for f in functions
-    ]
-    return "\n".join([*lines, f"| **together** | **{number(total)}** | 100.0 % | |"])
 
 
 def _name(code: CodeType) -> str:

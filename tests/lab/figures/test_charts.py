@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 import pytest
 
 from rosellm.lab.figures import charts
-from rosellm.lab.figures.bars import before_after, stacked_time, waterfall
+from rosellm.lab.figures.bars import before_after, waterfall
 from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle, show, text_table
 from rosellm.lab.figures.lines import step_lines
 from rosellm.lab.figures.palette import CAUSES, PALETTE, PARTS, TEXT
@@ -100,9 +100,6 @@ def charts_of_every_kind() -> dict[str, go.Figure]:
             log_x=True,
             log_y=True,
             floors={"bytes floor": 0.06},
-        ),
-        "stacked_time": stacked_time(
-            {"dense": dict.fromkeys(PARTS, 0.5), "paged": {"model": 1.0}}, title="Where?"
         ),
         "waterfall": waterfall(
             ("a", 9.0), {"GEMM": -4.0, "norm": 1.0}, ("b", 6.0), "µs", title="What changed?"
@@ -197,18 +194,6 @@ def test_names_of_close_lines_keep_apart():
     assert all(b - a > 14 for a, b in zip(at, at[1:], strict=False))
 
 
-def test_the_parts_of_a_step_come_in_its_order_and_sum_up():
-    chart = stacked_time({"x": {"commit": 1.0, "other": 0.5, "reserve": 2.0}}, title="t", unit="µs")
-    assert [bar.name for bar in chart.data] == ["reserve", "commit", "other"]
-    assert chart.layout.annotations[0].text == "<b>3.50 µs</b>"
-    assert chart.table.splitlines()[-1].split() == ["total", "3.50"]
-
-
-def test_segments_tell_their_figures_where_they_fit():
-    chart = stacked_time({"x": {"GEMM": 90.0, "norm": 1.0}}, title="t", unit="µs", with_values=True)
-    assert {bar.name: bar.text for bar in chart.data} == {"norm": ("",), "GEMM": ("GEMM 90.0",)}
-
-
 def test_a_waterfall_goes_from_savings_to_costs_and_keeps_small_changes_together():
     changes = {"norm": 10.0, "GEMM": -50.0, "head": -30.0, "copies": 0.3, "host": -0.1, "append": 0.0}
     chart = waterfall(("old", 100.0), changes, ("new", 30.2), "µs", title="t")
@@ -266,7 +251,6 @@ def test_of_a_long_run_every_kth_step_of_a_pool_is_drawn_and_every_mark():
             "log axis needs values above 0",
         ),
         (lambda: step_lines([1], {"a": [None]}, "x", "y", title="t"), "no value to draw"),
-        (lambda: stacked_time({}, title="t"), "no row to draw"),
         (
             lambda: waterfall(("a", 9), {"GEMM": -4}, ("b", 6), "µs", title="t"),
             "changes add up to −4 µs, and a and b are −3 µs apart",

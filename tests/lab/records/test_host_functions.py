@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from rosellm.lab.records.host_functions import host_functions, host_table
+from rosellm.lab.records.host_functions import host_functions
 
 
 class Clock:
@@ -47,10 +47,3 @@ def test_what_has_one_name_is_one_row_and_code_without_a_file_is_told_as_generat
     one, other = (namedtuple(name, "x y") for name in ("One", "Other"))
     functions = host_functions(lambda: [one(1, 2), other(3, 4)], steps=1)
     assert [f.calls for f in functions if f.name == "`generated.<lambda>`"] == [2]
-
-
-def test_the_table_ends_with_the_sum():
-    functions = host_functions(outer, steps=1)
-    rows = host_table(functions).splitlines()
-    assert len(rows) == 2 + len(functions) + 1
-    assert rows[-1].startswith("| **together** |")
