@@ -1,9 +1,8 @@
-"""The package's own source in a notebook: whole, or as a difference."""
+"""The package's own source in a notebook: whole, or two side by side."""
 
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import textwrap
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
 
 
 class SourceError(RoseError):
-    """An object without source, or a member or difference that does not exist."""
+    """Something without source, or a member that does not exist."""
 
 
 def show_source(*objects: Any, only: Sequence[str] = (), title: str | None = None) -> None:
@@ -30,19 +29,6 @@ def show_source(*objects: Any, only: Sequence[str] = (), title: str | None = Non
     """
     blocks = [f"{_heading(one)}\n```python\n{source_of(one, only)}\n```" for one in objects]
     display(Markdown("\n\n".join([f"**{title}**", *blocks] if title else blocks)))
-
-
-def show_difference(before: object, after: object, context: int = 5) -> None:
-    """Displays what ``after`` changes in ``before``: a unified diff with ``context`` lines of context.
-
-    Raises SourceError if both have the same source.
-    """
-    old, new = source_of(before).splitlines(), source_of(after).splitlines()
-    lines = list(difflib.unified_diff(old, new, _name(before), _name(after), n=context, lineterm=""))
-    if not lines:
-        raise SourceError(f"{_name(before)} and {_name(after)} have the same source")
-    heading = f"{_heading(before)} → {_heading(after)}"
-    display(Markdown("\n".join([heading, "```diff", *lines[2:], "```"])))
 
 
 def show_pair(before: object, after: object) -> None:

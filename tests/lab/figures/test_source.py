@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from rosellm.lab.figures import source
-from rosellm.lab.figures.source import SourceError, show_difference, show_source, source_of
+from rosellm.lab.figures.source import SourceError, show_source, source_of
 from rosellm.roseinfer import kv_append_triton
 from rosellm.roseinfer.cache.kv_blocks import KVBlockInfo
 from rosellm.roseinfer.steps.host import HostStep, dense_mask
@@ -35,16 +35,6 @@ class Outer:
 
     def plain(self) -> int:
         return 1
-
-
-def first(x: int) -> int:
-    y = x + 1
-    return y
-
-
-def second(x: int) -> int:
-    y = x + 2
-    return y
 
 
 def test_a_function_is_shown_with_its_name_and_file_and_no_line_number(shown):
@@ -86,25 +76,6 @@ def test_triton_kernels_are_shown_as_written_also_behind_an_autotuner():
 def test_what_is_shown_is_valid_python_for_every_public_thing_of_the_step():
     for one in (HostStep, dense_mask, KVBlockInfo, Outer.doubled, Outer.cached):
         compile(source_of(one), "shown", "exec")
-
-
-def test_a_difference_marks_what_changed_and_nothing_else(shown):
-    show_difference(first, second)
-    heading, fence, *body, end = shown[0].splitlines()
-    assert (fence, end) == ("```diff", "```")
-    assert heading == "`first` · `this notebook` → `second` · `this notebook`"
-    assert [line for line in body if line[0] in "+-"] == [
-        "-def first(x: int) -> int:",
-        "-    y = x + 1",
-        "+def second(x: int) -> int:",
-        "+    y = x + 2",
-    ]
-    assert body[-1] == "     return y"
-
-
-def test_equal_sources_have_no_difference_to_show():
-    with pytest.raises(SourceError, match="first and first have the same source"):
-        show_difference(first, first)
 
 
 @pytest.mark.parametrize("one", [len, 3, type("Made", (), {})])
