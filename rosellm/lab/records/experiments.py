@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 
 from rosellm.lab.records.bench import (
-    WARM_UP_STEPS,
     Bench,
     compare_logits,
     first_difference,
@@ -33,7 +32,6 @@ from rosellm.lab.records.trace import Trace
 from rosellm.models.model import GPT
 from rosellm.roseinfer.cache.block_tables import H2D_RANGE
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.steps.step import STEP_RANGE
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import triton
@@ -204,23 +202,6 @@ def _launch_us(run: Callable[[], object], calls: int) -> list[float]:
             run()
         repeats.append((time.perf_counter() - start) / calls * 1e6)
     return repeats
-
-
-def live_ladder(
-    model: GPT, prompts: list[list[int]], steps: int = 8, gate_from: int | None = None
-) -> dict[str, float | None]:
-    """Rung → tokens a second of ``steps`` decode steps here, from their median; None where it cannot run.
-
-    A CPU has no driver to tune a launch for, so ``autotune`` runs on a GPU only.
-    """
-    speeds: dict[str, float | None] = {}
-    for rung, recipe in LADDER.items():
-        speeds[rung] = None
-        if recipe.launch != "autotuned" or model.device.type == "cuda":
-            bench = Bench(model, rung, prompts, steps + WARM_UP_STEPS + 1, gate_from=gate_from)
-            seconds = bench.run_ahead(steps + WARM_UP_STEPS)[WARM_UP_STEPS:]
-            speeds[rung] = len(prompts) / median(seconds)
-    return speeds
 
 
 def bookkeeping_cost(

@@ -38,11 +38,6 @@ NOTEBOOKS = _committed()
 RUNGS_OF = {name: [rung for rung in NOTEBOOKS if NOTEBOOKS[rung] == name] for name in NOTEBOOKS.values()}
 
 
-def linked(rung: str) -> str:
-    """The rung's name as Markdown, a link if it has a notebook."""
-    return f"[`{rung}`]({NOTEBOOKS[rung]}.ipynb)" if rung in NOTEBOOKS else f"`{rung}`"
-
-
 def finding(results: Results, notebook: str) -> str:
     """One line of plain text with ``code`` marks; "–" for a notebook of no rung, or without records."""
     if notebook in OTHERS:

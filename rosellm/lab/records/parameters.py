@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,6 @@ def check_parameters(gpt: GPT, **given: Any) -> None:
             f"a prompt of {longest} tokens and {new} new ones exceed the model's {positions} positions; "
             "give shorter prompts or fewer new tokens"
         )
-
-
-def fitting(lengths: Sequence[int], gpt: GPT, new_tokens: int) -> list[int]:
-    """The ``lengths`` that leave room for ``new_tokens`` within the positions; the longest if none do."""
-    longest = gpt.config.n_positions - new_tokens
-    return [n for n in lengths if n <= longest] or [longest]
 
 
 def model_path(model: str) -> str:

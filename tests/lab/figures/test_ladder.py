@@ -17,8 +17,6 @@ from rosellm.lab.figures.ladder import (
     ladder_chart,
     readme_chart,
 )
-from rosellm.lab.records.bench import get_model, make_prompts
-from rosellm.lab.records.experiments import live_ladder
 from rosellm.lab.records.findings import notebooks_of
 from rosellm.lab.records.records import find, floor_tok_s, number, rivals
 from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
@@ -108,14 +106,6 @@ def test_the_chart_is_small_enough_for_a_notebook():
     others = rivals("W3")
     chart = ladder_chart(VALUES, "tok/s", {name: 1.0 for name in others}, 1e6, title="t", live=live)
     assert len(json.dumps(bundle(chart)[PLOTLY])) < 9_000
-
-
-def test_the_live_ladder_runs_every_rung_that_can_run_here():
-    model = get_model("rose-tiny", "cpu")
-    speeds = live_ladder(model, make_prompts(2, [3, 5], model.config.vocab_size), steps=2)
-    assert list(speeds) == list(LADDER)
-    assert [rung for rung, speed in speeds.items() if speed is None] == ["autotune"]
-    assert all(speed > 0 for speed in speeds.values() if speed is not None)
 
 
 def drawn(theme: str) -> ElementTree.Element:

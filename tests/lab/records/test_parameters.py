@@ -3,7 +3,7 @@
 import pytest
 
 from rosellm.lab.records.bench import get_model
-from rosellm.lab.records.parameters import ParameterError, check_parameters, fitting, model_path
+from rosellm.lab.records.parameters import ParameterError, check_parameters, model_path
 from tests.helpers import random_model
 
 GPT = random_model(0)  # 64 positions
@@ -37,11 +37,6 @@ def test_a_bad_parameter_is_told_in_one_line_also_by_a_notebook(given, words):
         check_parameters(GPT, **GOOD | given)
     (shown,) = caught.value._render_traceback_()
     assert words in shown and "\n" not in shown
-
-
-def test_of_several_lengths_those_stay_that_fit_and_one_at_least():
-    assert fitting([16, 56, 57], GPT, 8) == [16, 56]
-    assert fitting([160], GPT, 8) == [56]
 
 
 def test_a_relative_folder_is_found_from_where_the_caller_stands(tmp_path, monkeypatch):
