@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
 
 from IPython.display import Markdown, display
@@ -11,21 +10,19 @@ from rosellm.lab.figures.bars import before_after
 from rosellm.lab.figures.charts import Chart
 from rosellm.lab.records.bench import Run
 from rosellm.lab.records.records import Results
-from rosellm.lab.records.verdicts import WORKLOADS, verdicts
+from rosellm.lab.records.verdicts import verdicts
 
 
-def recorded_chart(
-    results: Results, before: str, after: str, workloads: Sequence[str] = WORKLOADS, title: str | None = None
-) -> Chart:
-    """Medians of whole-run tokens per second of two rungs, on each workload that both were measured on."""
-    rows = [row for row in verdicts(results, before, after, workloads) if row.is_measured]
+def recorded_chart(results: Results, before: str, after: str) -> Chart:
+    """Whole-run tokens per second of two rungs on each workload that both were measured on, medians."""
+    rows = [row for row in verdicts(results, before, after) if row.is_measured]
     return before_after(
         [row.workload for row in rows],
         [median(row.before) for row in rows],
         [median(row.after) for row in rows],
         ["tok/s"] * len(rows),
         (before, after),
-        title=title or f"{before} → {after} on {results.device_name}: tokens per second of the whole run",
+        title=f"{before} → {after} on {results.device_name}: tokens per second of the whole run",
     )
 
 

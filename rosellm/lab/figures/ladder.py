@@ -1,4 +1,4 @@
-"""The whole ladder as a chart: one workload with its floor and live values, or three for README.md."""
+"""The whole ladder as a chart: one workload beside its floor, or three for README.md."""
 
 from __future__ import annotations
 
@@ -8,19 +8,7 @@ from dataclasses import dataclass, field
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, short, text_table
 from rosellm.lab.figures.lines import log_ticks
-from rosellm.lab.figures.palette import (
-    BLUE,
-    GREEN,
-    INK,
-    MAGENTA,
-    ORANGE,
-    PALE,
-    PAPER,
-    SKY,
-    TEXT,
-    VIOLET,
-    fill,
-)
+from rosellm.lab.figures.palette import BLUE, GREEN, INK, MAGENTA, ORANGE, PALE, PAPER, TEXT, VIOLET, fill
 from rosellm.lab.records.findings import NOTEBOOKS
 from rosellm.lab.records.records import Results, floor_tok_s, number, rivals
 from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
@@ -82,22 +70,18 @@ def ladder_chart(
     floor: float | None = None,
     *,
     title: str,
-    live: Mapping[str, float | None] | None = None,
 ) -> Chart:
-    """A row per rung, linked to its notebook: value on a log axis, share of the floor, live value.
+    """A row a rung, linked to its notebook: its value on a log axis, and its share of the floor.
 
     ``rivals`` and the bytes ``floor`` (in the values' unit) are lines through the first column. Side branches
-    are hatched. None means not measured, as do rungs that only ``live`` has.
+    are hatched. None: not measured.
     """
-    rungs = [*values, *(rung for rung in live or () if rung not in values)]
+    rungs = [*values]
     lines = {**({FLOOR: floor} if floor else {}), **(rivals or {})}
-    ends = iter((0.54, 0.76, 1.0) if live else (0.72, 1.0))
-    panels = [Panel(unit, 0.0, next(ends), values, BLUE, is_log=True, lines=lines)]
+    panels = [Panel(unit, 0.0, 0.72, values, BLUE, is_log=True, lines=lines)]
     if floor:
         shares = {rung: value and value / floor * 100 for rung, value in values.items()}
-        panels.append(Panel("% of the floor", panels[-1].end + 0.04, next(ends), shares, GREEN, " %"))
-    if live:
-        panels.append(Panel(f"here, {unit}", panels[-1].end + 0.04, 1.0, live, SKY))
+        panels.append(Panel("% of the floor", 0.76, 1.0, shares, GREEN, " %"))
     chart = _draw(panels, rungs, EVERY_PAGE, title, ROW)
     chart.update_yaxes(ticktext=[_linked(rung) for rung in rungs])
     chart.table = _table(panels, lines, rungs)

@@ -7,10 +7,10 @@ from rosellm.lab.figures.charts import Chart
 from rosellm.lab.records.ledger import Ledger
 
 
-def waterfall(before: Ledger, after: Ledger, title: str | None = None) -> Chart:
+def waterfall(before: Ledger, after: Ledger) -> Chart:
     """From one step's time to another's, cause by cause."""
     old, new = before.us_by_cause(), after.us_by_cause()
     changes = {cause: new.get(cause, 0.0) - old.get(cause, 0.0) for cause in {**old, **new}}
-    title = title or f"{before.name} → {after.name}: what became of each microsecond, batch {after.batch}"
+    title = f"{before.name} → {after.name}: what became of each microsecond, batch {after.batch}"
     ends = (before.name, before.step_us), (after.name, after.step_us)
     return bars.waterfall(ends[0], changes, ends[1], "µs", title=title)

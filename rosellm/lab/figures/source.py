@@ -21,14 +21,14 @@ class SourceError(RoseError):
     """Something without source, or a member that does not exist."""
 
 
-def show_source(*objects: Any, only: Sequence[str] = (), title: str | None = None) -> None:
+def show_source(*objects: Any, only: Sequence[str] = ()) -> None:
     """Displays the source of functions, classes and Triton kernels, each under its name and file.
 
     ``only`` names the members of classes to show; the others are left out. There are no line numbers: nbval
     compares what is displayed, and an edit further up must not change it.
     """
     blocks = [f"{_heading(one)}\n```python\n{source_of(one, only)}\n```" for one in objects]
-    display(Markdown("\n\n".join([f"**{title}**", *blocks] if title else blocks)))
+    display(Markdown("\n\n".join(blocks)))
 
 
 def show_pair(before: object, after: object) -> None:

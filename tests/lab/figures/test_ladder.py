@@ -1,4 +1,4 @@
-"""The ladder's chart, its links, and its live column; the picture for README.md."""
+"""The ladder's chart and its links; the picture for README.md."""
 
 import json
 import math
@@ -33,23 +33,6 @@ def test_a_notebook_is_its_rungs_by_name_whatever_its_number_and_a_rung_may_have
     assert notebooks_of(rungs, tmp_path) == {"no_mask": "03_mask_removal", "my_idea": "26_my_idea"}
 
 
-def test_two_rungs_may_share_a_notebook(tmp_path):
-    (tmp_path / "07_slot_mapping.ipynb").touch()
-    both = dict.fromkeys(("full_batch", "identity_pos"), "07_slot_mapping")
-    assert notebooks_of(both, tmp_path) == both
-
-
-def test_a_rung_that_has_only_been_run_here_has_a_row_of_dashes_beside_its_speed():
-    live = {"dense": 7.0, "unheard_of": 9.0}
-    chart = ladder_chart({"dense": 1000.0}, "tok/s", floor=2000.0, title="t", live=live)
-    assert chart.layout.yaxis.ticktext == ("dense", "unheard_of")
-    assert next(line.split() for line in chart.table.splitlines() if "unheard_of" in line)[1:] == [
-        "–",
-        "–",
-        "9.00",
-    ]
-
-
 def test_each_rung_links_to_its_notebook():
     chart = ladder_chart(VALUES, "tok/s", title="t")
     assert chart.layout.yaxis.ticktext[:2] == ("dense", '<a href="01_paged_attention.ipynb">paged</a>')
@@ -57,13 +40,11 @@ def test_each_rung_links_to_its_notebook():
     assert chart.layout.yaxis.fixedrange and chart.layout.xaxis.fixedrange  # nothing lies on the links
 
 
-def test_a_column_for_the_speed_the_share_of_the_floor_and_this_machine():
-    live = dict.fromkeys(LADDER, 7.0) | {"autotune": None}
-    chart = ladder_chart(VALUES, "tok/s", {"vLLM": 4000.0}, 50_000.0, title="t", live=live)
-    speed, share, here = map(merged, (chart.data[:2], chart.data[2:4], chart.data[4:]))
+def test_a_column_for_the_speed_and_one_for_the_share_of_the_floor():
+    chart = ladder_chart(VALUES, "tok/s", {"vLLM": 4000.0}, 50_000.0, title="t")
+    speed, share = map(merged, (chart.data[:2], chart.data[2:]))
     assert speed == list(VALUES.values())
     assert share == pytest.approx([value / 500 for value in VALUES.values()])
-    assert here[list(LADDER).index("autotune")] is None and here[0] == 7
     assert len(ladder_chart(VALUES, "tok/s", title="t").data) == 2
     assert "2.00" in chart.table.splitlines()[2] and chart.table.splitlines()[-2].split()[:2] == [
         "bytes",
@@ -102,9 +83,8 @@ def test_what_a_log_axis_cannot_show_is_refused(values):
 
 
 def test_the_chart_is_small_enough_for_a_notebook():
-    live = dict.fromkeys(LADDER, 123.456)
     others = rivals("W3")
-    chart = ladder_chart(VALUES, "tok/s", {name: 1.0 for name in others}, 1e6, title="t", live=live)
+    chart = ladder_chart(VALUES, "tok/s", {name: 1.0 for name in others}, 1e6, title="t")
     assert len(json.dumps(bundle(chart)[PLOTLY])) < 9_000
 
 

@@ -38,11 +38,10 @@ class Outer:
 
 
 def test_a_function_is_shown_with_its_name_and_file_and_no_line_number(shown):
-    show_source(dense_mask, title="The mask")
+    show_source(dense_mask)
     (text,) = shown
-    title, heading, fence, code = text.replace("\n\n", "\n").split("\n")[:4]
-    assert (title, fence) == ("**The mask**", "```python")
-    assert heading == "`dense_mask` · `rosellm/roseinfer/steps/host.py`"
+    heading, fence, code = text.split("\n")[:3]
+    assert (heading, fence) == ("`dense_mask` · `rosellm/roseinfer/steps/host.py`", "```python")
     assert code.startswith("def dense_mask(") and text.endswith("```")
 
 
