@@ -15,20 +15,14 @@ def before_after(
     labels: Sequence[str],
     before: Sequence[float],
     after: Sequence[float],
-    unit: str | Sequence[str],
-    names: tuple[str, str] = ("before", "after"),
+    units: Sequence[str],
+    names: tuple[str, str],
     *,
     title: str,
 ) -> Chart:
-    """Two horizontal bars per label, with the change written beside the second.
-
-    With a single ``unit`` all bars share an axis; with one unit per label, each pair has its own scale.
-    """
-    same_length(labels=labels, before=before, after=after)
-    units = [unit] * len(labels) if isinstance(unit, str) else list(unit)
-    shared = isinstance(unit, str)
-    same_length(labels=labels, unit=units)
-    scales = [1 if shared else max(pair) or 1 for pair in zip(before, after, strict=True)]
+    """Two horizontal bars a label, each pair to its own scale, the change written beside the second."""
+    same_length(labels=labels, before=before, after=after, units=units)
+    scales = [max(pair) or 1 for pair in zip(before, after, strict=True)]
     texts = [
         [_with_unit(b, u) for b, u in zip(before, units, strict=True)],
         [f"{_with_unit(a, u)}  <b>{_change(b, a)}</b>" for b, a, u in zip(before, after, units, strict=True)],
@@ -40,14 +34,13 @@ def before_after(
             x=scaled, y=wrapped(labels, 24), orientation="h", name=name, text=text, marker_color=colour
         )
     chart.update_traces(textposition="outside", cliponaxis=False, hoverinfo="name+text+y")
-    longest = max((*before, *after)) if shared else 1
-    chart.update_xaxes(range=[0, (longest or 1) * 1.32], title_text=unit if shared else None, visible=shared)
+    chart.update_xaxes(range=[0, 1.32], visible=False)
     chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
     chart.table = text_table(
         ["", *names, "unit", "change"],
         [[*row, _change(row[1], row[2])] for row in zip(labels, before, after, units, strict=True)],
     )
-    return finish(chart, title, 54 * len(labels), legend=names, has_axis=shared)
+    return finish(chart, title, 54 * len(labels), legend=names, has_axis=False)
 
 
 def _change(before: float, after: float) -> str:

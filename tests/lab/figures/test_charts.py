@@ -27,6 +27,8 @@ SIGHT = {
 TO_LMS = [[0.4122, 0.5363, 0.0514], [0.2119, 0.6807, 0.1074], [0.0883, 0.2817, 0.6300]]
 TO_LAB = [[0.2105, 0.7936, -0.0041], [1.9780, -2.4286, 0.4506], [0.0259, 0.7828, -0.8087]]
 
+NAMES = ("before", "after")
+
 
 def linear(colour: str) -> np.ndarray:
     srgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
@@ -90,7 +92,9 @@ def pool(steps: int = 12, **changes) -> charts.Chart:
 
 def charts_of_every_kind() -> dict[str, go.Figure]:
     return {
-        "before_after": before_after(["copies", "kernels"], [12, 310], [1, 298], "", title="Fewer copies?"),
+        "before_after": before_after(
+            ["copies", "kernels"], [12, 310], [1, 298], ["", ""], NAMES, title="Fewer copies?"
+        ),
         "step_lines": step_lines(
             [16, 64, 960],
             {"dense": [1.9, 2.2, 10.1], "paged": [1.8, None, 2.6]},
@@ -127,12 +131,12 @@ def test_a_chart_is_the_same_bundle_every_time():
 def test_show_displays_one_bundle_whose_text_is_the_table_given(monkeypatch):
     displayed = []
     monkeypatch.setattr(charts, "display", lambda data, raw: displayed.append((data, raw)))
-    show(before_after(["x"], [1 / 3], [2], "ms", title="t"), "my table")
-    show(before_after(["x"], [1 / 3], [2], "ms", title="t"))
+    show(before_after(["x"], [1 / 3], [2], ["ms"], NAMES, title="t"), "my table")
+    show(before_after(["x"], [1 / 3], [2], ["ms"], NAMES, title="t"))
     (first, raw), (second, _) = displayed
     assert raw and set(first) == {PLOTLY, "text/plain"}
     assert first["text/plain"] == "my table" and "0.333" in second["text/plain"]
-    assert first[PLOTLY]["data"][0]["x"] == [0.33333], "floats have five digits"
+    assert first[PLOTLY]["data"][0]["x"] == [0.16667], "floats have five digits"
 
 
 def test_no_picture_is_made_while_showing(monkeypatch):
@@ -168,13 +172,13 @@ def test_a_table_with_a_row_too_short_is_refused():
     ],
 )
 def test_a_change_is_told_as_a_reader_would(before, after, told):
-    chart = before_after(["x"], [before], [after], "ms", title="t")
+    chart = before_after(["x"], [before], [after], ["ms"], NAMES, title="t")
     assert chart.data[1].text[0].endswith(f"<b>{told}</b>")
     assert chart.table.splitlines()[-1].endswith(told)
 
 
-def test_with_a_unit_a_label_each_pair_has_its_own_scale():
-    chart = before_after(["copies", "step"], [12, 8.0], [6, 4.0], ["", "ms"], title="t")
+def test_each_pair_has_its_own_scale():
+    chart = before_after(["copies", "step"], [12, 8.0], [6, 4.0], ["", "ms"], NAMES, title="t")
     assert chart.data[0].x == (1, 1) and chart.data[1].x == (0.5, 0.5)
     assert chart.data[0].text == ("12", "8.00 ms") and not chart.layout.xaxis.visible
 
@@ -241,10 +245,13 @@ def test_of_a_long_run_every_kth_step_of_a_pool_is_drawn_and_every_mark():
     "draw, told",
     [
         (
-            lambda: before_after(["x"], [1, 2], [1], "ms", title="t"),
-            "lengths differ: labels 1, before 2, after 1",
+            lambda: before_after(["x"], [1, 2], [1], ["ms"], NAMES, title="t"),
+            "lengths differ: labels 1, before 2, after 1, units 1",
         ),
-        (lambda: before_after(["x"], [1], [1], ["ms", "s"], title="t"), "lengths differ: labels 1, unit 2"),
+        (
+            lambda: before_after(["x"], [1], [1], ["ms", "s"], NAMES, title="t"),
+            "lengths differ: labels 1, before 1, after 1, units 2",
+        ),
         (lambda: step_lines([1, 2], {"a": [1]}, "x", "y", title="t"), "lengths differ: x 2, a 1"),
         (
             lambda: step_lines([1], {"a": [0]}, "x", "y", title="t", log_y=True),
