@@ -26,37 +26,30 @@ class ControlError(RoseError):
 class Control:
     """One value to choose, by mouse or arrow keys.
 
-    label: its name and unit. values: a range, numbers or texts in a list (all shown as a slider, since in
-    JupyterLab the arrow keys leave a drop-down for another cell), or True or False (a check box with that
-    initial value). first: the initial value.
+    label: what it is, with its unit. values: numbers or texts (on a slider, since in JupyterLab the arrow
+    keys leave a drop-down for another cell). first: the value to begin with.
     """
 
     label: str
-    values: range | Sequence[Any] | bool
+    values: Sequence[Any]
     first: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.values, bool):
-            if self.first is not None:
-                raise ControlError(
-                    f"{self.label}: a check box begins with its value; leave out first={self.first!r}"
-                )
-        elif not len(self.values):
+        if not len(self.values):
             raise ControlError(f"{self.label}: there is nothing to choose from")
-        elif self.first is not None and self.first not in self.values:
+        if self.first is not None and self.first not in self.values:
             raise ControlError(f"{self.label}: {self.first!r} is not among {list(self.values)}")
 
     def widget(self) -> ipywidgets.ValueWidget:
-        """The ipywidgets control; a slider reports when it is let go."""
-        if isinstance(self.values, bool):
-            return ipywidgets.Checkbox(value=self.values, description=self.label, indent=False, layout=WIDE)
-        first = self.values[0] if self.first is None else self.first
-        common = {"value": first, "description": self.label, "style": LABEL, "layout": WIDE}
-        if isinstance(self.values, range):
-            ends = {"min": self.values[0], "max": self.values[-1], "step": self.values.step}
-            return ipywidgets.IntSlider(**ends, **common, continuous_update=False)
-        options = [(value if isinstance(value, str) else f"{value:,}", value) for value in self.values]
-        return ipywidgets.SelectionSlider(options=options, **common, continuous_update=False)
+        """The ipywidgets slider; it reports when it is let go."""
+        return ipywidgets.SelectionSlider(
+            options=[(value if isinstance(value, str) else f"{value:,}", value) for value in self.values],
+            value=self.values[0] if self.first is None else self.first,
+            description=self.label,
+            style=LABEL,
+            layout=WIDE,
+            continuous_update=False,
+        )
 
 
 def explore(draw: Callable[..., None], **controls: Control) -> None:
