@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,9 +107,9 @@ class Bench:
         done += self.engine.step.collect()
         return [step.seconds for step in done]
 
-    def trace(self, save_to: Path | None = None) -> Trace:
+    def trace(self) -> Trace:
         """One profiled step, after one that warms the profiler up: two tokens a sequence."""
-        return record_trace(self.decode, save_to)
+        return record_trace(self.decode)
 
     @property
     def tokens(self) -> list[list[int]]:
