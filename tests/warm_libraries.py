@@ -10,6 +10,7 @@ import nbconvert  # noqa: F401  (this and the next for the batch runner, whose w
 import papermill  # noqa: F401
 import safetensors.torch  # noqa: F401
 import tokenizers  # noqa: F401
+import torch._inductor  # noqa: F401  (the profiler looks at it)
 import torch.profiler  # noqa: F401
 import torch.utils._device  # noqa: F401
 import transformers  # noqa: F401
