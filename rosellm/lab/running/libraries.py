@@ -7,6 +7,7 @@ import gc
 import warnings
 import safetensors.torch  # noqa: F401
 import tokenizers  # noqa: F401
+import torch._inductor  # noqa: F401  (the profiler looks at it)
 import torch.profiler  # noqa: F401
 import transformers  # noqa: F401
 from ipykernel import kernelapp, zmqshell  # noqa: F401
