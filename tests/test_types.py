@@ -28,18 +28,20 @@ WRONG = """
 llm.generate(7)
 llm.rnug
 """
+FILES = {"right.py": EXAMPLE + OTHER_PROMPTS, "wrong.py": EXAMPLE + WRONG}
 CHECKERS = {
     "mypy": ["mypy", "--no-incremental"],
     "basedpyright": ["basedpyright", "--level", "error", "--pythonpath", sys.executable],
 }
 
 
-def check(checker: str, folder: Path, source: str) -> subprocess.CompletedProcess:
-    """The checker's verdict on a file that lies elsewhere, as a user's does."""
-    (folder / "example.py").write_text(source)
+def check(checker: str, folder: Path) -> subprocess.CompletedProcess:
+    """The checker's verdict on files that lie elsewhere, as a user's do."""
+    for name, source in FILES.items():
+        (folder / name).write_text(source)
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
     (folder / "mypy.ini").write_text("[mypy]\n")
-    command = [sys.executable, "-m", *CHECKERS[checker], "example.py"]
+    command = [sys.executable, "-m", *CHECKERS[checker], *FILES]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
@@ -48,13 +50,11 @@ def test_a_type_checker_takes_the_readme_s_example_and_finds_what_is_wrong(
     checker: str, tmp_path: Path
 ) -> None:
     assert find_spec(checker) is not None
-    right = check(checker, tmp_path, EXAMPLE + OTHER_PROMPTS)
-    assert right.returncode == 0, right.stdout + right.stderr
-    wrong = check(checker, tmp_path, EXAMPLE + WRONG)
-    assert wrong.returncode == 1
-    lines = {int(n) for n in re.findall(r"example\.py:(\d+)", wrong.stdout)}
-    n_lines = (EXAMPLE + WRONG).count("\n")
-    assert lines == {n_lines - 1, n_lines}, wrong.stdout
+    found = check(checker, tmp_path)
+    assert found.returncode == 1, found.stdout + found.stderr
+    places = {(file, int(n)) for file, n in re.findall(r"([\w.]+\.py):(\d+)", found.stdout)}
+    last = FILES["wrong.py"].count("\n")
+    assert places == {("wrong.py", last - 1), ("wrong.py", last)}, found.stdout
 
 
 def test_the_package_lists_what_it_offers() -> None:
