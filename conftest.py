@@ -16,18 +16,19 @@ DRAWN = ("stderr", "application/vnd.plotly.v1+json", "text/html", "image/svg+xml
 PROCESSES = {
     "test_autoreload.py",
     "test_benchmarks.py",
-    "test_dependent_launch.py",
     "test_new_notebook.py",
     "test_notebooks.py",
     "test_open_lab.py",
     "test_readme.py",
     "test_run_notebooks.py",
 }
+LONG = PROCESSES | {"test_dependent_launch.py", "test_types.py"}
 NOT_QUICK = PROCESSES | {
     "test_atomic.py",
     "test_bad_input.py",
     "test_bench.py",
     "test_benchmark_rivals.py",
+    "test_dependent_launch.py",
     "test_ledger.py",
     "test_measure.py",
     "test_persistent_layers.py",
@@ -81,7 +82,7 @@ def pytest_unconfigure() -> None:
 
 
 def _is_long(item: pytest.Item) -> bool:
-    return item.path.suffix == ".ipynb" or item.path.name in PROCESSES
+    return item.path.suffix == ".ipynb" or item.path.name in LONG
 
 
 def _one_case_each(items: list[pytest.Item]) -> list[pytest.Item]:

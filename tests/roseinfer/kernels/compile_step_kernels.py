@@ -1,9 +1,9 @@
-"""Compiles the best rung's kernels without a GPU: ``compile_step_kernels OUTPUT.json CAPABILITY``, say 90.
+"""Compiles the best rung's kernels without a GPU: ``compile_step_kernels OUTPUT.json``.
 
 The wrappers launch them as ever, for GPT-2's shape, but a stand-in for Triton's driver names the target, and
-nothing is run. The output lists ``[kernel, PTX, dependent, bytes of shared memory]`` of the kernels of the
-rung that is best for a GPU of that capability; for an H200 also of some ordinary launches. For 8.0 and 10.0
-the PTX is assembled, too. To be started with TRITON_INTERPRET=0.
+nothing is run. The output lists, by compute capability, ``[kernel, PTX, dependent, bytes of shared memory]``
+of the kernels of the rung that is best for such a GPU; for an H200 also of some ordinary launches. For 8.0
+and 10.0 the PTX is assembled, too. To be started with TRITON_INTERPRET=0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from rosellm.roseinfer.kernels.prefill import BLOCK_M, make_tiles
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.recipe import DEPENDENT_LAUNCH_FROM
 
-H200, ADA = 90, 89
+RUN, MAKE_CUBIN = JITFunction.run, CUDABackend.make_cubin
+H200, ADA, ASSEMBLED = 90, 89, (80, 100)
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes a program
 WIDTH, WIDE, HEADS, VOCAB = 768, 3072, 12, 50257
 
@@ -103,32 +104,27 @@ def launches_for(capability: int) -> list[Callable[[Kernels], None]]:
     return everything
 
 
-def main(output: str, capability: int) -> None:
+def compiled_for(capability: int) -> list[tuple[str, str, bool, int]]:
+    """Each capability is a device of its own to Triton, which keeps a device's kernels."""
     target = GPUTarget("cuda", capability, 32)
-    driver.set_active(
-        SimpleNamespace(
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device: 0,
-            get_current_target=lambda: target,
-        )
-    )
-    compiled, run = {}, JITFunction.run
+    current = {"device": lambda: capability, "stream": lambda device: 0, "target": lambda: target}
+    driver.set_active(SimpleNamespace(**{f"get_current_{what}": get for what, get in current.items()}))
+    compiled = {}
 
     def compile_only(self, *args, grid, warmup, **options):
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        kernel = RUN(self, *args, grid=grid, warmup=True, **options)
         dependent = bool(options.get("DEPENDENT", False))
         compiled[kernel.hash] = self.__name__, kernel.asm["ptx"], dependent, kernel.metadata.shared
         return kernel
 
     JITFunction.run = compile_only
+    CUDABackend.make_cubin = MAKE_CUBIN if capability in ASSEMBLED else lambda *_arguments: b""
     linear.shared_memory = lambda device: SHARED_MEMORY[capability]
     kernels = TRITON_DEPENDENT if divmod(capability, 10) >= DEPENDENT_LAUNCH_FROM else TRITON
-    if capability in (H200, ADA):
-        CUDABackend.make_cubin = lambda *_arguments: b""
     for launch in launches_for(capability):
         launch(kernels)
-    Path(output).write_text(json.dumps(list(compiled.values())))
+    return list(compiled.values())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    Path(sys.argv[1]).write_text(json.dumps({one: compiled_for(one) for one in SHARED_MEMORY}))
