@@ -200,29 +200,26 @@ def other_parameters(path: Path) -> dict[str, int]:
     return given
 
 
-@each_notebook
-def test_the_first_cells_refuse_a_bad_parameter_before_anything_runs(path):
-    notebook = parameterize_notebook(load_notebook_node(str(path)), {"batch": 0})
+@pytest.fixture
+def kernel() -> Iterator[WarmKernel]:
+    kernel = WarmKernel(cwd=str(ROOT / "notebooks"))
+    yield kernel
+    kernel.stop()
+
+
+def first_answers(kernel: WarmKernel, path: Path, parameters: dict[str, Any]) -> list[str]:
+    """What the cells up to the first that uses the parameters say."""
+    notebook = parameterize_notebook(load_notebook_node(str(path)), parameters)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     (injected,) = [i for i, cell in enumerate(code) if "injected-parameters" in _tags(cell)]
-    kernel = WarmKernel(cwd=str(path.parent))
-    try:
-        answers = [kernel.run(cell.source) for cell in code[: injected + 2]]
-    finally:
-        kernel.stop()
-    told = "ParameterError: batch is 0; give a whole number, 1 or more"
-    assert answers == [*[""] * (injected + 1), told]
+    return [kernel.run(cell.source) for cell in code[: injected + 2]]
 
 
-def errors(path: Path, parameters: dict[str, Any]) -> list[tuple[str, str]]:
+def errors(kernel: WarmKernel, path: Path, parameters: dict[str, Any]) -> list[tuple[str, str]]:
     """What the first cell that fails says, and its source."""
     notebook = parameterize_notebook(load_notebook_node(str(path)), parameters)
-    kernel = WarmKernel(cwd=str(path.parent))
-    try:
-        ran = ((kernel.run(source), source) for source in _with_solutions(notebook))
-        return list(islice((one for one in ran if one[0]), 1))
-    finally:
-        kernel.stop()
+    ran = ((kernel.run(source), source) for source in _with_solutions(notebook))
+    return list(islice((one for one in ran if one[0]), 1))
 
 
 def _with_solutions(notebook: NotebookNode) -> Iterator[str]:
@@ -233,17 +230,20 @@ def _with_solutions(notebook: NotebookNode) -> Iterator[str]:
 
 
 @each_notebook
-def test_a_notebook_runs_with_other_parameters_than_its_own(path):
-    assert errors(path, other_parameters(path)) == []
+def test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own(path, kernel):
+    *before, told = first_answers(kernel, path, {"batch": 0})
+    assert told == "ParameterError: batch is 0; give a whole number, 1 or more"
+    assert not any(before)
+    assert errors(kernel, path, other_parameters(path)) == []
 
 
 @pytest.mark.parametrize("number", ["01", "14"])
-def test_a_model_may_have_fewer_positions_than_the_shipped_one(number, tmp_path):
+def test_a_model_may_have_fewer_positions_than_the_shipped_one(number, tmp_path, kernel):
     shape = small_config(n_positions=100, vocab_size=300)
     (tmp_path / "config.json").write_text(json.dumps(shape.to_hf()))
     (path,) = [path for path in NOTEBOOKS if path.stem.startswith(number)]
     given = {"model": str(tmp_path), "load_format": "dummy", "prompt_lengths": [2, 20]}
-    assert errors(path, NON_DEFAULT | given) == []
+    assert errors(kernel, path, NON_DEFAULT | given) == []
 
 
 def test_the_batch_runner_takes_a_notebook_of_the_package_with_other_parameters(tmp_path):

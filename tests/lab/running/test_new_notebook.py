@@ -25,8 +25,8 @@ STILL_HOLD = (
     "tests/exhibits/test_persistent_layers.py::test_the_rung_is_a_side_branch_that_changes_the_products_only",
     "tests/test_readme.py::test_the_computed_parts_are_up_to_date",
     "tests/test_notebooks.py::test_a_committed_notebook_has_no_faults[27_my_idea]",
-    "tests/test_notebooks.py::test_a_notebook_runs_with_other_parameters_than_its_own[00_map]",
-    "tests/test_notebooks.py::test_a_notebook_runs_with_other_parameters_than_its_own[27_my_idea]",
+    "tests/test_notebooks.py::test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own[00_map]",
+    "tests/test_notebooks.py::test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own[27_my_idea]",
     "tests/test_notebook_shape.py",
     "notebooks/27_my_idea.ipynb",
 )
