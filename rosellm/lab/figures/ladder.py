@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, short, text_table
 from rosellm.lab.figures.lines import log_ticks
-from rosellm.lab.figures.palette import BLUE, GREEN, INK, MAGENTA, ORANGE, PALE, PAPER, TEXT, VIOLET, fill
+from rosellm.lab.figures.palette import BLUE, GREEN, MAGENTA, ORANGE, PALE, TEXT, VIOLET, fill
 from rosellm.lab.records.findings import NOTEBOOKS
 from rosellm.lab.records.records import Results, floor_tok_s, number, rivals
 from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
@@ -38,9 +39,9 @@ README_THEMES = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One column of bars: its heading, its share of the width, values by rung, and their unit.
+    """One column: its heading, its share of the width, values by rung, and their unit.
 
-    The axis is logarithmic if ``lines``, name → value, must be drawn through all bars.
+    Bars, or dots on a logarithmic axis; ``lines``, name → value, are drawn through all rungs of the latter.
     """
 
     head: str
@@ -74,7 +75,7 @@ def ladder_chart(
     """A row a rung, linked to its notebook: its value on a log axis, and its share of the floor.
 
     ``rivals`` and the bytes ``floor`` (in the values' unit) are lines through the first column. Side branches
-    are hatched. None: not measured.
+    are hollow, their shares hatched. None: not measured.
     """
     rungs = [*values]
     lines = {**({FLOOR: floor} if floor else {}), **(rivals or {})}
@@ -99,7 +100,7 @@ def readme_chart(results: Results, theme: Theme) -> Chart:
         panels.append(Panel(head, *place, results.values(workload), theme.rung, is_log=True, lines=lines))
     title = (
         f"Tokens per second of the whole run, GPT-2 small, fp16, on {results.device_name} (logarithmic). "
-        "Hatched: side branches, kept off the ladder"
+        "Hollow: side branches, kept off the ladder"
     )
     rungs = [rung for rung in LADDER if any(rung in panel.values for panel in panels)]
     chart = _draw(panels, rungs, theme, title, README_ROW)
@@ -124,7 +125,7 @@ def _draw(panels: Sequence[Panel], rungs: list[str], theme: Theme, title: str, r
         range=[len(rungs) - 0.4, top - 0.9],
         tickvals=list(range(len(rungs))),
         ticktext=rungs,
-        showgrid=False,
+        griddash="dot",
         zeroline=False,
         ticks="",
         fixedrange=True,  # otherwise the axis's drag area would cover the links
@@ -135,26 +136,36 @@ def _draw(panels: Sequence[Panel], rungs: list[str], theme: Theme, title: str, r
 
 
 def _add_panel(chart: Chart, i: int, panel: Panel, rungs: list[str]) -> None:
-    low, high = panel.range
-    for sides, colour, ink in ((False, panel.colour, PAPER), (True, PALE, INK)):
-        inside = {"textposition": "inside", "insidetextanchor": "start", "insidetextfont_color": ink}
+    (low, high), axis = panel.range, f"x{i}" if i > 1 else "x"
+    for sides in (False, True):
         mine = [panel.values.get(rung) if (rung in SIDE_BRANCHES) == sides else None for rung in rungs]
-        chart.add_bar(
-            x=mine,
-            y0=0,
-            orientation="h",
-            xaxis=f"x{i}" if i > 1 else "x",
-            text=["" if value is None else number(value) + panel.suffix for value in mine],
-            **(inside if panel.is_log else {"textposition": "outside"}),
-            constraintext="none",
-            cliponaxis=False,
-            marker=fill(colour, "/" if sides else ""),
-            hovertemplate=f"%{{x:,.4r}}{panel.suffix}<extra>{panel.head}</extra>",
-        )
+        hover = f"%{{x:,.4r}}{panel.suffix}<extra>{panel.head}</extra>"
+        add = _add_dots if panel.is_log else _add_bars
+        add(chart, panel, mine, sides, xaxis=axis, y0=0, hovertemplate=hover, cliponaxis=False)
+    if panel.is_log:
+        values = [_text(panel, panel.values.get(rung)) for rung in rungs]
+        left = {"x": [10**low] * len(rungs), "textposition": "middle right", "hoverinfo": "skip"}
+        chart.add_scatter(**left, y0=0, xaxis=axis, mode="text", text=values, showlegend=False)
     shown = {"type": "log", **log_ticks(low, high)} if panel.is_log else {"showticklabels": False}
-    axis = {"domain": [panel.start, panel.end], "range": [low, high], "zeroline": False, "ticks": "", **shown}
-    axis["showgrid"] = panel.is_log
-    chart.update_layout({f"xaxis{i if i > 1 else ''}": axis}, barmode="overlay")
+    shown |= {"domain": [panel.start, panel.end], "range": [low, high], "zeroline": False, "ticks": ""}
+    chart.update_layout({f"xaxis{i if i > 1 else ''}": shown | {"showgrid": panel.is_log}}, barmode="overlay")
+
+
+def _add_dots(chart: Chart, panel: Panel, values: list[float | None], sides: bool, **options: Any) -> None:
+    """A log axis has no zero for a bar to begin at."""
+    symbol = "circle-open" if sides else "circle"
+    marker = {"color": panel.colour, "size": 10, "symbol": symbol, "line_width": 2}
+    chart.add_scatter(x=values, mode="markers", marker=marker, showlegend=False, **options)
+
+
+def _add_bars(chart: Chart, panel: Panel, values: list[float | None], sides: bool, **options: Any) -> None:
+    marker = fill(PALE if sides else panel.colour, "/" if sides else "")
+    text = [_text(panel, value) for value in values]
+    chart.add_bar(x=values, orientation="h", text=text, textposition="outside", marker=marker, **options)
+
+
+def _text(panel: Panel, value: float | None) -> str:
+    return "" if value is None else number(value) + panel.suffix
 
 
 def _add_lines(chart: Chart, i: int, panel: Panel, n_rungs: int, theme: Theme) -> None:

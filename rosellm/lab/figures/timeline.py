@@ -69,8 +69,8 @@ class _Rectangle(NamedTuple):
         return name if self.events == 1 else f"{self.events} × {name} …"
 
 
-def timeline(before_trace: Trace, after_trace: Trace, names: tuple[str, str]) -> Chart:
-    """Two traces of one decode step each, one above the other on one axis, µs; to zoom, drag a stretch.
+def timeline(before_trace: Trace, after_trace: Trace, names: tuple[str, str], title: str) -> Chart:
+    """Two traces of decode steps, one above the other on one axis, µs; to zoom, drag a stretch.
 
     Lanes: the engine's ranges by depth, the operators that Python called, the host's waits, the GPU's
     kernels, its copies. Operators and kernels have the colour of their role; empty space is a gap. Neighbours
@@ -94,7 +94,7 @@ def timeline(before_trace: Trace, after_trace: Trace, names: tuple[str, str]) ->
     chart.table = f"{text_table(headers, rows)}\n{said}"
     chart.update_xaxes(range=[-span * 0.005, span * 1.005], tickformat=",.6~g")
     chart.update_xaxes(title={"text": f"µs ({said})", "font_size": 11})
-    return _laid_out(chart, f"One decode step, {names[0]} above {names[1]}", panels)
+    return _laid_out(chart, title, panels)
 
 
 def _panel(name: str, trace: Trace) -> _Panel:

@@ -16,8 +16,8 @@ import nbformat
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser, command
 from rosellm.errors import RoseError
-from rosellm.lab.figures.bars_svg import bars_svg
 from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_chart
+from rosellm.lab.figures.ladder_svg import ladder_svg
 from rosellm.lab.records.findings import finding
 from rosellm.lab.records.records import Results, find, floor_tok_s, number, results_folder, rivals
 from rosellm.lab.records.verdicts import WORKLOADS
@@ -103,7 +103,7 @@ def stale_files() -> dict[str, str]:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     wanted = {"README.md": updated(readme, results)}
     wanted |= {
-        PICTURES[name]: bars_svg(readme_chart(results, theme)) for name, theme in README_THEMES.items()
+        PICTURES[name]: ladder_svg(readme_chart(results, theme)) for name, theme in README_THEMES.items()
     }
     return {
         name: text

@@ -109,7 +109,7 @@ def charts_of_every_kind() -> dict[str, go.Figure]:
             ("a", 9.0), {"GEMM": -4.0, "norm": 1.0}, ("b", 6.0), "µs", title="What changed?"
         ),
         "pool_over_time": pool(),
-        "timeline": timeline(gpu_trace(300), gpu_trace(60), ("a", "b")),
+        "timeline": timeline(gpu_trace(300), gpu_trace(60), ("a", "b"), "Who waits?"),
     }
 
 

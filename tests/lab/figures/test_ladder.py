@@ -3,12 +3,10 @@
 import json
 import math
 import re
-from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 
-from rosellm.lab.figures.bars_svg import bars_svg
 from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle, short
 from rosellm.lab.figures.ladder import (
     README_RIVALS,
@@ -17,6 +15,7 @@ from rosellm.lab.figures.ladder import (
     ladder_chart,
     readme_chart,
 )
+from rosellm.lab.figures.ladder_svg import ladder_svg
 from rosellm.lab.records.findings import notebooks_of
 from rosellm.lab.records.records import find, floor_tok_s, number, rivals
 from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
@@ -42,10 +41,11 @@ def test_each_rung_links_to_its_notebook():
 
 def test_a_column_for_the_speed_and_one_for_the_share_of_the_floor():
     chart = ladder_chart(VALUES, "tok/s", {"vLLM": 4000.0}, 50_000.0, title="t")
-    speed, share = map(merged, (chart.data[:2], chart.data[2:]))
+    speed, share = map(merged, (chart.data[:2], chart.data[3:]))
     assert speed == list(VALUES.values())
     assert share == pytest.approx([value / 500 for value in VALUES.values()])
-    assert len(ladder_chart(VALUES, "tok/s", title="t").data) == 2
+    assert chart.data[2].text == tuple(map(number, VALUES.values()))
+    assert len(ladder_chart(VALUES, "tok/s", title="t").data) == 3
     assert "2.00" in chart.table.splitlines()[2] and chart.table.splitlines()[-2].split()[:2] == [
         "bytes",
         "floor",
@@ -68,11 +68,13 @@ def test_rivals_and_floor_are_lines_through_all_rungs_and_no_line_crosses_a_name
     assert sorted(names) == ["fast 9.00k", "middle 2.00k", "slow 500"]
 
 
-def test_side_branches_are_hatched():
-    plain, hatched = ladder_chart(VALUES, "tok/s", title="t").data
-    assert (plain.marker.pattern.shape, hatched.marker.pattern.shape) == (None, "/")
-    sides = [rung for rung, value in zip(LADDER, hatched.x, strict=True) if value is not None]
-    assert sides == [rung for rung in LADDER if rung in SIDE_BRANCHES]
+def test_side_branches_are_hollow_and_their_shares_hatched():
+    plain, hollow, _, bars, hatched = ladder_chart(VALUES, "tok/s", floor=50_000.0, title="t").data
+    assert (plain.marker.symbol, hollow.marker.symbol) == ("circle", "circle-open")
+    assert (bars.marker.pattern.shape, hatched.marker.pattern.shape) == (None, "/")
+    for one in (hollow, hatched):
+        sides = [rung for rung, value in zip(LADDER, one.x, strict=True) if value is not None]
+        assert sides == [rung for rung in LADDER if rung in SIDE_BRANCHES]
     assert {"autotune", "split_kv", "persistent_kernel"} <= set(sides)
 
 
@@ -89,7 +91,7 @@ def test_the_chart_is_small_enough_for_a_notebook():
 
 
 def drawn(theme: str) -> ElementTree.Element:
-    return ElementTree.fromstring(bars_svg(readme_chart(find(), README_THEMES[theme])))
+    return ElementTree.fromstring(ladder_svg(readme_chart(find(), README_THEMES[theme])))
 
 
 @pytest.mark.parametrize("theme", README_THEMES)
@@ -106,36 +108,29 @@ def test_the_picture_tells_every_recorded_value_the_rivals_and_the_floor(theme):
     assert set(RECORDED) <= texts
 
 
-def test_the_picture_has_a_bar_for_every_value_as_long_as_the_figure_says():
-    results, bars = find(), [one for one in drawn("light").iter(f"{SVG}rect") if one.get("rx") == "2"]
-    plain = [one for one in bars if one.get("fill") != "url(#hatch)"]
-    assert len(plain) == len(README_WORKLOADS) * len(RECORDED)
-    assert len(bars) - len(plain) == len(README_WORKLOADS) * len(SIDE_BRANCHES & set(RECORDED))
-    panel = [one for one in plain if one.get("x") == plain[0].get("x")]
-    widths = [float(one.get("width")) for one in sorted(panel, key=lambda one: float(one.get("y")))]
+def test_the_picture_has_a_dot_for_every_value_where_its_axis_says():
+    results, dots = find(), [*drawn("light").iter(f"{SVG}circle")]
+    assert len(dots) == len(README_WORKLOADS) * len(RECORDED)
+    hollow = [dot for dot in dots if dot.get("fill") == "none"]
+    assert len(hollow) == len(README_WORKLOADS) * len(SIDE_BRANCHES & set(RECORDED))
+    first = sorted(dots, key=lambda dot: float(dot.get("cx")))[: len(RECORDED)]  # of the panel at the left
+    places = [float(dot.get("cx")) for dot in sorted(first, key=lambda dot: float(dot.get("cy")))]
+    logs = [math.log10(results.value("W1", rung)) for rung in RECORDED]
+    scale = (places[-1] - places[0]) / (logs[-1] - logs[0])
+    assert places == pytest.approx([places[0] + scale * (log - logs[0]) for log in logs], abs=0.4)
     low, high = readme_chart(results, README_THEMES["light"]).layout.xaxis.range
-    lengths = [math.log10(results.value("W1", rung)) - low for rung in RECORDED]
-    scale = widths[0] / lengths[0]
-    assert widths == pytest.approx([scale * length for length in lengths], abs=0.4)
     assert 200 < scale * (high - low) < 300
 
 
-def test_a_line_stands_where_a_bar_of_its_value_would_end():
+def test_a_line_stands_where_a_dot_of_its_value_would():
     results = find()
     value = results.value("W1", "paged")
     figure = readme_chart(results, README_THEMES["light"])
     figure.layout.shapes[0].update(x0=value, x1=value)
-    picture = ElementTree.fromstring(bars_svg(figure))
-    bar = next(bar for bar, text in bars_and_texts(picture) if text == number(value))
-    end = float(bar.get("x")) + float(bar.get("width"))
+    picture = ElementTree.fromstring(ladder_svg(figure))
     line = next(path for path in picture.iter(f"{SVG}path") if path.get("stroke-dasharray"))
-    assert float(re.match(r"M([\d.]+) ", line.get("d"))[1]) == pytest.approx(end, abs=0.2)
-
-
-def bars_and_texts(picture: ElementTree.Element) -> list[tuple[ElementTree.Element, str]]:
-    """Each bar with the text that follows it."""
-    parts = [one for one in picture if one.get("fill") != "url(#hatch)"]
-    return [(a, b.text) for a, b in pairwise(parts) if a.get("rx") == "2" and b.tag == f"{SVG}text"]
+    place = float(re.match(r"M([\d.]+) ", line.get("d"))[1])
+    assert any(float(dot.get("cx")) == pytest.approx(place, abs=0.2) for dot in picture.iter(f"{SVG}circle"))
 
 
 def test_the_pictures_read_on_their_pages():

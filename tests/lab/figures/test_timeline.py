@@ -52,7 +52,7 @@ def lanes(chart) -> dict[int, str]:
 
 def test_a_small_step_is_drawn_event_by_event_and_each_trace_begins_at_zero():
     before, after = gpu_step(9), gpu_step(6, start=77.0)
-    chart = timeline(before, after, NAMES)
+    chart = timeline(before, after, NAMES, "t")
     drawn = rectangles(chart)
     assert len(drawn) == len(before.events) + len(after.events)
     kernels = [y for y, lane in lanes(chart).items() if lane.startswith("GPU kernels")]
@@ -62,7 +62,7 @@ def test_a_small_step_is_drawn_event_by_event_and_each_trace_begins_at_zero():
 
 
 def test_ranges_lie_in_a_lane_for_each_depth():
-    chart = timeline(gpu_step(9), gpu_step(9), NAMES)
+    chart = timeline(gpu_step(9), gpu_step(9), NAMES, "t")
     by_lane = {}
     for y, _, _, label in rectangles(chart):
         by_lane.setdefault(y, []).append(label)
@@ -71,7 +71,7 @@ def test_ranges_lie_in_a_lane_for_each_depth():
 
 
 def test_work_has_the_colour_of_its_role_and_its_lane_says_how_busy_it_is():
-    chart = timeline(gpu_step(9, gap=0), gpu_step(9, gap=2), NAMES)
+    chart = timeline(gpu_step(9, gap=0), gpu_step(9, gap=2), NAMES, "t")
     colours = {bar.name: bar.marker.color for bar in chart.data if bar.legend == "legend"}
     assert {"attention", "norm", "copies"} < set(colours)
     assert all(colour == STYLES[role][0] for role, colour in colours.items())
@@ -80,7 +80,7 @@ def test_work_has_the_colour_of_its_role_and_its_lane_says_how_busy_it_is():
 
 
 def test_both_steps_share_one_axis_as_long_as_the_longer():
-    chart = timeline(gpu_step(9), gpu_step(90), NAMES)
+    chart = timeline(gpu_step(9), gpu_step(90), NAMES, "t")
     low, high = chart.layout.xaxis.range
     assert low < 0 and high == pytest.approx(245, rel=0.02)
     assert len([axis for axis in chart.layout if axis.startswith("xaxis")]) == 1
@@ -88,7 +88,7 @@ def test_both_steps_share_one_axis_as_long_as_the_longer():
 
 @pytest.mark.parametrize("n_kernels", [400, 20_000])
 def test_a_long_step_stays_small_and_says_from_where_on_it_merges(n_kernels):
-    chart = timeline(gpu_step(n_kernels), gpu_step(n_kernels, gap=5.0), NAMES)
+    chart = timeline(gpu_step(n_kernels), gpu_step(n_kernels, gap=5.0), NAMES, "t")
     drawn = rectangles(chart)
     assert len(drawn) <= MAX_RECTANGLES
     assert len(json.dumps(bundle(chart)[PLOTLY])) < 60_000
@@ -100,7 +100,7 @@ def test_a_long_step_stays_small_and_says_from_where_on_it_merges(n_kernels):
 def test_a_gap_that_can_be_seen_survives_merging():
     early, late = gpu_step(3_000), gpu_step(3_000, start=1_000.0 + 20_000)
     kernels = [*early.of("kernel"), *late.of("kernel")]
-    chart = timeline(Trace(kernels), Trace(kernels), NAMES)
+    chart = timeline(Trace(kernels), Trace(kernels), NAMES, "t")
     one = [(start, end) for y, start, end, _ in rectangles(chart) if y == 1]
     assert not [pair for pair in one if pair[0] < 15_000 < pair[1]]
 
@@ -111,7 +111,7 @@ def test_on_a_cpu_operators_are_drawn_below_the_ranges():
             torch.ones(8, 8) @ torch.ones(8, 8)
 
     trace = record_trace(step)
-    chart = timeline(trace, trace, NAMES)
+    chart = timeline(trace, trace, NAMES, "t")
     first, second, third = list(lanes(chart).values())[:3]
     assert (first, second) == ("ranges", "ranges, depth 2") and third.startswith("operators, ")
     assert {"GEMM", "model", "the step"} <= {bar.name for bar in chart.data}
@@ -119,6 +119,6 @@ def test_on_a_cpu_operators_are_drawn_below_the_ranges():
 
 def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ChartError, match="the trace of resident holds neither"):
-        timeline(gpu_step(3), Trace([]), NAMES)
+        timeline(gpu_step(3), Trace([]), NAMES, "t")
     with pytest.raises(ChartError, match="two names, one per trace, not 1: dense"):
-        timeline(gpu_step(3), gpu_step(3), ("dense",))
+        timeline(gpu_step(3), gpu_step(3), ("dense",), "t")

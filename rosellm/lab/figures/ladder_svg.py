@@ -1,7 +1,7 @@
-"""A horizontal bar chart as SVG, for pages that run no scripts, such as README.md.
+"""The ladder's chart as SVG, for pages that run no scripts, such as README.md.
 
 plotly draws in a browser, and README.md's pictures are checked where there is none. So this renders the
-figure that plotly would draw, with its axes, bars, lines and texts.
+figure that plotly would draw, with its axes, dots, lines and texts.
 """
 
 from __future__ import annotations
@@ -9,30 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from html import escape
+from itertools import repeat
 
 import plotly.graph_objects as go
 
-from rosellm.lab.figures.palette import GRID, INK
+from rosellm.lab.figures.palette import GRID
 from rosellm.lab.figures.svg import FONT, px, rect, text_width, texts
 
 ANCHORS = {"left": "start", "center": "middle", "right": "end"}
-BAR, TEXT_SIZE, BESIDE_AXIS = 0.8, 12, 10
-HATCH = (
-    '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    f'<path d="M0 0V6" stroke="{INK}" stroke-opacity="0.35" stroke-width="3"/></pattern>'
-)
+RADIUS, TEXT_SIZE, BESIDE_AXIS = 5, 12, 10
 
 
-def bars_svg(chart: go.Figure) -> str:
-    """Bars with their values inside, upright lines, notes, ticks and the title: what a ladder is made of."""
+def ladder_svg(chart: go.Figure) -> str:
+    """Dots with their values beside the names, upright lines, notes, ticks and the title."""
     page = _Page(chart)
     width, height, title = chart.layout.width, chart.layout.height, chart.layout.title.text
     heading = texts(title.split("<br>"), 8, 22, 15, page.ink, 19, anchor="start", extra=' font-weight="bold"')
-    drawn = "".join((*page.ticks(), *page.bars(), *page.lines(), *page.notes()))
+    drawn = "".join((*page.ticks(), *page.rungs(), *page.lines(), *page.notes()))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="{FONT}" role="img"><title>{escape(title.replace("<br>", " "))}'
-        f"</title><defs>{HATCH}</defs>{heading}{drawn}</svg>\n"
+        f"</title>{heading}{drawn}</svg>\n"
     )
 
 
@@ -62,7 +59,7 @@ class _Page:
     def ticks(self) -> Iterator[str]:
         for tick, name in zip(self.layout.yaxis.tickvals, self.layout.yaxis.ticktext, strict=True):
             yield texts([name], self.left - BESIDE_AXIS, self.y(tick) + 4, TEXT_SIZE, self.ink, anchor="end")
-        for reference in sorted({bar.xaxis for bar in self.chart.data}):
+        for reference in sorted({trace.xaxis for trace in self.chart.data}):
             axis = self.layout[f"xaxis{reference[1:]}"]
             for tick, name in zip(axis.tickvals, axis.ticktext, strict=True):
                 if axis.range[0] <= math.log10(tick) <= axis.range[1]:
@@ -70,17 +67,19 @@ class _Page:
                     yield rect(at, self.y(-0.5), 1, self.bottom - self.y(-0.5), 0, GRID)
                     yield texts([name], at, self.bottom + 16, TEXT_SIZE, self.ink)
 
-    def bars(self) -> Iterator[str]:
-        thick = (self.y(1) - self.y(0)) * BAR
-        for bar in self.chart.data:
-            start = self.left + self.layout[f"xaxis{bar.xaxis[1:]}"].domain[0] * self.width
-            for i, (value, told) in enumerate(zip(bar.x, bar.text, strict=True)):
-                if value is not None:
-                    size = start, self.y(i) - thick / 2, self.x(bar.xaxis, value) - start, thick, 2
-                    yield rect(*size, bar.marker.color)
-                    yield rect(*size, "url(#hatch)") if bar.marker.pattern.shape else ""
-                    ink = bar.insidetextfont.color
-                    yield texts([told], start + 6, self.y(i) + 4, TEXT_SIZE, ink, anchor="start")
+    def rungs(self) -> Iterator[str]:
+        """Each panel's values in a column at its left, and a dot for each where the axis has it."""
+        for trace in self.chart.data:
+            for i, (value, text) in enumerate(zip(trace.x, trace.text or repeat(""), strict=False)):
+                if value is not None and trace.mode == "text":
+                    x, y = self.x(trace.xaxis, value) + 6, self.y(i) + 4
+                    yield texts([text], x, y, TEXT_SIZE, self.ink, anchor="start")
+                elif value is not None:
+                    inner = "none" if trace.marker.symbol == "circle-open" else trace.marker.color
+                    yield (
+                        f'<circle cx="{px(self.x(trace.xaxis, value))}" cy="{px(self.y(i))}" r="{RADIUS}" '
+                        f'fill="{inner}" stroke="{trace.marker.color}" stroke-width="2"/>'
+                    )
 
     def lines(self) -> Iterator[str]:
         for line in self.layout.shapes:
