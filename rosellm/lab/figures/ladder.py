@@ -143,7 +143,7 @@ def _add_panel(chart: Chart, i: int, panel: Panel, rungs: list[str]) -> None:
         add = _add_dots if panel.is_log else _add_bars
         add(chart, panel, mine, sides, xaxis=axis, y0=0, hovertemplate=hover, cliponaxis=False)
     if panel.is_log:
-        values = [_text(panel, panel.values.get(rung)) for rung in rungs]
+        values = ["\u2002" + _text(panel, panel.values.get(rung)) for rung in rungs]
         left = {"x": [10**low] * len(rungs), "textposition": "middle right", "hoverinfo": "skip"}
         chart.add_scatter(**left, y0=0, xaxis=axis, mode="text", text=values, showlegend=False)
     shown = {"type": "log", **log_ticks(low, high)} if panel.is_log else {"showticklabels": False}
@@ -154,7 +154,12 @@ def _add_panel(chart: Chart, i: int, panel: Panel, rungs: list[str]) -> None:
 def _add_dots(chart: Chart, panel: Panel, values: list[float | None], sides: bool, **options: Any) -> None:
     """A log axis has no zero for a bar to begin at."""
     symbol = "circle-open" if sides else "circle"
-    marker = {"color": panel.colour, "size": 10, "symbol": symbol, "line_width": 2}
+    marker = {
+        "color": panel.colour,
+        "size": 10,
+        "symbol": symbol,
+        "line": {"color": panel.colour, "width": 2},
+    }
     chart.add_scatter(x=values, mode="markers", marker=marker, showlegend=False, **options)
 
 

@@ -73,7 +73,7 @@ class _Page:
             for i, (value, text) in enumerate(zip(trace.x, trace.text or repeat(""), strict=False)):
                 if value is not None and trace.mode == "text":
                     x, y = self.x(trace.xaxis, value) + 6, self.y(i) + 4
-                    yield texts([text], x, y, TEXT_SIZE, self.ink, anchor="start")
+                    yield texts([text.strip()], x, y, TEXT_SIZE, self.ink, anchor="start")
                 elif value is not None:
                     inner = "none" if trace.marker.symbol == "circle-open" else trace.marker.color
                     yield (

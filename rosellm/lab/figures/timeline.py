@@ -12,7 +12,7 @@ import numpy as np
 
 from rosellm.lab.figures.charts import LINE, PLOTLY, TEMPLATE, WIDTH, Chart, ChartError, bundle, text_table
 from rosellm.lab.figures.palette import HATCHING, PALE, STYLES, TEXT
-from rosellm.lab.records.account import SYNC, HostTimeline
+from rosellm.lab.records.account import PROFILED_STEP, SYNC, HostTimeline
 from rosellm.lab.records.records import number
 from rosellm.lab.records.roles import roles_of
 from rosellm.lab.records.trace import Event, Trace
@@ -114,7 +114,7 @@ def _lanes(trace: Trace) -> list[_Lane]:
     kernels = [(event, role) for event, role in work if event.kind == "kernel"]
     waits = trace.of("sync")
     return [
-        *_nested(trace.ranges()),
+        *_nested([one for one in trace.ranges() if one.name != PROFILED_STEP]),
         _Lane("operators", operators, roles_of(operators, operators, steps, host.at)),
         _Lane("waits", waits, [SYNC] * len(waits)),
         _Lane("GPU kernels", [event for event, _ in kernels], [role for _, role in kernels]),

@@ -44,7 +44,7 @@ def test_a_column_for_the_speed_and_one_for_the_share_of_the_floor():
     speed, share = map(merged, (chart.data[:2], chart.data[3:]))
     assert speed == list(VALUES.values())
     assert share == pytest.approx([value / 500 for value in VALUES.values()])
-    assert chart.data[2].text == tuple(map(number, VALUES.values()))
+    assert chart.data[2].text == tuple(f"\u2002{number(value)}" for value in VALUES.values())
     assert len(ladder_chart(VALUES, "tok/s", title="t").data) == 3
     assert "2.00" in chart.table.splitlines()[2] and chart.table.splitlines()[-2].split()[:2] == [
         "bytes",
