@@ -51,6 +51,16 @@ def test_the_index_shows_a_picture_a_card_and_leads_to_the_pages(gallery, offlin
     assert {url.partition(":")[0] for url in asked} <= {"file", "data", "blob"}
 
 
+def test_a_figures_slider_moves_without_a_kernel(gallery, offline):
+    shown, _asked = offline
+    shown.goto((gallery / "00_map.html").as_uri())
+    slider, title = shown.locator("input[type=range]").first, shown.locator(".js-plotly-plot .gtitle").first
+    assert title.text_content().startswith("W3")
+    slider.focus()
+    slider.press("ArrowLeft")
+    shown.wait_for_function("document.querySelector('.js-plotly-plot .gtitle').textContent.startsWith('W2')")
+
+
 def test_a_rungs_name_in_the_ladders_chart_leads_to_its_page(gallery, offline):
     shown, _asked = offline
     shown.goto((gallery / "00_map.html").as_uri())

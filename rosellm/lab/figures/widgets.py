@@ -1,4 +1,4 @@
-"""Controls that redraw a figure; on static pages the figure of their initial values remains."""
+"""Controls that redraw a figure; a single one's figures are drawn in advance for pages without a kernel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from IPython.display import display
 from IPython.utils.capture import capture_output
 
 from rosellm.errors import RoseError
+from rosellm.lab.figures.charts import PLOTLY
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
+FRAMES = "application/vnd.rosellm.frames+json"  # a label, and for each value its text and its figure
 LABEL = {"description_width": "initial"}
 WIDE = {"width": "32em"}
 
@@ -40,10 +42,15 @@ class Control:
         if self.first is not None and self.first not in self.values:
             raise ControlError(f"{self.label}: {self.first!r} is not among {list(self.values)}")
 
+    @property
+    def options(self) -> list[tuple[str, Any]]:
+        """Each value with its text."""
+        return [(value if isinstance(value, str) else f"{value:,}", value) for value in self.values]
+
     def widget(self) -> ipywidgets.ValueWidget:
         """The ipywidgets slider; it reports when it is let go."""
         return ipywidgets.SelectionSlider(
-            options=[(value if isinstance(value, str) else f"{value:,}", value) for value in self.values],
+            options=self.options,
             value=self.values[0] if self.first is None else self.first,
             description=self.label,
             style=LABEL,
@@ -57,10 +64,13 @@ def explore(draw: Callable[..., None], **controls: Control) -> None:
 
     draw: called with one keyword argument per control; it must ``show`` or ``display`` exactly one thing. The
     first drawing is an ordinary output of the cell, so that pages without JavaScript have it; once a control
-    is moved, an output widget replaces it (plotly's renderer ignores updates of an ordinary output).
+    is moved, an output widget replaces it (plotly's renderer ignores updates of an ordinary output). Where
+    there is one control only, its ``FRAMES`` go with it, for pages that have JavaScript and no kernel.
     """
     widgets = {name: control.widget() for name, control in controls.items()}
-    first = _drawn(draw, widgets)
+    first = _drawn(draw, {name: widget.value for name, widget in widgets.items()})
+    if len(controls) == 1:
+        first |= _frames(draw, *controls.items())
     live = ipywidgets.Output()
     box = ipywidgets.VBox([*widgets.values(), live])
     display({WIDGET: {"version_major": 2, "version_minor": 0, "model_id": box.model_id}}, raw=True)
@@ -74,10 +84,22 @@ def explore(draw: Callable[..., None], **controls: Control) -> None:
         widget.observe(redraw, "value")
 
 
-def _drawn(draw: Callable[..., None], widgets: dict[str, ipywidgets.ValueWidget]) -> dict[str, Any]:
-    """What ``draw`` displays for the controls' current values, by MIME type."""
+def _frames(draw: Callable[..., None], named: tuple[str, Control]) -> dict[str, Any]:
+    """The figures of all values of a control; nothing if they are not all plotly's."""
+    name, control = named
+    figures = [_drawn(draw, {name: value}).get(PLOTLY) for value in control.values]
+    if None in figures:
+        return {}
+    first = control.values[0] if control.first is None else control.first
+    texts = [text for text, _ in control.options]
+    frames = {"label": control.label, "values": texts, "first": list(control.values).index(first)}
+    return {FRAMES: frames | {"figures": figures}}
+
+
+def _drawn(draw: Callable[..., None], values: dict[str, Any]) -> dict[str, Any]:
+    """What ``draw`` displays for these values, by MIME type."""
     with capture_output(stdout=False, stderr=False) as captured:
-        draw(**{name: widget.value for name, widget in widgets.items()})
+        draw(**values)
     if len(captured.outputs) != 1:
         raise ControlError(f"the drawing must show exactly one thing; it showed {len(captured.outputs)}")
     return captured.outputs[0].data
@@ -86,7 +108,8 @@ def _drawn(draw: Callable[..., None], widgets: dict[str, ipywidgets.ValueWidget]
 def _redrawn(draw: Callable[..., None], widgets: dict[str, ipywidgets.ValueWidget]) -> dict[str, Any]:
     """The new drawing as a cell output; an error too, since no cell is running that could show it."""
     try:
-        return {"output_type": "display_data", "data": _drawn(draw, widgets), "metadata": {}}
+        data = _drawn(draw, {name: widget.value for name, widget in widgets.items()})
+        return {"output_type": "display_data", "data": data, "metadata": {}}
     except Exception as error:
         kind, trace = type(error).__name__, traceback.format_exc().splitlines()
         return {"output_type": "error", "ename": kind, "evalue": str(error), "traceback": trace}

@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from rosellm.atomic import write_text
 from rosellm.lab.figures.charts import PLOTLY
-from rosellm.lab.figures.widgets import WIDGET
+from rosellm.lab.figures.widgets import FRAMES, WIDGET
 from rosellm.lab.records.findings import UNTOLD, finding
 from rosellm.lab.records.records import find
 
@@ -35,6 +35,21 @@ CARD = Template(
 <p>$finding</p>
 <p class="run"><b class="$status">$status</b> $name · $seconds s <small>$given</small></p>
 <p><small>$error</small></p></article>"""
+)
+
+OPTIONS = "{responsive: true, displayModeBar: false}"
+SLIDER = Template(
+    """<label>$label <input type="range" min="0" max="$last" value="$first" id="$name-slider"></label>
+<output id="$name-value"></output><div id="$name"></div><script>(() => {
+const values = $values, figures = [$figures];
+const slider = document.getElementById("$name-slider"), shown = document.getElementById("$name-value");
+const draw = () => {
+  shown.textContent = values[slider.value];
+  return Plotly.react("$name", ...figures[slider.value], $options);
+};
+slider.addEventListener("input", draw);
+draw()$links
+})()</script>"""
 )
 
 INDEX = Template("""<!DOCTYPE html>
@@ -94,9 +109,11 @@ def page(notebook: NotebookNode, folder: Path) -> str:
     """
     shown = without_widgets(nbformat.from_dict(notebook))
     for number, output in enumerate(_outputs(shown)):
-        figure = output.get("data", {}).get(PLOTLY)
-        if figure is not None:
-            output["data"] = {"text/html": _plot(figure, number)}
+        data = output.get("data", {})
+        if FRAMES in data:
+            output["data"] = {"text/html": _slider(data[FRAMES], number)}
+        elif PLOTLY in data:
+            output["data"] = {"text/html": _plot(data[PLOTLY], number)}
     exporter = HTMLExporter(embed_images=True, raw_template=PAGE)
     metadata = {"name": title(notebook) or "RoseLLM", "path": str(folder)}
     body, _ = exporter.from_notebook_node(shown, resources={"metadata": metadata})
@@ -169,11 +186,30 @@ def _outputs(notebook: NotebookNode) -> Iterator[NotebookNode]:
 
 
 def _plot(figure: dict[str, Any], number: int) -> str:
-    call = [json.dumps(figure.get(key, default)) for key, default in (("data", []), ("layout", {}))]
-    arguments = ", ".join(call).replace("</", "<\\/")
-    name, options = f"figure-{number}", "{responsive: true}"
-    draw = f'Plotly.newPlot("{name}", {arguments}, {options}){_links(arguments)}'
+    name, arguments = f"figure-{number}", _arguments(figure)
+    draw = f'Plotly.newPlot("{name}", {arguments}, {OPTIONS}){_links(arguments)}'
     return f'<div id="{name}"></div><script>{draw}</script>'
+
+
+def _slider(frames: dict[str, Any], number: int) -> str:
+    """One figure of several, chosen by a slider."""
+    figures = [_arguments(figure) for figure in frames["figures"]]
+    return SLIDER.substitute(
+        name=f"figure-{number}",
+        label=html.escape(frames["label"]),
+        last=len(figures) - 1,
+        first=frames["first"],
+        values=json.dumps(frames["values"]),
+        figures=",\n".join(f"[{figure}]" for figure in figures),
+        options=OPTIONS,
+        links=_links("".join(figures)),
+    )
+
+
+def _arguments(figure: dict[str, Any]) -> str:
+    """A figure's data and layout, as JavaScript inside a page."""
+    call = [json.dumps(figure.get(key, default)) for key, default in (("data", []), ("layout", {}))]
+    return ", ".join(call).replace("</", "<\\/")
 
 
 def _links(figure: str) -> str:

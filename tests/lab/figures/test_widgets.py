@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
 from rosellm.lab.figures.charts import PLOTLY
-from rosellm.lab.figures.widgets import WIDGET, Control, ControlError
+from rosellm.lab.figures.widgets import FRAMES, WIDGET, Control, ControlError
 from rosellm.lab.running.gallery import without_widgets
 from rosellm.lab.running.run_notebooks import kernel_environment
 
@@ -43,6 +43,7 @@ CELLS = {
     "moved": EXPLORE,
     "live": "batch.value = 64; print(live.outputs[0]['data'])",
     "error": "kind.value = 'broken'; print(live.outputs[0])",
+    "single": "explore(lambda batch: draw(batch, 'paged'), batch=sizes)",
     "refused": REFUSED,
 }
 
@@ -77,6 +78,13 @@ def test_an_error_while_redrawing_is_shown_as_a_cell_would_show_it(outputs):
     error = literal_eval(outputs["error"][0].text)
     assert (error["output_type"], error["ename"], error["evalue"]) == ("error", "ValueError", "no 64")
     assert error["traceback"][-1] == "ValueError: no 64"
+
+
+def test_a_single_controls_figures_are_all_drawn_in_advance_for_pages_without_a_kernel(outputs):
+    frames = outputs["single"][1].data[FRAMES]
+    assert (frames["label"], frames["values"], frames["first"]) == ("batch, sequences", ["1", "8", "64"], 1)
+    assert [figure["data"][0]["y"] for figure in frames["figures"]] == [[1], [8], [64]]
+    assert FRAMES not in outputs["untouched"][1].data
 
 
 def test_what_a_commit_keeps_is_the_first_drawing(outputs):

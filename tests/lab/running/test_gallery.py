@@ -9,7 +9,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from rosellm.lab.figures.charts import PLOTLY
-from rosellm.lab.figures.widgets import WIDGET
+from rosellm.lab.figures.widgets import FRAMES, WIDGET
 from rosellm.lab.records.findings import NOTEBOOKS, finding
 from rosellm.lab.records.records import find
 from rosellm.lab.running.gallery import Outcome, page, picture, publish_gallery, title
@@ -30,6 +30,16 @@ class TestPages:
         assert '<script src="plotly.min.js"></script>' in text
         assert PNG not in text and "IntSlider" not in text
         assert len(notebook.cells[0].outputs) == 2 and "widgets" in notebook.metadata
+
+    def test_figures_drawn_in_advance_are_chosen_by_a_slider_and_no_toolbar_covers_a_title(self, tmp_path):
+        figures = [{"data": [{"y": [n]}], "layout": {}} for n in (1, 8)]
+        frames = {"label": "batch", "values": ["1", "8"], "first": 1, "figures": figures}
+        output = new_output("display_data", {PLOTLY: figures[1], FRAMES: frames})
+        text = page(new_notebook(cells=[new_code_cell("explore()", outputs=[output])]), tmp_path)
+        (slider,) = re.findall("<input [^>]*>", text)
+        assert all(f'{name}="1"' in slider for name in ("max", "value")) and 'type="range"' in slider
+        assert 'figures = [[[{"y": [1]}], {}],\n[[{"y": [8]}], {}]]' in text
+        assert "displayModeBar: false" in text and "newPlot" not in text
 
     def test_links_between_notebooks_become_links_between_pages(self, tmp_path):
         (tmp_path / "01_dense.ipynb").touch()
