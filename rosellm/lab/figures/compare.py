@@ -11,12 +11,13 @@ from rosellm.lab.figures.charts import Chart
 from rosellm.lab.records.bench import Run
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.verdicts import verdicts
+from rosellm.roseinfer.bench.workloads import WORKLOADS
 
 
 def recorded_chart(results: Results, before: str, after: str) -> Chart:
     """Whole-run tokens per second of two rungs on each workload that both were measured on, medians."""
     rows = [row for row in verdicts(results, before, after) if row.is_measured]
-    return before_after(
+    chart = before_after(
         [row.workload for row in rows],
         [median(row.before) for row in rows],
         [median(row.after) for row in rows],
@@ -24,6 +25,8 @@ def recorded_chart(results: Results, before: str, after: str) -> Chart:
         (before, after),
         title=f"{before} → {after} on {results.device_name}: tokens per second of the whole run",
     )
+    legend = [f"{row.workload}: {WORKLOADS[row.workload].described}" for row in rows]
+    return chart.update_traces(hovertext=legend, hoverinfo="name+text")
 
 
 def live_chart(before: Run, after: Run, title: str) -> Chart:

@@ -75,7 +75,7 @@ def _split(results: Results) -> str:
 def _invariance(results: Results) -> str:
     cost = results.load("determinism")["figures"]["cost"]
     lost = ", ".join(f"{workload} −{number(cost[workload]['cost'] * 100)} %" for workload in ("W2", "W3"))
-    return f"no bit changes in any company, for {lost}"
+    return f"no bit depends on the rest of the batch, for {lost}"
 
 
 def _pressure(results: Results) -> str:

@@ -33,7 +33,8 @@ PAGE = """{% extends 'lab/index.html.j2' %}
 CARD = Template(
     """<article>$frame$image<h2>$title</h2></a>
 <p>$finding</p>
-<p class="run"><b class="$status">$status</b> $name · $seconds s <small>$given</small></p>
+<p class="run"><b class="$status">$status</b> $name · $minutes min · ran $seconds s
+<small>$given</small></p>
 <p><small>$error</small></p></article>"""
 )
 
@@ -138,6 +139,15 @@ def title(notebook: NotebookNode) -> str:
     return ""
 
 
+def reading_minutes(notebook: NotebookNode) -> int:
+    """Minutes to read a notebook: 200 words of prose, or 20 lines of code, a minute."""
+    prose = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    code = (cell.source for cell in notebook.cells if cell.cell_type == "code")
+    words = sum(len(source.split()) for source in prose)
+    lines = sum(bool(line.strip()) for source in code for line in source.splitlines())
+    return max(1, round(words / 200 + lines / 20))
+
+
 def picture(notebook: NotebookNode, folder: Path) -> str:
     """The first PNG or SVG among the outputs, or else in the Markdown, as a data URI; "" if there is none."""
     for output in _outputs(notebook):
@@ -153,6 +163,7 @@ def _card(notebook: Path, outcome: Outcome, output: Path) -> dict[str, Any]:
     fresh = picture(nbformat.read(executed, as_version=4), notebook.parent) if executed.exists() else ""
     return asdict(outcome) | {
         "title": title(committed) or outcome.name,
+        "minutes": reading_minutes(committed),
         "picture": picture(committed, notebook.parent) or fresh,
     }
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import nbformat
+from nbformat import NotebookNode
 
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser, command
@@ -21,6 +21,7 @@ from rosellm.lab.figures.ladder_svg import ladder_svg
 from rosellm.lab.records.findings import finding
 from rosellm.lab.records.records import Results, find, floor_tok_s, number, results_folder, rivals
 from rosellm.lab.records.verdicts import WORKLOADS
+from rosellm.lab.running.gallery import reading_minutes
 from rosellm.roseinfer.recipe import BEST_RUNG
 
 ROOT = results_folder().parent.parent
@@ -49,18 +50,18 @@ def results_table(results: Results) -> str:
 
 
 def notebook_index(results: Results) -> str:
-    """A row per notebook: its title, and what the records say about its rung."""
-    rows = ["| notebook | what it is about | finding on the recorded GPU |", "|---|---|---|"]
+    """A row per notebook: its title, the minutes to read it, and what the records say about its rung."""
+    rows = ["| notebook | what it is about | min | finding on the recorded GPU |", "|---|---|--:|---|"]
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        rows.append(
-            f"| [{path.stem}](notebooks/{path.name}) | {_title(path)} | {finding(results, path.stem)} |"
-        )
+        notebook = nbformat.read(path, 4)
+        cells = _title(notebook), str(reading_minutes(notebook)), finding(results, path.stem)
+        rows.append(f"| [{path.stem}](notebooks/{path.name}) | {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def _title(path: Path) -> str:
+def _title(notebook: NotebookNode) -> str:
     """The heading without its number, and the question below it if the heading names a technique."""
-    first, *rest = filter(None, nbformat.read(path, 4).cells[0].source.splitlines())
+    first, *rest = filter(None, notebook.cells[0].source.splitlines())
     title = first.lstrip("# ").partition("·")[2].strip() or first.lstrip("# ")
     return f"{title}: {rest[0]}" if rest and re.fullmatch(r"\*[^*]+\?\*", rest[0]) else title
 

@@ -26,6 +26,14 @@ class Workload:
     prompt_repeats: tuple[int, ...] = (1,)
     prompt_tokens: int | None = None
 
+    @property
+    def described(self) -> str:
+        """What is served, in a line."""
+        length = f"of {self.prompt_tokens} tokens" if self.prompt_tokens else "of one token"
+        prompts = length if self.form == "scheduler" else "of text, streamed"
+        requests = f"{self.num_requests} requests × {self.max_new_tokens} new tokens"
+        return f"{requests}, {self.max_batch_size} at a time, prompts {prompts}"
+
     def flags(self) -> dict[str, Any]:
         """The command-line options that this workload presets."""
         sizes = {name: value for name, value in vars(self).items() if name not in ("id", "form")}

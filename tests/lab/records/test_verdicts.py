@@ -51,6 +51,10 @@ def test_where_no_noise_is_known_no_difference_counts():
 
 
 def test_the_recorded_chart_tells_every_workload_and_change():
-    table = recorded_chart(find(), "no_mask", "pinned_h2d").table
+    chart = recorded_chart(find(), "no_mask", "pinned_h2d")
+    table = chart.table
+    assert chart.data[0].hovertext[2] == (
+        "W2: 64 requests × 512 new tokens, 64 at a time, prompts of one token"
+    )
     assert all(workload in table for workload in WORKLOADS)
     assert "%" in table

@@ -12,7 +12,7 @@ from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.figures.widgets import FRAMES, WIDGET
 from rosellm.lab.records.findings import NOTEBOOKS, finding
 from rosellm.lab.records.records import find
-from rosellm.lab.running.gallery import Outcome, page, picture, publish_gallery, title
+from rosellm.lab.running.gallery import Outcome, page, picture, publish_gallery, reading_minutes, title
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 
@@ -67,6 +67,11 @@ class TestPages:
     )
     def test_the_title_is_the_first_heading_without_markup(self, source, expected):
         assert title(new_notebook(cells=[new_code_cell("# x"), new_markdown_cell(source)])) == expected
+
+
+def test_a_notebook_takes_a_minute_for_200_words_or_20_lines_of_code():
+    cells = [new_markdown_cell("word " * 600), new_code_cell("x = 1\n\n" * 40)]
+    assert reading_minutes(new_notebook(cells=cells)) == 5
 
 
 class TestPicture:
