@@ -221,7 +221,8 @@ class TestCommand:
             (kernels / "kernels/python3").mkdir(parents=True)
             description = {"argv": ["/bin/false"], "display_name": "wrong", "language": "python"}
             (kernels / "kernels/python3/kernel.json").write_text(json.dumps(description))
-        environment = os.environ | {"JUPYTER_PATH": str(tmp_path / "path"), "HOME": str(tmp_path / "home")}
+        paths = {"JUPYTER_PATH": str(tmp_path / "path"), "HOME": str(tmp_path / "home")}
+        environment = os.environ | paths | {"OMP_NUM_THREADS": "7"}
         command = [sys.executable, "-m", "rosellm.lab.running.run_notebooks", "--notebooks", str(folder)]
         command += ["--output", str(tmp_path / "build")]
         return lambda: subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
