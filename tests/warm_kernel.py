@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
+from queue import Empty
 from tempfile import TemporaryDirectory
 
 import torch
@@ -37,8 +39,19 @@ class WarmKernel(RunningKernel):
         self.kc = BlockingKernelClient(connection_file=file)
         self.kc.load_connection_file()
         self.kc.start_channels()
-        self.kc.wait_for_ready(timeout=startup_timeout)
-        self._ensure_iopub_up()
+        self._wait(startup_timeout)
+
+    def _wait(self, timeout: float) -> None:
+        """Until the kernel answers and is heard to be idle; the client's own waiting sleeps 0.2 s in vain."""
+        self.kc.kernel_info(reply=True, timeout=timeout)
+        heard, end = False, time.monotonic() + timeout
+        while not heard:
+            try:
+                self.await_idle(self.kc.kernel_info(), timeout=0.1)
+                heard = True
+            except Empty:
+                if time.monotonic() > end:
+                    raise
 
     def run(self, source: str, timeout: float = 120.0) -> str:
         """Executes a cell; its error in one line, "" if there is none."""
