@@ -166,8 +166,8 @@ def tile_for(batch: int, longest: int) -> int:
     A small batch has few programs, so each reads all it needs at once, up to 512 tokens (128 from 9 sequences
     on); a large batch has many, and small tiles keep them balanced.
     """
-    if batch >= 256 or (batch > 128 and longest <= 64):
+    if batch > 128:
         return 16
     if batch > 16:
-        return 64 if batch <= 40 else 32
+        return 32
     return min(max(64, triton.next_power_of_2(longest)), 512 if batch <= 8 else 128)

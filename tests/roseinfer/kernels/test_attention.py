@@ -158,7 +158,7 @@ def test_the_kernel_equals_the_spec_for_any_batch(rows, device):
     )
 
 
-@pytest.mark.parametrize("batch", [1, 2, 8, 9, 16, 17, 40, 41, 128, 129, 255, 256, 1024])
+@pytest.mark.parametrize("batch", [1, 2, 8, 9, 16, 17, 128, 129, 1024])
 def test_a_tile_is_a_power_of_two_and_as_long_as_it_must_be_for_few_rows(batch):
     tiles = [tile_for(batch, longest) for longest in range(1, 1025)]
     assert all(tile >= 16 and tile & (tile - 1) == 0 for tile in tiles)
