@@ -69,7 +69,7 @@ def _split(results: Results) -> str:
     pairs = zip(steps["dependent_launch"], steps["split_kv"], strict=True)
     gain, row = max((1 - new["step_us"] / old["step_us"], new["batch"]) for old, new in pairs)
     rows = "1 row" if row == 1 else f"{row} rows"
-    return f"no workload passes its gate; behind it a step of {rows} takes up to {number(gain * 100)} % less"
+    return f"no workload reaches its threshold; above it a step of {rows} takes up to {number(gain * 100)} % less"
 
 
 def _invariance(results: Results) -> str:
@@ -81,7 +81,7 @@ def _invariance(results: Results) -> str:
 def _pressure(results: Results) -> str:
     figures = results.load("kv_pressure")["figures"]
     kept = ", ".join(f"{workload} {number(one['ratio'] * 100)} %" for workload, one in figures.items())
-    return f"what a quarter of the KV blocks leaves of the tokens a second: {kept}"
+    return f"throughput left with a quarter of the KV blocks: {kept}"
 
 
 def _append(results: Results) -> str:
