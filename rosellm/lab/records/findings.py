@@ -69,7 +69,8 @@ def _split(results: Results) -> str:
     pairs = zip(steps["dependent_launch"], steps["split_kv"], strict=True)
     gain, row = max((1 - new["step_us"] / old["step_us"], new["batch"]) for old, new in pairs)
     rows = "1 row" if row == 1 else f"{row} rows"
-    return f"no workload reaches its threshold; above it a step of {rows} takes up to {number(gain * 100)} % less"
+    less = f"{number(gain * 100)} % less"
+    return f"no workload reaches its threshold; above it a step of {rows} takes up to {less}"
 
 
 def _invariance(results: Results) -> str:

@@ -25,7 +25,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -33,7 +32,7 @@ from torch.profiler import record_function
 
 from rosellm.lab.records.account import PROFILED_STEP, WORKING, LedgerError, Row, account
 from rosellm.lab.records.bench import Bench
-from rosellm.lab.records.floors import Ceiling, floors_us, measure_ceiling
+from rosellm.lab.records.floors import floors_us, measure_ceiling
 from rosellm.lab.records.host_functions import HostFunction, host_functions
 from rosellm.lab.records.records import number, percent_change
 from rosellm.lab.records.roles import OTHER
@@ -114,7 +113,7 @@ class Ledger:
         functions = tuple(HostFunction(**one) for one in figures["functions"])
         return cls(**values | {"rows": rows, "functions": functions})
 
-    def table(self) -> str:
+    def _repr_markdown_(self) -> str:
         """Markdown: the rows, their sum, and how far to trust them."""
         lines = ["| cause | µs | share | launches | floor, µs |", "|:--|--:|--:|--:|--:|"]
         for row in self.rows:
@@ -153,29 +152,26 @@ def tokens_before_profile(steps: int = 8) -> int:
     return WARM_UP_STEPS + 2 * (steps + 1) + steps // 2
 
 
-def step_ledger(
-    bench: Bench, steps: int = 8, *, ceiling: Ceiling | None = None, save_to: Path | None = None
-) -> Ledger:
+def step_ledger(bench: Bench, steps: int = 8) -> Ledger:
     """Decodes with ``bench`` and accounts for ``steps`` profiled steps; others are timed un-profiled.
 
     Steps are run as a scheduler runs them, ahead of the host where the engine can; every sequence needs room
-    for :func:`tokens_needed` more tokens. ceiling: what floors are computed from; None measures this GPU's,
-    and a CPU, whose caches may hold a whole model, has none. save_to keeps the Chrome trace. Raises
-    ``LedgerError``.
+    for :func:`tokens_needed` more tokens. Floors rest on what this GPU sustains; a CPU, whose caches
+    may hold a whole model, has none. Raises ``LedgerError``.
     """
     engine, batch = bench.engine, len(bench.sequences)
     _check(bench, steps)
     drive(bench, WARM_UP_STEPS)
     unprofiled = [_mean_us(bench, steps)]
     cached = fmean(len(s.tokens) for s in bench.sequences) + steps
-    trace = record_trace(lambda: drive(bench, steps + 1), save_to)
+    trace = record_trace(lambda: drive(bench, steps + 1))
     context = cached + (steps - 1) / 2
     unprofiled.append(_mean_us(bench, steps))
     functions = host_functions(lambda: drive(bench, steps + 1), steps + 1)
-    if ceiling is None and engine.device.type == "cuda":
+    floors = None
+    if engine.device.type == "cuda":
         ceiling = measure_ceiling(engine.device, engine.model.dtype)
-    itemsize = engine.model.dtype.itemsize
-    floors = None if ceiling is None else floors_us(engine.config, batch, context, itemsize, ceiling)
+        floors = floors_us(engine.config, batch, context, engine.model.dtype.itemsize, ceiling)
     rows, step_us = account(trace, floors), min(unprofiled)
     return Ledger(
         name=engine.rung or "custom",

@@ -38,11 +38,6 @@ def number(value: float | None) -> str:
     return (f"{value:.{decimals}f}" if decimals < 6 else f"{value:.3g}").replace("-", "−")
 
 
-def ms(value: float) -> str:
-    """Milliseconds: ``8.46 ms``."""
-    return f"{number(value)} ms"
-
-
 def percent_change(before: float, after: float) -> str:
     """The change from ``before`` with one decimal: ``+2.6 %``, ``−5.4 %``. ``before`` must not be 0."""
     if not before:
@@ -140,18 +135,13 @@ def find(device: str = "nvidia-h200", folder: Path | None = None) -> Results:
 def rivals(workload: str | None = None) -> dict[str, dict[str, float]]:
     """Name → workload → completion tokens per second of other engines on the same GPU.
 
-    With a ``workload``, only those measured on it. What each figure counts is told by :func:`rival_forms`.
+    With a ``workload``, only those measured on it. What each figure counts, its ``form`` says.
     """
     known = {
         one["name"]: {id: one[key] for id in WORKLOADS for key in (id, f"{id}_batch8") if key in one}
         for one in _rivals_file()["rivals"]
     }
     return {name: values for name, values in known.items() if workload is None or workload in values}
-
-
-def rival_forms() -> dict[str, str]:
-    """Name → how that engine was run, and what its figures count."""
-    return {one["name"]: one["form"] for one in _rivals_file()["rivals"]}
 
 
 def ceilings() -> dict[str, Any]:

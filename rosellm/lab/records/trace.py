@@ -114,17 +114,14 @@ class Trace:
         return sum(e.duration for e in self.of("kernel"))
 
 
-def record_trace(run: Callable[[], object], save_to: Path | None = None) -> Trace:
-    """Profile one call of ``run``, after another one that warms the profiler up.
-
-    ``save_to`` keeps the Chrome trace.
-    """
+def record_trace(run: Callable[[], object]) -> Trace:
+    """Profile one call of ``run``, after another one that warms the profiler up."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and stop otherwise
     gc.collect()  # memory freed under the profiler but taken before it makes torch warn
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with tempfile.TemporaryDirectory() as folder:
-        path = save_to or Path(folder) / "trace.json"
+        path = Path(folder) / "trace.json"
         with profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=1, active=1),

@@ -293,7 +293,7 @@ def test_a_ledger_survives_its_record():
 
 
 def test_the_table_lists_every_row_and_says_what_the_profiler_adds():
-    table = ledger_of(ROWS).table().splitlines()
+    table = ledger_of(ROWS)._repr_markdown_().splitlines()
     assert table[2] == "| GEMM | 60.0 | 60.0 % | 48 | 30.0 |"
     assert len(table) == 2 + len(ROWS) + 3
     assert "takes 75.0 % of the step, other work 0.0 %; in 25.0 % nothing runs" in table[-1]
