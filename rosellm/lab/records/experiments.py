@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -75,15 +74,12 @@ def counted_rungs(
     lengths: int | list[int] = 2,
     gate_from: int | None = None,
 ) -> dict[str, dict]:
-    """Each rung's counted step and median step time at one batch size; prompts take ``lengths`` in turn."""
+    """Each rung's counted step at one batch size; prompts take ``lengths`` in turn."""
     prompts = make_prompts(batch, lengths, model.config.vocab_size)
     figures = {}
     for rung in rungs:
         run = run_recipe(model, rung, prompts, new_tokens, gate_from=gate_from)
-        figures[rung] = count_step(run.trace, model.config.n_layers) | {
-            "step_ms": run.step_ms,
-            "step_s": run.step_seconds,
-        }
+        figures[rung] = count_step(run.trace, model.config.n_layers)
     return figures
 
 
@@ -112,22 +108,6 @@ def equality(
             "smallest_gap_of_reference": (best[..., 0] - best[..., 1]).min().item(),
             "distinct_tokens_of_reference": len({t for row in reference for t in row}),
         }
-    return figures
-
-
-def step_by_context(
-    model: GPT, rungs: list[str], batch: int, contexts: list[int], steps: int = 10
-) -> dict[str, dict[str, list[float]]]:
-    """Median milliseconds a decode step, and kernels, as the cached context grows."""
-    figures: dict[str, dict[str, list[float]]] = {
-        rung: {"context": [*contexts], "step_ms": [], "kernels": []} for rung in rungs
-    }
-    for context in contexts:
-        prompts = make_prompts(batch, context, model.config.vocab_size)
-        for rung in rungs:
-            run = run_recipe(model, rung, prompts, steps + 4)
-            figures[rung]["step_ms"].append(run.step_ms)
-            figures[rung]["kernels"].append(run.trace.kernels)
     return figures
 
 
@@ -223,24 +203,6 @@ def _reserve_ns(kind: BlockInfo, batch: int, layers: int, steps: int, block_size
         for layer in range(layers):
             manager.reserve_tokens(layer, tables[layer])
     return (time.perf_counter_ns() - start) / (steps * layers * batch)
-
-
-def offline_tuned_step_ms(
-    model: GPT, batch: int, context: int, steps: int, num_warps: int, num_stages: int
-) -> dict[str, float]:
-    """Median step time with the default launch, the autotuned one, and one tuned beforehand, then fixed."""
-    prompts = make_prompts(batch, context, model.config.vocab_size)
-    figures = {
-        name: run_recipe(model, rung, prompts, steps).step_ms
-        for name, rung in (("fixed", "pinned_h2d"), ("autotuned", "autotune"))
-    }
-    bench = Bench(model, "pinned_h2d", prompts, 1)
-    kernels = replace(
-        bench.engine.kernels,
-        paged_attention_decode=paged.make_fixed_paged_attention_decode(num_warps, num_stages),
-    )
-    figures["tuned offline"] = run_recipe(model, "pinned_h2d", prompts, steps, kernels=kernels).step_ms
-    return figures
 
 
 def ledgers(

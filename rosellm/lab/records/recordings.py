@@ -14,7 +14,7 @@ from rosellm.errors import RecipeError, RoseError
 from rosellm.lab.records import experiments, robustness, step_records
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.floors import measure_ceilings
-from rosellm.lab.records.sizes import CONTEXTS, GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
+from rosellm.lab.records.sizes import GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.timelines import TIMELINES, timeline
 from rosellm.models.loading import resolve_device
@@ -63,16 +63,6 @@ def equality(arguments: argparse.Namespace) -> dict:
     }
 
 
-def context(arguments: argparse.Namespace) -> dict:
-    """Step time against the cached context."""
-    rungs, size = ["dense", "paged", "no_mask", "reused_index_buffers"], arguments.size
-    contexts = size.contexts(*CONTEXTS)
-    return {
-        str(batch): experiments.step_by_context(_model(arguments), rungs, batch, contexts)
-        for batch in each("context, batch", size.batches(8, 64))
-    }
-
-
 def ceilings(arguments: argparse.Namespace) -> dict:
     """What the GPU sustains of reading, copying and multiplying: what floors are computed from."""
     return measure_ceilings(torch.device(arguments.device), _model(arguments).dtype)
@@ -86,18 +76,13 @@ def timelines(arguments: argparse.Namespace) -> dict:
 
 
 def autotune(arguments: argparse.Namespace) -> dict:
-    """What an autotuned launch costs and what tuning beforehand brings."""
+    """What an autotuned launch costs, beside every fixed one."""
     model, size = _model(arguments), arguments.size
     launches = [
         experiments.launch_costs(model, min(batch, size.rows), min(length, size.prompt))
         for batch, length in each("autotune", ((8, 128), (64, 256), (64, LONGEST_TUNED), (256, 64)))
     ]
-    warps, stages = launches[1]["chosen"]
-    rows, context, steps = min(64, size.rows), min(256, size.prompt), min(64, size.new_tokens)
-    return {
-        "launches": launches,
-        "step_ms": experiments.offline_tuned_step_ms(model, rows, context, steps, warps, stages),
-    }
+    return {"launches": launches}
 
 
 def bookkeeping(arguments: argparse.Namespace) -> dict:
@@ -209,7 +194,6 @@ def _of_workloads(
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "counts": counts,
     "equality": equality,
-    "context": context,
     "autotune": autotune,
     "ceilings": ceilings,
     "timelines": timelines,

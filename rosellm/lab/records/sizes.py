@@ -10,7 +10,7 @@ from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 
 LEDGER_WORKLOADS = STEP_WORKLOADS
-CONTEXTS, GRID_CONTEXTS = (16, 64, 128, 256, 512, 768, 960), (64, 256, 512, 1000)
+GRID_CONTEXTS = (64, 256, 512, 1000)
 LONGEST_TUNED = 960
 LEDGER_ROOM, STEPS_ROOM = 64, 14  # tokens that are decoded, and some to spare
 
@@ -59,7 +59,6 @@ def positions_needed(size: Size) -> dict[str, int]:
     half = {name: whole[name] - w.max_new_tokens // 2 + LEDGER_ROOM for name, w in sized.items()}
     return {
         "counts": 8 + min(32, size.new_tokens),
-        "context": max(size.contexts(*CONTEXTS)) + STEPS_ROOM,
         "autotune": min(LONGEST_TUNED, size.prompt),
         "ledger": max(half[name] for name in LEDGER_WORKLOADS),
         "ledger_w6": half["W6"],

@@ -88,11 +88,9 @@ def test_equality_reports_a_difference_where_there_is_one(model):
     assert share_equal([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
 
 
-def test_counts_and_context_sweeps_cover_every_rung_and_size(model):
+def test_counts_cover_every_rung(model):
     counted = experiments.counted_rungs(model, RUNGS, batch=2, new_tokens=8)
-    assert set(counted) == set(RUNGS) and all(c["step_ms"] > 0 for c in counted.values())
-    swept = experiments.step_by_context(model, ["dense", "paged"], 2, [4, 16], steps=3)
-    assert all(len(rows["step_ms"]) == 2 for rows in swept.values())
+    assert set(counted) == set(RUNGS) and all(c["kernels"] > 0 for c in counted.values())
 
 
 def test_mutable_metadata_is_cheaper_to_advance_than_tuples():
