@@ -449,7 +449,7 @@ def _stacked(layers: list[RowWeights]) -> Projection:
 def persistent_for_few(
     layers_for: Callable[[int], Layers], model: GPT, kernels: Kernels
 ) -> Callable[[int], Layers]:
-    """``layers_for`` with one kernel for up to ``PERSISTENT_ROWS`` rows; of torch twins, as it is.
+    """``layers_for`` with one kernel for up to ``PERSISTENT_ROWS`` rows; of torch versions, as it is.
 
     For decode steps only: their attention is a ``PagedAttention``.
     """

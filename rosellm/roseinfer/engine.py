@@ -71,8 +71,8 @@ class Engine:
         self.kernels = choose_kernels(kernels, self.recipe.launch, model.device)
         c, n_blocks = self.config, num_kv_blocks or self._default_kv_blocks()
         shape = c.n_layers, c.n_kv_heads, c.head_dim, block_size, n_blocks
-        books = self.recipe.block_info, self.recipe.pool
-        self.blocks = KVBlockManager(*shape, model.device, model.dtype, *books)
+        kinds = self.recipe.block_info, self.recipe.pool
+        self.blocks = KVBlockManager(*shape, model.device, model.dtype, *kinds)
         self.prefill_alignment = ALIGNMENT if self.deterministic else 1
         self.prefix_cache = PrefixCache(self.blocks, self.prefill_alignment) if prefix_cache else None
         self.step: Step = build_step(self.recipe, model, self.blocks, self.kernels, max_batch_size, self.gate)

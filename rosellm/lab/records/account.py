@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 def account(trace: Trace, floors: Mapping[str, float] | None = None) -> tuple[Row, ...]:
-    """Rows of the mean of the quieter half of the steps, each from one ``PROFILED_STEP`` range to the next.
+    """Rows of the mean of the least disturbed half of the steps; a step lasts from ``PROFILED_STEP`` to the next.
 
     floors: µs by cause. Raises ``LedgerError`` for fewer than two steps, or one that launched nothing.
     """
@@ -57,7 +57,7 @@ def account(trace: Trace, floors: Mapping[str, float] | None = None) -> tuple[Ro
     if len(steps) < 2:
         raise LedgerError(f"the trace holds {len(steps)} steps; a ledger needs two or more")
     host, work = HostTimeline(trace), _work(trace)
-    windows = _quieter_half(_windows(work, steps, trace.on_gpu))
+    windows = _least_disturbed_half(_windows(work, steps, trace.on_gpu))
     causes = roles_of(work, trace.of("op"), [step.start for step in steps], host.at)
     launches = Counter(
         (_kind(event), cause)
@@ -88,7 +88,7 @@ def _windows(work: list[Event], steps: list[Event], on_gpu: bool) -> list[Span]:
     return [Span(start, end) for start, end in pairwise(starts)]
 
 
-def _quieter_half(windows: list[Span]) -> list[Span]:
+def _least_disturbed_half(windows: list[Span]) -> list[Span]:
     return sorted(sorted(windows, key=_length)[: (len(windows) + 1) // 2])
 
 

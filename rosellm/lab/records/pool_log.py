@@ -39,8 +39,8 @@ class Happening:
 class PoolLog:
     """What a scheduler's pool looks like at each moment, and what happened up to it.
 
-    It compares the books with what they were, so the scheduler needs no hook: requests that are gone have
-    ended, preemptions are counted in their metrics, and cache entries that are missing were evicted.
+    It compares the block tables with what they were, so the scheduler needs no hook: requests that are gone
+    have ended, preemptions are counted in their metrics, and cache entries that are missing were evicted.
     ``moments[0]`` is the state at the beginning.
     """
 

@@ -1,4 +1,4 @@
-"""What an engine keeps to when it is pressed: throughput with little KV memory, bits in any company.
+"""An engine under pressure: its throughput with little KV memory, its bits whatever else is in the batch.
 
 Measurements for notebooks and ``rosellm.lab.records.measure``; each gives a plain dict.
 """
@@ -97,17 +97,17 @@ def final_logits(
     engine: Engine,
     prompt: list[int],
     new_tokens: int,
-    company: list[list[int]] | None = None,
+    other_prompts: list[list[int]] | None = None,
     chunk: int | None = None,
     preempted_after: int | None = None,
 ) -> Tensor:
     """The logits ``[V]`` from which the last of ``new_tokens`` greedy tokens was chosen.
 
-    company: prompts of other requests in the batch. chunk: the prompt is computed so many tokens at a time.
+    other_prompts: of other requests in the batch. chunk: the prompt is computed so many tokens at a time.
     preempted_after: the request gives up its blocks once it has so many tokens, and is computed again.
     """
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
-    others = [engine.make_sequence(other, params) for other in company or []]
+    others = [engine.make_sequence(other, params) for other in other_prompts or []]
     probe = engine.make_sequence(prompt, params)
     if others:
         engine.prefill(others)

@@ -1,4 +1,4 @@
-"""Measurements of an engine under pressure, and of bits in any company."""
+"""Measurements of an engine under pressure, and of bits whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rosellm.roseinfer.recipe import BEST_RUNG
 from tests.helpers import random_model, random_prompts, small_config
 
 MODEL = random_model(0, small_config(n_positions=256))
-PROBE, *COMPANY = random_prompts([70, 3, 65, 20], seed=3)
+PROBE, *OTHERS = random_prompts([70, 3, 65, 20], seed=3)
 TOKENS = 6
 
 
@@ -48,11 +48,11 @@ def engine_of(**options) -> Engine:
 
 CIRCUMSTANCES = {
     "again": {},
-    "one other": {"company": COMPANY[:1]},
-    "three others": {"company": COMPANY},
+    "one other": {"other_prompts": OTHERS[:1]},
+    "three others": {"other_prompts": OTHERS},
     "chunks of 64": {"chunk": 64},
     "preempted": {"preempted_after": 3},
-    "preempted, in chunks, in company": {"preempted_after": 2, "chunk": 64, "company": COMPANY},
+    "preempted, in chunks, in a batch": {"preempted_after": 2, "chunk": 64, "other_prompts": OTHERS},
 }
 
 
@@ -84,8 +84,8 @@ def test_final_logits_are_those_the_last_token_was_chosen_from():
     made = []
     make_sequence = engine.make_sequence
     engine.make_sequence = lambda *arguments: made.append(make_sequence(*arguments)) or made[-1]
-    for n, company in ((1, []), (2, COMPANY), (TOKENS, COMPANY)):
-        logits = final_logits(engine, PROBE, n, company=company)
+    for n, others in ((1, []), (2, OTHERS), (TOKENS, OTHERS)):
+        logits = final_logits(engine, PROBE, n, other_prompts=others)
         probe = made[-1]
         assert probe.prompt == PROBE
         assert probe.n_output == n
@@ -106,10 +106,10 @@ def test_final_logits_preempts_by_giving_up_all_blocks():
     assert all(blocks > 0 for _, blocks in released)
 
 
-def test_without_the_mode_bits_do_change_in_company():
+def test_without_the_mode_bits_do_change_in_a_batch():
     engine = engine_of(recipe="packed_prefill")
     alone = final_logits(engine, PROBE, TOKENS)
-    assert bits_changed(alone, final_logits(engine, PROBE, TOKENS, company=COMPANY * 2)) > 0
+    assert bits_changed(alone, final_logits(engine, PROBE, TOKENS, other_prompts=OTHERS * 2)) > 0
 
 
 def test_invariance_asks_every_circumstance_with_and_without_the_mode():

@@ -1,4 +1,4 @@
-"""Deterministic mode: bitwise the same logits in any company, however prompts are cut, cached, preempted."""
+"""Deterministic mode: bitwise the same logits in any batch, however prompts are cut, cached, preempted."""
 
 from __future__ import annotations
 

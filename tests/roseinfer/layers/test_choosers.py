@@ -38,7 +38,7 @@ def choose(chooser: FusedChooser, hidden: torch.Tensor, wishes: list[dict], seed
 
 
 @pytest.mark.parametrize("name", WISHES)
-def test_a_rows_token_is_that_of_its_own_wish_in_any_company(name):
+def test_a_rows_token_is_that_of_its_own_wish_whatever_shares_the_batch(name):
     chooser = FusedChooser(random_model(0), TORCH)
     hidden = torch.randn(2, random_model(0).config.d_model, generator=torch.Generator().manual_seed(3))
     for seed in range(20):
