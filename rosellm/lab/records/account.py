@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 def account(trace: Trace, floors: Mapping[str, float] | None = None) -> tuple[Row, ...]:
-    """Rows of the mean of the least disturbed half of the steps; a step lasts from ``PROFILED_STEP`` to the next.
+    """Rows of the mean of the least disturbed half of the steps, one per ``PROFILED_STEP`` range.
 
     floors: µs by cause. Raises ``LedgerError`` for fewer than two steps, or one that launched nothing.
     """
