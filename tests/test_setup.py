@@ -105,9 +105,12 @@ def test_every_make_command_of_the_readme_exists():
 def test_setup_for_a_cpu_takes_torch_without_cuda_and_once(copy):
     for _ in range(2):
         assert make("setup", "CPU=1", folder=copy).returncode == 0
-    calls = (copy / "calls").read_text()
-    assert calls.count("--torch-backend cpu -e .[notebooks,test]") == 1
-    assert "torch-backend" not in commands("setup")
+    calls = (copy / "calls").read_text().splitlines()
+    (torch,) = [requirement for requirement in PROJECT["dependencies"] if requirement.startswith("torch")]
+    first, then = [call for call in calls if "pip install" in call]
+    assert first.endswith(f" {torch} --index-url https://download.pytorch.org/whl/cpu")
+    assert then.endswith(" -e .[notebooks,test]")
+    assert "whl/cpu" not in commands("setup")
 
 
 @pytest.mark.parametrize(("name", "used"), [("mine", True), ("base", False)])
