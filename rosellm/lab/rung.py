@@ -36,6 +36,7 @@ from rosellm.lab.records.timelines import STEPS
 from rosellm.lab.records.trace import Trace
 from rosellm.lab.records.verdicts import Verdict, verdicts
 from rosellm.models.model import GPT
+from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import BEFORE, LADDER, get_rung
 
 CLOSEST_CALL = 1e-3  # of two logits in fp32: below that, the order of a sum may decide
@@ -96,15 +97,24 @@ class Rung:
         print(text_table(["", "step before, µs", "predicted to save, µs", "%"], rows))
 
     def outcome(self) -> None:
-        """What the recorded steps really saved, beside the prediction, and what single engines make of it."""
+        """What the recorded steps really saved, beside the prediction.
+
+        Also the saving that single engines show, from the least favourable pair to the most, and the one that
+        the whole runs imply, which another session recorded.
+        """
         rows = []
         for workload, us in self.predicted.items():
             old, new = self.step_us(workload)
             least, most = old.range_us[0] - new.range_us[1], old.range_us[1] - new.range_us[0]
             engines = f"{number(least)} to {number(most)}"
-            rows.append([workload, old.us, new.us, us, old.us - new.us, engines])
+            before, after = self.whole_run_us(workload)
+            rows.append([workload, old.us, new.us, us, old.us - new.us, engines, before - after])
         headers = ["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs", "single engines"]
-        print(text_table(headers, rows))
+        print(text_table([*headers, "by whole runs"], rows))
+        print("single engines: the least and the most that an engine of each shows")
+        steps, runs = (self.results.environment_line(name)[-10:] for name in self._sessions())
+        if steps != runs:
+            print(f"steps: {steps}; whole runs: {runs}, in another session, perhaps on a faster host")
 
     def ablation(self) -> None:
         """Recorded µs a step of the rung before, of what lies between, and of this rung, by workload."""
@@ -118,6 +128,17 @@ class Rung:
         """The recorded decode steps of both rungs at a workload's batch size and mid-run context."""
         steps = recorded_steps(self.results, workload)
         return steps[self.before], steps[self.after]
+
+    def whole_run_us(self, workload: str) -> tuple[float, float]:
+        """µs per decode step that the whole runs of both rungs imply: batch over tokens per second."""
+        batch = WORKLOADS[workload].max_batch_size
+        one, other = (batch / self.results.value(workload, rung) * 1e6 for rung in (self.before, self.after))
+        return one, other
+
+    def _sessions(self) -> tuple[str, str]:
+        """The records of a step and of a whole run, by name."""
+        workload = next(iter(self.predicted))
+        return f"steps-{workload}", f"{workload}-{self.after}"
 
     def bench(self, batch: int, prompt_length: int, new_tokens: int, **options: Any) -> Bench:
         """Sequences of this rung that are prefilled and ready to decode; options as for ``Bench``."""

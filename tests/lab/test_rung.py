@@ -52,6 +52,9 @@ def test_a_prediction_stands_beside_the_recorded_steps(rung, capsys):
     said = capsys.readouterr().out
     assert f"{old.us - new.us:,.0f}" in said
     assert f"{min(old.range_us) - max(new.range_us):,.0f} to" in said
+    before, after = rung.whole_run_us("W2")
+    assert before == pytest.approx(64 / rung.results.value("W2", "pinned_h2d") * 1e6)
+    assert f"{before - after:,.0f}" in said and "in another session" in said
 
 
 def test_a_step_is_the_median_of_its_engines_medians():

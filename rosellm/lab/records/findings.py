@@ -75,8 +75,8 @@ def _split(results: Results) -> str:
 
 def _invariance(results: Results) -> str:
     cost = results.load("determinism")["figures"]["cost"]
-    lost = ", ".join(f"{workload} −{number(cost[workload]['cost'] * 100)} %" for workload in ("W2", "W3"))
-    return f"no bit depends on the rest of the batch, for {lost}"
+    lost = ", ".join(f"{w} −{number(cost[w]['cost'] * 100)} %" for w in ("W0", "W1", "W2", "W3"))
+    return f"bitwise batch-invariant, at a cost: {lost}"
 
 
 def _pressure(results: Results) -> str:

@@ -22,7 +22,7 @@ from rosellm.lab.records.findings import finding
 from rosellm.lab.records.records import Results, find, floor_tok_s, number, results_folder, rivals
 from rosellm.lab.records.verdicts import WORKLOADS
 from rosellm.lab.running.gallery import reading_minutes
-from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.recipe import BEST_RUNG, SIDE_BRANCHES
 
 ROOT = results_folder().parent.parent
 PICTURES = {name: f"notebooks/results/ladder-{name}.svg" for name in README_THEMES}
@@ -39,7 +39,7 @@ def results_table(results: Results) -> str:
         others = [rivals(workload).get(name, {}).get(workload) for name in README_RIVALS]
         best, share = "–", None
         if values:
-            best = max(values, key=values.__getitem__)
+            best = max(values.keys() - SIDE_BRANCHES, key=values.__getitem__)
             share = values[best] / floor_tok_s(results, workload) * 100
         rows.append(
             f"| {workload} | {number(values.get('dense'))} | **{number(values.get(best))}** | `{best}` "

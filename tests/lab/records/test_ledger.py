@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -303,7 +302,7 @@ def test_the_table_lists_every_row_and_says_what_the_profiler_adds():
 def test_floors_agree_with_the_bytes_floor_of_the_records():
     """Which leaves out activations: a few percent."""
     results = find()
-    bytes_per_us = median(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6
+    bytes_per_us = max(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6
     floors = floors_us(KNOWN_SHAPES["gpt2"], 64, 1 + 256, 2, Ceiling(bytes_per_us, 1e12))
     together = floors["GEMM"] + floors["head"] + floors["attention"]
     assert floor_us(results, "W2") < together < floor_us(results, "W2") * 1.1

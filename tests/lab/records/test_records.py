@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -144,7 +143,7 @@ def test_rivals_are_listed_by_workload_and_say_what_they_count():
 def test_the_floors_are_those_of_the_specification_at_the_speed_of_reading(workload, us):
     """Which took a copy's speed, 4.26 TB/s."""
     figures = find().load("ceilings")["figures"]
-    at_copy_speed = floor_us(find(), workload) * median(figures["read_TB_s"]) / 4.26
+    at_copy_speed = floor_us(find(), workload) * max(figures["read_TB_s"]) / 4.26
     assert at_copy_speed == pytest.approx(us, rel=0.04)
     assert min(figures["read_TB_s"]) > max(figures["copy_TB_s"])
 
@@ -152,7 +151,7 @@ def test_the_floors_are_those_of_the_specification_at_the_speed_of_reading(workl
 def test_a_floor_is_weights_and_cached_tokens_over_bandwidth():
     weights = (50257 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768) * 2
     results = find()
-    read_us = median(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6
+    read_us = max(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6
     assert floor_us(results, "W2") == pytest.approx((weights + 64 * (1 + 256) * 36_864) / read_us)
     assert floor_tok_s(results, "W2") == pytest.approx(64 / floor_us(results, "W2") * 1e6)
 
