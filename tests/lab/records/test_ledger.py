@@ -331,7 +331,7 @@ def test_a_live_step_on_a_cpu_is_accounted_for(tiny, rung):
     prompts = make_prompts(4, [3, 9], tiny.config.vocab_size)
     ledger = step_ledger(Bench(tiny, rung, prompts, tokens_needed(3) + 1), steps=3)
     rows = {row.cause: row for row in ledger.rows}
-    assert ledger.unknown <= 0.05 * ledger.busy
+    assert ledger.unknown == 0
     assert sum(row.us for row in ledger.rows) == pytest.approx(ledger.step_us)
     assert ledger.step_us > 0 and ledger.profiled_us > 0
     assert rows["GEMM"].launches == 4 * tiny.config.n_layers
