@@ -53,11 +53,11 @@ OPERATOR_ROLES = {
             __and__ __or__ abs add amax arange bitwise_and bitwise_not bitwise_or cat clamp clamp_max
             clamp_min clone contiguous copy div eq exp fill floor_divide full gather ge gelu gt index
             index_copy index_select isinf isnan item le log logical_and logical_not logical_or lt
-            masked_fill max maximum mean min mul ne neg new_full new_ones new_zeros nonzero ones pad pow remainder
-            repeat rsqrt rsub scatter square stack sub sum tanh to where zero zeros""",
+            masked_fill max maximum mean min mul ne neg new_full new_ones new_zeros nonzero ones pad
+            pow remainder repeat rsqrt rsub scatter square stack sub sum tanh to where zero zeros""",
         "views": """
-            alias chunk detach empty empty_like empty_strided expand flatten lift_fresh narrow new_empty permute
-            reshape resolve_conj resolve_neg select slice split split_with_sizes squeeze t tensor_split
+            alias chunk detach empty empty_like empty_strided expand flatten lift_fresh narrow new_empty
+            permute reshape resolve_conj resolve_neg select slice split split_with_sizes squeeze t tensor_split
             transpose unbind unsqueeze view view_as""",
     }.items()
     for name in names.split()
