@@ -57,8 +57,8 @@ OPERATOR_ROLES = {
             pow remainder repeat rsqrt rsub scatter square stack sub sum tanh to where zero zeros""",
         "views": """
             alias chunk detach empty empty_like empty_strided expand flatten lift_fresh narrow new_empty
-            permute reshape resolve_conj resolve_neg select slice split split_with_sizes squeeze t tensor_split
-            transpose unbind unsqueeze view view_as""",
+            permute reshape resolve_conj resolve_neg select slice split split_with_sizes squeeze t
+            tensor_split transpose unbind unsqueeze view view_as""",
     }.items()
     for name in names.split()
 }
