@@ -23,9 +23,7 @@ from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
 from tests.roseinfer.kernels.kernel_checks import assert_replays_equal_ordinary_launches
 
 ROOT = Path(__file__).parents[3]
-COMPILED = pytest.mark.timeout(
-    2000
-)  # the first of these compiles all kernels: seconds here, minutes beside others
+COMPILED = pytest.mark.timeout(2000)  # the first test compiles all kernels: minutes on a busy machine
 KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_append_and_attend", "_best_tokens", "_advance"}
 
 
