@@ -7,7 +7,6 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 TORCH = $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
-TORCH_CPU := https://download.pytorch.org/whl/cpu
 WORKERS ?= 2
 TIMEOUT ?= 300
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
@@ -25,7 +24,8 @@ setup: $(STAMP) ## make .venv, or take the active conda environment, and install
 $(STAMP): pyproject.toml
 	@$(if $(CONDA),$(PY),$(PYTHON)) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("RoseLLM needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(if $(CPU),$(PIP) '$(TORCH)' --index-url $(TORCH_CPU))
+	$(if $(CPU),$(PIP) uv)
+	$(if $(CPU),$(PY) -m uv pip install --quiet --python $(PY) --torch-backend cpu '$(TORCH)')
 	$(PIP) -e '.[notebooks,test]'
 	@touch $@
 

@@ -107,10 +107,10 @@ def test_setup_for_a_cpu_takes_torch_without_cuda_and_once(copy):
         assert make("setup", "CPU=1", folder=copy).returncode == 0
     calls = (copy / "calls").read_text().splitlines()
     (torch,) = [requirement for requirement in PROJECT["dependencies"] if requirement.startswith("torch")]
-    first, then = [call for call in calls if "pip install" in call]
-    assert first.endswith(f" {torch} --index-url https://download.pytorch.org/whl/cpu")
+    _uv, first, then = [call for call in calls if "pip install" in call]
+    assert first.endswith(f" --torch-backend cpu {torch}")
     assert then.endswith(" -e .[notebooks,test]")
-    assert "whl/cpu" not in commands("setup")
+    assert "torch-backend" not in commands("setup")
 
 
 @pytest.mark.parametrize(("name", "used"), [("mine", True), ("base", False)])
