@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from rosellm.models.attention import CausalAttention
-from rosellm.models.config import ModelConfig
-from rosellm.models.model import GPT
+from rosellm.models.arch import Arch
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
@@ -35,14 +35,14 @@ def bits(x: Tensor) -> Tensor:
     return x.view(BITS[x.dtype.itemsize])
 
 
-def small_config(**changes) -> ModelConfig:
+def small_config(**changes) -> Arch:
     shape = {"vocab_size": 101, "n_positions": 64, "n_layers": 2, "n_heads": 2, "d_model": 32}
-    return ModelConfig(**(shape | changes))
+    return Arch(**(shape | changes))
 
 
-def random_model(seed: int, config: ModelConfig | None = None, std: float = 0.3) -> GPT:
+def random_model(seed: int, config: Arch | None = None, std: float = 0.3) -> Transformer:
     """An fp32 model on the CPU whose every parameter is random: biases and norms too."""
-    gpt = GPT.allocate(config or small_config(), CPU, torch.float32).initialise(seed, std=std)
+    gpt = Transformer.allocate(config or small_config(), CPU, torch.float32).initialise(seed, std=std)
     generator = torch.Generator().manual_seed(seed)
     for parameter in gpt.parameters():
         parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
@@ -55,7 +55,7 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab_size: int = 101) -> 
 
 
 @torch.inference_mode()
-def uncached_logits(gpt: GPT, tokens: list[int]) -> Tensor:
+def uncached_logits(gpt: Transformer, tokens: list[int]) -> Tensor:
     """Logits ``[N, V]`` of all positions, the whole sequence computed at once."""
     ids = torch.tensor(tokens, device=gpt.device)
     attention = CausalAttention([len(tokens)], gpt.device)
@@ -63,7 +63,7 @@ def uncached_logits(gpt: GPT, tokens: list[int]) -> Tensor:
     return gpt.logits(hidden)
 
 
-def uncached_greedy(gpt: GPT, prompt: list[int], n: int) -> list[int]:
+def uncached_greedy(gpt: Transformer, prompt: list[int], n: int) -> list[int]:
     """Greedy tokens, everything computed anew for each of them."""
     tokens = list(prompt)
     for _ in range(n):
@@ -103,7 +103,7 @@ def transformers_greedy(folder: Path, prompts: list[list[int]], n: int) -> Greed
     return Greedy(tokens, min(leads))
 
 
-def small_engine(gpt: GPT, **options) -> Engine:
+def small_engine(gpt: Transformer, **options) -> Engine:
     """Small blocks, so that sequences cross their edges; Triton-style appends from the first row on."""
     return Engine(gpt, **({"block_size": 8, "max_batch_size": 16, "gate": AppendGate(1)} | options))
 

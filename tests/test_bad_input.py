@@ -51,7 +51,7 @@ WPE = "transformer.wpe.weight"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = [WORDS[:20], [5, 6, 7], "h", [9] * 17]
 HUGE = 10**30
-SHAPE = small_config(vocab_size=300, eos_token_id=0)
+SHAPE = small_config(vocab_size=300, eos_token_ids=(0,))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.attention import attend_range
 from rosellm.roseinfer.kernels.linear import gelu
 from rosellm.roseinfer.kernels.paged_cache import AttentionShape, PagedCache, append_token, load_tile, rows_of
@@ -395,7 +395,7 @@ class PersistentLayers:
     tiles are those of GPT-2's small shape in half precision; in fp32, or for wider models, registers spill.
     """
 
-    def __init__(self, model: GPT, weights: list[LayerWeights], kernels: Kernels, programs: int) -> None:
+    def __init__(self, model: Transformer, weights: list[LayerWeights], kernels: Kernels, programs: int) -> None:
         self.model, self.programs, self.on_gpu = model, programs, model.device.type == "cuda"
         self.embed, self.add_norm = kernels.embed, kernels.add_norm
         self.weights = tuple(
@@ -447,7 +447,7 @@ def _stacked(layers: list[RowWeights]) -> Projection:
 
 
 def persistent_for_few(
-    layers_for: Callable[[int], Layers], model: GPT, kernels: Kernels
+    layers_for: Callable[[int], Layers], model: Transformer, kernels: Kernels
 ) -> Callable[[int], Layers]:
     """``layers_for`` with one kernel for up to ``PERSISTENT_ROWS`` rows; of torch versions, as it is.
 

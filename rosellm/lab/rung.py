@@ -35,7 +35,7 @@ from rosellm.lab.records.step_time import StepTimes, recorded_steps, step_times
 from rosellm.lab.records.timelines import STEPS
 from rosellm.lab.records.trace import Trace
 from rosellm.lab.records.verdicts import Verdict, verdicts
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import BEFORE, LADDER, get_rung
 
@@ -52,8 +52,8 @@ class Rung:
 
     before: str
     after: str
-    gpt: GPT
-    exact: Callable[[], GPT]  # the same model in fp32
+    gpt: Transformer
+    exact: Callable[[], Transformer]  # the same model in fp32
     prompt_lengths: list[int]
     batch: int
     new_tokens: int

@@ -34,22 +34,36 @@ def masked_attention(
     )
 
 
+def in_window(query: Tensor, key: Tensor, window: int | None) -> Tensor:
+    """Whether the tokens at positions ``query`` attend to those at ``key``: the last ``window`` up to them."""
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)
+
+
 class CausalAttention:
     """Each token attends to itself and to earlier tokens of its sequence; nothing is cached.
 
     lengths: tokens of each packed sequence, summing to N. Equal lengths need no copy; others are padded on
-    the right, where causality hides the padding from every real token.
+    the right, where causality hides the padding from every real token. scale and window: the model's.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device) -> None:
+    def __init__(
+        self, lengths: list[int], device: torch.device, scale: float | None = None, window: int | None = None
+    ) -> None:
+        self.scale = scale
         self.batch, self.longest = len(lengths), max(lengths)
         self.equal = all(n == self.longest for n in lengths)
         if not self.equal:
             counts = torch.tensor(lengths, device=device)
             self.real = torch.arange(self.longest, device=device)[None, :] < counts[:, None]  # [B, T]
+        self.mask = None
+        if window is not None and window < self.longest:
+            position = torch.arange(self.longest, device=device)
+            self.mask = in_window(position[:, None], position[None, :], window)  # [T, T]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = masked_attention(self._pad(q), self._pad(k), self._pad(v), None, is_causal=True)
+        padded = self._pad(q), self._pad(k), self._pad(v)
+        out = masked_attention(*padded, self.mask, is_causal=self.mask is None, scale=self.scale)
         out = out.transpose(1, 2)  # [B, T, H, D]
         return out.reshape(q.shape) if self.equal else out[self.real]
 

@@ -7,7 +7,7 @@ from os import PathLike
 import torch
 
 from rosellm.errors import CheckpointError, DeviceError
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import DummyTokenizer, Tokenizer, load_dummy_tokenizer, load_tokenizer
 from rosellm.models.weights import SHIPPED, checkpoint_folder, dummy_model, load_model
 
@@ -39,7 +39,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def load_parts(
     model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto"
-) -> tuple[GPT, AnyTokenizer]:
+) -> tuple[Transformer, AnyTokenizer]:
     """A checkpoint (``rose-tiny``, a folder or a hub id) and its tokenizer.
 
     load_format: "auto", or "dummy" for seeded random weights in the checkpoint's shape and a tokenizer that

@@ -1,7 +1,8 @@
-"""GPT-2 (Radford et al. 2019), pre-norm decoder, over a flat list of tokens.
+"""Pre-norm decoder-only transformers of every family, over a flat list of tokens: their specification.
 
 The model knows nothing about batches, caches or masks: attention is passed in (see ``attention.Attend``), and
-every other operation works per token. N tokens, C model width, V vocabulary size.
+every other operation works per token. N tokens, C model width, F MLP width, V vocabulary size. Every matrix is
+``[N, K]``, outputs by inputs; q, k and v are joined, and so are gate and up.
 """
 
 from __future__ import annotations
@@ -13,49 +14,78 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
-from rosellm.models.config import ModelConfig
+from rosellm.models.rope import Rotary, rotate
+
+ALIGNMENT = 64  # of the vocabulary, in rows: the head's product needs aligned stores
 
 
 class Projection(nn.Module):
-    """``x @ weight + bias`` with weight ``[in, out]``, the layout of GPT-2 checkpoints."""
+    """``x @ weight.T + bias`` with weight ``[N, K]``; uninitialised."""
 
-    def __init__(self, n_in: int, n_out: int) -> None:
+    def __init__(self, n: int, k: int, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_in, n_out))
-        self.bias = nn.Parameter(torch.zeros(n_out))
+        self.weight = nn.Parameter(torch.empty(n, k))
+        self.bias = nn.Parameter(torch.zeros(n)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x, self.weight)
+        return F.linear(x, self.weight, self.bias)
+
+
+def _norm(arch: Arch, width: int) -> nn.LayerNorm | nn.RMSNorm:
+    kind = nn.LayerNorm if arch.norm.kind == "layer" else nn.RMSNorm
+    return kind(width, eps=arch.norm.eps)
 
 
 class Block(nn.Module):
-    """One transformer layer: attention and MLP, each behind a LayerNorm and a residual."""
+    """One transformer layer: attention and MLP, each behind a norm and a residual."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: Arch, layer: int) -> None:
         super().__init__()
         self.layer, self.config = layer, config
-        self.ln_1 = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.qkv = Projection(config.d_model, config.qkv_width)
-        self.out = Projection(config.d_model, config.d_model)
-        self.ln_2 = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.up = Projection(config.d_model, config.d_ff)
-        self.down = Projection(config.d_ff, config.d_model)
+        projections = {
+            name: Projection(*config.shapes[name], name in config.biases) for name in config.shapes
+        }
+        self.norm_1, self.qkv = _norm(config, config.d_model), projections["qkv"]
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm.eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm.eps) if config.qk_norm else None
+        self.out = projections["out"]
+        self.norm_2, self.up, self.down = (
+            _norm(config, config.d_model),
+            projections["up"],
+            projections["down"],
+        )
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        x = x + self._attention(self.ln_1(x), attend)  # [N, C]
-        hidden = F.gelu(self.up(self.ln_2(x)), approximate="tanh")  # [N, F]
-        return x + self.down(hidden)  # [N, C]
+        mixed = attend(self.layer, *split_heads(self.qkv(self.norm_1(x)), self.config))  # [N, H, D]
+        x = x + self.out(mixed.flatten(1))  # [N, C]
+        return x + self.down(activated(self.up(self.norm_2(x)), self.config))  # [N, C]
 
-    def _attention(self, x: Tensor, attend: Attend) -> Tensor:
-        mixed = attend(self.layer, *split_heads(self.qkv(x), self.config))  # [N, H, D]
-        return self.out(mixed.reshape(-1, self.config.d_model))  # [N, C]
+    @property
+    def head_norms(self) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
+        """The norms of q's and k's heads."""
+        return self.q_norm, self.k_norm
+
+    def position(self, q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k as attention takes them: each head normalised, then turned."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, cos_sin), rotate(k, cos_sin)
 
 
-def split_heads(qkv: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(qkv: Tensor, config: Arch) -> tuple[Tensor, Tensor, Tensor]:
     """``[N, (H + 2 H_kv) D]`` → q ``[N, H, D]``, k and v ``[N, H_kv, D]``, views."""
     n_kv = config.n_kv_heads
     return qkv.view(len(qkv), -1, config.head_dim).split((config.n_heads, n_kv, n_kv), dim=1)
+
+
+def activated(up: Tensor, config: Arch) -> Tensor:
+    """GELU in its tanh form, or SwiGLU: ``silu(gate) * up`` of ``[gate, up]``, ``[N, 2 F]`` → ``[N, F]``."""
+    if config.mlp == "gelu":
+        return F.gelu(up, approximate="tanh")
+    gate, up = up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def _embedding(n: int, width: int) -> nn.Embedding:
@@ -63,35 +93,50 @@ def _embedding(n: int, width: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(torch.empty(n, width), freeze=False)
 
 
-class GPT(nn.Module):
-    """Token ids and positions ``[N]`` → hidden states ``[N, C]``; :meth:`logits` maps those to ``[N, V]``."""
+class Transformer(nn.Module):
+    """Token ids and positions ``[N]`` → hidden states ``[N, C]``; :meth:`logits` maps those to ``[N, V]``.
 
-    def __init__(self, config: ModelConfig) -> None:
+    cos_sin: the angles of every position, ``[P, D]`` fp32, or None with learned positions.
+    """
+
+    cos_sin: Tensor | None
+
+    def __init__(self, config: Arch) -> None:
         super().__init__()
         self.config = config
         self.token_embedding = _embedding(config.vocab_size, config.d_model)
-        self.position_embedding = _embedding(config.n_positions, config.d_model)
+        self.position_embedding = None if config.rope else _embedding(config.n_positions, config.d_model)
         blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.blocks = cast(Sequence[Block], blocks)
-        self.ln_f = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.norm = _norm(config, config.d_model)
+        self.lm_head = Projection(config.vocab_size, config.d_model, bias=False)
+        self.register_buffer("cos_sin", None, persistent=False)
+        if self.lm_head.weight.device.type != "meta":
+            self._tabulate(self.lm_head.weight.device)
         self._tie()
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:
             self.lm_head.weight = self.token_embedding.weight
 
+    def _tabulate(self, device: torch.device) -> None:
+        if self.config.rope is not None:
+            self.cos_sin = self.config.rope.table(self.config.n_positions, self.config.head_dim, device)
+
     @classmethod
-    def allocate(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> GPT:
-        """An inference model with uninitialised weights."""
+    def allocate(cls, config: Arch, device: torch.device, dtype: torch.dtype) -> Transformer:
+        """An inference model with uninitialised weights; the vocabulary's matrices end in rows of zeros."""
         with torch.device("meta"):
-            gpt = cls(config)
-        for module in gpt.modules():
+            model = cls(config)
+        vocabulary = (model.token_embedding, model.lm_head)
+        for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                empty = torch.empty(parameter.shape, device=device, dtype=dtype)
+                make = _padded if module in vocabulary else torch.empty
+                empty = make(parameter.shape, device=device, dtype=dtype)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
-        gpt._tie()
-        return gpt.eval()
+        model._tie()
+        model._tabulate(device)
+        return model.eval()
 
     @property
     def device(self) -> torch.device:
@@ -102,25 +147,67 @@ class GPT(nn.Module):
         return self.token_embedding.weight.dtype
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        x = self.token_embedding(ids) + self.position_embedding(positions)  # [N, C]
+        return self.layers(ids, positions, self.positioned(positions, attend))
+
+    def layers(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The same for an ``attend`` that gets q and k as projected, and positions them itself."""
+        x = self.token_embedding(ids)  # [N, C]
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x, attend)
-        return self.ln_f(x)
+        return self.norm(x)
+
+    def positioned(self, positions: Tensor, attend: Attend) -> Attend:
+        """``attend`` for q and k as projected: they are normalised and turned first, as the model says."""
+        if self.cos_sin is None:
+            return attend
+        cos_sin = self.cos_sin[positions]  # [N, D]
+
+        def position_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(layer, *self.blocks[layer].position(q, k, cos_sin), v)
+
+        return position_and_attend
+
+    def rotary(self, layer: int) -> Rotary | None:
+        """What :meth:`positioned` does to a layer's q and k, for kernels that do it; None for nothing."""
+        if self.cos_sin is None:
+            return None
+        norms = [None if norm is None else norm.weight for norm in self.blocks[layer].head_norms]
+        return Rotary(self.cos_sin, *norms, self.config.norm.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)  # [N, V]
 
-    def initialise(self, seed: int, std: float = 0.02) -> GPT:
+    @property
+    def padded_head(self) -> Tensor:
+        """The head's weight with the zero rows that :meth:`allocate` added, ``[V', C]``: a view."""
+        rows, width = self.lm_head.weight.shape
+        return self.lm_head.weight.as_strided((_aligned(rows), width), (width, 1))
+
+    def initialise(self, seed: int, std: float = 0.02) -> Transformer:
         """GPT-2's seeded initialisation: normal, deviation ``std``, residual outputs times 1/sqrt(2 L)."""
         generator = torch.Generator(device=self.device).manual_seed(seed)
         residual = std / (2 * self.config.n_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif ".ln_" in f".{name}":
+            elif "norm" in name:
                 nn.init.ones_(parameter)
             else:
                 scale = residual if name.endswith(("out.weight", "down.weight")) else std
                 with torch.no_grad():
                     parameter.normal_(0.0, scale, generator=generator)
         return self
+
+
+def _aligned(rows: int) -> int:
+    return -(-rows // ALIGNMENT) * ALIGNMENT
+
+
+def _padded(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Uninitialised rows, followed in memory by zero ones up to a multiple of ``ALIGNMENT``."""
+    rows, width = shape
+    padded = torch.empty(_aligned(rows), width, device=device, dtype=dtype)
+    padded[rows:].zero_()
+    return padded[:rows]

@@ -17,7 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from rosellm.atomic import replacing, write_text
 from rosellm.errors import CheckpointError, PromptError
-from rosellm.models.config import ModelConfig
+from rosellm.models.arch import Arch
 from rosellm.models.weights import SHIPPED, checkpoint_folder
 
 END_OF_TEXT = "<|endoftext|>"
@@ -173,7 +173,7 @@ def byte_of_character() -> dict[str, int]:
     return {c: ord(c) if ord(c) < 256 else next(others) for c in alphabet}
 
 
-def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
+def load_tokenizer(folder: Path, config: Arch) -> Tokenizer:
     """A checkpoint's tokenizer; if the config names no end-of-sequence token, it is ``<|endoftext|>``.
 
     Raises CheckpointError for missing or corrupt files and for a vocabulary larger than the model's.
@@ -185,15 +185,16 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
             f"{folder}'s tokenizer has token ids up to {n_ids - 1}; "
             f"the model has embeddings for {config.vocab_size} tokens"
         )
-    eos = raw.token_to_id(END_OF_TEXT) if config.eos_token_id is None else config.eos_token_id
+    eos = config.eos_token_ids[0] if config.eos_token_ids else raw.token_to_id(END_OF_TEXT)
     return Tokenizer(raw, eos)
 
 
-def load_dummy_tokenizer(config: ModelConfig) -> DummyTokenizer:
+def load_dummy_tokenizer(config: Arch) -> DummyTokenizer:
     """The tokenizer of ``--load-format dummy`` for a model of that shape."""
     raw = _read(checkpoint_folder(SHIPPED))
     shipped = Tokenizer(raw, raw.token_to_id(END_OF_TEXT))
-    return DummyTokenizer(shipped, config.vocab_size, config.eos_token_id)
+    eos = config.eos_token_ids[0] if config.eos_token_ids else None
+    return DummyTokenizer(shipped, config.vocab_size, eos)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

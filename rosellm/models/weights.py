@@ -1,42 +1,42 @@
-"""Loading and saving of Hugging Face GPT-2 checkpoints (safetensors only)."""
+"""Loading and saving of Hugging Face checkpoints (safetensors only).
+
+A checkpoint's tensors are copied one by one into the rows of the model's joined weights: the most memory ever
+needed is the model's and one tensor.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
 import psutil
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from rosellm.atomic import replacing, write_text
 from rosellm.errors import CheckpointError
-from rosellm.models.config import KNOWN_SHAPES, ModelConfig
-from rosellm.models.model import GPT
+from rosellm.models.arch import Arch
+from rosellm.models.families import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
+from rosellm.models.families.family import eos_ids
+from rosellm.models.model import Transformer
+from rosellm.models.shards import opened, shards_of
 
 SHIPPED = "rose-tiny"
 WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CHECKPOINT_FILES = ["*.json", "*.txt", "*.safetensors"]
 
-_EMBEDDING, _HEAD = "transformer.wte.weight", "lm_head.weight"
-_CHECKPOINT_NAMES = {
-    "token_embedding": "transformer.wte",
-    "position_embedding": "transformer.wpe",
-    "blocks": "transformer.h",
-    "qkv": "attn.c_attn",
-    "out": "attn.c_proj",
-    "up": "mlp.c_fc",
-    "down": "mlp.c_proj",
-    "ln_f": "transformer.ln_f",
-}
+_EMBEDDING, _HEAD = "token_embedding.weight", "lm_head.weight"
+_LAYER = re.compile(r"^blocks\.(\d+)\.")
+COMPARED_ROWS = 4096
+TOLD_FROM = 256 << 20  # bytes of a checkpoint whose loading shows its progress
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -67,81 +67,132 @@ def _reason(error: Exception) -> str:
     return type(error).__name__
 
 
-def load_config(folder: Path) -> ModelConfig:
+def load_config(folder: Path) -> Arch:
     """The model's shape from ``folder/config.json``."""
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json")
+    arch = read_arch(_read_object(path))
+    return replace(arch, eos_token_ids=_generation_eos(folder) or arch.eos_token_ids)
+
+
+def _generation_eos(folder: Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of ``generation_config.json``, which may be more than the model's own."""
+    path = folder / "generation_config.json"
+    return eos_ids(_read_object(path)) if path.is_file() else ()
+
+
+def _read_object(path: Path) -> dict:
+    """A JSON object. Raises ``CheckpointError``."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
-    return ModelConfig.from_hf(fields)
+    return fields
 
 
-def load_model(model: str, device: torch.device, dtype: torch.dtype) -> GPT:
+def load_model(model: str, device: torch.device, dtype: torch.dtype) -> Transformer:
     """The checkpoint ``model`` (shipped name, folder or hub id) on ``device`` in ``dtype``."""
     folder = checkpoint_folder(model)
-    config, shards = load_config(folder), _shards(folder)
+    config, shards = load_config(folder), shards_of(folder)
     _check_extent(config, shards, folder)
-    gpt = GPT.allocate(_with_its_head(config, shards), device, dtype)
+    config = _with_its_head(config, shards)
+    _check_memory(config, device, dtype)
+    gpt = Transformer.allocate(config, device, dtype)
     _copy_weights(gpt, shards, folder)
     return gpt
 
 
-def dummy_model(model: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> GPT:
-    """The real shape of ``model`` with seeded random weights; nothing is downloaded."""
-    if model in KNOWN_SHAPES:
-        config = KNOWN_SHAPES[model]
-    elif model == SHIPPED or os.path.isdir(model):
-        config = load_config(checkpoint_folder(model))
-    else:
-        known = ", ".join([*KNOWN_SHAPES, SHIPPED])
-        raise CheckpointError(
-            f"no shape is known for {model!r}; use one of {known}, or a folder with a config.json"
-        )
+def dummy_model(model: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Transformer:
+    """The real shape of ``model`` with seeded random weights, made on ``device``; nothing is downloaded."""
+    config = dummy_shape(model)
     _check_memory(config, device, dtype)
-    return GPT.allocate(config, device, dtype).initialise(seed)
+    return Transformer.allocate(config, device, dtype).initialise(seed)
 
 
-def _check_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+def dummy_shape(model: str) -> Arch:
+    """The shape of ``model``: a known one, or that of a folder's ``config.json``."""
+    if model in KNOWN_SHAPES:
+        return KNOWN_SHAPES[model]
+    if model == SHIPPED or os.path.isdir(model):
+        return load_config(checkpoint_folder(model))
+    known = ", ".join([*KNOWN_SHAPES, SHIPPED])
+    raise CheckpointError(
+        f"no shape is known for {model!r}; use one of {known}, or a folder with a config.json"
+    )
+
+
+def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float16) -> None:
+    """Write ``config.json`` and ``model.safetensors``, readable by this module and ``transformers``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        place.name: place.stored(place.rows.detach()).to("cpu", dtype).contiguous() for place in places(gpt)
+    }
+    with replacing(folder / "model.safetensors") as unfinished:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+    text = json.dumps(write_arch(gpt.config) | {"torch_dtype": dtype_name(dtype)}, indent=1)
+    write_text(folder / "config.json", text + "\n")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor of a checkpoint belongs: a parameter's rows, and whether it is stored transposed."""
+
+    name: str
+    rows: Tensor
+    transposed: bool
+
+    def stored(self, rows: Tensor) -> Tensor:
+        return rows.t() if self.transposed else rows
+
+
+def places(gpt: Transformer) -> Iterator[Place]:
+    """The places of all parameters; a tied head is left out."""
+    family = FAMILIES[gpt.config.family]
+    for name, parameter in gpt.named_parameters():
+        number, template = _split_name(name)
+        theirs = [source.format(number) for source in family.tensors[template]]
+        transposed = template in family.transposed
+        for source, rows in zip(
+            theirs, parameter.split(_row_counts(template, len(theirs), gpt)), strict=True
+        ):
+            yield Place(source, rows, transposed)
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """A parameter's layer, empty outside the layers, and its name with ``{}`` for the layer."""
+    found = _LAYER.match(name)
+    return (found[1], _LAYER.sub("blocks.{}.", name)) if found else ("", name)
+
+
+def _row_counts(template: str, n_parts: int, gpt: Transformer) -> list[int]:
+    """How many rows of a joined weight each of its parts has: q, k and v, or gate and up."""
+    config = gpt.config
+    if n_parts == 3:
+        return [config.attention_width, *2 * [config.n_kv_heads * config.head_dim]]
+    if n_parts == 2:
+        return 2 * [config.d_ff]
+    return [gpt.get_parameter(template.format(0)).shape[0]]
+
+
+def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype) -> None:
     wanted = config.n_parameters * dtype.itemsize
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     if wanted > there:
         raise CheckpointError(
-            f"{config.n_parameters:,} parameters in {_dtype_name(dtype)} take {wanted / 1e9:,.0f} GB; "
+            f"{config.n_parameters:,} parameters in {dtype_name(dtype)} take {wanted / 1e9:,.0f} GB; "
             f"device {device.type!r} has {there / 1e9:,.0f} GB"
         )
 
 
-def save_model(gpt: GPT, folder: Path, dtype: torch.dtype = torch.float16) -> None:
-    """Write ``config.json`` and ``model.safetensors``, readable by this module and ``transformers``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        theirs: tensor.detach().to("cpu", dtype).contiguous() for theirs, tensor in _named(gpt).items()
-    }
-    with replacing(folder / "model.safetensors") as unfinished:
-        save_file(tensors, unfinished, metadata={"format": "pt"})
-    text = json.dumps(gpt.config.to_hf() | {"torch_dtype": _dtype_name(dtype)}, indent=1)
-    write_text(folder / "config.json", text + "\n")
-
-
-def _named(gpt: GPT) -> dict[str, Tensor]:
-    """Every parameter of ``gpt`` by checkpoint name; a tied head is left out."""
-    return {
-        ".".join(_CHECKPOINT_NAMES.get(part, part) for part in name.split(".")): parameter
-        for name, parameter in gpt.named_parameters()
-    }
-
-
-def _check_extent(config: ModelConfig, shards: list[Path], folder: Path) -> None:
+def _check_extent(config: Arch, shards: list[Path], folder: Path) -> None:
     """Refuse a config that asks for more than its files can hold, before anything is allocated."""
     n_bytes = 0
     for shard in shards:
-        with _opened(shard):
+        with opened(shard):
             n_bytes += shard.stat().st_size
     if config.n_parameters > n_bytes:
         raise CheckpointError(
@@ -150,91 +201,92 @@ def _check_extent(config: ModelConfig, shards: list[Path], folder: Path) -> None
         )
 
 
-def _with_its_head(config: ModelConfig, shards: list[Path]) -> ModelConfig:
+def _with_its_head(config: Arch, shards: list[Path]) -> Arch:
     """``config``, untied if the files' head differs from the token embedding (as in transformers 5)."""
     if not config.tie_embeddings:
         return config
-    both = [tensor.double() for _, tensor, _ in _tensors(shards, [_HEAD, _EMBEDDING])]
-    return replace(config, tie_embeddings=len(both) < 2 or torch.equal(*both))
+    family = FAMILIES[config.family]
+    head, embedding = (
+        _located(family.tensors[name][0], family.prefix, shards) for name in (_HEAD, _EMBEDDING)
+    )
+    return replace(config, tie_embeddings=head is None or embedding is None or _are_equal(head, embedding))
+
+
+Located = tuple[Path, str]
+
+
+def _located(name: str, prefix: str, shards: list[Path]) -> Located | None:
+    """The shard that holds a tensor, and how it spells its name."""
+    for shard in shards:
+        with opened(shard) as tensors:
+            if found := _find(name, prefix, set(tensors.keys())):
+                return shard, found
+    return None
+
+
+def _are_equal(one: Located, other: Located) -> bool:
+    """Whether two matrices are equal, a few rows in memory at a time."""
+    with opened(one[0]) as mine, opened(other[0]) as theirs:
+        a, b = mine.get_slice(one[1]), theirs.get_slice(other[1])
+        if a.get_shape() != b.get_shape():
+            return False
+        ends = range(0, a.get_shape()[0], COMPARED_ROWS)
+        return all(
+            torch.equal(a[row : row + COMPARED_ROWS].double(), b[row : row + COMPARED_ROWS].double())
+            for row in ends
+        )
 
 
 @torch.no_grad()
-def _copy_weights(gpt: GPT, shards: list[Path], folder: Path) -> None:
-    wanted = _named(gpt)
-    for name, value, shard in _tensors(shards, list(wanted)):
-        _copy(wanted.pop(name), value, name, shard)
-    if gpt.config.tie_embeddings and _EMBEDDING in wanted:
-        for _, value, shard in _tensors(shards, [_HEAD]):
-            _copy(wanted.pop(_EMBEDDING), value, _HEAD, shard)
+def _copy_weights(gpt: Transformer, shards: list[Path], folder: Path) -> None:
+    prefix = FAMILIES[gpt.config.family].prefix
+    wanted = {place.name: place for place in places(gpt)}
+    if gpt.config.tie_embeddings:
+        _name_the_shared(gpt, wanted, shards, prefix)
+    n_bytes = sum(shard.stat().st_size for shard in shards)
+    bar = tqdm(total=n_bytes, desc="weights", unit="B", unit_scale=True, disable=n_bytes < TOLD_FROM)
+    with bar as progress:
+        for shard in shards:
+            with opened(shard) as tensors:
+                available = set(tensors.keys())
+                for name in [n for n in wanted if _find(n, prefix, available)]:
+                    value = tensors.get_tensor(_find(name, prefix, available))
+                    _copy(wanted.pop(name), value, shard)
+                    progress.update(value.nbytes)
     if wanted:
         raise CheckpointError(f"{folder} lacks {len(wanted)} tensors, the first is {next(iter(wanted))}")
 
 
-def _tensors(shards: list[Path], names: list[str]) -> Iterator[tuple[str, Tensor, Path]]:
-    """Each of ``names`` that the shards hold, once: name, values on the CPU, shard file."""
-    missing = dict.fromkeys(names)
-    for shard in shards:
-        with _opened(shard) as tensors:
-            available = set(tensors.keys())
-            for name in [n for n in missing if _find(n, available)]:
-                del missing[name]
-                yield name, tensors.get_tensor(_find(name, available)), shard
+def _name_the_shared(gpt: Transformer, wanted: dict[str, Place], shards: list[Path], prefix: str) -> None:
+    """Take a tied embedding from the head, if the files have only that."""
+    names = FAMILIES[gpt.config.family].tensors
+    embedding, head = names[_EMBEDDING][0], names[_HEAD][0]
+    if not _located(embedding, prefix, shards) and _located(head, prefix, shards):
+        wanted[head] = replace(wanted.pop(embedding), name=head)
 
 
-@contextmanager
-def _opened(shard: Path) -> Iterator[safe_open]:
-    try:
-        with safe_open(shard, framework="pt") as tensors:
-            yield tensors
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{shard} cannot be read as safetensors: {error}") from error
+def _find(name: str, prefix: str, available: set[str]) -> str | None:
+    """``name`` as the shard spells it, with or without the family's prefix."""
+    return next((n for n in (name, name.removeprefix(prefix)) if n in available), None)
 
 
-def _find(name: str, available: set[str]) -> str | None:
-    """``name`` as the shard spells it, with or without the ``transformer.`` prefix."""
-    bare = name.removeprefix("transformer.")
-    return next((n for n in (name, bare) if n in available), None)
-
-
-def _copy(parameter: Tensor, value: Tensor, name: str, shard: Path) -> None:
-    if parameter.shape != value.shape:
+def _copy(place: Place, value: Tensor, shard: Path) -> None:
+    target = place.stored(place.rows)
+    if target.shape != value.shape:
         raise CheckpointError(
-            f"{name} in {shard.name} has shape {list(value.shape)}; "
-            f"the config asks for {list(parameter.shape)}"
+            f"{place.name} in {shard.name} has shape {list(value.shape)}; "
+            f"the config asks for {list(target.shape)}"
         )
     if value.dtype not in STORED_DTYPES:
-        known = ", ".join(map(_dtype_name, STORED_DTYPES))
-        raise CheckpointError(f"{name} in {shard.name} is stored as {_dtype_name(value.dtype)}; use {known}")
-    value = value.to(parameter.dtype)
-    if not torch.isfinite(value).all():
+        known = ", ".join(map(dtype_name, STORED_DTYPES))
+        stored = dtype_name(value.dtype)
+        raise CheckpointError(f"{place.name} in {shard.name} is stored as {stored}; use {known}")
+    target.copy_(value)
+    if not torch.isfinite(target).all():
         raise CheckpointError(
-            f"{name} in {shard.name} holds values that are not finite in {_dtype_name(parameter.dtype)}"
+            f"{place.name} in {shard.name} holds values that are not finite in {dtype_name(target.dtype)}"
         )
-    parameter.copy_(value)
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _shards(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    names = _indexed(index) if index.is_file() else ["model.safetensors"]
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)} (checkpoints are read from safetensors only)"
-        )
-    return [folder / name for name in names]
-
-
-def _indexed(index: Path) -> list[str]:
-    """The files named by a safetensors index; all must be in its folder."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        outside = [name for name in names if Path(name).name != name]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not a valid safetensors index") from error
-    if outside:
-        raise CheckpointError(f"{index} names files outside its folder")
-    return names

@@ -24,7 +24,7 @@ import torch
 
 from rosellm.command_line import OneLineParser, command
 from rosellm.errors import OptionError, RoseError
-from rosellm.models.config import ModelConfig
+from rosellm.models.arch import Arch
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.bench import options as bench_options
@@ -85,7 +85,7 @@ def _check_complete(tokens: list[list[int]], task: Task) -> None:
 
 
 def measure_workload(
-    task: Task, names: list[str], config: ModelConfig, warmup_runs: int, repeat_runs: int
+    task: Task, names: list[str], config: Arch, warmup_runs: int, repeat_runs: int
 ) -> dict[str, dict[str, Any]]:
     """One record per rival, in the order of ``names``; the rivals are closed afterwards."""
     with ExitStack() as cleanup:
@@ -107,7 +107,7 @@ def measure_workload(
     return records
 
 
-def _facts(task: Task, config: ModelConfig) -> dict[str, Any]:
+def _facts(task: Task, config: Arch) -> dict[str, Any]:
     """The facts shared by all rivals."""
     return {
         **bench_options.request_facts(task.options),
@@ -115,7 +115,7 @@ def _facts(task: Task, config: ModelConfig) -> dict[str, Any]:
         "workload_form": WORKLOADS[task.options.workload].form,
         "device": task.device.type,
         "dtype": str(task.dtype).removeprefix("torch."),
-        "model_shape": config.to_hf(),
+        "model_shape": write_arch(config),
         "max_batch_size": task.options.max_batch_size,
     }
 
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     print("\n".join(comparison(records)))
 
 
-def _of_workload(name: str, task: Task, config: ModelConfig, tokenizer: AnyTokenizer) -> Task:
+def _of_workload(name: str, task: Task, config: Arch, tokenizer: AnyTokenizer) -> Task:
     """``task`` with a workload's sizes and prompts. ``PromptError`` if those exceed the model's positions."""
     options = workload_options(task.options, name)
     prompts = encode_prompts(make_prompts(options, config.vocab_size), tokenizer)
@@ -178,7 +178,7 @@ def _of_workload(name: str, task: Task, config: ModelConfig, tokenizer: AnyToken
     return replace(task, options=options, prompts=prompts)
 
 
-def _measure_and_write(task: Task, options: Namespace, config: ModelConfig) -> Iterable[dict[str, Any]]:
+def _measure_and_write(task: Task, options: Namespace, config: Arch) -> Iterable[dict[str, Any]]:
     """A workload's records, each written as soon as it is measured."""
     sizes = task.options
     print(

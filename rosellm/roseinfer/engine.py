@@ -12,7 +12,7 @@ import torch
 
 from rosellm.errors import BusyError, OptionError, PromptError, RoseError, SamplingError, told
 from rosellm.models.loading import AnyTokenizer, load_parts
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.cache.budget import BlockBudget, kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
@@ -46,7 +46,7 @@ class Engine:
 
     def __init__(
         self,
-        model: GPT,
+        model: Transformer,
         tokenizer: AnyTokenizer | None = None,
         *,
         recipe: str | Recipe | None = None,
@@ -137,7 +137,7 @@ class Engine:
             raise SamplingError(f"params is {params!r}; give SamplingParams")
         _check_token_ids(prompt, self.config.vocab_size)
         self._n_requests += 1
-        pools, eos = self.blocks.num_pools, self.config.eos_token_id
+        pools, eos = self.blocks.num_pools, self.config.eos_token_ids
         sequence = Sequence(self._n_requests, prompt, params, pools, eos, replays=self.deterministic)
         if sequence.max_length > self.max_model_len:
             raise PromptError(

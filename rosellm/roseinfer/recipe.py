@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 import torch
 
 from rosellm.errors import DeviceError, RecipeError
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
@@ -216,13 +216,13 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 
 
 def build_step(
-    recipe: Recipe, model: GPT, blocks: KVBlockManager, kernels: Kernels, n_rows: int, gate: AppendGate
+    recipe: Recipe, model: Transformer, blocks: KVBlockManager, kernels: Kernels, n_rows: int, gate: AppendGate
 ) -> HostStep | ResidentStep:
     """The step that ``recipe`` names, for ``n_rows`` sequences; variants are looked up by name only here."""
     width = blocks_for(model.config.n_positions, blocks.block_size)
     if recipe.step == "resident":
         return _resident_step(recipe, model, blocks, kernels, width, n_rows)
-    attention = ATTENTION[recipe.attention](kernels.paged_attention_decode)
+    attention = ATTENTION[recipe.attention](kernels.paged_attention_decode, model.config)
     return HostStep(
         blocks=blocks,
         tables=TABLES[recipe.tables](model.device, width, blocks.max_blocks_per_layer),
@@ -235,7 +235,7 @@ def build_step(
 
 
 def _resident_step(
-    recipe: Recipe, model: GPT, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
+    recipe: Recipe, model: Transformer, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
 ) -> ResidentStep:
     bind: Binder
     capture, pool = recipe.runner == "graph", graph_pool(model.device)
@@ -243,21 +243,21 @@ def _resident_step(
         dependent = recipe.launch == "dependent" and model.device.type == "cuda"
         kernels = batch_invariant.invariant_kernels(kernels, dependent)
         layers_for, prefill_layers_for = batch_invariant.invariant_layers(model, kernels)
-        bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks)
+        bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks, model)
         chooser = batch_invariant.invariant_chooser(model, kernels)
     else:
         layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
-        bind = build_binder(recipe.attention, recipe.append, kernels, blocks)
+        bind = build_binder(recipe.attention, recipe.append, kernels, blocks, model)
         prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels)
     prefill: Prefill | PackedPrefill = Prefill(model, blocks)
     if recipe.prefill == "packed":
-        prefill = PackedPrefill(blocks, kernels, prefill_layers_for, width, capture, pool)
+        prefill = PackedPrefill(model, blocks, kernels, prefill_layers_for, width, capture, pool)
     if recipe.gemm == "persistent":
         exhibit = load_exhibit("persistent_layers")
         layers_for = exhibit.persistent_for_few(layers_for, model, kernels)
     return ResidentStep(
         blocks=blocks,
-        state=DeviceState(n_rows, width, model.device),
+        state=DeviceState(n_rows, width, model.device, model.config.eos_token_ids),
         layers_for=layers_for,
         bind=bind,
         chooser=chooser,

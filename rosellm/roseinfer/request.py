@@ -52,14 +52,14 @@ class Sequence:
     ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between
     steps exactly the last token is not. ``block_ids[pool]`` are global block ids. ``finish_reason``: None
     while running, "stop", "length", "cancelled", or "failed" with its reason in ``error``. ``seed`` and a
-    token's index determine its random numbers. ``stop_token`` ends it, None if nothing does. ``replays``:
+    token's index determine its random numbers. any of ``stop_tokens`` ends it. ``replays``:
     after preemption its output is decoded again, token by token, as the first time; otherwise it is
     prefilled, like the prompt. A scheduler updates ``metrics`` and, if the text is followed, ``text``.
     """
 
     __slots__ = (
         "block_ids", "error", "finish_reason", "metrics", "n_cached", "n_prompt", "params", "replays",
-        "request_id", "seed", "stop_token", "text", "tokens",
+        "request_id", "seed", "stop_tokens", "text", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -68,7 +68,7 @@ class Sequence:
         prompt: list[int],
         params: SamplingParams,
         n_pools: int,
-        eos_token_id: int | None,
+        eos_token_ids: tuple[int, ...] = (),
         replays: bool = False,
     ) -> None:
         self.request_id, self.params = request_id, params
@@ -79,7 +79,7 @@ class Sequence:
         self.metrics = RequestMetrics(arrival=perf_counter())
         self.text: IncrementalText | None = None
         self.replays = replays
-        self.stop_token = None if params.ignore_eos else eos_token_id
+        self.stop_tokens = () if params.ignore_eos else eos_token_ids
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
 
     @property
@@ -129,7 +129,7 @@ class Sequence:
             self._check_replayed(token)
             return False
         self.tokens.append(token)
-        if token == self.stop_token:
+        if token in self.stop_tokens:
             self.finish_reason = "stop"
         elif len(self.tokens) == self.max_length:
             self.finish_reason = "length"

@@ -33,14 +33,15 @@ def paged_attention_decode_ref(
     block_table: Tensor,
     context_lens: Tensor,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """The specification in plain torch, in fp32 arithmetic.
 
     q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]``, block_table ``[B, MAX_BLOCKS]`` int32, context_lens
     ``[B]`` int32 (0 allowed) → ``[B, H, D]`` of q's dtype. Table entries past a sequence's context may be
-    anything.
+    anything. window: the tokens that each attends to, the new one included; None: all.
     """
-    held = held_slots(block_table, context_lens, k_cache_layer)
+    held = held_slots(block_table, context_lens, k_cache_layer, None if window is None else window - 1)
     k = torch.cat((held.gather(k_cache_layer), k_new[:, :, None].float()), dim=2)  # [B, H_kv, S + 1, D]
     v = torch.cat((held.gather(v_cache_layer), v_new[:, :, None].float()), dim=2)
     return attend(q, k, v, F.pad(held.seen, (0, 1), value=True), scale)
@@ -64,15 +65,23 @@ class HeldSlots:
         return slots.flatten(2, 3).float().masked_fill_(~self.seen.transpose(2, 3), 0)
 
 
-def held_slots(block_table: Tensor, context_lens: Tensor, cache_layer: Tensor) -> HeldSlots:
-    """Arguments as of :func:`paged_attention_decode_ref`; any layer's cache will do."""
+def held_slots(
+    block_table: Tensor, context_lens: Tensor, cache_layer: Tensor, last: int | None = None
+) -> HeldSlots:
+    """Arguments as of :func:`paged_attention_decode_ref`; any layer's cache will do.
+
+    last: how many of a row's last tokens are seen; None: all.
+    """
     _, n_kv_heads, block_size, _ = cache_layer.shape
     longest, device = max(int(context_lens.max()), 0), context_lens.device
     width, start = min(longest, block_size), torch.arange(0, longest, block_size, device=device)  # [N]
     blocks = block_table[:, : len(start)].long().masked_fill(start >= context_lens[:, None], 0)  # [B, N]
     index = blocks[:, None] * n_kv_heads + torch.arange(n_kv_heads, device=device)[:, None]
     slots = torch.arange(len(start) * width, device=device)  # [S]
-    return HeldSlots(index, (slots < context_lens[:, None])[:, None, None], width)
+    seen = slots < context_lens[:, None]
+    if last is not None:
+        seen &= slots >= context_lens[:, None] - last
+    return HeldSlots(index, seen[:, None, None], width)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
@@ -86,6 +95,7 @@ def _paged_attention_decode_kernel(
     out_ptr, q_ptr, k_new_ptr, v_new_ptr, k_cache_ptr, v_cache_ptr, block_table_ptr, context_lens_ptr,
     scale, q_stride, kv_new_stride, block_stride, MAX_BLOCKS,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program per (sequence, query head): online softmax (Milakov & Gimelshein 2018) block by block."""
     row = tl.program_id(0).to(tl.int64)
@@ -103,9 +113,12 @@ def _paged_attention_decode_kernel(
     acc = tl.load(v_new_ptr + new, mask=in_head, other=0.0).to(tl.float32)
 
     context_len = tl.load(context_lens_ptr + row)
-    for start in range(0, context_len, BLOCK_SIZE):
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context_len - WINDOW + 1, 0)
+    for start in range(begin // BLOCK_SIZE * BLOCK_SIZE, context_len, BLOCK_SIZE):
         block = tl.load(block_table_ptr + row * MAX_BLOCKS + start // BLOCK_SIZE).to(tl.int64)
-        held = start + slot < context_len
+        held = (start + slot < context_len) & (start + slot >= begin)
         tile = block * block_stride + kv_head * BLOCK_SIZE * D + slot[:, None] * D + d[None, :]
         loaded = held[:, None] & in_head[None, :]
         k = tl.load(k_cache_ptr + tile, mask=loaded, other=0.0).to(tl.float32)
@@ -131,11 +144,11 @@ def make_fixed_paged_attention_decode(
     """
 
     def paged_attention_decode(
-        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale, window=None
     ) -> Tensor:
         out = q.new_empty(q.shape)
         grid, arguments, constants = _launch_arguments(
-            out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+            out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale, window
         )
         kernel = _paged_attention_decode_kernel[grid]
         kernel(*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
@@ -154,11 +167,11 @@ class AutotunedPagedAttention:
         self.tuner = tuner
 
     def __call__(
-        self, *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+        self, *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale, window=None
     ) -> Tensor:
         out = q.new_empty(q.shape)
         grid, arguments, constants = _launch_arguments(
-            out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale
+            out, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, context_lens, scale, window
         )
         self.tuner[grid](*arguments, **constants)
         return out
@@ -181,11 +194,11 @@ def make_autotuned_paged_attention_decode(
     return AutotunedPagedAttention(tune(_paged_attention_decode_kernel))
 
 
-def _launch_arguments(out, q, k_new, v_new, k_cache, v_cache, block_table, context_lens, scale):
+def _launch_arguments(out, q, k_new, v_new, k_cache, v_cache, block_table, context_lens, scale, window):
     batch, n_heads, head_dim = q.shape
     _, n_kv_heads, block_size, _ = k_cache.shape
     strides = q.stride(0), k_new.stride(0), k_cache.stride(0), block_table.stride(0)
     arguments = out, q, k_new, v_new, k_cache, v_cache, block_table, context_lens, scale, *strides
     padded = triton.next_power_of_2(head_dim)
     sizes = {"H": n_heads, "H_KV": n_kv_heads, "D": head_dim, "D_PADDED": padded, "BLOCK_SIZE": block_size}
-    return (batch, n_heads), arguments, sizes
+    return (batch, n_heads), arguments, sizes | {"WINDOW": window or 0}

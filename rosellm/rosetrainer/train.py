@@ -35,9 +35,9 @@ from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser, command
 from rosellm.environment import environment
 from rosellm.errors import RoseError
-from rosellm.models.config import ModelConfig
+from rosellm.models.arch import Arch
 from rosellm.models.loading import resolve_device
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from rosellm.models.weights import load_model, save_model
 from rosellm.rosetrainer.corpus import Corpus, read_corpus
@@ -51,8 +51,8 @@ from rosellm.rosetrainer.training import (
     train,
 )
 
-ROSE_TINY = ModelConfig(vocab_size=4096, n_positions=512, n_layers=5, n_heads=4, d_model=256, eos_token_id=0)
-SMOKE_MODEL = ModelConfig(vocab_size=512, n_positions=64, n_layers=2, n_heads=2, d_model=64, eos_token_id=0)
+ROSE_TINY = Arch(vocab_size=4096, n_positions=512, n_layers=5, n_heads=4, d_model=256, eos_token_ids=(0,))
+SMOKE_MODEL = Arch(vocab_size=512, n_positions=64, n_layers=2, n_heads=2, d_model=64, eos_token_ids=(0,))
 SMOKE = Hyperparameters(
     epochs=1.2, batch_size=16, learning_rate=5e-3, warmup_steps=10, dropout=0.0, validate_every=20
 )
@@ -71,7 +71,7 @@ OUTPUT_FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer
 class Made:
     """A finished run: the contents of the summary and the record."""
 
-    config: ModelConfig
+    config: Arch
     hyper: Hyperparameters
     training: Training
     score: Score
@@ -81,7 +81,7 @@ class Made:
 
 
 def make_model(
-    config: ModelConfig, hyper: Hyperparameters, corpus: Corpus, device: torch.device, folder: Path
+    config: Arch, hyper: Hyperparameters, corpus: Corpus, device: torch.device, folder: Path
 ) -> Made:
     """Train tokenizer and model on ``corpus``, write both into ``folder``, and score what was written."""
     began = time.perf_counter()
@@ -93,7 +93,7 @@ def make_model(
     stream = token_stream(corpus.train, tokenizer, device)
     validation = token_stream(corpus.validation, tokenizer, device)
     tokenized = time.perf_counter()
-    gpt = GPT(config).initialise(hyper.seed).to(device)
+    gpt = Transformer(config).initialise(hyper.seed).to(device)
     training = train(gpt, stream, validation, hyper)
     trained = time.perf_counter()
     tokenizer.save(folder)
@@ -107,7 +107,7 @@ def make_model(
     return Made(config, hyper, training, score, _statistics(corpus, stream, validation), completions, seconds)
 
 
-def _completions(gpt: GPT, tokenizer: Tokenizer) -> list[dict[str, str]]:
+def _completions(gpt: Transformer, tokenizer: Tokenizer) -> list[dict[str, str]]:
     return [
         {"prompt": prompt, "completion": complete(gpt, tokenizer, prompt, COMPLETION_TOKENS)}
         for prompt in PROMPTS
@@ -128,7 +128,7 @@ def record(made: Made, device: torch.device) -> dict[str, object]:
     where = environment(device)
     return {
         "kind": "training",
-        "model": made.config.to_hf() | {"n_parameters": made.config.n_parameters},
+        "model": write_arch(made.config) | {"n_parameters": made.config.n_parameters},
         "hyperparameters": asdict(made.hyper),
         "corpus": made.corpus,
         "steps": made.training.steps,

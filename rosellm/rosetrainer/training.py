@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from rosellm.errors import RoseError
 from rosellm.models.attention import CausalAttention
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import Tokenizer
 from rosellm.rosetrainer.corpus import Source
 
@@ -99,7 +99,7 @@ def token_stream(sources: tuple[Source, ...], tokenizer: Tokenizer, device: torc
     return torch.tensor(ids, device=device)
 
 
-def window_loss(gpt: GPT, windows: Tensor) -> Tensor:
+def window_loss(gpt: Transformer, windows: Tensor) -> Tensor:
     """Mean cross-entropy in nats (fp32) of windows ``[B, T + 1]``: every token but the first is predicted."""
     batch, length = windows.shape[0], windows.shape[1] - 1
     ids = windows[:, :-1].reshape(-1)  # [B T]
@@ -110,7 +110,7 @@ def window_loss(gpt: GPT, windows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def mean_loss(gpt: GPT, stream: Tensor, batch_size: int) -> float:
+def mean_loss(gpt: Transformer, stream: Tensor, batch_size: int) -> float:
     """Nats per token of ``stream`` after its first token, in non-overlapping windows.
 
     ``gpt`` is left in eval mode.
@@ -130,7 +130,7 @@ def mean_loss(gpt: GPT, stream: Tensor, batch_size: int) -> float:
     return (sum(nats) / n_targets).item()
 
 
-def train(gpt: GPT, stream: Tensor, validation: Tensor, hyper: Hyperparameters) -> Training:
+def train(gpt: Transformer, stream: Tensor, validation: Tensor, hyper: Hyperparameters) -> Training:
     """Train ``gpt`` in place and leave it with its best validation weights; streams int64 on its device."""
     length = gpt.config.n_positions
     if len(stream) <= length or len(validation) < 2:
@@ -165,7 +165,7 @@ def train(gpt: GPT, stream: Tensor, validation: Tensor, hyper: Hyperparameters) 
     return Training(curve, best_step, steps, steps * hyper.batch_size * length)
 
 
-def add_dropout(gpt: GPT, p: float) -> None:
+def add_dropout(gpt: Transformer, p: float) -> None:
     """Add dropout, active in training mode, to the embeddings and both branches of each layer of ``gpt``."""
 
     def drop(module: torch.nn.Module, _inputs: tuple, output: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def add_dropout(gpt: GPT, p: float) -> None:
 
 
 @torch.no_grad()
-def complete(gpt: GPT, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
+def complete(gpt: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
     """The greedy continuation of ``prompt``, recomputed from the start for each token."""
     prompt_ids = tokenizer.encode(prompt)
     ids = list(prompt_ids)
@@ -200,7 +200,7 @@ def _batches(stream: Tensor, length: int, hyper: Hyperparameters, steps: int) ->
 
 
 def _update(
-    gpt: GPT, windows: Tensor, optimizer: torch.optim.Optimizer, hyper: Hyperparameters, rate: float
+    gpt: Transformer, windows: Tensor, optimizer: torch.optim.Optimizer, hyper: Hyperparameters, rate: float
 ) -> Tensor:
     gpt.train()
     for group in optimizer.param_groups:
@@ -214,7 +214,7 @@ def _update(
     return loss.detach()
 
 
-def _optimizer(gpt: GPT, hyper: Hyperparameters) -> torch.optim.AdamW:
+def _optimizer(gpt: Transformer, hyper: Hyperparameters) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices and embeddings only."""
     matrices = [parameter for parameter in gpt.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in gpt.parameters() if parameter.dim() == 1]

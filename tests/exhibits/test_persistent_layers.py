@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import RecipeError
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
@@ -44,7 +44,7 @@ PersistentLayers, persistent_for_few = (
 MODELS = {
     "small": {},
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
-    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3, "norm_eps": 1e-3},
+    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3, "norm": Norm("layer", 1e-3)},
     "long_sums": {"d_model": 32, "n_layers": 1, "d_ff": 1100},
 }
 SMALL_M = ("fused", "epilogue", "small_m")
@@ -61,13 +61,13 @@ def few_ranges(monkeypatch):
         monkeypatch.setattr(persistent_layers, "BUSY", 8)
 
 
-def few_and_persistent(model: GPT) -> tuple[Layers, Layers]:
+def few_and_persistent(model: Transformer) -> tuple[Layers, Layers]:
     layers_for = build_layers(*SMALL_M, model, TRITON)
     return layers_for(1), persistent_for_few(layers_for, model, TRITON)(1)
 
 
 def make_attention(
-    model: GPT, positions: list[int], block_size: int = 4, tile: int = TILE, seed: int = 0
+    model: Transformer, positions: list[int], block_size: int = 4, tile: int = TILE, seed: int = 0
 ) -> PagedAttention:
     """A state with random tokens over a random cache, in which slots without a token are NaN."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
@@ -96,7 +96,7 @@ def caches(attend: PagedAttention) -> tuple[Tensor, Tensor]:
     return torch.nan_to_num(attend.blocks.k_cache), torch.nan_to_num(attend.blocks.v_cache)
 
 
-def run(layers: Layers, model: GPT, positions: list[int], **options) -> tuple[Tensor, Tensor, Tensor]:
+def run(layers: Layers, model: Transformer, positions: list[int], **options) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states and both caches."""
     attend = make_attention(model, positions, **options)
     hidden = layers(attend.state.tokens, attend.state.positions, attend)
@@ -104,7 +104,7 @@ def run(layers: Layers, model: GPT, positions: list[int], **options) -> tuple[Te
 
 
 def assert_layers_agree(
-    few: Layers, persistent: Layers, model: GPT, positions: list[int], tolerance: float = TOLERANCE, **options
+    few: Layers, persistent: Layers, model: Transformer, positions: list[int], tolerance: float = TOLERANCE, **options
 ) -> None:
     found, expected = (run(layers, model, positions, **options) for layers in (persistent, few))
     assert expected[0].isfinite().all()
@@ -249,7 +249,7 @@ def test_an_engine_with_one_kernel_gives_the_same_tokens(device, monkeypatch):
 # A GPU's own.
 
 
-def gpt2_small(n_layers: int, dtype: torch.dtype) -> GPT:
+def gpt2_small(n_layers: int, dtype: torch.dtype) -> Transformer:
     config = small_config(d_model=768, n_heads=12, n_layers=n_layers, vocab_size=1000, n_positions=1024)
     return random_model(8, config, std=0.02).to("cuda", dtype)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rosellm.errors import CheckpointError
-from rosellm.models.config import KNOWN_SHAPES, ModelConfig
+from rosellm.models.arch import Arch
+from rosellm.models.families import KNOWN_SHAPES
 from tests.helpers import small_config
 
 HF = {"model_type": "gpt2", "vocab_size": 101, "n_positions": 64, "n_layer": 2, "n_head": 2, "n_embd": 32}
@@ -15,28 +16,28 @@ HF = {"model_type": "gpt2", "vocab_size": 101, "n_positions": 64, "n_layer": 2, 
     "config",
     [
         small_config(),
-        small_config(d_ff=48, tie_embeddings=False, eos_token_id=7, norm_eps=1e-6),
+        small_config(d_ff=48, tie_embeddings=False, eos_token_ids=(7,), norm_eps=1e-6),
         *KNOWN_SHAPES.values(),
     ],
     ids=lambda c: str(c.n_parameters),
 )
 def test_a_config_survives_the_round_trip(config):
-    assert ModelConfig.from_hf(config.to_hf()) == config
+    assert read_arch(config.to_hf()) == config
 
 
 def test_a_sparse_config_takes_gpt2s_defaults():
-    assert ModelConfig.from_hf(HF | {"n_inner": None}) == small_config(d_ff=128, n_kv_heads=2, norm_eps=1e-5)
+    assert read_arch(HF | {"n_inner": None}) == small_config(d_ff=128, n_kv_heads=2, norm_eps=1e-5)
 
 
 def test_what_we_write_is_what_transformers_writes():
     from transformers import GPT2Config
 
-    ours = small_config(d_ff=48, eos_token_id=7, tie_embeddings=False).to_hf()
+    ours = small_config(d_ff=48, eos_token_ids=(7,), tie_embeddings=False).to_hf()
     theirs = GPT2Config(**{k: v for k, v in ours.items() if k != "model_type"}).to_dict()
     assert {name: theirs[name] for name in ours if name in theirs} == {
         k: v for k, v in ours.items() if k in theirs
     }
-    assert ModelConfig.from_hf(theirs) == ModelConfig.from_hf(ours)
+    assert read_arch(theirs) == read_arch(ours)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_what_we_write_is_what_transformers_writes():
 def test_what_the_model_does_not_do_is_refused_with_the_value(change):
     ((_, value),) = change.items()
     with pytest.raises(CheckpointError) as caught:
-        ModelConfig.from_hf(HF | change)
+        read_arch(HF | change)
     assert str(value).lower() in str(caught.value).lower()
 
 
@@ -80,13 +81,13 @@ def test_what_the_model_does_not_do_is_refused_with_the_value(change):
 )
 def test_a_field_of_the_wrong_type_is_refused(change):
     with pytest.raises(CheckpointError):
-        ModelConfig.from_hf(HF | change)
+        read_arch(HF | change)
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "n_positions", "n_layer", "n_head", "n_embd"])
 def test_a_missing_field_is_named(name):
     with pytest.raises(CheckpointError, match=name):
-        ModelConfig.from_hf({k: v for k, v in HF.items() if k != name})
+        read_arch({k: v for k, v in HF.items() if k != name})
 
 
 def test_no_key_value_heads_are_refused():

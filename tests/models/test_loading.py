@@ -7,7 +7,7 @@ import torch
 
 from rosellm.errors import CheckpointError, DeviceError
 from rosellm.lab.records.bench import get_model
-from rosellm.models.config import KNOWN_SHAPES
+from rosellm.models.families import KNOWN_SHAPES
 from rosellm.models.loading import load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.cache import budget

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rosellm.models.attention import CausalAttention, masked_attention
-from rosellm.models.config import KNOWN_SHAPES
-from rosellm.models.model import GPT
+from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.model import Transformer
 from rosellm.models.weights import save_model
 from tests.helpers import CPU, random_model, random_prompts, small_config, uncached_logits
 
@@ -46,8 +46,8 @@ def test_packed_sequences_do_not_see_each_other(lengths):
 
 def test_a_model_is_made_without_drawing_what_is_overwritten(monkeypatch):
     monkeypatch.delattr(torch.nn.init, "normal_")
-    assert all(parameter.requires_grad for parameter in GPT(small_config()).parameters())
-    GPT.allocate(small_config(), CPU, torch.float32)
+    assert all(parameter.requires_grad for parameter in Transformer(small_config()).parameters())
+    Transformer.allocate(small_config(), CPU, torch.float32)
 
 
 def test_a_token_does_not_change_the_logits_before_it():
@@ -69,7 +69,7 @@ def test_grouped_heads_equal_a_model_whose_key_heads_are_repeated(n_kv_heads):
     )
 
 
-def repeated_key_heads(gpt: GPT, group: int) -> dict[str, torch.Tensor]:
+def repeated_key_heads(gpt: Transformer, group: int) -> dict[str, torch.Tensor]:
     c, repeated = gpt.config, {}
     for name, value in gpt.state_dict().items():
         if ".qkv." in name:
@@ -109,13 +109,13 @@ def test_a_tied_head_is_the_token_embedding_and_an_untied_one_is_not():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_an_allocated_model_has_its_device_and_dtype_and_needs_no_gradient(dtype):
-    gpt = GPT.allocate(small_config(), CPU, dtype)
+    gpt = Transformer.allocate(small_config(), CPU, dtype)
     assert (gpt.device, gpt.dtype, gpt.training) == (CPU, dtype, False)
     assert all(p.dtype == dtype and not p.requires_grad for p in gpt.parameters())
 
 
-def initialised(seed: int, **options) -> GPT:
-    return GPT.allocate(small_config(d_model=128), CPU, torch.float32).initialise(seed, **options)
+def initialised(seed: int, **options) -> Transformer:
+    return Transformer.allocate(small_config(d_model=128), CPU, torch.float32).initialise(seed, **options)
 
 
 def test_initialisation_follows_its_seed():
@@ -135,7 +135,7 @@ def test_initialisation_has_gpt2s_deviations():
 
 
 def test_gradients_reach_every_parameter():
-    gpt = GPT(small_config()).initialise(0)
+    gpt = Transformer(small_config()).initialise(0)
     ids = torch.arange(16) % 5
     hidden = gpt(ids, torch.arange(16), CausalAttention([16], CPU))
     torch.nn.functional.cross_entropy(gpt.logits(hidden), ids).backward()

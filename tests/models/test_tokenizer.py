@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from tokenizers import decoders
 
 from rosellm.errors import CheckpointError
-from rosellm.models.config import KNOWN_SHAPES
+from rosellm.models.families import KNOWN_SHAPES
 from rosellm.models.tokenizer import (
     END_OF_TEXT,
     ByteStream,
@@ -170,7 +170,7 @@ def test_transformers_reads_a_saved_tokenizer_to_the_same_ids(
 
 
 def test_the_configs_end_of_text_outranks_the_tokenizers(saved: Path) -> None:
-    assert load_tokenizer(saved, small_config(vocab_size=320, eos_token_id=7)).eos_token_id == 7
+    assert load_tokenizer(saved, small_config(vocab_size=320, eos_token_ids=(7,))).eos_token_id == 7
 
 
 def test_a_vocabulary_as_large_as_the_models_fits_and_a_larger_one_is_refused(saved: Path) -> None:

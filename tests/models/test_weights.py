@@ -14,8 +14,8 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from rosellm.errors import CheckpointError
-from rosellm.models.config import KNOWN_SHAPES
-from rosellm.models.model import GPT
+from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.model import Transformer
 from rosellm.models.weights import checkpoint_folder, dummy_model, load_config, load_model, save_model
 from tests.helpers import CPU, DTYPES, random_model, random_prompts, small_config, uncached_logits
 
@@ -30,11 +30,11 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> GPT:
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Transformer:
     return load_model(str(folder), CPU, dtype)
 
 
-def same(a: GPT, b: GPT) -> bool:
+def same(a: Transformer, b: Transformer) -> bool:
     theirs = b.state_dict()
     return all(torch.equal(value, theirs[name]) for name, value in a.state_dict().items())
 
@@ -48,7 +48,7 @@ def rewrite(folder: Path, change) -> None:
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_saved_model_loads_again(tmp_path, dtype, tie):
-    gpt = random_model(0, small_config(tie_embeddings=tie, eos_token_id=5)).to(dtype)
+    gpt = random_model(0, small_config(tie_embeddings=tie, eos_token_ids=(5,))).to(dtype)
     save_model(gpt, tmp_path / "new" / "folder", dtype)
     again = load(tmp_path / "new" / "folder", dtype)
     assert again.config == gpt.config
@@ -161,7 +161,7 @@ def test_a_checkpoint_in_any_of_the_hubs_shapes_gives_the_logits_of_transformers
 ):
     from transformers import GPT2LMHeadModel
 
-    save_model(random_model(0, small_config(eos_token_id=5)), tmp_path, dtype)
+    save_model(random_model(0, small_config(eos_token_ids=(5,))), tmp_path, dtype)
     for change in HUB_SHAPES[shape]:
         rewrite(tmp_path, change)
     if shards:

@@ -23,9 +23,9 @@ from tests.helpers import (
 N_TOKENS = 10
 LENGTHS = [1, 8, 9, 21]
 SHAPES = {
-    "two-heads": small_config(eos_token_id=3),
-    "untied-wide-mlp": small_config(tie_embeddings=False, n_heads=4, d_ff=200, eos_token_id=3),
-    "deep-odd-heads": small_config(n_layers=5, n_heads=3, d_model=48, vocab_size=257, eos_token_id=3),
+    "two-heads": small_config(eos_token_ids=(3,)),
+    "untied-wide-mlp": small_config(tie_embeddings=False, n_heads=4, d_ff=200, eos_token_ids=(3,)),
+    "deep-odd-heads": small_config(n_layers=5, n_heads=3, d_model=48, vocab_size=257, eos_token_ids=(3,)),
 }
 BOUNDS = {torch.float32: 4e-6, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 """Largest difference of two logits over the largest logit: some roundings (2^-24, 2^-11, 2^-8) a layer."""

@@ -74,7 +74,7 @@ def test_a_rival_continues_unequal_prompts_in_order_through_the_end_of_sequence(
     prompts = random_prompts([1, 4, 2, 7, 3])
     plain = random_model(0)
     eos = uncached_greedy(plain, prompts[0], 8)[2]
-    gpt = random_model(0, small_config(eos_token_id=eos))
+    gpt = random_model(0, small_config(eos_token_ids=(eos,)))
     save_model(gpt, tmp_path, torch.float32)
     rival = RIVALS[name](make_task(tmp_path, prompts, new_tokens=8, batch=2))
     expected = [uncached_greedy(plain, prompt, 8) for prompt in prompts]

@@ -19,7 +19,7 @@ import torch
 
 from rosellm.errors import RecipeError
 from rosellm.models.loading import load_parts
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
@@ -221,7 +221,7 @@ def tokenizer_of_words() -> Tokenizer:
 
 
 @cache
-def parts(name: str, device: str) -> tuple[GPT, Tokenizer]:
+def parts(name: str, device: str) -> tuple[Transformer, Tokenizer]:
     """A model in fp32 and its tokenizer."""
     if name == SHIPPED:
         return load_parts(SHIPPED, device, "float32")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.models.weights import load_model, save_model
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, recipe_choices
@@ -45,12 +45,12 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles f
 def checkpoint(request, tmp_path_factory) -> tuple[Path, dict[str, Greedy]]:
     """A random GPT-2 checkpoint and what ``transformers`` generates from it."""
     folder = tmp_path_factory.mktemp("gpt2")
-    config = small_config(tie_embeddings=request.param != 1, eos_token_id=3)
+    config = small_config(tie_embeddings=request.param != 1, eos_token_ids=(3,))
     save_model(random_model(request.param, config), folder, torch.float32)
     return folder, {name: transformers_greedy(folder, prompts, N_TOKENS) for name, prompts in PROMPTS.items()}
 
 
-def load(folder: Path, device: str = "cpu") -> GPT:
+def load(folder: Path, device: str = "cpu") -> Transformer:
     return load_model(str(folder), torch.device(device), torch.float32)
 
 
@@ -310,7 +310,7 @@ def mutable_parts(root: object) -> dict[int, object]:
         part = todo.pop()
         ours = type(part).__module__.startswith("rosellm.")
         if (
-            isinstance(part, GPT)
+            isinstance(part, Transformer)
             or id(part) in found
             or not (ours or isinstance(part, (*CONTAINERS, Tensor)))
         ):

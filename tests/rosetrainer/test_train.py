@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from rosellm.errors import RoseError
 from rosellm.models.attention import CausalAttention
-from rosellm.models.config import ModelConfig
-from rosellm.models.model import GPT
+from rosellm.models.arch import Arch
+from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
 from rosellm.models.weights import SHIPPED, checkpoint_folder, load_config, load_model
 from rosellm.rosetrainer import train as command, training
@@ -77,15 +77,15 @@ def torch_settings():
     torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
-def tiny_model() -> GPT:
-    return GPT(small_config(n_layers=1, n_positions=16)).initialise(0)
+def tiny_model() -> Transformer:
+    return Transformer(small_config(n_layers=1, n_positions=16)).initialise(0)
 
 
 def tiny_stream(n: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(101, (n,), generator=torch.Generator().manual_seed(seed))
 
 
-def naive_loss(gpt: GPT, ids: list[int]) -> float:
+def naive_loss(gpt: Transformer, ids: list[int]) -> float:
     """Each token from its predecessors in its window, one window after the other."""
     length, nats = gpt.config.n_positions, 0.0
     for start in range(0, len(ids) - 1, length):
@@ -264,7 +264,7 @@ def small_corpus_or_error(folder: Path | None) -> Corpus:
 
 
 def test_a_corpus_too_small_for_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    config = ModelConfig(vocab_size=4096, n_positions=16, n_layers=1, n_heads=1, d_model=8, eos_token_id=0)
+    config = Arch(vocab_size=4096, n_positions=16, n_layers=1, n_heads=1, d_model=8, eos_token_ids=(0,))
     with pytest.raises(RoseError, match=r"the corpus yields \d+ tokens; the model's vocabulary is 4096"):
         command.make_model(config, QUICK, SOURCES, CPU, tmp_path)
 
@@ -331,7 +331,7 @@ def test_batches_are_windows_of_the_stream_and_reach_both_its_ends() -> None:
 
 
 def test_equal_seeds_give_equal_files_and_another_seed_does_not(tmp_path: Path) -> None:
-    config = ModelConfig(vocab_size=300, n_positions=16, n_layers=1, n_heads=2, d_model=16, eos_token_id=0)
+    config = Arch(vocab_size=300, n_positions=16, n_layers=1, n_heads=2, d_model=16, eos_token_ids=(0,))
     written = []
     for run, seed in enumerate((1, 1, 2)):
         folder = tmp_path / str(run)
@@ -347,7 +347,7 @@ def test_training_leaves_the_weights_of_the_best_validation(monkeypatch: pytest.
     scores = iter([3.0, 1.0, 2.0, 2.5])
     seen = []
 
-    def scripted_loss(gpt: GPT, *_: object) -> float:
+    def scripted_loss(gpt: Transformer, *_: object) -> float:
         seen.append(gpt.blocks[0].up.weight.detach().clone())
         return next(scores)
 
@@ -363,7 +363,7 @@ def test_training_leaves_the_weights_of_the_best_validation(monkeypatch: pytest.
 def test_a_diverged_training_is_told_with_its_step() -> None:
     gpt = tiny_model()
     with torch.no_grad():
-        gpt.ln_f.weight.fill_(math.nan)
+        gpt.norm.weight.fill_(math.nan)
     with pytest.raises(RoseError, match="the loss is not finite at step 1; lower the learning rate 0.01"):
         train(gpt, tiny_stream(200), tiny_stream(40), QUICK)
 
@@ -420,7 +420,7 @@ def test_the_shipped_checkpoint_has_the_full_shape_and_fits_twelve_megabytes() -
     folder = checkpoint_folder(SHIPPED)
     config = load_config(folder)
     assert config == command.ROSE_TINY
-    assert config.n_parameters == sum(p.numel() for p in GPT(config).parameters())
+    assert config.n_parameters == sum(p.numel() for p in Transformer(config).parameters())
     assert load_tokenizer(folder, config).vocab_size == config.vocab_size
     assert sum(path.stat().st_size for path in folder.rglob("*")) <= CHECKPOINT_BYTES
 

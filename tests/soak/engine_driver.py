@@ -191,7 +191,7 @@ def _patience(name: str) -> Iterator[None]:
 
 @cache
 def _model():
-    config = small_config(vocab_size=VOCAB, eos_token_id=EOS, n_positions=POSITIONS, d_model=8)
+    config = small_config(vocab_size=VOCAB, eos_token_ids=(EOS,), n_positions=POSITIONS, d_model=8)
     return random_model(0, config)
 
 

@@ -20,7 +20,7 @@ from tests.late_step import run_late
 VOCAB, EOS, BLOCK, N_POSITIONS = 13, 0, 4, 48
 RUNG_OF = {"per_layer": "mutable_block_info", "shared": "one_table"}
 CONFIG = small_config(
-    vocab_size=VOCAB, eos_token_id=EOS, n_positions=N_POSITIONS, n_layers=2, n_heads=1, d_model=1
+    vocab_size=VOCAB, eos_token_ids=(EOS,), n_positions=N_POSITIONS, n_layers=2, n_heads=1, d_model=1
 )
 POISON = "the model's logits are not finite"
 WEIGHTS = np.random.default_rng(0).integers(1, 97, N_POSITIONS).astype(np.float32)  # sums of these are exact

@@ -313,7 +313,7 @@ def params_of(a: int, b: int) -> SamplingParams:
 
 @cache
 def _model():
-    config = small_config(vocab_size=VOCAB, eos_token_id=EOS, n_positions=N_POSITIONS, d_model=8)
+    config = small_config(vocab_size=VOCAB, eos_token_ids=(EOS,), n_positions=N_POSITIONS, d_model=8)
     return random_model(0, config)
 
 

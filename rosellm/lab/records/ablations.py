@@ -18,7 +18,7 @@ from torch import Tensor
 from rosellm.errors import RecipeError
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.step_time import MakeBench, prompt_length, room
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import fill_tables
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.attention import tile_for
@@ -32,7 +32,7 @@ from rosellm.roseinfer.steps.resident import ResidentStep
 Variants = dict[str, MakeBench]
 
 
-def variants(rung: str, model: GPT, batch: int, context: int) -> Variants:
+def variants(rung: str, model: Transformer, batch: int, context: int) -> Variants:
     """The rung before, what lies between, and ``rung``, by name; ``context`` tokens cached a sequence."""
     bench = _bench(model, batch, context)
     between = BETWEEN[rung](model, bench, batch, context)
@@ -64,7 +64,7 @@ def _replaced(best: str) -> dict[str, Any]:
     return values
 
 
-def _bench(model: GPT, batch: int, context: int) -> Callable[..., Bench]:
+def _bench(model: Transformer, batch: int, context: int) -> Callable[..., Bench]:
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
 
     def bench(recipe: str | Recipe, **options: Any) -> Bench:
@@ -100,7 +100,7 @@ class PageableTables:
         return torch.from_numpy(tables)
 
 
-def _tables(model: GPT, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
+def _tables(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
     def with_tables(engine: Engine, from_lists: bool) -> None:
         old = cast(HostStep, engine.step).tables
         tables = PageableTables(engine.device, old.max_blocks, old.blocks_per_pool, from_lists)
@@ -113,7 +113,7 @@ def _tables(model: GPT, bench: Callable[..., Bench], batch: int, context: int) -
     }
 
 
-def _attention(model: GPT, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
+def _attention(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
     """The new kernel's attention, with the append left in a kernel of its own (and, unseen, done twice)."""
     before = BEFORE["fused_append"]
 
@@ -126,7 +126,7 @@ def _attention(model: GPT, bench: Callable[..., Bench], batch: int, context: int
     }
 
 
-def _head(model: GPT, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
+def _head(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
     """All logits still, from a head whose vocabulary is padded to a multiple of 64."""
 
     def pad(engine: Engine) -> None:
@@ -137,13 +137,13 @@ def _head(model: GPT, bench: Callable[..., Bench], batch: int, context: int) -> 
     return {"vocabulary padded": partial(bench, BEFORE["fused_head"], prepare=pad)}
 
 
-def _launch(model: GPT, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
+def _launch(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
     """Launched dependently, but released only as the predecessor ends: nothing of the two overlaps."""
     kernels: Kernels | str = triton_kernels(AT_END) if model.device.type == "cuda" else "auto"
     return {"released at the end": partial(bench, "dependent_launch", kernels=kernels)}
 
 
-BETWEEN: Mapping[str, Callable[[GPT, Callable[..., Bench], int, int], Variants]] = {
+BETWEEN: Mapping[str, Callable[[Transformer, Callable[..., Bench], int, int], Variants]] = {
     "pinned_h2d": _tables,
     "fused_append": _attention,
     "fused_head": _head,

@@ -16,7 +16,7 @@ from torch import Tensor
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.trace import Trace, record_trace
 from rosellm.models.loading import load_parts
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.table import Kernels
@@ -28,7 +28,7 @@ from rosellm.roseinfer.steps.kv_append import AppendGate
 
 
 @lru_cache(maxsize=2)
-def get_model(model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto") -> GPT:
+def get_model(model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto") -> Transformer:
     """A model, loaded once a process; a folder is also found from where the caller stands."""
     return load_parts(model_path(model), device, dtype, load_format)[0]
 
@@ -50,7 +50,7 @@ class Bench:
 
     def __init__(
         self,
-        model: GPT,
+        model: Transformer,
         recipe: str | Recipe,
         prompts: list[list[int]],
         new_tokens: int,
@@ -135,7 +135,7 @@ WARM_UP_STEPS = 2
 
 
 def run_recipe(
-    model: GPT, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options: Any
+    model: Transformer, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options: Any
 ) -> Run:
     """Prefill, a short warm-up, one counted step, then timed steps: ``new_tokens`` a sequence in all."""
     bench = Bench(model, recipe, prompts, new_tokens, **options)
@@ -146,7 +146,7 @@ def run_recipe(
 
 
 def compare(
-    model: GPT,
+    model: Transformer,
     before: str | Recipe,
     after: str | Recipe,
     prompts: list[list[int]],
@@ -159,7 +159,7 @@ def compare(
 
 
 def forced_logits(
-    model: GPT, recipe: str | Recipe, prompts: list[list[int]], tokens: list[list[int]], **options: Any
+    model: Transformer, recipe: str | Recipe, prompts: list[list[int]], tokens: list[list[int]], **options: Any
 ) -> Tensor:
     """Logits ``[steps, B, V]`` (fp32, on the host) of a recipe fed ``tokens``, whatever it would choose."""
     steps = len(tokens[0])

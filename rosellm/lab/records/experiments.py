@@ -28,7 +28,7 @@ from rosellm.lab.records.bench import (
 )
 from rosellm.lab.records.ledger import step_ledger, tokens_before_profile, tokens_needed
 from rosellm.lab.records.trace import Trace
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import H2D_RANGE
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.steps.step import STEP_RANGE
@@ -67,7 +67,7 @@ def host_time(trace: Trace) -> dict[str, float]:
 
 
 def counted_rungs(
-    model: GPT,
+    model: Transformer,
     rungs: list[str],
     batch: int,
     new_tokens: int = 16,
@@ -84,7 +84,7 @@ def counted_rungs(
 
 
 def equality(
-    model: GPT, rungs: list[str], lengths: list[int], batch: int, new_tokens: int
+    model: Transformer, rungs: list[str], lengths: list[int], batch: int, new_tokens: int
 ) -> dict[str, dict]:
     """Every rung against the first: tokens of free runs, and logits where both are fed the same tokens.
 
@@ -111,7 +111,7 @@ def equality(
     return figures
 
 
-def attention_operands(model: GPT, batch: int, context: int, block_size: int = 64) -> dict[str, Any]:
+def attention_operands(model: Transformer, batch: int, context: int, block_size: int = 64) -> dict[str, Any]:
     """Random operands of ``paged_attention_decode`` in the model's shape, ``context`` tokens cached a row."""
     c, device, dtype = model.config, model.device, model.dtype
     per_sequence = -(-c.n_positions // block_size)
@@ -133,7 +133,7 @@ def attention_operands(model: GPT, batch: int, context: int, block_size: int = 6
     }
 
 
-def launch_costs(model: GPT, batch: int, context: int, calls: int = 200) -> dict[str, Any]:
+def launch_costs(model: Transformer, batch: int, context: int, calls: int = 200) -> dict[str, Any]:
     """Paged attention at every launch configuration, fixed and autotuned: device time, host time to launch.
 
     Needs a GPU.
@@ -206,7 +206,7 @@ def _reserve_ns(kind: BlockInfo, batch: int, layers: int, steps: int, block_size
 
 
 def ledgers(
-    model: GPT, rungs: list[str], batch: int, context: int, steps: int = 8
+    model: Transformer, rungs: list[str], batch: int, context: int, steps: int = 8
 ) -> dict[str, dict[str, Any]]:
     """Each rung's step ledger, ``batch`` sequences having about ``context`` tokens cached when profiled."""
     length, room = max(1, context - tokens_before_profile(steps)), tokens_needed(steps) + 1
@@ -215,7 +215,7 @@ def ledgers(
 
 
 def step_grid(
-    model: GPT, rung: str, batches: list[int], contexts: list[int], steps: int = 12
+    model: Transformer, rung: str, batches: list[int], contexts: list[int], steps: int = 12
 ) -> list[dict[str, Any]]:
     """Median device µs a decode step at every batch size and cached context that fit, and the KV bytes it
     reads.

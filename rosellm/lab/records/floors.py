@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from rosellm.models.config import ModelConfig
+from rosellm.models.arch import Arch
 from rosellm.triton_or_none import tl, triton
 
 GIB = 2**30
@@ -65,7 +65,7 @@ def _sum_kernel(source, sums, SIZE: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 def floors_us(
-    config: ModelConfig, batch: int, context: float, itemsize: int, ceiling: Ceiling
+    config: Arch, batch: int, context: float, itemsize: int, ceiling: Ceiling
 ) -> dict[str, float]:
     """µs by cause for ``batch`` rows with ``context`` cached tokens each: the longer of bytes and operations.
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rosellm.errors import RoseError, told
-from rosellm.models.config import KNOWN_SHAPES
-from rosellm.models.model import GPT
+from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.model import Transformer
 from rosellm.models.weights import SHIPPED
 
 PROMPTS = ("prompt_lengths", "mixed_lengths", "prompt_tokens")
@@ -23,7 +23,7 @@ class ParameterError(RoseError):
         return [f"{type(self).__name__}: {self}"]
 
 
-def check_parameters(gpt: GPT, **given: Any) -> None:
+def check_parameters(gpt: Transformer, **given: Any) -> None:
     """Raises ParameterError unless all are numbers in range, and prompts and new tokens within the positions.
 
     given: parameters by name, a number each or a list of numbers.

@@ -18,7 +18,7 @@ from rosellm.lab.records.sizes import GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_T
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.timelines import TIMELINES, timeline
 from rosellm.models.loading import resolve_device
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
@@ -211,7 +211,7 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
 
 
 def _by_rung(
-    name: str, rungs: list[str], experiment: Callable[..., dict], model: GPT, *sizes: object
+    name: str, rungs: list[str], experiment: Callable[..., dict], model: Transformer, *sizes: object
 ) -> dict[str, dict]:
     """An experiment of several rungs, one after the other, so that progress shows."""
     return {rung: experiment(model, [rung], *sizes)[rung] for rung in each(name, rungs)}
@@ -227,7 +227,7 @@ def _prompt_length(workload: Workload) -> int:
     return workload.prompt_tokens
 
 
-def _model(arguments: argparse.Namespace) -> GPT:
+def _model(arguments: argparse.Namespace) -> Transformer:
     return get_model(arguments.model, arguments.device, "auto", arguments.load_format)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rosellm.lab.records.bench import make_prompts
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.job import Job
 from rosellm.roseinfer.bench.workloads import Workload
 from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
@@ -47,7 +47,7 @@ def in_turns(
 
 
 def kv_pressure(
-    model: GPT,
+    model: Transformer,
     n: int,
     prompt_tokens: int,
     new_tokens: int,
@@ -77,7 +77,7 @@ def kv_pressure(
     }
 
 
-def determinism_cost(model: GPT, workload: Workload, repeats: int = 3) -> dict[str, Any]:
+def determinism_cost(model: Transformer, workload: Workload, repeats: int = 3) -> dict[str, Any]:
     """A workload's whole-run throughput without and with ``deterministic``, and the share lost by it."""
     lengths = 1 if workload.prompt_tokens is None else workload.prompt_tokens
     prompts = make_prompts(workload.num_requests, lengths, model.config.vocab_size)
@@ -134,7 +134,7 @@ def _prefill(engine: Engine, sequence: Sequence, chunk: int | None) -> None:
 
 
 def invariance(
-    model: GPT, batches: list[int], prompt_tokens: int = 150, new_tokens: int = 24
+    model: Transformer, batches: list[int], prompt_tokens: int = 150, new_tokens: int = 24
 ) -> dict[str, dict[str, int]]:
     """How many of a request's logits change a bit with the circumstances, without the mode and with it."""
     prompts = make_prompts(max(batches), prompt_tokens, model.config.vocab_size)

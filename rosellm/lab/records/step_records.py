@@ -11,7 +11,7 @@ import torch
 from rosellm.lab.records.ablations import BETWEEN, one_step_back, variants
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, room
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.job import Job
 from rosellm.roseinfer.bench.workloads import Workload
 from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
@@ -29,7 +29,7 @@ def step_shape(workload: Workload) -> tuple[int, int]:
     return workload.max_batch_size, workload.max_new_tokens // 2
 
 
-def ladder_steps(model: GPT, rungs: list[str], workload: Workload, **effort: Any) -> dict[str, Any]:
+def ladder_steps(model: Transformer, rungs: list[str], workload: Workload, **effort: Any) -> dict[str, Any]:
     """Every rung's step at a workload's batch size and mid-run context, in turns."""
     batch, context = step_shape(workload)
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
@@ -37,7 +37,7 @@ def ladder_steps(model: GPT, rungs: list[str], workload: Workload, **effort: Any
     return _figures(batch, context, measure_steps(makers, **effort))
 
 
-def ablation_steps(model: GPT, rung: str, workload: Workload, **effort: Any) -> dict[str, Any]:
+def ablation_steps(model: Transformer, rung: str, workload: Workload, **effort: Any) -> dict[str, Any]:
     """A rung's step, that of the rung before, and of what lies between."""
     batch, context = step_shape(workload)
     return _figures(batch, context, measure_steps(variants(rung, model, batch, context), **effort))
@@ -47,7 +47,7 @@ ABLATED = tuple(BETWEEN)
 
 
 def leave_one_out(
-    model: GPT, workload: Workload, repeats: int = 5, seconds: float = 1.0, best: str = BEST_RUNG
+    model: Transformer, workload: Workload, repeats: int = 5, seconds: float = 1.0, best: str = BEST_RUNG
 ) -> dict[str, Any]:
     """Whole runs of the best recipe, and of it with one field set back, in turns; or why that cannot be.
 
@@ -78,7 +78,7 @@ def _whole_runs(engine: Engine, prompts: list[list[int]], params: SamplingParams
     return tokens / taken
 
 
-def _engine(model: GPT, workload: Workload, recipe: Recipe) -> Engine:
+def _engine(model: Transformer, workload: Workload, recipe: Recipe) -> Engine:
     blocks = workload.max_batch_size * blocks_for(workload.max_new_tokens, 64)
     engine = Engine(model, recipe=recipe, max_batch_size=workload.max_batch_size, num_kv_blocks=blocks)
     engine.step.warm_up()

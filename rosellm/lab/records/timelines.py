@@ -8,7 +8,7 @@ from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.ledger import WARM_UP_STEPS, drive
 from rosellm.lab.records.step_records import step_shape
 from rosellm.lab.records.trace import Trace, record_trace
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.workloads import Workload
 from rosellm.roseinfer.recipe import BEFORE
 
@@ -16,7 +16,7 @@ TIMELINES = ("cuda_graph", "reused_index_buffers", "resident_step", "dependent_l
 STEPS = 2
 
 
-def timeline(model: GPT, rung: str, workload: Workload) -> dict[str, Any]:
+def timeline(model: Transformer, rung: str, workload: Workload) -> dict[str, Any]:
     """``STEPS`` steps of both rungs, run as a scheduler runs them, at a workload's mid-run context."""
     batch, context = step_shape(workload)
     return {
@@ -26,7 +26,7 @@ def timeline(model: GPT, rung: str, workload: Workload) -> dict[str, Any]:
     }
 
 
-def trace_steps(model: GPT, rung: str, batch: int, context: int) -> Trace:
+def trace_steps(model: Transformer, rung: str, batch: int, context: int) -> Trace:
     """The last ``STEPS`` of a few decode steps, profiled."""
     room = WARM_UP_STEPS + 2 * STEPS
     prompts = make_prompts(batch, max(1, context - room), model.config.vocab_size)

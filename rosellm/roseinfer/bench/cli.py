@@ -9,7 +9,7 @@ from typing import Any
 
 from rosellm.command_line import command
 from rosellm.models.loading import AnyTokenizer, load_parts
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.job import choose_recipe, make_job
 from rosellm.roseinfer.bench.options import PROFILED_STEPS, benchmark_parser, departures, parse, request_facts
 from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
@@ -37,7 +37,7 @@ class Benchmark:
         self.add_options(parser)
         return parse(parser, argv, self.form)
 
-    def measure(self, options: Namespace, gpt: GPT, tokenizer: AnyTokenizer) -> dict[str, Any]:
+    def measure(self, options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> dict[str, Any]:
         """Measure, print, and return the record; a sweep may share one model."""
         job = make_job(options, gpt, tokenizer)
         runs, results = self.runs(options), {}

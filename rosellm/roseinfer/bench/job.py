@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rosellm.errors import PromptError, RecipeError
 from rosellm.models.loading import AnyTokenizer, resolve_device
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.options import departures
 from rosellm.roseinfer.bench.prompts import Prompts, encode_prompts, make_prompts
 from rosellm.roseinfer.bench.record import dtype_name
@@ -36,7 +36,7 @@ class Job:
         return replace(self, prompts=self.prompts[:num_requests], params=params)
 
 
-def make_job(options: Namespace, gpt: GPT, tokenizer: AnyTokenizer) -> Job:
+def make_job(options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> Job:
     """Build what the options ask for, and print what is about to be measured."""
     recipe = choose_recipe(options)
     prompts = make_prompts(options, gpt.config.vocab_size)
@@ -61,7 +61,7 @@ def choose_recipe(options: Namespace) -> str | Recipe:
 
 
 def make_engine(
-    options: Namespace, recipe: str | Recipe, gpt: GPT, tokenizer: AnyTokenizer, longest_prompt: int
+    options: Namespace, recipe: str | Recipe, gpt: Transformer, tokenizer: AnyTokenizer, longest_prompt: int
 ) -> Engine:
     """An engine with a KV cache just large enough for the options."""
     return Engine(
@@ -76,7 +76,7 @@ def make_engine(
     )
 
 
-def kv_blocks_wanted(options: Namespace, gpt: GPT, longest_prompt: int) -> int:
+def kv_blocks_wanted(options: Namespace, gpt: Transformer, longest_prompt: int) -> int:
     """Blocks per layer for the longest requests that run together, plus a few spare; capped by memory."""
     longest = min(longest_prompt + options.max_new_tokens, gpt.config.n_positions)
     concurrency = min(options.max_batch_size, options.num_requests)

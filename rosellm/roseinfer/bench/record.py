@@ -35,7 +35,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
         "prefix_cache": engine.prefix_cache is not None,
         "device": engine.device.type,
         "dtype": dtype_name(engine),
-        "model_shape": engine.config.to_hf(),
+        "model_shape": write_arch(engine.config),
         "max_batch_size": engine.max_batch_size,
         "block_size": engine.block_size,
         "num_kv_blocks": engine.num_kv_blocks,

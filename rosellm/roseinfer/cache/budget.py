@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.request import Sequence
@@ -118,7 +118,7 @@ class BlockBudget:
         return blocks_for(length, size) - len(held) + cloned
 
 
-def kv_blocks_within_memory(gpt: GPT, wanted: int, block_size: int) -> int:
+def kv_blocks_within_memory(gpt: Transformer, wanted: int, block_size: int) -> int:
     """``wanted`` blocks per layer, or as many as the KV cache may take; at least 1.
 
     The limit is ``GPU_KV_SHARE`` of a GPU's free memory, or ``CPU_KV_BYTES`` on a CPU.

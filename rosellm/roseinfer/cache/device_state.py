@@ -29,15 +29,19 @@ class DeviceState:
     The ring is host memory that the device writes to (pinned if there is a GPU): a row's token of its round
     r, modulo ROUNDS, is at ``ring[r, row]``: INERT if the row was inert, NOT_FINITE if no token could be
     chosen. S: rows; W: blocks a sequence may hold. The attributes are views: tokens, positions, limits
-    (number of tokens at full length), stops (the token that ends a row, or -1), top_k int32, seeds int64,
-    temperatures and top_p fp32 ``[S]``, table ``[S, W]``.
+    (number of tokens at full length), stops (a token that ends a row, or -1), top_k int32, seeds int64,
+    temperatures and top_p fp32 ``[S]``, table ``[S, W]``. stop_tokens ``[E]`` int32 end every row that has a
+    stop: models have several ends of sequence, the same for all rows.
     """
 
-    def __init__(self, n_rows: int, width: int, device: torch.device) -> None:
+    def __init__(
+        self, n_rows: int, width: int, device: torch.device, stop_tokens: tuple[int, ...] = ()
+    ) -> None:
         padded = FIELDS + width + width % 2  # seeds are read as 64-bit words
         self.rows = torch.zeros(n_rows, padded, dtype=torch.int32, device=device)
         self.rows[:, POSITION] = INERT
         self.ring = torch.full((ROUNDS, n_rows), INERT, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.stop_tokens = torch.tensor(stop_tokens or (NO_STOP,), dtype=torch.int32, device=device)
         self._view(width)
 
     def _view(self, width: int) -> None:
@@ -58,7 +62,7 @@ class DeviceState:
 
     def _part(self, rows: Tensor) -> DeviceState:
         part = object.__new__(DeviceState)
-        part.rows, part.ring = rows, self.ring
+        part.rows, part.ring, part.stop_tokens = rows, self.ring, self.stop_tokens
         part._view(self.table.shape[1])
         return part
 
@@ -66,7 +70,7 @@ class DeviceState:
 def row_bytes(sequence: Sequence, position: int, rounds: int) -> bytes:
     """The FIELDS words of a sequence's row, little-endian."""
     params, token = sequence.params, sequence.tokens[position]
-    stop = NO_STOP if sequence.stop_token is None else sequence.stop_token
+    stop = sequence.stop_tokens[0] if sequence.stop_tokens else NO_STOP
     top_k, temperature = min(params.top_k, INT32_MAX), min(params.temperature, FLOAT32_MAX)
     counts = position, sequence.max_length, stop, rounds
     return _ROW.pack(token, *counts, top_k, sequence.seed, temperature, params.top_p)

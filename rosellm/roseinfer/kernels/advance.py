@@ -20,7 +20,8 @@ def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, ind
 
     slots ``[n]`` int64: the rows. indices ``[n, TILES]`` int32 with values ``[n, TILES]`` fp32: the token is
     the lowest index of the highest value, NOT_FINITE if that is infinite; with values None, indices
-    ``[n, 1]`` are the tokens themselves. A row ends at its stop token, at full length, or without a token.
+    ``[n, 1]`` are the tokens themselves. A row ends at its stop token or, if it has one, at any of the
+    state's, at full length, or without a token.
     """
     tokens = indices[:, 0]
     if values is not None:
@@ -29,7 +30,9 @@ def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, ind
         tokens = torch.where(best[:, 0].isinf(), NOT_FINITE, tokens)
     positions, rounds = state.positions[slots], state.rounds[slots]
     live = positions >= 0
-    ended = (tokens == state.stops[slots]) | (positions + 2 >= state.limits[slots]) | (tokens < 0)
+    stops = state.stops[slots]
+    stopped = (tokens == stops) | ((stops >= 0) & torch.isin(tokens, state.stop_tokens))
+    ended = stopped | (positions + 2 >= state.limits[slots]) | (tokens < 0)
     told = torch.where(live, tokens, INERT).to(torch.int32)
     state.ring[rounds.long().cpu(), slots.cpu()] = told.to(state.ring.device)
     state.rounds[slots] = (rounds + 1) % ROUNDS
@@ -39,8 +42,8 @@ def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, ind
 
 @triton.jit
 def _advance_kernel(
-    rows_ptr, slots_ptr, values_ptr, indices_ptr, ring_ptr, row_stride, ring_stride, TILES,
-    WIDTH: tl.constexpr, CHOOSE: tl.constexpr, TOKEN: tl.constexpr, POSITION: tl.constexpr,
+    rows_ptr, slots_ptr, values_ptr, indices_ptr, ring_ptr, stops_ptr, row_stride, ring_stride, TILES,
+    N_STOPS: tl.constexpr, WIDTH: tl.constexpr, CHOOSE: tl.constexpr, TOKEN: tl.constexpr, POSITION: tl.constexpr,
     LIMIT: tl.constexpr, STOP: tl.constexpr, ROUND: tl.constexpr, ROUNDS: tl.constexpr,
     NOT_FINITE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -66,6 +69,8 @@ def _advance_kernel(
         token = tl.load(indices_ptr + program)
     live = position >= 0
     ended = (token == stop) | (position + 2 >= limit) | (token < 0)
+    for i in tl.static_range(N_STOPS):
+        ended = ended | ((stop >= 0) & (token == tl.load(stops_ptr + i)))
     tl.store(ring_ptr + count * ring_stride + slot, tl.where(live, token, -1))
     tl.store(row + ROUND, (count + 1) % ROUNDS)
     tl.store(row + TOKEN, token, mask=live & (token >= 0))
@@ -83,7 +88,8 @@ def make_advance(dependent: int = False) -> Callable[..., None]:
         compared, choose = indices if values is None else values, values is not None
         options = {"WIDTH": triton.next_power_of_2(tiles), "CHOOSE": choose, "num_warps": 4 if choose else 1}
         _advance_kernel[(len(slots),)](
-            state.rows, slots, compared, indices, state.ring, *strides, tiles, **options, **constants
-        )
+            state.rows, slots, compared, indices, state.ring, state.stop_tokens, *strides, tiles,
+            N_STOPS=len(state.stop_tokens), **options, **constants,
+        )  # fmt: skip
 
     return advance

@@ -36,27 +36,31 @@ def append_and_attend_ref(
     positions: Tensor,
     scale: float,
     tile: int,
+    window: int | None = None,
 ) -> Tensor:
     """The specification: append the token of every row that is not inert, then attend to the cache.
 
     positions ``[B]`` int32: number of cached tokens, and so the new token's position; negative for an inert
     row. block_table ``[B, MAX_BLOCKS]`` int32 also names the new token's block. tile: tokens that a kernel
-    reads at a time, a power of two; ignored here.
+    reads at a time, a power of two; ignored here. window: the tokens that each attends to, the new one
+    included; None: all.
     """
-    rows = AttendedRows(block_table, positions, k_cache_layer)
+    rows = AttendedRows(block_table, positions, k_cache_layer, window)
     return rows(q, k_new, v_new, k_cache_layer, v_cache_layer, scale)
 
 
 class AttendedRows:
     """The specification for one step: what all layers share is computed once."""
 
-    def __init__(self, block_table: Tensor, positions: Tensor, cache_layer: Tensor) -> None:
+    def __init__(
+        self, block_table: Tensor, positions: Tensor, cache_layer: Tensor, window: int | None = None
+    ) -> None:
         self.inert = (positions < 0)[:, None, None]
         self.rows = (positions >= 0).nonzero()[:, 0]
         place, block_size = positions[self.rows].long(), cache_layer.shape[2]
         self.block = block_table[self.rows, place // block_size].long()
         self.slot = place % block_size
-        self.held = held_slots(block_table, positions + 1, cache_layer)
+        self.held = held_slots(block_table, positions + 1, cache_layer, window)
 
     def __call__(
         self,

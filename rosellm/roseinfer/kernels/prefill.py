@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import OptionError
-from rosellm.models.attention import masked_attention
+from rosellm.models.attention import in_window, masked_attention
 from rosellm.roseinfer.kernels.paged_cache import layer_arguments, slot_offset
 from rosellm.triton_or_none import tl, triton
 
@@ -81,11 +81,13 @@ def prefill_attention_ref(
     block_table: Tensor,
     tiles: Tiles,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """The specification in plain torch, in fp32 arithmetic, one sequence at a time.
 
     q ``[N, H, D]``, k_new and v_new ``[N, H_kv, D]``, block_table ``[rows, W]`` int32 (entries past a
-    sequence's blocks may be anything) → ``[N, H, D]`` of q's dtype. The caches get k_new and v_new.
+    sequence's blocks may be anything) → ``[N, H, D]`` of q's dtype. The caches get k_new and v_new. window:
+    the tokens that each attends to, itself included; None: all before it.
     """
     sequences = _sequences(tiles)
     _store_new(k_new, v_new, k_cache_layer, v_cache_layer, block_table, sequences)
@@ -95,7 +97,7 @@ def prefill_attention_ref(
         blocks = block_table[row, : -(-start // k_cache_layer.shape[2])]
         k = _with_prefix(k_cache_layer, blocks, start, k_new[new])  # [H_kv, start + count, D]
         v = _with_prefix(v_cache_layer, blocks, start, v_new[new])
-        out[new] = _causal_attention(q[new].transpose(0, 1).float(), k, v, start, scale).transpose(0, 1)
+        out[new] = _causal_attention(q[new].transpose(0, 1).float(), k, v, start, scale, window).transpose(0, 1)
     return out
 
 
@@ -123,23 +125,30 @@ def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tens
     return torch.cat((cached, new.transpose(0, 1)), dim=1).float()
 
 
-def _causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
-    """q ``[H, T, D]``, k and v ``[H_kv, start + T, D]`` → ``[H, T, D]``; token t sees keys 0 … start + t."""
-    count = q.shape[1]
-    mask = torch.ones(count, start + count, dtype=torch.bool, device=q.device).tril(start) if start else None
-    return masked_attention(q[None], k[None], v[None], mask, is_causal=not start, scale=scale)[0]
+def _causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None
+) -> Tensor:
+    """q ``[H, T, D]``, k and v ``[H_kv, start + T, D]`` → ``[H, T, D]``; token t sees keys up to start + t."""
+    mask = None
+    if start or window is not None:
+        key = torch.arange(k.shape[1], device=q.device)
+        mask = in_window(key[start:, None], key[None, :], window)
+    return masked_attention(q[None], k[None], v[None], mask, is_causal=mask is None, scale=scale)[0]
 
 
 @triton.jit
-def _absorb(scores, v, m_i, l_i, acc, scale_log2):
+def _absorb(scores, v, m_i, l_i, acc, scale_log2, WINDOW: tl.constexpr):
     """One more tile of keys in the online softmax (Milakov & Gimelshein 2018), in base 2.
 
     scores ``[BLOCK_M, BLOCK_N]`` fp32, unscaled, v ``[BLOCK_N, D]``; m_i and l_i ``[BLOCK_M]``, acc
     ``[BLOCK_M, D]``: running maximum of scaled scores, sum of weights and weighted sum of values.
     """
     m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale_log2)
-    p = tl.exp2(scores * scale_log2 - m_new[:, None])
-    alpha = tl.exp2(m_i - m_new)
+    finite = m_new
+    if WINDOW > 0:  # all keys of a tile may be out of a query's window
+        finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(scores * scale_log2 - finite[:, None])
+    alpha = tl.exp2(m_i - finite)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return m_new, l_i * alpha + tl.sum(p, axis=1), acc
 
@@ -151,6 +160,7 @@ def _absorb(scores, v, m_i, l_i, acc, scale_log2):
 def _prefill_attention_kernel(
     out_ptr, new, cache, table_ptr, table_stride, tiles_ptr, tiles_stride, scale_log2,
     shape: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program per (tile, query head): cached prefix, new tokens before the tile, the tile itself.
 
@@ -179,7 +189,10 @@ def _prefill_attention_kernel(
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
 
-    for begin in range(0, start, BLOCK_N):
+    first_cached = 0
+    if WINDOW > 0:
+        first_cached = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    for begin in range(first_cached, start, BLOCK_N):
         cached = begin + j
         held = cached < start
         block = tl.load(table_ptr + cached // shape.BLOCK_SIZE, mask=held, other=0)
@@ -187,17 +200,26 @@ def _prefill_attention_kernel(
         loaded = held[:, None] & in_head[None, :]
         k = tl.load(cache.k + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
         v = tl.load(cache.v + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
-        scores = tl.where(held[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
-        m_i, l_i, acc = _absorb(scores, v, m_i, l_i, acc, scale_log2)
+        seen = held[None, :]
+        if WINDOW > 0:
+            seen = seen & (cached[None, :] > (position + i)[:, None] - WINDOW)
+        scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
+        m_i, l_i, acc = _absorb(scores, v, m_i, l_i, acc, scale_log2, WINDOW)
 
     before = first - sequence_first
     new_tile = sequence_first.to(tl.int64) * new.kv_stride + kv_head * shape.D + d[None, :]
-    for begin in range(0, before, BLOCK_N):
+    first_new = 0
+    if WINDOW > 0:
+        first_new = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    for begin in range(first_new, before, BLOCK_N):
         token = new_tile + (begin + j).to(tl.int64)[:, None] * new.kv_stride
         k = tl.load(new.k + token, mask=in_head[None, :], other=0.0).to(DOT)
         v = tl.load(new.v + token, mask=in_head[None, :], other=0.0).to(DOT)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        m_i, l_i, acc = _absorb(scores, v, m_i, l_i, acc, scale_log2)
+        if WINDOW > 0:
+            seen = (begin + j)[None, :] > (before + i)[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        m_i, l_i, acc = _absorb(scores, v, m_i, l_i, acc, scale_log2, WINDOW)
 
     n_stored = tl.where(head % shape.GROUP == 0, n_rows, 0)
     for begin in tl.range(0, n_rows, BLOCK_N, num_stages=1):
@@ -214,8 +236,10 @@ def _prefill_attention_kernel(
         tl.store(cache.k + slot[:, None] + d[None, :], k, mask=target)
         tl.store(cache.v + slot[:, None] + d[None, :], v, mask=target)
         seen = own[None, :] <= i[:, None]  # rows past n_rows see zeros and are not stored
+        if WINDOW > 0:
+            seen = seen & (own[None, :] > i[:, None] - WINDOW)
         scores = tl.where(seen, tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee"), float("-inf"))
-        m_i, l_i, acc = _absorb(scores, v.to(DOT), m_i, l_i, acc, scale_log2)
+        m_i, l_i, acc = _absorb(scores, v.to(DOT), m_i, l_i, acc, scale_log2, WINDOW)
 
     out_tile = (first + i).to(tl.int64)[:, None] * (shape.H * shape.D) + head * shape.D + d[None, :]
     tl.store(out_ptr + out_tile, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
@@ -242,14 +266,14 @@ def make_prefill_attention(
     launch = {"num_warps": num_warps, "num_stages": num_stages}
 
     def prefill_attention(
-        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, tiles, scale
+        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, tiles, scale, window=None
     ) -> Tensor:
         if tiles.size != block_m:
             raise OptionError(f"tiles of size {tiles.size} do not fit this kernel, made for size {block_m}")
         out = q.new_empty(q.shape)
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
         table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "DOT": _dot_dtype(q)}
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "DOT": _dot_dtype(q), "WINDOW": window or 0}
         _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H,)](
             out, new, cache, *table, *columns, scale * LOG2_E, shape, **blocks, **launch
         )

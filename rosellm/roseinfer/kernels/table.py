@@ -13,12 +13,12 @@ import torch
 
 from rosellm.errors import RecipeError
 from rosellm.roseinfer import kv_append_triton as kv
-from rosellm.roseinfer.kernels import advance, attention, head, linear, noise, norm, prefill, split
+from rosellm.roseinfer.kernels import advance, attention, head, linear, noise, norm, prefill, rotary, split
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # The role of each Triton kernel, by its name in a profile.
-SOURCES = (paged, kv, advance, attention, head, linear, noise, norm, prefill, split)
+SOURCES = (paged, kv, advance, attention, head, linear, noise, norm, prefill, rotary, split)
 ROLES = {name: role for source in SOURCES for name, role in source.ROLES.items()}
 
 
@@ -32,11 +32,13 @@ class Kernels:
     kv_append_full_batch: Callable[..., None]
     kv_append_identity_pos: Callable[..., None]
     prefill_attention: Callable[..., torch.Tensor]
+    position_heads: Callable[..., None]
     gumbel_noise: Callable[..., torch.Tensor]
     append_and_attend: Callable[..., torch.Tensor]
     split_append_and_attend: Callable[..., torch.Tensor]
     embed: Callable[..., torch.Tensor]
     add_norm: Callable[..., torch.Tensor]
+    silu_mul: Callable[..., torch.Tensor]
     few_rows_linear: Callable[..., torch.Tensor]
     some_rows_linear: Callable[..., torch.Tensor]
     best_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -52,11 +54,13 @@ def triton_kernels(dependent: int) -> Kernels:
         kv.kv_append_triton_full_batch,
         kv.kv_append_triton_identity_pos,
         prefill.prefill_attention,
+        rotary.make_position_heads(dependent),
         noise.gumbel_noise_triton,
         attention.make_append_and_attend(dependent),
         split.make_split_append_and_attend(dependent=dependent),
         norm.make_embed(dependent),
         norm.make_add_norm(dependent),
+        norm.make_silu_mul(dependent),
         linear.make_few_rows_linear(dependent),
         linear.make_some_rows_linear(dependent),
         head.make_best_tokens(dependent),
@@ -72,11 +76,13 @@ TORCH = Kernels(
     kv.kv_append_rows_ref,
     kv.kv_append_live_rows_ref,
     prefill.prefill_attention_ref,
+    rotary.position_heads_ref,
     noise.gumbel_noise,
     attention.append_and_attend_ref,
     attention.append_and_attend_ref,
     norm.embed_ref,
     norm.add_norm_ref,
+    norm.silu_mul_ref,
     linear.few_rows_linear_ref,
     linear.some_rows_linear_ref,
     head.best_tokens_ref,

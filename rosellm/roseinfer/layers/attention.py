@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rosellm.models.attention import Attend
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.kernels.attention import AttendedRows, append_and_attend_ref, tile_for
@@ -22,8 +23,9 @@ SPLIT = "split"
 class Binder(ABC):
     """Binds attention over the cache, which also appends, to the rows of a state."""
 
-    def __init__(self, kernels: Kernels, blocks: KVBlockManager) -> None:
-        self.kernels, self.blocks = kernels, blocks
+    def __init__(self, kernels: Kernels, blocks: KVBlockManager, model: Transformer) -> None:
+        self.kernels, self.blocks, self.model = kernels, blocks, model
+        self.config = model.config
 
     def variant(self, rows: int, longest: int) -> str:
         """The kernel variant for ``rows`` of at most ``longest`` cached tokens; each has its own graphs."""
@@ -53,10 +55,11 @@ class AppendThenAttend(Binder):
                 v_new=v,
                 block_table=state.table,
                 context_lens=positions,
-                scale=q.shape[-1] ** -0.5,
+                scale=self.config.scale,
+                window=self.config.window,
             )
 
-        return attend
+        return self.model.positioned(positions, attend)
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,12 @@ class TorchAppendAndAttend(Binder):
 
     def __call__(self, state: DeviceState, variant: str) -> Attend:
         blocks = self.blocks
-        rows = AttendedRows(state.table, state.positions, blocks.k_cache[0])
+        rows = AttendedRows(state.table, state.positions, blocks.k_cache[0], self.config.window)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return rows(q, k, v, blocks.k_cache[layer], blocks.v_cache[layer], q.shape[-1] ** -0.5)
+            return rows(q, k, v, blocks.k_cache[layer], blocks.v_cache[layer], self.config.scale)
 
-        return attend
+        return self.model.positioned(state.positions.clamp_min(0), attend)
 
 
 class SplitAppendAndAttend(AppendAndAttend):
@@ -120,16 +123,18 @@ class SplitAppendAndAttend(AppendAndAttend):
 
 
 # By a recipe's attention and append fields.
-BINDERS: dict[tuple[str, str], Callable[[Kernels, KVBlockManager], Binder]] = {
+BINDERS: dict[tuple[str, str], Callable[[Kernels, KVBlockManager, Transformer], Binder]] = {
     ("paged", "identity_pos"): AppendThenAttend,
     ("paged", "fused"): AppendAndAttend,
     ("split", "fused"): SplitAppendAndAttend,
 }
 
 
-def build_binder(attention: str, append: str, kernels: Kernels, blocks: KVBlockManager) -> Binder:
+def build_binder(
+    attention: str, append: str, kernels: Kernels, blocks: KVBlockManager, model: Transformer
+) -> Binder:
     """The binder of a recipe's ``attention`` and ``append``."""
     theirs = kernels.append_and_attend, kernels.split_append_and_attend
     if append == "fused" and all(kernel is append_and_attend_ref for kernel in theirs):
-        return TorchAppendAndAttend(kernels, blocks)
-    return BINDERS[attention, append](kernels, blocks)
+        return TorchAppendAndAttend(kernels, blocks, model)
+    return BINDERS[attention, append](kernels, blocks, model)

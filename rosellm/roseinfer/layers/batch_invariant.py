@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_append_and_attend
 from rosellm.roseinfer.kernels.head import make_best_tokens
@@ -31,7 +31,7 @@ from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import AppendAndAttend, PagedAttention
 from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
 from rosellm.roseinfer.layers.fused import FusedLayers, Layers
-from rosellm.roseinfer.layers.products import LayerWeights, SomeRowsProducts
+from rosellm.roseinfer.layers.products import SomeRowsProducts
 
 ALIGNMENT = BLOCK_M  # tokens; prompt chunks and cached prefixes end at multiples of it
 DECODE_TILE, DECODE_WARPS = 32, 1
@@ -139,15 +139,15 @@ class InvariantAppendAndAttend(AppendAndAttend):
 class InvariantChooser(FusedChooser):
     """Full logits, too, come from the kernel with a fixed summation order."""
 
-    def __init__(self, model: GPT, kernels: Kernels) -> None:
+    def __init__(self, model: Transformer, kernels: Kernels) -> None:
         super().__init__(model, kernels)
         self.linear = kernels.some_rows_linear
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.linear(x=hidden, weight=self._padded)[:, : len(self.weight)]
+        return self.linear(x=hidden, weight=self.padded)[:, : len(self.weight)]
 
 
-def invariant_chooser(model: GPT, kernels: Kernels) -> Chooser:
+def invariant_chooser(model: Transformer, kernels: Kernels) -> Chooser:
     if kernels.name == "torch":
         weight = model.lm_head.weight
         return LogitsChooser(
@@ -156,11 +156,10 @@ def invariant_chooser(model: GPT, kernels: Kernels) -> Chooser:
     return InvariantChooser(model, kernels)
 
 
-def invariant_layers(model: GPT, kernels: Kernels) -> tuple[Callable[[int], Layers], Callable[[int], Layers]]:
+def invariant_layers(model: Transformer, kernels: Kernels) -> tuple[Callable[[int], Layers], Callable[[int], Layers]]:
     """Number of rows → layers, for decode steps and for prefills."""
-    weights = [LayerWeights.of(block) for block in model.blocks]
     decode, prefill = (
-        FusedLayers(model, SomeRowsProducts(weights, kernels, parts), kernels)
+        FusedLayers(model, SomeRowsProducts(model, kernels, parts), kernels)
         for parts in (decode_parts, whole)
     )
     return lambda rows: decode, lambda rows: prefill

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.products import can_pack, packed_head
 from rosellm.roseinfer.layers.sampler import draw, likeliest
 from rosellm.roseinfer.sampling import SamplingParams
 
-ALIGNMENT = 64
 
 
 class Chooser(Protocol):
@@ -51,15 +50,14 @@ class LogitsChooser:
 class FusedChooser:
     """The head's product keeps only the best token; rows with top-k or top-p get full logits.
 
-    How a row's token is chosen depends on its own request, not on its batch. Full logits come from a copy of
-    the head whose vocabulary is padded to a multiple of ``ALIGNMENT``: with the odd row length of GPT-2's
-    logits the GEMM could not use aligned stores.
+    How a row's token is chosen depends on its own request, not on its batch. Full logits come from the head
+    with its padding rows: with the odd row length of GPT-2's logits the GEMM could not use aligned stores.
     """
 
-    def __init__(self, model: GPT, kernels: Kernels) -> None:
+    def __init__(self, model: Transformer, kernels: Kernels) -> None:
         self.best_tokens, self.noise = kernels.best_tokens, kernels.gumbel_noise
         self.weight = model.lm_head.weight
-        self._padded = F.pad(self.weight, (0, 0, 0, -len(self.weight) % ALIGNMENT))
+        self.padded = model.padded_head
 
     def mode(self, params: list[SamplingParams]) -> str:
         drawn = [p for p in params if not p.is_greedy]
@@ -68,7 +66,7 @@ class FusedChooser:
         return "filtered" if any(p.top_k or p.top_p < 1 for p in drawn) else "drawn"
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._padded)[:, : len(self.weight)]
+        return F.linear(hidden, self.padded)[:, : len(self.weight)]
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
         values, indices = self.best_tokens(
@@ -94,7 +92,7 @@ def draw_for(state: DeviceState, logits: Tensor, noise: Callable[..., Tensor]) -
     return draw(logits, state.temperatures, state.top_k, state.top_p, state.seeds, positions, noise)
 
 
-def build_chooser(head: str, model: GPT, kernels: Kernels) -> Chooser:
+def build_chooser(head: str, model: Transformer, kernels: Kernels) -> Chooser:
     """The chooser of a recipe's ``head``. On a CPU "fused" packs the head's weights for oneDNN instead."""
     if head == "logits":
         return LogitsChooser(model.logits, kernels.gumbel_noise)

@@ -7,73 +7,78 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.model import GPT, Block, Projection
-from rosellm.roseinfer.kernels.linear import fold_norm, parts_of
+from rosellm.models.arch import Arch
+from rosellm.models.model import Block, Projection, Transformer, activated
+from rosellm.roseinfer.kernels.linear import NormPrologue, parts_of
 from rosellm.roseinfer.kernels.table import Kernels
 
 Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K
-Norms = list[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
+Activated = Callable[[Projection, Tensor], Tensor]
 
 
 class Products(Protocol):
-    """The four products of each layer. ``norms[layer]``: scale and shift of its two norms."""
-
-    norms: Norms
+    """The four products of each layer."""
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
-        """``[N, C]`` → ``[N, (H + 2 H_kv) D]``, with bias."""
+        """``[N, C]`` → ``[N, (H + 2 H_kv) D]``, with its bias."""
 
     def out(self, layer: int, x: Tensor) -> Tensor:
-        """``[N, C]`` → partial sums without bias, ``[P, N, C]``."""
+        """``[N, H D]`` → partial sums without bias, ``[P, N, C]``."""
 
     def up(self, layer: int, x: Tensor) -> Tensor:
-        """``[N, C]`` → ``[N, F]``, with bias and GELU."""
+        """``[N, C]`` → ``[N, F]``, with its bias and activation."""
 
     def down(self, layer: int, x: Tensor) -> Tensor:
         """``[N, F]`` → partial sums without bias, ``[P, N, C]``."""
 
 
 class LibraryProducts:
-    """The vendor library's GEMMs (cuBLAS on a GPU); ``activated`` computes the product with bias and GELU."""
+    """The vendor library's GEMMs (cuBLAS on a GPU); ``activated`` computes ``up`` with its activation."""
 
-    def __init__(self, model: GPT, activated: Callable[[Projection, Tensor], Tensor]) -> None:
+    def __init__(self, model: Transformer, activated: Activated) -> None:
         self.blocks, self.activated = model.blocks, activated
-        self.norms: Norms = [
-            ((b.ln_1.weight, b.ln_1.bias), (b.ln_2.weight, b.ln_2.bias)) for b in model.blocks
-        ]
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
         return self.blocks[layer].qkv(x)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
-        return (x @ self.blocks[layer].out.weight)[None]
+        return (x @ self.blocks[layer].out.weight.t())[None]
 
     def up(self, layer: int, x: Tensor) -> Tensor:
         return self.activated(self.blocks[layer].up, x)
 
     def down(self, layer: int, x: Tensor) -> Tensor:
-        return (x @ self.blocks[layer].down.weight)[None]
+        return (x @ self.blocks[layer].down.weight.t())[None]
 
 
-def activation_apart(projection: Projection, x: Tensor) -> Tensor:
-    """GELU as a separate operator."""
-    return F.gelu(projection(x), approximate="tanh")
+def activation_apart(config: Arch) -> Activated:
+    """The activation as the model has it, in operators of its own."""
+    return lambda projection, x: activated(projection(x), config)
 
 
-def activation_in_epilogue(projection: Projection, x: Tensor) -> Tensor:
-    """GELU in the GEMM's epilogue (cuBLASLt computes the tanh form); GPU only."""
-    return torch._addmm_activation(projection.bias, x, projection.weight, use_gelu=True)
+def activation_fused(config: Arch, kernels: Kernels) -> Activated:
+    """GELU in the GEMM's epilogue (cuBLASLt computes the tanh form, on a GPU); SwiGLU in one kernel."""
+    if config.mlp == "swiglu":
+        return lambda projection, x: kernels.silu_mul(x=projection(x))
+    if kernels.name == "torch" or "up" not in config.biases:
+        return activation_apart(config)
+    return _gelu_in_epilogue
+
+
+def _gelu_in_epilogue(projection: Projection, x: Tensor) -> Tensor:
+    return torch._addmm_activation(projection.bias, x, projection.weight.t(), use_gelu=True)
 
 
 class PackedProducts:
-    """On a CPU: weights packed once into oneDNN's layout, which its products read in order."""
+    """On a CPU: weights packed once into oneDNN's layout, which its products read in order.
 
-    def __init__(self, model: GPT) -> None:
-        library = LibraryProducts(model, activation_apart)
-        self.norms = library.norms
+    It keeps the model's weights beside its own; for 8 rows and more, products are twice as fast.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self.config = model.config
         self._qkv, self._out, self._up, self._down = (
             [(_packed(p.weight), p.bias) for p in projections]
             for projections in zip(*((b.qkv, b.out, b.up, b.down) for b in model.blocks), strict=True)
@@ -86,27 +91,29 @@ class PackedProducts:
         return _product(x, self._out[layer][0])[None]
 
     def up(self, layer: int, x: Tensor) -> Tensor:
-        return _product(x, *self._up[layer], gelu=True)
+        if self.config.mlp == "gelu":
+            return _product(x, *self._up[layer], gelu=True)
+        return activated(_product(x, *self._up[layer]), self.config)
 
     def down(self, layer: int, x: Tensor) -> Tensor:
         return _product(x, self._down[layer][0])[None]
 
 
-def can_pack(model: GPT) -> bool:
+def can_pack(model: Transformer) -> bool:
     """Whether oneDNN can pack the model's weights."""
     fits = model.device.type == "cpu" and model.dtype == torch.float32
     return fits and torch.backends.mkldnn.is_available()
 
 
-def packed_head(model: GPT) -> Callable[[Tensor], Tensor]:
+def packed_head(model: Transformer) -> Callable[[Tensor], Tensor]:
     """The LM head with its weights packed once for oneDNN: ``[N, C]`` → ``[N, V]``."""
-    packed = _packed(model.lm_head.weight.t())
+    packed = _packed(model.lm_head.weight)
     return lambda hidden: _product(hidden, packed)
 
 
 def _packed(weight: Tensor) -> Tensor:
-    """A ``[K, N]`` weight in oneDNN's layout."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
+    """An ``[N, K]`` weight in oneDNN's layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
 
 def _product(x: Tensor, packed: Tensor, bias: Tensor | None = None, gelu: bool = False) -> Tensor:
@@ -115,65 +122,59 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None = None, gelu: bool =
 
 
 @dataclass(frozen=True)
-class RowWeights:
-    """One projection for few rows: weight ``[N, K]``, bias ``[N]``, the weight's sums over K ``[N]`` fp32."""
+class NormedWeights:
+    """A projection behind a norm: its weight ``[N, K]`` as it is, the norm, and a bias that has its shift."""
 
     weight: Tensor
-    bias: Tensor
-    sums: Tensor
+    bias: Tensor | None
+    norm: NormPrologue
 
     @classmethod
-    def plain(cls, projection: Projection) -> RowWeights:
-        weight = projection.weight.t().contiguous()
-        return cls(weight, projection.bias, weight.float().sum(dim=1))
+    def of(cls, projection: Projection, norm: torch.nn.LayerNorm | torch.nn.RMSNorm) -> NormedWeights:
+        """``LayerNorm(x) @ W.T + b`` is ``((x - mean) / deviation * scale) @ W.T + (b + W @ shift)``."""
+        weight, bias, scale = projection.weight, projection.bias, norm.weight
+        if isinstance(norm, torch.nn.RMSNorm):
+            return cls(weight, bias, NormPrologue(scale, norm.eps or 0.0, None))
+        shifted = _times(weight, norm.bias) + (0 if bias is None else bias.float())
+        return cls(weight, shifted.to(weight.dtype), NormPrologue(scale, norm.eps, _times(weight, scale)))
 
-    @classmethod
-    def folded(cls, projection: Projection, norm: torch.nn.LayerNorm) -> RowWeights:
-        """With the scale and shift of the preceding norm folded in."""
-        weight, bias = fold_norm(projection.weight.t(), projection.bias, norm.weight, norm.bias)
-        return cls(weight, bias, weight.float().sum(dim=1))
+
+def _times(weight: Tensor, vector: Tensor) -> Tensor:
+    """``weight @ vector`` in fp32, a few rows at a time."""
+    return torch.cat([rows.float() @ vector.float() for rows in weight.split(1024)])
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The four projections of one layer."""
+    """The two projections of a layer that are behind a norm."""
 
-    qkv: RowWeights
-    out: RowWeights
-    up: RowWeights
-    down: RowWeights
+    qkv: NormedWeights
+    up: NormedWeights
 
     @classmethod
     def of(cls, block: Block) -> LayerWeights:
-        return cls(
-            RowWeights.folded(block.qkv, block.ln_1),
-            RowWeights.plain(block.out),
-            RowWeights.folded(block.up, block.ln_2),
-            RowWeights.plain(block.down),
-        )
+        return cls(NormedWeights.of(block.qkv, block.norm_1), NormedWeights.of(block.up, block.norm_2))
 
 
 class SomeRowsProducts:
     """``linear.some_rows_linear`` for all; ``down``, whose inputs are wide, is split along K."""
 
-    def __init__(self, weights: list[LayerWeights], kernels: Kernels, parts_of: Parts = parts_of) -> None:
-        self.weights, self.linear, self.parts_of = weights, kernels.some_rows_linear, parts_of
-        width = weights[0].qkv.weight.shape[1]
-        bare = weights[0].qkv.weight.new_ones(width), weights[0].qkv.weight.new_zeros(width)
-        self.norms = [(bare, bare) for _ in weights]
+    def __init__(self, model: Transformer, kernels: Kernels, parts_of: Parts = parts_of) -> None:
+        self.blocks, self.linear, self.parts_of = model.blocks, kernels.some_rows_linear, parts_of
+        self.activation = model.config.mlp
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
-        w = self.weights[layer].qkv
-        return self.linear(x=x, weight=w.weight, bias=w.bias)
+        p = self.blocks[layer].qkv
+        return self.linear(x=x, weight=p.weight, bias=p.bias)
 
     def out(self, layer: int, x: Tensor) -> Tensor:
-        return self.linear(x=x, weight=self.weights[layer].out.weight)[None]
+        return self.linear(x=x, weight=self.blocks[layer].out.weight)[None]
 
     def up(self, layer: int, x: Tensor) -> Tensor:
-        w = self.weights[layer].up
-        return self.linear(x=x, weight=w.weight, bias=w.bias, gelu=True)
+        p = self.blocks[layer].up
+        return self.linear(x=x, weight=p.weight, bias=p.bias, activation=self.activation)
 
     def down(self, layer: int, x: Tensor) -> Tensor:
-        weight = self.weights[layer].down.weight
+        weight = self.blocks[layer].down.weight
         parts = self.parts_of(len(x), *weight.shape)
         return self.linear(x=x, weight=weight, parts=parts).view(parts, len(x), -1)

@@ -23,20 +23,26 @@ from rosellm.roseinfer.steps.runner import DecodeInputs, EagerRunner, GraphRunne
 from rosellm.roseinfer.steps.step import STEP_RANGE, commit_tokens
 
 
-def dense_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> Tensor:
+def dense_mask(
+    context_lens: Tensor, max_context: int, dtype: torch.dtype, window: int | None = None
+) -> Tensor:
     """The penalty added to the scores to hide padding: ``[B, max_context + 1]``.
 
-    0 for real tokens, else the lowest number; made by ``arange``, a comparison with the lengths, a column of
-    ones for the new token, a cast, and the conversion into a penalty.
+    0 for real tokens within the window, else the lowest number; made by ``arange``, a comparison with the
+    lengths, a column of ones for the new token, a cast, and the conversion into a penalty.
     """
     positions = torch.arange(max_context, device=context_lens.device)
     held = positions[None, :] < context_lens[:, None]  # [B, max_context]
+    if window is not None:
+        held &= positions[None, :] > context_lens[:, None] - window
     new = torch.ones(len(context_lens), 1, dtype=torch.bool, device=context_lens.device)
     seen = torch.cat((held, new), dim=1).to(dtype)
     return (1 - seen) * torch.finfo(dtype).min
 
 
-def no_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype) -> None:
+def no_mask(
+    context_lens: Tensor, max_context: int, dtype: torch.dtype, window: int | None = None
+) -> None:
     """Paged attention needs only the lengths."""
 
 
@@ -52,7 +58,7 @@ class HostStep:
 
     blocks: KVBlockManager
     tables: Tables
-    mask: Callable[[Tensor, int, torch.dtype], Tensor | None]
+    mask: Callable[[Tensor, int, torch.dtype, int | None], Tensor | None]
     runner: EagerRunner | GraphRunner
     append: Append
     prefill: Prefill
@@ -131,5 +137,6 @@ class HostStep:
             device = self.blocks.k_cache.device
             ints = torch.tensor([[s.last_token for s in sequences], contexts], dtype=torch.int32).to(device)
         with record_function(f"{STEP_RANGE}.build_mask"):
-            mask = self.mask(ints[1], max(contexts), self.blocks.k_cache.dtype)
+            window = self.prefill.model.config.window
+            mask = self.mask(ints[1], max(contexts), self.blocks.k_cache.dtype, window)
         return DecodeInputs(ints[0], ints[1], ints[1], tables, mask, max(contexts))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, Tiles, tile_columns
@@ -60,6 +61,7 @@ class PackedPrefill:
 
     def __init__(
         self,
+        model: Transformer,
         blocks: KVBlockManager,
         kernels: Kernels,
         layers_for: Callable[[int], Layers],
@@ -67,8 +69,10 @@ class PackedPrefill:
         capture: bool,
         pool: GraphPool | None,
     ) -> None:
-        self.blocks, self.width, self._pool = blocks, width, pool
+        self.model, self.blocks, self.width, self._pool = model, blocks, width, pool
         self.attention, self.layers_for = kernels.prefill_attention, layers_for
+        self.position = kernels.position_heads
+        self.rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
         device = blocks.k_cache.device
         self._capture = capture and device.type == "cuda"
         self._staging = StagingBuffer(device, torch.int32)
@@ -133,9 +137,11 @@ class PackedPrefill:
         return buffer, record_graph(lambda: self._forward(inputs), pool=self._pool)
 
     def _forward(self, inputs: _Inputs[Tensor]) -> Tensor:
-        tiles = Tiles(inputs.columns, BLOCK_M)
+        tiles, config = Tiles(inputs.columns, BLOCK_M), self.model.config
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if rotary := self.rotary[layer]:
+                self.position(q=q, k=k, positions=inputs.positions, **rotary._asdict())
             return self.attention(
                 q=q,
                 k_new=k,
@@ -144,7 +150,8 @@ class PackedPrefill:
                 v_cache_layer=self.blocks.v_cache[layer],
                 block_table=inputs.table,
                 tiles=tiles,
-                scale=q.shape[-1] ** -0.5,
+                scale=config.scale,
+                window=config.window,
             )
 
         return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, attend)  # [N, C]

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
-from rosellm.models.attention import CausalAttention, masked_attention
-from rosellm.models.model import GPT
+from rosellm.models.arch import Arch
+from rosellm.models.attention import CausalAttention, in_window, masked_attention
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.request import Sequence
 
@@ -23,7 +24,7 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 class Prefill:
     """Computes chunks of prompts and writes their keys and values."""
 
-    def __init__(self, model: GPT, blocks: KVBlockManager) -> None:
+    def __init__(self, model: Transformer, blocks: KVBlockManager) -> None:
         self.model, self.blocks = model, blocks
 
     def warm_up(self, rows: int) -> None:
@@ -67,16 +68,19 @@ class Prefill:
     def _attention(
         self, starts: list[int], counts: list[int], tables: Tensor
     ) -> CausalAttention | PrefixAttention:
+        config = self.model.config
         if any(starts):
-            return PrefixAttention(self.blocks, tables, starts, counts)
-        return CausalAttention(counts, self.model.device)
+            return PrefixAttention(self.blocks, tables, starts, counts, config)
+        return CausalAttention(counts, self.model.device, config.scale, config.window)
 
 
 class PrefixAttention:
     """New tokens attend to their sequence's prefix, read from its blocks, and causally to each other."""
 
-    def __init__(self, blocks: KVBlockManager, tables: Tensor, starts: list[int], counts: list[int]) -> None:
-        self.blocks, self.tables = blocks, tables
+    def __init__(
+        self, blocks: KVBlockManager, tables: Tensor, starts: list[int], counts: list[int], config: Arch
+    ) -> None:
+        self.blocks, self.tables, self.scale = blocks, tables, config.scale
         device = tables.device
         longest = max(counts)
         start, count = torch.tensor(starts, device=device), torch.tensor(counts, device=device)
@@ -85,7 +89,8 @@ class PrefixAttention:
         query_position = start[:, None] + step[None, :]  # [B, T]
         key_position = torch.arange(tables.shape[2] * blocks.block_size, device=device)  # [S]
         self.held = key_position[None, :] < (start + count)[:, None]  # [B, S]
-        self.mask = (key_position[None, None, :] <= query_position[:, :, None])[:, None]  # [B, 1, T, S]
+        seen = in_window(query_position[:, :, None], key_position[None, None, :], config.window)
+        self.mask = seen[:, None]  # [B, 1, T, S]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         padded = q.new_zeros(*self.real.shape, *q.shape[1:])  # [B, T, H, D]
@@ -93,7 +98,8 @@ class PrefixAttention:
         keys, values = (
             self._gather(cache[layer], layer) for cache in (self.blocks.k_cache, self.blocks.v_cache)
         )
-        return masked_attention(padded.transpose(1, 2), keys, values, self.mask).transpose(1, 2)[self.real]
+        out = masked_attention(padded.transpose(1, 2), keys, values, self.mask, scale=self.scale)
+        return out.transpose(1, 2)[self.real]
 
     def _gather(self, cache: Tensor, layer: int) -> Tensor:
         """The layer's blocks of every sequence, new tokens included, 0 past them: ``[B, H_kv, S, D]``."""

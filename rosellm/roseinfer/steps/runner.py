@@ -13,8 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.steps.cuda_graph import batch_bucket, graph_pool, record_graph
 
@@ -43,7 +44,7 @@ class DecodeOutputs:
 AttendFactory = Callable[[DecodeInputs, KVBlockManager], Attend]
 
 
-def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
+def dense_attention(_kernel: Callable[..., Tensor], config: Arch) -> AttendFactory:
     """Past keys and values gathered into dense ``[B, H_kv, L, D]`` tensors, then ordinary masked attention.
 
     Written out because torch's fused attention may pick a backend that replans for every new length, and here
@@ -67,7 +68,7 @@ def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
             k_all = gather(blocks.k_cache[layer], table, k)
             v_all = gather(blocks.v_cache[layer], table, v)
             grouped = q.view(len(q), k.shape[1], -1, q.shape[2])  # [B, H_kv, G, D]
-            scores = grouped @ k_all.transpose(2, 3) * q.shape[2] ** -0.5  # [B, H_kv, G, max_context + 1]
+            scores = grouped @ k_all.transpose(2, 3) * config.scale  # [B, H_kv, G, max_context + 1]
             weights = (scores + mask[:, None, None]).softmax(dim=-1, dtype=torch.float32)
             return (weights.to(v.dtype) @ v_all).view_as(q)
 
@@ -76,7 +77,7 @@ def dense_attention(_kernel: Callable[..., Tensor]) -> AttendFactory:
     return bind
 
 
-def paged_attention(kernel: Callable[..., Tensor]) -> AttendFactory:
+def paged_attention(kernel: Callable[..., Tensor], config: Arch) -> AttendFactory:
     """Attention directly over the paged cache by ``kernel`` (see ``rosetrainer.paged_attention``)."""
 
     def bind(inputs: DecodeInputs, blocks: KVBlockManager) -> Attend:
@@ -89,7 +90,8 @@ def paged_attention(kernel: Callable[..., Tensor]) -> AttendFactory:
                 v_cache_layer=blocks.v_cache[layer],
                 block_table=inputs.tables[blocks.pool_of[layer]],
                 context_lens=inputs.context_lens,
-                scale=q.shape[-1] ** -0.5,
+                scale=config.scale,
+                window=config.window,
             )
 
         return attend
@@ -103,7 +105,7 @@ ATTENTION = {"dense": dense_attention, "paged": paged_attention}
 class EagerRunner:
     """Every kernel is launched from Python."""
 
-    def __init__(self, model: GPT, blocks: KVBlockManager, attention: AttendFactory) -> None:
+    def __init__(self, model: Transformer, blocks: KVBlockManager, attention: AttendFactory) -> None:
         self.model, self.blocks, self.attention = model, blocks, attention
 
     def __call__(self, inputs: DecodeInputs) -> DecodeOutputs:
@@ -127,7 +129,7 @@ class GraphRunner:
     overwrites.
     """
 
-    def __init__(self, model: GPT, blocks: KVBlockManager, attention: AttendFactory) -> None:
+    def __init__(self, model: Transformer, blocks: KVBlockManager, attention: AttendFactory) -> None:
         self._eager = EagerRunner(model, blocks, attention)
         self._device = model.device
         self._captured: dict[int, _Captured] = {}

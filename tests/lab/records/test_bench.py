@@ -6,8 +6,8 @@ import torch
 from rosellm.lab.records import experiments
 from rosellm.lab.records.bench import Bench, compare, forced_logits, make_prompts, run_recipe, share_equal
 from rosellm.lab.records.trace import Event, Trace
-from rosellm.models.config import ModelConfig
-from rosellm.models.model import GPT
+from rosellm.models.arch import Arch
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import BUILD_RANGE, H2D_RANGE
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
@@ -16,8 +16,8 @@ RUNGS = ["dense", "paged", "no_mask", "pinned_h2d", "identity_pos"]
 
 @pytest.fixture(scope="module")
 def model():
-    config = ModelConfig(vocab_size=61, n_positions=64, n_layers=2, n_heads=2, d_model=16)
-    return GPT.allocate(config, torch.device("cpu"), torch.float32).initialise(0, std=0.3)
+    config = Arch(vocab_size=61, n_positions=64, n_layers=2, n_heads=2, d_model=16)
+    return Transformer.allocate(config, torch.device("cpu"), torch.float32).initialise(0, std=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +100,8 @@ def test_mutable_metadata_is_cheaper_to_advance_than_tuples():
 
 @pytest.mark.gpu
 def test_host_to_device_copies_in_the_table_range_fall_from_one_a_layer_to_one():
-    model = GPT.allocate(
-        ModelConfig(vocab_size=61, n_positions=128, n_layers=3, n_heads=2, d_model=64),
+    model = Transformer.allocate(
+        Arch(vocab_size=61, n_positions=128, n_layers=3, n_heads=2, d_model=64),
         torch.device("cuda"),
         torch.float16,
     ).initialise(0)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rosellm.lab.records import measure, recordings, step_records
-from rosellm.models.config import KNOWN_SHAPES
+from rosellm.models.families import KNOWN_SHAPES
 from rosellm.models.weights import SHIPPED, checkpoint_folder, load_config
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER

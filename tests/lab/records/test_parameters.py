@@ -6,13 +6,13 @@ from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.parameters import ParameterError, check_parameters, model_path
 from tests.helpers import random_model
 
-GPT = random_model(0)  # 64 positions
+Transformer = random_model(0)  # 64 positions
 GOOD = {"batch": 1, "prompt_lengths": [1, 55], "new_tokens": 9, "seed": 0, "latency_us": 0.7}
 
 
 def test_good_parameters_pass():
-    check_parameters(GPT, **GOOD)
-    check_parameters(GPT, batch=8, new_tokens=60)
+    check_parameters(Transformer, **GOOD)
+    check_parameters(Transformer, batch=8, new_tokens=60)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_good_parameters_pass():
 )
 def test_a_bad_parameter_is_told_in_one_line_also_by_a_notebook(given, words):
     with pytest.raises(ParameterError, match=words) as caught:
-        check_parameters(GPT, **GOOD | given)
+        check_parameters(Transformer, **GOOD | given)
     (shown,) = caught.value._render_traceback_()
     assert words in shown and "\n" not in shown
 

@@ -9,12 +9,12 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import random_model, random_prompts, small_engine
 
-GPT = random_model(0)
+Transformer = random_model(0)
 PROMPTS = random_prompts([3, 9, 1, 17, 8, 5], seed=3)
 
 
 def logged(prompts: list[list[int]], max_tokens: int = 20, **options) -> PoolLog:
-    scheduler = OnlineScheduler(small_engine(GPT, **options))
+    scheduler = OnlineScheduler(small_engine(Transformer, **options))
     log = PoolLog(scheduler)
     scheduler.add_requests(prompts, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
     return log

@@ -7,7 +7,7 @@ import pytest
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import find, rivals
 from rosellm.lab.records.verdicts import Verdict, run_to_run
-from rosellm.models.config import ModelConfig
+from rosellm.models.arch import Arch
 from rosellm.roseinfer.recipe import BEST_RUNG
 
 RESULTS = find()
@@ -118,7 +118,7 @@ def test_the_slowest_steps_are_near_the_median(workload):
 def test_memory_is_weights_and_cache_and_little_more(workload):
     record = RESULTS.record(workload, BEST_RUNG)
     (result,) = record["results"].values()
-    shape = ModelConfig.from_hf(record["model_shape"])
+    shape = read_arch(record["model_shape"])
     cache = record["num_kv_blocks"] * record["block_size"] * shape.kv_bytes_per_token(2)
     weights = 2 * shape.n_parameters
     assert result["medians"]["peak_gpu_memory_bytes"] <= weights + cache + 1.5 * 2**30

@@ -7,11 +7,11 @@ import pytest
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import greedy_sequences, random_model, small_engine
 
-GPT = random_model(0)
+Transformer = random_model(0)
 
 
 def engine_of(**options) -> Engine:
-    return small_engine(GPT, recipe="one_table", num_kv_blocks=10, **options)  # of 8 tokens
+    return small_engine(Transformer, recipe="one_table", num_kv_blocks=10, **options)  # of 8 tokens
 
 
 def test_what_is_free_is_what_nobody_holds_and_available_what_only_the_cache_holds() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import OptionError, RecipeError
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
@@ -21,11 +21,11 @@ COMPANY = random_prompts([1, 3, 64, 65, 130, 9, 17, 40, 5, 2, 100, 33, 8, 8, 8, 
 PLACES = [("cpu", "torch")] + [pytest.param(("cuda", "triton"), marks=pytest.mark.gpu, id="gpu")]
 
 
-def model_on(device: str, dtype: torch.dtype = torch.float32) -> GPT:
+def model_on(device: str, dtype: torch.dtype = torch.float32) -> Transformer:
     return random_model(0, CONFIG).to(device, dtype)
 
 
-def engine_of(model: GPT, **options) -> Engine:
+def engine_of(model: Transformer, **options) -> Engine:
     options = {"recipe": BEST_RUNG, "max_batch_size": 256, "num_kv_blocks": 600, "block_size": 16} | options
     return Engine(model, **({"deterministic": True} | options))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.models.attention import CausalAttention
-from rosellm.models.model import GPT
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.linear import FEW_ROWS, SOME_ROWS, parts_of
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, choose_kernels
 from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers
@@ -31,7 +31,7 @@ MODELS = {
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
     "untied": {"tie_embeddings": False},
     "wide": {"d_ff": 256},
-    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3, "norm_eps": 1e-3},
+    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3, "norm": Norm("layer", 1e-3)},
 }
 # norm, activation, gemm
 VARIANTS = {
@@ -43,7 +43,7 @@ VARIANTS = {
 TOLERANCE = 1e-4
 
 
-def inputs_of(model: GPT, lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, CausalAttention]:
+def inputs_of(model: Transformer, lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, CausalAttention]:
     """Random tokens of sequences packed one after the other, and their attention."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (sum(lengths),), generator=generator)
@@ -52,7 +52,7 @@ def inputs_of(model: GPT, lengths: list[int], seed: int = 0) -> tuple[Tensor, Te
     return ids.int().to(model.device), positions.int().to(model.device), attention
 
 
-def assert_gives_the_models_states(layers: Layers, model: GPT, lengths: list[int]) -> None:
+def assert_gives_the_models_states(layers: Layers, model: Transformer, lengths: list[int]) -> None:
     ids, positions, attention = inputs_of(model, lengths)
     before = copy.deepcopy(model.state_dict())
     assert_near(layers(ids, positions, attention), model(ids, positions, attention), TOLERANCE)

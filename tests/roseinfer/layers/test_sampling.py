@@ -28,7 +28,7 @@ BAD_ROWS = [[0.0, math.nan, 1.0], [0.0, 1.0, math.inf], [math.nan] * 3, [-math.i
 
 
 def sequence(prompt: tuple[int, ...] = (0,), **params) -> Sequence:
-    return Sequence(1, list(prompt), SamplingParams(**params), n_pools=1, eos_token_id=None)
+    return Sequence(1, list(prompt), SamplingParams(**params), n_pools=1, eos_token_ids=())
 
 
 def random_logits(rows: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:
@@ -486,7 +486,7 @@ def test_temperature_zero_is_greedy():
 
 
 def test_a_sequence_stops_at_its_length():
-    one = Sequence(1, [5, 6], SamplingParams(max_tokens=2), n_pools=3, eos_token_id=9)
+    one = Sequence(1, [5, 6], SamplingParams(max_tokens=2), n_pools=3, eos_token_ids=(9,))
     one.commit(7, n_cached=2)
     assert (one.is_finished, one.n_cached, one.last_token) == (False, 2, 7)
     one.commit(8, n_cached=1)
@@ -496,20 +496,20 @@ def test_a_sequence_stops_at_its_length():
 
 @pytest.mark.parametrize(("ignore_eos", "reason"), [(False, "stop"), (True, None)])
 def test_a_sequence_stops_at_the_end_token_unless_it_is_ignored(ignore_eos, reason):
-    one = Sequence(1, [5], SamplingParams(ignore_eos=ignore_eos), n_pools=1, eos_token_id=9)
+    one = Sequence(1, [5], SamplingParams(ignore_eos=ignore_eos), n_pools=1, eos_token_ids=(9,))
     one.commit(9, n_cached=1)
     assert (one.finish_reason, one.output) == (reason, [9])
 
 
 def test_the_end_token_as_the_last_one_allowed_counts_as_a_stop():
-    one = Sequence(1, [5], SamplingParams(max_tokens=1), n_pools=1, eos_token_id=9)
+    one = Sequence(1, [5], SamplingParams(max_tokens=1), n_pools=1, eos_token_ids=(9,))
     one.commit(9, n_cached=1)
     assert one.finish_reason == "stop"
 
 
 def test_a_callers_prompt_list_is_not_changed():
     prompt = [5, 6]
-    Sequence(1, prompt, SamplingParams(temperature=0.0), n_pools=1, eos_token_id=None).commit(7, n_cached=2)
+    Sequence(1, prompt, SamplingParams(temperature=0.0), n_pools=1, eos_token_ids=()).commit(7, n_cached=2)
     assert prompt == [5, 6]
 
 
@@ -517,7 +517,7 @@ def test_an_engine_ends_a_sequence_at_the_models_end_token():
     prompt = random_prompts([5])
     ((*_, last),) = outputs = generate(small_engine(random_model(2)), prompt, 12)
     n = outputs[0].index(last) + 1
-    engine = small_engine(random_model(2, small_config(eos_token_id=last)))
+    engine = small_engine(random_model(2, small_config(eos_token_ids=(last,))))
     stopping = [engine.make_sequence(p, SamplingParams(temperature=0.0, max_tokens=12)) for p in prompt]
     engine.prefill(stopping)
     assert decode_all(engine, stopping) == [outputs[0][:n]]

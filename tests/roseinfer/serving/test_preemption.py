@@ -16,7 +16,7 @@ PROMPTS = random_prompts([3, 9, 1, 17, 8, 5, 12, 2], seed=3)
 SHARED = [PROMPTS[3] + prompt for prompt in PROMPTS]
 N_TOKENS = 20
 AMPLE = 64
-GPT = random_model(0)
+Transformer = random_model(0)
 
 
 def greedy(max_tokens: int = N_TOKENS) -> SamplingParams:
@@ -42,8 +42,8 @@ def tokens_of(outputs) -> list[list[int]]:
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("n_blocks", [5, 8])
 def test_requests_that_outgrow_the_pool_finish_with_the_tokens_of_an_ample_one(rung, wish, n_blocks):
-    ample, expected = run(small_engine(GPT, recipe=rung, num_kv_blocks=AMPLE), PROMPTS, wish)
-    tight, outputs = run(small_engine(GPT, recipe=rung, num_kv_blocks=n_blocks), PROMPTS, wish)
+    ample, expected = run(small_engine(Transformer, recipe=rung, num_kv_blocks=AMPLE), PROMPTS, wish)
+    tight, outputs = run(small_engine(Transformer, recipe=rung, num_kv_blocks=n_blocks), PROMPTS, wish)
     assert tokens_of(outputs) == tokens_of(expected)
     assert tight.preemptions > 0 == ample.preemptions
     assert sum(output.metrics.preemptions for output in outputs) == tight.preemptions
@@ -60,7 +60,7 @@ def test_the_youngest_is_preempted_and_the_oldest_never(monkeypatch):
         still_running.append(max(others) < sequence.request_id)
 
     monkeypatch.setattr(OnlineScheduler, "_preempt", spy)
-    scheduler, outputs = run(small_engine(GPT, num_kv_blocks=6), [[1]] * 6, greedy(24))  # 3 blocks each
+    scheduler, outputs = run(small_engine(Transformer, num_kv_blocks=6), [[1]] * 6, greedy(24))  # 3 blocks each
     assert all(still_running) and len(still_running) == scheduler.preemptions > 0
     assert outputs[0].metrics.preemptions == 0
     assert [output.metrics.token_times[-1] for output in outputs] == sorted(
@@ -69,13 +69,13 @@ def test_the_youngest_is_preempted_and_the_oldest_never(monkeypatch):
 
 
 def test_nobody_is_preempted_where_all_fit_at_their_full_length():
-    engine = small_engine(GPT, num_kv_blocks=18)
+    engine = small_engine(Transformer, num_kv_blocks=18)
     scheduler, _ = run(engine, [[1]] * 6, greedy(24))
     assert scheduler.preemptions == 0
 
 
 def test_cached_prefixes_are_evicted_before_anyone_is_preempted():
-    engine = small_engine(GPT, num_kv_blocks=8, prefix_cache=True)
+    engine = small_engine(Transformer, num_kv_blocks=8, prefix_cache=True)
     OfflineScheduler(engine).run([[i] * 12 for i in range(3)], greedy(1))
     assert len(engine.prefix_cache) == 3 and engine.blocks.num_free_blocks() == 2
     scheduler = OfflineScheduler(engine)
@@ -84,8 +84,8 @@ def test_cached_prefixes_are_evicted_before_anyone_is_preempted():
 
 
 def test_a_prefix_that_is_evicted_while_its_request_is_preempted_is_computed_again():
-    engine = small_engine(GPT, num_kv_blocks=8, prefix_cache=True)
-    expected = tokens_of(run(small_engine(GPT, num_kv_blocks=AMPLE), SHARED[:3], greedy())[1])
+    engine = small_engine(Transformer, num_kv_blocks=8, prefix_cache=True)
+    expected = tokens_of(run(small_engine(Transformer, num_kv_blocks=AMPLE), SHARED[:3], greedy())[1])
     scheduler = OnlineScheduler(engine)
     ids = scheduler.add_requests(SHARED[:3], greedy())
     while scheduler.has_unfinished:
@@ -97,7 +97,7 @@ def test_a_prefix_that_is_evicted_while_its_request_is_preempted_is_computed_aga
 
 
 def test_a_preempted_request_can_be_cancelled_and_keeps_the_tokens_it_had():
-    engine = small_engine(GPT, num_kv_blocks=6)
+    engine = small_engine(Transformer, num_kv_blocks=6)
     scheduler = OnlineScheduler(engine)
     ids = scheduler.add_requests([[i] for i in range(1, 7)], greedy(24))
     while not (preempted := [s.request_id for s in scheduler._waiting if s.metrics.preemptions]):
@@ -105,7 +105,7 @@ def test_a_preempted_request_can_be_cancelled_and_keeps_the_tokens_it_had():
     assert scheduler.cancel(preempted[0])
     output = scheduler.take_result(preempted[0])
     prompt = [1 + ids.index(preempted[0])]
-    expected = tokens_of(run(small_engine(GPT, num_kv_blocks=AMPLE), [prompt], greedy(24))[1])[0]
+    expected = tokens_of(run(small_engine(Transformer, num_kv_blocks=AMPLE), [prompt], greedy(24))[1])[0]
     assert output.finish_reason == "cancelled"
     assert 0 < len(output.token_ids) < 24 and output.token_ids == expected[: len(output.token_ids)]
     scheduler.cancel_all()
@@ -114,13 +114,13 @@ def test_a_preempted_request_can_be_cancelled_and_keeps_the_tokens_it_had():
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
-    engine = small_engine(GPT, num_kv_blocks=3)
+    engine = small_engine(Transformer, num_kv_blocks=3)
     with pytest.raises(PromptError, match="needs 4 KV blocks of 8 tokens a layer; the cache has 3"):
         OnlineScheduler(engine).add_request([1] * 10, greedy(16))
 
 
 def test_blocks_that_somebody_else_holds_are_not_waited_for():
-    engine = small_engine(GPT, num_kv_blocks=4)
+    engine = small_engine(Transformer, num_kv_blocks=4)
     stranger = OnlineScheduler(engine)
     stranger.add_request([1] * 10, greedy(9))
     stranger.step()
@@ -135,7 +135,7 @@ def test_blocks_that_somebody_else_holds_are_not_waited_for():
 
 
 def test_integrity_knows_the_holders_of_every_block():
-    engine = small_engine(GPT, num_kv_blocks=8)
+    engine = small_engine(Transformer, num_kv_blocks=8)
     scheduler = OnlineScheduler(engine)
     scheduler.add_request([1] * 10, greedy(9))
     scheduler.step()

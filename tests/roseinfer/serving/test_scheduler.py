@@ -213,7 +213,7 @@ def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt: int) 
 def test_a_request_that_ends_with_its_first_token_never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(0)
     first = uncached_greedy(model, [3, 4], 1)[0]
-    by_eos = small_engine(random_model(0, small_config(eos_token_id=first)), recipe="dense")
+    by_eos = small_engine(random_model(0, small_config(eos_token_ids=(first,))), recipe="dense")
     for engine, params, reason in (
         (engine_of(), greedy(1), "length"),
         (by_eos, SamplingParams(temperature=0.0, max_tokens=9), "stop"),
@@ -530,7 +530,7 @@ def test_the_end_of_sequence_is_a_token_and_no_text(tokenizer: Tokenizer, stop: 
     config = {"vocab_size": tokenizer.vocab_size}
     tokens = uncached_greedy(random_model(3, small_config(**config)), [9, 8], 6)
     assert tokens.index(tokens[5]) == 5
-    model = random_model(3, small_config(eos_token_id=tokens[5], **config))
+    model = random_model(3, small_config(eos_token_ids=(tokens[5],), **config))
     engine = small_engine(model, tokenizer=tokenizer, recipe="dense")
     until_eos = SamplingParams(temperature=0.0, max_tokens=20, stop=stop)
     output = OfflineScheduler(engine).run([[9, 8]], until_eos)[0]

@@ -27,8 +27,8 @@ from tests.helpers import (
 
 PROMPTS = random_prompts([1, 2, 7, 8, 9, 17, 30, 5, 3, 12], seed=1)
 N_TOKENS = 12
-GPT = random_model(0)
-EXPECTED = [uncached_greedy(GPT, prompt, N_TOKENS) for prompt in PROMPTS]
+Transformer = random_model(0)
+EXPECTED = [uncached_greedy(Transformer, prompt, N_TOKENS) for prompt in PROMPTS]
 RESIDENT = ["resident_step", "packed_prefill", BEST_RUNG]
 
 
@@ -47,7 +47,7 @@ def test_the_expected_tokens_are_varied():
 @given(st.integers(0, 10**9))
 def test_sequences_that_come_pause_and_leave_at_random_get_their_own_tokens(rung, seed):
     draw = random.Random(seed)
-    engine = small_engine(GPT, recipe=rung, max_batch_size=6)
+    engine = small_engine(Transformer, recipe=rung, max_batch_size=6)
     running: dict[int, object] = {}
     waiting = draw.sample(range(len(PROMPTS)), len(PROMPTS))
     for _ in range(40):
@@ -70,7 +70,7 @@ def test_sequences_that_come_pause_and_leave_at_random_get_their_own_tokens(rung
 
 @pytest.mark.parametrize("rung", RESIDENT)
 def test_tokens_of_many_begun_steps_arrive_in_order(rung):
-    engine = small_engine(GPT, recipe=rung)
+    engine = small_engine(Transformer, recipe=rung)
     sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
     engine.begin_prefill(sequences)
     while engine.begin_decode(sequences):
@@ -82,7 +82,7 @@ def test_tokens_of_many_begun_steps_arrive_in_order(rung):
 
 
 def test_more_steps_than_the_ring_holds_may_be_begun():
-    long = uncached_greedy(GPT, PROMPTS[0], 60)
+    long = uncached_greedy(Transformer, PROMPTS[0], 60)
     engine = small_engine(random_model(0, small_config()), recipe=BEST_RUNG)
     (sequence,) = greedy_sequences(engine, [PROMPTS[0]], 60)
     engine.begin_prefill([sequence])
@@ -94,7 +94,7 @@ def test_more_steps_than_the_ring_holds_may_be_begun():
 
 
 def test_a_released_sequence_gets_none_of_the_tokens_under_way():
-    engine = small_engine(GPT, recipe=BEST_RUNG)
+    engine = small_engine(Transformer, recipe=BEST_RUNG)
     kept, gone = started(engine, [4, 5])
     both = [kept, gone]
     for _ in range(3):
@@ -108,7 +108,7 @@ def test_a_released_sequence_gets_none_of_the_tokens_under_way():
 
 
 def test_rows_move_up_so_that_a_small_bucket_serves_few_sequences():
-    engine = small_engine(GPT, recipe=BEST_RUNG)
+    engine = small_engine(Transformer, recipe=BEST_RUNG)
     sequences = started(engine, list(range(9)), [2, 2, 2, 2, 2, 2, 2, 2, N_TOKENS])
     outputs = decode_all(engine, sequences)
     assert outputs[8] == EXPECTED[8]
@@ -117,7 +117,7 @@ def test_rows_move_up_so_that_a_small_bucket_serves_few_sequences():
 
 
 def test_a_sequence_that_ends_early_by_its_end_token_leaves_the_others_alone():
-    config = small_config(eos_token_id=EXPECTED[4][3])
+    config = small_config(eos_token_ids=(EXPECTED[4][3],))
     engine = small_engine(random_model(0, config), recipe=BEST_RUNG)
     params = [SamplingParams(temperature=0.0, max_tokens=N_TOKENS, ignore_eos=i != 4) for i in range(6)]
     sequences = [engine.make_sequence(PROMPTS[i], params[i]) for i in range(6)]
@@ -131,7 +131,7 @@ def test_a_sequence_that_ends_early_by_its_end_token_leaves_the_others_alone():
 
 
 def test_an_exhausted_cache_is_told_before_the_step_and_nothing_is_lost():
-    engine = small_engine(GPT, recipe=BEST_RUNG, num_kv_blocks=6)
+    engine = small_engine(Transformer, recipe=BEST_RUNG, num_kv_blocks=6)
     long, short = started(engine, [6, 4], 8)  # 4 blocks and 2: none is left
     with pytest.raises(KVCacheExhausted):
         for _ in range(8):
@@ -144,17 +144,17 @@ def test_an_exhausted_cache_is_told_before_the_step_and_nothing_is_lost():
 
 
 def test_more_sequences_than_rows_are_refused():
-    engine = small_engine(GPT, recipe=BEST_RUNG, max_batch_size=2)
+    engine = small_engine(Transformer, recipe=BEST_RUNG, max_batch_size=2)
     started(engine, [0, 1])
     with pytest.raises(OptionError, match="2 that run together"):
         started(engine, [2])
 
 
 def test_an_edited_last_token_is_what_the_next_step_starts_from():
-    engine = small_engine(GPT, recipe=BEST_RUNG)
+    engine = small_engine(Transformer, recipe=BEST_RUNG)
     (sequence,) = started(engine, [3])
     sequence.tokens[-1] = (sequence.tokens[-1] + 1) % 101
-    expected = uncached_greedy(GPT, sequence.tokens, 1)
+    expected = uncached_greedy(Transformer, sequence.tokens, 1)
     engine.decode([sequence])
     assert sequence.tokens[-1:] == expected
 
@@ -217,7 +217,7 @@ def test_150_steps_may_be_begun_without_collecting_any():
 
 
 def test_steps_of_ever_fewer_of_the_same_sequences_may_be_begun_without_collecting_any():
-    engine = small_engine(GPT, recipe=BEST_RUNG)
+    engine = small_engine(Transformer, recipe=BEST_RUNG)
     sequences = started(engine, [0, 1, 2, 3])
     for n in (4, 3, 2):
         assert engine.begin_decode(sequences[:n]) == n
@@ -237,7 +237,7 @@ def test_a_rows_count_of_rounds_stays_within_the_ring_however_long_it_runs(rung)
 
 @pytest.mark.parametrize("rung", RESIDENT)
 def test_a_token_of_a_step_begun_before_its_sequence_was_released_is_not_committed(rung):
-    engine = small_engine(GPT, recipe=rung)
+    engine = small_engine(Transformer, recipe=rung)
     again, other = sequences = started(engine, [4, 5])
     engine.begin_decode(sequences)
     engine.release(again)
@@ -250,7 +250,7 @@ def test_a_token_of_a_step_begun_before_its_sequence_was_released_is_not_committ
 
 @pytest.mark.parametrize("rung", RESIDENT)
 def test_steps_of_the_same_sequences_hand_back_the_same_list(rung):
-    engine = small_engine(GPT, recipe=rung)
+    engine = small_engine(Transformer, recipe=rung)
     sequences = started(engine, list(range(8)))
     while engine.begin_decode(sequences):
         pass

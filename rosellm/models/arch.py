@@ -1,0 +1,164 @@
+"""What a decoder-only transformer is, as data: its sizes and the variant of each of its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rosellm.errors import CheckpointError
+from rosellm.models.rope import Rope
+
+INT32_MAX = 2**31 - 1
+MOST_LAYERS = 4096
+PROJECTIONS = ("qkv", "out", "up", "down")
+DTYPE_NAMES = ("float32", "float16", "bfloat16")
+_SIZES = ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model", "n_kv_heads", "head_dim", "d_ff")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """LayerNorm (Ba et al. 2016), or RMSNorm (Zhang & Sennrich 2019), which has no mean and no shift."""
+
+    kind: Literal["layer", "rms"] = "layer"
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        eps = self.eps
+        if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps <= 1:
+            raise CheckpointError(f"norm_eps is {eps!r}; a number above 0 and at most 1 is needed")
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A model's sizes and parts; the defaults are GPT-2's.
+
+    ``n_kv_heads`` may divide ``n_heads`` (grouped-query attention, Ainslie et al. 2023); None makes them
+    equal. ``head_dim`` None is ``d_model / n_heads``, ``d_ff`` None ``4 * d_model``. ``rope`` None: positions
+    are learned embeddings. ``mlp``: "gelu" (the tanh form) or "swiglu" (Shazeer 2020). ``biases``: the
+    projections that have one. ``qk_norm``: an RMSNorm over each head of q and k. ``scale``: of attention's
+    scores; None is ``head_dim ** -0.5``. ``window``: how many tokens, itself included, a token attends to;
+    None: all before it. ``dtype``: the checkpoint's, by name, None if it doesn't say. Raises
+    ``CheckpointError``.
+    """
+
+    vocab_size: int
+    n_positions: int
+    n_layers: int
+    n_heads: int
+    d_model: int
+    n_kv_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
+    d_ff: int = None  # type: ignore[assignment]
+    norm: Norm = Norm()
+    rope: Rope | None = None
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    biases: tuple[str, ...] = PROJECTIONS
+    qk_norm: bool = False
+    scale: float = None  # type: ignore[assignment]
+    window: int | None = None
+    tie_embeddings: bool = True
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None
+    family: str = "gpt2"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model"):
+            self._check_positive(name)
+        defaults = {"n_kv_heads": self.n_heads, "d_ff": 4 * self.d_model, "head_dim": self._even_share()}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+            self._check_positive(name)
+        if self.n_heads % self.n_kv_heads:
+            raise CheckpointError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        if self.qk_norm and self.rope is None:
+            raise CheckpointError("norms on q and k are supported with rotary embeddings only")
+        if self.rope is not None and self.head_dim % 2:
+            raise CheckpointError(f"head_dim is {self.head_dim}; rotary embeddings need an even one")
+        if self.scale is None:
+            object.__setattr__(self, "scale", self.head_dim**-0.5)
+        if self.window is not None:
+            self._check_positive("window")
+        self._check_choices()
+
+    def _even_share(self) -> int:
+        if self.head_dim is None and self.d_model % self.n_heads:
+            raise CheckpointError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
+        return self.d_model // self.n_heads
+
+    def _check_positive(self, name: str) -> None:
+        value, most = getattr(self, name), MOST_LAYERS if name == "n_layers" else INT32_MAX
+        if not is_whole(value, 1, most):
+            raise CheckpointError(f"{name} is {value!r}; a whole number from 1 to {most} is needed")
+
+    def _check_choices(self) -> None:
+        if not isinstance(self.tie_embeddings, bool):
+            raise CheckpointError(f"tie_embeddings is {self.tie_embeddings!r}; true or false is needed")
+        for token in self.eos_token_ids:
+            if not is_whole(token, 0, INT32_MAX):
+                raise CheckpointError(
+                    f"eos_token_id is {token!r}; token ids (0 to {INT32_MAX}) or none are needed"
+                )
+        if self.dtype is not None and self.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"dtype {self.dtype!r} is not supported; {', '.join(DTYPE_NAMES)} are")
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all query heads together, which ``out`` projects back to ``d_model``."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Rows of the joined query/key/value projection."""
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    @property
+    def up_width(self) -> int:
+        """Rows of the MLP's first projection: gate and up are joined."""
+        return self.d_ff * (2 if self.mlp == "swiglu" else 1)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Each projection's rows N and columns K."""
+        return {
+            "qkv": (self.qkv_width, self.d_model),
+            "out": (self.d_model, self.attention_width),
+            "up": (self.up_width, self.d_model),
+            "down": (self.d_model, self.d_ff),
+        }
+
+    @property
+    def n_layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        matrices = sum(n * k for n, k in self.shapes.values())
+        biases = sum(self.shapes[name][0] for name in self.biases)
+        norms = 2 * self.d_model * (2 if self.norm.kind == "layer" else 1)
+        return matrices + biases + norms + (2 * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def n_parameters(self) -> int:
+        """Number of parameters; a tied embedding counts once."""
+        c = self.d_model
+        places = self.n_positions * c if self.rope is None else 0
+        last_norm = c * (2 if self.norm.kind == "layer" else 1)
+        heads = self.vocab_size * c * (1 if self.tie_embeddings else 2)
+        return heads + places + self.n_layers * self.n_layer_parameters + last_norm
+
+    @property
+    def n_step_parameters(self) -> int:
+        """Parameters that a decode step reads whole: those of the layers, the last norm and the head."""
+        return self.n_layers * self.n_layer_parameters + (self.vocab_size + 1) * self.d_model
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        """Bytes of KV cache per token, over all layers."""
+        return 2 * self.n_layers * self.n_kv_heads * self.head_dim * bytes_per_element
+
+
+def is_whole(value: Any, low: int, high: int) -> bool:
+    """Whether ``value`` is an int, no bool, from ``low`` to ``high``."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

@@ -1,0 +1,63 @@
+"""What a family's file provides: how its ``config.json`` and its tensors are read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rosellm.errors import CheckpointError
+from rosellm.models.arch import Arch
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One file of ``families``, whose ``FAMILY`` it is.
+
+    model_types: the ``model_type`` of the checkpoints that it reads. read: ``config.json`` → ``Arch``; write:
+    the fields that ``transformers`` needs to read it back. tensors: a weight's name here, with ``{}`` for the
+    layer → names in the checkpoint, whose rows are joined in that order; a name that it lacks altogether is
+    left out. prefix: what a checkpoint may leave out of its names. transposed: those stored as ``[K, N]``.
+    shapes: known models by hub id.
+    """
+
+    model_types: tuple[str, ...]
+    read: Callable[[Config], Arch]
+    write: Callable[[Arch], Config]
+    tensors: Mapping[str, tuple[str, ...]]
+    prefix: str
+    transposed: frozenset[str] = frozenset()
+    shapes: Mapping[str, Arch] = field(default_factory=dict)
+
+
+def renamed(config: Config, names: Mapping[str, str], needed: tuple[str, ...]) -> Config:
+    """``Arch``'s fields by ``names``, which maps them to a config's; those of ``needed`` must be there.
+
+    Raises ``CheckpointError``.
+    """
+    missing = [names[ours] for ours in needed if names[ours] not in config]
+    if missing:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+    return {ours: config[theirs] for ours, theirs in names.items() if theirs in config}
+
+
+def check_only(config: Config, only: Mapping[str, Any]) -> None:
+    """Raise ``CheckpointError`` for a field that has another value than the one supported."""
+    for name, value in only.items():
+        if config.get(name, value) != value or type(config.get(name, value)) is not type(value):
+            raise CheckpointError(f"{name} {config[name]!r} is not supported; only {value!r} is")
+
+
+def eos_ids(config: Config) -> tuple[int, ...]:
+    """``eos_token_id``, which may be absent, one id or a list of them."""
+    given = config.get("eos_token_id")
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list) else (given,)
+
+
+def dtype_of(config: Config) -> str | None:
+    """The checkpoint's dtype: ``dtype``, or ``torch_dtype`` in older files."""
+    return config.get("dtype", config.get("torch_dtype"))

@@ -1,0 +1,37 @@
+"""Phi-3 (Abdin et al. 2024): Llama with a sliding window, stored with q/k/v and gate/up joined."""
+
+from __future__ import annotations
+
+from rosellm.models.arch import Arch, Norm
+from rosellm.models.families.family import Config, Family
+from rosellm.models.families.llama import read_arch, tensor_names, write_arch
+from rosellm.models.rope import Rope
+
+JOINED = {
+    "blocks.{}.qkv.weight": ("model.layers.{}.self_attn.qkv_proj.weight",),
+    "blocks.{}.up.weight": ("model.layers.{}.mlp.gate_up_proj.weight",),
+}
+
+
+def read(config: Config) -> Arch:
+    return read_arch(config, window=config.get("sliding_window"), family="phi3")
+
+
+def write(arch: Arch) -> Config:
+    return write_arch(arch, "Phi3", "phi3", sliding_window=arch.window, pad_token_id=None)
+
+
+FAMILY = Family(
+    model_types=("phi3",),
+    read=read,
+    write=write,
+    tensors=tensor_names() | JOINED,
+    prefix="model.",
+    shapes={
+        "microsoft/Phi-3-mini-4k-instruct": Arch(
+            32064, 4096, 32, 32, 3072, 32, 96, 8192, Norm("rms", 1e-5), Rope(), "swiglu", (),
+            window=2047, tie_embeddings=False, eos_token_ids=(32007, 32001, 32000), dtype="bfloat16",
+            family="phi3",
+        ),
+    },
+)  # fmt: skip

@@ -1,0 +1,39 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): Llama with biases on q, k and v."""
+
+from __future__ import annotations
+
+from rosellm.models.arch import Arch, Norm
+from rosellm.models.families.family import Config, Family, check_only
+from rosellm.models.families.llama import read_arch, tensor_names, write_arch
+from rosellm.models.rope import Rope
+
+
+def read(config: Config) -> Arch:
+    check_only(config, {"use_sliding_window": False})
+    return read_arch(config, ("qkv",), family="qwen2")
+
+
+def write(arch: Arch) -> Config:
+    return write_arch(arch, "Qwen2", "qwen2", use_sliding_window=False)
+
+
+def _shape(n_layers: int, n_heads: int, n_kv_heads: int, d_model: int, d_ff: int, tied: bool) -> Arch:
+    return Arch(
+        151936 if tied else 152064, 32768, n_layers, n_heads, d_model, n_kv_heads, 128 if d_model > 896 else 64,
+        d_ff, Norm("rms", 1e-6), Rope(1_000_000.0), "swiglu", ("qkv",),
+        tie_embeddings=tied, eos_token_ids=(151645, 151643), dtype="bfloat16", family="qwen2",
+    )  # fmt: skip
+
+
+FAMILY = Family(
+    model_types=("qwen2",),
+    read=read,
+    write=write,
+    tensors=tensor_names(qkv_bias=True),
+    prefix="model.",
+    shapes={
+        "Qwen/Qwen2.5-0.5B-Instruct": _shape(24, 14, 2, 896, 4864, True),
+        "Qwen/Qwen2.5-1.5B-Instruct": _shape(28, 12, 2, 1536, 8960, True),
+        "Qwen/Qwen2.5-7B-Instruct": _shape(28, 28, 4, 3584, 18944, False),
+    },
+)

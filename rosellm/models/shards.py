@@ -1,0 +1,45 @@
+"""The safetensors files of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from rosellm.errors import CheckpointError
+
+
+@contextmanager
+def opened(shard: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(shard, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{shard} cannot be read as safetensors: {error}") from error
+
+
+def shards_of(folder: Path) -> list[Path]:
+    """The checkpoint's files, all there: one, or those of its index. Raises ``CheckpointError``."""
+    index = folder / "model.safetensors.index.json"
+    names = _indexed(index) if index.is_file() else ["model.safetensors"]
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(missing)} (checkpoints are read from safetensors only)"
+        )
+    return [folder / name for name in names]
+
+
+def _indexed(index: Path) -> list[str]:
+    """The files named by a safetensors index; all must be in its folder."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not a valid safetensors index") from error
+    if outside:
+        raise CheckpointError(f"{index} names files outside its folder")
+    return names
