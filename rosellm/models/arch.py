@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rosellm.errors import CheckpointError
@@ -58,7 +58,7 @@ class Arch:
     window: int | None = None
     tie_embeddings: bool = True
     eos_token_ids: tuple[int, ...] = ()
-    dtype: str | None = None
+    dtype: str | None = field(default=None, compare=False)
     family: str = "gpt2"
 
     def __post_init__(self) -> None:
