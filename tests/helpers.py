@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rosellm.models.attention import CausalAttention
 from rosellm.models.arch import Arch
+from rosellm.models.attention import CausalAttention
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import Sequence

@@ -1,13 +1,13 @@
 """Pre-norm decoder-only transformers of every family, over a flat list of tokens: their specification.
 
 The model knows nothing about batches, caches or masks: attention is passed in (see ``attention.Attend``), and
-every other operation works per token. N tokens, C model width, F MLP width, V vocabulary size. Every matrix is
-``[N, K]``, outputs by inputs; q, k and v are joined, and so are gate and up.
+every other operation works per token. N tokens, C model width, F MLP width, V vocabulary size. Every matrix
+is ``[N, K]``, outputs by inputs; q, k and v are joined, and so are gate and up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -130,10 +130,10 @@ class Transformer(nn.Module):
             model = cls(config)
         vocabulary = (model.token_embedding, model.lm_head)
         for module in model.modules():
+            make: Callable[..., Tensor] = _padded if module in vocabulary else torch.empty
             for name, parameter in module.named_parameters(recurse=False):
-                make = _padded if module in vocabulary else torch.empty
-                empty = make(parameter.shape, device=device, dtype=dtype)
-                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+                weight = nn.Parameter(make(parameter.shape, device=device, dtype=dtype), requires_grad=False)
+                setattr(module, name, weight)
         model._tie()
         model._tabulate(device)
         return model.eval()
@@ -165,7 +165,8 @@ class Transformer(nn.Module):
         cos_sin = self.cos_sin[positions]  # [N, D]
 
         def position_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(layer, *self.blocks[layer].position(q, k, cos_sin), v)
+            q, k = self.blocks[layer].position(q, k, cos_sin)
+            return attend(layer, q, k, v.contiguous())  # kernels want k and v laid out alike
 
         return position_and_attend
 
@@ -173,8 +174,8 @@ class Transformer(nn.Module):
         """What :meth:`positioned` does to a layer's q and k, for kernels that do it; None for nothing."""
         if self.cos_sin is None:
             return None
-        norms = [None if norm is None else norm.weight for norm in self.blocks[layer].head_norms]
-        return Rotary(self.cos_sin, *norms, self.config.norm.eps)
+        q_norm, k_norm = (None if n is None else n.weight for n in self.blocks[layer].head_norms)
+        return Rotary(self.cos_sin, q_norm, k_norm, self.config.norm.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)  # [N, V]

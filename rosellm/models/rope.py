@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, RoFormer) and the scalings that stretch them to longer contexts.
+"""Rotary position embeddings (Su et al. 2021, RoFormer) and scalings that stretch them to longer contexts.
 
 D head size. Frequencies are computed in fp64 and tabulated in fp32 once per model.
 """

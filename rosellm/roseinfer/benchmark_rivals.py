@@ -25,15 +25,16 @@ import torch
 from rosellm.command_line import OneLineParser, command
 from rosellm.errors import OptionError, RoseError
 from rosellm.models.arch import Arch
+from rosellm.models.families import write_arch
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.bench import options as bench_options
 from rosellm.roseinfer.bench.job import check_positions
-from rosellm.roseinfer.bench.prompts import encode_prompts, make_prompts
+from rosellm.roseinfer.bench.prompts import encode_prompts, make_prompts, new_tokens
 from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
 from rosellm.roseinfer.bench.rivals import RIVALS, Rival, Task, check_rivals
 from rosellm.roseinfer.bench.runs import mode_result, peak_memory, reset_peak_memory, run_figures
-from rosellm.roseinfer.bench.workloads import WORKLOADS
+from rosellm.roseinfer.bench.workloads import ALL_WORKLOADS
 from rosellm.roseinfer.recipe import LADDER, get_rung
 
 THROUGHPUT = "total_throughput_tok_s"
@@ -79,7 +80,7 @@ def _timed_run(rival: Rival, task: Task) -> TimedRun:
 
 def _check_complete(tokens: list[list[int]], task: Task) -> None:
     """A rival that ends a request early would look fast."""
-    wanted = [task.options.max_new_tokens] * len(task.prompts)
+    wanted = new_tokens(task.options)
     if [len(row) for row in tokens] != wanted:
         raise RuntimeError(f"{sum(map(len, tokens))} tokens were generated, {sum(wanted)} were requested")
 
@@ -112,7 +113,7 @@ def _facts(task: Task, config: Arch) -> dict[str, Any]:
     return {
         **bench_options.request_facts(task.options),
         "form": "offline",
-        "workload_form": WORKLOADS[task.options.workload].form,
+        "workload_form": ALL_WORKLOADS[task.options.workload].form,
         "device": task.device.type,
         "dtype": str(task.dtype).removeprefix("torch."),
         "model_shape": write_arch(config),
@@ -198,7 +199,7 @@ def workload_options(options: Namespace, name: str) -> Namespace:
     given = {key: value for key, value in vars(options).items() if key not in ("output", "workloads")}
     overrides = {key: given[key] for key in OVERRIDES if given[key] is not None}
     fixed = {"workload": name, "seed": 0, "block_size": 64}
-    return Namespace(**(given | fixed | WORKLOADS[name].flags() | overrides))
+    return Namespace(**(given | fixed | ALL_WORKLOADS[name].flags() | overrides))
 
 
 def parse_options(argv: list[str] | None = None) -> Namespace:
@@ -239,7 +240,13 @@ def _parser() -> OneLineParser:
     add = parser.add_argument
     who = f"what to run; the first is the baseline of the comparison: {', '.join(RIVALS)}"
     add("--rival", type=_names(RIVALS), required=True, metavar="NAME,NAME", help=who)
-    add("--workloads", type=_names(WORKLOADS), required=True, metavar="ID,ID", help=", ".join(WORKLOADS))
+    add(
+        "--workloads",
+        type=_names(ALL_WORKLOADS),
+        required=True,
+        metavar="ID,ID",
+        help=", ".join(ALL_WORKLOADS),
+    )
     add("--rung", metavar="NAME", help=f"rung of rosellm; default: the best; {', '.join(LADDER)}")
     add("--output", type=Path, metavar="FOLDER", help="write WORKLOAD-RIVAL.json here; created if missing")
     bench_options.add_model_options(parser)

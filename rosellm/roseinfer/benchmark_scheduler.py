@@ -22,7 +22,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, one_each
 
 
 def run_scheduler_benchmark(
@@ -60,6 +60,9 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
     }
 
 
+Params = SamplingParams | list[SamplingParams]
+
+
 class _StepTimes(OnlineScheduler):
     """Keeps the seconds of each of its decode steps."""
 
@@ -74,7 +77,7 @@ class _StepTimes(OnlineScheduler):
 
 
 class _Online(_StepTimes):
-    def run(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    def run(self, prompts: list[list[int]], params: Params) -> list[RequestOutput]:
         request_ids = self.add_requests(prompts, params)
         while self.has_unfinished:
             self.step()
@@ -86,8 +89,10 @@ class _Offline(_StepTimes, OfflineScheduler):
 
 
 class _Naive(_Online):
-    def run(self, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
-        return [output for prompt in prompts for output in super(_Naive, self).run([prompt], params)]
+    def run(self, prompts: list[list[int]], params: Params) -> list[RequestOutput]:
+        alone = super().run
+        pairs = zip(prompts, one_each(params, len(prompts)), strict=True)
+        return [output for prompt, own in pairs for output in alone([prompt], [own])]
 
 
 MODES: dict[str, type[_Offline | _Online]] = {"naive": _Naive, "offline": _Offline, "online": _Online}

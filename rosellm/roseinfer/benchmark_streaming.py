@@ -28,6 +28,7 @@ from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.bench.summary import summary_line
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)
@@ -69,7 +70,8 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
     ):
         start = perf_counter()
         reading = thread.submit(_read, inbox, len(job.prompts))
-        request_ids = _submit(manager, job.prompts, job.params, load.submit_interval_s, inbox)
+        params = one_each(job.params, len(job.prompts))
+        request_ids = _submit(manager, job.prompts, params, load.submit_interval_s, inbox)
         reading.result()
         read_time = perf_counter() - start
         outputs = _results(manager, request_ids)
@@ -85,16 +87,20 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
 
 
 def _submit(
-    manager: StreamingManager, prompts: Prompts, params: SamplingParams, interval_s: float, inbox: SimpleQueue
+    manager: StreamingManager,
+    prompts: Prompts,
+    params: list[SamplingParams],
+    interval_s: float,
+    inbox: SimpleQueue,
 ) -> list[int]:
     """Submit each request at its time. If one is refused, tell the reader that no more will come."""
     start = perf_counter()
     request_ids = []
     try:
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
             if interval_s:
                 sleep(max(0.0, start + index * interval_s - perf_counter()))
-            request_ids.append(manager.add_request(prompt, params, inbox))
+            request_ids.append(manager.add_request(prompt, own, inbox))
     except BaseException:
         for _ in prompts:
             inbox.put((None, None))

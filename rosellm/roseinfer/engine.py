@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from rosellm.errors import BusyError, OptionError, PromptError, RoseError, SamplingError, told
+from rosellm.models.arch import Arch
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.models.weights import SHIPPED
@@ -37,8 +38,10 @@ class Engine:
     both. Public parts: ``step``, ``blocks``, ``budget`` (which counts blocks) and ``prefix_cache`` (or None).
 
     recipe: a rung of ``LADDER`` by name, None for the device's best, or any ``Recipe``. max_batch_size: the
-    most sequences that decode together. num_kv_blocks: blocks per layer; None takes what ``max_batch_size``
-    full-length sequences need, capped by memory. block_size: tokens per block, a power of two. kernels: see
+    most sequences that decode together. max_model_len: the most tokens of a request, prompt and output; None
+    is the model's own. num_kv_blocks: blocks per layer; None takes what ``max_batch_size`` full-length
+    sequences need, capped by memory: ``gpu_memory_utilization`` is the share of a GPU's memory for all that
+    the engine holds. block_size: tokens per block, a power of two. kernels: see
     ``kernels.table.choose_kernels``. gate: when to use the Triton append; None reads its environment
     variables. deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or
     the cache (``batch_invariant``); prompts are then cut only at multiples of ``prefill_alignment`` tokens.
@@ -51,7 +54,9 @@ class Engine:
         *,
         recipe: str | Recipe | None = None,
         max_batch_size: int = 256,
+        max_model_len: int | None = None,
         num_kv_blocks: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         block_size: int = 64,
         kernels: str | Kernels = "auto",
         gate: AppendGate | None = None,
@@ -66,16 +71,18 @@ class Engine:
             self.recipe = replace(self.recipe, numerics="invariant")
         self.deterministic = self.recipe.numerics == "invariant"
         self.max_batch_size, self.block_size = max_batch_size, block_size
-        self.max_model_len = self.config.n_positions
+        self.max_model_len = _model_len(max_model_len, self.config)
         self.gate = gate or AppendGate.from_environment()
         self.kernels = choose_kernels(kernels, self.recipe.launch, model.device)
-        c, n_blocks = self.config, num_kv_blocks or self._default_kv_blocks()
+        c, n_blocks = self.config, num_kv_blocks or self._default_kv_blocks(gpu_memory_utilization)
         shape = c.n_layers, c.n_kv_heads, c.head_dim, block_size, n_blocks
         kinds = self.recipe.block_info, self.recipe.pool
         self.blocks = KVBlockManager(*shape, model.device, model.dtype, *kinds)
         self.prefill_alignment = ALIGNMENT if self.deterministic else 1
         self.prefix_cache = PrefixCache(self.blocks, self.prefill_alignment) if prefix_cache else None
-        self.step: Step = build_step(self.recipe, model, self.blocks, self.kernels, max_batch_size, self.gate)
+        self.step: Step = build_step(
+            self.recipe, model, self.blocks, self.kernels, max_batch_size, self.max_model_len, self.gate
+        )
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
         self._n_requests = 0
         self._holders: set[Sequence] = set()
@@ -140,8 +147,9 @@ class Engine:
         pools, eos = self.blocks.num_pools, self.config.eos_token_ids
         sequence = Sequence(self._n_requests, prompt, params, pools, eos, replays=self.deterministic)
         if sequence.max_length > self.max_model_len:
+            most = "the model's" if self.max_model_len == self.config.n_positions else "max_model_len, "
             raise PromptError(
-                f"{sequence.n_prompt} prompt tokens and {params.max_tokens} new ones exceed the model's "
+                f"{sequence.n_prompt} prompt tokens and {params.max_tokens} new ones exceed {most} "
                 f"{self.max_model_len} positions"
             )
         if self.budget.at_most(sequence) > self.num_kv_blocks:
@@ -248,9 +256,17 @@ class Engine:
         for _ in self.step.collect():
             pass
 
-    def _default_kv_blocks(self) -> int:
-        wanted = self.max_batch_size * blocks_for(self.max_model_len, self.block_size)
-        return kv_blocks_within_memory(self.model, wanted, self.block_size)
+    def _default_kv_blocks(self, utilization: float) -> int:
+        """Raises ``OptionError`` if not even one request of ``max_model_len`` tokens fits."""
+        one = blocks_for(self.max_model_len, self.block_size)
+        wanted, size = self.max_batch_size * one, self.block_size
+        there = kv_blocks_within_memory(self.model, wanted, size, self.max_batch_size, utilization)
+        if there < one:
+            raise OptionError(
+                f"a request of {self.max_model_len} tokens needs {one} KV blocks of {size} tokens a layer; "
+                f"memory has room for {there}: max_model_len={there * size} is the most that fits"
+            )
+        return there
 
 
 def _choose_recipe(recipe: str | Recipe | None, device: torch.device) -> tuple[str | None, Recipe]:
@@ -275,6 +291,17 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
             )
     if block_size & (block_size - 1):
         raise OptionError(f"block_size is {block_size}; it must be a power of two")
+
+
+def _model_len(wanted: int | None, config: Arch) -> int:
+    if wanted is None:
+        return config.n_positions
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= config.n_positions:
+        raise OptionError(
+            f"max_model_len is {told(wanted)}; it must be a whole number from 1 to the model's "
+            f"{config.n_positions} positions"
+        )
+    return wanted
 
 
 def _check_token_ids(prompt: list[int], vocab_size: int) -> None:

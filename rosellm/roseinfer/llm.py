@@ -24,8 +24,9 @@ class LLM:
 
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
     best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None. device: "auto",
-    "cuda" or "cpu". dtype: "auto", "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for
-    random weights. The sizes and ``deterministic`` are those of ``Engine``.
+    "cuda" or "cpu". dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "float16" or
+    "bfloat16". load_format: "auto", or "dummy" for random weights. The sizes and ``deterministic`` are those
+    of ``Engine``.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class LLM:
         dtype: str = "auto",
         load_format: str = "auto",
         max_batch_size: int = 256,
+        max_model_len: int | None = None,
         num_kv_blocks: int | None = None,
+        gpu_memory_utilization: float = 0.9,
         block_size: int = 64,
         deterministic: bool = False,
     ) -> None:
@@ -51,7 +54,9 @@ class LLM:
             load_format=load_format,
             recipe=rung if recipe is None else recipe,
             max_batch_size=max_batch_size,
+            max_model_len=max_model_len,
             num_kv_blocks=num_kv_blocks,
+            gpu_memory_utilization=gpu_memory_utilization,
             block_size=block_size,
             deterministic=deterministic,
         )

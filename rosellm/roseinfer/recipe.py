@@ -216,10 +216,19 @@ def _dotted(capability: tuple[int, int] | None) -> str:
 
 
 def build_step(
-    recipe: Recipe, model: Transformer, blocks: KVBlockManager, kernels: Kernels, n_rows: int, gate: AppendGate
+    recipe: Recipe,
+    model: Transformer,
+    blocks: KVBlockManager,
+    kernels: Kernels,
+    n_rows: int,
+    max_model_len: int,
+    gate: AppendGate,
 ) -> HostStep | ResidentStep:
-    """The step that ``recipe`` names, for ``n_rows`` sequences; variants are looked up by name only here."""
-    width = blocks_for(model.config.n_positions, blocks.block_size)
+    """The step that ``recipe`` names, for ``n_rows`` sequences of at most ``max_model_len`` tokens.
+
+    Variants are looked up by name only here.
+    """
+    width = blocks_for(max_model_len, blocks.block_size)
     if recipe.step == "resident":
         return _resident_step(recipe, model, blocks, kernels, width, n_rows)
     attention = ATTENTION[recipe.attention](kernels.paged_attention_decode, model.config)

@@ -36,6 +36,7 @@ from rosellm.command_line import OneLineParser, command
 from rosellm.environment import environment
 from rosellm.errors import RoseError
 from rosellm.models.arch import Arch
+from rosellm.models.families import write_arch
 from rosellm.models.loading import resolve_device
 from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import RecipeError
+from rosellm.models.arch import Norm
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
@@ -44,7 +45,14 @@ PersistentLayers, persistent_for_few = (
 MODELS = {
     "small": {},
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
-    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3, "norm": Norm("layer", 1e-3)},
+    "odd": {
+        "d_model": 48,
+        "n_heads": 3,
+        "n_kv_heads": 1,
+        "d_ff": 90,
+        "n_layers": 3,
+        "norm": Norm("layer", 1e-3),
+    },
     "long_sums": {"d_model": 32, "n_layers": 1, "d_ff": 1100},
 }
 SMALL_M = ("fused", "epilogue", "small_m")
@@ -104,7 +112,12 @@ def run(layers: Layers, model: Transformer, positions: list[int], **options) -> 
 
 
 def assert_layers_agree(
-    few: Layers, persistent: Layers, model: Transformer, positions: list[int], tolerance: float = TOLERANCE, **options
+    few: Layers,
+    persistent: Layers,
+    model: Transformer,
+    positions: list[int],
+    tolerance: float = TOLERANCE,
+    **options,
 ) -> None:
     found, expected = (run(layers, model, positions, **options) for layers in (persistent, few))
     assert expected[0].isfinite().all()

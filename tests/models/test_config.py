@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from rosellm.errors import CheckpointError
-from rosellm.models.arch import Arch
 from rosellm.models.families import KNOWN_SHAPES
 from tests.helpers import small_config
 

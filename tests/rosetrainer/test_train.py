@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from rosellm.errors import RoseError
-from rosellm.models.attention import CausalAttention
 from rosellm.models.arch import Arch
+from rosellm.models.attention import CausalAttention
 from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
 from rosellm.models.weights import SHIPPED, checkpoint_folder, load_config, load_model

@@ -28,7 +28,9 @@ from rosellm.roseinfer.steps.kv_append import AppendGate
 
 
 @lru_cache(maxsize=2)
-def get_model(model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto") -> Transformer:
+def get_model(
+    model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto"
+) -> Transformer:
     """A model, loaded once a process; a folder is also found from where the caller stands."""
     return load_parts(model_path(model), device, dtype, load_format)[0]
 
@@ -159,7 +161,11 @@ def compare(
 
 
 def forced_logits(
-    model: Transformer, recipe: str | Recipe, prompts: list[list[int]], tokens: list[list[int]], **options: Any
+    model: Transformer,
+    recipe: str | Recipe,
+    prompts: list[list[int]],
+    tokens: list[list[int]],
+    **options: Any,
 ) -> Tensor:
     """Logits ``[steps, B, V]`` (fp32, on the host) of a recipe fed ``tokens``, whatever it would choose."""
     steps = len(tokens[0])

@@ -64,9 +64,7 @@ def _sum_kernel(source, sums, SIZE: tl.constexpr):  # type: ignore[no-untyped-de
     tl.store(sums + block, tl.sum(tl.load(source + block.to(tl.int64) * SIZE + tl.arange(0, SIZE))))
 
 
-def floors_us(
-    config: Arch, batch: int, context: float, itemsize: int, ceiling: Ceiling
-) -> dict[str, float]:
+def floors_us(config: Arch, batch: int, context: float, itemsize: int, ceiling: Ceiling) -> dict[str, float]:
     """µs by cause for ``batch`` rows with ``context`` cached tokens each: the longer of bytes and operations.
 
     Weights are read once a step, each part's inputs read and its outputs written once, all at the speed of

@@ -31,7 +31,7 @@ from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmar
 from rosellm.roseinfer.bench.job import check_positions
 from rosellm.roseinfer.bench.prompts import encode_prompts, make_prompts
 from rosellm.roseinfer.bench.record import new_record, write_record
-from rosellm.roseinfer.bench.workloads import MODEL, WORKLOADS
+from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
@@ -102,9 +102,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     size = arguments.size or ("full" if arguments.device == "cuda" else "small")
     arguments.size = SIZES[size]
     if arguments.model is None:
-        arguments.model = MODEL["hf_model_id"] if size == "full" else SHIPPED
+        arguments.model = WORKLOADS["W1"].model if size == "full" else SHIPPED
     if arguments.load_format is None:
-        arguments.load_format = "auto" if arguments.model == SHIPPED else MODEL["load_format"]
+        arguments.load_format = "auto" if arguments.model == SHIPPED else LOAD_FORMAT
     return arguments
 
 

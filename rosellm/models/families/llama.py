@@ -30,13 +30,13 @@ def read_arch(config: Config, biases: tuple[str, ...] = (), **parts: Any) -> Arc
     """What Llama and its relatives share: RMSNorm, rotary embeddings, SwiGLU; ``parts`` are their own."""
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise CheckpointError(f"hidden_act {activation!r} is not supported; 'silu' is")
-    fields = {"tie_embeddings": False} | renamed(config, NAMES, NEEDED)
+    fields: dict[str, Any] = {"tie_embeddings": False} | renamed(config, NAMES, NEEDED)
     rope = read_rope(config)
     if isinstance(rope.scaling, Yarn):
         stretched = int(rope.scaling.original_max_position_embeddings * rope.scaling.factor)
         fields["n_positions"] = max(fields["n_positions"], stretched)
     norm = Norm("rms", config.get(EPS, 1e-6))
-    common = {"norm": norm, "rope": rope, "mlp": "swiglu", "biases": biases}
+    common: dict[str, Any] = {"norm": norm, "rope": rope, "mlp": "swiglu", "biases": biases}
     return Arch(**fields, **common, eos_token_ids=eos_ids(config), dtype=dtype_of(config), **parts)
 
 

@@ -19,8 +19,8 @@ def write(arch: Arch) -> Config:
 
 def _shape(n_layers: int, n_heads: int, n_kv_heads: int, d_model: int, d_ff: int, tied: bool) -> Arch:
     return Arch(
-        151936 if tied else 152064, 32768, n_layers, n_heads, d_model, n_kv_heads, 128 if d_model > 896 else 64,
-        d_ff, Norm("rms", 1e-6), Rope(1_000_000.0), "swiglu", ("qkv",),
+        151936 if tied else 152064, 32768, n_layers, n_heads, d_model, n_kv_heads,
+        128 if d_model > 896 else 64, d_ff, Norm("rms", 1e-6), Rope(1_000_000.0), "swiglu", ("qkv",),
         tie_embeddings=tied, eos_token_ids=(151645, 151643), dtype="bfloat16", family="qwen2",
     )  # fmt: skip
 

@@ -20,8 +20,9 @@ def write(arch: Arch) -> Config:
 
 def _shape(n_layers: int, n_heads: int, d_model: int, d_ff: int, tied: bool) -> Arch:
     return Arch(
-        151936, 40960, n_layers, n_heads, d_model, 8, 128, d_ff, Norm("rms", 1e-6), Rope(1_000_000.0), "swiglu",
-        (), qk_norm=True, tie_embeddings=tied, eos_token_ids=(151645, 151643), dtype="bfloat16", family="qwen3",
+        151936, 40960, n_layers, n_heads, d_model, 8, 128, d_ff, Norm("rms", 1e-6), Rope(1_000_000.0),
+        "swiglu", (), qk_norm=True, tie_embeddings=tied, eos_token_ids=(151645, 151643), dtype="bfloat16",
+        family="qwen3",
     )  # fmt: skip
 
 

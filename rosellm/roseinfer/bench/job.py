@@ -9,7 +9,7 @@ from rosellm.errors import PromptError, RecipeError
 from rosellm.models.loading import AnyTokenizer, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.options import departures
-from rosellm.roseinfer.bench.prompts import Prompts, encode_prompts, make_prompts
+from rosellm.roseinfer.bench.prompts import Prompts, encode_prompts, make_prompts, new_tokens
 from rosellm.roseinfer.bench.record import dtype_name
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
@@ -17,22 +17,24 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import one_each
 
 SPARE_KV_BLOCKS = 8
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every run of a benchmark repeats."""
+    """What every run of a benchmark repeats; params: one for all requests, or one each."""
 
     engine: Engine
     prompts: Prompts
-    params: SamplingParams
+    params: SamplingParams | list[SamplingParams]
     config: SchedulerConfig | None = None
 
     def shortened(self, num_requests: int, max_tokens: int) -> Job:
         """Only the first requests, and only the first tokens of each."""
-        params = replace(self.params, max_tokens=min(self.params.max_tokens, max_tokens))
+        each = one_each(self.params, len(self.prompts))[:num_requests]
+        params = [replace(own, max_tokens=min(own.max_tokens, max_tokens)) for own in each]
         return replace(self, prompts=self.prompts[:num_requests], params=params)
 
 
@@ -69,6 +71,7 @@ def make_engine(
         tokenizer,
         recipe=recipe,
         max_batch_size=options.max_batch_size,
+        max_model_len=longest_request(options, gpt, longest_prompt),
         num_kv_blocks=options.num_kv_blocks or kv_blocks_wanted(options, gpt, longest_prompt),
         block_size=options.block_size,
         prefix_cache=options.prefix_cache,
@@ -78,17 +81,21 @@ def make_engine(
 
 def kv_blocks_wanted(options: Namespace, gpt: Transformer, longest_prompt: int) -> int:
     """Blocks per layer for the longest requests that run together, plus a few spare; capped by memory."""
-    longest = min(longest_prompt + options.max_new_tokens, gpt.config.n_positions)
+    longest = longest_request(options, gpt, longest_prompt)
     concurrency = min(options.max_batch_size, options.num_requests)
     wanted = concurrency * blocks_for(longest, options.block_size) + SPARE_KV_BLOCKS
-    return kv_blocks_within_memory(gpt, wanted, options.block_size)
+    return max(1, kv_blocks_within_memory(gpt, wanted, options.block_size, options.max_batch_size))
 
 
-def greedy_params(options: Namespace) -> SamplingParams:
-    """Greedy decoding of ``--max-new-tokens`` tokens."""
-    return SamplingParams(
-        temperature=0.0, max_tokens=options.max_new_tokens, ignore_eos=not options.stop_on_eos
-    )
+def longest_request(options: Namespace, gpt: Transformer, longest_prompt: int) -> int:
+    """Tokens of the longest request, prompt and output; at most the model's positions."""
+    return min(longest_prompt + options.max_new_tokens, gpt.config.n_positions)
+
+
+def greedy_params(options: Namespace) -> list[SamplingParams]:
+    """Greedy decoding, one per request."""
+    ends = not options.stop_on_eos
+    return [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=ends) for n in new_tokens(options)]
 
 
 def scheduler_config(options: Namespace) -> SchedulerConfig:

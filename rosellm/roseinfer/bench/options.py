@@ -11,7 +11,14 @@ from rosellm.errors import PromptError, RoseError
 from rosellm.models.loading import DTYPES, LOAD_FORMATS
 from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.bench.record import check_writable, dtype_name
-from rosellm.roseinfer.bench.workloads import DTYPE, MODEL, WORKLOADS, Workload, get_workload
+from rosellm.roseinfer.bench.workloads import (
+    ALL_WORKLOADS,
+    DTYPE,
+    LOAD_FORMAT,
+    MODERN_MODEL,
+    Workload,
+    get_workload,
+)
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
@@ -93,7 +100,7 @@ def add_engine_options(parser: ArgumentParser) -> None:
 
 def add_request_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("requests (greedy)").add_argument
-    add("--workload", metavar="ID", help=f"preset; explicit options override it: {', '.join(WORKLOADS)}")
+    add("--workload", metavar="ID", help=f"preset; explicit options override it: {', '.join(ALL_WORKLOADS)}")
     add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests per run")
     add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens per request")
     add("--prompt", default=Workload.prompt, metavar="TEXT", help="text of every prompt")
@@ -101,7 +108,10 @@ def add_request_options(parser: ArgumentParser) -> None:
     add("--prompt-repeats", **counts(Workload.prompt_repeats, MOST_TOKENS), help=repeats)
     random = "prompts of N seeded random token ids instead of text"
     add("--prompt-tokens", **count(Workload.prompt_tokens, high=MOST_TOKENS), help=random)
-    add("--seed", **count(0, low=0), help="seed of --prompt-tokens")
+    shortest = "lengths uniform from N to the option without min-; default: all alike"
+    add("--min-prompt-tokens", **count(Workload.min_prompt_tokens, high=MOST_TOKENS), help=shortest)
+    add("--min-new-tokens", **count(Workload.min_new_tokens), help=shortest)
+    add("--seed", **count(0, low=0), help="seed of random ids and lengths")
     add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
     add("--pretok", **switch(False), help="tokenize before the clock starts")
 
@@ -138,9 +148,10 @@ def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespac
         early.add_argument(flag, action="store_true")
     named = early.parse_known_args(argv)[0]
     if named.workload is not None:
-        parser.set_defaults(**get_workload(named.workload, form).flags())
+        workload = get_workload(named.workload, form)
+        parser.set_defaults(**workload.flags())
         if named.hf_model_id is None:
-            parser.set_defaults(**MODEL)
+            parser.set_defaults(hf_model_id=workload.model or MODERN_MODEL, load_format=LOAD_FORMAT)
         if named.rung is None and not named.paged_attn and not named.cuda_graph:
             parser.set_defaults(paged_attn=True, cuda_graph=True)
     options = parser.parse_args(argv)
@@ -153,11 +164,17 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
     """How a run departs from its workload, so that its figures are not comparable with the records."""
     if options.workload is None:
         return []
-    preset = WORKLOADS[options.workload].flags() | MODEL | {"deterministic": False}
+    workload = ALL_WORKLOADS[options.workload]
+    preset = workload.flags() | {"load_format": LOAD_FORMAT, "deterministic": False}
+    dtype = DTYPE
+    if workload.model is None:
+        dtype = engine.config.dtype or DTYPE
+    else:
+        preset["hf_model_id"] = workload.model
     here = {name: getattr(options, name) for name in preset} | {"dtype": dtype_name(engine)}
     told = [
         f"{name}={here[name]} for {value}"
-        for name, value in (preset | {"dtype": DTYPE}).items()
+        for name, value in (preset | {"dtype": dtype}).items()
         if here[name] != value
     ]
     return told if engine.rung or engine.deterministic else [*told, "a recipe that is no rung"]
@@ -166,7 +183,7 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
 def request_facts(options: Namespace) -> dict[str, Any]:
     """For the record: model, workload, which of its presets were overridden, every option except paths."""
     given = {name: value for name, value in vars(options).items() if name not in NOT_IN_RECORDS}
-    preset = WORKLOADS[options.workload].flags() if options.workload else {}
+    preset = ALL_WORKLOADS[options.workload].flags() if options.workload else {}
     folder = Path(options.hf_model_id)
     return {
         "workload": options.workload,

@@ -1,4 +1,4 @@
-"""The prompts of a workload: repeated text, or random token ids."""
+"""The requests of a workload: prompts of repeated text or random token ids, and how long they run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rosellm.errors import OptionError
 from rosellm.models.loading import AnyTokenizer
 
 Prompts = Sequence[str | list[int]]
@@ -15,10 +16,30 @@ Prompts = Sequence[str | list[int]]
 def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
     """One prompt per request: text, or with ``--prompt-tokens`` seeded random token ids."""
     if options.prompt_tokens is not None:
-        shape = (options.num_requests, options.prompt_tokens)
-        return np.random.default_rng(options.seed).integers(vocab_size, size=shape).tolist()
+        random, longest = np.random.default_rng(options.seed), options.prompt_tokens
+        ids = random.integers(vocab_size, size=(options.num_requests, longest)).tolist()
+        if options.min_prompt_tokens is None:
+            return ids
+        return [
+            row[:n] for row, n in zip(ids, _lengths(options, options.min_prompt_tokens, longest), strict=True)
+        ]
     texts = [options.prompt * n for n in options.prompt_repeats]
     return [texts[i % len(texts)] for i in range(options.num_requests)]
+
+
+def new_tokens(options: Namespace) -> list[int]:
+    """How many tokens each request asks for."""
+    if options.min_new_tokens is None:
+        return [options.max_new_tokens] * options.num_requests
+    return _lengths(options, options.min_new_tokens, options.max_new_tokens)
+
+
+def _lengths(options: Namespace, low: int, high: int) -> list[int]:
+    """One length per request, uniform from ``low`` to ``high``, seeded."""
+    if low > high:
+        raise OptionError(f"the shortest length is {low}, the longest {high}")
+    random = np.random.default_rng([options.seed, low, high])
+    return random.integers(low, high + 1, size=options.num_requests).tolist()
 
 
 def encode_prompts(prompts: Prompts, tokenizer: AnyTokenizer) -> list[list[int]]:

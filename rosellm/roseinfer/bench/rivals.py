@@ -22,7 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 import rosellm
 from rosellm.errors import DeviceError, RoseError
 from rosellm.models.weights import load_model
-from rosellm.roseinfer.bench.job import greedy_params, kv_blocks_wanted
+from rosellm.roseinfer.bench.job import greedy_params, kv_blocks_wanted, longest_request
+from rosellm.roseinfer.bench.prompts import new_tokens
 from rosellm.roseinfer.bench.record import engine_facts
 from rosellm.roseinfer.bench.runs import check_served
 from rosellm.roseinfer.engine import Engine
@@ -73,10 +74,12 @@ class Rosellm(Rival):
     def __init__(self, task: Task) -> None:
         options, self.prompts = task.options, task.prompts
         gpt = load_model(str(task.checkpoint), task.device, task.dtype)
-        blocks = kv_blocks_wanted(options, gpt, max(map(len, task.prompts)))
+        longest = max(map(len, task.prompts))
+        blocks = kv_blocks_wanted(options, gpt, longest)
         sizes = {"max_batch_size": options.max_batch_size, "block_size": options.block_size}
         self.params = greedy_params(options)
-        self.engine = Engine(gpt, recipe=options.rung, num_kv_blocks=blocks, **sizes)
+        most = longest_request(options, gpt, longest)
+        self.engine = Engine(gpt, recipe=options.rung, num_kv_blocks=blocks, max_model_len=most, **sizes)
 
     def generate(self) -> list[list[int]]:
         outputs = OfflineScheduler(self.engine).run(self.prompts, self.params)
@@ -102,6 +105,8 @@ class Transformers(Rival):
 
         disable_progress_bar()
         self.prompts, self.options = task.prompts, task.options
+        if len(set(new_tokens(task.options))) > 1:
+            raise RivalError("rival transformers runs static batches: requests of unequal lengths cannot end")
         model: Any = GPT2LMHeadModel.from_pretrained(task.checkpoint, dtype=task.dtype)
         self.model = model.to(task.device)
         self.model.generation_config.eos_token_id = None
@@ -144,9 +149,10 @@ class VLLM(Rival):
         }
         self.llm = LLM(model=str(task.checkpoint), **self.arguments)
         self.prompts = [{"prompt_token_ids": prompt} for prompt in task.prompts]
-        self.params = SamplingParams(
-            temperature=0.0, max_tokens=task.options.max_new_tokens, ignore_eos=True, detokenize=False
-        )
+        self.params = [
+            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
+            for n in new_tokens(task.options)
+        ]
 
     def generate(self) -> list[list[int]]:
         outputs = self.llm.generate(self.prompts, self.params, use_tqdm=False)

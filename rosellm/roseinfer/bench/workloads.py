@@ -13,8 +13,9 @@ class Workload:
     """Requests of ``max_new_tokens`` each, ``max_batch_size`` at a time.
 
     Prompts are ``prompt`` repeated ``prompt_repeats`` times, cycling through those counts; or
-    ``prompt_tokens`` random ids. ``form`` names the benchmark that runs it. The defaults are also the
-    commands'.
+    ``prompt_tokens`` random ids. With ``min_new_tokens`` and ``min_prompt_tokens`` lengths are uniform from
+    there on. ``form`` names the benchmark that runs it. ``model``: whose shape it is measured with; None: of
+    several models, each in its own dtype. The defaults are also the commands'.
     """
 
     id: str
@@ -25,24 +26,35 @@ class Workload:
     prompt: str = "Hello"
     prompt_repeats: tuple[int, ...] = (1,)
     prompt_tokens: int | None = None
+    min_new_tokens: int | None = None
+    min_prompt_tokens: int | None = None
+    model: str | None = "gpt2"
 
     @property
     def described(self) -> str:
         """What is served, in a line."""
-        length = f"of {self.prompt_tokens} tokens" if self.prompt_tokens else "of one token"
+        length = "of one token"
+        if self.prompt_tokens is not None and self.prompt_tokens > 1:
+            length = f"of {_span(self.min_prompt_tokens, self.prompt_tokens)} tokens"
         prompts = length if self.form == "scheduler" else "of text, streamed"
-        requests = f"{self.num_requests} requests × {self.max_new_tokens} new tokens"
+        new = _span(self.min_new_tokens, self.max_new_tokens)
+        requests = f"{self.num_requests} requests × {new} new tokens"
         return f"{requests}, {self.max_batch_size} at a time, prompts {prompts}"
 
     def flags(self) -> dict[str, Any]:
         """The command-line options that this workload presets."""
-        sizes = {name: value for name, value in vars(self).items() if name not in ("id", "form")}
+        sizes = {name: value for name, value in vars(self).items() if name not in ("id", "form", "model")}
         return sizes | {"stop_on_eos": False, "prefix_cache": False, "pretok": True}
 
 
-# Shared by all workloads.
-MODEL = {"hf_model_id": "gpt2", "load_format": "dummy"}
+def _span(low: int | None, high: int) -> str:
+    return str(high) if low is None else f"{low} to {high}"
+
+
+# Of the workloads of one model; the others take the model's own dtype.
 DTYPE = "float16"
+LOAD_FORMAT = "dummy"
+MODERN_MODEL = "Qwen/Qwen3-0.6B"  # of the workloads of several models, unless another is named
 
 WORKLOADS: dict[str, Workload] = {
     workload.id: workload
@@ -58,13 +70,33 @@ WORKLOADS: dict[str, Workload] = {
     )
 }
 
+# Of any model that has the positions, in its own dtype.
+MODEL_WORKLOADS: dict[str, Workload] = {
+    workload.id: workload
+    for workload in (
+        Workload("D1", 1, 512, max_batch_size=1, prompt_tokens=1, model=None),
+        Workload("D8", 8, 256, max_batch_size=8, prompt_tokens=64, model=None),
+        Workload("D64", 64, 512, max_batch_size=64, prompt_tokens=1, model=None),
+        Workload("P512", 256, 128, max_batch_size=256, prompt_tokens=512, model=None),
+        Workload(
+            "MIX", 256, 1024, 256, prompt_tokens=1024, min_new_tokens=100, min_prompt_tokens=100, model=None
+        ),
+        Workload("L8K", 16, 256, max_batch_size=16, prompt_tokens=8192, model=None),
+        Workload("L32K", 1, 256, max_batch_size=1, prompt_tokens=32000, model=None),
+        Workload("PRE", 64, 1, max_batch_size=64, prompt_tokens=2048, model=None),
+        Workload("TTFT64", 1, 1, max_batch_size=1, prompt_tokens=64, model=None),
+        Workload("TTFT1K", 1, 1, max_batch_size=1, prompt_tokens=1024, model=None),
+    )
+}
+ALL_WORKLOADS = WORKLOADS | MODEL_WORKLOADS
+
 
 def get_workload(name: str, form: str) -> Workload:
     """The workload ``name``; the benchmark of ``form`` must be able to run it."""
-    mine = [workload.id for workload in WORKLOADS.values() if workload.form == form]
-    if name not in WORKLOADS:
+    mine = [workload.id for workload in ALL_WORKLOADS.values() if workload.form == form]
+    if name not in ALL_WORKLOADS:
         raise RoseError(f"workload {name!r} is unknown; benchmark_{form} runs {', '.join(mine)}")
-    workload = WORKLOADS[name]
+    workload = ALL_WORKLOADS[name]
     if workload.form != form:
         raise RoseError(
             f"workload {name} is run by benchmark_{workload.form}; benchmark_{form} runs {', '.join(mine)}"

@@ -6,13 +6,15 @@ from collections.abc import Iterable
 
 import torch
 
+from rosellm.errors import OptionError, told
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.request import Sequence
 
 CPU_KV_BYTES = 2 << 30
-GPU_KV_SHARE = 0.6
+GPU_CONTEXT_BYTES = 1 << 30  # captured graphs, the libraries' workspaces
+PREFILL_TOKENS = 16384  # of a scheduler's iteration
 STEPS_ASSURED = 16
 
 
@@ -118,13 +120,26 @@ class BlockBudget:
         return blocks_for(length, size) - len(held) + cloned
 
 
-def kv_blocks_within_memory(gpt: Transformer, wanted: int, block_size: int) -> int:
-    """``wanted`` blocks per layer, or as many as the KV cache may take; at least 1.
+def kv_blocks_within_memory(
+    gpt: Transformer, wanted: int, block_size: int, n_rows: int = 256, utilization: float = 0.9
+) -> int:
+    """``wanted`` blocks per layer, or as many as memory has room for; may be 0.
 
-    The limit is ``GPU_KV_SHARE`` of a GPU's free memory, or ``CPU_KV_BYTES`` on a CPU.
+    On a GPU that is ``utilization`` of its memory, less what is in use (the weights) and what steps of
+    ``n_rows`` sequences and their prefills will need; on a CPU it is ``CPU_KV_BYTES``.
     """
+    if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
+        raise OptionError(f"gpu_memory_utilization is {told(utilization)}; it must be above 0 and at most 1")
     budget = CPU_KV_BYTES
     if gpt.device.type == "cuda":
-        budget = int(GPU_KV_SHARE * torch.cuda.mem_get_info(gpt.device)[0])
+        free, total = torch.cuda.mem_get_info(gpt.device)
+        budget = int(utilization * total) - (total - free) - _working_bytes(gpt, n_rows)
     block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
-    return max(1, min(wanted, budget // block_bytes))
+    return max(0, min(wanted, budget // block_bytes))
+
+
+def _working_bytes(gpt: Transformer, n_rows: int) -> int:
+    """What the largest prefill and the sampling of ``n_rows`` rows of logits hold at once, at most."""
+    config, size = gpt.config, gpt.dtype.itemsize
+    widths = 4 * config.d_model + config.qkv_width + config.attention_width + config.up_width + config.d_ff
+    return GPU_CONTEXT_BYTES + PREFILL_TOKENS * widths * size + 6 * n_rows * config.vocab_size * 4

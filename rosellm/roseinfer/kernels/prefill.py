@@ -97,7 +97,9 @@ def prefill_attention_ref(
         blocks = block_table[row, : -(-start // k_cache_layer.shape[2])]
         k = _with_prefix(k_cache_layer, blocks, start, k_new[new])  # [H_kv, start + count, D]
         v = _with_prefix(v_cache_layer, blocks, start, v_new[new])
-        out[new] = _causal_attention(q[new].transpose(0, 1).float(), k, v, start, scale, window).transpose(0, 1)
+        out[new] = _causal_attention(q[new].transpose(0, 1).float(), k, v, start, scale, window).transpose(
+            0, 1
+        )
     return out
 
 
@@ -128,7 +130,7 @@ def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tens
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, window: int | None
 ) -> Tensor:
-    """q ``[H, T, D]``, k and v ``[H_kv, start + T, D]`` → ``[H, T, D]``; token t sees keys up to start + t."""
+    """q ``[H, T, D]``, k and v ``[H_kv, start + T, D]`` → ``[H, T, D]``; token t sees keys to start + t."""
     mask = None
     if start or window is not None:
         key = torch.arange(k.shape[1], device=q.device)

@@ -70,6 +70,7 @@ class PagedAttention:
     tile: int
     blocks: KVBlockManager
     state: DeviceState
+    scale: float
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.kernel(
@@ -80,7 +81,7 @@ class PagedAttention:
             v_cache_layer=self.blocks.v_cache[layer],
             block_table=self.state.table,
             positions=self.state.positions,
-            scale=q.shape[-1] ** -0.5,
+            scale=self.scale,
             tile=self.tile,
         )
 
@@ -92,8 +93,12 @@ class AppendAndAttend(Binder):
         """The tile, in tokens."""
         return str(tile_for(rows, longest))
 
-    def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
-        return PagedAttention(self.kernels.append_and_attend, int(variant), self.blocks, state)
+    def __call__(self, state: DeviceState, variant: str) -> Attend:
+        return self.bound(self.kernels.append_and_attend, int(variant), state)
+
+    def bound(self, kernel: Callable[..., Tensor], tile: int, state: DeviceState) -> Attend:
+        attend = PagedAttention(kernel, tile, self.blocks, state, self.config.scale)
+        return self.model.positioned(state.positions.clamp_min(0), attend)
 
 
 class TorchAppendAndAttend(Binder):
@@ -116,10 +121,10 @@ class SplitAppendAndAttend(AppendAndAttend):
         """SPLIT, or the tile, in tokens."""
         return SPLIT if is_worth_splitting(rows, longest) else super().variant(rows, longest)
 
-    def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
+    def __call__(self, state: DeviceState, variant: str) -> Attend:
         if variant != SPLIT:
             return super().__call__(state, variant)
-        return PagedAttention(self.kernels.split_append_and_attend, SPLIT_TILE, self.blocks, state)
+        return self.bound(self.kernels.split_append_and_attend, SPLIT_TILE, state)
 
 
 # By a recipe's attention and append fields.

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_append_and_attend
@@ -28,7 +29,7 @@ from rosellm.roseinfer.kernels.head import make_best_tokens
 from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, make_tiles, prefill_attention_ref
 from rosellm.roseinfer.kernels.table import Kernels
-from rosellm.roseinfer.layers.attention import AppendAndAttend, PagedAttention
+from rosellm.roseinfer.layers.attention import AppendAndAttend
 from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
 from rosellm.roseinfer.layers.fused import FusedLayers, Layers
 from rosellm.roseinfer.layers.products import SomeRowsProducts
@@ -132,8 +133,8 @@ class InvariantAppendAndAttend(AppendAndAttend):
         """A single variant."""
         return ""
 
-    def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
-        return PagedAttention(self.kernels.append_and_attend, DECODE_TILE, self.blocks, state)
+    def __call__(self, state: DeviceState, variant: str) -> Attend:
+        return self.bound(self.kernels.append_and_attend, DECODE_TILE, state)
 
 
 class InvariantChooser(FusedChooser):
@@ -156,7 +157,9 @@ def invariant_chooser(model: Transformer, kernels: Kernels) -> Chooser:
     return InvariantChooser(model, kernels)
 
 
-def invariant_layers(model: Transformer, kernels: Kernels) -> tuple[Callable[[int], Layers], Callable[[int], Layers]]:
+def invariant_layers(
+    model: Transformer, kernels: Kernels
+) -> tuple[Callable[[int], Layers], Callable[[int], Layers]]:
     """Number of rows → layers, for decode steps and for prefills."""
     decode, prefill = (
         FusedLayers(model, SomeRowsProducts(model, kernels, parts), kernels)

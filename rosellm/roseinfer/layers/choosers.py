@@ -18,7 +18,6 @@ from rosellm.roseinfer.layers.sampler import draw, likeliest
 from rosellm.roseinfer.sampling import SamplingParams
 
 
-
 class Chooser(Protocol):
     """Final hidden states ``[n, C]`` → the next tokens, with all randomness on the device."""
 

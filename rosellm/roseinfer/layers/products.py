@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def activation_fused(config: Arch, kernels: Kernels) -> Activated:
 
 
 def _gelu_in_epilogue(projection: Projection, x: Tensor) -> Tensor:
-    return torch._addmm_activation(projection.bias, x, projection.weight.t(), use_gelu=True)
+    return torch._addmm_activation(cast(Tensor, projection.bias), x, projection.weight.t(), use_gelu=True)
 
 
 class PackedProducts:

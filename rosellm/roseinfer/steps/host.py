@@ -40,9 +40,7 @@ def dense_mask(
     return (1 - seen) * torch.finfo(dtype).min
 
 
-def no_mask(
-    context_lens: Tensor, max_context: int, dtype: torch.dtype, window: int | None = None
-) -> None:
+def no_mask(context_lens: Tensor, max_context: int, dtype: torch.dtype, window: int | None = None) -> None:
     """Paged attention needs only the lengths."""
 
 

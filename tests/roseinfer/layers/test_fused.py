@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rosellm.models.arch import Norm
 from rosellm.models.attention import CausalAttention
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.linear import FEW_ROWS, SOME_ROWS, parts_of
@@ -31,7 +32,14 @@ MODELS = {
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
     "untied": {"tie_embeddings": False},
     "wide": {"d_ff": 256},
-    "odd": {"d_model": 48, "n_heads": 3, "n_kv_heads": 1, "d_ff": 90, "n_layers": 3, "norm": Norm("layer", 1e-3)},
+    "odd": {
+        "d_model": 48,
+        "n_heads": 3,
+        "n_kv_heads": 1,
+        "d_ff": 90,
+        "n_layers": 3,
+        "norm": Norm("layer", 1e-3),
+    },
 }
 # norm, activation, gemm
 VARIANTS = {
@@ -43,7 +51,9 @@ VARIANTS = {
 TOLERANCE = 1e-4
 
 
-def inputs_of(model: Transformer, lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, CausalAttention]:
+def inputs_of(
+    model: Transformer, lengths: list[int], seed: int = 0
+) -> tuple[Tensor, Tensor, CausalAttention]:
     """Random tokens of sequences packed one after the other, and their attention."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (sum(lengths),), generator=generator)

@@ -60,7 +60,9 @@ def test_the_youngest_is_preempted_and_the_oldest_never(monkeypatch):
         still_running.append(max(others) < sequence.request_id)
 
     monkeypatch.setattr(OnlineScheduler, "_preempt", spy)
-    scheduler, outputs = run(small_engine(Transformer, num_kv_blocks=6), [[1]] * 6, greedy(24))  # 3 blocks each
+    scheduler, outputs = run(
+        small_engine(Transformer, num_kv_blocks=6), [[1]] * 6, greedy(24)
+    )  # 3 blocks each
     assert all(still_running) and len(still_running) == scheduler.preemptions > 0
     assert outputs[0].metrics.preemptions == 0
     assert [output.metrics.token_times[-1] for output in outputs] == sorted(
