@@ -2,15 +2,17 @@
 
 Decode multiplies M rows, one per sequence, by weights that are read once per step. Such a product is bound by
 the latency of a chain of loads, not by arithmetic: what helps is many programs, weights in flight early, and
-no round trip through memory for the LayerNorm before it and the GELU or residual sum after it.
+no round trip through memory for the norm before it and the activation or residual sum after it.
 
-Weights are ``[N, K]`` with K contiguous, the transpose of a GPT-2 checkpoint's; activations are contiguous.
+Weights are ``[N, K]`` with K contiguous; activations are contiguous. With "swiglu" (Shazeer 2020) the rows of
+a weight are those of the gate and then as many of the product's other factor, and results are ``[M, N / 2]``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,43 +22,88 @@ from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_few_rows_kernel": "GEMM", "_some_rows_kernel": "GEMM"}
+Activation = Literal["none", "gelu", "swiglu"]
 Shape = Callable[[int, int, int, torch.dtype], tuple[int, int, int, int, int]]
 FEW_ROWS = 16
 SOME_ROWS = 256
+LARGE = 2**24  # elements of a weight; gpt2-xl has up to 10 million
+
+
+class NormPrologue(NamedTuple):
+    """A norm of x's rows before the product: scale ``[K]`` of x's dtype, and the variance's ``eps``.
+
+    sums ``[N]`` fp32, ``weight.float() @ scale.float()``: LayerNorm, its shift in the product's bias; without
+    them RMSNorm (Zhang & Sennrich 2019).
+    """
+
+    scale: Tensor
+    eps: float
+    sums: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        return "rms" if self.sums is None else "layer"
+
+
+class FewRowsShape(NamedTuple):
+    """How a product for few rows is cut: a chunk is BLOCK_N rows of weights x SLICES x BLOCK_K of K.
+
+    held: chunks in registers before the inputs are there. stages: of the loop over the rest (not for one row,
+    whose loop holds as many chunks all along).
+    """
+
+    block_n: int
+    slices: int
+    block_k: int
+    held: int
+    warps: int
+    stages: int
 
 
 def few_rows_linear_ref(
     *,
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
-    column_sums: Tensor | None = None,
-    eps: float = 0.0,
-    gelu: bool = False,
+    bias: Tensor | None = None,
+    norm: NormPrologue | None = None,
+    activation: Activation = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The specification: ``f(x @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``, in fp32.
+    """The specification: ``f(norm(x) @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``, in fp32.
 
-    column_sums ``[N]`` fp32, the sums of ``weight`` over K: if given, each row of x is normalised to mean 0
-    and variance 1. That is done after the product, ``(x @ w - mean * sum(w)) / deviation``, so the product
-    need not wait for it; a LayerNorm's scale and shift are folded into weight and bias beforehand
-    (:func:`fold_norm`). gelu: the tanh form. residual ``[M, N]``: updated in place and returned.
+    A norm divides after the product, which so need not wait for it: ``((x * scale) @ w - mean * sums) /
+    deviation``, and without the mean for RMSNorm. activation: "gelu" (tanh form) or "swiglu", which halves N.
+    residual of the result's shape: updated in place and returned.
     """
-    y = x.float() @ weight.float().t()
-    if column_sums is not None:
-        mean = x.float().mean(dim=1, keepdim=True)
-        variance = x.float().var(dim=1, correction=0, keepdim=True)
-        y = (y - mean * column_sums) * (variance + eps).rsqrt()
-    y = y + bias.float()
-    if gelu:
-        y = F.gelu(y, approximate="tanh")
+    wide = x.float()
+    y = (wide if norm is None else wide * norm.scale.float()) @ weight.float().t()
+    y = y if norm is None else normed_ref(y, wide, norm)
+    y = activated_ref(y if bias is None else y + bias.float(), activation)
     if residual is None:
         return y.to(x.dtype)
     return residual.copy_(residual.float() + y)
 
 
+def normed_ref(y: Tensor, x: Tensor, norm: NormPrologue) -> Tensor:
+    """A product y ``[M, N]`` of scaled rows x ``[M, K]``, normalised by the moments of those rows."""
+    if norm.sums is None:
+        return y * (x.square().mean(dim=1, keepdim=True) + norm.eps).rsqrt()
+    mean, variance = x.mean(dim=1, keepdim=True), x.var(dim=1, correction=0, keepdim=True)
+    return (y - mean * norm.sums) * (variance + norm.eps).rsqrt()
+
+
+def activated_ref(y: Tensor, activation: Activation) -> Tensor:
+    """``[M, N]`` → ``[M, N]``, or ``[M, N / 2]`` for "swiglu"."""
+    if activation == "gelu":
+        return F.gelu(y, approximate="tanh")
+    if activation == "swiglu":
+        gate, up = y.chunk(2, dim=1)
+        return F.silu(gate) * up
+    return y
+
+
 def some_rows_linear_ref(
-    *, x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = False, parts: int = 1
+    *, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none", parts: int = 1
 ) -> Tensor:
     """The specification: ``f(x @ weight.T + bias)`` → ``[M, N]``; or, without a bias, ``parts`` partial sums.
 
@@ -65,16 +112,9 @@ def some_rows_linear_ref(
     """
     if parts == 1:
         y = x.float() @ weight.float().t()
-        y = y if bias is None else y + bias.float()
-        return (F.gelu(y, approximate="tanh") if gelu else y).to(x.dtype)
+        return activated_ref(y if bias is None else y + bias.float(), activation).to(x.dtype)
     ranges = zip(x.float().chunk(parts, dim=1), weight.float().chunk(parts, dim=1), strict=True)
     return torch.stack([a @ w.t() for a, w in ranges])
-
-
-def fold_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight ``[N, K]`` and bias ``[N]`` that absorb a LayerNorm's scale and shift, for a normalised x."""
-    folded = (weight.float() * scale.float()).to(weight.dtype)
-    return folded.contiguous(), (bias.float() + weight.float() @ shift.float()).to(bias.dtype)
 
 
 @cache
@@ -96,67 +136,195 @@ def gelu(y):
     return y / (1.0 + tl.exp(-1.5957691216057308 * (y + 0.044715 * y * y * y)))
 
 
-@triton.jit(do_not_specialize=["M"])
-def _few_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, sums_ptr, out_ptr, eps, M, N,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
-    BLOCK_K: tl.constexpr, NORM: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N columns per program, for all M <= BLOCK_M rows; weights are loaded before the inputs are.
+@triton.jit
+def silu(y):
+    return y / (1.0 + tl.exp(-y))
 
-    K is cut into chunks of SLICES x BLOCK_K; the slices of a chunk are separate products, one per warp,
-    summed at the end: one chain of K / 16 matrix instructions would take longer than loading the weights.
+
+@triton.jit
+def weight_rows(block, N, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The rows of the weight that a program multiplies by; with "swiglu" gate and factor alternate."""
+    i = tl.arange(0, BLOCK_N)
+    if ACTIVATION == "swiglu":
+        rows = block * (BLOCK_N // 2) + i // 2 + (i % 2) * (N // 2)
+    else:
+        rows = block * BLOCK_N + i
+    return rows
+
+
+@triton.jit
+def activated(y, M: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr):
+    """``[M, N]`` → ``[M, N]``, or ``[M, N / 2]`` for "swiglu"."""
+    if ACTIVATION == "gelu":
+        y = gelu(y)
+    if ACTIVATION == "swiglu":
+        gate, up = tl.split(tl.reshape(y, (M, N // 2, 2)))
+        y = silu(gate) * up
+    return y
+
+
+@triton.jit
+def _load(place, k, K: tl.constexpr, WHOLE: tl.constexpr):
+    """What is at ``place``, or 0 where k, the position along K, is beyond it; WHOLE: it never is."""
+    return tl.load(place) if WHOLE else tl.load(place, mask=k < K, other=0.0)
+
+
+@triton.jit
+def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr, WHOLE: tl.constexpr):
+    """The first HELD chunks."""
+    chunks = ()  # type: tuple
+    for chunk in tl.static_range(HELD):
+        chunks = chunks + (_load(place + chunk * STEP, inner + chunk * STEP, K, WHOLE),)
+    return chunks
+
+
+@triton.jit
+def _one_row_product(
+    weights, scales, weight_place, scale_place, x_place, inner,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr,
+    NORM: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The product ``[1, BLOCK_N]`` of one row, and the sum and the sum of squares ``[1]`` of its elements.
+
+    As a chunk in registers is used up, the one HELD chunks after it is requested. Sums across threads are
+    left to the end.
     """
-    CHUNKS: tl.constexpr = (K + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.arange(0, BLOCK_M)
-    inside = (rows[:, None] < M) & (columns[None, :] < N)
-    # [SLICES, 1, BLOCK_K]
-    inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-    weights = ()  # type: tuple
-    for chunk in tl.static_range(CHUNKS):
-        k = chunk * SLICES * BLOCK_K + inner
-        held = (columns[None, :, None] < N) & (k < K)
-        place = weight_ptr + columns[None, :, None].to(tl.int64) * K + k
-        weights = weights + (tl.load(place, mask=held, other=0.0),)  # [SLICES, BLOCK_N, BLOCK_K]
-    bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
-    if NORM:
-        sums = tl.load(sums_ptr + columns, mask=columns < N, other=0.0)
-    wait_for_predecessor(DEPENDENT)
-    launch_dependents(DEPENDENT)
-    target = out_ptr + rows[:, None] * N + columns[None, :]
-    if ADD:
-        residual = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    # Which operand provides the matrix instruction's 16 rows.
+    ROUND: tl.constexpr = HELD * BLOCK_K
+    ROUNDS: tl.constexpr = (K + ROUND - 1) // ROUND
+    xs = _held(x_place, inner, K, BLOCK_K, HELD, WHOLE)
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    total, squares = tl.zeros((1, BLOCK_K), tl.float32), tl.zeros((1, BLOCK_K), tl.float32)
+    for first in range(ROUND, ROUNDS * ROUND, ROUND):
+        next_weights, next_scales, next_xs = (), (), ()
+        for chunk in tl.static_range(HELD):
+            x = xs[chunk].to(tl.float32)
+            total, squares = total + x, squares + x * x
+            if NORM != "none":
+                x = x * scales[chunk].to(tl.float32)
+            acc += weights[chunk].to(tl.float32) * x
+            ahead = first + chunk * BLOCK_K
+            next_weights = next_weights + (_load(weight_place + ahead, inner + ahead, K, WHOLE),)
+            next_xs = next_xs + (_load(x_place + ahead, inner + ahead, K, WHOLE),)
+            if NORM != "none":
+                next_scales = next_scales + (_load(scale_place + ahead, inner + ahead, K, WHOLE),)
+        weights, scales, xs = next_weights, next_scales, next_xs
+    for chunk in tl.static_range(HELD):
+        x = xs[chunk].to(tl.float32)
+        total, squares = total + x, squares + x * x
+        if NORM != "none":
+            x = x * scales[chunk].to(tl.float32)
+        acc += weights[chunk].to(tl.float32) * x
+    return tl.sum(acc, axis=1)[None, :], tl.sum(total, axis=1), tl.sum(squares, axis=1)
+
+
+@triton.jit
+def _add_product(acc, total, squares, w, x, scale, BLOCK_N: tl.constexpr, NORM: tl.constexpr):
+    """One chunk: w ``[SLICES, BLOCK_N, BLOCK_K]``, x ``[SLICES, BLOCK_M, BLOCK_K]``."""
+    if NORM != "none":
+        wide = x.to(tl.float32)
+        total += tl.sum(wide, axis=0)
+        squares += tl.sum(wide * wide, axis=0)
+        x = (wide * scale.to(tl.float32)).to(w.dtype)
+    if BLOCK_N >= 16:  # which operand provides the matrix instruction's 16 rows
+        acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.permute(w, (0, 2, 1)), acc, input_precision="ieee")
+    return acc, total, squares
+
+
+@triton.jit
+def _few_rows_product(
+    weights, scales, weight_place, scale_place, x_place, inner,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK_K: tl.constexpr, HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The product ``[BLOCK_M, BLOCK_N]``, and each row's sum and sum of squares ``[BLOCK_M]``.
+
+    The chunks in registers come last: the loop over the others, which go through shared memory, is to begin
+    at once. Slices are separate products, one per warp, summed at the end: one chain of K / 16 matrix
+    instructions would take longer than loading the weights.
+    """
+    STEP: tl.constexpr = SLICES * BLOCK_K
+    CHUNKS: tl.constexpr = (K + STEP - 1) // STEP
     WEIGHTS_FIRST: tl.constexpr = BLOCK_N >= 16
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M) if WEIGHTS_FIRST else (SLICES, BLOCK_M, BLOCK_N), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    for chunk in tl.static_range(CHUNKS):
-        k = chunk * SLICES * BLOCK_K + inner
-        held = (rows[None, :, None] < M) & (k < K)
-        x = tl.load(x_ptr + rows[None, :, None] * K + k, mask=held, other=0.0)  # [SLICES, BLOCK_M, BLOCK_K]
-        if NORM:
-            wide = x.to(tl.float32)
-            total += tl.sum(tl.sum(wide, axis=2), axis=0)
-            squares += tl.sum(tl.sum(wide * wide, axis=2), axis=0)
-        if BLOCK_M == 1:
-            acc += tl.sum(weights[chunk].to(tl.float32) * x.to(tl.float32), axis=2)[:, :, None]
-        elif WEIGHTS_FIRST:
-            acc = tl.dot(weights[chunk], tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, tl.permute(weights[chunk], (0, 2, 1)), acc, input_precision="ieee")
+    total, squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32), tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for first in range(HELD * STEP, CHUNKS * STEP, STEP):
+        w = _load(weight_place + first, inner + first, K, WHOLE)
+        x = _load(x_place + first, inner + first, K, WHOLE)
+        scale = x
+        if NORM != "none":
+            scale = _load(scale_place + first, inner + first, K, WHOLE)
+        acc, total, squares = _add_product(acc, total, squares, w, x, scale, BLOCK_N, NORM)
+    for chunk in tl.static_range(HELD):
+        x = _load(x_place + chunk * STEP, inner + chunk * STEP, K, WHOLE)
+        scale = scales[chunk] if NORM != "none" else x
+        acc, total, squares = _add_product(acc, total, squares, weights[chunk], x, scale, BLOCK_N, NORM)
     y = tl.sum(acc, axis=0)
     if WEIGHTS_FIRST:
         y = tl.trans(y)
-    if NORM:
+    return y, tl.sum(total, axis=1), tl.sum(squares, axis=1)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows_kernel(
+    x_ptr, weight_ptr, bias_ptr, scale_ptr, sums_ptr, out_ptr, eps, M, N,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK_K: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows of the weight per program, for all M <= BLOCK_M rows of x.
+
+    The first weights are loaded before the inputs are. Rows beyond the last repeat it, and are not stored.
+    """
+    STEP: tl.constexpr = SLICES * BLOCK_K
+    WHOLE: tl.constexpr = K % (HELD * STEP) == 0 if BLOCK_M == 1 else K % STEP == 0
+    block = tl.program_id(0)
+    held_rows = tl.minimum(weight_rows(block, N, BLOCK_N, ACTIVATION), N - 1)
+    rows = tl.arange(0, BLOCK_M)
+    read_rows = tl.minimum(rows, M - 1)
+    if BLOCK_M == 1:  # two axes, so that x is laid out over the threads as the weights are
+        inner = tl.arange(0, BLOCK_K)[None, :]
+        weight_place = weight_ptr + held_rows[:, None].to(tl.int64) * K + inner
+        x_place = x_ptr + inner
+    else:
+        inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+        weight_place = weight_ptr + held_rows[None, :, None].to(tl.int64) * K + inner
+        x_place = x_ptr + read_rows[None, :, None] * K + inner
+    scale_place = scale_ptr + inner
+    weights = _held(weight_place, inner, K, STEP, HELD, WHOLE)
+    scales = _held(scale_place, inner, K, STEP, HELD if NORM != "none" else 0, WHOLE)
+    if BIAS:
+        bias = tl.load(bias_ptr + held_rows).to(tl.float32)
+    if NORM == "layer":
+        sums = tl.load(sums_ptr + held_rows)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    WIDTH: tl.constexpr = BLOCK_N // 2 if ACTIVATION == "swiglu" else BLOCK_N
+    n_out = N // 2 if ACTIVATION == "swiglu" else N
+    columns = block * WIDTH + tl.arange(0, WIDTH)
+    target = out_ptr + rows[:, None] * n_out + columns[None, :]
+    inside = (rows[:, None] < M) & (columns[None, :] < n_out)
+    if ADD:
+        residual = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    if BLOCK_M == 1:
+        y, total, squares = _one_row_product(
+            weights, scales, weight_place, scale_place, x_place, inner, K, BLOCK_N, BLOCK_K, HELD, NORM, WHOLE
+        )
+    else:
+        y, total, squares = _few_rows_product(
+            weights, scales, weight_place, scale_place, x_place, inner,
+            K, BLOCK_M, BLOCK_N, SLICES, BLOCK_K, HELD, NORM, WHOLE,
+        )  # fmt: skip
+    if NORM == "rms":
+        y *= tl.rsqrt(squares / K + eps)[:, None]
+    if NORM == "layer":
         mean = total / K
         variance = tl.maximum(squares / K - mean * mean, 0.0)
         y = (y - mean[:, None] * sums[None, :]) * tl.rsqrt(variance + eps)[:, None]
-    y += bias[None, :]
-    if GELU:
-        y = gelu(y)
+    if BIAS:
+        y += bias[None, :]
+    y = activated(y, BLOCK_M, BLOCK_N, ACTIVATION)
     if ADD:
         y += residual
     tl.store(target, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -189,77 +357,117 @@ def tile_product(
 def _some_rows_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, M, N,
     K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One BLOCK_M x BLOCK_N tile per program, over one of PARTS ranges of K in a pipelined loop."""
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(0)
+    w_rows = weight_rows(block, N, BLOCK_N, ACTIVATION)
     first_row = tl.program_id(1) * BLOCK_M
     rows = tl.arange(0, BLOCK_M)  # within the tile; only its first row's offset needs 64 bits
     held_rows = first_row + rows < M
     x_ptr += first_row.to(tl.int64) * K
     part = tl.program_id(2)
-    WIDTH: tl.constexpr = K // PARTS
+    RANGE: tl.constexpr = K // PARTS
     if BIAS:
-        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + w_rows, mask=w_rows < N, other=0.0).to(tl.float32)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    begin = part * WIDTH
+    begin = part * RANGE
     acc = tile_product(
-        x_ptr, weight_ptr, rows, held_rows, columns, begin, N, K, WIDTH, BLOCK_M, BLOCK_N, BLOCK_K
+        x_ptr, weight_ptr, rows, held_rows, w_rows, begin, N, K, RANGE, BLOCK_M, BLOCK_N, BLOCK_K
     )
     if BIAS:
         acc += bias[None, :]
-    if GELU:
-        acc = gelu(acc)
-    target = out_ptr + (part * M + first_row).to(tl.int64) * N + rows[:, None] * N + columns[None, :]
-    inside = held_rows[:, None] & (columns[None, :] < N)
+    acc = activated(acc, BLOCK_M, BLOCK_N, ACTIVATION)
+    WIDTH: tl.constexpr = BLOCK_N // 2 if ACTIVATION == "swiglu" else BLOCK_N
+    n_out = N // 2 if ACTIVATION == "swiglu" else N
+    columns = block * WIDTH + tl.arange(0, WIDTH)
+    target = out_ptr + (part * M + first_row).to(tl.int64) * n_out + rows[:, None] * n_out + columns[None, :]
+    inside = held_rows[:, None] & (columns[None, :] < n_out)
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def make_few_rows_linear(dependent: int = False) -> Callable[..., Tensor]:
+def output_width(n: int, activation: Activation) -> int:
+    """Columns of the result of a product by n rows of weights."""
+    return n // 2 if activation == "swiglu" else n
+
+
+def make_few_rows_linear(
+    dependent: int = False, shape: Callable[[int, int, int, torch.dtype], FewRowsShape] | None = None
+) -> Callable[..., Tensor]:
     """The Triton kernel for up to ``FEW_ROWS`` rows, called like :func:`few_rows_linear_ref`.
 
-    All tensors are contiguous. With column_sums, variance is a difference of two sums and loses digits if a
-    row's mean is many times its deviation.
+    All tensors are contiguous. With LayerNorm, variance is a difference of two sums and loses digits if a
+    row's mean is many times its deviation; x times scale is rounded to x's dtype, except for a single row.
+    shape: rows, n, k and dtype → how the product is cut.
     """
-    launch = launch_options(dependent)
+    launch, shape_of = launch_options(dependent), shape or _few_rows_shape
 
-    def few_rows_linear(*, x, weight, bias, column_sums=None, eps=0.0, gelu=False, residual=None) -> Tensor:
+    def few_rows_linear(
+        *, x, weight, bias=None, norm=None, activation: Activation = "none", residual=None
+    ) -> Tensor:
         rows, k = x.shape
         n = weight.shape[0]
-        out = x.new_empty(rows, n) if residual is None else residual
-        block_n, slices, block_k, warps = _few_rows_shape(rows, n, k)
-        sums = bias if column_sums is None else column_sums
+        out = x.new_empty(rows, output_width(n, activation)) if residual is None else residual
+        cut = shape_of(rows, n, k, x.dtype)
+        scale, eps, sums = (x, 0.0, None) if norm is None else norm
         block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "SLICES": slices, "BLOCK_K": block_k}
-        fused = {"NORM": column_sums is not None, "GELU": gelu, "ADD": residual is not None}
-        options = {"DEPENDENT": dependent, "num_warps": warps, **launch}
-        _few_rows_kernel[(triton.cdiv(n, block_n),)](
-            x, weight, bias, sums, out, eps, rows, n, K=k, **blocks, **fused, **options
-        )
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": cut.block_n, "SLICES": cut.slices, "BLOCK_K": cut.block_k}
+        fused = {"BIAS": bias is not None, "NORM": norm.kind if norm else "none", "ACTIVATION": activation}
+        options = {"DEPENDENT": dependent, "num_warps": cut.warps, "num_stages": cut.stages, **launch}
+        given = x if bias is None else bias, scale, x if sums is None else sums
+        _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
+            x, weight, *given, out, eps, rows, n,
+            K=k, HELD=cut.held, ADD=residual is not None, **blocks, **fused, **options,
+        )  # fmt: skip
         return out
 
     return few_rows_linear
 
 
-def _few_rows_shape(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
-    """Columns per program, slices of K, elements per slice, warps: the fastest measured on an H200."""
+def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
+    """The fastest measured on an H200 for GPT-2's sizes; for larger ones a first guess."""
+    if rows == 1:
+        return _one_row_shape(n, k, dtype)
     if k <= 1024:
         columns = 32 if rows > 8 and n > k else 16
-        return columns, 4, max(16, triton.next_power_of_2(k) // 4), 4
-    return (16, 4, 256, 4) if rows == 1 else (8, 8, 128, 4)
+        return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
+    if n < 2048:
+        return FewRowsShape(8, 8, 128, min(3, triton.cdiv(k, 1024)), 4, 3)
+    if k <= 2048:
+        return FewRowsShape(16, 8, 128, 2, 8, 1)
+    return FewRowsShape(16, 4, 128, 2, 4, 4)
+
+
+def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
+    """Chunks of 32 weights a thread; fewer rows of the weight per program the longer they are."""
+    block_n = 16 if k <= 1024 else 8 if k <= 2048 and n >= 2048 else 4
+    block_k = min(4096 // block_n, max(16, triton.next_power_of_2(k)))
+    held = min(2 if dtype == torch.float32 else 4, triton.cdiv(k, block_k))
+    return FewRowsShape(block_n, 1, block_k, held, 4, 1)
 
 
 def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile sizes, warps and pipeline stages: the fastest measured on an H200."""
+    """Tile sizes, warps and pipeline stages: the fastest measured on an H200, up to gpt2-xl's sizes."""
     if dtype == torch.float32:
         return 32, 32, 32, 4, 3
+    if n * k > LARGE:
+        return _large_shape(rows)
     if rows <= 32:
         return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
     if rows <= 128:
         warps = 8 if n == 3 * k else 4  # lets attention, which starts alongside, spread better
         return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, warps, 6)
     return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
+
+
+def _large_shape(rows: int) -> tuple[int, int, int, int, int]:
+    """First guesses for weights that fill the GPU with larger tiles."""
+    if rows <= 32:
+        return 32, 64, 128, 4, 4
+    if rows <= 64:
+        return 64, 64, 128, 4, 4
+    return (128, 64, 64, 4, 5) if rows <= 256 else (128, 128, 64, 8, 4)
 
 
 def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shape) -> Callable[..., Tensor]:
@@ -269,14 +477,15 @@ def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shap
     """
     launch = launch_options(dependent)
 
-    def some_rows_linear(*, x, weight, bias=None, gelu=False, parts=1) -> Tensor:
+    def some_rows_linear(*, x, weight, bias=None, activation: Activation = "none", parts=1) -> Tensor:
         rows, k = x.shape
         n = weight.shape[0]
-        out = x.new_empty(rows, n) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
+        width = output_width(n, activation)
+        out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
         block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype)
         stages = fitting_stages(stages, block_m, block_n, block_k, x)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-        added, fused = x if bias is None else bias, {"BIAS": bias is not None, "GELU": gelu}
+        added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}
         options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
         _some_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_m), parts)](
             x, weight, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
