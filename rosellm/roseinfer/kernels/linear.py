@@ -48,8 +48,9 @@ class NormPrologue(NamedTuple):
 class FewRowsShape(NamedTuple):
     """How a product for few rows is cut: a chunk is BLOCK_N rows of weights x SLICES x BLOCK_K of K.
 
-    held: chunks in registers before the inputs are there. stages: of the loop over the rest (not for one row,
-    whose loop holds as many chunks all along).
+    Slices go to different warps, and with one row of x so do rows of weights; 32 threads' loads of 16 bytes
+    are 256 elements of 16 bits. held: chunks in registers before the inputs are there. stages: of the loop
+    over the rest (not for one row, whose loop holds as many chunks all along).
     """
 
     block_n: int
@@ -142,9 +143,8 @@ def silu(y):
 
 
 @triton.jit
-def weight_rows(block, N, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The rows of the weight that a program multiplies by; with "swiglu" gate and factor alternate."""
-    i = tl.arange(0, BLOCK_N)
+def weight_rows(block, i, N, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
+    """The rows i of the weight that a program multiplies by; with "swiglu" gate and factor alternate."""
     if ACTIVATION == "swiglu":
         rows = block * (BLOCK_N // 2) + i // 2 + (i % 2) * (N // 2)
     else:
@@ -179,42 +179,54 @@ def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr,
 
 
 @triton.jit
+def _add_row(acc, total, squares, w, x, scale, NORM: tl.constexpr):
+    """One chunk of one row: w ``[ACROSS, BLOCK_N / ACROSS, STEP]``, x ``[ACROSS, 1, STEP]``."""
+    x = x.to(tl.float32)
+    total += x
+    squares += x * x
+    if NORM != "none":
+        x = x * scale.to(tl.float32)
+    acc += w.to(tl.float32) * x
+    return acc, total, squares
+
+
+@triton.jit
 def _one_row_product(
     weights, scales, weight_place, scale_place, x_place, inner,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr,
-    NORM: tl.constexpr, WHOLE: tl.constexpr,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, STEP: tl.constexpr,
+    HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The product ``[1, BLOCK_N]`` of one row, and the sum and the sum of squares ``[1]`` of its elements.
+    """The product ``[ACROSS, BLOCK_N / ACROSS]`` of one row, its sum and sum of squares ``[ACROSS, 1]``.
 
     As a chunk in registers is used up, the one HELD chunks after it is requested. Sums across threads are
     left to the end.
     """
-    ROUND: tl.constexpr = HELD * BLOCK_K
+    ROUND: tl.constexpr = HELD * STEP
     ROUNDS: tl.constexpr = (K + ROUND - 1) // ROUND
-    xs = _held(x_place, inner, K, BLOCK_K, HELD, WHOLE)
-    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    total, squares = tl.zeros((1, BLOCK_K), tl.float32), tl.zeros((1, BLOCK_K), tl.float32)
+    xs = _held(x_place, inner, K, STEP, HELD, WHOLE)
+    acc = tl.zeros((ACROSS, BLOCK_N // ACROSS, STEP), tl.float32)
+    total, squares = tl.zeros((ACROSS, 1, STEP), tl.float32), tl.zeros((ACROSS, 1, STEP), tl.float32)
     for first in range(ROUND, ROUNDS * ROUND, ROUND):
         next_weights, next_scales, next_xs = (), (), ()
         for chunk in tl.static_range(HELD):
-            x = xs[chunk].to(tl.float32)
-            total, squares = total + x, squares + x * x
-            if NORM != "none":
-                x = x * scales[chunk].to(tl.float32)
-            acc += weights[chunk].to(tl.float32) * x
-            ahead = first + chunk * BLOCK_K
+            scale = scales[chunk] if NORM != "none" else xs[chunk]
+            acc, total, squares = _add_row(acc, total, squares, weights[chunk], xs[chunk], scale, NORM)
+            ahead = first + chunk * STEP
             next_weights = next_weights + (_load(weight_place + ahead, inner + ahead, K, WHOLE),)
             next_xs = next_xs + (_load(x_place + ahead, inner + ahead, K, WHOLE),)
             if NORM != "none":
                 next_scales = next_scales + (_load(scale_place + ahead, inner + ahead, K, WHOLE),)
         weights, scales, xs = next_weights, next_scales, next_xs
     for chunk in tl.static_range(HELD):
-        x = xs[chunk].to(tl.float32)
-        total, squares = total + x, squares + x * x
-        if NORM != "none":
-            x = x * scales[chunk].to(tl.float32)
-        acc += weights[chunk].to(tl.float32) * x
-    return tl.sum(acc, axis=1)[None, :], tl.sum(total, axis=1), tl.sum(squares, axis=1)
+        scale = scales[chunk] if NORM != "none" else xs[chunk]
+        acc, total, squares = _add_row(acc, total, squares, weights[chunk], xs[chunk], scale, NORM)
+    return tl.sum(acc, axis=2), tl.sum(total, axis=2), tl.sum(squares, axis=2)
+
+
+@triton.jit
+def _sums_of_8(x):
+    """``[A, B, C]`` → ``[A, B, C / 8]``, within a thread where it has loaded 16 bytes of 16-bit elements."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8)), axis=3)
 
 
 @triton.jit
@@ -222,8 +234,8 @@ def _add_product(acc, total, squares, w, x, scale, BLOCK_N: tl.constexpr, NORM: 
     """One chunk: w ``[SLICES, BLOCK_N, BLOCK_K]``, x ``[SLICES, BLOCK_M, BLOCK_K]``."""
     if NORM != "none":
         wide = x.to(tl.float32)
-        total += tl.sum(wide, axis=0)
-        squares += tl.sum(wide * wide, axis=0)
+        total += _sums_of_8(wide)
+        squares += _sums_of_8(wide * wide)
         x = (wide * scale.to(tl.float32)).to(w.dtype)
     if BLOCK_N >= 16:  # which operand provides the matrix instruction's 16 rows
         acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
@@ -238,7 +250,7 @@ def _few_rows_product(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr, HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The product ``[BLOCK_M, BLOCK_N]``, and each row's sum and sum of squares ``[BLOCK_M]``.
+    """The product ``[BLOCK_M, BLOCK_N]``, and each row's sum and sum of squares ``[BLOCK_M, 1]``.
 
     The chunks in registers come last: the loop over the others, which go through shared memory, is to begin
     at once. Slices are separate products, one per warp, summed at the end: one chain of K / 16 matrix
@@ -248,7 +260,8 @@ def _few_rows_product(
     CHUNKS: tl.constexpr = (K + STEP - 1) // STEP
     WEIGHTS_FIRST: tl.constexpr = BLOCK_N >= 16
     acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M) if WEIGHTS_FIRST else (SLICES, BLOCK_M, BLOCK_N), tl.float32)
-    total, squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32), tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    total = tl.zeros((SLICES, BLOCK_M, BLOCK_K // 8), tl.float32)
+    squares = total
     for first in range(HELD * STEP, CHUNKS * STEP, STEP):
         w = _load(weight_place + first, inner + first, K, WHOLE)
         x = _load(x_place + first, inner + first, K, WHOLE)
@@ -263,67 +276,81 @@ def _few_rows_product(
     y = tl.sum(acc, axis=0)
     if WEIGHTS_FIRST:
         y = tl.trans(y)
-    return y, tl.sum(total, axis=1), tl.sum(squares, axis=1)
+    total, squares = tl.sum(tl.sum(total, axis=2), axis=0), tl.sum(tl.sum(squares, axis=2), axis=0)
+    return y, total[:, None], squares[:, None]
+
+
+@triton.jit
+def _normed(y, total, squares, sums, eps, K: tl.constexpr, NORM: tl.constexpr):
+    """A product of scaled rows, normalised by the sums and sums of squares of the rows themselves."""
+    if NORM == "rms":
+        y *= tl.rsqrt(squares / K + eps)
+    if NORM == "layer":
+        mean = total / K
+        variance = tl.maximum(squares / K - mean * mean, 0.0)
+        y = (y - mean * sums) * tl.rsqrt(variance + eps)
+    return y
 
 
 @triton.jit(do_not_specialize=["M"])
 def _few_rows_kernel(
     x_ptr, weight_ptr, bias_ptr, scale_ptr, sums_ptr, out_ptr, eps, M, N,
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
-    BLOCK_K: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of the weight per program, for all M <= BLOCK_M rows of x.
 
     The first weights are loaded before the inputs are. Rows beyond the last repeat it, and are not stored.
+    With one row, x and the weights have the same layout over the threads, ACROSS rows of weights at a time.
     """
     STEP: tl.constexpr = SLICES * BLOCK_K
     WHOLE: tl.constexpr = K % (HELD * STEP) == 0 if BLOCK_M == 1 else K % STEP == 0
     block = tl.program_id(0)
-    held_rows = tl.minimum(weight_rows(block, N, BLOCK_N, ACTIVATION), N - 1)
     rows = tl.arange(0, BLOCK_M)
-    read_rows = tl.minimum(rows, M - 1)
-    if BLOCK_M == 1:  # two axes, so that x is laid out over the threads as the weights are
-        inner = tl.arange(0, BLOCK_K)[None, :]
-        weight_place = weight_ptr + held_rows[:, None].to(tl.int64) * K + inner
-        x_place = x_ptr + inner
+    if BLOCK_M == 1:
+        EACH: tl.constexpr = BLOCK_N // ACROSS
+        i = tl.arange(0, ACROSS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+        held_rows = tl.minimum(weight_rows(block, i, N, BLOCK_N, ACTIVATION), N - 1)
+        inner = tl.arange(0, STEP)[None, None, :]
+        weight_place = weight_ptr + held_rows[:, :, None].to(tl.int64) * K + inner
+        x_place = tl.broadcast_to(x_ptr + inner, (ACROSS, 1, STEP))
+        scale_place = tl.broadcast_to(scale_ptr + inner, (ACROSS, 1, STEP))
     else:
+        i = tl.arange(0, BLOCK_N)[None, :]
+        held_rows = tl.minimum(weight_rows(block, i, N, BLOCK_N, ACTIVATION), N - 1)
         inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-        weight_place = weight_ptr + held_rows[None, :, None].to(tl.int64) * K + inner
-        x_place = x_ptr + read_rows[None, :, None] * K + inner
-    scale_place = scale_ptr + inner
+        weight_place = weight_ptr + held_rows[:, :, None].to(tl.int64) * K + inner
+        x_place = x_ptr + tl.minimum(rows, M - 1)[None, :, None] * K + inner
+        scale_place = scale_ptr + inner
     weights = _held(weight_place, inner, K, STEP, HELD, WHOLE)
     scales = _held(scale_place, inner, K, STEP, HELD if NORM != "none" else 0, WHOLE)
     if BIAS:
         bias = tl.load(bias_ptr + held_rows).to(tl.float32)
-    if NORM == "layer":
-        sums = tl.load(sums_ptr + held_rows)
+    sums = tl.load(sums_ptr + held_rows) if NORM == "layer" else 0.0
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    WIDTH: tl.constexpr = BLOCK_N // 2 if ACTIVATION == "swiglu" else BLOCK_N
-    n_out = N // 2 if ACTIVATION == "swiglu" else N
-    columns = block * WIDTH + tl.arange(0, WIDTH)
-    target = out_ptr + rows[:, None] * n_out + columns[None, :]
-    inside = (rows[:, None] < M) & (columns[None, :] < n_out)
+    if ACTIVATION == "swiglu":
+        width, columns = N // 2, block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+    else:
+        width, columns = N, block * BLOCK_N + i
+    target = out_ptr + rows[:, None] * width + columns
+    inside = (rows[:, None] < M) & (columns < width)
     if ADD:
         residual = tl.load(target, mask=inside, other=0.0).to(tl.float32)
     if BLOCK_M == 1:
         y, total, squares = _one_row_product(
-            weights, scales, weight_place, scale_place, x_place, inner, K, BLOCK_N, BLOCK_K, HELD, NORM, WHOLE
-        )
+            weights, scales, weight_place, scale_place, x_place, inner,
+            K, BLOCK_N, ACROSS, STEP, HELD, NORM, WHOLE,
+        )  # fmt: skip
     else:
         y, total, squares = _few_rows_product(
             weights, scales, weight_place, scale_place, x_place, inner,
             K, BLOCK_M, BLOCK_N, SLICES, BLOCK_K, HELD, NORM, WHOLE,
         )  # fmt: skip
-    if NORM == "rms":
-        y *= tl.rsqrt(squares / K + eps)[:, None]
-    if NORM == "layer":
-        mean = total / K
-        variance = tl.maximum(squares / K - mean * mean, 0.0)
-        y = (y - mean[:, None] * sums[None, :]) * tl.rsqrt(variance + eps)[:, None]
+    y = _normed(y, total, squares, sums, eps, K, NORM)
     if BIAS:
-        y += bias[None, :]
+        y += bias
     y = activated(y, BLOCK_M, BLOCK_N, ACTIVATION)
     if ADD:
         y += residual
@@ -361,7 +388,7 @@ def _some_rows_kernel(
 ):  # fmt: skip
     """One BLOCK_M x BLOCK_N tile per program, over one of PARTS ranges of K in a pipelined loop."""
     block = tl.program_id(0)
-    w_rows = weight_rows(block, N, BLOCK_N, ACTIVATION)
+    w_rows = weight_rows(block, tl.arange(0, BLOCK_N), N, BLOCK_N, ACTIVATION)
     first_row = tl.program_id(1) * BLOCK_M
     rows = tl.arange(0, BLOCK_M)  # within the tile; only its first row's offset needs 64 bits
     held_rows = first_row + rows < M
@@ -412,13 +439,15 @@ def make_few_rows_linear(
         cut = shape_of(rows, n, k, x.dtype)
         scale, eps, sums = (x, 0.0, None) if norm is None else norm
         block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": cut.block_n, "SLICES": cut.slices, "BLOCK_K": cut.block_k}
+        across = max(1, min(cut.block_n, cut.warps // cut.slices))
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": cut.block_n, "ACROSS": across, "SLICES": cut.slices}
+        blocks |= {"BLOCK_K": cut.block_k, "HELD": cut.held}
         fused = {"BIAS": bias is not None, "NORM": norm.kind if norm else "none", "ACTIVATION": activation}
         options = {"DEPENDENT": dependent, "num_warps": cut.warps, "num_stages": cut.stages, **launch}
         given = x if bias is None else bias, scale, x if sums is None else sums
         _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
             x, weight, *given, out, eps, rows, n,
-            K=k, HELD=cut.held, ADD=residual is not None, **blocks, **fused, **options,
+            K=k, ADD=residual is not None, **blocks, **fused, **options,
         )  # fmt: skip
         return out
 
@@ -441,10 +470,10 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
 
 def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
     """Chunks of 32 weights a thread; fewer rows of the weight per program the longer they are."""
-    block_n = 16 if k <= 1024 else 8 if k <= 2048 and n >= 2048 else 4
-    block_k = min(4096 // block_n, max(16, triton.next_power_of_2(k)))
-    held = min(2 if dtype == torch.float32 else 4, triton.cdiv(k, block_k))
-    return FewRowsShape(block_n, 1, block_k, held, 4, 1)
+    block_n, slices = (16, 1) if k <= 1024 else (8, 2) if k <= 2048 and n >= 2048 else (4, 4)
+    block_k = min(256, max(16, triton.next_power_of_2(k) // slices))
+    held = min(2 if dtype == torch.float32 else 4, triton.cdiv(k, slices * block_k))
+    return FewRowsShape(block_n, slices, block_k, held, 4, 1)
 
 
 def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
