@@ -437,21 +437,39 @@ def make_few_rows_linear(
         n = weight.shape[0]
         out = x.new_empty(rows, output_width(n, activation)) if residual is None else residual
         cut = shape_of(rows, n, k, x.dtype)
-        scale, eps, sums = (x, 0.0, None) if norm is None else norm
-        block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
-        across = max(1, min(cut.block_n, cut.warps // cut.slices))
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": cut.block_n, "ACROSS": across, "SLICES": cut.slices}
-        blocks |= {"BLOCK_K": cut.block_k, "HELD": cut.held}
-        fused = {"BIAS": bias is not None, "NORM": norm.kind if norm else "none", "ACTIVATION": activation}
-        options = {"DEPENDENT": dependent, "num_warps": cut.warps, "num_stages": cut.stages, **launch}
-        given = x if bias is None else bias, scale, x if sums is None else sums
+        kind, (scale, eps, sums) = "none" if norm is None else norm.kind, norm or (x, 0.0, None)
+        fused = {
+            "BIAS": bias is not None,
+            "NORM": kind,
+            "ACTIVATION": activation,
+            "ADD": residual is not None,
+        }
+        bias, sums = (x if it is None else it for it in (bias, sums))
+        options = {**_blocks(rows, cut), **_launch(rows, cut, x), "DEPENDENT": dependent, **launch}
         _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
-            x, weight, *given, out, eps, rows, n,
-            K=k, ADD=residual is not None, **blocks, **fused, **options,
-        )  # fmt: skip
+            x, weight, bias, scale, sums, out, eps, rows, n, K=k, **fused, **options
+        )
         return out
 
     return few_rows_linear
+
+
+def _rows_held(rows: int) -> int:
+    return 1 if rows == 1 else 8 if rows <= 8 else 16
+
+
+def _blocks(rows: int, cut: FewRowsShape) -> dict[str, int]:
+    """The kernel's constants."""
+    across = max(1, min(cut.block_n, cut.warps // cut.slices))
+    blocks = {"BLOCK_M": _rows_held(rows), "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k}
+    return blocks | {"ACROSS": across, "SLICES": cut.slices, "HELD": cut.held}
+
+
+def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
+    """Warps, and as many stages as fit shared memory along with one chunk more, of those in registers."""
+    step = cut.slices * cut.block_k
+    stages = fitting_stages(cut.stages + 1, _rows_held(rows), cut.block_n, step, x) - 1
+    return {"num_warps": cut.warps, "num_stages": max(1, stages)}
 
 
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:

@@ -1,25 +1,25 @@
-"""Kernels between a layer's products: embeddings; residual sum, bias and LayerNorm."""
+"""Kernels between a layer's products: embeddings; residual sum, bias and norm; the SwiGLU activation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.linear import silu
 from rosellm.triton_or_none import tl, triton
 
-ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm"}
+ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm", "_silu_mul_kernel": "elementwise"}
 
 
-def embed_ref(*, ids: Tensor, positions: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+def embed_ref(*, ids: Tensor, positions: Tensor, tokens: Tensor, places: Tensor | None = None) -> Tensor:
     """The specification: ids, positions ``[N]``, tables tokens ``[V, C]``, places ``[P, C]`` → ``[N, C]``.
 
-    A negative position, of an inert row, reads place 0.
+    A negative position, of an inert row, reads place 0. Without places, positions are not read.
     """
-    return tokens[ids] + places[positions.clamp_min(0)]
+    return tokens[ids] if places is None else tokens[ids] + places[positions.clamp_min(0)]
 
 
 def add_norm_ref(
@@ -28,23 +28,33 @@ def add_norm_ref(
     delta: Tensor | None = None,
     bias: Tensor | None = None,
     scale: Tensor,
-    shift: Tensor,
+    shift: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """The specification, in fp32 arithmetic: ``x += sum(delta) + bias`` in place, then ``layer_norm(x)``.
+    """The specification, in fp32 arithmetic: ``x += sum(delta) + bias`` in place, then the norm of x.
 
-    x ``[M, C]``; delta ``[P, M, C]``, partial sums, given together with bias; or None, and x is unchanged;
-    bias, scale and shift ``[C]`` → ``[M, C]`` of x's dtype. The norm is that of x as stored, in its dtype.
+    x ``[M, C]``; delta ``[P, M, C]``, partial sums, or None, and x is unchanged; bias, scale and shift
+    ``[C]`` → ``[M, C]`` of x's dtype. LayerNorm, or RMSNorm (Zhang & Sennrich 2019) if shift is None; of x as
+    stored, in its dtype.
     """
     if delta is not None:
-        x.copy_(x.float() + (delta.float().sum(dim=0) + cast(Tensor, bias).float()))
+        added = delta.float().sum(dim=0)
+        x.copy_(x.float() + (added if bias is None else added + bias.float()))
+    if shift is None:
+        return F.rms_norm(x.float(), x.shape[1:], scale.float(), eps).to(x.dtype)
     return F.layer_norm(x.float(), x.shape[1:], scale.float(), shift.float(), eps).to(x.dtype)
+
+
+def silu_mul_ref(*, x: Tensor) -> Tensor:
+    """The specification, in fp32: ``[M, 2 F]`` → ``silu(x[:, :F]) * x[:, F:]`` (SwiGLU, Shazeer 2020)."""
+    gate, up = x.float().chunk(2, dim=1)
+    return (F.silu(gate) * up).to(x.dtype)
 
 
 @triton.jit
 def _embed_kernel(
     ids_ptr, positions_ptr, tokens_ptr, places_ptr, out_ptr, id_stride, position_stride,
-    C: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row per program."""
     row = tl.program_id(0).to(tl.int64)
@@ -53,39 +63,60 @@ def _embed_kernel(
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     token = tl.load(ids_ptr + row * id_stride).to(tl.int64)
-    position = tl.maximum(tl.load(positions_ptr + row * position_stride), 0).to(tl.int64)
+    if PLACES:
+        position = tl.maximum(tl.load(positions_ptr + row * position_stride), 0).to(tl.int64)
     embedded = tl.load(tokens_ptr + token * C + c, mask=inside).to(tl.float32)
-    embedded += tl.load(places_ptr + position * C + c, mask=inside).to(tl.float32)
+    if PLACES:
+        embedded += tl.load(places_ptr + position * C + c, mask=inside).to(tl.float32)
     tl.store(out_ptr + row * C + c, embedded.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _add_norm_kernel(
     x_ptr, delta_ptr, bias_ptr, scale_ptr, shift_ptr, out_ptr, eps, M,
-    C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row per program."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
     scale = tl.load(scale_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(shift_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    if PARTS > 0:
-        bias = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    if SHIFT:
+        shift = tl.load(shift_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    added = tl.zeros((WIDTH,), tl.float32)
+    if BIAS:
+        added = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 0:
         for part in tl.static_range(PARTS):
-            bias += tl.load(delta_ptr + (part * M + row) * C + c, mask=inside, other=0.0).to(tl.float32)
-        rounded = (x + bias).to(x_ptr.dtype.element_ty)
+            added += tl.load(delta_ptr + (part * M + row) * C + c, mask=inside, other=0.0).to(tl.float32)
+        rounded = (x + added).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * C + c, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    mean = tl.sum(x, axis=0) / C
-    centred = tl.where(inside, x - mean, 0.0)
-    variance = tl.sum(centred * centred, axis=0) / C
-    normed = centred * tl.rsqrt(variance + eps) * scale + shift
+    if SHIFT:
+        mean = tl.sum(x, axis=0) / C
+        centred = tl.where(inside, x - mean, 0.0)
+        variance = tl.sum(centred * centred, axis=0) / C
+        normed = centred * tl.rsqrt(variance + eps) * scale + shift
+    else:
+        normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps) * scale
     tl.store(out_ptr + row * C + c, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, out_ptr, C: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr):
+    """WIDTH elements of one row's result per program."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = c < C
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    gate = tl.load(x_ptr + row * 2 * C + c, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * C + C + c, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * C + c, (silu(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _warps(width: int) -> int:
@@ -96,14 +127,15 @@ def make_embed(dependent: int = False) -> Callable[..., Tensor]:
     """The Triton kernel, called like :func:`embed_ref`; tables contiguous, ids and positions int32."""
     launch = launch_options(dependent)
 
-    def embed(*, ids, positions, tokens, places) -> Tensor:
+    def embed(*, ids, positions, tokens, places=None) -> Tensor:
         rows, width = len(ids), tokens.shape[1]
         out = tokens.new_empty(rows, width)
         padded = triton.next_power_of_2(width)
         strides = ids.stride(0), positions.stride(0)
+        table, learned = tokens if places is None else places, places is not None
         options = {"DEPENDENT": dependent, "num_warps": _warps(padded), **launch}
         _embed_kernel[(rows,)](
-            ids, positions, tokens, places, out, *strides, C=width, WIDTH=padded, **options
+            ids, positions, tokens, table, out, *strides, C=width, WIDTH=padded, PLACES=learned, **options
         )
         return out
 
@@ -119,11 +151,27 @@ def make_add_norm(dependent: int = False) -> Callable[..., Tensor]:
         out = x.new_empty(rows, width)
         padded = triton.next_power_of_2(width)
         parts = 0 if delta is None else len(delta)
-        delta, bias = x if delta is None else delta, scale if bias is None else bias
+        given = {"PARTS": parts, "BIAS": bias is not None, "SHIFT": shift is not None}
+        delta, bias, shift = (x if it is None else it for it in (delta, bias, shift))
         options = {"DEPENDENT": dependent, "num_warps": _warps(padded), **launch}
         _add_norm_kernel[(rows,)](
-            x, delta, bias, scale, shift, out, eps, rows, C=width, WIDTH=padded, PARTS=parts, **options
+            x, delta, bias, scale, shift, out, eps, rows, C=width, WIDTH=padded, **given, **options
         )
         return out
 
     return add_norm
+
+
+def make_silu_mul(dependent: int = False) -> Callable[..., Tensor]:
+    """The Triton kernel, called like :func:`silu_mul_ref`; x contiguous."""
+    launch = launch_options(dependent)
+
+    def silu_mul(*, x) -> Tensor:
+        rows, width = len(x), x.shape[1] // 2
+        out = x.new_empty(rows, width)
+        block = min(1024, triton.next_power_of_2(width))
+        options = {"DEPENDENT": dependent, "num_warps": _warps(block), **launch}
+        _silu_mul_kernel[(rows, triton.cdiv(width, block))](x, out, C=width, WIDTH=block, **options)
+        return out
+
+    return silu_mul
