@@ -118,6 +118,12 @@ def some_rows_linear_ref(
     return torch.stack([a @ w.t() for a, w in ranges])
 
 
+def fold_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight ``[N, K]`` and bias ``[N]`` that absorb a LayerNorm's scale and shift, for a normalised x."""
+    folded = (weight.float() * scale.float()).to(weight.dtype)
+    return folded.contiguous(), (bias.float() + weight.float() @ shift.float()).to(bias.dtype)
+
+
 @cache
 def shared_memory(device: torch.device) -> int | None:
     """Shared memory per program in bytes, from 65,536 (sm_75) to 232,448 (sm_90); None on a CPU."""
@@ -445,7 +451,7 @@ def make_few_rows_linear(
             "ADD": residual is not None,
         }
         bias, sums = (x if it is None else it for it in (bias, sums))
-        options = {**_blocks(rows, cut), **_launch(rows, cut, x), "DEPENDENT": dependent, **launch}
+        options = {**_blocks(rows, k, cut), **_launch(rows, cut, x), "DEPENDENT": dependent, **launch}
         _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
             x, weight, bias, scale, sums, out, eps, rows, n, K=k, **fused, **options
         )
@@ -458,11 +464,12 @@ def _rows_held(rows: int) -> int:
     return 1 if rows == 1 else 8 if rows <= 8 else 16
 
 
-def _blocks(rows: int, cut: FewRowsShape) -> dict[str, int]:
+def _blocks(rows: int, k: int, cut: FewRowsShape) -> dict[str, int]:
     """The kernel's constants."""
+    held = min(cut.held, triton.cdiv(k, cut.slices * cut.block_k))
     across = max(1, min(cut.block_n, cut.warps // cut.slices))
     blocks = {"BLOCK_M": _rows_held(rows), "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k}
-    return blocks | {"ACROSS": across, "SLICES": cut.slices, "HELD": cut.held}
+    return blocks | {"ACROSS": across, "SLICES": cut.slices, "HELD": held}
 
 
 def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
@@ -477,10 +484,10 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
     if rows == 1:
         return _one_row_shape(n, k, dtype)
     if k <= 1024:
-        columns = 32 if rows > 8 and n > k else 16
+        columns = 32 if rows > 8 and n > k and dtype != torch.float32 else 16
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
     if n < 2048:
-        return FewRowsShape(8, 8, 128, min(3, triton.cdiv(k, 1024)), 4, 3)
+        return FewRowsShape(8, 8, 128, 2 if dtype == torch.float32 else 3, 4, 3)
     if k <= 2048:
         return FewRowsShape(16, 8, 128, 2, 8, 1)
     return FewRowsShape(16, 4, 128, 2, 4, 4)
@@ -490,8 +497,7 @@ def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
     """Chunks of 32 weights a thread; fewer rows of the weight per program the longer they are."""
     block_n, slices = (16, 1) if k <= 1024 else (8, 2) if k <= 2048 and n >= 2048 else (4, 4)
     block_k = min(256, max(16, triton.next_power_of_2(k) // slices))
-    held = min(2 if dtype == torch.float32 else 4, triton.cdiv(k, slices * block_k))
-    return FewRowsShape(block_n, slices, block_k, held, 4, 1)
+    return FewRowsShape(block_n, slices, block_k, 2 if dtype == torch.float32 else 4, 4, 1)
 
 
 def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
