@@ -118,6 +118,12 @@ def some_rows_linear_ref(
     return torch.stack([a @ w.t() for a, w in ranges])
 
 
+def fold_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight ``[N, K]`` and bias ``[N]`` that absorb a LayerNorm's scale and shift, for a normalised x."""
+    folded = (weight.float() * scale.float()).to(weight.dtype)
+    return folded.contiguous(), (bias.float() + weight.float() @ shift.float()).to(bias.dtype)
+
+
 @cache
 def shared_memory(device: torch.device) -> int | None:
     """Shared memory per program in bytes, from 65,536 (sm_75) to 232,448 (sm_90); None on a CPU."""
@@ -437,21 +443,40 @@ def make_few_rows_linear(
         n = weight.shape[0]
         out = x.new_empty(rows, output_width(n, activation)) if residual is None else residual
         cut = shape_of(rows, n, k, x.dtype)
-        norm_kind, (scale, eps, sums) = norm.kind if norm else "none", norm or (x, 0.0, None)
-        block_m = 1 if rows == 1 else 8 if rows <= 8 else 16
-        across = max(1, min(cut.block_n, cut.warps // cut.slices))
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": cut.block_n, "ACROSS": across, "SLICES": cut.slices}
-        blocks |= {"BLOCK_K": cut.block_k, "HELD": cut.held}
-        fused = {"BIAS": bias is not None, "NORM": norm.kind if norm else "none", "ACTIVATION": activation}
-        options = {"DEPENDENT": dependent, "num_warps": cut.warps, "num_stages": cut.stages, **launch}
-        given = x if bias is None else bias, scale, x if sums is None else sums
+        kind, (scale, eps, sums) = "none" if norm is None else norm.kind, norm or (x, 0.0, None)
+        fused = {
+            "BIAS": bias is not None,
+            "NORM": kind,
+            "ACTIVATION": activation,
+            "ADD": residual is not None,
+        }
+        bias, sums = (x if it is None else it for it in (bias, sums))
+        options = {**_blocks(rows, k, cut), **_launch(rows, cut, x), "DEPENDENT": dependent, **launch}
         _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
-            x, weight, *given, out, eps, rows, n,
-            K=k, ADD=residual is not None, **blocks, **fused, **options,
-        )  # fmt: skip
+            x, weight, bias, scale, sums, out, eps, rows, n, K=k, **fused, **options
+        )
         return out
 
     return few_rows_linear
+
+
+def _rows_held(rows: int) -> int:
+    return 1 if rows == 1 else 8 if rows <= 8 else 16
+
+
+def _blocks(rows: int, k: int, cut: FewRowsShape) -> dict[str, int]:
+    """The kernel's constants."""
+    held = min(cut.held, triton.cdiv(k, cut.slices * cut.block_k))
+    across = max(1, min(cut.block_n, cut.warps // cut.slices))
+    blocks = {"BLOCK_M": _rows_held(rows), "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k}
+    return blocks | {"ACROSS": across, "SLICES": cut.slices, "HELD": held}
+
+
+def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
+    """Warps, and as many stages as fit shared memory along with one chunk more, of those in registers."""
+    step = cut.slices * cut.block_k
+    stages = fitting_stages(cut.stages + 1, _rows_held(rows), cut.block_n, step, x) - 1
+    return {"num_warps": cut.warps, "num_stages": max(1, stages)}
 
 
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
@@ -459,10 +484,10 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
     if rows == 1:
         return _one_row_shape(n, k, dtype)
     if k <= 1024:
-        columns = 32 if rows > 8 and n > k else 16
+        columns = 32 if rows > 8 and n > k and dtype != torch.float32 else 16
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
     if n < 2048:
-        return FewRowsShape(8, 8, 128, min(3, triton.cdiv(k, 1024)), 4, 3)
+        return FewRowsShape(8, 8, 128, 2 if dtype == torch.float32 else 3, 4, 3)
     if k <= 2048:
         return FewRowsShape(16, 8, 128, 2, 8, 1)
     return FewRowsShape(16, 4, 128, 2, 4, 4)
@@ -472,8 +497,7 @@ def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
     """Chunks of 32 weights a thread; fewer rows of the weight per program the longer they are."""
     block_n, slices = (16, 1) if k <= 1024 else (8, 2) if k <= 2048 and n >= 2048 else (4, 4)
     block_k = min(256, max(16, triton.next_power_of_2(k) // slices))
-    held = min(2 if dtype == torch.float32 else 4, triton.cdiv(k, slices * block_k))
-    return FewRowsShape(block_n, slices, block_k, held, 4, 1)
+    return FewRowsShape(block_n, slices, block_k, 2 if dtype == torch.float32 else 4, 4, 1)
 
 
 def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:

@@ -13,8 +13,9 @@ from rosellm.roseinfer.kernels import linear
 from rosellm.roseinfer.kernels.linear import (
     FEW_ROWS,
     SOME_ROWS,
+    FewRowsShape,
+    NormPrologue,
     few_rows_linear_ref,
-    fold_norm,
     make_few_rows_linear,
     make_some_rows_linear,
     parts_of,
@@ -33,12 +34,19 @@ from tests.roseinfer.kernels.kernel_checks import (
 EPS = 1e-5
 OPTIONS = [
     (),
-    ("norm",),
+    ("rms",),
+    ("layer",),
     ("gelu",),
+    ("swiglu",),
     ("residual",),
-    ("norm", "gelu"),
-    ("norm", "residual"),
-    ("norm", "gelu", "residual"),
+    ("no bias",),
+    ("layer", "gelu"),
+    ("rms", "no bias"),
+    ("rms", "swiglu", "no bias"),
+    ("layer", "residual"),
+    ("residual", "no bias"),
+    ("layer", "gelu", "residual"),
+    ("rms", "swiglu", "residual"),
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:overflow")
 guarded = pytest.mark.usefixtures("guarded_outputs")
@@ -57,46 +65,59 @@ def make_case(rows: int, n: int, k: int, dtype=torch.float32, device: str = "cpu
 
 
 def with_options(case: dict, options: tuple[str, ...], seed: int = 0) -> dict:
-    """``column_sums`` and ``eps`` for "norm", ``gelu``, and a ``residual`` of the result's shape."""
-    case = dict(case)
-    if "norm" in options:
-        case |= {"column_sums": case["weight"].float().sum(dim=1), "eps": EPS}
-    if "gelu" in options:
-        case |= {"gelu": True}
+    """A ``norm`` for "rms" and "layer", an ``activation``, a ``residual`` of the result's shape, no bias."""
+    generator, case = torch.Generator().manual_seed(seed + 1), dict(case)
+    n, k = case["weight"].shape
+    scale = (1 + 0.3 * torch.randn(k, generator=generator)).to(case["weight"])
+    if "rms" in options:
+        case |= {"norm": NormPrologue(scale, EPS)}
+    if "layer" in options:
+        case |= {"norm": NormPrologue(scale, EPS, case["weight"].float() @ scale.float())}
+    case["activation"] = next((one for one in ("gelu", "swiglu") if one in options), "none")
     if "residual" in options:
-        shape = len(case["x"]), len(case["weight"])
-        residual = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1))
-        case |= {"residual": residual.to(case["x"])}
-    return case
+        shape = len(case["x"]), n // 2 if "swiglu" in options else n
+        case |= {"residual": torch.randn(shape, generator=generator).to(case["x"])}
+    return case | ({"bias": None} if "no bias" in options else {})
+
+
+def parameters(case: dict) -> dict:
+    """The case with the fields of its norm among its values."""
+    norm = case.get("norm")
+    return case | ({} if norm is None else norm._asdict())
 
 
 def assert_equals_spec(kernel, spec, case: dict) -> None:
     """The same result, in the residual if there is one; no other argument is written."""
-    before, expected = clones(case), spec(**clones(case))
+    before, expected = clones(parameters(case)), spec(**clones(case))
     found = kernel(**case)
     assert_near(found, expected)
     if "residual" in case:
         assert found is case["residual"]
         before.pop("residual")
-    assert_untouched(case, before)
+    assert_untouched(parameters(case), before)
 
 
 # The specs.
 
 
 def by_definition(case: dict) -> Tensor:
-    """LayerNorm without scale and shift, product, bias, GELU, residual sum, by torch's own functions."""
-    x = case["x"].double()
-    if "column_sums" in case:
-        x = F.layer_norm(x, x.shape[1:], eps=case["eps"])
-    y = F.linear(x, case["weight"].double(), case["bias"].double())
-    y = F.gelu(y, approximate="tanh") if case.get("gelu") else y
+    """Norm without shift, product, bias, activation, residual sum, by torch's own functions, in fp64."""
+    x, norm, bias = case["x"].double(), case.get("norm"), case.get("bias")
+    if norm is not None:
+        scale, width = norm.scale.double(), x.shape[1:]
+        rms = norm.sums is None
+        x = F.rms_norm(x, width, scale, EPS) if rms else F.layer_norm(x, width, scale, eps=EPS)
+    y = F.linear(x, case["weight"].double(), None if bias is None else bias.double())
+    if case["activation"] == "gelu":
+        y = F.gelu(y, approximate="tanh")
+    if case["activation"] == "swiglu":
+        y = F.silu(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :]
     return y + case["residual"].double() if "residual" in case else y
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("k", [32, 96, 768])
-def test_the_spec_is_norm_then_product_then_gelu_then_sum(k, options):
+def test_the_spec_is_norm_then_product_then_activation_then_sum(k, options):
     case = with_options(make_case(5, 40, k, seed=k), options)
     expected = by_definition(case).float()
     found = few_rows_linear_ref(**case)
@@ -104,33 +125,19 @@ def test_the_spec_is_norm_then_product_then_gelu_then_sum(k, options):
     assert (found is case.get("residual")) == ("residual" in options)
 
 
-def test_a_norm_folded_into_the_weights_is_the_norm_before_the_product():
-    case = make_case(6, 48, 64)
-    generator = torch.Generator().manual_seed(1)
-    scale, shift = 1 + 0.3 * torch.randn(64, generator=generator), torch.randn(64, generator=generator)
-    normed = F.layer_norm(case["x"].double(), (64,), scale.double(), shift.double(), EPS)
+def test_a_layer_norms_shift_belongs_in_the_bias():
+    case = with_options(make_case(6, 48, 64), ("layer",))
+    shift = torch.randn(64, generator=torch.Generator().manual_seed(2))
+    normed = F.layer_norm(case["x"].double(), (64,), case["norm"].scale.double(), shift.double(), EPS)
     expected = F.linear(normed, case["weight"].double(), case["bias"].double())
-    weight, bias = fold_norm(case["weight"], case["bias"], scale, shift)
-    folded = with_options({"x": case["x"], "weight": weight, "bias": bias}, ("norm",))
-    assert_near(few_rows_linear_ref(**folded), expected.float())
+    case["bias"] = case["bias"] + case["weight"] @ shift
+    assert_near(few_rows_linear_ref(**case), expected.float())
 
 
-def test_folding_a_transposed_weight_gives_rows_in_their_order():
-    weight = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
-    bias, scale, shift = torch.zeros(48), torch.full((32,), 2.0), torch.ones(32)
-    folded, moved = fold_norm(weight.t(), bias, scale, shift)
-    assert folded.is_contiguous() and torch.equal(folded, 2 * weight.t())
-    assert_near(moved, weight.sum(dim=0))
-
-
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_spec_for_some_rows_is_the_product(bias, gelu):
-    case = make_case(20, 40, 48) | {"gelu": gelu}
-    case |= {} if bias else {"bias": None}
-    y = F.linear(case["x"].double(), case["weight"].double(), case["bias"].double() if bias else None)
-    expected = F.gelu(y, approximate="tanh") if gelu else y
-    assert_near(some_rows_linear_ref(**case), expected.float())
+@pytest.mark.parametrize("options", [(), ("no bias",), ("gelu",), ("swiglu", "no bias")], ids=str)
+def test_the_spec_for_some_rows_is_the_product(options):
+    case = with_options(make_case(20, 40, 48), options)
+    assert_near(some_rows_linear_ref(**case), by_definition(case).float())
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
@@ -159,7 +166,7 @@ def test_parts_divide_the_inputs_and_are_for_wide_ones_only(n, rows):
 
 @guarded
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("k", [32, 48, 96, 768, 1200, 3072])
+@pytest.mark.parametrize("k", [32, 48, 96, 768, 1200, 3072, 4100])
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16])
 def test_few_rows_equal_the_spec(rows, k, device, dtype):
     options = OPTIONS[(rows + k // 16) % len(OPTIONS)]
@@ -172,8 +179,29 @@ def test_few_rows_equal_the_spec(rows, k, device, dtype):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 13])
 def test_few_rows_with_every_option_equal_the_spec(rows, options, device, dtype):
-    case = make_case(rows, 33, 32, dtype, device, seed=rows)
+    case = make_case(rows, 34, 32, dtype, device, seed=rows)
     assert_equals_spec(make_few_rows_linear(), few_rows_linear_ref, with_options(case, options))
+
+
+# Chunks of 32 or 64 elements: all in registers, some, or the first alone; of whole or parts of warps.
+SHAPES = [
+    FewRowsShape(block_n=16, slices=2, block_k=16, held=8, warps=4, stages=1),
+    FewRowsShape(block_n=16, slices=4, block_k=16, held=1, warps=4, stages=3),
+    FewRowsShape(block_n=8, slices=2, block_k=32, held=2, warps=2, stages=2),
+    FewRowsShape(block_n=4, slices=1, block_k=32, held=3, warps=8, stages=2),
+]
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize("k", [32, 128, 256, 300])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_few_rows_cut_in_any_way_equal_the_spec(rows, k, shape, device, dtype):
+    linear = make_few_rows_linear(shape=lambda *_: shape)
+    for options in (("rms", "swiglu"), ("layer", "residual"), ("no bias",)):
+        case = make_case(rows, 42, k, dtype, device, seed=rows + k)
+        assert_equals_spec(linear, few_rows_linear_ref, with_options(case, options))
 
 
 @guarded
@@ -181,9 +209,29 @@ def test_few_rows_with_every_option_equal_the_spec(rows, options, device, dtype)
 @pytest.mark.parametrize("seed", range(8))
 def test_few_rows_equal_the_spec_over_random_shapes(seed, device, dtype):
     rng = random.Random(seed)
-    shape = rng.randrange(1, FEW_ROWS + 1), rng.randrange(1, 100), rng.randrange(1, 200)
+    shape = rng.randrange(1, FEW_ROWS + 1), rng.randrange(2, 100, 2), rng.randrange(1, 200)
     case = with_options(make_case(*shape, dtype, device, seed), rng.choice(OPTIONS), seed)
     assert_equals_spec(make_few_rows_linear(), few_rows_linear_ref, case)
+
+
+# Rows and inputs of the weights: GPT-2, gpt2-xl, Qwen3-0.6B, Llama-3.2-1B, Llama-3.1-8B.
+REAL_SIZES = [
+    *((2304, 768), (768, 768), (3072, 768), (768, 3072)),
+    *((4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400)),
+    *((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
+    *((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)),
+    *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "k"), REAL_SIZES)
+def test_weights_in_registers_are_at_most_half_of_them(n, k, dtype):
+    """Of the 255 that a thread has, before any spills to memory."""
+    for rows in range(1, FEW_ROWS + 1):
+        cut = linear._few_rows_shape(rows, n, k, dtype)
+        held = min(cut.held * cut.slices * cut.block_k, 2 * k) * cut.block_n * dtype.itemsize
+        assert held / (4 * 32 * cut.warps) <= 128
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -221,9 +269,19 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(make, spec, rows, devi
 def test_gelu_of_large_numbers_is_the_number_or_zero(make, device):
     x = torch.tensor([30.0, 1e4, 1e20], device=device)[:, None].repeat(1, 32)
     weight = torch.tensor([1.0, -1.0, 0.5], device=device)[:, None].repeat(1, 32) / 32
-    found = make()(x=x, weight=weight, bias=torch.zeros(3, device=device), gelu=True)
+    found = make()(x=x, weight=weight, bias=torch.zeros(3, device=device), activation="gelu")
     y = torch.tensor([30.0, 1e4, 1e20], device=device)[:, None] * torch.tensor([1.0, 0.0, 0.5], device=device)
     torch.testing.assert_close(found, y, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("make", [make_few_rows_linear, make_some_rows_linear])
+def test_silu_of_large_numbers_is_the_number_or_zero(make, device):
+    x = torch.tensor([30.0, 1e4, 1e15], device=device)[:, None].repeat(1, 32)
+    weight = torch.tensor([1.0, -1.0, 0.5, 0.5], device=device)[:, None].repeat(1, 32) / 32
+    found = make()(x=x, weight=weight, activation="swiglu")
+    y = torch.tensor([450.0, 0.5e8, 0.5e30], device=device)[:, None] * torch.tensor([1.0, 0], device=device)
+    torch.testing.assert_close(found, y, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
@@ -235,9 +293,9 @@ def test_equal_elements_have_a_finite_norm(rows, device):
     for seed in range(4):
         sizes = 10 ** (4 * torch.rand(rows, generator=torch.Generator().manual_seed(seed)))  # [rows]
         case["x"] = sizes[:, None].repeat(1, 768).to(case["x"])
-        assert linear(**with_options(case, ("norm",))).isfinite().all()
+        assert linear(**with_options(case, ("layer",))).isfinite().all()
     case["x"] = torch.zeros_like(case["x"])
-    assert torch.equal(linear(**with_options(case, ("norm",))), case["bias"].expand(rows, -1))
+    assert torch.equal(linear(**with_options(case, ("layer",))), case["bias"].expand(rows, -1))
 
 
 # The kernel for some rows.
@@ -253,7 +311,8 @@ def test_some_rows_equal_the_spec(rows, k, device, dtype):
     case = make_case(rows, 40, k, dtype, device, seed=rows + k)
     linear = make_some_rows_linear()
     assert_equals_spec(linear, some_rows_linear_ref, case)
-    assert_equals_spec(linear, some_rows_linear_ref, case | {"gelu": True})
+    for options in (("gelu",), ("swiglu",), ("swiglu", "no bias")):
+        assert_equals_spec(linear, some_rows_linear_ref, with_options(case, options))
     assert_equals_spec(linear, some_rows_linear_ref, {"x": case["x"], "weight": case["weight"], "parts": 4})
 
 
@@ -266,54 +325,83 @@ def test_some_rows_equal_the_spec_over_random_shapes(seed, device, dtype):
     k = n if seed < 2 else rng.randrange(1, 60)
     case = make_case(rng.randrange(1, 80), n, parts * k, dtype, device, seed) | {"parts": parts}
     case["bias"] = case["bias"] if parts == 1 else None
+    if parts == 1 and n % 2 == 0:
+        assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, case | {"activation": "swiglu"})
     assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, case)
 
 
 # A GPU's own.
 
-GPT2_PRODUCTS = [
-    (2304, 768, ("norm",)),
+PRODUCTS = [
+    (2304, 768, ("layer",)),
     (768, 768, ("residual",)),
-    (3072, 768, ("norm", "gelu")),
+    (3072, 768, ("layer", "gelu")),
     (768, 3072, ("residual",)),
+    (6144, 1024, ("rms", "swiglu", "no bias")),
+    (1024, 3072, ("residual", "no bias")),
+    (3072, 2048, ("rms", "no bias")),
+    (2048, 8192, ("residual", "no bias")),
+    (4096, 4096, ("rms", "swiglu", "no bias")),
+    (1024, 14336, ("residual", "no bias")),
 ]
 
 
 @guarded
 @pytest.mark.gpu
 @pytest.mark.parametrize(("device", "dtype"), PLACES[-3:])
-@pytest.mark.parametrize(("n", "k", "options"), GPT2_PRODUCTS)
+@pytest.mark.parametrize(("n", "k", "options"), PRODUCTS)
 def test_the_kernels_equal_the_spec_at_a_real_size(n, k, options, device, dtype):
     for rows in (1, 2, 5, 8, 9, 16):
         case = with_options(make_case(rows, n, k, dtype, device, seed=rows), options)
         assert_equals_spec(make_few_rows_linear(), few_rows_linear_ref, case)
+    kept = {"gelu", "swiglu", "no bias"}.intersection(options)
     for rows in (17, 32, 33, 64, 128, 129, SOME_ROWS):
-        case = make_case(rows, n, k, dtype, device, seed=rows)
-        assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, case | {"gelu": "gelu" in options})
+        case = with_options(make_case(rows, n, k, dtype, device, seed=rows), tuple(kept))
+        assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, case)
         parts = {"x": case["x"], "weight": case["weight"], "parts": parts_of(rows, 768, 3072)}
         assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, parts)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [("layer", "gelu"), ("rms", "swiglu", "no bias")], ids=str)
 @pytest.mark.parametrize("rows", [1, 8, 16])
-def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(rows, dtype):
-    up, down = (make_case(rows, n, k, dtype, "cuda", seed=n) for n, k in ((3072, 768), (768, 3072)))
-    sums, x, ones = up["weight"].float().sum(dim=1), up["x"], torch.ones(768, device="cuda", dtype=dtype)
+def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(rows, options, dtype):
+    wide = 6144 if "swiglu" in options else 3072
+    up = with_options(make_case(rows, wide, 768, dtype, "cuda", seed=wide), options)
+    down = make_case(rows, 768, 3072, dtype, "cuda", seed=768)
+    x, ones = up["x"], torch.ones(768, device="cuda", dtype=dtype)
+    plain = {name: up[name] for name in ("weight", "bias", "activation")}
+    affine = {"scale": ones, "shift": ones if "layer" in options else None, "eps": EPS}
 
     def refill(seed: int) -> None:
         x.copy_(make_case(rows, 1, 768, dtype, "cuda", seed)["x"])
 
     def chain(kernels) -> tuple[Tensor, ...]:
         few, some, add_norm = kernels.few_rows_linear, kernels.some_rows_linear, kernels.add_norm
-        hidden = few(x=x, weight=up["weight"], bias=up["bias"], column_sums=sums, eps=EPS, gelu=True)
+        hidden = few(**up)
         few(x=hidden, weight=down["weight"], bias=down["bias"], residual=x)
-        normed = add_norm(x=x, scale=ones, shift=ones, eps=EPS)
-        wide = some(x=normed, weight=up["weight"], bias=up["bias"], gelu=True)
+        normed = add_norm(x=x, **affine)
+        wide = some(x=normed, **plain)
         parts = some(x=wide, weight=down["weight"], parts=4)
-        return hidden, wide, parts, add_norm(x=x, delta=parts, bias=ones, scale=ones, shift=ones, eps=EPS), x
+        return hidden, wide, parts, add_norm(x=x, delta=parts, bias=ones, **affine), x
 
     assert_replays_equal_ordinary_launches(chain, refill)
+
+
+GPT2_TILES = {
+    (2304, 768): [(32, 32, 128, 4, 4), (64, 32, 64, 8, 6), (64, 64, 64, 8, 5)],
+    (768, 768): [(32, 16, 128, 4, 4), (64, 16, 128, 4, 4), (64, 32, 128, 4, 4)],
+    (6400, 1600): [(32, 32, 128, 4, 4), (64, 32, 64, 4, 6), (64, 64, 64, 8, 5)],
+    (1600, 6400): [(32, 32, 128, 4, 4), (64, 64, 64, 4, 5), (64, 64, 64, 8, 5)],
+}
+
+
+@pytest.mark.parametrize(("n", "k"), GPT2_TILES)
+def test_gpt2s_tiles_are_those_measured(n, k):
+    for rows, tile in zip((32, 128, SOME_ROWS), GPT2_TILES[n, k], strict=True):
+        assert linear._some_rows_shape(rows, n, k, torch.float16) == tile
+        assert linear._some_rows_shape(rows, n, k, torch.float32) == (32, 32, 32, 4, 3)
 
 
 @pytest.mark.parametrize(("limit", "stages"), [(None, 6), (232_448, 6), (65_536, 5), (1_000, 1)])

@@ -1,4 +1,4 @@
-"""Embeddings, and residual sum with LayerNorm: specs against the definitions, kernels against the specs."""
+"""Embeddings, residual sum with norm, SwiGLU: specs against the definitions, kernels against the specs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.kernels.norm import add_norm_ref, embed_ref, make_add_norm, make_embed
+from rosellm.roseinfer.kernels.norm import (
+    add_norm_ref,
+    embed_ref,
+    make_add_norm,
+    make_embed,
+    make_silu_mul,
+    silu_mul_ref,
+)
 from tests.helpers import DTYPES, TRITON_DEVICES, bits, random_model
 from tests.roseinfer.kernels.kernel_checks import (
     PLACES,
@@ -49,6 +56,11 @@ def norm_case(
     case = {name: value.to(device, dtype) for name, value in case.items()}
     delta = normal(parts, rows, width).to(device, torch.float32 if parts > 1 else dtype)
     return case | {"eps": EPS} | ({"delta": delta} if parts else {"bias": None})
+
+
+def without(case: dict, *names: str) -> dict:
+    """The case with None for these; an RMSNorm has no shift."""
+    return case | dict.fromkeys(names)
 
 
 def assert_add_norm_equals_spec(case: dict) -> None:
@@ -97,6 +109,15 @@ def test_the_embedding_kernel_equals_the_spec_bit_for_bit(rows, width, dtype, de
     assert all(torch.equal(case[name], before[name]) for name in case)
 
 
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("make", [lambda: embed_ref, make_embed])
+def test_without_places_the_tokens_alone_are_embedded(make, device):
+    case = embed_case(7, 48, device=device)
+    expected = case["tokens"][case["ids"].long()]
+    case["positions"].fill_(1 << 30)
+    assert torch.equal(make()(**without(case, "places")), expected)
+
+
 # Residual sum and norm.
 
 
@@ -107,6 +128,15 @@ def test_the_spec_is_the_sum_and_then_torchs_layer_norm(parts):
     if parts:
         x = x + case["delta"].double().sum(dim=0) + case["bias"].double()
     expected = F.layer_norm(x, (48,), case["scale"].double(), case["shift"].double(), EPS)
+    assert_near(add_norm_ref(**case), expected.float())
+    assert_near(case["x"], x.float())
+
+
+@pytest.mark.parametrize("parts", [0, 1, 4])
+def test_the_spec_without_a_shift_is_torchs_rms_norm(parts):
+    case = without(norm_case(5, 48, parts), "shift", "bias")
+    x = case["x"].double() + (case["delta"].double().sum(dim=0) if parts else 0)
+    expected = F.rms_norm(x, (48,), case["scale"].double(), EPS)
     assert_near(add_norm_ref(**case), expected.float())
     assert_near(case["x"], x.float())
 
@@ -127,6 +157,16 @@ def test_the_norm_is_of_the_sum_as_it_is_held(dtype):
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (5, 48), (9, 96), (17, 768), (2, 1000)])
 def test_the_norm_kernel_equals_the_spec(rows, width, parts, device, dtype):
     assert_add_norm_equals_spec(norm_case(rows, width, parts, dtype, device, seed=width + parts))
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("missing", [("shift",), ("bias",), ("shift", "bias")], ids=str)
+@pytest.mark.parametrize("parts", [0, 1, 4])
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (5, 48), (2, 1000), (3, 5120)])
+def test_the_norm_kernel_without_shift_or_bias_equals_the_spec(rows, width, parts, missing, device, dtype):
+    case = norm_case(rows, width, parts, dtype, device, seed=width + parts)
+    assert_add_norm_equals_spec(without(case, *missing))
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -172,6 +212,14 @@ def test_the_norm_of_equal_elements_is_the_shift(value, device):
     assert torch.equal(make_add_norm()(**case), case["shift"].expand(2, -1))
 
 
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_the_rms_norm_of_zeros_is_zero(device):
+    case = without(norm_case(2, 64, 0, device=device), "shift")
+    assert torch.equal(
+        make_add_norm()(**case | {"x": torch.zeros_like(case["x"])}), torch.zeros_like(case["x"])
+    )
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_a_row_that_is_not_finite_leaves_the_others_alone(device):
@@ -183,16 +231,51 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(device):
     assert found[2].isnan().all()
 
 
+# SwiGLU.
+
+
+def gates(rows: int, width: int, dtype=torch.float32, device: str = "cpu") -> Tensor:
+    return (3 * torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(width))).to(
+        device, dtype
+    )
+
+
+def test_the_spec_is_torchs_silu_times_the_other_half():
+    x = gates(5, 48)
+    gate, up = x.double().split(48, dim=1)
+    assert_near(silu_mul_ref(x=x), (F.silu(gate) * up).float())
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (1, 32), (5, 48), (17, 1000), (2, 1024), (3, 3072)])
+def test_the_kernel_for_silu_equals_the_spec(rows, width, device, dtype):
+    x = gates(rows, width, dtype, device)
+    before = x.clone()
+    assert_near(make_silu_mul()(x=x), silu_mul_ref(x=before))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_silu_of_large_numbers_is_the_number_or_zero(device):
+    x = torch.tensor([[1e4, -1e4, 1e30, -1e30, 2.0, 2.0, 2.0, 2.0]], device=device)
+    expected = torch.tensor([[2e4, 0.0, 2e30, 0.0]], device=device)
+    assert torch.equal(make_silu_mul()(x=x), expected)
+
+
 # A GPU's own.
 
 
 @guarded
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [768, 1600])
+@pytest.mark.parametrize("width", [768, 1600, 4096, 16384])
 def test_the_norm_kernel_equals_the_spec_at_a_real_size(width, dtype):
     for rows, parts in ((1, 4), (64, 8), (256, 1), (1024, 0)):
-        assert_add_norm_equals_spec(norm_case(rows, width, parts, dtype, "cuda", seed=rows))
+        case = norm_case(rows, width, parts, dtype, "cuda", seed=rows)
+        assert_add_norm_equals_spec(case)
+        assert_add_norm_equals_spec(without(case, "shift", "bias"))
 
 
 @pytest.mark.gpu
@@ -213,7 +296,7 @@ def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(rows, dtype)
         first = kernels.add_norm(x=x, **affine)
         parts = kernels.some_rows_linear(x=first, weight=weight, parts=4)
         second = kernels.add_norm(x=x, delta=parts, bias=norm["bias"], **affine)
-        third = kernels.add_norm(x=x, delta=second[None], bias=norm["bias"], **affine)
+        third = kernels.add_norm(x=x, delta=second[None], **without(affine, "shift"))
         return first, second, third, x
 
     assert_replays_equal_ordinary_launches(chain, refill)
