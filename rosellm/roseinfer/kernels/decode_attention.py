@@ -257,16 +257,24 @@ def _plan_kernel(
 
 
 @triton.jit
-def load_seen(cache, table_ptr, start, first, stop, kv_head, shape: tl.constexpr, TILE: tl.constexpr):
-    """Keys and values of TILE tokens from ``start`` on, ``[TILE, D]``; 0 but in ``first`` … ``stop``."""
-    token = start + tl.arange(0, TILE)
+def are_seen(start, first, stop, tiling: tl.constexpr):
+    """Which of a tile's tokens are among ``first`` … ``stop``, ``[TILE]``."""
+    token = start + tl.arange(0, tiling.TILE)
+    return (token >= first) & (token < stop) if tiling.WINDOW else token < stop
+
+
+@triton.jit
+def load_seen(cache, table_ptr, start, first, stop, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+    """Keys and values of a tile of tokens, ``[TILE, D]``; zero but for those in ``first`` … ``stop``."""
+    TILE: tl.constexpr = tiling.TILE
     d = tl.arange(0, shape.D_PADDED)
-    seen = (token >= first) & (token < stop)
+    seen = are_seen(start, first, stop, tiling)
     if shape.BLOCK_SIZE % TILE == 0:
         block = tl.load(table_ptr + start // shape.BLOCK_SIZE, mask=start < stop, other=0)
         base = slot_offset(cache, block, start % shape.BLOCK_SIZE, kv_head, shape)
         place = base + tl.arange(0, TILE)[:, None] * shape.D + d[None, :]
     else:
+        token = start + tl.arange(0, TILE)
         block = tl.load(table_ptr + token // shape.BLOCK_SIZE, mask=seen, other=0)
         place = slot_offset(cache, block, token % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
     mask = seen[:, None] & (d < shape.D)[None, :]
@@ -276,30 +284,32 @@ def load_seen(cache, table_ptr, start, first, stop, kv_head, shape: tl.constexpr
 @triton.jit
 def load_angles(rotary, position, shape: tl.constexpr):
     """Cosine and signed sine ``[1, D]`` of a position: a rotated element is x * cos + its partner * sin."""
-    d = tl.arange(0, shape.D_PADDED)[None, :]
-    HALF: tl.constexpr = shape.D // 2
-    place = rotary.cos_sin + tl.maximum(position, 0).to(tl.int64) * shape.D + d % HALF
-    sin = tl.load(place + HALF, mask=d < shape.D, other=0.0)
-    return tl.load(place, mask=d < shape.D, other=0.0), tl.where(d < HALF, -sin, sin)
+    D: tl.constexpr = shape.D_PADDED
+    d = tl.arange(0, D)[None, :]
+    if rotary is None:
+        cos = tl.zeros((1, D), tl.float32)
+        sin = cos
+    else:
+        HALF: tl.constexpr = shape.D // 2
+        place = rotary.cos_sin + tl.maximum(position, 0).to(tl.int64) * shape.D + d % HALF
+        cos = tl.load(place, mask=d < shape.D, other=0.0)
+        sin = tl.load(place + HALF, mask=d < shape.D, other=0.0)
+        sin = tl.where(d < HALF, -sin, sin)
+    return cos, sin
 
 
 @triton.jit
 def load_ahead(
-    cache, rows, rotary, row, tile, exists, kv_head, shape: tl.constexpr, tiling: tl.constexpr
+    cache, rows, row, tile, exists, kv_head, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """What a row's piece needs that no recent kernel has written: position, first tile, angles."""
-    TILE: tl.constexpr = tiling.TILE
+    """A row's position and the keys and values of one of its tiles."""
     place = rows.positions + row * rows.position_stride
     position = tl.load(place, mask=exists, other=-1)
-    first, first_tile, _ = span_of(position, TILE, tiling.WINDOW)
+    first, first_tile, _ = span_of(position, tiling.TILE, tiling.WINDOW)
+    start = (first_tile + tile) * tiling.TILE
     table_ptr = rows.table + row * rows.table_stride
-    k, v = load_seen(cache, table_ptr, (first_tile + tile) * TILE, first, position, kv_head, shape, TILE)
-    if rotary is not None:
-        cos, sin = load_angles(rotary, position, shape)
-    else:
-        cos = tl.zeros((1, shape.D_PADDED), tl.float32)
-        sin = cos
-    return position, k, v, cos, sin
+    k, v = load_seen(cache, table_ptr, start, first, position, kv_head, shape, tiling)
+    return position, k, v
 
 
 @triton.jit
@@ -374,20 +384,19 @@ def attend_range(
 ):  # fmt: skip
     """The online softmax over the tiles that lie from token ``begin`` to ``end``; k and v are the first's."""
     TILE: tl.constexpr = tiling.TILE
-    i = tl.arange(0, TILE)
     if tiling.STAGES == 1:
         for start in range(begin, end, TILE):
             limit = tl.minimum(stop, end)
-            k_next, v_next = load_seen(cache, table_ptr, start + TILE, first, limit, kv_head, shape, TILE)
-            seen = (start + i >= first) & (start + i < stop)
+            k_next, v_next = load_seen(cache, table_ptr, start + TILE, first, limit, kv_head, shape, tiling)
+            seen = are_seen(start, first, stop, tiling)
             m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling.DOT)
             k, v = k_next, v_next
     else:
-        seen = (begin + i >= first) & (begin + i < stop)
+        seen = are_seen(begin, first, stop, tiling)
         m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling.DOT)
         for start in tl.range(begin + TILE, end, TILE, num_stages=tiling.STAGES):
-            k, v = load_seen(cache, table_ptr, start, first, stop, kv_head, shape, TILE)
-            seen = (start + i >= first) & (start + i < stop)
+            k, v = load_seen(cache, table_ptr, start, first, stop, kv_head, shape, tiling)
+            seen = are_seen(start, first, stop, tiling)
             m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling.DOT)
     return m_i, l_i, acc
 
@@ -399,29 +408,32 @@ def append_and_start(
 ):  # fmt: skip
     """Stores the new key and value; the online softmax over this token alone."""
     k_new, v_new = load_new(new, rotary, row, kv_head, cos, sin, shape)
+    M: tl.constexpr = tiling.M
     D: tl.constexpr = shape.D_PADDED
     if position >= 0:
         k_row, v_row = tl.reshape(k_new, (D,)), tl.reshape(v_new, (D,))
         append_token(cache, table_ptr, position, kv_head, k_row, v_row, shape)
     m_i = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
-    l_i = tl.full((tiling.M,), 1.0, tl.float32)
-    return m_i, l_i, tl.broadcast_to(v_new.to(tl.float32), (tiling.M, D))
+    l_i = tl.full((M,), 1.0, tl.float32)
+    return m_i, l_i, tl.broadcast_to(v_new.to(tl.float32), (M, D))
 
 
 @triton.jit
 def attend_part(
-    ahead, new, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
+    ahead, cos, sin, new, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """The softmax over ``n_tiles`` of a row from ``tile`` on; its first tile also has the new token."""
     TILE: tl.constexpr = tiling.TILE
-    position, k, v, cos, sin = ahead
+    M: tl.constexpr = tiling.M
+    D: tl.constexpr = shape.D_PADDED
+    position, k, v = ahead
     table_ptr = rows.table + row * rows.table_stride
     first, first_tile, _ = span_of(position, TILE, tiling.WINDOW)
     q = load_query(new, rotary, row, kv_head, cos, sin, shape, tiling)
-    m_i = tl.full((tiling.M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((tiling.M,), tl.float32)
-    acc = tl.zeros((tiling.M, shape.D_PADDED), tl.float32)
+    m_i = tl.full((M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, D), tl.float32)
     if tile == 0:
         m_i, l_i, acc = append_and_start(
             q, new, cache, rotary, row, position, table_ptr, kv_head, cos, sin, scale, shape, tiling
@@ -459,13 +471,14 @@ def attend_row(
     """A whole row in one program."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    ahead = load_ahead(cache, rows, rotary, row, 0, True, kv_head, shape, tiling)
+    ahead = load_ahead(cache, rows, row, 0, True, kv_head, shape, tiling)
+    cos, sin = load_angles(rotary, ahead[0], shape)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     _, _, n_tiles = span_of(ahead[0], tiling.TILE, tiling.WINDOW)
     m_i, l_i, acc = attend_part(
-        ahead, new, cache, rows, rotary, row, 0, n_tiles, kv_head, scale, shape, tiling
-    )  # fmt: skip
+        ahead, cos, sin, new, cache, rows, rotary, row, 0, n_tiles, kv_head, scale, shape, tiling
+    )
     out = tl.where(ahead[0] >= 0, acc / l_i[:, None], 0.0)
     store_heads(out_ptr, row, kv_head, out, shape, tiling.M)
 
@@ -475,7 +488,7 @@ def attend_piece(
     out_ptr, partial, new, cache, rows, rotary, starts_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A piece row by row; what the next row needs is loaded before this row's result is stored."""
+    """A piece, row by row."""
     piece = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.load(starts_ptr + 2 * piece).to(tl.int64)
@@ -484,17 +497,30 @@ def attend_piece(
     last_tile = tl.load(starts_ptr + 2 * piece + 3)
     is_empty = (row == last_row) & (tile == last_tile)
     stop_row = tl.where(is_empty | (last_tile == 0), last_row, last_row + 1)
-    ahead = load_ahead(cache, rows, rotary, row, tile, row < stop_row, kv_head, shape, tiling)
+    ahead = load_ahead(cache, rows, row, tile, row < stop_row, kv_head, shape, tiling)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     for _ in range(row.to(tl.int32), stop_row):
         position = ahead[0]
         _, _, in_row = span_of(position, tiling.TILE, tiling.WINDOW)
         stop_tile = tl.where(row == last_row, last_tile, in_row)
+        cos, sin = load_angles(rotary, position, shape)
         m_i, l_i, acc = attend_part(
-            ahead, new, cache, rows, rotary, row, tile, stop_tile - tile, kv_head, scale, shape, tiling
+            ahead,
+            cos,
+            sin,
+            new,
+            cache,
+            rows,
+            rotary,
+            row,
+            tile,
+            stop_tile - tile,
+            kv_head,
+            scale,
+            shape,
+            tiling,
         )
-        ahead = load_ahead(cache, rows, rotary, row + 1, 0, row + 1 < stop_row, kv_head, shape, tiling)
         if (tile == 0) & (stop_tile == in_row):
             out = tl.where(position >= 0, acc / l_i[:, None], 0.0)
             store_heads(out_ptr, row, kv_head, out, shape, tiling.M)
@@ -502,6 +528,7 @@ def attend_piece(
             store_partial(partial, piece + row, kv_head, m_i, l_i, acc, shape, tiling.M)
         row += 1
         tile = 0
+        ahead = load_ahead(cache, rows, row, tile, row < stop_row, kv_head, shape, tiling)
 
 
 @triton.jit
@@ -525,7 +552,8 @@ def _combine_pieces_kernel(
     """One program per (row, query head): the weighted mean of the partial results of a row that was cut."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    d = tl.arange(0, shape.D_PADDED)
+    D: tl.constexpr = shape.D_PADDED
+    d = tl.arange(0, D)
     first = tl.load(covers_ptr + 2 * row)
     last = tl.load(covers_ptr + 2 * row + 1)
     wait_for_predecessor(DEPENDENT)
@@ -533,7 +561,7 @@ def _combine_pieces_kernel(
     if first < last:
         m_i = tl.full((), float("-inf"), tl.float32)
         l_i = tl.full((), 0.0, tl.float32)
-        acc = tl.zeros((shape.D_PADDED,), tl.float32)
+        acc = tl.zeros((D,), tl.float32)
         for start in range(first, last + 1, PARTS):
             piece = start + tl.arange(0, PARTS)
             exists = piece <= last
