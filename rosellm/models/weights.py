@@ -29,6 +29,7 @@ from rosellm.models.model import Transformer
 from rosellm.models.shards import opened, shards_of
 
 SHIPPED = "rose-tiny"
+SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders of assets
 WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 CHECKPOINT_FILES = ["*.json", "*.txt", "*.safetensors"]
@@ -41,8 +42,8 @@ TOLD_FROM = 256 << 20  # bytes of a checkpoint whose loading shows its progress
 
 def checkpoint_folder(model: str) -> Path:
     """The folder that holds ``model``: the shipped one, a local folder, or a hub id (fetched or cached)."""
-    if model == SHIPPED:
-        return Path(str(files("rosellm") / "assets" / SHIPPED))
+    if model in SHIPPED_MODELS:
+        return Path(str(files("rosellm") / "assets" / model))
     if os.path.isdir(model):
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -116,9 +117,9 @@ def dummy_shape(model: str) -> Arch:
     """The shape of ``model``: a known one, or that of a folder's ``config.json``."""
     if model in KNOWN_SHAPES:
         return KNOWN_SHAPES[model]
-    if model == SHIPPED or os.path.isdir(model):
+    if model in SHIPPED_MODELS or os.path.isdir(model):
         return load_config(checkpoint_folder(model))
-    known = ", ".join([*KNOWN_SHAPES, SHIPPED])
+    known = ", ".join([*KNOWN_SHAPES, *SHIPPED_MODELS])
     raise CheckpointError(
         f"no shape is known for {model!r}; use one of {known}, or a folder with a config.json"
     )

@@ -1,6 +1,6 @@
-"""Makes the shipped model: ``python -m rosellm.rosetrainer.train --output FOLDER [--json RECORD]``.
+"""Makes the shipped models: ``python -m rosellm.rosetrainer.train [--arch qwen3] --output FOLDER``.
 
-A GPT-2 of 5 layers and width 256 (5.1 M parameters) is trained on the sources of the Python standard library,
+A GPT-2 of 5 layers and width 256 (5.1 M parameters), or a Qwen3 of about that size, is trained on the sources of the Python standard library,
 with a byte-level BPE of 4,096 tokens trained on the same files. The number of tokens seen is ``--epochs``
 times that of the training files: Python 3.11 with its tests has 29 MB of them, 8.3 M tokens, so the default
 40 epochs see 334 M tokens; an installation without tests has about 11 MB, 3 M tokens, and sees 120 M. The
@@ -35,10 +35,11 @@ from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser, command
 from rosellm.environment import environment
 from rosellm.errors import RoseError
-from rosellm.models.arch import Arch
+from rosellm.models.arch import Arch, Norm
 from rosellm.models.families import write_arch
-from rosellm.models.loading import resolve_device
+from rosellm.models.loading import DTYPES, resolve_device
 from rosellm.models.model import Transformer
+from rosellm.models.rope import Rope
 from rosellm.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from rosellm.models.weights import load_model, save_model
 from rosellm.rosetrainer.corpus import Corpus, read_corpus
@@ -52,8 +53,16 @@ from rosellm.rosetrainer.training import (
     train,
 )
 
+# By --arch: what is trained in full, and with --smoke; a checkpoint is stored in its dtype.
 ROSE_TINY = Arch(vocab_size=4096, n_positions=512, n_layers=5, n_heads=4, d_model=256, eos_token_ids=(0,))
 SMOKE_MODEL = Arch(vocab_size=512, n_positions=64, n_layers=2, n_heads=2, d_model=64, eos_token_ids=(0,))
+QWEN3: dict[str, Any] = {
+    "norm": Norm("rms", 1e-6), "rope": Rope(), "mlp": "swiglu", "biases": (), "qk_norm": True,
+    "eos_token_ids": (0,), "dtype": "bfloat16", "family": "qwen3",
+}  # fmt: skip
+ROSE_TINY_QWEN3 = Arch(4096, 1024, 5, 6, 256, n_kv_heads=2, head_dim=64, d_ff=768, **QWEN3)
+SMOKE_QWEN3 = Arch(512, 64, 2, 4, 64, n_kv_heads=2, head_dim=32, d_ff=128, **QWEN3)
+ARCHS = {"gpt2": (ROSE_TINY, SMOKE_MODEL), "qwen3": (ROSE_TINY_QWEN3, SMOKE_QWEN3)}
 SMOKE = Hyperparameters(
     epochs=1.2, batch_size=16, learning_rate=5e-3, warmup_steps=10, dropout=0.0, validate_every=20
 )
@@ -98,7 +107,7 @@ def make_model(
     training = train(gpt, stream, validation, hyper)
     trained = time.perf_counter()
     tokenizer.save(folder)
-    save_model(gpt, folder)
+    save_model(gpt, folder, DTYPES[config.dtype or "float16"])
     stored = load_model(str(folder), device, torch.float32)
     n_bytes = sum(source.n_bytes for source in corpus.validation)
     score = Score(mean_loss(stored, validation, hyper.batch_size), len(validation) - 1, n_bytes)
@@ -210,6 +219,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--corpus", type=Path, help="folder of Python sources (default: the standard library)"
     )
+    parser.add_argument("--arch", choices=ARCHS, default="gpt2", help="gpt2: rose-tiny; qwen3: rose-tiny-qwen3")
     parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny model on a little text: seconds on a CPU"
@@ -235,7 +245,7 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.smoke:
         corpus = corpus.subset(SMOKE_BYTES)
     with replacing_folder(arguments.output) as folder:
-        config = SMOKE_MODEL if arguments.smoke else ROSE_TINY
+        config = ARCHS[arguments.arch][arguments.smoke]
         made = make_model(config, hyper, corpus, device, folder)
     if arguments.json:
         write_json(arguments.json, record(made, device))
