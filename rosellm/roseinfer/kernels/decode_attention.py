@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import OptionError
+from rosellm.models.rope import Rotary
 from rosellm.roseinfer.kernels.attention import AttendedRows
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.paged_cache import append_token, layer_arguments, rows_of, slot_offset
@@ -33,19 +34,6 @@ ROLES = {
 }
 PLANNED_ELEMENTS = 8192  # of the matrix (pieces, rows) that a program of the plan compares
 COMBINED_AT_ONCE = 64  # partial results
-
-
-class Rotary(NamedTuple):
-    """What is done to q and k before they meet: RMSNorm of each head, if weights are given, then rotation.
-
-    cos_sin ``[P, D]`` fp32: by position, cosines of all pairs, then sines (RoPE, Su et al. 2021,
-    arXiv:2104.09864; pairs d and d + D/2 as in Hugging Face's Llama). q_norm and k_norm ``[D]`` or None.
-    """
-
-    cos_sin: Tensor
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 1e-6
 
 
 class Variant(NamedTuple):
@@ -97,13 +85,13 @@ def variant_for(
     """
     longest, programs = triton.next_power_of_2(max(longest, 1)), rows * kv_heads
     if longest <= 256 or (longest <= 1024 and programs >= 2 * num_sms):
-        return _whole(programs, longest, num_sms, group, head_dim)
+        return whole_rows(programs, longest, num_sms, group, head_dim)
     tile = 64 if head_dim <= 64 else 32
     pieces = max(1, 4 * num_sms // kv_heads)
     return Variant(tile, min(pieces, rows * -(-longest // tile)), 4 if group > 1 else 2)
 
 
-def _whole(programs: int, longest: int, num_sms: int, group: int, head_dim: int) -> Variant:
+def whole_rows(programs: int, longest: int, num_sms: int, group: int, head_dim: int) -> Variant:
     """One piece for each row: few programs read all they need at once, many read small tiles."""
     if programs >= 8 * num_sms:
         return Variant(16, warps=1)

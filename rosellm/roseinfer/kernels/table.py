@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from rosellm.errors import RecipeError
 from rosellm.roseinfer import kv_append_triton as kv
-from rosellm.roseinfer.kernels import advance, attention, head, linear, noise, norm, prefill, rotary, split
+from rosellm.roseinfer.kernels import advance, decode_attention, head, linear, noise, norm, prefill, rotary
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # The role of each Triton kernel, by its name in a profile.
-SOURCES = (paged, kv, advance, attention, head, linear, noise, norm, prefill, rotary, split)
+SOURCES = (paged, kv, advance, decode_attention, head, linear, noise, norm, prefill, rotary)
 ROLES = {name: role for source in SOURCES for name, role in source.ROLES.items()}
 
 
@@ -35,7 +36,7 @@ class Kernels:
     position_heads: Callable[..., None]
     gumbel_noise: Callable[..., torch.Tensor]
     append_and_attend: Callable[..., torch.Tensor]
-    split_append_and_attend: Callable[..., torch.Tensor]
+    plan_attention: Callable[..., Any]
     embed: Callable[..., torch.Tensor]
     add_norm: Callable[..., torch.Tensor]
     silu_mul: Callable[..., torch.Tensor]
@@ -56,8 +57,8 @@ def triton_kernels(dependent: int) -> Kernels:
         prefill.prefill_attention,
         rotary.make_position_heads(dependent),
         noise.gumbel_noise_triton,
-        attention.make_append_and_attend(dependent),
-        split.make_split_append_and_attend(dependent=dependent),
+        decode_attention.make_append_and_attend(dependent),
+        decode_attention.make_planner(dependent),
         norm.make_embed(dependent),
         norm.make_add_norm(dependent),
         norm.make_silu_mul(dependent),
@@ -78,8 +79,8 @@ TORCH = Kernels(
     prefill.prefill_attention_ref,
     rotary.position_heads_ref,
     noise.gumbel_noise,
-    attention.append_and_attend_ref,
-    attention.append_and_attend_ref,
+    decode_attention.append_and_attend_ref,
+    decode_attention.make_plan_ref,
     norm.embed_ref,
     norm.add_norm_ref,
     norm.silu_mul_ref,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,14 +11,18 @@ from torch import Tensor
 
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
+from rosellm.models.rope import Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.kernels.attention import AttendedRows, append_and_attend_ref, tile_for
-from rosellm.roseinfer.kernels.split import SPLIT_TILE, is_worth_splitting
+from rosellm.roseinfer.kernels.decode_attention import (
+    AttendedRows,
+    Plan,
+    Variant,
+    append_and_attend_ref,
+    variant_for,
+    whole_rows,
+)
 from rosellm.roseinfer.kernels.table import Kernels
-
-SPLIT = "split"
-
 
 class Binder(ABC):
     """Binds attention over the cache, which also appends, to the rows of a state."""
@@ -64,13 +68,14 @@ class AppendThenAttend(Binder):
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """An ``Attend`` by a kernel that also appends, with all its inputs besides a layer's q, k and v."""
+    """An ``Attend`` by a kernel that positions and appends, too, with all its inputs but a layer's q, k, v."""
 
     kernel: Callable[..., Tensor]
-    tile: int
+    plan: Plan
     blocks: KVBlockManager
     state: DeviceState
     scale: float
+    rotary: Sequence[Rotary | None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.kernel(
@@ -82,49 +87,54 @@ class PagedAttention:
             block_table=self.state.table,
             positions=self.state.positions,
             scale=self.scale,
-            tile=self.tile,
+            rotary=self.rotary[layer],
+            window=self.plan.window,
+            plan=self.plan,
         )
 
 
 class AppendAndAttend(Binder):
-    """One kernel per layer does both; its tile fits the longest context."""
+    """One kernel per layer does all; a program reads a sequence's whole context."""
+
+    def __init__(self, kernels: Kernels, blocks: KVBlockManager, model: Transformer) -> None:
+        super().__init__(kernels, blocks, model)
+        self.rotary = [model.rotary(layer) for layer in range(self.config.n_layers)]
+        on_gpu = model.device.type == "cuda"
+        self.num_sms = torch.cuda.get_device_properties(model.device).multi_processor_count if on_gpu else 1
 
     def variant(self, rows: int, longest: int) -> str:
-        """The tile, in tokens."""
-        return str(tile_for(rows, longest))
+        """How the kernel is launched."""
+        return str(self._variant(whole_rows, rows, longest))
 
-    def __call__(self, state: DeviceState, variant: str) -> Attend:
-        return self.bound(self.kernels.append_and_attend, int(variant), state)
+    def _variant(self, choose: Callable[..., Variant], rows: int, longest: int) -> Variant:
+        c = self.config
+        return choose(rows, c.n_kv_heads, min(longest, c.window or longest), self.num_sms, c.group, c.head_dim)
 
-    def bound(self, kernel: Callable[..., Tensor], tile: int, state: DeviceState) -> Attend:
-        attend = PagedAttention(kernel, tile, self.blocks, state, self.config.scale)
-        return self.model.positioned(state.positions.clamp_min(0), attend)
+    def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
+        plan = self.kernels.plan_attention(state.positions, Variant.parse(variant), self.config.window or 0)
+        attend = self.kernels.append_and_attend
+        return PagedAttention(attend, plan, self.blocks, state, self.config.scale, self.rotary)
 
 
 class TorchAppendAndAttend(Binder):
     """The torch version; token locations are computed once per step, not once per layer."""
 
     def __call__(self, state: DeviceState, variant: str) -> Attend:
-        blocks = self.blocks
+        blocks, scale = self.blocks, self.config.scale
         rows = AttendedRows(state.table, state.positions, blocks.k_cache[0], self.config.window)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return rows(q, k, v, blocks.k_cache[layer], blocks.v_cache[layer], self.config.scale)
+            return rows(q, k, v, blocks.k_cache[layer], blocks.v_cache[layer], scale)
 
         return self.model.positioned(state.positions.clamp_min(0), attend)
 
 
 class SplitAppendAndAttend(AppendAndAttend):
-    """The same, but few sequences with long contexts are split into ranges (``kernels.split``)."""
+    """The same, but contexts are cut into equal pieces where that pays (``kernels.decode_attention``)."""
 
     def variant(self, rows: int, longest: int) -> str:
-        """SPLIT, or the tile, in tokens."""
-        return SPLIT if is_worth_splitting(rows, longest) else super().variant(rows, longest)
-
-    def __call__(self, state: DeviceState, variant: str) -> Attend:
-        if variant != SPLIT:
-            return super().__call__(state, variant)
-        return self.bound(self.kernels.split_append_and_attend, SPLIT_TILE, state)
+        """How the kernel is launched, pieces included."""
+        return str(self._variant(variant_for, rows, longest))
 
 
 # By a recipe's attention and append fields.
@@ -139,7 +149,6 @@ def build_binder(
     attention: str, append: str, kernels: Kernels, blocks: KVBlockManager, model: Transformer
 ) -> Binder:
     """The binder of a recipe's ``attention`` and ``append``."""
-    theirs = kernels.append_and_attend, kernels.split_append_and_attend
-    if append == "fused" and all(kernel is append_and_attend_ref for kernel in theirs):
+    if append == "fused" and kernels.append_and_attend is append_and_attend_ref:
         return TorchAppendAndAttend(kernels, blocks, model)
     return BINDERS[attention, append](kernels, blocks, model)

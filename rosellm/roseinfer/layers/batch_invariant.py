@@ -24,7 +24,7 @@ from torch import Tensor
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_append_and_attend
+from rosellm.roseinfer.kernels.decode_attention import Variant, append_and_attend_ref
 from rosellm.roseinfer.kernels.head import make_best_tokens
 from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, make_tiles, prefill_attention_ref
@@ -35,7 +35,7 @@ from rosellm.roseinfer.layers.fused import FusedLayers, Layers
 from rosellm.roseinfer.layers.products import SomeRowsProducts
 
 ALIGNMENT = BLOCK_M  # tokens; prompt chunks and cached prefixes end at multiples of it
-DECODE_TILE, DECODE_WARPS = 32, 1
+DECODE = Variant(tile=32, warps=1)
 DECODE_PARTS, PARTS_FROM = 4, 2  # ranges of K, if inputs are that many times wider than outputs
 GROUP = 16  # rows per product on a CPU
 
@@ -78,7 +78,7 @@ def linear_by_groups(*, x: Tensor, **arguments) -> Tensor:
 
 
 def append_and_attend_by_rows(*, q, k_new, v_new, block_table, positions, **arguments) -> Tensor:
-    """``attention.append_and_attend_ref``, one row at a time, reading only the blocks it has."""
+    """``decode_attention.append_and_attend_ref``, one row at a time, reading only the blocks it has."""
     block_size = arguments["k_cache_layer"].shape[2]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row, position in enumerate(positions.tolist()):
@@ -121,20 +121,16 @@ def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
     return replace(
         kernels,
         some_rows_linear=make_some_rows_linear(dependent, linear_shape),
-        append_and_attend=make_append_and_attend(dependent, lambda batch, tile: DECODE_WARPS),
         best_tokens=make_best_tokens(dependent, head_shape),
     )
 
 
 class InvariantAppendAndAttend(AppendAndAttend):
-    """One tile for any batch and context."""
+    """One tile for any batch and context, and every context whole."""
 
     def variant(self, rows: int, longest: int) -> str:
         """A single variant."""
-        return ""
-
-    def __call__(self, state: DeviceState, variant: str) -> Attend:
-        return self.bound(self.kernels.append_and_attend, DECODE_TILE, state)
+        return str(DECODE)
 
 
 class InvariantChooser(FusedChooser):
