@@ -32,8 +32,9 @@ ROLES = {
     "_decode_attention_kernel": "attention",
     "_combine_pieces_kernel": "attention",
 }
-PLANNED_ELEMENTS = 8192  # of the matrix (pieces, rows) that a program of the plan compares
+PLANNED_ELEMENTS = 2048  # of the matrix (pieces, rows) that a program of the plan compares
 COMBINED_AT_ONCE = 64  # partial results
+ONE_WARP_COMBINES = 1024  # elements of them
 
 
 class Variant(NamedTuple):
@@ -213,11 +214,10 @@ def span_of(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
     return first, first_tile, tl.maximum(tl.cdiv(position, TILE) - first_tile, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_pieces"])
 def _plan_kernel(
-    starts_ptr, covers_ptr, positions_ptr, position_stride, n_rows,
-    PIECES: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    starts_ptr, covers_ptr, positions_ptr, position_stride, n_rows, n_pieces, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per CHUNK pieces; each sums up the tiles of all rows, and the first writes ``covers``."""
     row = tl.arange(0, ROWS)
@@ -228,15 +228,15 @@ def _plan_kernel(
     position = tl.load(positions_ptr + row * position_stride, mask=exists, other=0)
     _, _, tiles = span_of(position, TILE, WINDOW)
     tiles = tl.where(exists, tiles, 0)
-    ends = tl.cumsum(tiles, axis=0).to(tl.int64)
-    total = tl.sum(tiles, axis=0).to(tl.int64)
-    filled = tl.minimum(total, PIECES)
-    start = tl.minimum(piece * total // filled, total)
+    ends = tl.cumsum(tiles, axis=0)
+    total = tl.sum(tiles, axis=0)
+    filled = tl.minimum(total, n_pieces).to(tl.int64)
+    start = tl.minimum(piece * total.to(tl.int64) // filled, total).to(tl.int32)
     before = exists[None, :] & (ends[None, :] <= start[:, None])
     passed = tl.max(tl.where(before, ends[None, :], 0), axis=1)
-    planned = piece <= PIECES
+    planned = piece <= n_pieces
     tl.store(starts_ptr + 2 * piece, tl.sum(before.to(tl.int32), axis=1), mask=planned)
-    tl.store(starts_ptr + 2 * piece + 1, (start - passed).to(tl.int32), mask=planned)
+    tl.store(starts_ptr + 2 * piece + 1, start - passed, mask=planned)
     if tl.program_id(0) == 0:
         first = tl.cdiv((ends - tiles + 1) * filled, total) - 1
         last = tl.cdiv(ends * filled, total) - 1
@@ -584,9 +584,9 @@ def make_planner(dependent: int = False) -> Callable[..., Plan]:
         covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
         rows = triton.next_power_of_2(n_rows)
         chunk = min(128, max(1, PLANNED_ELEMENTS // rows), triton.next_power_of_2(pieces + 1))
-        where = starts, covers, positions, positions.stride(0), n_rows
-        sizes = {"PIECES": pieces, "ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "WINDOW": window}
-        _plan_kernel[(-(-(pieces + 1) // chunk),)](*where, **sizes, **launch)
+        arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
+        sizes = {"ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "WINDOW": window}
+        _plan_kernel[(-(-(pieces + 1) // chunk),)](*arguments, **sizes, **launch)
         return Plan(variant, window, starts, covers)
 
     return make_plan
@@ -631,8 +631,11 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
             num_warps=variant.warps, num_stages=variant.stages, **launch,
         )  # fmt: skip
         if variant.combine:
-            parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(variant.pieces))
-            _combine_pieces_kernel[(batch, n_heads)](out, partial, plan.covers, shape, parts, **launch)
+            parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(variant.pieces // batch + 2))
+            warps = 1 if parts * shape.D_PADDED <= ONE_WARP_COMBINES else 4
+            _combine_pieces_kernel[(batch, n_heads)](
+                out, partial, plan.covers, shape, parts, num_warps=warps, **launch
+            )
         return out
 
     return append_and_attend
