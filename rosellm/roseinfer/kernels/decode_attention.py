@@ -86,20 +86,23 @@ def variant_for(
     """
     longest, programs = triton.next_power_of_2(max(longest, 1)), rows * kv_heads
     if longest <= 256 or (longest <= 1024 and programs >= 2 * num_sms):
-        return whole_rows(programs, longest, num_sms, group, head_dim)
+        return whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
     tile = 64 if head_dim <= 64 else 32
     pieces = max(1, 4 * num_sms // kv_heads)
     return Variant(tile, min(pieces, rows * -(-longest // tile)), 4 if group > 1 else 2)
 
 
-def whole_rows(programs: int, longest: int, num_sms: int, group: int, head_dim: int) -> Variant:
-    """One piece for each row: few programs read all they need at once, many read small tiles."""
+def whole_rows(
+    rows: int, kv_heads: int, longest: int, num_sms: int, group: int = 1, head_dim: int = 64
+) -> Variant:
+    """The variant with one piece for each row: few programs read all they need at once, many small tiles."""
+    programs = rows * kv_heads
     if programs >= 8 * num_sms:
         return Variant(16, warps=1)
     if programs >= num_sms:
         return Variant(32, warps=1 if group == 1 else 2)
     at_once = 512 if group == 1 else 8192 // max(64, head_dim)
-    return Variant(min(max(64, longest), at_once), warps=4)
+    return Variant(min(max(64, triton.next_power_of_2(max(longest, 1))), at_once), warps=4)
 
 
 # The specification.
