@@ -118,12 +118,6 @@ def some_rows_linear_ref(
     return torch.stack([a @ w.t() for a, w in ranges])
 
 
-def fold_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight ``[N, K]`` and bias ``[N]`` that absorb a LayerNorm's scale and shift, for a normalised x."""
-    folded = (weight.float() * scale.float()).to(weight.dtype)
-    return folded.contiguous(), (bias.float() + weight.float() @ shift.float()).to(bias.dtype)
-
-
 @cache
 def shared_memory(device: torch.device) -> int | None:
     """Shared memory per program in bytes, from 65,536 (sm_75) to 232,448 (sm_90); None on a CPU."""
