@@ -118,12 +118,6 @@ def some_rows_linear_ref(
     return torch.stack([a @ w.t() for a, w in ranges])
 
 
-def fold_norm(weight: Tensor, bias: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight ``[N, K]`` and bias ``[N]`` that absorb a LayerNorm's scale and shift, for a normalised x."""
-    folded = (weight.float() * scale.float()).to(weight.dtype)
-    return folded.contiguous(), (bias.float() + weight.float() @ shift.float()).to(bias.dtype)
-
-
 @cache
 def shared_memory(device: torch.device) -> int | None:
     """Shared memory per program in bytes, from 65,536 (sm_75) to 232,448 (sm_90); None on a CPU."""
@@ -185,14 +179,22 @@ def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr,
 
 
 @triton.jit
+def _repeated(x, ROWS: tl.constexpr):
+    """``[A, B]`` → ``[ROWS, B]``, all of x's rows again and again."""
+    TIMES: tl.constexpr = ROWS // x.shape[0]
+    times = tl.broadcast_to(tl.reshape(x, (1, x.shape[0], x.shape[1])), (TIMES, x.shape[0], x.shape[1]))
+    return tl.reshape(times, (ROWS, x.shape[1]))
+
+
+@triton.jit
 def _add_row(acc, total, squares, w, x, scale, NORM: tl.constexpr):
-    """One chunk of one row: w ``[ACROSS, BLOCK_N / ACROSS, STEP]``, x ``[ACROSS, 1, STEP]``."""
+    """One chunk of one row: w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``, as often as w's rows need it."""
     x = x.to(tl.float32)
     total += x
     squares += x * x
     if NORM != "none":
         x = x * scale.to(tl.float32)
-    acc += w.to(tl.float32) * x
+    acc += w.to(tl.float32) * _repeated(x, w.shape[0])
     return acc, total, squares
 
 
@@ -202,7 +204,7 @@ def _one_row_product(
     K: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, STEP: tl.constexpr,
     HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The product ``[ACROSS, BLOCK_N / ACROSS]`` of one row, its sum and sum of squares ``[ACROSS, 1]``.
+    """The product ``[1, BLOCK_N]`` of one row, its sum and sum of squares ``[1, 1]``.
 
     As a chunk in registers is used up, the one HELD chunks after it is requested. Sums across threads are
     left to the end.
@@ -210,10 +212,10 @@ def _one_row_product(
     ROUND: tl.constexpr = HELD * STEP
     ROUNDS: tl.constexpr = (K + ROUND - 1) // ROUND
     xs = _held(x_place, inner, K, STEP, HELD, WHOLE)
-    acc = tl.zeros((ACROSS, BLOCK_N // ACROSS, STEP), tl.float32)
-    total, squares = tl.zeros((ACROSS, 1, STEP), tl.float32), tl.zeros((ACROSS, 1, STEP), tl.float32)
+    acc = tl.zeros((BLOCK_N, STEP), tl.float32)
+    total, squares = tl.zeros((ACROSS, STEP), tl.float32), tl.zeros((ACROSS, STEP), tl.float32)
     for first in range(ROUND, ROUNDS * ROUND, ROUND):
-        next_weights, next_scales, next_xs = (), (), ()
+        next_weights, next_scales, next_xs = (), (), ()  # type: tuple, tuple, tuple
         for chunk in tl.static_range(HELD):
             scale = scales[chunk] if NORM != "none" else xs[chunk]
             acc, total, squares = _add_row(acc, total, squares, weights[chunk], xs[chunk], scale, NORM)
@@ -226,7 +228,9 @@ def _one_row_product(
     for chunk in tl.static_range(HELD):
         scale = scales[chunk] if NORM != "none" else xs[chunk]
         acc, total, squares = _add_row(acc, total, squares, weights[chunk], xs[chunk], scale, NORM)
-    return tl.sum(acc, axis=2), tl.sum(total, axis=2), tl.sum(squares, axis=2)
+    total, squares = tl.sum(total, axis=1, keep_dims=True), tl.sum(squares, axis=1, keep_dims=True)
+    total, squares = _repeated(total, BLOCK_N), _repeated(squares, BLOCK_N)
+    return tl.sum(acc, axis=1)[None, :], tl.trans(total), tl.trans(squares)
 
 
 @triton.jit
@@ -314,32 +318,29 @@ def _few_rows_kernel(
     WHOLE: tl.constexpr = K % (HELD * STEP) == 0 if BLOCK_M == 1 else K % STEP == 0
     block = tl.program_id(0)
     rows = tl.arange(0, BLOCK_M)
+    i = tl.arange(0, BLOCK_N)
+    held_rows = tl.minimum(weight_rows(block, i, N, BLOCK_N, ACTIVATION), N - 1)
     if BLOCK_M == 1:
-        EACH: tl.constexpr = BLOCK_N // ACROSS
-        i = tl.arange(0, ACROSS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-        held_rows = tl.minimum(weight_rows(block, i, N, BLOCK_N, ACTIVATION), N - 1)
-        inner = tl.arange(0, STEP)[None, None, :]
-        weight_place = weight_ptr + held_rows[:, :, None].to(tl.int64) * K + inner
-        x_place = tl.broadcast_to(x_ptr + inner, (ACROSS, 1, STEP))
-        scale_place = tl.broadcast_to(scale_ptr + inner, (ACROSS, 1, STEP))
+        inner = tl.arange(0, STEP)[None, :]
+        weight_place = weight_ptr + held_rows[:, None].to(tl.int64) * K + inner
+        x_place = tl.broadcast_to(x_ptr + inner, (ACROSS, STEP))
+        scale_place = tl.broadcast_to(scale_ptr + inner, (ACROSS, STEP))
     else:
-        i = tl.arange(0, BLOCK_N)[None, :]
-        held_rows = tl.minimum(weight_rows(block, i, N, BLOCK_N, ACTIVATION), N - 1)
         inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
-        weight_place = weight_ptr + held_rows[:, :, None].to(tl.int64) * K + inner
+        weight_place = weight_ptr + held_rows[None, :, None].to(tl.int64) * K + inner
         x_place = x_ptr + tl.minimum(rows, M - 1)[None, :, None] * K + inner
         scale_place = scale_ptr + inner
     weights = _held(weight_place, inner, K, STEP, HELD, WHOLE)
     scales = _held(scale_place, inner, K, STEP, HELD if NORM != "none" else 0, WHOLE)
     if BIAS:
-        bias = tl.load(bias_ptr + held_rows).to(tl.float32)
-    sums = tl.load(sums_ptr + held_rows) if NORM == "layer" else 0.0
+        bias = tl.load(bias_ptr + held_rows).to(tl.float32)[None, :]
+    sums = tl.load(sums_ptr + held_rows)[None, :] if NORM == "layer" else 0.0
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     if ACTIVATION == "swiglu":
         width, columns = N // 2, block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
     else:
-        width, columns = N, block * BLOCK_N + i
+        width, columns = N, block * BLOCK_N + i[None, :]
     target = out_ptr + rows[:, None] * width + columns
     inside = (rows[:, None] < M) & (columns < width)
     if ADD:
@@ -443,13 +444,9 @@ def make_few_rows_linear(
         n = weight.shape[0]
         out = x.new_empty(rows, output_width(n, activation)) if residual is None else residual
         cut = shape_of(rows, n, k, x.dtype)
-        kind, (scale, eps, sums) = "none" if norm is None else norm.kind, norm or (x, 0.0, None)
-        fused = {
-            "BIAS": bias is not None,
-            "NORM": kind,
-            "ACTIVATION": activation,
-            "ADD": residual is not None,
-        }
+        fused = {"BIAS": bias is not None, "ADD": residual is not None, "ACTIVATION": activation}
+        fused |= {"NORM": "none" if norm is None else norm.kind}
+        scale, eps, sums = norm or (x, 0.0, x)
         bias, sums = (x if it is None else it for it in (bias, sums))
         options = {**_blocks(rows, k, cut), **_launch(rows, cut, x), "DEPENDENT": dependent, **launch}
         _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
@@ -480,14 +477,16 @@ def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
 
 
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """The fastest measured on an H200 for GPT-2's sizes; for larger ones a first guess."""
+    """The fastest measured on an H200 for 2 to 16 rows of GPT-2; the others are guesses, without spills."""
     if rows == 1:
         return _one_row_shape(n, k, dtype)
+    if dtype == torch.float32 and (rows > 8 or k > 1024):
+        return FewRowsShape(16, 4, 32, 2, 4, 3)
     if k <= 1024:
-        columns = 32 if rows > 8 and n > k and dtype != torch.float32 else 16
+        columns = 32 if rows > 8 and n > k else 16
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
     if n < 2048:
-        return FewRowsShape(8, 8, 128, 2 if dtype == torch.float32 else 3, 4, 3)
+        return FewRowsShape(8, 8, 128, 3, 4, 3)
     if k <= 2048:
         return FewRowsShape(16, 8, 128, 2, 8, 1)
     return FewRowsShape(16, 4, 128, 2, 4, 4)
@@ -504,7 +503,7 @@ def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int
     """Tile sizes, warps and pipeline stages: the fastest measured on an H200, up to gpt2-xl's sizes."""
     if dtype == torch.float32:
         return 32, 32, 32, 4, 3
-    if n * k > LARGE:
+    if n * k >= LARGE:
         return _large_shape(rows)
     if rows <= 32:
         return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
