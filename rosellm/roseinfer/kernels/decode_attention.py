@@ -595,7 +595,7 @@ def make_planner(dependent: int = False) -> Callable[..., Plan]:
         starts = positions.new_empty((pieces + 1, 2), dtype=torch.int32)
         covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
         rows = triton.next_power_of_2(n_rows)
-        chunk = min(128, max(1, PLANNED_ELEMENTS // rows), triton.next_power_of_2(pieces + 1))
+        chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
         arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
         sizes = {"ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "WINDOW": window}
         _plan_kernel[(-(-(pieces + 1) // chunk),)](*arguments, **sizes, **launch)
