@@ -40,7 +40,8 @@ class Rotary(NamedTuple):
     """What is done to q and k before they meet: RMSNorm of each head, if weights are given, then rotation.
 
     cos_sin ``[P, D]`` fp32: by position, cosines of all pairs, then sines (RoPE, Su et al. 2021,
-    arXiv:2104.09864; pairs d and d + D/2 as in Hugging Face's Llama). q_norm and k_norm ``[D]`` or None.
+    arXiv:2104.09864; pairs d and d + D/2 as in Hugging Face's Llama). q_norm and k_norm: ``[D]`` each, or
+    both None.
     """
 
     cos_sin: Tensor
@@ -196,7 +197,8 @@ class WindowedRows(AttendedRows):
 class Tiling(NamedTuple):
     """Compile-time constants: tokens of a tile, window, rows of q, stages.
 
-    DOT: operand dtype of matrix products, or None for products and sums of vectors.
+    DOT: operand dtype of matrix products, or None for products and sums of vectors. NORMS: whether heads are
+    normalised.
     """
 
     TILE: int
@@ -204,6 +206,7 @@ class Tiling(NamedTuple):
     M: int
     STAGES: int
     DOT: object
+    NORMS: bool
 
 
 class PartialRows(NamedTuple):
@@ -314,7 +317,8 @@ def load_ahead(
 
 @triton.jit
 def load_heads(
-    ptr, norm_ptr, rotary, cos, sin, COUNT: tl.constexpr, M: tl.constexpr, shape: tl.constexpr
+    ptr, norm_ptr, rotary, cos, sin,
+    COUNT: tl.constexpr, M: tl.constexpr, NORMS: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """COUNT adjacent heads, normalised and rotated, ``[M, D]`` of their own dtype; zero from COUNT on."""
     m = tl.arange(0, M)[:, None]
@@ -326,7 +330,7 @@ def load_heads(
         partner = (d + shape.D // 2) % shape.D
         y = tl.load(ptr + m * shape.D + partner, mask=mask, other=0.0).to(tl.float32)
         x = x.to(tl.float32)
-        if norm_ptr is not None:
+        if NORMS:
             unit = tl.rsqrt(tl.sum(x * x, axis=1) / shape.D + rotary.eps)[:, None]
             x = x * unit * tl.load(norm_ptr + d, mask=d < shape.D, other=0.0).to(tl.float32)
             y = y * unit * tl.load(norm_ptr + partner, mask=d < shape.D, other=0.0).to(tl.float32)
@@ -339,17 +343,17 @@ def load_query(new, rotary, row, kv_head, cos, sin, shape: tl.constexpr, tiling:
     """The group's queries ``[M, D]``, as operands: of dtype DOT, or fp32."""
     norm_ptr = None if rotary is None else rotary.q_norm
     ptr = new.q + row * new.q_stride + kv_head * shape.GROUP * shape.D
-    q = load_heads(ptr, norm_ptr, rotary, cos, sin, shape.GROUP, tiling.M, shape)
+    q = load_heads(ptr, norm_ptr, rotary, cos, sin, shape.GROUP, tiling.M, tiling.NORMS, shape)
     return q.to(tl.float32 if tiling.DOT is None else tiling.DOT)
 
 
 @triton.jit
-def load_new(new, rotary, row, kv_head, cos, sin, shape: tl.constexpr):
+def load_new(new, rotary, row, kv_head, cos, sin, NORMS: tl.constexpr, shape: tl.constexpr):
     """The new key, as it is cached, and the new value, ``[1, D]`` each."""
     norm_ptr = None if rotary is None else rotary.k_norm
     place = row * new.kv_stride + kv_head * shape.D
-    k_new = load_heads(new.k + place, norm_ptr, rotary, cos, sin, 1, 1, shape)
-    return k_new, load_heads(new.v + place, None, None, cos, sin, 1, 1, shape)
+    k_new = load_heads(new.k + place, norm_ptr, rotary, cos, sin, 1, 1, NORMS, shape)
+    return k_new, load_heads(new.v + place, None, None, cos, sin, 1, 1, False, shape)
 
 
 @triton.jit
@@ -407,7 +411,7 @@ def append_and_start(
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """Stores the new key and value; the online softmax over this token alone."""
-    k_new, v_new = load_new(new, rotary, row, kv_head, cos, sin, shape)
+    k_new, v_new = load_new(new, rotary, row, kv_head, cos, sin, tiling.NORMS, shape)
     M: tl.constexpr = tiling.M
     D: tl.constexpr = shape.D_PADDED
     if position >= 0:
@@ -636,10 +640,11 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
         group = n_heads // k_new.shape[1]
         smallest = SMALLEST_DOT if group > 1 else 1
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
-        tiling, rows = _tiling(variant, window, group, q), rows_of(block_table, positions)
+        tiling = _tiling(variant, window, group, q, rotary)
+        rows, pointers = rows_of(block_table, positions), _pointers(rotary)
         partial = _new_partial(q, variant.pieces + batch) if variant.combine else None
         _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
-            out, partial, new, cache, rows, rotary, plan.starts, scale * LOG2_E, shape, tiling,
+            out, partial, new, cache, rows, pointers, plan.starts, scale * LOG2_E, shape, tiling,
             num_warps=variant.warps, num_stages=variant.stages, **launch,
         )  # fmt: skip
         if variant.combine:
@@ -658,11 +663,19 @@ def _check(plan: Plan, window: int) -> None:
         raise OptionError(f"a plan for window {plan.window} does not fit attention of window {window}")
 
 
-def _tiling(variant: Variant, window: int, group: int, q: Tensor) -> Tiling:
+def _tiling(variant: Variant, window: int, group: int, q: Tensor, rotary: Rotary | None) -> Tiling:
+    norms = rotary is not None and rotary.q_norm is not None
     if group == 1:
-        return Tiling(variant.tile, window, 1, variant.stages, None)
+        return Tiling(variant.tile, window, 1, variant.stages, None, norms)
     rows = max(SMALLEST_DOT, triton.next_power_of_2(group))
-    return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q))
+    return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q), norms)
+
+
+def _pointers(rotary: Rotary | None) -> Rotary | None:
+    """Tensors for all fields, as Triton wants them: without weights, any."""
+    if rotary is None or rotary.q_norm is not None:
+        return rotary
+    return rotary._replace(q_norm=rotary.cos_sin, k_norm=rotary.cos_sin)
 
 
 def _dot_dtype(q: Tensor):

@@ -32,6 +32,7 @@ from tests.roseinfer.kernels.kernel_checks import (
     guarded_outputs,  # noqa: F401
 )
 from tests.roseinfer.kernels.test_attention import CACHES, LARGE, NAN, WILD, with_own_caches
+from tests.roseinfer.kernels.test_large_offsets import far_apart, interpreted
 
 guarded = pytest.mark.usefixtures("guarded_outputs")
 TILE = 16
@@ -315,6 +316,17 @@ def test_tokens_appended_one_after_the_other_are_read_back(device):
         found = append_and_attend(**case | caches, plan=make_planner()(case["positions"], FEW))
         assert_near(found, append_and_attend_ref(**case | theirs))
     assert (~caches["k_cache_layer"].isnan()).all(dim=(1, 3)).sum().item() == 2 * 11
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("variant", [WHOLE, Variant(TILE, 7)], ids=str)
+def test_the_kernel_reads_rows_that_are_far_apart(variant, tmp_path):
+    positions = [0] * 17 + [40]
+    case = make_case(positions, **SMALL | {"n_heads": 1})
+    fused = torch.cat([case[name] for name in ("q", "k_new", "v_new")], dim=1)
+    apart = dict(zip(("q", "k_new", "v_new"), far_apart(tmp_path, fused).split(1, dim=1), strict=True))
+    assert_equals_spec(case | apart, variant)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
