@@ -53,13 +53,16 @@ class Rotary(NamedTuple):
 class Variant(NamedTuple):
     """One way to launch: tokens of a tile, pieces (0: one for each row), warps, stages of loads.
 
-    stages 1: the next tile is loaded into registers; more: Triton copies tiles into shared memory.
+    stages 1: the next tile is loaded into registers; more: Triton copies tiles into shared memory. lanes, for
+    groups of one query head: 1 if each token of a tile has a softmax of its own, combined at the end, so that
+    threads work without each other; it takes ``tile * D / warps / 32`` more registers.
     """
 
     tile: int
     pieces: int = 0
     warps: int = 4
     stages: int = 1
+    lanes: int = 0
 
     @property
     def combine(self) -> bool:
@@ -198,7 +201,7 @@ class Tiling(NamedTuple):
     """Compile-time constants: tokens of a tile, window, rows of q, stages.
 
     DOT: operand dtype of matrix products, or None for products and sums of vectors. NORMS: whether heads are
-    normalised.
+    normalised. LANES: as of :class:`Variant`.
     """
 
     TILE: int
@@ -207,6 +210,7 @@ class Tiling(NamedTuple):
     STAGES: int
     DOT: object
     NORMS: bool
+    LANES: bool
 
 
 class PartialRows(NamedTuple):
@@ -357,19 +361,35 @@ def load_new(new, rotary, row, kv_head, cos, sin, NORMS: tl.constexpr, shape: tl
 
 
 @triton.jit
-def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, DOT: tl.constexpr):
+def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
+    """The online softmax over nothing: maxima, sums of weights, weighted sums of values.
+
+    ``[M]``, ``[M, TILE]`` and ``[M, D]`` with DOT, so that sums are taken across threads once, at the end.
+    With LANES, each token of a tile has a softmax of its own: ``[TILE]``, ``[TILE]`` and ``[TILE, D]``.
+    Otherwise ``[1]``, ``[1]`` and ``[1, D]``. The maximum of nothing is finite, or differences were NaN.
+    """
+    TILE: tl.constexpr = tiling.TILE
+    ROWS: tl.constexpr = tiling.TILE if tiling.LANES else tiling.M
+    D: tl.constexpr = shape.D_PADDED
+    l_i = tl.zeros((ROWS,) if tiling.DOT is None else (ROWS, TILE), tl.float32)
+    return tl.full((ROWS,), -1.0e30, tl.float32), l_i, tl.zeros((ROWS, D), tl.float32)
+
+
+@triton.jit
+def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
     """One more tile of the online softmax (Milakov & Gimelshein 2018), in base 2: scale holds log2(e).
 
-    q ``[M, D]``, k and v ``[TILE, D]``, seen ``[TILE]``; m_i and l_i ``[M]``, acc ``[M, D]``; without DOT, M
-    is 1.
+    q ``[M, D]``, k and v ``[TILE, D]``, seen ``[TILE]``; the others as of :func:`no_keys`.
     """
+    DOT: tl.constexpr = tiling.DOT
     if DOT is None:
         scores = tl.where(seen, tl.sum(k.to(tl.float32) * q, axis=1) * scale, float("-inf"))  # [TILE]
-        m_new = tl.maximum(m_i, tl.max(scores, axis=0))
+        m_new = tl.maximum(m_i, scores if tiling.LANES else tl.max(scores, axis=0))
         p = tl.exp2(scores - m_new)
+        weighted = v.to(tl.float32) * p[:, None]
         alpha = tl.exp2(m_i - m_new)
-        acc = acc * alpha[:, None] + tl.sum(v.to(tl.float32) * p[:, None], axis=0)[None, :]
-        l_i = l_i * alpha + tl.sum(p, axis=0)
+        acc = acc * alpha[:, None] + (weighted if tiling.LANES else tl.sum(weighted, axis=0)[None, :])
+        l_i = l_i * alpha + (p if tiling.LANES else tl.sum(p, axis=0))
     else:
         products = tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee")
         scores = tl.where(seen[None, :], products * scale, float("-inf"))  # [M, TILE]
@@ -377,8 +397,31 @@ def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, DOT: tl.constexpr):
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         acc = tl.dot(p.to(DOT), v.to(DOT), acc * alpha[:, None], input_precision="ieee")
-        l_i = l_i * alpha + tl.sum(p, axis=1)
+        l_i = l_i * alpha[:, None] + p
     return m_new, l_i, acc
+
+
+@triton.jit
+def gathered(m_i, l_i, acc, tiling: tl.constexpr):
+    """The softmax as ``[M]``, ``[M]``, ``[M, D]``."""
+    if tiling.DOT is not None:
+        l_i = tl.sum(l_i, axis=1)
+    elif tiling.LANES:
+        highest = tl.max(m_i, axis=0)
+        weights = tl.exp2(m_i - highest)
+        m_i = tl.full((1,), 0.0, tl.float32) + highest
+        l_i = tl.full((1,), 0.0, tl.float32) + tl.sum(l_i * weights, axis=0)
+        acc = tl.sum(acc * weights[:, None], axis=0)[None, :]
+    return m_i, l_i, acc
+
+
+@triton.jit
+def with_new(score, v_new, m_i, l_i, acc):
+    """One more token: score ``[M]``, v_new ``[1, D]``."""
+    m_new = tl.maximum(m_i, score)
+    p = tl.exp2(score - m_new)
+    alpha = tl.exp2(m_i - m_new)
+    return m_new, l_i * alpha + p, acc * alpha[:, None] + v_new * p[:, None]
 
 
 @triton.jit
@@ -393,33 +436,30 @@ def attend_range(
             limit = tl.minimum(stop, end)
             k_next, v_next = load_seen(cache, table_ptr, start + TILE, first, limit, kv_head, shape, tiling)
             seen = are_seen(start, first, stop, tiling)
-            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling.DOT)
+            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
             k, v = k_next, v_next
     else:
         seen = are_seen(begin, first, stop, tiling)
-        m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling.DOT)
+        m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
         for start in tl.range(begin + TILE, end, TILE, num_stages=tiling.STAGES):
             k, v = load_seen(cache, table_ptr, start, first, stop, kv_head, shape, tiling)
             seen = are_seen(start, first, stop, tiling)
-            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling.DOT)
+            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
     return m_i, l_i, acc
 
 
 @triton.jit
-def append_and_start(
+def append_new(
     q, new, cache, rotary, row, position, table_ptr, kv_head, cos, sin, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """Stores the new key and value; the online softmax over this token alone."""
+    """Stores the new key and value; its score ``[M]`` and the value ``[1, D]`` in fp32."""
     k_new, v_new = load_new(new, rotary, row, kv_head, cos, sin, tiling.NORMS, shape)
-    M: tl.constexpr = tiling.M
     D: tl.constexpr = shape.D_PADDED
     if position >= 0:
         k_row, v_row = tl.reshape(k_new, (D,)), tl.reshape(v_new, (D,))
         append_token(cache, table_ptr, position, kv_head, k_row, v_row, shape)
-    m_i = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
-    l_i = tl.full((M,), 1.0, tl.float32)
-    return m_i, l_i, tl.broadcast_to(v_new.to(tl.float32), (M, D))
+    return tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale, v_new.to(tl.float32)
 
 
 @triton.jit
@@ -435,18 +475,20 @@ def attend_part(
     table_ptr = rows.table + row * rows.table_stride
     first, first_tile, _ = span_of(position, TILE, tiling.WINDOW)
     q = load_query(new, rotary, row, kv_head, cos, sin, shape, tiling)
-    m_i = tl.full((M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((M,), tl.float32)
-    acc = tl.zeros((M, D), tl.float32)
+    score = tl.full((M,), float("-inf"), tl.float32)
+    v_new = tl.zeros((1, D), tl.float32)
     if tile == 0:
-        m_i, l_i, acc = append_and_start(
+        score, v_new = append_new(
             q, new, cache, rotary, row, position, table_ptr, kv_head, cos, sin, scale, shape, tiling
         )
+    m_i, l_i, acc = no_keys(shape, tiling)
     begin = (first_tile + tile) * TILE
     end = begin + n_tiles * TILE
-    return attend_range(
+    m_i, l_i, acc = attend_range(
         q, k, v, m_i, l_i, acc, begin, end, first, position, cache, table_ptr, kv_head, scale, shape, tiling
     )
+    m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
+    return with_new(score, v_new, m_i, l_i, acc)
 
 
 @triton.jit
@@ -666,9 +708,9 @@ def _check(plan: Plan, window: int) -> None:
 def _tiling(variant: Variant, window: int, group: int, q: Tensor, rotary: Rotary | None) -> Tiling:
     norms = rotary is not None and rotary.q_norm is not None
     if group == 1:
-        return Tiling(variant.tile, window, 1, variant.stages, None, norms)
+        return Tiling(variant.tile, window, 1, variant.stages, None, norms, bool(variant.lanes))
     rows = max(SMALLEST_DOT, triton.next_power_of_2(group))
-    return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q), norms)
+    return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q), norms, False)
 
 
 def _pointers(rotary: Rotary | None) -> Rotary | None:
