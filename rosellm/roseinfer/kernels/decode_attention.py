@@ -403,10 +403,10 @@ def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
 
 @triton.jit
 def gathered(m_i, l_i, acc, tiling: tl.constexpr):
-    """The softmax as ``[M]``, ``[M]``, ``[M, D]``."""
+    """The softmax, of DOT or LANES, as ``[M]``, ``[M]``, ``[M, D]``."""
     if tiling.DOT is not None:
         l_i = tl.sum(l_i, axis=1)
-    elif tiling.LANES:
+    else:
         highest = tl.max(m_i, axis=0)
         weights = tl.exp2(m_i - highest)
         m_i = tl.full((1,), 0.0, tl.float32) + highest
@@ -482,13 +482,18 @@ def attend_part(
             q, new, cache, rotary, row, position, table_ptr, kv_head, cos, sin, scale, shape, tiling
         )
     m_i, l_i, acc = no_keys(shape, tiling)
+    EARLY: tl.constexpr = tiling.DOT is None and not tiling.LANES  # saves registers
+    if EARLY:
+        m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
     begin = (first_tile + tile) * TILE
     end = begin + n_tiles * TILE
     m_i, l_i, acc = attend_range(
         q, k, v, m_i, l_i, acc, begin, end, first, position, cache, table_ptr, kv_head, scale, shape, tiling
     )
-    m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
-    return with_new(score, v_new, m_i, l_i, acc)
+    if not EARLY:
+        m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
+        m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
+    return m_i, l_i, acc
 
 
 @triton.jit
