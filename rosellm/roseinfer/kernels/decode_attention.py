@@ -34,19 +34,24 @@ ROLES = {
 }
 PLANNED_ELEMENTS = 2048  # of the matrix (pieces, rows) that a program of the plan compares
 COMBINED_AT_ONCE = 64  # partial results
+SHORT, LONG = 128, 1024  # cached tokens
+FULL = 8  # programs a processor
 ONE_WARP_COMBINES = 1024  # elements of them
 
 
 class Variant(NamedTuple):
     """One way to launch: tokens of a tile, pieces (0: one for each row), warps, stages of loads.
 
-    stages 1: the next tile is loaded into registers; more: Triton copies tiles into shared memory.
+    stages 1: the next tile is loaded into registers; more: Triton copies tiles into shared memory. lanes, for
+    groups of one query head: 1 if each token of a tile has a softmax of its own, combined at the end, so that
+    threads work without each other; it takes ``tile * D / warps / 32`` more registers.
     """
 
     tile: int
     pieces: int = 0
     warps: int = 4
     stages: int = 1
+    lanes: int = 0
 
     @property
     def combine(self) -> bool:
@@ -80,29 +85,43 @@ class Plan(NamedTuple):
 def variant_for(
     rows: int, kv_heads: int, longest: int, num_sms: int, group: int = 1, head_dim: int = 64
 ) -> Variant:
-    """The variant for ``rows`` of at most ``longest`` cached tokens on a GPU of ``num_sms`` processors.
+    """The fastest measured on an H200 for ``rows`` of at most ``longest`` cached tokens, cut where that pays.
 
-    Guesses, to be measured. Short contexts, and rows that fill the GPU by themselves, stay whole.
+    Rows that fill the GPU stay whole, unless they may be of very unequal lengths.
     """
-    longest, programs = triton.next_power_of_2(max(longest, 1)), rows * kv_heads
-    if longest <= 256 or (longest <= 1024 and programs >= 2 * num_sms):
+    programs, pieces = rows * kv_heads, max(1, 2 * num_sms // kv_heads)  # two programs a processor
+    if programs >= 2 * num_sms:
+        if longest <= LONG or group == 1:
+            return whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
+        return Variant(32, 2 * pieces, 2, 4) if programs >= FULL * num_sms else Variant(64, pieces, 4, 2)
+    if longest <= SHORT:
         return whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
-    tile = 64 if head_dim <= 64 else 32
-    pieces = max(1, 4 * num_sms // kv_heads)
-    return Variant(tile, min(pieces, rows * -(-longest // tile)), 4 if group > 1 else 2)
+    if rows * longest <= 16 * pieces * 8:  # tiles of 16 tokens, eight a piece at most
+        most = min(pieces, rows * -(-longest // 16))
+        return Variant(16, most, 1, 1, 1) if group == 1 else Variant(16, most, 1, 2)
+    if group == 1:
+        return Variant(16, 4 * pieces, 2, 3, 1) if longest > LONG // 2 else whole_rows(
+            rows, kv_heads, longest, num_sms, group, head_dim
+        )
+    return Variant(128 if head_dim <= 64 else 64, pieces, 4, 2)
 
 
 def whole_rows(
     rows: int, kv_heads: int, longest: int, num_sms: int, group: int = 1, head_dim: int = 64
 ) -> Variant:
-    """The variant with one piece for each row: few programs read all they need at once, many small tiles."""
-    programs = rows * kv_heads
-    if programs >= 8 * num_sms:
-        return Variant(16, warps=1)
-    if programs >= num_sms:
-        return Variant(32, warps=1 if group == 1 else 2)
-    at_once = 512 if group == 1 else 8192 // max(64, head_dim)
-    return Variant(min(max(64, triton.next_power_of_2(max(longest, 1))), at_once), warps=4)
+    """The fastest measured with one piece for each row: few programs read much at once, many small tiles."""
+    programs, reach = rows * kv_heads, triton.next_power_of_2(max(longest, 1))
+    if programs >= FULL * num_sms:
+        if group == 1:
+            return Variant(32, warps=1) if longest <= LONG // 2 else Variant(64, warps=2)
+        return Variant(16, warps=1, stages=4)
+    if programs >= 2 * num_sms:
+        if group == 1:
+            return Variant(64, warps=2)
+        return Variant(64 if head_dim <= 64 else 32, warps=4, stages=2)
+    if group == 1:
+        return Variant(min(max(64, reach), 512), warps=4 if reach <= 128 else 8)
+    return Variant(64, warps=8)
 
 
 # The specification.
@@ -187,7 +206,8 @@ class WindowedRows(AttendedRows):
 class Tiling(NamedTuple):
     """Compile-time constants: tokens of a tile, window, rows of q, stages.
 
-    DOT: operand dtype of matrix products, or None for products and sums of vectors.
+    DOT: operand dtype of matrix products, or None for products and sums of vectors. NORMS: whether heads are
+    normalised. LANES: as of :class:`Variant`.
     """
 
     TILE: int
@@ -195,6 +215,8 @@ class Tiling(NamedTuple):
     M: int
     STAGES: int
     DOT: object
+    NORMS: bool
+    LANES: bool
 
 
 class PartialRows(NamedTuple):
@@ -305,7 +327,8 @@ def load_ahead(
 
 @triton.jit
 def load_heads(
-    ptr, norm_ptr, rotary, cos, sin, COUNT: tl.constexpr, M: tl.constexpr, shape: tl.constexpr
+    ptr, norm_ptr, rotary, cos, sin,
+    COUNT: tl.constexpr, M: tl.constexpr, NORMS: tl.constexpr, shape: tl.constexpr,
 ):  # fmt: skip
     """COUNT adjacent heads, normalised and rotated, ``[M, D]`` of their own dtype; zero from COUNT on."""
     m = tl.arange(0, M)[:, None]
@@ -317,7 +340,7 @@ def load_heads(
         partner = (d + shape.D // 2) % shape.D
         y = tl.load(ptr + m * shape.D + partner, mask=mask, other=0.0).to(tl.float32)
         x = x.to(tl.float32)
-        if norm_ptr is not None:
+        if NORMS:
             unit = tl.rsqrt(tl.sum(x * x, axis=1) / shape.D + rotary.eps)[:, None]
             x = x * unit * tl.load(norm_ptr + d, mask=d < shape.D, other=0.0).to(tl.float32)
             y = y * unit * tl.load(norm_ptr + partner, mask=d < shape.D, other=0.0).to(tl.float32)
@@ -330,33 +353,49 @@ def load_query(new, rotary, row, kv_head, cos, sin, shape: tl.constexpr, tiling:
     """The group's queries ``[M, D]``, as operands: of dtype DOT, or fp32."""
     norm_ptr = None if rotary is None else rotary.q_norm
     ptr = new.q + row * new.q_stride + kv_head * shape.GROUP * shape.D
-    q = load_heads(ptr, norm_ptr, rotary, cos, sin, shape.GROUP, tiling.M, shape)
+    q = load_heads(ptr, norm_ptr, rotary, cos, sin, shape.GROUP, tiling.M, tiling.NORMS, shape)
     return q.to(tl.float32 if tiling.DOT is None else tiling.DOT)
 
 
 @triton.jit
-def load_new(new, rotary, row, kv_head, cos, sin, shape: tl.constexpr):
+def load_new(new, rotary, row, kv_head, cos, sin, NORMS: tl.constexpr, shape: tl.constexpr):
     """The new key, as it is cached, and the new value, ``[1, D]`` each."""
     norm_ptr = None if rotary is None else rotary.k_norm
     place = row * new.kv_stride + kv_head * shape.D
-    k_new = load_heads(new.k + place, norm_ptr, rotary, cos, sin, 1, 1, shape)
-    return k_new, load_heads(new.v + place, None, None, cos, sin, 1, 1, shape)
+    k_new = load_heads(new.k + place, norm_ptr, rotary, cos, sin, 1, 1, NORMS, shape)
+    return k_new, load_heads(new.v + place, None, None, cos, sin, 1, 1, False, shape)
 
 
 @triton.jit
-def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, DOT: tl.constexpr):
+def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
+    """The online softmax over nothing: maxima, sums of weights, weighted sums of values.
+
+    ``[M]``, ``[M, TILE]`` and ``[M, D]`` with DOT, so that sums are taken across threads once, at the end.
+    With LANES, each token of a tile has a softmax of its own: ``[TILE]``, ``[TILE]`` and ``[TILE, D]``.
+    Otherwise ``[1]``, ``[1]`` and ``[1, D]``. The maximum of nothing is finite, or differences were NaN.
+    """
+    TILE: tl.constexpr = tiling.TILE
+    ROWS: tl.constexpr = tiling.TILE if tiling.LANES else tiling.M
+    D: tl.constexpr = shape.D_PADDED
+    l_i = tl.zeros((ROWS,) if tiling.DOT is None else (ROWS, TILE), tl.float32)
+    return tl.full((ROWS,), -1.0e30, tl.float32), l_i, tl.zeros((ROWS, D), tl.float32)
+
+
+@triton.jit
+def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
     """One more tile of the online softmax (Milakov & Gimelshein 2018), in base 2: scale holds log2(e).
 
-    q ``[M, D]``, k and v ``[TILE, D]``, seen ``[TILE]``; m_i and l_i ``[M]``, acc ``[M, D]``; without DOT, M
-    is 1.
+    q ``[M, D]``, k and v ``[TILE, D]``, seen ``[TILE]``; the others as of :func:`no_keys`.
     """
+    DOT: tl.constexpr = tiling.DOT
     if DOT is None:
         scores = tl.where(seen, tl.sum(k.to(tl.float32) * q, axis=1) * scale, float("-inf"))  # [TILE]
-        m_new = tl.maximum(m_i, tl.max(scores, axis=0))
+        m_new = tl.maximum(m_i, scores if tiling.LANES else tl.max(scores, axis=0))
         p = tl.exp2(scores - m_new)
+        weighted = v.to(tl.float32) * p[:, None]
         alpha = tl.exp2(m_i - m_new)
-        acc = acc * alpha[:, None] + tl.sum(v.to(tl.float32) * p[:, None], axis=0)[None, :]
-        l_i = l_i * alpha + tl.sum(p, axis=0)
+        acc = acc * alpha[:, None] + (weighted if tiling.LANES else tl.sum(weighted, axis=0)[None, :])
+        l_i = l_i * alpha + (p if tiling.LANES else tl.sum(p, axis=0))
     else:
         products = tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee")
         scores = tl.where(seen[None, :], products * scale, float("-inf"))  # [M, TILE]
@@ -364,8 +403,31 @@ def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, DOT: tl.constexpr):
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         acc = tl.dot(p.to(DOT), v.to(DOT), acc * alpha[:, None], input_precision="ieee")
-        l_i = l_i * alpha + tl.sum(p, axis=1)
+        l_i = l_i * alpha[:, None] + p
     return m_new, l_i, acc
+
+
+@triton.jit
+def gathered(m_i, l_i, acc, tiling: tl.constexpr):
+    """The softmax, of DOT or LANES, as ``[M]``, ``[M]``, ``[M, D]``."""
+    if tiling.DOT is not None:
+        l_i = tl.sum(l_i, axis=1)
+    else:
+        highest = tl.max(m_i, axis=0)
+        weights = tl.exp2(m_i - highest)
+        m_i = tl.full((1,), 0.0, tl.float32) + highest
+        l_i = tl.full((1,), 0.0, tl.float32) + tl.sum(l_i * weights, axis=0)
+        acc = tl.sum(acc * weights[:, None], axis=0)[None, :]
+    return m_i, l_i, acc
+
+
+@triton.jit
+def with_new(score, v_new, m_i, l_i, acc):
+    """One more token: score ``[M]``, v_new ``[1, D]``."""
+    m_new = tl.maximum(m_i, score)
+    p = tl.exp2(score - m_new)
+    alpha = tl.exp2(m_i - m_new)
+    return m_new, l_i * alpha + p, acc * alpha[:, None] + v_new * p[:, None]
 
 
 @triton.jit
@@ -380,33 +442,30 @@ def attend_range(
             limit = tl.minimum(stop, end)
             k_next, v_next = load_seen(cache, table_ptr, start + TILE, first, limit, kv_head, shape, tiling)
             seen = are_seen(start, first, stop, tiling)
-            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling.DOT)
+            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
             k, v = k_next, v_next
     else:
         seen = are_seen(begin, first, stop, tiling)
-        m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling.DOT)
+        m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
         for start in tl.range(begin + TILE, end, TILE, num_stages=tiling.STAGES):
             k, v = load_seen(cache, table_ptr, start, first, stop, kv_head, shape, tiling)
             seen = are_seen(start, first, stop, tiling)
-            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling.DOT)
+            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
     return m_i, l_i, acc
 
 
 @triton.jit
-def append_and_start(
+def append_new(
     q, new, cache, rotary, row, position, table_ptr, kv_head, cos, sin, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """Stores the new key and value; the online softmax over this token alone."""
-    k_new, v_new = load_new(new, rotary, row, kv_head, cos, sin, shape)
-    M: tl.constexpr = tiling.M
+    """Stores the new key and value; its score ``[M]`` and the value ``[1, D]`` in fp32."""
+    k_new, v_new = load_new(new, rotary, row, kv_head, cos, sin, tiling.NORMS, shape)
     D: tl.constexpr = shape.D_PADDED
     if position >= 0:
         k_row, v_row = tl.reshape(k_new, (D,)), tl.reshape(v_new, (D,))
         append_token(cache, table_ptr, position, kv_head, k_row, v_row, shape)
-    m_i = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
-    l_i = tl.full((M,), 1.0, tl.float32)
-    return m_i, l_i, tl.broadcast_to(v_new.to(tl.float32), (M, D))
+    return tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale, v_new.to(tl.float32)
 
 
 @triton.jit
@@ -422,18 +481,25 @@ def attend_part(
     table_ptr = rows.table + row * rows.table_stride
     first, first_tile, _ = span_of(position, TILE, tiling.WINDOW)
     q = load_query(new, rotary, row, kv_head, cos, sin, shape, tiling)
-    m_i = tl.full((M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((M,), tl.float32)
-    acc = tl.zeros((M, D), tl.float32)
+    score = tl.full((M,), float("-inf"), tl.float32)
+    v_new = tl.zeros((1, D), tl.float32)
     if tile == 0:
-        m_i, l_i, acc = append_and_start(
+        score, v_new = append_new(
             q, new, cache, rotary, row, position, table_ptr, kv_head, cos, sin, scale, shape, tiling
         )
+    m_i, l_i, acc = no_keys(shape, tiling)
+    EARLY: tl.constexpr = tiling.DOT is None and not tiling.LANES  # saves registers
+    if EARLY:
+        m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
     begin = (first_tile + tile) * TILE
     end = begin + n_tiles * TILE
-    return attend_range(
+    m_i, l_i, acc = attend_range(
         q, k, v, m_i, l_i, acc, begin, end, first, position, cache, table_ptr, kv_head, scale, shape, tiling
     )
+    if not EARLY:
+        m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
+        m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
+    return m_i, l_i, acc
 
 
 @triton.jit
@@ -586,7 +652,7 @@ def make_planner(dependent: int = False) -> Callable[..., Plan]:
         starts = positions.new_empty((pieces + 1, 2), dtype=torch.int32)
         covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
         rows = triton.next_power_of_2(n_rows)
-        chunk = min(128, max(1, PLANNED_ELEMENTS // rows), triton.next_power_of_2(pieces + 1))
+        chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
         arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
         sizes = {"ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "WINDOW": window}
         _plan_kernel[(-(-(pieces + 1) // chunk),)](*arguments, **sizes, **launch)
@@ -627,10 +693,11 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
         group = n_heads // k_new.shape[1]
         smallest = SMALLEST_DOT if group > 1 else 1
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
-        tiling, rows = _tiling(variant, window, group, q), rows_of(block_table, positions)
+        tiling = _tiling(variant, window, group, q, rotary)
+        rows, pointers = rows_of(block_table, positions), _pointers(rotary)
         partial = _new_partial(q, variant.pieces + batch) if variant.combine else None
         _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
-            out, partial, new, cache, rows, rotary, plan.starts, scale * LOG2_E, shape, tiling,
+            out, partial, new, cache, rows, pointers, plan.starts, scale * LOG2_E, shape, tiling,
             num_warps=variant.warps, num_stages=variant.stages, **launch,
         )  # fmt: skip
         if variant.combine:
@@ -649,11 +716,19 @@ def _check(plan: Plan, window: int) -> None:
         raise OptionError(f"a plan for window {plan.window} does not fit attention of window {window}")
 
 
-def _tiling(variant: Variant, window: int, group: int, q: Tensor) -> Tiling:
+def _tiling(variant: Variant, window: int, group: int, q: Tensor, rotary: Rotary | None) -> Tiling:
+    norms = rotary is not None and rotary.q_norm is not None
     if group == 1:
-        return Tiling(variant.tile, window, 1, variant.stages, None)
+        return Tiling(variant.tile, window, 1, variant.stages, None, norms, bool(variant.lanes))
     rows = max(SMALLEST_DOT, triton.next_power_of_2(group))
-    return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q))
+    return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q), norms, False)
+
+
+def _pointers(rotary: Rotary | None) -> Rotary | None:
+    """Tensors for all fields, as Triton wants them: without weights, any."""
+    if rotary is None or rotary.q_norm is not None:
+        return rotary
+    return rotary._replace(q_norm=rotary.cos_sin, k_norm=rotary.cos_sin)
 
 
 def _dot_dtype(q: Tensor):

@@ -27,6 +27,7 @@ Shape = Callable[[int, int, int, torch.dtype], tuple[int, int, int, int, int]]
 FEW_ROWS = 16
 SOME_ROWS = 256
 LARGE = 2**24  # elements of a weight; gpt2-xl has up to 10 million
+WIDE = 6144  # outputs
 
 
 class NormPrologue(NamedTuple):
@@ -477,48 +478,63 @@ def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
 
 
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """The fastest measured on an H200 for 2 to 16 rows of GPT-2; the others are guesses, without spills."""
+    """The fastest measured on an H200, for 16-bit weights of models from GPT-2 to Llama-3.1-8B."""
     if rows == 1:
         return _one_row_shape(n, k, dtype)
     if dtype == torch.float32 and (rows > 8 or k > 1024):
         return FewRowsShape(16, 4, 32, 2, 4, 3)
     if k <= 1024:
-        columns = 32 if rows > 8 and n > k else 16
+        columns = 32 if (rows > 8 and n > k) or n >= WIDE else 16
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
     if n < 2048:
-        return FewRowsShape(8, 8, 128, 3, 4, 3)
+        return FewRowsShape(8, 8, 128, 1, 4, 4) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
+    if n > k:
+        return FewRowsShape(32, 4, 64, 2, 4, 4)
     if k <= 2048:
         return FewRowsShape(16, 8, 128, 2, 8, 1)
-    return FewRowsShape(16, 4, 128, 2, 4, 4)
+    return FewRowsShape(16, 4, 128, 2, 4, 4) if n >= 4096 else FewRowsShape(16, 4, 128, 1, 4, 6)
 
 
 def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
     """Chunks of 32 weights a thread; fewer rows of the weight per program the longer they are."""
+    if dtype == torch.float32 or k < 256:
+        return _plain_one_row_shape(n, k, dtype)
+    if k <= 1024 or (n > 4 * k and k <= 2048):
+        return FewRowsShape(16, 1, 256, 2 if n >= WIDE else 4, 4, 1)
+    if n >= 4096 and k >= 4096:
+        return FewRowsShape(4, 2, 256, 4, 2, 1)
+    if n > k:
+        return FewRowsShape(8, 4, 256, 2, 4, 1)
+    return FewRowsShape(4, 1, 256, 4, 4, 1) if k <= 2048 else FewRowsShape(4, 4, 256, 2 if k >= 8192 else 4, 4, 1)
+
+
+def _plain_one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
     block_n, slices = (16, 1) if k <= 1024 else (8, 2) if k <= 2048 and n >= 2048 else (4, 4)
     block_k = min(256, max(16, triton.next_power_of_2(k) // slices))
     return FewRowsShape(block_n, slices, block_k, 2 if dtype == torch.float32 else 4, 4, 1)
 
 
 def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile sizes, warps and pipeline stages: the fastest measured on an H200, up to gpt2-xl's sizes."""
+    """Tile sizes, warps and pipeline stages: the fastest measured on an H200."""
     if dtype == torch.float32:
         return 32, 32, 32, 4, 3
     if n * k >= LARGE:
-        return _large_shape(rows)
+        return _large_shape(rows, n * k)
     if rows <= 32:
         return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
+    square = n <= k <= 2 * n
     if rows <= 128:
         warps = 8 if n == 3 * k else 4  # lets attention, which starts alongside, spread better
-        return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, warps, 6)
+        return (64, 16, 128, 4, 4) if square else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, warps, 6)
     return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
 
 
-def _large_shape(rows: int) -> tuple[int, int, int, int, int]:
-    """First guesses for weights that fill the GPU with larger tiles."""
+def _large_shape(rows: int, size: int) -> tuple[int, int, int, int, int]:
+    """Of weights of ``size`` elements, ``LARGE`` or more."""
     if rows <= 32:
         return 32, 64, 128, 4, 4
     if rows <= 64:
-        return 64, 64, 128, 4, 4
+        return (64, 64, 64, 4, 5) if size <= 2 * LARGE else (64, 128, 64, 4, 4)
     return (128, 64, 64, 4, 5) if rows <= 256 else (128, 128, 64, 8, 4)
 
 

@@ -32,6 +32,7 @@ from tests.roseinfer.kernels.kernel_checks import (
     guarded_outputs,  # noqa: F401
 )
 from tests.roseinfer.kernels.test_attention import CACHES, LARGE, NAN, WILD, with_own_caches
+from tests.roseinfer.kernels.test_large_offsets import far_apart, interpreted
 
 guarded = pytest.mark.usefixtures("guarded_outputs")
 TILE = 16
@@ -242,6 +243,16 @@ def test_the_kernel_equals_the_spec_at_the_edges_of_tiles_blocks_and_pieces(
 
 @guarded
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("variant", [WHOLE, FEW, Variant(TILE, 5, stages=2)], ids=str)
+@pytest.mark.parametrize("window", [0, 20])
+def test_tokens_of_a_tile_may_have_a_softmax_each(window, variant, device, dtype):
+    positions = [0, 1, TILE - 1, TILE, TILE + 1, -1, 5 * TILE + 1]
+    shape = SMALL | {"n_heads": 1, "dtype": dtype, "device": device}
+    assert_equals_spec(make_case(positions, window=window, **shape), variant._replace(lanes=1))
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("variant", [WHOLE, FEW], ids=str)
 @pytest.mark.parametrize("window", [1, 2, TILE, TILE + 1, 40])
 def test_the_kernel_reads_no_key_before_the_window(window, variant, device, dtype):
@@ -317,13 +328,26 @@ def test_tokens_appended_one_after_the_other_are_read_back(device):
     assert (~caches["k_cache_layer"].isnan()).all(dim=(1, 3)).sum().item() == 2 * 11
 
 
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("variant", [WHOLE, Variant(TILE, 7)], ids=str)
+def test_the_kernel_reads_rows_that_are_far_apart(variant, tmp_path):
+    positions = [0] * 17 + [40]
+    case = make_case(positions, **SMALL | {"n_heads": 1})
+    fused = torch.cat([case[name] for name in ("q", "k_new", "v_new")], dim=1)
+    apart = dict(zip(("q", "k_new", "v_new"), far_apart(tmp_path, fused).split(1, dim=1), strict=True))
+    assert_equals_spec(case | apart, variant)
+
+
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("group", [1, 2])
 def test_large_scores_do_not_overflow(group, device):
     case = make_case([40, 17], **SMALL | {"n_heads": group}, device=device, scale=300.0)
     spec = append_and_attend_ref(**with_own_caches(case))
-    found = make_append_and_attend()(**case, plan=make_planner()(case["positions"], FEW))
-    torch.testing.assert_close(found, spec, rtol=1e-3, atol=1e-3)
+    for variant in (FEW, FEW._replace(lanes=1)):
+        plan = make_planner()(case["positions"], variant)
+        found = make_append_and_attend()(**with_own_caches(case), plan=plan)
+        torch.testing.assert_close(found, spec, rtol=1e-3, atol=1e-3)
 
 
 # A GPU's own.
@@ -341,7 +365,7 @@ def test_the_kernel_equals_the_spec_at_a_real_size(rows, shape, dtype):
     positions = [1023, 0, 1, 63, 64, 65, -1, *(rng.randrange(-1, 1024) for _ in range(rows))][:rows]
     group = shape["n_heads"] // shape["n_kv_heads"]
     chosen = variant_for(rows, shape["n_kv_heads"], 1024, 132, group=group, head_dim=shape["head_dim"])
-    for variant in (chosen, Variant(32), Variant(64, 40), Variant(32, 66, 4, 3)):
+    for variant in (chosen, Variant(32, lanes=1), Variant(64, 40), Variant(32, 66, 4, 3)):
         case = make_case(positions, rotary="norms", window=700, **shape, dtype=dtype, device="cuda")
         assert_equals_spec(case, variant)
 
