@@ -7,11 +7,12 @@ from rosellm.models.families.family import Config, Family, check_only
 from rosellm.models.families.llama import read_arch, tensor_names, write_arch
 from rosellm.models.rope import Rope
 
+DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}  # transformers' own
+
 
 def read(config: Config) -> Arch:
     check_only(config, {"use_sliding_window": False, "attention_bias": False})
-    # transformers' own default, which is not hidden_size / num_attention_heads
-    return read_arch({"head_dim": 128} | config, qk_norm=True, family="qwen3")
+    return read_arch(DEFAULTS | config, qk_norm=True, family="qwen3")
 
 
 def write(arch: Arch) -> Config:
@@ -20,8 +21,9 @@ def write(arch: Arch) -> Config:
 
 def _shape(n_layers: int, n_heads: int, d_model: int, d_ff: int, tied: bool) -> Arch:
     return Arch(
-        151936, 40960, n_layers, n_heads, d_model, 8, 128, d_ff, Norm("rms", 1e-6), Rope(1_000_000.0), "swiglu",
-        (), qk_norm=True, tie_embeddings=tied, eos_token_ids=(151645, 151643), dtype="bfloat16", family="qwen3",
+        151936, 40960, n_layers, n_heads, d_model, 8, 128, d_ff, Norm("rms", 1e-6), Rope(1_000_000.0),
+        "swiglu", (), qk_norm=True, tie_embeddings=tied, eos_token_ids=(151645, 151643), dtype="bfloat16",
+        family="qwen3",
     )  # fmt: skip
 
 
