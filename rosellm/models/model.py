@@ -1,8 +1,8 @@
 """Pre-norm decoder-only transformers of every family, over a flat list of tokens: their specification.
 
 The model knows nothing about batches, caches or masks: attention is passed in (see ``attention.Attend``), and
-every other operation works per token. N tokens, C model width, F MLP width, V vocabulary size. Every matrix is
-``[N, K]``, outputs by inputs; q, k and v are joined, and so are gate and up.
+every other operation works per token. N tokens, C model width, F MLP width, V vocabulary size. Every matrix
+is ``[N, K]``, outputs by inputs; q, k and v are joined, and so are gate and up.
 """
 
 from __future__ import annotations
@@ -111,13 +111,13 @@ class Transformer(nn.Module):
         self.norm = _norm(config, config.d_model)
         self.lm_head = Projection(config.vocab_size, config.d_model, bias=False)
         self.register_buffer("cos_sin", None, persistent=False)
-        if self.lm_head.weight.device.type != "meta":
-            self._tabulate(self.lm_head.weight.device)
+        if self.device.type != "meta":
+            self._tabulate(self.device)
         self._tie()
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:
-            self.lm_head.weight = self.token_embedding.weight
+            self.lm_head.weight = cast(nn.Parameter, self.token_embedding.weight)
 
     def _tabulate(self, device: torch.device) -> None:
         if self.config.rope is not None:
@@ -173,8 +173,9 @@ class Transformer(nn.Module):
         """What :meth:`positioned` does to a layer's q and k, for kernels that do it; None for nothing."""
         if self.cos_sin is None:
             return None
-        norms = [None if norm is None else norm.weight for norm in self.blocks[layer].head_norms]
-        return Rotary(self.cos_sin, *norms, self.config.norm.eps)
+        norms = self.blocks[layer].head_norms
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in norms)
+        return Rotary(self.cos_sin, q_norm, k_norm, self.config.norm.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)  # [N, V]
