@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from tokenizers import decoders
 
 from rosellm.errors import CheckpointError
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.families import KNOWN_SHAPES, write_arch
 from rosellm.models.tokenizer import (
     END_OF_TEXT,
     ByteStream,
@@ -163,7 +163,7 @@ def test_transformers_reads_a_saved_tokenizer_to_the_same_ids(
 ) -> None:
     import transformers
 
-    (saved / "config.json").write_text(json.dumps(small_config(vocab_size=320).to_hf()))
+    (saved / "config.json").write_text(json.dumps(write_arch(small_config(vocab_size=320))))
     theirs = getattr(transformers, loader).from_pretrained(saved)
     assert theirs.encode(SAMPLE) == tokenizer.encode(SAMPLE)
     assert theirs.eos_token_id == 0
@@ -188,7 +188,7 @@ MERGES, VOCABULARY = "merges.txt", "vocab.json"
 def in_parts(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     """GPT-2's own layout: vocab.json and merges.txt, and no tokenizer.json."""
     model = json.loads(tokenizer._raw.to_str())["model"]
-    (tmp_path / "config.json").write_text(json.dumps(small_config(vocab_size=320).to_hf()))
+    (tmp_path / "config.json").write_text(json.dumps(write_arch(small_config(vocab_size=320))))
     (tmp_path / VOCABULARY).write_text(json.dumps(model["vocab"]))
     lines = [
         "#version: 0.2",
@@ -216,7 +216,8 @@ def test_the_tokenizer_that_a_config_names_is_converted(in_parts: Path) -> None:
     (in_parts / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\nhello\nworld\n")
     (in_parts / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     tokenizer = load_tokenizer(in_parts, small_config())
-    assert tokenizer.encode("hello world") == [5, 6]
+    assert tokenizer.encode("hello world", special=False) == [5, 6]
+    assert tokenizer.encode("hello world") == [1, 5, 6, 2]
     assert isinstance(tokenizer.stream(), DecoderStream)
 
 
