@@ -33,11 +33,11 @@ class Family:
 
 
 def renamed(config: Config, names: Mapping[str, str], needed: tuple[str, ...]) -> Config:
-    """``Arch``'s fields by ``names``, which maps them to a config's; those of ``needed`` must be there.
+    """``Arch``'s fields by ``names``, which maps them to a config's; those of ``needed`` may not be null.
 
     Raises ``CheckpointError``.
     """
-    missing = [names[ours] for ours in needed if names[ours] not in config]
+    missing = [names[ours] for ours in needed if config.get(names[ours]) is None]
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
     return {ours: config[theirs] for ours, theirs in names.items() if theirs in config}
