@@ -374,11 +374,17 @@ FILES = [
     row(config(layer_norm_epsilon=10**400), CheckpointError, "norm_eps is 1000", "at most 1"),
     row(config(layer_norm_epsilon=True), CheckpointError, "norm_eps is True", "at most 1"),
     row(config(eos_token_id=10**12), CheckpointError, "eos_token_id is 1000000000000", "2147483647"),
-    row(config(eos_token_id=[0]), CheckpointError, "eos_token_id is [0]", "one token id"),
+    row(config(eos_token_id=["0"]), CheckpointError, "eos_token_id is '0'", "token ids (0 to"),
+    row(config(eos_token_id=[0, True]), CheckpointError, "eos_token_id is True", "token ids (0 to"),
+    row(config(torch_dtype="int4"), CheckpointError, "dtype 'int4' is not supported", "bfloat16"),
+    row(config(dtype=16), CheckpointError, "dtype 16 is not supported", "bfloat16"),
+    row(config(quantization_config={"bits": 4}), CheckpointError, "is quantised", "float16"),
+    row(config(n_embd=None), CheckpointError, "config.json lacks n_embd"),
     row(config(activation_function=["gelu"]), CheckpointError, "['gelu']", "'gelu_new' is"),
     row(config(scale_attn_weights=None), CheckpointError, "scale_attn_weights None", "only True is"),
     row(config(reorder_and_upcast_attn="no"), CheckpointError, "'no'", "only False is"),
-    row(config(model_type={}), CheckpointError, "model_type {}", "only 'gpt2' is"),
+    row(config(model_type={}), CheckpointError, "model_type {} is not supported; gpt2, llama"),
+    row(config(model_type="llama"), CheckpointError, "config.json lacks num_hidden_layers"),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from rosellm.models.rope import Rope
 INT32_MAX = 2**31 - 1
 MOST_LAYERS = 4096
 PROJECTIONS = ("qkv", "out", "up", "down")
-DTYPE_NAMES = ("float32", "float16", "bfloat16")
+DTYPE_NAMES = ("float32", "float16", "bfloat16", "float64")
 _SIZES = ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model", "n_kv_heads", "head_dim", "d_ff")
 
 

@@ -35,7 +35,7 @@ def masked_attention(
 
 
 def in_window(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """Whether tokens at positions ``query`` attend to those at ``key``: the last ``window`` up to them."""
+    """Whether the tokens at positions ``query`` attend to those at ``key``: the last ``window`` of them."""
     seen = key <= query
     return seen if window is None else seen & (key > query - window)
 

@@ -7,9 +7,11 @@ from os import PathLike
 import torch
 
 from rosellm.errors import CheckpointError, DeviceError
+from rosellm.models.arch import Arch
+from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import DummyTokenizer, Tokenizer, load_dummy_tokenizer, load_tokenizer
-from rosellm.models.weights import SHIPPED, checkpoint_folder, dummy_model, load_model
+from rosellm.models.weights import dummy_model, dummy_shape, load_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 LOAD_FORMATS = ("auto", "dummy")
@@ -28,10 +30,16 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is float16 on a GPU and float32 on a CPU; or a dtype by name."""
+def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> torch.dtype:
+    """A dtype by name, or ``auto``: on a GPU the checkpoint's own, float16 if its config names none.
+
+    On a CPU ``auto`` is float32, since 16-bit products are slow there. Raises ``DeviceError``.
+    """
     if name == "auto":
-        return torch.float16 if device.type == "cuda" else torch.float32
+        if device.type != "cuda":
+            return torch.float32
+        own = arch.dtype if arch is not None else None
+        return DTYPES.get(own or "float16", torch.float32)  # of float64 too
     if not isinstance(name, str) or name not in DTYPES:
         raise DeviceError(f"dtype {name!r} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[name]
@@ -42,17 +50,19 @@ def load_parts(
 ) -> tuple[Transformer, AnyTokenizer]:
     """A checkpoint (``rose-tiny``, a folder or a hub id) and its tokenizer.
 
-    load_format: "auto", or "dummy" for seeded random weights in the checkpoint's shape and a tokenizer that
-    needs no download. Raises ``CheckpointError`` or ``DeviceError``.
+    dtype: "auto", or a name, as in :func:`resolve_dtype`. load_format: "auto", or "dummy" for seeded random
+    weights in the checkpoint's shape and a tokenizer that needs no download. Raises ``CheckpointError`` or
+    ``DeviceError``.
     """
     if not isinstance(model, (str, PathLike)):
         raise CheckpointError(f"model is {model!r}; give '{SHIPPED}', a folder or a hub id")
     if load_format not in LOAD_FORMATS:
         raise CheckpointError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")
     where = resolve_device(device)
-    kind = resolve_dtype(dtype, where)
+    resolve_dtype(dtype, where)  # an unknown one is refused before anything is fetched
     if load_format == "dummy":
-        gpt = dummy_model(model, where, kind)
+        gpt = dummy_model(model, where, resolve_dtype(dtype, where, dummy_shape(model)))
         return gpt, load_dummy_tokenizer(gpt.config)
-    gpt = load_model(model, where, kind)
-    return gpt, load_tokenizer(checkpoint_folder(model), gpt.config)
+    folder = checkpoint_folder(model)
+    gpt = load_model(str(folder), where, resolve_dtype(dtype, where, load_config(folder)))
+    return gpt, load_tokenizer(folder, gpt.config)

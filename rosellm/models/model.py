@@ -117,7 +117,7 @@ class Transformer(nn.Module):
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:
-            self.lm_head.weight = self.token_embedding.weight
+            self.lm_head.weight = cast(nn.Parameter, self.token_embedding.weight)
 
     def _tabulate(self, device: torch.device) -> None:
         if self.config.rope is not None:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, RoFormer) and scalings that stretch them to longer contexts.
+"""Rotary position embeddings (Su et al. 2021, RoFormer), and the scalings that stretch them.
 
 D head size. Frequencies are computed in fp64 and tabulated in fp32 once per model.
 """
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import CheckpointError
+
+LEAST, MOST = 1e-6, 1e12  # of any number that a scaling is made of
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (Peng et al. 2023): interpolation by wavelength, with sines and cosines scaled by ``amplitude``."""
+    """YaRN (Peng et al. 2023): interpolation by wavelength; sines and cosines times ``amplitude``."""
 
     factor: float
     original_max_position_embeddings: int
@@ -99,7 +101,7 @@ class Rope:
 
 
 class Rotary(NamedTuple):
-    """What positions a layer's q and k: the angles ``[P, D]`` fp32, and norms' weights ``[D]`` if there are."""
+    """What positions a layer's q and k: angles ``[P, D]`` fp32, and the norms' weights ``[D]``, if any."""
 
     cos_sin: Tensor
     q_norm: Tensor | None
@@ -119,12 +121,10 @@ def read_rope(config: dict[str, Any]) -> Rope:
 
     Raises ``CheckpointError``.
     """
-    fields: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        given = config.get(name) or {}
-        if not isinstance(given, dict):
-            raise CheckpointError(f"{name} is {given!r}; an object is needed")
-        fields |= given
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    fields = {} if config.get(name) is None else config[name]
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{name} is {fields!r}; an object is needed")
     if any(isinstance(value, dict) for value in fields.values()):
         raise CheckpointError("rope_parameters differ between kinds of layers; one kind is supported")
     theta = _number(fields, "rope_theta", config.get("rope_theta", 10_000.0), above=1.0)
@@ -155,9 +155,9 @@ def _read_yarn(fields: dict[str, Any], config: dict[str, Any]) -> Yarn:
     factor = _number(fields, "factor")
     amplitude = _yarn_amplitude(fields, factor)
     fast, slow = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
-    return Yarn(
-        factor, _original(fields, config), amplitude, fast, slow, fields.get("truncate", True) is True
-    )
+    if not isinstance(truncate := fields.get("truncate", True), bool):
+        raise CheckpointError(f"truncate is {truncate!r} in the rope parameters; true or false is needed")
+    return Yarn(factor, _original(fields, config), amplitude, fast, slow, truncate)
 
 
 def _yarn_amplitude(fields: dict[str, Any], factor: float) -> float:
@@ -173,18 +173,21 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _original(fields: dict[str, Any], config: dict[str, Any]) -> int:
-    """The context that the model was trained on before it was scaled."""
+    """The context that the model was trained on before it was scaled; the outer field comes first."""
     name = "original_max_position_embeddings"
-    return int(_number(fields, name, config.get(name) or config.get("max_position_embeddings")))
+    given = (config.get(name), fields.get(name), config.get("max_position_embeddings"))
+    length = _number({name: next((value for value in given if value is not None), None)}, name)
+    if length != int(length):
+        raise CheckpointError(f"{name} is {length!r} in the rope parameters; a whole number is needed")
+    return int(length)
 
 
-def _number(fields: dict[str, Any], name: str, default: Any = None, above: float = 0.0) -> float:
+def _number(fields: dict[str, Any], name: str, default: Any = None, above: float = LEAST) -> float:
     value = default if fields.get(name) is None else fields[name]
-    whole = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not whole or not above < value < math.inf:
-        raise CheckpointError(
-            f"{name} is {value!r} in the rope parameters; a number above {above:g} is needed"
-        )
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not above < value <= MOST:
+        told = f"a number above {above:g} and at most {MOST:g} is needed"
+        raise CheckpointError(f"{name} is {value!r} in the rope parameters; {told}")
     return value
 
 

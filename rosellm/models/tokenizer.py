@@ -16,9 +16,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers.decoders import DecodeStream
 
 from rosellm.atomic import replacing, write_text
-from rosellm.errors import CheckpointError, PromptError
+from rosellm.errors import CheckpointError, PromptError, RoseError
 from rosellm.models.arch import Arch
-from rosellm.models.weights import SHIPPED, checkpoint_folder
+from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 
 END_OF_TEXT = "<|endoftext|>"
 CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!\S)|\s+"
@@ -90,11 +90,13 @@ class ByteStream:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer; decoded text leaves out special tokens."""
+    """A checkpoint's tokenizer; decoded text leaves out special tokens. ``folder``: where it was read."""
 
-    def __init__(self, raw: tokenizers.Tokenizer, eos_token_id: int | None) -> None:
+    def __init__(
+        self, raw: tokenizers.Tokenizer, eos_token_id: int | None, folder: Path | None = None
+    ) -> None:
         self._raw = raw
-        self.eos_token_id = eos_token_id
+        self.eos_token_id, self.folder = eos_token_id, folder
         self._pieces = BytePieces(self.token_bytes)
         self._is_byte_level = isinstance(raw.decoder, decoders.ByteLevel)
         self._special = {str(t) for t in raw.get_added_tokens_decoder().values() if t.special}
@@ -103,16 +105,21 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._raw.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids. Raises ``PromptError`` for text that the vocabulary, or UTF-8, cannot represent."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a prompt.
+
+        special: with the tokens that the checkpoint adds to every text, most often one at its beginning. A
+        rendered chat has them already. Raises ``PromptError`` for text that the vocabulary, or UTF-8, cannot
+        represent.
+        """
         try:
-            return self._raw.encode(text, add_special_tokens=False).ids
+            return self._raw.encode(text, add_special_tokens=special).ids
         except BaseException as error:
-            _reraise_unless_the_librarys(error)
-            raise PromptError(f"text {reprlib.repr(text)} cannot be encoded: {_line(error)}") from error
+            told = f"text {reprlib.repr(text)} cannot be encoded"
+            raise refusal(PromptError, told, error) from error
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """:meth:`encode` of each text, on all cores."""
+        """Token ids of each text, to train on: no special tokens are added. Uses all cores."""
         return [encoding.ids for encoding in self._raw.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -148,6 +155,8 @@ class DummyTokenizer:
     ``id % shipped.vocab_size``: readable nonsense, and nothing is downloaded.
     """
 
+    folder = None
+
     def __init__(self, shipped: Tokenizer, vocab_size: int, eos_token_id: int | None) -> None:
         self._shipped = shipped
         self.vocab_size = vocab_size
@@ -155,8 +164,8 @@ class DummyTokenizer:
         size = shipped.vocab_size
         self._pieces = BytePieces(lambda token_id: shipped.token_bytes(token_id % size))
 
-    def encode(self, text: str) -> list[int]:
-        return [token_id % self.vocab_size for token_id in self._shipped.encode(text)]
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return [token_id % self.vocab_size for token_id in self._shipped.encode(text, special)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._shipped.decode([token_id % self._shipped.vocab_size for token_id in ids])
@@ -186,7 +195,7 @@ def load_tokenizer(folder: Path, config: Arch) -> Tokenizer:
             f"the model has embeddings for {config.vocab_size} tokens"
         )
     eos = config.eos_token_ids[0] if config.eos_token_ids else raw.token_to_id(END_OF_TEXT)
-    return Tokenizer(raw, eos)
+    return Tokenizer(raw, eos, folder)
 
 
 def load_dummy_tokenizer(config: Arch) -> DummyTokenizer:
@@ -225,8 +234,7 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
     try:
         raw = tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else _convert(folder)
     except BaseException as error:
-        _reraise_unless_the_librarys(error)
-        raise CheckpointError(f"{failure}: {_line(error)}") from error
+        raise refusal(CheckpointError, failure, error) from error
     raw.no_truncation()
     raw.no_padding()
     return raw
@@ -247,11 +255,11 @@ def _convert(folder: Path) -> tokenizers.Tokenizer:
     return raw
 
 
-def _reraise_unless_the_librarys(error: BaseException) -> None:
-    """`tokenizers` raises bare Exceptions, and Rust panics that do not derive from Exception."""
+def refusal(kind: type[RoseError], told: str, error: BaseException) -> RoseError:
+    """A library's ``error`` in one line of our own ``kind``; what is no library's is raised again.
+
+    `tokenizers` raises bare Exceptions, and Rust panics that do not derive from Exception.
+    """
     if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
         raise error
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return kind(f"{told}: {' '.join(str(error).split())}")

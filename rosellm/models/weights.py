@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 
 import psutil
@@ -23,75 +22,17 @@ from tqdm import tqdm
 from rosellm.atomic import replacing, write_text
 from rosellm.errors import CheckpointError
 from rosellm.models.arch import Arch
-from rosellm.models.families import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
-from rosellm.models.families.family import eos_ids
+from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder, load_config
+from rosellm.models.families import FAMILIES, KNOWN_SHAPES, write_arch
 from rosellm.models.model import Transformer
 from rosellm.models.shards import opened, shards_of
 
-SHIPPED = "rose-tiny"
-SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders of assets
-WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-CHECKPOINT_FILES = ["*.json", "*.txt", "*.safetensors"]
-
 _EMBEDDING, _HEAD = "token_embedding.weight", "lm_head.weight"
 _LAYER = re.compile(r"^blocks\.(\d+)\.")
 COMPARED_ROWS = 4096
+TABLES = 3  # of angles, in memory while one is made
 TOLD_FROM = 256 << 20  # bytes of a checkpoint whose loading shows its progress
-
-
-def checkpoint_folder(model: str) -> Path:
-    """The folder that holds ``model``: the shipped one, a local folder, or a hub id (fetched or cached)."""
-    if model in SHIPPED_MODELS:
-        return Path(str(files("rosellm") / "assets" / model))
-    if os.path.isdir(model):
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES))
-    except Exception as error:  # the client raises OSErrors, ValueErrors and those of its HTTP library
-        raise CheckpointError(
-            f"model {model!r} is neither a local folder nor available from the hub "
-            f"({_reason(error)}); {WAYS_OUT}"
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    """Why the hub download failed; its client reports a lost network as a file missing from its cache."""
-    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    if isinstance(error.__cause__ or error.__context__, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and it is not cached"
-    if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
-        return "no network, and it is not cached"
-    return type(error).__name__
-
-
-def load_config(folder: Path) -> Arch:
-    """The model's shape from ``folder/config.json``."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no config.json")
-    arch = read_arch(_read_object(path))
-    return replace(arch, eos_token_ids=_generation_eos(folder) or arch.eos_token_ids)
-
-
-def _generation_eos(folder: Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of ``generation_config.json``, which may be more than the model's own."""
-    path = folder / "generation_config.json"
-    return eos_ids(_read_object(path)) if path.is_file() else ()
-
-
-def _read_object(path: Path) -> dict:
-    """A JSON object. Raises ``CheckpointError``."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return fields
 
 
 def load_model(model: str, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -156,9 +97,8 @@ def places(gpt: Transformer) -> Iterator[Place]:
         number, template = _split_name(name)
         theirs = [source.format(number) for source in family.tensors[template]]
         transposed = template in family.transposed
-        for source, rows in zip(
-            theirs, parameter.split(_row_counts(template, len(theirs), gpt)), strict=True
-        ):
+        parts = parameter.split(_row_counts(len(theirs), len(parameter), gpt.config))
+        for source, rows in zip(theirs, parts, strict=True):
             yield Place(source, rows, transposed)
 
 
@@ -168,24 +108,23 @@ def _split_name(name: str) -> tuple[str, str]:
     return (found[1], _LAYER.sub("blocks.{}.", name)) if found else ("", name)
 
 
-def _row_counts(template: str, n_parts: int, gpt: Transformer) -> list[int]:
-    """How many rows of a joined weight each of its parts has: q, k and v, or gate and up."""
-    config = gpt.config
+def _row_counts(n_parts: int, n_rows: int, config: Arch) -> list[int]:
+    """How many rows of a weight each of its parts has: three are q, k and v, two gate and up."""
     if n_parts == 3:
         return [config.attention_width, *2 * [config.n_kv_heads * config.head_dim]]
-    if n_parts == 2:
-        return 2 * [config.d_ff]
-    return [gpt.get_parameter(template.format(0)).shape[0]]
+    return n_parts * [n_rows // n_parts]
 
 
 def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype) -> None:
-    wanted = config.n_parameters * dtype.itemsize
+    """Refuse a model whose weights, or table of angles, the whole device could not hold."""
+    angles = 0 if config.rope is None else TABLES * 4 * config.n_positions * config.head_dim
+    wanted = config.n_parameters * dtype.itemsize + angles
     on_gpu = device.type == "cuda"
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     if wanted > there:
         raise CheckpointError(
-            f"{config.n_parameters:,} parameters in {dtype_name(dtype)} take {wanted / 1e9:,.0f} GB; "
-            f"device {device.type!r} has {there / 1e9:,.0f} GB"
+            f"{config.n_parameters:,} parameters in {dtype_name(dtype)} take {wanted / 1e9:,.0f} GB "
+            f"with {config.n_positions:,} positions; device {device.type!r} has {there / 1e9:,.0f} GB"
         )
 
 
@@ -244,18 +183,23 @@ def _copy_weights(gpt: Transformer, shards: list[Path], folder: Path) -> None:
     wanted = {place.name: place for place in places(gpt)}
     if gpt.config.tie_embeddings:
         _name_the_shared(gpt, wanted, shards, prefix)
-    n_bytes = sum(shard.stat().st_size for shard in shards)
-    bar = tqdm(total=n_bytes, desc="weights", unit="B", unit_scale=True, disable=n_bytes < TOLD_FROM)
-    with bar as progress:
+    with _progress(shards) as progress:
         for shard in shards:
             with opened(shard) as tensors:
                 available = set(tensors.keys())
-                for name in [n for n in wanted if _find(n, prefix, available)]:
-                    value = tensors.get_tensor(_find(name, prefix, available))
-                    _copy(wanted.pop(name), value, shard)
-                    progress.update(value.nbytes)
+                for name in list(wanted):
+                    if stored := _find(name, prefix, available):
+                        value = tensors.get_tensor(stored)
+                        _copy(wanted.pop(name), value, shard)
+                        progress.update(value.nbytes)
     if wanted:
         raise CheckpointError(f"{folder} lacks {len(wanted)} tensors, the first is {next(iter(wanted))}")
+
+
+def _progress(shards: list[Path]) -> tqdm:
+    """A bar over the files' bytes; a small checkpoint's is not shown."""
+    n_bytes = sum(shard.stat().st_size for shard in shards)
+    return tqdm(total=n_bytes, desc="weights", unit="B", unit_scale=True, disable=n_bytes < TOLD_FROM)
 
 
 def _name_the_shared(gpt: Transformer, wanted: dict[str, Place], shards: list[Path], prefix: str) -> None:
@@ -272,21 +216,17 @@ def _find(name: str, prefix: str, available: set[str]) -> str | None:
 
 
 def _copy(place: Place, value: Tensor, shard: Path) -> None:
-    target = place.stored(place.rows)
-    if target.shape != value.shape:
-        raise CheckpointError(
-            f"{place.name} in {shard.name} has shape {list(value.shape)}; "
-            f"the config asks for {list(target.shape)}"
-        )
+    target, where = place.stored(place.rows), f"{place.name} in {shard.name}"
     if value.dtype not in STORED_DTYPES:
         known = ", ".join(map(dtype_name, STORED_DTYPES))
-        stored = dtype_name(value.dtype)
-        raise CheckpointError(f"{place.name} in {shard.name} is stored as {stored}; use {known}")
+        raise CheckpointError(f"{where} is stored as {dtype_name(value.dtype)}; use {known}")
+    if target.shape != value.shape:
+        shape, wanted = list(value.shape), list(target.shape)
+        raise CheckpointError(f"{where} has shape {shape}; the config asks for {wanted}")
     target.copy_(value)
-    if not torch.isfinite(target).all():
-        raise CheckpointError(
-            f"{place.name} in {shard.name} holds values that are not finite in {dtype_name(target.dtype)}"
-        )
+    extremes = torch.stack(target.aminmax())  # NaN if any value is; unlike isfinite it needs no memory
+    if not extremes.isfinite().all():
+        raise CheckpointError(f"{where} holds values that are not finite in {dtype_name(target.dtype)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

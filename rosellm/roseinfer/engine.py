@@ -161,13 +161,16 @@ class Engine:
             sequence.text = self._text_until(params.stops)
         return sequence
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        """A prompt's token ids; token ids are returned as they are. Raises ``PromptError``."""
+    def encode(self, prompt: str | list[int], special: bool = True) -> list[int]:
+        """A prompt's token ids; token ids are returned as they are. Raises ``PromptError``.
+
+        special: add what the checkpoint's tokenizer begins texts with.
+        """
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
             raise PromptError("a prompt of text needs a tokenizer, and this engine has none")
-        return self.tokenizer.encode(prompt)
+        return self.tokenizer.encode(prompt, special)
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> list[Sequence]:
         """Cache at most ``counts[i]`` more tokens of each sequence (None: all the rest).

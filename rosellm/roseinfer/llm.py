@@ -9,7 +9,8 @@ from typing import Any, NoReturn, cast
 from tqdm import tqdm
 
 from rosellm.errors import PromptError, RecipeError, RoseError
-from rosellm.models.weights import SHIPPED
+from rosellm.models.chat import Message, render_chat
+from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
@@ -60,6 +61,7 @@ class LLM:
             block_size=block_size,
             deterministic=deterministic,
         )
+        self._folder = None if load_format == "dummy" else checkpoint_folder(model)
         self._lock = Lock()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -92,6 +94,25 @@ class LLM:
             outputs = self._run(ids, params, use_tqdm)
         for prompt, output in zip(many, outputs, strict=True):
             output.prompt = prompt if isinstance(prompt, str) else None
+        return outputs
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered by the checkpoint's own chat template.
+
+        messages: ``[{"role": "user", "content": "..."}, ...]``. The rest as for :meth:`generate`, and raises
+        ``CheckpointError`` if the checkpoint has no template.
+        """
+        several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
+        texts = [render_chat(self._folder, one) for one in (messages if several else [messages])]
+        ids = [self.engine.encode(text, special=False) for text in texts]
+        outputs = self.generate(ids, sampling_params, use_tqdm)
+        for text, output in zip(texts, outputs, strict=True):
+            output.prompt = text
         return outputs
 
     def _run(self, ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:

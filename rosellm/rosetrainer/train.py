@@ -219,7 +219,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--corpus", type=Path, help="folder of Python sources (default: the standard library)"
     )
-    parser.add_argument("--arch", choices=ARCHS, default="gpt2", help="gpt2: rose-tiny; qwen3: rose-tiny-qwen3")
+    parser.add_argument(
+        "--arch", choices=ARCHS, default="gpt2", help="gpt2: rose-tiny; qwen3: rose-tiny-qwen3"
+    )
     parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny model on a little text: seconds on a CPU"

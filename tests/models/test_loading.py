@@ -7,20 +7,25 @@ import torch
 
 from rosellm.errors import CheckpointError, DeviceError
 from rosellm.lab.records.bench import get_model
+from rosellm.models import loading
+from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families import KNOWN_SHAPES
-from rosellm.models.loading import load_parts, resolve_device, resolve_dtype
-from rosellm.models.weights import SHIPPED
+from rosellm.models.loading import DTYPES, load_parts, resolve_device, resolve_dtype
+from rosellm.models.weights import save_model
 from rosellm.roseinfer.cache import budget
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.engine import Engine
-from tests.helpers import CPU, random_model
+from tests.helpers import CPU, random_model, small_config
 
 
 def test_the_shipped_model_comes_with_its_own_tokenizer():
     gpt, tokenizer = load_parts(SHIPPED, "cpu")
     assert (gpt.device, gpt.dtype) == (CPU, torch.float32)
     assert tokenizer.decode(tokenizer.encode("def f(x):")) == "def f(x):"
-    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (gpt.config.vocab_size, gpt.config.eos_token_id)
+    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (
+        gpt.config.vocab_size,
+        *gpt.config.eos_token_ids,
+    )
 
 
 def test_a_dummy_has_the_shape_dtype_and_end_of_text_of_its_model():
@@ -58,6 +63,43 @@ def test_the_kv_cache_takes_what_is_wanted_within_its_share_of_memory(monkeypatc
     monkeypatch.setattr(budget, "CPU_KV_BYTES", 10 * block_bytes + 1)
     assert [kv_blocks_within_memory(gpt, wanted, 8) for wanted in (3, 10, 11)] == [3, 10, 10]
     assert kv_blocks_within_memory(gpt, 50, 8 * 11) == 1
+
+
+GPU = torch.device("cuda")
+
+
+def test_auto_is_the_checkpoints_own_dtype_on_a_gpu_and_float32_on_a_cpu():
+    for own, on_gpu in (("bfloat16", torch.bfloat16), ("float32", torch.float32), (None, torch.float16)):
+        arch = small_config(dtype=own)
+        assert (resolve_dtype("auto", GPU, arch), resolve_dtype("auto", CPU, arch)) == (on_gpu, torch.float32)
+    assert resolve_dtype("auto", GPU) == torch.float16
+    assert resolve_dtype("auto", GPU, small_config(dtype="float64")) == torch.float32
+
+
+def test_a_dtype_that_is_named_outranks_the_checkpoints():
+    arch = small_config(dtype="bfloat16")
+    for name, dtype in DTYPES.items():
+        assert resolve_dtype(name, GPU, arch) == resolve_dtype(name, CPU, arch) == dtype
+
+
+def test_the_shipped_model_is_float16():
+    assert load_config(checkpoint_folder(SHIPPED)).dtype == "float16"
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_the_config_is_asked_for_the_dtype(monkeypatch, tmp_path, load_format):
+    save_model(random_model(0, small_config(vocab_size=4096)), tmp_path, torch.bfloat16)
+    load_parts(SHIPPED, "cpu")[1].save(tmp_path)
+    asked = []
+    monkeypatch.setattr(loading, "resolve_dtype", lambda *given: asked.append(given) or torch.float32)
+    load_parts(str(tmp_path), "cpu", load_format=load_format)
+    assert asked[-1][2].dtype == "bfloat16"
+
+
+def test_an_unknown_dtype_is_refused_before_anything_is_fetched(monkeypatch):
+    monkeypatch.setattr(loading, "checkpoint_folder", lambda _: pytest.fail("fetched"))
+    with pytest.raises(DeviceError, match="dtype 'half' is unknown"):
+        load_parts("some/model", "cpu", "half")
 
 
 @pytest.mark.gpu

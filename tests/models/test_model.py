@@ -73,9 +73,9 @@ def repeated_key_heads(gpt: Transformer, group: int) -> dict[str, torch.Tensor]:
     c, repeated = gpt.config, {}
     for name, value in gpt.state_dict().items():
         if ".qkv." in name:
-            heads = value.unflatten(-1, (-1, c.head_dim))
-            q, kv = heads.split((c.n_heads, 2 * c.n_kv_heads), dim=-2)
-            repeated[name] = torch.cat((q, kv.repeat_interleave(group, dim=-2)), dim=-2).flatten(-2)
+            heads = value.unflatten(0, (-1, c.head_dim))
+            q, kv = heads.split((c.n_heads, 2 * c.n_kv_heads))
+            repeated[name] = torch.cat((q, kv.repeat_interleave(group, dim=0))).flatten(0, 1)
     return repeated
 
 
@@ -127,7 +127,7 @@ def test_initialisation_follows_its_seed():
 def test_initialisation_has_gpt2s_deviations():
     gpt = initialised(0, std=0.1)
     for name, parameter in gpt.named_parameters():
-        if "ln_" in name or name.endswith("bias"):
+        if "norm" in name or name.endswith("bias"):
             assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0]
         else:
             residual = name.endswith(("out.weight", "down.weight"))

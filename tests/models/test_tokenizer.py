@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
-from tokenizers import decoders
+from tokenizers import decoders, processors
 
 from rosellm.errors import CheckpointError
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
+from rosellm.models.families import KNOWN_SHAPES, write_arch
 from rosellm.models.tokenizer import (
     END_OF_TEXT,
     ByteStream,
@@ -36,6 +37,7 @@ CODE = '''class Queue:
 '''
 SAMPLE = "def f(x):\n        return x.real  # naïve ✓ 🌹\n\n\n\tassert 12345 != '''\r\n'''\n"
 REPLACEMENT = "\ufffd"
+SHIPPED_IDS = [291, 297, 8, 88, 280, 277, 389, 646]  # of "def f(x):", a line break, "    return x"
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +165,7 @@ def test_transformers_reads_a_saved_tokenizer_to_the_same_ids(
 ) -> None:
     import transformers
 
-    (saved / "config.json").write_text(json.dumps(small_config(vocab_size=320).to_hf()))
+    (saved / "config.json").write_text(json.dumps(write_arch(small_config(vocab_size=320))))
     theirs = getattr(transformers, loader).from_pretrained(saved)
     assert theirs.encode(SAMPLE) == tokenizer.encode(SAMPLE)
     assert theirs.eos_token_id == 0
@@ -188,7 +190,7 @@ MERGES, VOCABULARY = "merges.txt", "vocab.json"
 def in_parts(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     """GPT-2's own layout: vocab.json and merges.txt, and no tokenizer.json."""
     model = json.loads(tokenizer._raw.to_str())["model"]
-    (tmp_path / "config.json").write_text(json.dumps(small_config(vocab_size=320).to_hf()))
+    (tmp_path / "config.json").write_text(json.dumps(write_arch(small_config(vocab_size=320))))
     (tmp_path / VOCABULARY).write_text(json.dumps(model["vocab"]))
     lines = [
         "#version: 0.2",
@@ -216,7 +218,8 @@ def test_the_tokenizer_that_a_config_names_is_converted(in_parts: Path) -> None:
     (in_parts / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\nhello\nworld\n")
     (in_parts / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
     tokenizer = load_tokenizer(in_parts, small_config())
-    assert tokenizer.encode("hello world") == [5, 6]
+    assert tokenizer.encode("hello world", special=False) == [5, 6]
+    assert tokenizer.encode("hello world") == [1, 5, 6, 2]
     assert isinstance(tokenizer.stream(), DecoderStream)
 
 
@@ -303,3 +306,59 @@ def test_a_dummy_tells_the_models_vocabulary_and_end_of_text() -> None:
     dummy = load_dummy_tokenizer(KNOWN_SHAPES["gpt2"])
     assert (dummy.vocab_size, dummy.eos_token_id) == (50257, 50256)
     assert load_dummy_tokenizer(small_config()).eos_token_id is None
+
+
+# Special tokens that a checkpoint adds to every prompt
+
+
+@pytest.fixture
+def beginning(tmp_path: Path) -> Path:
+    """A vocabulary whose post-processor puts <s> before every text, as Llama's does."""
+    raw = train_tokenizer([CODE] * 3, vocab_size=320)._raw
+    raw.add_special_tokens(["<s>", "</s>"])
+    pieces = [("<s>", raw.token_to_id("<s>"))]
+    raw.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", pieces)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    fields = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", [SAMPLE, "", "<s>x</s>"])
+def test_a_prompt_begins_as_the_checkpoint_says_and_as_in_transformers(beginning: Path, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    ours, theirs = (
+        load_tokenizer(beginning, small_config(vocab_size=322)),
+        AutoTokenizer.from_pretrained(beginning),
+    )
+    bare = ours.encode(text, special=False)
+    assert ours.encode(text) == theirs.encode(text) == [320, *bare]
+    assert bare == theirs.encode(text, add_special_tokens=False)
+
+
+def test_texts_to_train_on_get_no_special_tokens(beginning: Path) -> None:
+    tokenizer = load_tokenizer(beginning, small_config(vocab_size=322))
+    assert tokenizer.encode_many([CODE, ""]) == [tokenizer.encode(CODE, special=False), []]
+
+
+def test_an_added_beginning_is_left_out_of_decoded_text(beginning: Path) -> None:
+    tokenizer = load_tokenizer(beginning, small_config(vocab_size=322))
+    ids, stream = [*tokenizer.encode(SAMPLE), 321], tokenizer.stream()
+    assert tokenizer.decode(ids) == SAMPLE
+    assert "".join(stream.push(token_id) for token_id in ids) + stream.finish() == SAMPLE
+
+
+def test_the_shipped_model_and_gpt2_add_nothing_to_a_prompt(in_parts: Path) -> None:
+    shipped = load_tokenizer(checkpoint_folder(SHIPPED), small_config(vocab_size=4096))
+    gpt2 = load_tokenizer(in_parts, small_config(vocab_size=320))
+    for tokenizer in (shipped, gpt2, load_dummy_tokenizer(small_config())):
+        assert tokenizer.encode(SAMPLE) == tokenizer.encode(SAMPLE, special=False)
+    assert shipped.encode("def f(x):\n    return x") == SHIPPED_IDS
+    for tokenizer in (shipped, gpt2):
+        assert tokenizer.encode_many([SAMPLE]) == [tokenizer.encode(SAMPLE)]
+
+
+def test_a_tokenizer_knows_its_folder_and_a_dummy_has_none(saved: Path) -> None:
+    assert load_tokenizer(saved, small_config(vocab_size=320)).folder == saved
+    assert load_dummy_tokenizer(small_config()).folder is None

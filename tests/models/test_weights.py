@@ -14,7 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from rosellm.errors import CheckpointError
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.families import FAMILIES, KNOWN_SHAPES
 from rosellm.models.model import Transformer
 from rosellm.models.weights import checkpoint_folder, dummy_model, load_config, load_model, save_model
 from tests.helpers import CPU, DTYPES, random_model, random_prompts, small_config, uncached_logits
@@ -326,8 +326,8 @@ def test_a_config_that_is_no_text_is_refused(folder):
 
 def test_a_config_of_another_family_is_refused(folder):
     fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(fields | {"model_type": "llama"}))
-    refused(folder, "'llama'")
+    (folder / "config.json").write_text(json.dumps(fields | {"model_type": "mamba"}))
+    refused(folder, "'mamba'", *FAMILIES)
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
@@ -357,7 +357,10 @@ def test_a_lost_network_is_told_as_such():
 
 
 def test_from_the_hub_come_weights_as_safetensors_and_text_and_no_code(monkeypatch):
-    files = "config.json merges.txt model-00001-of-00002.safetensors model.safetensors.index.json vocab.json"
+    files = (
+        "chat_template.jinja config.json merges.txt model-00001-of-00002.safetensors "
+        "model.safetensors.index.json vocab.json"
+    )
     others = "pytorch_model.bin tf_model.h5 modeling_gpt2.py rust_model.ot model.onnx README.md 64.tflite"
     fetched = []
 

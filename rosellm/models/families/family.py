@@ -33,11 +33,11 @@ class Family:
 
 
 def renamed(config: Config, names: Mapping[str, str], needed: tuple[str, ...]) -> Config:
-    """``Arch``'s fields by ``names``, which maps them to a config's; those of ``needed`` must be there.
+    """``Arch``'s fields by ``names``, which maps them to a config's; those of ``needed`` may not be null.
 
     Raises ``CheckpointError``.
     """
-    missing = [names[ours] for ours in needed if names[ours] not in config]
+    missing = [names[ours] for ours in needed if config.get(names[ours]) is None]
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
     return {ours: config[theirs] for ours, theirs in names.items() if theirs in config}
@@ -58,6 +58,13 @@ def eos_ids(config: Config) -> tuple[int, ...]:
     return tuple(given) if isinstance(given, list) else (given,)
 
 
+def eos_field(arch: Arch) -> int | list[int] | None:
+    """What :func:`eos_ids` reads."""
+    ids = list(arch.eos_token_ids)
+    return ids[0] if len(ids) == 1 else ids or None
+
+
 def dtype_of(config: Config) -> str | None:
     """The checkpoint's dtype: ``dtype``, or ``torch_dtype`` in older files."""
-    return config.get("dtype", config.get("torch_dtype"))
+    found = config.get("dtype")
+    return config.get("torch_dtype") if found is None else found

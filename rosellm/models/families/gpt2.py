@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rosellm.errors import CheckpointError
 from rosellm.models.arch import Arch, Norm
-from rosellm.models.families.family import Config, Family, check_only, dtype_of, eos_ids, renamed
+from rosellm.models.families.family import Config, Family, check_only, dtype_of, eos_field, eos_ids, renamed
 
 # ``transformers.GPT2Config`` is not used to read them: it checks no ranges, fills in the 124 M model's sizes,
 # and takes half a second to import.
@@ -38,16 +38,15 @@ def read(config: Config) -> Arch:
 
 
 def write(arch: Arch) -> Config:
-    eos = arch.eos_token_ids[0] if len(arch.eos_token_ids) == 1 else list(arch.eos_token_ids) or None
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         **{theirs: getattr(arch, ours) for ours, theirs in NAMES.items()},
         EPS: arch.norm.eps,
-        "eos_token_id": eos,
+        "eos_token_id": eos_field(arch),
         "n_ctx": arch.n_positions,
         "activation_function": "gelu_new",
-        "bos_token_id": eos,
+        "bos_token_id": arch.eos_token_ids[0] if arch.eos_token_ids else None,
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rosellm.errors import CheckpointError
 from rosellm.models.arch import Arch, Norm
-from rosellm.models.families.family import Config, Family, check_only, dtype_of, eos_ids, renamed
+from rosellm.models.families.family import Config, Family, check_only, dtype_of, eos_field, eos_ids, renamed
 from rosellm.models.rope import Linear, Llama3, Rope, Yarn, read_rope
 
 NAMES = {
@@ -30,14 +30,14 @@ def read_arch(config: Config, biases: tuple[str, ...] = (), **parts: Any) -> Arc
     """What Llama and its relatives share: RMSNorm, rotary embeddings, SwiGLU; ``parts`` are their own."""
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise CheckpointError(f"hidden_act {activation!r} is not supported; 'silu' is")
-    fields: dict[str, Any] = {"tie_embeddings": False} | renamed(config, NAMES, NEEDED)
+    fields = renamed({"tie_word_embeddings": False} | config, NAMES, NEEDED)
     rope = read_rope(config)
     if isinstance(rope.scaling, Yarn):
         stretched = int(rope.scaling.original_max_position_embeddings * rope.scaling.factor)
         fields["n_positions"] = max(fields["n_positions"], stretched)
     norm = Norm("rms", config.get(EPS, 1e-6))
-    common: dict[str, Any] = {"norm": norm, "rope": rope, "mlp": "swiglu", "biases": biases}
-    return Arch(**fields, **common, eos_token_ids=eos_ids(config), dtype=dtype_of(config), **parts)
+    own = {"eos_token_ids": eos_ids(config), "dtype": dtype_of(config), **parts}
+    return Arch(**fields, norm=norm, rope=rope, mlp="swiglu", biases=biases, **own)
 
 
 def write_arch(arch: Arch, name: str, model_type: str, **own: Any) -> Config:
@@ -48,7 +48,6 @@ def write_arch(arch: Arch, name: str, model_type: str, **own: Any) -> Config:
         scaling = asdict(rope.scaling) | {"rope_type": ROPE_TYPES[type(rope.scaling)]}
         if isinstance(rope.scaling, Yarn):
             scaling["attention_factor"] = scaling.pop("amplitude")
-    eos = arch.eos_token_ids[0] if len(arch.eos_token_ids) == 1 else list(arch.eos_token_ids) or None
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": model_type,
@@ -56,7 +55,7 @@ def write_arch(arch: Arch, name: str, model_type: str, **own: Any) -> Config:
         EPS: arch.norm.eps,
         "hidden_act": "silu",
         "rope_parameters": {"rope_theta": rope.theta} | scaling,
-        "eos_token_id": eos,
+        "eos_token_id": eos_field(arch),
         "bos_token_id": None,
         **own,
     }
@@ -90,8 +89,9 @@ def tensor_names(qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool =
 
 def read(config: Config) -> Arch:
     check_only(config, {"mlp_bias": False, "pretraining_tp": 1})
-    biases = ("qkv", "out") if config.get("attention_bias", False) else ()
-    return read_arch(config, biases, family="llama")
+    if not isinstance(biased := config.get("attention_bias", False), bool):
+        raise CheckpointError(f"attention_bias is {biased!r}; true or false is needed")
+    return read_arch(config, ("qkv", "out") if biased else (), family="llama")
 
 
 def write(arch: Arch) -> Config:

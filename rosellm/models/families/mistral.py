@@ -7,10 +7,12 @@ from rosellm.models.families.family import Config, Family
 from rosellm.models.families.llama import read_arch, tensor_names, write_arch
 from rosellm.models.rope import Rope
 
+DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}  # transformers' own
+
 
 def read(config: Config) -> Arch:
-    # transformers' own default is the first model's window
-    return read_arch({"head_dim": None} | config, window=config.get("sliding_window", 4096), family="mistral")
+    fields = DEFAULTS | config
+    return read_arch(fields, window=fields["sliding_window"], family="mistral")
 
 
 def write(arch: Arch) -> Config:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from rosellm.errors import CheckpointError
 from rosellm.models.arch import Arch, Norm
 from rosellm.models.families.family import Config, Family
-from rosellm.models.families.llama import read_arch, tensor_names, write_arch
+from rosellm.models.families.llama import EPS, read_arch, tensor_names, write_arch
 from rosellm.models.rope import Rope
 
 JOINED = {
@@ -14,7 +15,10 @@ JOINED = {
 
 
 def read(config: Config) -> Arch:
-    return read_arch(config, window=config.get("sliding_window"), family="phi3")
+    arch = read_arch({EPS: 1e-5} | config, window=config.get("sliding_window"), family="phi3")
+    if arch.rope is not None and arch.rope.scaling is not None:  # what its files call yarn is longrope
+        raise CheckpointError("this family's scaled rotary embeddings (longrope) are not supported")
+    return arch
 
 
 def write(arch: Arch) -> Config:

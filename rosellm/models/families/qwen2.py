@@ -7,10 +7,12 @@ from rosellm.models.families.family import Config, Family, check_only
 from rosellm.models.families.llama import read_arch, tensor_names, write_arch
 from rosellm.models.rope import Rope
 
+DEFAULTS = {"num_key_value_heads": 32}  # transformers' own
+
 
 def read(config: Config) -> Arch:
     check_only(config, {"use_sliding_window": False})
-    return read_arch(config, ("qkv",), family="qwen2")
+    return read_arch(DEFAULTS | config, ("qkv",), family="qwen2")
 
 
 def write(arch: Arch) -> Config:
@@ -18,10 +20,11 @@ def write(arch: Arch) -> Config:
 
 
 def _shape(n_layers: int, n_heads: int, n_kv_heads: int, d_model: int, d_ff: int, tied: bool) -> Arch:
+    vocab_size = 151936 if tied else 152064
     return Arch(
-        151936 if tied else 152064, 32768, n_layers, n_heads, d_model, n_kv_heads,
-        128 if d_model > 896 else 64, d_ff, Norm("rms", 1e-6), Rope(1_000_000.0), "swiglu", ("qkv",),
-        tie_embeddings=tied, eos_token_ids=(151645, 151643), dtype="bfloat16", family="qwen2",
+        vocab_size, 32768, n_layers, n_heads, d_model, n_kv_heads, d_model // n_heads, d_ff,
+        Norm("rms", 1e-6), Rope(1_000_000.0), "swiglu", ("qkv",), tie_embeddings=tied,
+        eos_token_ids=(151645, 151643), dtype="bfloat16", family="qwen2",
     )  # fmt: skip
 
 

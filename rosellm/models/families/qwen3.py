@@ -7,11 +7,12 @@ from rosellm.models.families.family import Config, Family, check_only
 from rosellm.models.families.llama import read_arch, tensor_names, write_arch
 from rosellm.models.rope import Rope
 
+DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}  # transformers' own
+
 
 def read(config: Config) -> Arch:
     check_only(config, {"use_sliding_window": False, "attention_bias": False})
-    # transformers' own default, which is not hidden_size / num_attention_heads
-    return read_arch({"head_dim": 128} | config, qk_norm=True, family="qwen3")
+    return read_arch(DEFAULTS | config, qk_norm=True, family="qwen3")
 
 
 def write(arch: Arch) -> Config:

@@ -100,8 +100,10 @@ def variant_for(
         most = min(pieces, rows * -(-longest // 16))
         return Variant(16, most, 1, 1, 1) if group == 1 else Variant(16, most, 1, 2)
     if group == 1:
-        return Variant(16, 4 * pieces, 2, 3, 1) if longest > LONG // 2 else whole_rows(
-            rows, kv_heads, longest, num_sms, group, head_dim
+        return (
+            Variant(16, 4 * pieces, 2, 3, 1)
+            if longest > LONG // 2
+            else whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
         )
     return Variant(128 if head_dim <= 64 else 64, pieces, 4, 2)
 

@@ -505,7 +505,11 @@ def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
         return FewRowsShape(4, 2, 256, 4, 2, 1)
     if n > k:
         return FewRowsShape(8, 4, 256, 2, 4, 1)
-    return FewRowsShape(4, 1, 256, 4, 4, 1) if k <= 2048 else FewRowsShape(4, 4, 256, 2 if k >= 8192 else 4, 4, 1)
+    return (
+        FewRowsShape(4, 1, 256, 4, 4, 1)
+        if k <= 2048
+        else FewRowsShape(4, 4, 256, 2 if k >= 8192 else 4, 4, 1)
+    )
 
 
 def _plain_one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:

@@ -24,6 +24,7 @@ from rosellm.roseinfer.kernels.decode_attention import (
 )
 from rosellm.roseinfer.kernels.table import Kernels
 
+
 class Binder(ABC):
     """Binds attention over the cache, which also appends, to the rows of a state."""
 
@@ -108,7 +109,9 @@ class AppendAndAttend(Binder):
 
     def _variant(self, choose: Callable[..., Variant], rows: int, longest: int) -> Variant:
         c = self.config
-        return choose(rows, c.n_kv_heads, min(longest, c.window or longest), self.num_sms, c.group, c.head_dim)
+        return choose(
+            rows, c.n_kv_heads, min(longest, c.window or longest), self.num_sms, c.group, c.head_dim
+        )
 
     def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
         plan = self.kernels.plan_attention(state.positions, Variant.parse(variant), self.config.window or 0)

@@ -1,11 +1,12 @@
-"""Model shapes to and from Hugging Face's config.json."""
+"""Shapes: their sizes, and GPT-2's to and from Hugging Face's config.json."""
 
 from __future__ import annotations
 
 import pytest
 
 from rosellm.errors import CheckpointError
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.arch import Norm
+from rosellm.models.families import KNOWN_SHAPES, read_arch, write_arch
 from tests.helpers import small_config
 
 HF = {"model_type": "gpt2", "vocab_size": 101, "n_positions": 64, "n_layer": 2, "n_head": 2, "n_embd": 32}
@@ -15,23 +16,23 @@ HF = {"model_type": "gpt2", "vocab_size": 101, "n_positions": 64, "n_layer": 2, 
     "config",
     [
         small_config(),
-        small_config(d_ff=48, tie_embeddings=False, eos_token_ids=(7,), norm_eps=1e-6),
+        small_config(d_ff=48, tie_embeddings=False, eos_token_ids=(7,), norm=Norm(eps=1e-6)),
         *KNOWN_SHAPES.values(),
     ],
     ids=lambda c: str(c.n_parameters),
 )
 def test_a_config_survives_the_round_trip(config):
-    assert read_arch(config.to_hf()) == config
+    assert read_arch(write_arch(config)) == config
 
 
 def test_a_sparse_config_takes_gpt2s_defaults():
-    assert read_arch(HF | {"n_inner": None}) == small_config(d_ff=128, n_kv_heads=2, norm_eps=1e-5)
+    assert read_arch(HF | {"n_inner": None}) == small_config(d_ff=128, n_kv_heads=2, norm=Norm(eps=1e-5))
 
 
 def test_what_we_write_is_what_transformers_writes():
     from transformers import GPT2Config
 
-    ours = small_config(d_ff=48, eos_token_ids=(7,), tie_embeddings=False).to_hf()
+    ours = write_arch(small_config(d_ff=48, eos_token_ids=(7,), tie_embeddings=False))
     theirs = GPT2Config(**{k: v for k, v in ours.items() if k != "model_type"}).to_dict()
     assert {name: theirs[name] for name in ours if name in theirs} == {
         k: v for k, v in ours.items() if k in theirs
@@ -42,7 +43,7 @@ def test_what_we_write_is_what_transformers_writes():
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": "llama"},
+        {"model_type": "mamba"},
         {"model_type": None},
         {"activation_function": "relu"},
         {"scale_attn_by_inverse_layer_idx": True},
@@ -56,7 +57,6 @@ def test_what_we_write_is_what_transformers_writes():
         {"n_layer": True},
         {"n_inner": -4},
         {"n_inner": 0},
-        {"n_embd": None},
     ],
     ids=str,
 )
@@ -73,7 +73,10 @@ def test_what_the_model_does_not_do_is_refused_with_the_value(change):
         {"layer_norm_epsilon": "small"},
         {"layer_norm_epsilon": 0},
         {"tie_word_embeddings": "no"},
-        {"eos_token_id": [1, 2]},
+        {"eos_token_id": [1, "2"]},
+        {"eos_token_id": [1, True]},
+        {"eos_token_id": [[1]]},
+        {"eos_token_id": "</s>"},
         {"eos_token_id": -1},
     ],
     ids=str,
@@ -87,6 +90,25 @@ def test_a_field_of_the_wrong_type_is_refused(change):
 def test_a_missing_field_is_named(name):
     with pytest.raises(CheckpointError, match=name):
         read_arch({k: v for k, v in HF.items() if k != name})
+    with pytest.raises(CheckpointError, match=f"lacks {name}"):
+        read_arch(HF | {name: None})
+
+
+@pytest.mark.parametrize(
+    ("given", "ids"),
+    [({}, ()), ({"eos_token_id": None}, ()), ({"eos_token_id": 7}, (7,)), ({"eos_token_id": [7, 0]}, (7, 0))],
+    ids=str,
+)
+def test_a_config_names_no_end_of_text_one_or_several(given, ids):
+    assert read_arch(HF | given).eos_token_ids == ids
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_config_names_its_checkpoints_dtype(name):
+    assert read_arch(HF | {name: "bfloat16"}).dtype == "bfloat16"
+    assert read_arch(HF | {name: None}).dtype is None
+    with pytest.raises(CheckpointError, match="dtype 'int4' is not supported; float32, float16, bfloat16"):
+        read_arch(HF | {name: "int4"})
 
 
 def test_no_key_value_heads_are_refused():

@@ -1,0 +1,62 @@
+"""Conversations as the text that a model was trained to continue."""
+
+from __future__ import annotations
+
+import reprlib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rosellm.errors import CheckpointError, PromptError
+from rosellm.models.tokenizer import refusal
+
+Message = dict[str, Any]
+
+
+def render_chat(folder: Path | None, messages: list[Message], add_generation_prompt: bool = True) -> str:
+    """``messages`` by the chat template of the checkpoint in ``folder``.
+
+    messages: ``{"role": "user", "content": "..."}`` and so on, from the first to the last. The text has its
+    special tokens: encode it with ``special=False``. add_generation_prompt: end where the model's answer
+    begins. Raises ``CheckpointError`` without a template (a dummy's folder is None), and ``PromptError`` for
+    other messages or those that the template refuses.
+    """
+    _check_messages(messages)
+    if folder is None:
+        raise CheckpointError("a dummy tokenizer has no chat template; load a checkpoint to chat with")
+    tokenizer = _templated(folder)
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except Exception as error:  # a template is a program: it may fail in any way
+        raise refusal(PromptError, f"the chat template in {folder} fails on the messages", error) from error
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise PromptError(f'messages are {_told(messages)}; give a list of {{"role": ..., "content": ...}}')
+    for i, message in enumerate(messages):
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            raise PromptError(
+                f'message {i} is {_told(message)}; give {{"role": ..., "content": ...}}, both of them text'
+            )
+
+
+def _told(value: object) -> str:
+    return " ".join(reprlib.repr(value).split())
+
+
+@lru_cache(maxsize=1)
+def _templated(folder: Path) -> Any:
+    """The tokenizer of ``transformers``, which knows where templates are; no code from the folder is run."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except BaseException as error:
+        raise refusal(CheckpointError, f"{folder} has no tokenizer with a chat template", error) from error
+    if not tokenizer.chat_template:
+        raise CheckpointError(f"{folder} has no chat template; give a prompt as text")
+    return tokenizer

@@ -1,0 +1,73 @@
+"""Where a checkpoint is, and the shape that its ``config.json`` tells."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+from rosellm.errors import CheckpointError
+from rosellm.models.arch import Arch
+from rosellm.models.families import read_arch
+from rosellm.models.families.family import eos_ids
+
+SHIPPED = "rose-tiny"
+SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders of assets
+WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
+CHECKPOINT_FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
+
+
+def checkpoint_folder(model: str) -> Path:
+    """The folder that holds ``model``: the shipped one, a local folder, or a hub id (fetched or cached)."""
+    if model in SHIPPED_MODELS:
+        return Path(str(files("rosellm") / "assets" / model))
+    if os.path.isdir(model):
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES))
+    except Exception as error:  # the client raises OSErrors, ValueErrors and those of its HTTP library
+        raise CheckpointError(
+            f"model {model!r} is neither a local folder nor available from the hub "
+            f"({_reason(error)}); {WAYS_OUT}"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Why the hub download failed; its client reports a lost network as a file missing from its cache."""
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    if isinstance(error.__cause__ or error.__context__, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and it is not cached"
+    if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
+        return "no network, and it is not cached"
+    return type(error).__name__
+
+
+def load_config(folder: Path) -> Arch:
+    """The model's shape from ``folder/config.json``."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json")
+    arch = read_arch(_read_object(path))
+    return replace(arch, eos_token_ids=_generation_eos(folder) or arch.eos_token_ids)
+
+
+def _generation_eos(folder: Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of ``generation_config.json``, which may be more than the model's own."""
+    path = folder / "generation_config.json"
+    return eos_ids(_read_object(path)) if path.is_file() else ()
+
+
+def _read_object(path: Path) -> dict:
+    """A JSON object. Raises ``CheckpointError``."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return fields

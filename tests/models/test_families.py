@@ -1,0 +1,314 @@
+"""Every family against ``transformers``: logits, greedy choices, files in both directions, sizes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import rosellm
+from rosellm.models.arch import Arch, Norm
+from rosellm.models.checkpoint import load_config
+from rosellm.models.families import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
+from rosellm.models.model import Transformer
+from rosellm.models.rope import Linear, Llama3, Rope, Yarn
+from rosellm.models.weights import save_model
+from tests.models.family_checks import (
+    CPU,
+    check_equal,
+    greedy,
+    loaded,
+    our_logits,
+    prompt,
+    sizes,
+    their_logits,
+    their_model,
+)
+
+ROTARY = [family for family in FAMILIES if family != "gpt2"]
+SCALED = [family for family in ROTARY if family != "phi3"]  # transformers' has longrope only
+WINDOWED = ["mistral", "phi3"]
+
+
+def heads(n_heads: int, n_kv_heads: int) -> dict[str, int]:
+    return {"num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads}
+
+
+SHAPES = {
+    "group-1": heads(4, 4),
+    "group-2": heads(8, 4),
+    "group-3": heads(6, 2),
+    "group-4": heads(4, 1),
+    "group-6": heads(12, 2),
+    "group-8": heads(8, 1),
+    "tied": {"tie_word_embeddings": True, "vocab_size": 197},
+    "one-layer": {"num_hidden_layers": 1, "intermediate_size": 33, "rms_norm_eps": 1e-3},
+    "wide-heads": {"head_dim": 22},
+    "narrow-heads": {"head_dim": 2},
+}
+GPT2_SHAPES = {
+    "one-head": {"n_head": 1},
+    "wide": {"n_embd": 60, "n_head": 12, "n_inner": None},
+    "untied": {"tie_word_embeddings": False, "vocab_size": 197},
+    "one-layer": {"n_layer": 1, "layer_norm_epsilon": 1e-3},
+}
+OF_FAMILIES = {f"{family}-{name}": (family, SHAPES[name]) for family in ROTARY for name in SHAPES}
+OF_FAMILIES |= {f"gpt2-{name}": ("gpt2", fields) for name, fields in GPT2_SHAPES.items()}
+OF_FAMILIES |= {"llama-all-biases": ("llama", {"attention_bias": True})}
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 100.0}
+ROPES = {
+    "plain": {"rope_type": "default", "rope_theta": 777.0},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32, "rope_theta": 500.0,
+    },
+    "yarn": YARN,
+    "yarn-amplitude": YARN | {"attention_factor": 1.3},
+    "yarn-mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.1},
+    "yarn-one-mscale": YARN | {"mscale": 0.7},
+    "yarn-beta": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "rope_theta": 300.0},
+    "yarn-exact": YARN | {"truncate": False},
+    "yarn-unscaled": YARN | {"factor": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "fields"), OF_FAMILIES.values(), ids=OF_FAMILIES)
+def test_logits_and_sizes_equal_those_of_transformers(tmp_path, family, fields):
+    theirs = their_model(family, **fields)
+    ours = loaded(theirs, tmp_path)
+    check_equal(theirs, ours)
+    assert ours.config.family == family and ours.config.eos_token_ids == (5,)
+    assert ours.config.n_parameters == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("family", SCALED)
+def test_every_kind_of_rotary_embedding_equals_transformers_beyond_the_original_context(
+    tmp_path, family, rope
+):
+    parameters = {"rope_theta": 10_000.0} | ROPES[rope]
+    theirs = their_model(family, rope_parameters=parameters, head_dim=16)
+    check_equal(theirs, loaded(theirs, tmp_path), length=120)
+
+
+def test_the_kinds_of_rotary_embeddings_differ():
+    """Else the test above could mistake one for another. One mscale alone is not looked at."""
+    tokens, found = prompt(120), []
+    for rope in (rope for name, rope in ROPES.items() if name != "yarn-one-mscale"):
+        fields = {"model_type": "llama", "rope_parameters": rope, "head_dim": 16}
+        arch = read_arch(sizes("llama") | fields)
+        found.append(our_logits(random_model(arch), tokens)[-1])
+    nearest = min((a - b).abs().max() for i, a in enumerate(found) for b in found[:i])
+    assert nearest > 1e-3
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 31, 99, 100, 500, None])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_below_and_above_the_prompts_length_equal_transformers(tmp_path, family, window):
+    theirs = their_model(family, sliding_window=window)
+    ours = loaded(theirs, tmp_path)
+    assert ours.config.window == window
+    check_equal(theirs, ours)
+
+
+def test_a_window_is_seen_in_the_logits():
+    arch = read_arch(sizes("mistral") | {"model_type": "mistral", "sliding_window": 99})
+    model, tokens = random_model(arch), prompt(100)
+    narrow = our_logits(model, tokens)
+    model.config = replace(arch, window=None)
+    assert (our_logits(model, tokens) - narrow)[-1].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers(tmp_path, family):
+    theirs = their_model(family, seed=1)
+    ours = loaded(theirs, tmp_path)
+    for length in (1, 9):
+        tokens = prompt(length)
+        assert greedy(our_logits, ours, tokens, 12) == greedy(their_logits, theirs, tokens, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_16_bit_logits_are_as_near_to_fp32s_as_those_of_transformers(tmp_path, family, dtype):
+    """The tolerance is what ``transformers`` itself loses by rounding, in the mean over all logits.
+
+    Both round after every operation, though not at the same places: within a quarter, the losses are equal.
+    """
+    theirs, tokens = their_model(family).to(dtype), prompt(100)
+    ours = loaded(theirs, tmp_path, dtype)
+    rounded = their_logits(theirs, tokens)
+    exact = their_logits(theirs.float(), tokens)
+    our_loss = (our_logits(ours, tokens) - exact).square().mean().sqrt()
+    their_loss = (rounded - exact).square().mean().sqrt()
+    assert 0 < our_loss < 1.25 * their_loss
+
+
+# Files
+
+
+def random_model(arch: Arch) -> Transformer:
+    model = Transformer.allocate(arch, CPU, torch.float32).initialise(0)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    return model
+
+
+def _arch(family: str, rope: Rope | None = None, **changes) -> Arch:
+    """A small shape of that family, with its parts."""
+    arch = read_arch(sizes(family) | {"model_type": family})
+    return replace(arch, rope=rope or arch.rope, **changes)
+
+
+ARCHES = {family: _arch(family, eos_token_ids=(3, 9)) for family in FAMILIES} | {
+    "linear": _arch("llama", Rope(99.0, Linear(2.5)), norm=Norm("rms", 1e-4), eos_token_ids=()),
+    "llama3": _arch("qwen3", Rope(500.0, Llama3(8.0, 1.0, 4.0, 32))),
+    "yarn": _arch("qwen2", Rope(500.0, Yarn(4.0, 32, 1.3, 8.0, 2.0, False))),
+    "tied": _arch("qwen3", tie_embeddings=True, head_dim=10, scale=None),
+    "biases": _arch("llama", biases=("qkv", "out")),
+    "window": _arch("phi3", window=7),
+}
+
+
+@pytest.mark.parametrize("name", ARCHES)
+def test_what_is_saved_loads_in_transformers_and_comes_back(tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
+    ours = random_model(ARCHES[name])
+    save_model(ours, tmp_path / "ours", torch.float32)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values())
+    check_equal(theirs.eval(), ours)
+    again = loaded(theirs, tmp_path / "theirs")
+    assert again.config == ours.config and again.config.dtype == "float32"
+    weights = again.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("name", KNOWN_SHAPES)
+def test_a_known_shape_survives_its_own_spelling_and_that_of_transformers(name):
+    from transformers import AutoConfig
+
+    arch = KNOWN_SHAPES[name]
+    fields = write_arch(arch)
+    assert read_arch(fields) == arch
+    assert read_arch(AutoConfig.for_model(**fields).to_dict()) == arch
+
+
+PARAMETERS = {
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+}
+
+
+def test_known_shapes_have_the_parameters_that_their_models_have():
+    counted = {name: arch.n_parameters for name, arch in KNOWN_SHAPES.items() if arch.family != "gpt2"}
+    assert counted == PARAMETERS
+
+
+def test_the_end_of_text_tokens_of_generation_outrank_the_configs(tmp_path):
+    save_model(random_model(ARCHES["llama"]), tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2, 1]}')
+    assert load_config(tmp_path).eos_token_ids == (7, 2, 1)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert load_config(tmp_path).eos_token_ids == (3, 9)
+
+
+# config.json
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_a_sparse_config_takes_transformers_defaults(family):
+    from transformers import AutoConfig
+
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    given = {name: sizes(family)[name] for name in names} | {"num_attention_heads": 64, "hidden_size": 256}
+    full = AutoConfig.for_model(family, **given).to_dict() | {"eos_token_id": None}
+    assert read_arch({"model_type": family} | given) == read_arch(full)
+
+
+OLD_NAMES = ("type", "rope_type")
+
+
+@pytest.mark.parametrize("key", OLD_NAMES)
+@pytest.mark.parametrize("rope", ROPES)
+def test_the_older_spelling_of_rotary_embeddings_reads_as_the_newer_one(rope, key):
+    from transformers import AutoConfig
+
+    base = sizes("llama") | {"model_type": "llama"}
+    newer = base | {"rope_parameters": {"rope_theta": 10_000.0} | ROPES[rope]}
+    parameters = newer["rope_parameters"]
+    scaling = {name: value for name, value in parameters.items() if name not in ("rope_theta", "rope_type")}
+    scaling |= {key: parameters["rope_type"]}
+    older = base | {"rope_theta": parameters["rope_theta"], "rope_scaling": scaling}
+    assert read_arch(older) == read_arch(newer)
+    assert read_arch(AutoConfig.for_model(**json.loads(json.dumps(older))).to_dict()) == read_arch(newer)
+
+
+def test_without_rotary_fields_the_angles_are_the_plain_ones():
+    base = sizes("llama") | {"model_type": "llama"}
+    for fields in ({}, {"rope_scaling": None}, {"rope_parameters": None}, {"rope_parameters": {}}):
+        assert read_arch(base | fields).rope == Rope(10_000.0)
+    assert read_arch(base | {"rope_theta": 500.0, "rope_scaling": None}).rope == Rope(500.0)
+
+
+# Names
+
+PACKAGE = Path(rosellm.__file__).parent
+
+
+def family_names(source: str) -> Iterator[str]:
+    """Families that code names: in strings (but sentences and known models), imports and attributes."""
+    word = re.compile(rf"\b({'|'.join(ROTARY)})\b", re.IGNORECASE)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = () if " " in node.value or node.value in KNOWN_SHAPES else (node.value,)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        else:
+            names = [getattr(node, "attr", ""), getattr(node, "id", "")]
+        yield from (name for name in names if isinstance(name, str) and word.search(name))
+
+
+def test_no_file_outside_the_families_names_one():
+    files = [path for path in PACKAGE.rglob("*.py") if "families" not in path.parts]
+    assert len(files) > 50
+    named = {str(path.relative_to(PACKAGE)): list(family_names(path.read_text())) for path in files}
+    assert {path: names for path, names in named.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "if family == 'qwen3': ...",
+        "FUSED = {'llama', 1}",
+        "from rosellm.models.families import mistral",
+        "from rosellm.models.families.phi3 import FAMILY",
+        "families.qwen2.FAMILY",
+    ],
+)
+def test_a_familys_name_in_code_is_found_and_elsewhere_is_not(source):
+    assert list(family_names(source))
+    assert not list(family_names('"""As in Llama: see llama."""\nload("Qwen/Qwen3-0.6B")\nkind = "llama3"'))
