@@ -12,9 +12,9 @@ import torch
 
 from rosellm.errors import BusyError, OptionError, PromptError, RoseError, SamplingError, told
 from rosellm.models.arch import Arch
+from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
-from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.cache.budget import BlockBudget, kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
@@ -67,6 +67,7 @@ class Engine:
         self.model, self.tokenizer, self.config = model, tokenizer, model.config
         self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
+        self.recipe.check_serves(model.config)
         if deterministic:
             self.recipe = replace(self.recipe, numerics="invariant")
         self.deterministic = self.recipe.numerics == "invariant"

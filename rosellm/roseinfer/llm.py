@@ -108,7 +108,8 @@ class LLM:
         ``CheckpointError`` if the checkpoint has no template.
         """
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
-        texts = [render_chat(self._folder, one) for one in (messages if several else [messages])]
+        many = cast("list[list[Message]]", messages if several else [messages])
+        texts = [render_chat(self._folder, one) for one in many]
         ids = [self.engine.encode(text, special=False) for text in texts]
         outputs = self.generate(ids, sampling_params, use_tqdm)
         for text, output in zip(texts, outputs, strict=True):

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 import torch
 
 from rosellm.errors import DeviceError, RecipeError
+from rosellm.models.arch import PROJECTIONS, Arch
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
@@ -62,6 +63,12 @@ class Recipe:
                 told = " or ".join(map(repr, rule.needs[broken[0]]))
                 raise RecipeError(f"{rule.field}={rule.value!r} needs {broken[0]}={told}: {rule.reason}")
 
+    def check_serves(self, config: Arch) -> None:
+        """Raise ``RecipeError``, with the reason, if a variant cannot run models of that shape."""
+        for name, value, reason, serves in _OF_SOME_MODELS:
+            if getattr(self, name) == value and not serves(config):
+                raise RecipeError(f"{name}={value!r} cannot run a model of family {config.family}: {reason}")
+
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
 
@@ -69,6 +76,22 @@ class Recipe:
         """The fields in which ``other`` differs: name → (here, there)."""
         mine, theirs = self.as_dict(), other.as_dict()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+def _is_plain(config: Arch) -> bool:
+    """Whether the parts of a model are all those of ``Arch``'s defaults, whatever its sizes."""
+    parts = config.norm.kind, config.rope, config.mlp, config.biases, config.qk_norm, config.window
+    return parts == ("layer", None, "gelu", PROJECTIONS, False, None)
+
+
+_OF_SOME_MODELS = (
+    (
+        "gemm",
+        "persistent",
+        "its one kernel has LayerNorm, GELU and biases, and no rotary embeddings",
+        _is_plain,
+    ),
+)
 
 
 class _Rule(NamedTuple):

@@ -1,12 +1,12 @@
 """Makes the shipped models: ``python -m rosellm.rosetrainer.train [--arch qwen3] --output FOLDER``.
 
-A GPT-2 of 5 layers and width 256 (5.1 M parameters), or a Qwen3 of about that size, is trained on the sources of the Python standard library,
-with a byte-level BPE of 4,096 tokens trained on the same files. The number of tokens seen is ``--epochs``
+A GPT-2 of 5 layers and width 256 (5.1 M parameters), or a Qwen3 of about that size, is trained on the sources
+of the Python standard library, with a byte-level BPE of 4,096 tokens trained on the same files. The number of tokens seen is ``--epochs``
 times that of the training files: Python 3.11 with its tests has 29 MB of them, 8.3 M tokens, so the default
 40 epochs see 334 M tokens; an installation without tests has about 11 MB, 3 M tokens, and sees 120 M. The
 record holds the exact count and a digest of the corpus. Batches are windows at random offsets of the token
-stream, which stays on the device; the weights with the best validation loss are kept, stored as fp16, loaded
-back, and scored as stored.
+stream, which stays on the device; the weights with the best validation loss are kept, stored in 16 bits,
+loaded back, and scored as stored.
 
 ``--seed`` fixes weights, offsets and dropout: on one CPU with a fixed number of threads, two runs write
 identical files; on CUDA, torch uses its deterministic kernels. Nothing is compiled, so no compiler is needed.

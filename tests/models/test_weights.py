@@ -14,9 +14,10 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from rosellm.errors import CheckpointError
+from rosellm.models.checkpoint import checkpoint_folder, load_config
 from rosellm.models.families import FAMILIES, KNOWN_SHAPES
 from rosellm.models.model import Transformer
-from rosellm.models.weights import checkpoint_folder, dummy_model, load_config, load_model, save_model
+from rosellm.models.weights import dummy_model, load_model, save_model
 from tests.helpers import CPU, DTYPES, random_model, random_prompts, small_config, uncached_logits
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -344,7 +345,7 @@ def test_a_model_that_cannot_be_had_names_the_ways_out(monkeypatch, name):
 
 
 def test_a_lost_network_is_told_as_such():
-    look_up = "from rosellm.models.weights import checkpoint_folder; checkpoint_folder('no/such-model')"
+    look_up = "from rosellm.models.weights import checkpoint_folder; checkpoint_folder'no/such-model'"
     for variables, told in (
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "from the hub (no network, and it is not cached); use"),
         ({"HF_HUB_OFFLINE": "1"}, "from the hub (HF_HUB_OFFLINE is set, and it is not cached); use"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rosellm.models.weights import SHIPPED, checkpoint_folder, load_model, save_model
+from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
+from rosellm.models.weights import load_model, save_model
 from rosellm.roseinfer.recipe import BEST_RUNG
 from tests.helpers import (
     decode_all,

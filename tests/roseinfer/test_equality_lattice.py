@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from rosellm.errors import RecipeError
+from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
-from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from rosellm.errors import RoseError
 from rosellm.models.arch import Arch
 from rosellm.models.attention import CausalAttention
+from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
-from rosellm.models.weights import SHIPPED, checkpoint_folder, load_config, load_model
+from rosellm.models.weights import load_model
 from rosellm.rosetrainer import train as command, training
 from rosellm.rosetrainer.corpus import Corpus, Source, read_corpus
 from rosellm.rosetrainer.train import replacing_folder

@@ -25,8 +25,8 @@ from rosellm.errors import PromptError, RoseError
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.recordings import EXPERIMENTS, NEEDS_GPU, check_rung, runnable
 from rosellm.lab.records.sizes import SIZES, positions_needed
+from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import LOAD_FORMATS, load_parts, resolve_device
-from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.bench.job import check_positions
 from rosellm.roseinfer.bench.prompts import encode_prompts, make_prompts

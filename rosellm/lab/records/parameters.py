@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rosellm.errors import RoseError, told
+from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.families import KNOWN_SHAPES
 from rosellm.models.model import Transformer
-from rosellm.models.weights import SHIPPED
 
 PROMPTS = ("prompt_lengths", "mixed_lengths", "prompt_tokens")
 REAL = ("latency_us",)

@@ -17,9 +17,9 @@ from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.sizes import GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.timelines import TIMELINES, timeline
+from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import resolve_device
 from rosellm.models.model import Transformer
-from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from rosellm.command_line import INT32_MAX, OneLineParser, whole_number, whole_numbers
 from rosellm.errors import PromptError, RoseError
+from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import DTYPES, LOAD_FORMATS
-from rosellm.models.weights import SHIPPED
 from rosellm.roseinfer.bench.record import check_writable, dtype_name
 from rosellm.roseinfer.bench.workloads import (
     ALL_WORKLOADS,

@@ -44,8 +44,8 @@ def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, ind
 def _advance_kernel(
     rows_ptr, slots_ptr, values_ptr, indices_ptr, ring_ptr, stops_ptr, row_stride, ring_stride, TILES,
     N_STOPS: tl.constexpr, WIDTH: tl.constexpr, CHOOSE: tl.constexpr, TOKEN: tl.constexpr,
-    POSITION: tl.constexpr, LIMIT: tl.constexpr, STOP: tl.constexpr, ROUND: tl.constexpr, ROUNDS: tl.constexpr,
-    NOT_FINITE: tl.constexpr, DEPENDENT: tl.constexpr,
+    POSITION: tl.constexpr, LIMIT: tl.constexpr, STOP: tl.constexpr, ROUND: tl.constexpr,
+    ROUNDS: tl.constexpr, NOT_FINITE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row per program."""
     program = tl.program_id(0)

@@ -69,7 +69,7 @@ class AppendThenAttend(Binder):
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """An ``Attend`` by a kernel that positions and appends, too, with all its inputs but a layer's q, k, v."""
+    """An ``Attend`` by a kernel that also positions and appends, with all inputs but a layer's q, k and v."""
 
     kernel: Callable[..., Tensor]
     plan: Plan

@@ -21,9 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.decode_attention import Variant, append_and_attend_ref
 from rosellm.roseinfer.kernels.head import make_best_tokens
 from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rosellm.lab.records import measure, recordings, step_records
+from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families import KNOWN_SHAPES
-from rosellm.models.weights import SHIPPED, checkpoint_folder, load_config
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
