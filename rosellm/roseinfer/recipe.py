@@ -177,7 +177,7 @@ def _climb() -> tuple[dict[str, Recipe], dict[str, str]]:
 
 
 LADDER, BEFORE = _climb()
-BEST_RUNG = "dependent_launch"
+BEST_RUNG = "split_kv"
 
 
 def _side_branches() -> frozenset[str]:
@@ -208,7 +208,10 @@ def best_rung(device: torch.device) -> str:
             f"{device} has compute capability {_dotted(capability)}; kernels need "
             f"{_dotted(TRITON_FROM)} or more: use device='cpu'"
         )
-    return BEFORE[BEST_RUNG]
+    rung = BEST_RUNG
+    while LADDER[rung].launch == "dependent":
+        rung = BEFORE[rung]
+    return rung
 
 
 def get_rung(name: str | None, device: torch.device | None = None) -> str:
