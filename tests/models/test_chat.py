@@ -79,6 +79,12 @@ def test_each_folder_has_its_own_template(untemplated, tmp_path):
         assert render_chat(folder, MESSAGES) == template
 
 
+def test_the_next_chat_does_not_read_the_checkpoint_again(folder, monkeypatch):
+    first = render_chat(folder, MESSAGES)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    assert render_chat(folder, MESSAGES) == first
+
+
 def refused(kind: type, words: str, *given: object) -> None:
     with pytest.raises(kind) as caught:
         render_chat(*given)
