@@ -126,7 +126,7 @@ class PackedPrefill:
         return forward()[_Inputs.of(buffer, *shape).last[:n_whole]]
 
     def _shape(self, bucket: int) -> Shape:
-        """Room for a sequence per token, if that is no more than ``CAPTURED_ROWS``, and for all their tiles."""
+        """Room for a sequence per token, up to ``CAPTURED_ROWS``, and for all their tiles."""
         rows = min(bucket, CAPTURED_ROWS)
         return bucket, min(bucket, rows + bucket // BLOCK_M), rows, self.width
 
