@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import chain
 from threading import Lock
 from typing import Any, NoReturn

@@ -37,7 +37,7 @@ from rosellm.command_line import OneLineParser, command
 from rosellm.environment import environment
 from rosellm.errors import RoseError
 from rosellm.models.arch import Arch, Norm
-from rosellm.models.families import write_arch
+from rosellm.models.families.table import write_arch
 from rosellm.models.loading import DTYPES, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.models.rope import Rope

@@ -11,7 +11,7 @@ from tokenizers import processors
 
 from rosellm.errors import CheckpointError, PromptError
 from rosellm.models.chat import render_chat
-from rosellm.models.families import read_arch
+from rosellm.models.families.table import read_arch
 from rosellm.models.tokenizer import load_dummy_tokenizer, load_tokenizer, train_tokenizer
 from tests.models.family_checks import sizes
 

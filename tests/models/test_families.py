@@ -15,7 +15,7 @@ import torch
 import rosellm
 from rosellm.models.arch import Arch, Norm
 from rosellm.models.checkpoint import load_config
-from rosellm.models.families import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
+from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
 from rosellm.models.model import Transformer
 from rosellm.models.rope import Linear, Llama3, Rope, Yarn
 from rosellm.models.weights import load_model, save_model
@@ -330,7 +330,7 @@ def test_no_file_outside_the_families_names_one():
     [
         "if family == 'qwen3': ...",
         "FUSED = {'llama', 1}",
-        "from rosellm.models.families import mistral",
+        "from rosellm.models.families.table import mistral",
         "from rosellm.models.families.phi3 import FAMILY",
         "families.qwen2.FAMILY",
     ],
