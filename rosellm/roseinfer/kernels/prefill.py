@@ -162,9 +162,10 @@ def launch_for(tile_size: int, dtype: torch.dtype, head_dim: int, group: int) ->
         raise OptionError(f"tiles of size {tile_size}: prefill attention takes {BLOCK_M} or {LONG_BLOCK_M}")
     if dtype == torch.float32:
         return FP32_LAUNCH
+    stages = 3 if head_dim <= MAX_LONG_HEAD_DIM else 2
     if tile_size == LONG_BLOCK_M:
-        return Launch(128, 8, 2) if head_dim <= MAX_LONG_HEAD_DIM else Launch(64, 8, 2)
-    return Launch(64, 8, 2, heads=2) if group % 2 == 0 else Launch(64, 4, 3)
+        return Launch(128, 8, 2) if 64 < head_dim <= MAX_LONG_HEAD_DIM else Launch(64, 8, stages)
+    return Launch(64, 8, stages, heads=2) if group % 2 == 0 else Launch(64, 4, stages)
 
 
 def tile_size_for(counts: Sequence[int], dtype: torch.dtype, head_dim: int) -> int:
@@ -253,14 +254,15 @@ def _prefill_attention_kernel(
     tile = tl.program_id(0) // (shape.H // HEADS)
     head = tl.program_id(0) % (shape.H // HEADS) * HEADS
     kv_head = head // shape.GROUP
-    n_rows = tl.load(tiles_ptr + tiles_stride + tile)
-    if n_rows == 0:
-        return
     first = tl.load(tiles_ptr + tile)
+    n_rows = tl.load(tiles_ptr + tiles_stride + tile)
     position = tl.load(tiles_ptr + 2 * tiles_stride + tile)
     sequence_first = tl.load(tiles_ptr + 3 * tiles_stride + tile)
     start = tl.load(tiles_ptr + 4 * tiles_stride + tile)
-    table_ptr += tl.load(tiles_ptr + 5 * tiles_stride + tile).to(tl.int64) * table_stride
+    table_row = tl.load(tiles_ptr + 5 * tiles_stride + tile).to(tl.int64)
+    if n_rows == 0:
+        return
+    table_ptr += table_row * table_stride
 
     i = tl.arange(0, ROWS) % BLOCK_M
     heads = head + tl.arange(0, ROWS) // BLOCK_M
