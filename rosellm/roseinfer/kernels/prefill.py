@@ -28,6 +28,7 @@ from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
 BLOCK_M, LONG_BLOCK_M = 64, 128  # queries per tile: of any prompts, of long ones
+SECTION_TOKENS = 4096  # 16 MiB of keys and values of 8 heads of 128
 LONG_COUNT, MAX_LONG_HEAD_DIM = 1024, 128  # what 128 queries per tile are for
 SMALLEST_DOT = 16  # of each dimension of a Triton matrix product
 LOG2_E = math.log2(math.e)
@@ -51,7 +52,8 @@ def tile_columns(starts, counts, rows, tile_size: int) -> np.ndarray:
     starts and counts: cached and new tokens, one integer per sequence, in packed order; rows: their rows of
     the block table, None for 0, 1, 2 … A tile's six numbers: its first packed row, its number of rows, the
     position of its first token in the sequence, the sequence's first packed row, its start, its table row.
-    Tiles that attend to more tokens come first, so that no long tile is left running at the end.
+    Longer sequences come first, in sections of few enough tokens for their keys and values to stay in the L2
+    cache; of a section, tiles that attend to more tokens, so that no long tile is left running at the end.
     """
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     rows = np.arange(len(counts)) if rows is None else np.asarray(rows, np.int64)
@@ -64,7 +66,16 @@ def tile_columns(starts, counts, rows, tile_size: int) -> np.ndarray:
     columns = np.stack(
         (first_row[sequence] + before, size, position, first_row[sequence], starts[sequence], rows[sequence])
     )
-    return columns[:, np.argsort(-(position + size), kind="stable")].astype(np.int32, order="C")
+    order = np.lexsort((-(position + size), _sections(starts + counts)[sequence]))
+    return columns[:, order].astype(np.int32, order="C")
+
+
+def _sections(lengths: np.ndarray) -> np.ndarray:
+    """Sequences in sections of about SECTION_TOKENS tokens, the longest first: the section of each."""
+    order = np.argsort(-lengths, kind="stable")
+    sections = np.empty_like(lengths)
+    sections[order] = (np.cumsum(lengths[order]) - lengths[order]) // SECTION_TOKENS
+    return sections
 
 
 def make_tiles(starts, counts, rows, tile_size: int, device: torch.device | str) -> Tiles:

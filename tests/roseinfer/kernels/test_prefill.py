@@ -176,6 +176,13 @@ def test_tiles_that_attend_to_more_tokens_come_first(sequences, tile_size):
     assert (np.diff(position + size) <= 0).all()
 
 
+def test_sequences_share_the_cache_in_sections_of_the_longest_first():
+    starts, counts = [0, 3000, 0, 0], [2048, 1000, 2048, 2048]
+    _, size, position, *_, rows = tile_columns(starts, counts, None, 512)
+    assert set(rows[:6]) == {0, 1} and set(rows[6:]) == {2, 3} and len(rows) == 14
+    assert all((np.diff((position + size)[part]) <= 0).all() for part in (slice(6), slice(6, None)))
+
+
 def test_tiles_of_two_sequences_are_these():
     columns = tile_columns([3, 0], [5, 2], None, tile_size=4)
     assert columns.dtype == np.int32 and columns.flags.c_contiguous
