@@ -484,7 +484,8 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
     if dtype == torch.float32 and (rows > 8 or k > 1024):
         return FewRowsShape(16, 4, 32, 2, 4, 3)
     if k <= 1024:
-        columns = 32 if (rows > 8 and n > k) or n >= WIDE else 16
+        wide = (rows > 8 and n > k) or (n >= WIDE and dtype != torch.float32)
+        columns = 32 if wide else 16
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
     if n < 2048:
         return FewRowsShape(8, 8, 128, 1, 4, 4) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
