@@ -141,7 +141,7 @@ class PackedPrefill:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if rotary := self.rotary[layer]:
-                self.position(q=q, k=k, positions=inputs.positions, **rotary._asdict())
+                self.position(q=q, k=k, positions=inputs.positions, rotary=rotary)
             return self.attention(
                 q=q,
                 k_new=k,
