@@ -106,7 +106,7 @@ def build_layers(
     if norm == "separate":
         plain = plain_layers(model)
         return lambda rows: plain
-    fused = activation_fused(model.config, kernels)
+    fused = activation_fused(model, kernels)
     activated = fused if activation == "epilogue" else activation_apart(model.config)
     library = FusedLayers(model, LibraryProducts(model, activated), kernels)
     if gemm == "library":
