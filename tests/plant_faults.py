@@ -54,7 +54,7 @@ FAULTS = (
         "advance.py",
         "(token == stop) | (position + 2 >=",
         "(token == stop) | (position + 1 >=",
-        ("test_device_state.py", "test_advance.py"),
+        ("test_device_state.py",),
     ),
     Fault(
         "attention kernel",
