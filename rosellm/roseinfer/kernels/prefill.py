@@ -29,7 +29,7 @@ from rosellm.triton_or_none import tl, triton
 ROLES = {"_prefill_attention_kernel": "attention"}
 BLOCK_M, LONG_BLOCK_M = 64, 128  # queries per tile: of any prompts, of long ones
 SECTION_TOKENS = 4096  # 16 MiB of keys and values of 8 heads of 128
-LONG_COUNT, MAX_LONG_HEAD_DIM = 1024, 128  # what 128 queries per tile are for
+LONG_PREFIX, MAX_LONG_HEAD_DIM = 4096, 128  # what 128 queries per tile are for
 SMALLEST_DOT = 16  # of each dimension of a Triton matrix product
 LOG2_E = math.log2(math.e)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -166,8 +166,8 @@ def launch_for(tile_size: int, dtype: torch.dtype, head_dim: int, group: int) ->
     """How :func:`prefill_attention` runs tiles of 64 or 128 new tokens, ``group`` query heads per key head.
 
     With 128 rows a program, of 64 tokens of two heads or 128 tokens of one, keys and values are read from the
-    L2 cache half as often as with 64. Tiles of 64 tokens take 64 keys at a time: sums then have the same
-    order for any chunks and cached prefixes of multiples of 64 tokens.
+    L2 cache half as often as with 64. Tiles of 64 tokens take 32 or 64 keys at a time: sums then have the
+    same order for any chunks and cached prefixes of multiples of 64 tokens.
     """
     if tile_size not in (BLOCK_M, LONG_BLOCK_M):
         raise OptionError(f"tiles of size {tile_size}: prefill attention takes {BLOCK_M} or {LONG_BLOCK_M}")
@@ -176,14 +176,19 @@ def launch_for(tile_size: int, dtype: torch.dtype, head_dim: int, group: int) ->
     stages = 3 if head_dim <= MAX_LONG_HEAD_DIM else 2
     if tile_size == LONG_BLOCK_M:
         return Launch(128, 8, 2) if 64 < head_dim <= MAX_LONG_HEAD_DIM else Launch(64, 8, stages)
-    return Launch(64, 8, stages, heads=2) if group % 2 == 0 else Launch(64, 4, stages)
+    if group % 2 == 0:
+        return Launch(32 if head_dim > 64 else 64, 8, stages, heads=2)
+    return Launch(64, 4, stages)
 
 
-def tile_size_for(counts: Sequence[int], dtype: torch.dtype, head_dim: int) -> int:
-    """Tile size of a prefill of ``counts`` new tokens: 128 if most of them are of long chunks."""
-    long = sum(count for count in counts if count >= LONG_COUNT)
-    halves = dtype != torch.float32 and head_dim <= MAX_LONG_HEAD_DIM
-    return LONG_BLOCK_M if halves and 2 * long > sum(counts) else BLOCK_M
+def tile_size_for(starts: Sequence[int], counts: Sequence[int], dtype: torch.dtype, head_dim: int) -> int:
+    """Tile size of a prefill of ``counts`` new tokens after ``starts`` cached ones, as measured on an H200.
+
+    128 if more than half of the new tokens follow a long prefix.
+    """
+    after = sum(count for start, count in zip(starts, counts, strict=True) if start >= LONG_PREFIX)
+    halves = dtype != torch.float32 and 64 < head_dim <= MAX_LONG_HEAD_DIM
+    return LONG_BLOCK_M if halves and 2 * after > sum(counts) else BLOCK_M
 
 
 @triton.jit
