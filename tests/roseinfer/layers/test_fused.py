@@ -13,7 +13,7 @@ from torch import Tensor
 from rosellm.models.arch import Norm
 from rosellm.models.attention import Attend, CausalAttention
 from rosellm.models.model import Projection, Transformer, activated
-from rosellm.roseinfer.kernels.linear import FEW_ROWS, SOME_ROWS, few_rows_linear_ref, parts_of
+from rosellm.roseinfer.kernels.linear import FEW_ROWS, few_rows_linear_ref, parts_of, some_rows
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, choose_kernels
 from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers
 from rosellm.roseinfer.layers.products import (
@@ -99,8 +99,8 @@ def test_the_number_of_rows_chooses_the_products(device):
         assert isinstance(layers_for(rows), FewRowsLayers)
     for rows, products in (
         (FEW_ROWS + 1, SomeRowsProducts),
-        (SOME_ROWS, SomeRowsProducts),
-        (SOME_ROWS + 1, LibraryProducts),
+        (some_rows(1), SomeRowsProducts),
+        (some_rows(1) + 1, LibraryProducts),
     ):
         assert isinstance(layers_for(rows), FusedLayers) and isinstance(layers_for(rows).products, products)
 
