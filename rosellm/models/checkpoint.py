@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rosellm.errors import CheckpointError
 from rosellm.models.arch import Arch
-from rosellm.models.families import read_arch
 from rosellm.models.families.family import eos_ids
+from rosellm.models.families.table import read_arch
 
 SHIPPED = "rose-tiny"
 SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders of assets

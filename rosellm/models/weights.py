@@ -23,7 +23,7 @@ from rosellm.atomic import replacing, write_text
 from rosellm.errors import CheckpointError
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder, load_config
-from rosellm.models.families import FAMILIES, KNOWN_SHAPES, write_arch
+from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
 from rosellm.models.model import Transformer
 from rosellm.models.shards import opened, shards_of
 

@@ -25,7 +25,7 @@ import torch
 from rosellm.command_line import OneLineParser, command
 from rosellm.errors import OptionError, RoseError
 from rosellm.models.arch import Arch
-from rosellm.models.families import write_arch
+from rosellm.models.families.table import write_arch
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.bench import options as bench_options

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import chain
 from threading import Lock
 from typing import Any, NoReturn
@@ -69,7 +68,7 @@ class Engine:
         check_launch(self.recipe, model.device)
         self.recipe.check_serves(model.config)
         if deterministic:
-            self.recipe = replace(self.recipe, numerics="invariant")
+            self.recipe = self.recipe.invariant()
         self.deterministic = self.recipe.numerics == "invariant"
         self.max_batch_size, self.block_size = max_batch_size, block_size
         self.max_model_len = _model_len(max_model_len, self.config)

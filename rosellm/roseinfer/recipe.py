@@ -69,6 +69,11 @@ class Recipe:
             if getattr(self, name) == value and not serves(config):
                 raise RecipeError(f"{name}={value!r} cannot run a model of family {config.family}: {reason}")
 
+    def invariant(self) -> Recipe:
+        """The same with one order of its sums; contexts are not cut, since where depends on the others."""
+        whole = "paged" if self.attention == "split" else self.attention
+        return replace(self, numerics="invariant", attention=whole)
+
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
 
@@ -84,14 +89,8 @@ def _is_plain(config: Arch) -> bool:
     return parts == ("layer", None, "gelu", PROJECTIONS, False, None)
 
 
-_OF_SOME_MODELS = (
-    (
-        "gemm",
-        "persistent",
-        "its one kernel has LayerNorm, GELU and biases, and no rotary embeddings",
-        _is_plain,
-    ),
-)
+_ONE_KERNEL = "its one kernel has LayerNorm, GELU and biases, and no rotary embeddings"
+_OF_SOME_MODELS = (("gemm", "persistent", _ONE_KERNEL, _is_plain),)
 
 
 class _Rule(NamedTuple):
@@ -177,7 +176,7 @@ def _climb() -> tuple[dict[str, Recipe], dict[str, str]]:
 
 
 LADDER, BEFORE = _climb()
-BEST_RUNG = "dependent_launch"
+BEST_RUNG = "split_kv"
 
 
 def _side_branches() -> frozenset[str]:
@@ -208,7 +207,10 @@ def best_rung(device: torch.device) -> str:
             f"{device} has compute capability {_dotted(capability)}; kernels need "
             f"{_dotted(TRITON_FROM)} or more: use device='cpu'"
         )
-    return BEFORE[BEST_RUNG]
+    rung = BEST_RUNG
+    while LADDER[rung].launch == "dependent":
+        rung = BEFORE[rung]
+    return rung
 
 
 def get_rung(name: str | None, device: torch.device | None = None) -> str:

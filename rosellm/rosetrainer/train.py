@@ -1,7 +1,8 @@
 """Makes the shipped models: ``python -m rosellm.rosetrainer.train [--arch qwen3] --output FOLDER``.
 
 A GPT-2 of 5 layers and width 256 (5.1 M parameters), or a Qwen3 of about that size, is trained on the sources
-of the Python standard library, with a byte-level BPE of 4,096 tokens trained on the same files. The number of tokens seen is ``--epochs``
+of the Python standard library, with a byte-level BPE of 4,096 tokens trained on the same files.
+The number of tokens seen is ``--epochs``
 times that of the training files: Python 3.11 with its tests has 29 MB of them, 8.3 M tokens, so the default
 40 epochs see 334 M tokens; an installation without tests has about 11 MB, 3 M tokens, and sees 120 M. The
 record holds the exact count and a digest of the corpus. Batches are windows at random offsets of the token
@@ -36,7 +37,7 @@ from rosellm.command_line import OneLineParser, command
 from rosellm.environment import environment
 from rosellm.errors import RoseError
 from rosellm.models.arch import Arch, Norm
-from rosellm.models.families import write_arch
+from rosellm.models.families.table import write_arch
 from rosellm.models.loading import DTYPES, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.models.rope import Rope

@@ -6,7 +6,7 @@ import pytest
 
 from rosellm.errors import CheckpointError
 from rosellm.models.arch import Norm
-from rosellm.models.families import KNOWN_SHAPES, read_arch, write_arch
+from rosellm.models.families.table import KNOWN_SHAPES, read_arch, write_arch
 from tests.helpers import small_config
 
 HF = {"model_type": "gpt2", "vocab_size": 101, "n_positions": 64, "n_layer": 2, "n_head": 2, "n_embd": 32}

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from rosellm.errors import CheckpointError
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import load_config
-from rosellm.models.families import FAMILIES, read_arch, write_arch
+from rosellm.models.families.table import FAMILIES, read_arch, write_arch
 from rosellm.models.weights import dummy_model, load_model
 from tests.models.family_checks import CPU, sizes, their_model
 

@@ -11,7 +11,7 @@ from tokenizers import processors
 
 from rosellm.errors import CheckpointError, PromptError
 from rosellm.models.chat import render_chat
-from rosellm.models.families import read_arch
+from rosellm.models.families.table import read_arch
 from rosellm.models.tokenizer import load_dummy_tokenizer, load_tokenizer, train_tokenizer
 from tests.models.family_checks import sizes
 
@@ -77,6 +77,12 @@ def test_each_folder_has_its_own_template(untemplated, tmp_path):
         (tmp_path / str(i)).mkdir()
         folder = templated(untemplated, tmp_path / str(i), template, in_config=True)
         assert render_chat(folder, MESSAGES) == template
+
+
+def test_the_next_chat_does_not_read_the_checkpoint_again(folder, monkeypatch):
+    first = render_chat(folder, MESSAGES)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    assert render_chat(folder, MESSAGES) == first
 
 
 def refused(kind: type, words: str, *given: object) -> None:

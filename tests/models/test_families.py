@@ -15,10 +15,10 @@ import torch
 import rosellm
 from rosellm.models.arch import Arch, Norm
 from rosellm.models.checkpoint import load_config
-from rosellm.models.families import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
+from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
 from rosellm.models.model import Transformer
 from rosellm.models.rope import Linear, Llama3, Rope, Yarn
-from rosellm.models.weights import save_model
+from rosellm.models.weights import load_model, save_model
 from tests.models.family_checks import (
     CPU,
     check_equal,
@@ -267,6 +267,32 @@ def test_the_older_spelling_of_rotary_embeddings_reads_as_the_newer_one(rope, ke
     assert read_arch(AutoConfig.for_model(**json.loads(json.dumps(older))).to_dict()) == read_arch(newer)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": YARN, "original_max_position_embeddings": 16},
+        {"rope_parameters": YARN | {"rope_theta": 50.0}, "rope_theta": 70.0},
+        {"rope_scaling": YARN | {"rope_theta": 50.0}, "rope_parameters": {"rope_theta": 70.0}},
+        {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}, "rope_theta": 50},
+    ],
+    ids=["outer context", "two thetas", "two objects", "two types"],
+)
+def test_of_two_fields_for_one_thing_the_one_that_transformers_takes_counts(tmp_path, fields):
+    config = json.dumps(sizes("llama") | {"model_type": "llama"} | fields)
+    theirs = their_model("llama", **json.loads(json.dumps(fields)))
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    check_equal(theirs, load_model(str(tmp_path), CPU, torch.float32))
+
+
+def test_yarn_makes_room_for_the_positions_that_it_stretches_to():
+    """Qwen's files keep the original context in max_position_embeddings when they are told to use YaRN."""
+    base = sizes("qwen2") | {"model_type": "qwen2"}
+    stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert read_arch(base | {"rope_scaling": stretched}).n_positions == 512
+    assert read_arch(base | {"rope_scaling": stretched | {"factor": 0.5}}).n_positions == 128
+
+
 def test_without_rotary_fields_the_angles_are_the_plain_ones():
     base = sizes("llama") | {"model_type": "llama"}
     for fields in ({}, {"rope_scaling": None}, {"rope_parameters": None}, {"rope_parameters": {}}):
@@ -304,7 +330,7 @@ def test_no_file_outside_the_families_names_one():
     [
         "if family == 'qwen3': ...",
         "FUSED = {'llama', 1}",
-        "from rosellm.models.families import mistral",
+        "from rosellm.models.families.table import mistral",
         "from rosellm.models.families.phi3 import FAMILY",
         "families.qwen2.FAMILY",
     ],

@@ -9,7 +9,7 @@ from rosellm.errors import CheckpointError, DeviceError
 from rosellm.lab.records.bench import get_model
 from rosellm.models import loading
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import DTYPES, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.cache import budget

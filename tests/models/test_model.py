@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rosellm.models.attention import CausalAttention, masked_attention
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
 from rosellm.models.weights import save_model
 from tests.helpers import CPU, FAMILIES, random_model, random_prompts, small_config, uncached_logits

@@ -12,7 +12,7 @@ from tokenizers import decoders, processors
 
 from rosellm.errors import CheckpointError
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
-from rosellm.models.families import KNOWN_SHAPES, write_arch
+from rosellm.models.families.table import KNOWN_SHAPES, write_arch
 from rosellm.models.tokenizer import (
     END_OF_TEXT,
     ByteStream,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rosellm.errors import CheckpointError
 from rosellm.models import weights
-from rosellm.models.families import read_arch
+from rosellm.models.families.table import read_arch
 from rosellm.models.model import Transformer
 from rosellm.models.weights import load_model, save_model
 from tests.models.family_checks import CPU, loaded, our_logits, prompt, sizes, their_model

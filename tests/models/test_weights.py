@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from rosellm.errors import CheckpointError
 from rosellm.models.checkpoint import checkpoint_folder, load_config
-from rosellm.models.families import FAMILIES, KNOWN_SHAPES
+from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES
 from rosellm.models.model import Transformer
 from rosellm.models.weights import dummy_model, load_model, save_model
 from tests.helpers import CPU, DTYPES, random_model, random_prompts, small_config, uncached_logits

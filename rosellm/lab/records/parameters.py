@@ -8,7 +8,7 @@ from typing import Any
 
 from rosellm.errors import RoseError, told
 from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
 
 PROMPTS = ("prompt_lengths", "mixed_lengths", "prompt_tokens")

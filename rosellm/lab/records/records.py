@@ -11,7 +11,7 @@ from typing import Any
 
 import rosellm
 from rosellm.errors import RoseError
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER
 

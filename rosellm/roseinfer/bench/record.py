@@ -15,7 +15,7 @@ import torch
 from rosellm.atomic import write_text
 from rosellm.environment import environment
 from rosellm.errors import RoseError
-from rosellm.models.families import write_arch
+from rosellm.models.families.table import write_arch
 from rosellm.roseinfer.engine import Engine
 
 SCHEMA_VERSION = 1

@@ -74,21 +74,19 @@ def variant_for(
     Rows that fill the GPU stay whole, unless they may be of very unequal lengths.
     """
     programs, pieces = rows * kv_heads, max(1, 2 * num_sms // kv_heads)  # two programs a processor
+    whole = whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
     if programs >= 2 * num_sms:
         if longest <= LONG or group == 1:
-            return whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
+            return whole
         return Variant(32, 2 * pieces, 2, 4) if programs >= FULL * num_sms else Variant(64, pieces, 4, 2)
-    if longest <= SHORT:
-        return whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
-    if rows * longest <= 16 * pieces * 8:  # tiles of 16 tokens, eight a piece at most
-        most = min(pieces, rows * -(-longest // 16))
+    if longest <= SHORT or (rows > 2 and longest <= LONG // 2):
+        return whole
+    tiles = rows * -(-longest // 16)
+    if tiles <= 8 * pieces:
+        most = min(pieces, tiles)
         return Variant(16, most, 1, 1, 1) if group == 1 else Variant(16, most, 1, 2)
     if group == 1:
-        return (
-            Variant(16, 4 * pieces, 2, 3, 1)
-            if longest > LONG // 2
-            else whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
-        )
+        return Variant(16, 4 * pieces, 2, 3, 1)
     return Variant(128 if head_dim <= 64 else 64, pieces, 4, 2)
 
 

@@ -22,7 +22,8 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import GraphPool, record_graph
 from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
 
-CAPTURED_TOKENS = 512
+WARMED_TOKENS = 512  # runs up to here are captured before the first request
+CAPTURED_TOKENS, CAPTURED_ROWS = 4096, 256
 
 
 A = TypeVar("A", Tensor, np.ndarray)
@@ -50,13 +51,18 @@ class _Inputs(Generic[A]):
         return cls(ids, positions, columns.reshape(6, tiles), last, table.reshape(rows, width))
 
 
+def bucket_of(n_tokens: int) -> int:
+    """The captured run that serves ``n_tokens``: powers of two to 512, then multiples of 512."""
+    return 1 << (n_tokens - 1).bit_length() if n_tokens <= 512 else -(-n_tokens // 512) * 512
+
+
 class PackedPrefill:
     """Caches tokens with a kernel that attends and writes keys and values at once; needs a shared pool.
 
     layers_for: number of tokens → layers. width: blocks a sequence may hold. capture: runs of up to
-    ``CAPTURED_TOKENS`` tokens are padded to a power of two with inert rows and replayed as a CUDA graph,
-    since launching their kernels takes the host longer than running them takes the GPU. pool: the graphs'
-    memory.
+    ``CAPTURED_TOKENS`` tokens of ``CAPTURED_ROWS`` sequences are padded with inert rows (:func:`bucket_of`)
+    and replayed as a CUDA graph, since launching their kernels takes the host longer than running them takes
+    the GPU. pool: the graphs' memory.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class PackedPrefill:
     def warm_up(self, rows: int) -> None:
         """Capture runs of up to as many tokens as ``rows`` short prompts may have."""
         bucket = 1
-        while self._capture and bucket <= min(4 * rows, CAPTURED_TOKENS):
+        while self._capture and bucket <= min(4 * rows, WARMED_TOKENS):
             self._forward_of(bucket)
             bucket *= 2
 
@@ -97,8 +103,8 @@ class PackedPrefill:
             for sequence, count in zip(sequences, counts, strict=True):
                 self.blocks.reserve_prompt(0, sequence.block_ids[0], count + self._ahead(sequence, count))
             n_tokens = sum(counts)
-            if self._capture and n_tokens <= CAPTURED_TOKENS:
-                return self._replay(sequences, starts, counts, 1 << (n_tokens - 1).bit_length())
+            if self._capture and n_tokens <= CAPTURED_TOKENS and len(counts) <= CAPTURED_ROWS:
+                return self._replay(sequences, starts, counts, bucket_of(n_tokens))
             columns = tile_columns(starts, counts, None, BLOCK_M)
             shape = n_tokens, columns.shape[1], len(counts), self.width
             n_whole = self._fill(sequences, starts, counts, columns, shape)
@@ -120,8 +126,9 @@ class PackedPrefill:
         return forward()[_Inputs.of(buffer, *shape).last[:n_whole]]
 
     def _shape(self, bucket: int) -> Shape:
-        """Room for one tile and one sequence per token, which is the most there can be."""
-        return bucket, bucket, bucket, self.width
+        """Room for a sequence per token, up to ``CAPTURED_ROWS``, and for all their tiles."""
+        rows = min(bucket, CAPTURED_ROWS)
+        return bucket, min(bucket, rows + bucket // BLOCK_M), rows, self.width
 
     def _forward_of(self, bucket: int) -> tuple[Tensor, Callable[[], Tensor]]:
         if bucket not in self._captured:

@@ -18,7 +18,7 @@ from rosellm.lab.records.ledger import Ledger, of_unprofiled, step_ledger, token
 from rosellm.lab.records.records import find, floor_us
 from rosellm.lab.records.roles import by_place, kernel_role, operator_role
 from rosellm.lab.records.trace import Event, Trace, read_trace
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import LADDER, best_rung
 from rosellm.roseinfer.steps.step import STEP_RANGE
 from tests.helpers import CPU, TRITON_DEVICES

@@ -6,7 +6,7 @@ import pytest
 
 from rosellm.lab.records import measure, recordings, step_records
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 

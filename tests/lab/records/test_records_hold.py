@@ -7,7 +7,7 @@ import pytest
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import find, rivals
 from rosellm.lab.records.verdicts import Verdict, run_to_run
-from rosellm.models.families import read_arch
+from rosellm.models.families.table import read_arch
 from rosellm.roseinfer.recipe import BEST_RUNG
 
 RESULTS = find()

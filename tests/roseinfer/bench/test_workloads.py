@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rosellm.errors import RoseError
-from rosellm.models.families import KNOWN_SHAPES
+from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import resolve_device
 from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.bench.job import choose_recipe, print_header
