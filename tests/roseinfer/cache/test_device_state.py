@@ -76,7 +76,7 @@ def test_the_first_rows_are_a_view_and_others_a_copy():
 # A row as bytes.
 
 
-def make_sequence(prompt: list[int], eos: int | None = None, **params) -> Sequence:
+def make_sequence(prompt: list[int], eos: tuple[int, ...] = (), **params) -> Sequence:
     return Sequence(1, prompt, SamplingParams(**params), 1, eos)
 
 
@@ -95,7 +95,7 @@ def as_float32(x: float) -> float:
 @quick
 @given(
     prompt=st.lists(st.integers(0, INT32_MAX), min_size=4, max_size=4),
-    eos=st.none() | st.integers(0, INT32_MAX),
+    eos=st.lists(st.integers(0, INT32_MAX), max_size=3).map(tuple),
     position=st.integers(0, 3),
     rounds=st.integers(0, ROUNDS - 1),
     temperature=st.floats(0, 1.79e308) | st.sampled_from([0, 1, 1e-300, 1e308, 3.4028235677973366e38]),
@@ -113,15 +113,15 @@ def test_a_row_holds_what_the_sequence_says(prompt, eos, position, rounds, tempe
     row = row_of(sequence, position, rounds)
     assert (row.tokens, row.positions, row.rounds) == (prompt[position], position, rounds)
     assert row.limits == len(prompt) + integers["max_tokens"]
-    assert row.stops == (NO_STOP if eos is None else eos)
+    assert row.stops == (eos[0] if eos else NO_STOP)
     assert row.top_k == min(integers["top_k"], INT32_MAX) and row.seeds == integers["seed"]
     assert row.temperatures.item() == as_float32(temperature) < math.inf
     assert row.top_p.item() == as_float32(top_p)
 
 
 def test_a_row_that_ignores_the_end_has_no_stop_token():
-    assert row_of(make_sequence([1], 7, ignore_eos=True), 0, 0).stops == NO_STOP
-    assert row_of(make_sequence([1], 7), 0, 0).stops == 7
+    assert row_of(make_sequence([1], (7, 8), ignore_eos=True), 0, 0).stops == NO_STOP
+    assert row_of(make_sequence([1], (7, 8)), 0, 0).stops == 7
 
 
 # Advancing.
