@@ -141,15 +141,15 @@ ROW = st.fixed_dictionaries(
 
 @st.composite
 def cases(draw):
-    """Rows, the slots that advance, and tiles of (value, index); or tokens without values."""
+    """Rows, the slots that advance, tiles of (value, index) or tokens without values, and the stop tokens."""
     rows = draw(st.lists(ROW, min_size=1, max_size=5))
     slots = draw(st.permutations(range(len(rows))))[: draw(st.integers(1, len(rows)))]
-    tiles = draw(st.integers(1, 5))
+    tiles, stop_tokens = draw(st.integers(1, 5)), tuple(draw(st.lists(TOKENS, max_size=3)))
     if draw(st.booleans()):
         choice = st.tuples(VALUES, TOKENS)
-        return rows, slots, [draw(st.lists(choice, min_size=tiles, max_size=tiles)) for _ in slots]
+        return rows, slots, [draw(st.lists(choice, min_size=tiles, max_size=tiles)) for _ in slots], stop_tokens
     tokens = TOKENS | st.just(NOT_FINITE)
-    return rows, slots, [draw(tokens) for _ in slots]
+    return rows, slots, [draw(tokens) for _ in slots], stop_tokens
 
 
 def choose(choice) -> int:
@@ -160,7 +160,9 @@ def choose(choice) -> int:
     return NOT_FINITE if math.isinf(best) else min(index for value, index in choice if value == best)
 
 
-def advance_by_hand(rows: list[dict], slots: list[int], choices: list) -> tuple[list[dict], dict]:
+def advance_by_hand(
+    rows: list[dict], slots: list[int], choices: list, stop_tokens: tuple[int, ...]
+) -> tuple[list[dict], dict]:
     """The rows afterwards, and what is in the ring: (round, slot) → token."""
     rows, told = [dict(row) for row in rows], {}
     for slot, choice in zip(slots, choices, strict=True):
@@ -172,16 +174,17 @@ def advance_by_hand(rows: list[dict], slots: list[int], choices: list) -> tuple[
             continue
         length = row["positions"] + 2  # the tokens cached before, the one cached now, the new one
         row["positions"] += 1
-        if token == NOT_FINITE or token == row["stops"] or length >= row["limits"]:
+        stopped = row["stops"] >= 0 and token in (row["stops"], *stop_tokens)
+        if token == NOT_FINITE or stopped or length >= row["limits"]:
             row["positions"] = INERT
         if token != NOT_FINITE:
             row["tokens"] = token
     return rows, told
 
 
-def state_of(rows: list[dict], device: torch.device) -> DeviceState:
+def state_of(rows: list[dict], device: torch.device, stop_tokens: tuple[int, ...] = ()) -> DeviceState:
     """Rows with these fields; all other words are 99."""
-    state = DeviceState(len(rows), 3, device)
+    state = DeviceState(len(rows), 3, device, stop_tokens)
     state.rows.fill_(99)
     for i, row in enumerate(rows):
         for name, value in row.items():
@@ -207,10 +210,10 @@ def test_rows_advance_as_by_hand(device):
     @quick
     @given(case=cases())
     def check(case):
-        rows, slots, choices = case
-        state = state_of(rows, place)
+        rows, slots, choices, stop_tokens = case
+        state = state_of(rows, place, stop_tokens)
         advance(kernel, state, slots, choices)
-        expected, told = advance_by_hand(rows, slots, choices)
+        expected, told = advance_by_hand(rows, slots, choices, stop_tokens)
         assert torch.equal(state.rows.cpu(), state_of(expected, CPU).rows)
         ring = torch.full_like(state.ring, INERT)
         for (count, slot), token in told.items():
@@ -233,14 +236,15 @@ def test_the_ring_begins_anew_after_its_last_round(device):
 
 
 @pytest.mark.parametrize("device", ADVANCES)
-@pytest.mark.parametrize("eos", [None, 3])
-def test_a_row_ends_where_its_sequence_does(eos, device):
+@pytest.mark.parametrize("ignored", [False, True], ids=["ends", "ignored"])
+@pytest.mark.parametrize("eos", [(), (3,), (3, 0, 5)], ids=str)
+def test_a_row_ends_where_its_sequence_does(eos, ignored, device):
     kernel, place = advance_on(device)
     rng = random.Random(0)
-    for max_tokens in (1, 2, 6):
-        sequence = make_sequence([1, 2, 4], eos, max_tokens=max_tokens)
+    for max_tokens in (1, 2, 6, 20):
+        sequence = make_sequence([1, 2, 4], eos, max_tokens=max_tokens, ignore_eos=ignored)
         sequence.n_cached = 2
-        state = DeviceState(1, 3, place)
+        state = DeviceState(1, 3, place, eos)
         words = np.frombuffer(row_bytes(sequence, len(sequence.tokens) - 1, 0), np.int32)
         state.rows[0, :FIELDS] = torch.from_numpy(words.copy()).to(place)
         while not sequence.is_finished:
