@@ -103,11 +103,11 @@ class Greedy:
 
 
 def transformers_greedy(folder: Path, prompts: list[list[int]], n: int) -> Greedy:
-    """Each prompt by itself: ``GPT2LMHeadModel.generate``, eager attention, fp32."""
-    from transformers import GPT2LMHeadModel
+    """Each prompt by itself: ``generate`` of the model's own class, eager attention, fp32."""
+    from transformers import AutoModelForCausalLM
 
-    model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model.eval().generation_config.eos_token_id = None
     tokens, leads = [], []
     for prompt in prompts:
         ids = torch.tensor([prompt])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,17 +76,25 @@ def serves(rung: str, name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def save(name: str) -> Path:
+        if name in SHIPPED_MODELS:
+            return checkpoint_folder(name)
+        path = tmp_path_factory.mktemp(name)
+        if name in SHAPES:
+            save_model(random_model(len(name), SHAPES[name]), path, torch.float32)
+        else:
+            their_model(name, seed=1, **FAMILIES[name]).save_pretrained(path)
+        return path
+
+    return save
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Path:
     """Of the model named ``request.param``."""
-    name = request.param
-    if name in SHIPPED_MODELS:
-        return checkpoint_folder(name)
-    path = tmp_path_factory.mktemp(name)
-    if name in SHAPES:
-        save_model(random_model(len(name), SHAPES[name]), path, torch.float32)
-    else:
-        their_model(name, seed=1, **FAMILIES[name]).save_pretrained(path)
-    return path
+    return saved(request.param)
 
 
 def prompts_for(folder: Path) -> list[list[int]]:
