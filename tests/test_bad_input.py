@@ -384,7 +384,7 @@ FILES = [
     row(config(scale_attn_weights=None), CheckpointError, "scale_attn_weights None", "only True is"),
     row(config(reorder_and_upcast_attn="no"), CheckpointError, "'no'", "only False is"),
     row(config(model_type={}), CheckpointError, "model_type {} is not supported; gpt2, llama"),
-    row(config(model_type="llama"), CheckpointError, "config.json lacks num_hidden_layers"),
+    row(config(model_type="llama"), CheckpointError, "config.json lacks max_position", "num_hidden_layers"),
 ]  # fmt: skip
 
 
