@@ -28,7 +28,7 @@ from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.recipe import LADDER, check_launch
 
 RIVAL = "vLLM 0.22.1"
-EFFORT = {"engines": 1, "seconds": 0.3}  # of the ladder's steps
+EFFORT = {"engines": 1, "seconds": 0.2, "turns": 2}  # of the ladder's steps
 
 
 class Row(NamedTuple):
