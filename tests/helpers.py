@@ -106,7 +106,9 @@ def transformers_greedy(folder: Path, prompts: list[list[int]], n: int) -> Greed
     """Each prompt by itself: ``generate`` of the model's own class, eager attention, fp32."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
     model.eval().generation_config.eos_token_id = None
     tokens, leads = [], []
     for prompt in prompts:

@@ -145,7 +145,9 @@ def takes(rung: str, runner: str, deterministic: bool) -> bool:
 @cache
 def serves(rung: str, model: str) -> bool:
     """Whether the rung runs models of that shape."""
-    config = small_config(**SMALL_MODELS[model][1]) if model in SMALL_MODELS else load_config(folder_of(model))
+    config = (
+        small_config(**SMALL_MODELS[model][1]) if model in SMALL_MODELS else load_config(folder_of(model))
+    )
     try:
         LADDER[rung].check_serves(config)
     except RecipeError:

@@ -147,7 +147,12 @@ def cases(draw):
     tiles, stop_tokens = draw(st.integers(1, 5)), tuple(draw(st.lists(TOKENS, max_size=3)))
     if draw(st.booleans()):
         choice = st.tuples(VALUES, TOKENS)
-        return rows, slots, [draw(st.lists(choice, min_size=tiles, max_size=tiles)) for _ in slots], stop_tokens
+        return (
+            rows,
+            slots,
+            [draw(st.lists(choice, min_size=tiles, max_size=tiles)) for _ in slots],
+            stop_tokens,
+        )
     tokens = TOKENS | st.just(NOT_FINITE)
     return rows, slots, [draw(tokens) for _ in slots], stop_tokens
 

@@ -14,7 +14,6 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import RequestMetrics, Sequence
-from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig, one_each
 from rosellm.roseinfer.text import IncrementalText
