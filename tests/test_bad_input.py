@@ -281,7 +281,7 @@ def test_a_bad_request_or_option_is_refused_and_the_engine_serves_on(one: Row, s
 def test_poisoned_weights_fail_each_request_with_its_reason_and_leave_nothing_behind(
     serving: LLM, poison: float
 ) -> None:
-    weight = serving.engine.model.blocks[1].down.weight
+    weight = serving.engine.model.blocks[1].norm_2.weight
     kept = weight.clone()
     weight.fill_(poison)
     try:

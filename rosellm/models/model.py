@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         self._pad()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
-        """Moved or converted, the vocabulary's matrices keep their rows of zeros and the angles their fp32."""
+        """Moved or converted, the vocabulary keeps its rows of zeros and the angles keep fp32."""
         super()._apply(fn, recurse)
         self._pad()
         if self.cos_sin is not None and self.cos_sin.dtype != torch.float32:
