@@ -9,7 +9,7 @@ from rosellm.models.attention import CausalAttention, masked_attention
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
 from rosellm.models.weights import save_model
-from tests.helpers import CPU, MODERN, random_model, random_prompts, small_config, uncached_logits
+from tests.helpers import CPU, random_model, random_prompts, small_config, uncached_logits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -140,16 +140,3 @@ def test_gradients_reach_every_parameter():
     hidden = gpt(ids, torch.arange(16), CausalAttention([16], CPU))
     torch.nn.functional.cross_entropy(gpt.logits(hidden), ids).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in gpt.parameters())
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_model_that_is_moved_or_converted_keeps_its_rows_of_zeros_and_its_angles(tied: bool):
-    shape = small_config(**MODERN | {"tie_embeddings": tied})
-    for gpt in (random_model(0, shape), Transformer(shape).initialise(0)):
-        angles, weight = gpt.cos_sin.clone(), gpt.lm_head.weight.detach().clone()
-        gpt.to(torch.float16).to("cpu")
-        assert gpt.padded_head.shape == (128, 32) and not gpt.padded_head[101:].any()
-        assert torch.equal(gpt.padded_head[:101], weight.half())
-        assert gpt.padded_head.data_ptr() == gpt.lm_head.weight.data_ptr()
-        assert (gpt.lm_head.weight is gpt.token_embedding.weight) == tied
-        assert torch.equal(gpt.cos_sin, angles) and gpt.cos_sin.dtype == torch.float32
