@@ -96,8 +96,7 @@ def _embedding(n: int, width: int) -> nn.Embedding:
 class Transformer(nn.Module):
     """Token ids and positions ``[N]`` → hidden states ``[N, C]``; :meth:`logits` maps those to ``[N, V]``.
 
-    cos_sin: the angles of every position, ``[P, D]`` fp32, or None with learned positions. The vocabulary's
-    matrices are followed by rows of zeros in memory.
+    cos_sin: the angles of every position, ``[P, D]`` fp32, or None with learned positions.
     """
 
     cos_sin: Tensor | None
@@ -115,21 +114,6 @@ class Transformer(nn.Module):
         if self.lm_head.weight.device.type != "meta":
             self._tabulate(self.lm_head.weight.device)
         self._tie()
-        self._pad()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
-        """Moved or converted, the vocabulary's matrices keep their rows of zeros and the angles their fp32."""
-        super()._apply(fn, recurse)
-        self._pad()
-        if self.cos_sin is not None and self.cos_sin.dtype != torch.float32:
-            self._tabulate(self.cos_sin.device)
-        return self
-
-    def _pad(self) -> None:
-        for matrix in (self.token_embedding.weight, self.lm_head.weight):
-            if matrix.untyped_storage().nbytes() < _aligned(len(matrix)) * matrix.shape[1] * matrix.itemsize:
-                padded = _padded(matrix.shape, matrix.device, matrix.dtype)
-                matrix.data = padded.copy_(matrix.detach())
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:
@@ -141,7 +125,7 @@ class Transformer(nn.Module):
 
     @classmethod
     def allocate(cls, config: Arch, device: torch.device, dtype: torch.dtype) -> Transformer:
-        """An inference model with uninitialised weights."""
+        """An inference model with uninitialised weights; the vocabulary's matrices end in rows of zeros."""
         with torch.device("meta"):
             model = cls(config)
         vocabulary = (model.token_embedding, model.lm_head)
@@ -153,6 +137,15 @@ class Transformer(nn.Module):
         model._tie()
         model._tabulate(device)
         return model.eval()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
+        """A move or a cast keeps the rows of zeros after the vocabulary's matrices, and angles in fp32."""
+        super()._apply(fn, recurse)
+        for module in (self.token_embedding, self.lm_head):
+            weight = module.weight.data
+            module.weight.data = _padded(weight.shape, weight.device, weight.dtype).copy_(weight)
+        self._tabulate(self.device)
+        return self
 
     @property
     def device(self) -> torch.device:
@@ -198,7 +191,7 @@ class Transformer(nn.Module):
 
     @property
     def padded_head(self) -> Tensor:
-        """The head's weight with the zero rows that follow it in memory, ``[V', C]``: a view."""
+        """The head's weight with the zero rows that :meth:`allocate` added, ``[V', C]``: a view."""
         rows, width = self.lm_head.weight.shape
         return self.lm_head.weight.as_strided((_aligned(rows), width), (width, 1))
 

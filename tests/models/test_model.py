@@ -9,7 +9,7 @@ from rosellm.models.attention import CausalAttention, masked_attention
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
 from rosellm.models.weights import save_model
-from tests.helpers import CPU, MODERN, random_model, random_prompts, small_config, uncached_logits
+from tests.helpers import CPU, FAMILIES, random_model, random_prompts, small_config, uncached_logits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -142,14 +142,14 @@ def test_gradients_reach_every_parameter():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in gpt.parameters())
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_model_that_is_moved_or_converted_keeps_its_rows_of_zeros_and_its_angles(tied: bool):
-    shape = small_config(**MODERN | {"tie_embeddings": tied})
-    for gpt in (random_model(0, shape), Transformer(shape).initialise(0)):
-        angles, weight = gpt.cos_sin.clone(), gpt.lm_head.weight.detach().clone()
-        gpt.to(torch.float16).to("cpu")
-        assert gpt.padded_head.shape == (128, 32) and not gpt.padded_head[101:].any()
-        assert torch.equal(gpt.padded_head[:101], weight.half())
-        assert gpt.padded_head.data_ptr() == gpt.lm_head.weight.data_ptr()
-        assert (gpt.lm_head.weight is gpt.token_embedding.weight) == tied
-        assert torch.equal(gpt.cos_sin, angles) and gpt.cos_sin.dtype == torch.float32
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_cast_keeps_the_heads_rows_of_zeros_its_ties_and_angles_in_fp32(dtype, family):
+    gpt = random_model(0, small_config(**FAMILIES.get(family, {})))
+    angles, weight = gpt.cos_sin, gpt.lm_head.weight.clone()
+    cast = gpt.to(dtype)
+    rows = len(weight)
+    assert torch.equal(cast.padded_head[:rows], weight.to(dtype)) and not cast.padded_head[rows:].any()
+    tied = cast.lm_head.weight is cast.token_embedding.weight
+    assert tied == gpt.config.tie_embeddings
+    assert angles is cast.cos_sin or torch.equal(angles, cast.cos_sin)

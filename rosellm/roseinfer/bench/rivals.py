@@ -91,7 +91,7 @@ class Rosellm(Rival):
 
 
 class Transformers(Rival):
-    """``generate`` of its own model: static batches of at most ``max_batch_size`` prompts, padded on the left.
+    """Its own model's ``generate``: static batches of at most ``max_batch_size`` prompts, padded on the left.
 
     Its generation config has no end of sequence: ``min_new_tokens`` would forbid that token, which the other
     rivals may choose.
