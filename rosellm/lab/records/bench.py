@@ -67,6 +67,7 @@ class Bench:
             model,
             recipe=recipe,
             max_batch_size=len(prompts),
+            max_model_len=min(longest, model.config.n_positions),
             num_kv_blocks=len(prompts) * blocks_for(longest, block_size),
             block_size=block_size,
             gate=None if gate_from is None else AppendGate(gate_from),

@@ -3,8 +3,8 @@
 Each program multiplies the hidden states by one tile of the vocabulary and keeps each row's best value and
 its index; ``advance.advance`` picks the best of the ``[M, TILES]`` results. A sampled row's value is
 ``logit + temperature * gumbel noise``, whose argmax is an exact draw from ``softmax(logits / temperature)``
-(Gumbel 1954), with the noise of ``noise.gumbel``. Logits are first rounded to the model's dtype, as if they
-had been stored.
+(Gumbel 1954), with the noise of ``noise.gumbel``. Logits are compared as the fp32 sums that they are:
+rounded to 16 bits, many of a large vocabulary tie.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def best_tokens_ref(
     ``[M]``: tokens cached before this step, so the token drawn gets index ``positions + 1``. A NaN logit
     counts as +inf, so that it is noticed. sampled: False if all rows are greedy.
     """
-    logits = (hidden.float() @ weight.float().t()).to(hidden.dtype).float()
+    logits = hidden.float() @ weight.float().t()
     logits = torch.where(logits.isnan(), float("inf"), logits)
     if sampled:
         noise = gumbel_noise(seeds, positions + 1, weight.shape[0])
@@ -67,9 +67,7 @@ def _best_tokens_kernel(
     acc = tile_product(
         hidden_ptr, weight_ptr, tile_rows, held_rows, columns, 0, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K
     )
-    # Rounding the accumulators themselves would make ptxas wait for each matrix instruction of the loop.
-    acc += tl.where(columns < N, 0.0, float("-inf"))[None, :]
-    logits = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
+    logits = acc + tl.where(columns < N, 0.0, float("-inf"))[None, :]
     logits = tl.where(logits == logits, logits, float("inf"))
     rows = first_row.to(tl.int64) + tile_rows
     if SAMPLED:

@@ -17,6 +17,7 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
 COLUMNS = 1024
+BELOW_ONE = 1 - 2**-24
 
 
 def philox4x32(
@@ -45,14 +46,16 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, the specification: seeds ``[B]`` int64, positions ``[B]`` int → ``[B, V]`` fp32.
 
     A row's noise depends only on its own seed and position. Key: the seed's low and high word; counter:
-    (vocabulary index, position, 0, 0); the first output word's upper 23 bits give a uniform number halfway
-    between multiples of 2**-23, so neither logarithm sees 0 or 1: values from -2.8 to 16.6.
+    (vocabulary index, position, 0, 0). The first output word gives a uniform number of 32 bits, halfway
+    between multiples of 2**-32, through its distance from 1, which fp32 holds exactly where noise is large:
+    values from -2.8 to 22.9.
     """
     column = torch.arange(vocab_size, device=seeds.device)  # [V]
     seeds, position = seeds[:, None], positions.long()[:, None]  # [B, 1]
     zero = torch.zeros_like(position)
     word = philox4x32((column, position, zero, zero), (seeds & WORD, (seeds >> 32) & WORD))[0]  # [B, V]
-    return (word >> 9).float().add_(0.5).mul_(2**-23).log_().neg_().log_().neg_()
+    from_one = (WORD - word).float().add_(0.5).mul_(2**-32).clamp_max_(BELOW_ONE)
+    return from_one.neg_().log1p_().neg_().log_().neg_()
 
 
 @triton.jit
@@ -60,8 +63,9 @@ def gumbel(seed, position, column):
     """:func:`gumbel_noise` inside a kernel: seed int64, position and column any integers, all broadcast."""
     column = column.to(tl.uint32)
     word, _, _, _ = tl.philox(seed, column, position.to(tl.uint32), column * 0, column * 0, n_rounds=10)
-    uniform = ((word >> 9).to(tl.float32) + 0.5) * (1 / 8388608)
-    return -tl.log(-tl.log(uniform))
+    v = tl.minimum((~word).to(tl.float32) * (1 / 4294967296) + (0.5 / 4294967296), 1 - 1 / 16777216)
+    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5)))))
+    return -tl.log(tl.where(v < 1 / 32, series, -tl.log(1 - v)))  # -log1p(-v), which has no operator
 
 
 @triton.jit

@@ -55,8 +55,8 @@ def make_case(
 
 
 def logits_of(case: dict) -> Tensor:
-    """As a model would have stored them: ``[M, V]`` of its dtype."""
-    return (case["hidden"].float() @ case["weight"].float().t()).to(case["hidden"].dtype)
+    """As fp32 sums: ``[M, V]``."""
+    return case["hidden"].float() @ case["weight"].float().t()
 
 
 def scores_of(case: dict) -> Tensor:
@@ -216,13 +216,14 @@ def test_of_equal_logits_the_first_wins_in_a_tile_and_across_tiles(device):
 
 
 @pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
-def test_logits_are_compared_as_their_dtype_holds_them(device):
-    """1 + 2**-12 is 1 in half precision, and the first of equals wins."""
+def test_logits_are_compared_as_fp32_sums(device):
+    """1 + 2**-12 would be 1 in half precision, where the first of equals wins."""
     best_tokens = best_tokens_ref if device == "reference" else make_best_tokens()
     case = make_case(1, 3, 2, device="cpu" if device == "reference" else device, temperatures=[0.0])
     case["hidden"] = case["hidden"].new_tensor([[1.0, 2.0**-12]]).half()
     case["weight"] = case["weight"].new_tensor([[0.5, 0.0], [1.0, 0.0], [1.0, 1.0]]).half()
-    assert best_of_tiles(*best_tokens(**case)) == (1.0, 1)
+    value, index = best_of_tiles(*best_tokens(**case))
+    assert (value.item(), index.item()) == (1 + 2.0**-12, 2)
     exact = {name: value.float() if name in ("hidden", "weight") else value for name, value in case.items()}
     assert best_of_tiles(*best_tokens(**exact)) == (1.0 + 2.0**-12, 2)
 

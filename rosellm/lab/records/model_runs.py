@@ -1,0 +1,162 @@
+"""Measure the workloads of modern models, and the ladder's steps: one model loaded for all.
+
+Records go to DIR/MODEL/WORKLOAD.json and steps-WORKLOAD.json. A workload that the model has too few positions for is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.errors import RecipeError, RoseError
+from rosellm.lab.records.records import Results
+from rosellm.lab.records.step_records import ladder_steps
+from rosellm.models.loading import AnyTokenizer, load_parts
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.bench.record import new_record, write_record
+from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
+from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
+from rosellm.roseinfer.recipe import LADDER, check_launch
+
+RIVAL = "vLLM 0.22.1"
+EFFORT = {"engines": 1, "seconds": 0.3}  # of the ladder's steps
+
+
+class Row(NamedTuple):
+    """One workload of one model: our median, the rival's, the floor, in ``unit``; None where unknown."""
+
+    workload: str
+    ours: float | None
+    rival: float | None
+    floor: float | None
+    unit: str
+
+
+def short_name(model: str) -> str:
+    """``Qwen/Qwen3-0.6B`` → ``Qwen3-0.6B``."""
+    return Path(model).name
+
+
+def recorded_models(results: Results) -> list[str]:
+    """The models that have records of whole runs."""
+    return sorted({path.parent.name for path in results.folder.glob("*/D1.json")})
+
+
+def table(results: Results, model: str, rivals: dict[str, Any]) -> list[Row]:
+    """Every workload with a record or a rival's figure; ``rivals``: of ``rivals-h200.json``."""
+    theirs = rivals["modern_models"]["models"].get(model, {})
+    rows = (_row(results, model, w, theirs.get(RIVAL, {}), theirs.get("floor", {})) for w in MODEL_WORKLOADS)
+    return [row for row in rows if row.ours is not None or row.rival is not None]
+
+
+def _row(results: Results, model: str, name: str, rival: dict, floor: dict) -> Row:
+    path = results.folder / model / f"{name}.json"
+    ours = figure(json.loads(path.read_text()), MODEL_WORKLOADS[name]) if path.is_file() else None
+    return Row(name, ours, rival.get(name), floor.get(name), unit_of(MODEL_WORKLOADS[name]))
+
+
+def unit_of(workload: Workload) -> str:
+    """What a workload is judged by: time to the first token, prompt tokens or new tokens a second."""
+    if workload.max_new_tokens > 1:
+        return "tok/s"
+    return "ms" if workload.num_requests == 1 else "prompt tok/s"
+
+
+def figure(record: dict[str, Any], workload: Workload) -> float:
+    """The median over a record's repeats, in the workload's unit."""
+    (result,) = record["results"].values()
+    medians, unit = result["medians"], unit_of(workload)
+    if unit == "ms":
+        return medians["ttft_p50_s"] * 1e3
+    if unit == "tok/s":
+        return medians["total_throughput_tok_s"]
+    return workload.num_requests * (workload.prompt_tokens or 1) / medians["total_time_s"]
+
+
+def measure(arguments: argparse.Namespace, names: Iterable[str], ladder: Iterable[str]) -> None:
+    """Measure and write each workload's record, then the steps of every rung at those of ``ladder``."""
+    gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
+    folder = arguments.output / short_name(arguments.model)
+    folder.mkdir(parents=True, exist_ok=True)
+    measure_runs(arguments, names, gpt, tokenizer, folder)
+    for name in ladder:
+        figures = ladder_steps(gpt, rungs_for(gpt), MODEL_WORKLOADS[name], **EFFORT)
+        record = new_record(f"steps-{name}", gpt.device, model=arguments.model, figures=figures)
+        write_record(folder / f"steps-{name}.json", record)
+
+
+def rungs_for(gpt: Transformer) -> list[str]:
+    """The rungs that serve the model on its device."""
+
+    def serves(rung: str) -> bool:
+        try:
+            check_launch(LADDER[rung], gpt.device)
+            LADDER[rung].check_serves(gpt.config)
+        except RecipeError:
+            return False
+        return True
+
+    return [rung for rung in LADDER if serves(rung)]
+
+
+def measure_runs(
+    arguments: argparse.Namespace,
+    names: Iterable[str],
+    gpt: Transformer,
+    tokenizer: AnyTokenizer,
+    folder: Path,
+) -> None:
+    """Whole runs of each workload."""
+    for name in names:
+        workload = MODEL_WORKLOADS[name]
+        longest = (workload.prompt_tokens or 1) + workload.max_new_tokens
+        if longest > gpt.config.n_positions:
+            print(f"{name}: left out, the model has {gpt.config.n_positions} positions of {longest}")
+            continue
+        given = ["--workload", name, "--hf-model-id", arguments.model, "--load-format", arguments.load_format]
+        sizes = ["--mode", "offline", "--device", arguments.device, "--repeat-runs", str(arguments.repeats)]
+        record = BENCHMARK.measure(BENCHMARK.parse_options([*given, *sizes]), gpt, tokenizer)
+        write_record(folder / f"{name}.json", record)
+        print(f"{name}: {figure(record, workload):.1f} {unit_of(workload)}", flush=True)
+        _free()
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="python -m rosellm.lab.records.model_runs", description=__doc__)
+    add = parser.add_argument
+    add("--model", default=MODERN_MODEL, help="hub id, local folder or shipped model")
+    add("--load-format", choices=("auto", "dummy"), default=LOAD_FORMAT, help="dummy: random weights")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
+    add("--workloads", default=",".join(MODEL_WORKLOADS), metavar="ID,ID", help="which of them")
+    add("--ladder", default="", metavar="ID,ID", help="workloads at whose size every rung's step is timed")
+    add("--repeats", type=whole_number(1), default=3, metavar="N", help="measured runs of each")
+    add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Check the names, then measure."""
+    arguments = _parser().parse_args(argv)
+    names, ladder = (list(filter(None, text.split(","))) for text in (arguments.workloads, arguments.ladder))
+    if unknown := [name for name in [*names, *ladder] if name not in MODEL_WORKLOADS]:
+        raise RoseError(f"workload {unknown[0]!r} is unknown; use {', '.join(MODEL_WORKLOADS)}")
+    measure(arguments, names, ladder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
