@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rosellm.models.arch import Arch
+from rosellm.models.arch import Arch, Norm
 from rosellm.models.attention import CausalAttention
 from rosellm.models.model import Transformer
+from rosellm.models.rope import Rope
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
@@ -27,6 +29,22 @@ INTERPRETED = pytest.param(
 )
 ON_GPU = pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)
 TRITON_DEVICES = (INTERPRETED, ON_GPU)
+LLAMA: dict[str, Any] = {
+    "norm": Norm("rms", 1e-6),
+    "rope": Rope(),
+    "mlp": "swiglu",
+    "biases": (),
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "d_ff": 72,
+}
+# What changes of ``Arch`` make a model like those of a family.
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": LLAMA | {"window": 5},
+    "qwen2": LLAMA | {"biases": ("qkv",)},
+    "qwen3": LLAMA | {"qk_norm": True, "head_dim": 12, "tie_embeddings": False},
+}
 BITS = {2: torch.int16, 4: torch.int32}
 
 

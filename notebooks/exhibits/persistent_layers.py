@@ -8,7 +8,8 @@ barrier: Xiao & Feng 2010. One kernel for a whole model: Spector et al. 2025, "L
 All programs must run at once, or those that do would wait for ever: the launch is a cooperative one, which
 the driver refuses where that cannot be. A program gives up after ``PATIENCE`` looks; its results are NaN.
 
-It is slower than the kernels it replaces; the rung ``persistent_kernel`` loads it (``layers.exhibits``).
+It is slower than the kernels it replaces; the rung ``persistent_kernel`` loads it (``layers.exhibits``). Its
+models are like GPT-2: LayerNorms, GELU, learned positions, no window.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rosellm.models.model import Transformer
-from rosellm.roseinfer.kernels.attention import attend_range
+from rosellm.models.model import Projection as Matrix, Transformer
 from rosellm.roseinfer.kernels.linear import gelu
-from rosellm.roseinfer.kernels.paged_cache import AttentionShape, PagedCache, append_token, load_tile, rows_of
-from rosellm.roseinfer.kernels.split import range_of
+from rosellm.roseinfer.kernels.paged_cache import (
+    AttentionShape,
+    PagedCache,
+    append_token,
+    rows_of,
+    slot_offset,
+)
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import PagedAttention
-from rosellm.roseinfer.layers.fused import Layers, embedded
-from rosellm.roseinfer.layers.products import LayerWeights, RowWeights
+from rosellm.roseinfer.layers.fused import Layers, embedded, norm_arguments
 from rosellm.triton_or_none import tl, triton
 
 PERSISTENT_ROWS = 8
@@ -39,11 +43,29 @@ CHUNK = 1024
 
 
 class Projection(NamedTuple):
-    """All layers' weights ``[L, N, K]``, biases ``[L, N]`` and sums of weights over K ``[L, N]``."""
+    """All layers' weights ``[L, N, K]``, biases ``[L, N]`` and sums of weights over K ``[L, N]``.
+
+    Of one layer, without L. A norm's scale is in the weights, its shift in the bias.
+    """
 
     weight: Tensor
     bias: Tensor
     sums: Tensor
+
+    @classmethod
+    def of(cls, matrix: Matrix, norm: nn.LayerNorm | None = None) -> Projection:
+        """One layer's, copied."""
+        weight = matrix.weight.float()
+        bias = weight.new_zeros(len(weight)) if matrix.bias is None else matrix.bias.float()
+        if norm is not None:
+            weight, bias = weight * norm.weight.float(), bias + weight @ norm.bias.float()
+        weight, bias = weight.to(matrix.weight.dtype), bias.to(matrix.weight.dtype)
+        return cls(weight, bias, weight.float().sum(dim=1))
+
+    @classmethod
+    def stacked(cls, layers: list[Projection]) -> Projection:
+        """All layers', of each layer's."""
+        return cls(*map(torch.stack, zip(*layers, strict=True)))
 
 
 class Scratch(NamedTuple):
@@ -268,15 +290,67 @@ def _add_phase(x, x_ptr, asked, good, M, tile: tl.constexpr, plan: tl.constexpr)
 
 
 @triton.jit
+def _load_tile(cache, table_ptr, start, stop, kv_head, shape: tl.constexpr, TILE: tl.constexpr):
+    """Keys and values of TILE cached tokens from ``start`` on, ``[TILE, D]`` each; zero from ``stop`` on."""
+    position = start + tl.arange(0, TILE)
+    d = tl.arange(0, shape.D_PADDED)
+    held = position < stop
+    if shape.BLOCK_SIZE % TILE == 0:
+        block = tl.load(table_ptr + start // shape.BLOCK_SIZE, mask=start < stop, other=0)
+        first = slot_offset(cache, block, start % shape.BLOCK_SIZE, kv_head, shape)
+        place = first + tl.arange(0, TILE)[:, None] * shape.D + d[None, :]
+    else:
+        block = tl.load(table_ptr + position // shape.BLOCK_SIZE, mask=held, other=0)
+        place = slot_offset(cache, block, position % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
+    mask = held[:, None] & (d < shape.D)[None, :]
+    return tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend_tile(q, k, v, held, m_i, l_i, acc):
+    """One more tile of the online softmax (Milakov & Gimelshein 2018), in base 2: q is scaled by log2(e)."""
+    scores = tl.where(held, tl.sum(k.to(tl.float32) * q[None, :], axis=1), float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(scores, axis=0))
+    p = tl.exp2(scores - m_new)
+    alpha = tl.exp2(m_i - m_new)
+    acc = acc * alpha + tl.sum(v.to(tl.float32) * p[:, None], axis=0)
+    return m_new, l_i * alpha + tl.sum(p, axis=0), acc
+
+
+@triton.jit
+def _attend_range(
+    q, k, v, m_i, l_i, acc, first, stop, cache, table_ptr, kv_head, shape: tl.constexpr, TILE: tl.constexpr
+):
+    """The online softmax over cached tokens ``first`` to ``stop``; k and v are the first of their tiles.
+
+    The next tile is loaded before the current one is processed.
+    """
+    for start in range(first, stop, TILE):
+        k_next, v_next = _load_tile(cache, table_ptr, start + TILE, stop, kv_head, shape, TILE)
+        held = start + tl.arange(0, TILE) < stop
+        m_i, l_i, acc = _attend_tile(q, k, v, held, m_i, l_i, acc)
+        k, v = k_next, v_next
+    return m_i, l_i, acc
+
+
+@triton.jit
+def _range_of(split, context_len, NUM_SPLITS: tl.constexpr, TILE: tl.constexpr):
+    """First and last token (exclusive) of a range: equal numbers of tiles, fewer or none in the last."""
+    size = tl.cdiv(tl.cdiv(context_len, NUM_SPLITS), TILE) * TILE
+    first = split * size
+    return first, tl.minimum(first + size, context_len)
+
+
+@triton.jit
 def _task(number, M, rows, cache, shape: tl.constexpr, plan: tl.constexpr):
     """Of a task of attention: row, head, range, context, first and last token, first keys and values."""
     split = number % plan.NUM_SPLITS
     head = number // plan.NUM_SPLITS % shape.H
     row = number // (plan.NUM_SPLITS * shape.H)
     context_len = tl.load(rows.positions + row * rows.position_stride, mask=row < M, other=-1)
-    first, stop = range_of(split, tl.maximum(context_len, 0), plan.NUM_SPLITS, plan.TILE)
+    first, stop = _range_of(split, tl.maximum(context_len, 0), plan.NUM_SPLITS, plan.TILE)
     table_ptr = rows.table + row * rows.table_stride
-    k, v = load_tile(cache, table_ptr, first, stop, head // shape.GROUP, shape, plan.TILE)
+    k, v = _load_tile(cache, table_ptr, first, stop, head // shape.GROUP, shape, plan.TILE)
     return row, head, split, context_len, first, stop, k, v
 
 
@@ -299,7 +373,7 @@ def _attend(task, scratch, M, rows, cache, scale, shape: tl.constexpr, plan: tl.
     m_i = tl.where(split == 0, tl.sum(q * k_new.to(tl.float32), axis=0), float("-inf"))
     l_i = tl.where(split == 0, 1.0, 0.0)
     acc = tl.where(split == 0, v_new.to(tl.float32), 0.0)
-    m_i, l_i, acc = attend_range(
+    m_i, l_i, acc = _attend_range(
         q, k, v, m_i, l_i, acc, first, stop, cache, table_ptr, kv_head, shape, plan.TILE
     )
     lse = tl.where(l_i > 0.0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), float("-inf"))
@@ -390,36 +464,34 @@ class PersistentLayers:
     """The layers of up to ``PERSISTENT_ROWS`` rows as one kernel, attention included.
 
     Called as other layers are, with a ``PagedAttention``, of which it uses caches and state; the caches of a
-    layer are contiguous. One call at a time: calls share a counter. weights: copied, into one tensor for all
-    layers. programs: run at once; in the interpreter, which runs one after the other, there can be one. The
-    tiles are those of GPT-2's small shape in half precision; in fp32, or for wider models, registers spill.
+    layer are contiguous. One call at a time: calls share a counter. The model's weights are copied, into one
+    tensor for all layers. programs: run at once; in the interpreter, which runs one after the other, there
+    can be one. The tiles are those of GPT-2's small shape in half precision; in fp32, or for wider models,
+    registers spill.
     """
 
-    def __init__(self, model: Transformer, weights: list[LayerWeights], kernels: Kernels, programs: int) -> None:
+    def __init__(self, model: Transformer, kernels: Kernels, programs: int) -> None:
         self.model, self.programs, self.on_gpu = model, programs, model.device.type == "cuda"
         self.embed, self.add_norm = kernels.embed, kernels.add_norm
-        self.weights = tuple(
-            _stacked([getattr(layer, name) for layer in weights]) for name in ("qkv", "out", "up", "down")
-        )
+        self.weights, self.norm = _weights_of(model), norm_arguments(model.norm)
         self.count = torch.zeros(1, dtype=torch.int64, device=model.device)
 
     def __call__(self, ids: Tensor, positions: Tensor, attend: PagedAttention) -> Tensor:
-        model = self.model
-        x = embedded(self.embed, model, ids, positions)  # [N, C]
+        x = embedded(self.embed, self.model, ids, positions)  # [N, C]
         self._run(x, attend)
-        return self.add_norm(x=x, scale=model.ln_f.weight, shift=model.ln_f.bias, eps=model.config.norm_eps)
+        return self.add_norm(x=x, **self.norm)
 
     def _run(self, x: Tensor, attend: PagedAttention) -> None:
         """All layers, in place."""
         config, blocks, state = self.model.config, attend.blocks, attend.state
-        plan = self._plan(len(x), min(attend.tile, LARGEST_TILE))
+        plan = self._plan(len(x), min(attend.plan.variant.tile, LARGEST_TILE))
         parts = (x.new_empty(plan.NUM_SPLITS, *x.shape, dtype=torch.float32) for _ in range(2))
         qkv, hidden = x.new_empty(len(x), config.qkv_width), x.new_empty(len(x), config.d_ff)
         cache = PagedCache(blocks.k_cache, blocks.v_cache, blocks.k_cache.stride(1))
-        heads = config.n_heads, config.n_kv_heads, config.n_heads // config.n_kv_heads
+        heads = config.n_heads, config.n_kv_heads, config.group
         sizes = config.head_dim, triton.next_power_of_2(config.head_dim), blocks.block_size
         scratch, rows = Scratch(x, qkv, *parts, hidden, self.count), rows_of(state.table, state.positions)
-        numbers = config.head_dim**-0.5, config.norm_eps, len(x), config.n_layers
+        numbers = config.scale, config.norm.eps, len(x), config.n_layers
         constants = AttentionShape(*heads, *sizes), plan
         where = self.weights, scratch, cache, blocks.k_cache.stride(0), rows
         launch = {"num_warps": WARPS, "launch_cooperative_grid": True}
@@ -442,8 +514,18 @@ def num_splits_for(heads: int) -> int:
     return min(8, 1 << max(0, (BUSY // heads).bit_length() - 1))
 
 
-def _stacked(layers: list[RowWeights]) -> Projection:
-    return Projection(*(torch.stack([getattr(w, name) for w in layers]) for name in Projection._fields))
+def _weights_of(model: Transformer) -> tuple[Projection, ...]:
+    """Those of qkv, out, up and down."""
+    layers = (
+        (
+            Projection.of(block.qkv, block.norm_1),
+            Projection.of(block.out),
+            Projection.of(block.up, block.norm_2),
+            Projection.of(block.down),
+        )
+        for block in model.blocks
+    )
+    return tuple(Projection.stacked(list(each)) for each in zip(*layers, strict=True))
 
 
 def persistent_for_few(
@@ -457,5 +539,5 @@ def persistent_for_few(
         return layers_for
     on_gpu = model.device.type == "cuda"
     programs = torch.cuda.get_device_properties(model.device).multi_processor_count if on_gpu else 1
-    few = PersistentLayers(model, layers_for(PERSISTENT_ROWS).weights, kernels, programs)
+    few = PersistentLayers(model, kernels, programs)
     return lambda rows: few if rows <= PERSISTENT_ROWS else layers_for(rows)

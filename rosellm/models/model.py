@@ -138,6 +138,15 @@ class Transformer(nn.Module):
         model._tabulate(device)
         return model.eval()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
+        """A move or a cast keeps the rows of zeros after the vocabulary's matrices, and angles in fp32."""
+        super()._apply(fn, recurse)
+        for module in (self.token_embedding, self.lm_head):
+            weight = module.weight.data
+            module.weight.data = _padded(weight.shape, weight.device, weight.dtype).copy_(weight)
+        self._tabulate(self.device)
+        return self
+
     @property
     def device(self) -> torch.device:
         return self.token_embedding.weight.device

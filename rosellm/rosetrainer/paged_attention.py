@@ -70,12 +70,16 @@ def held_slots(
 ) -> HeldSlots:
     """Arguments as of :func:`paged_attention_decode_ref`; any layer's cache will do.
 
-    last: how many of a row's last tokens are seen; None: all.
+    last: how many of a row's last tokens are seen; None: all. Table entries of blocks without a token that is
+    seen may be anything.
     """
     _, n_kv_heads, block_size, _ = cache_layer.shape
     longest, device = max(int(context_lens.max()), 0), context_lens.device
     width, start = min(longest, block_size), torch.arange(0, longest, block_size, device=device)  # [N]
-    blocks = block_table[:, : len(start)].long().masked_fill(start >= context_lens[:, None], 0)  # [B, N]
+    unseen = start >= context_lens[:, None]  # [B, N]
+    if last is not None:
+        unseen |= start + block_size <= context_lens[:, None] - last
+    blocks = block_table[:, : len(start)].long().masked_fill(unseen, 0)
     index = blocks[:, None] * n_kv_heads + torch.arange(n_kv_heads, device=device)[:, None]
     slots = torch.arange(len(start) * width, device=device)  # [S]
     seen = slots < context_lens[:, None]

@@ -15,12 +15,12 @@ from rosellm.models.arch import Norm
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.kernels.attention_plan import Variant
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
 from rosellm.roseinfer.layers import exhibits
 from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import FewRowsLayers, Layers, build_layers
-from rosellm.roseinfer.layers.products import LayerWeights
 from rosellm.roseinfer.recipe import BEFORE, LADDER, SIDE_BRANCHES
 from tests.helpers import (
     DTYPES,
@@ -97,7 +97,9 @@ def make_attention(
     for cache in (blocks.k_cache, blocks.v_cache):
         filled = torch.randn(cache.shape, generator=generator)
         cache.copy_(torch.where(held[None, :, None, :, None], filled, NAN))
-    return PagedAttention(TRITON.append_and_attend, tile, blocks, state)
+    plan = TRITON.plan_attention(state.positions, Variant(tile))
+    rotary = [None] * config.n_layers
+    return PagedAttention(TRITON.append_and_attend, plan, blocks, state, config.scale, rotary)
 
 
 def caches(attend: PagedAttention) -> tuple[Tensor, Tensor]:
@@ -189,11 +191,8 @@ def test_a_program_whose_company_does_not_come_gives_up_with_nan(monkeypatch):
     """Two programs, of which the interpreter begins the second when the first has ended."""
     monkeypatch.setattr(persistent_layers, "PATIENCE", 3)
     model = random_model(6)
-    weights = [LayerWeights.of(block) for block in model.blocks]
     attend = make_attention(model, [4])
-    hidden = PersistentLayers(model, weights, TRITON, programs=2)(
-        attend.state.tokens, attend.state.positions, attend
-    )
+    hidden = PersistentLayers(model, TRITON, programs=2)(attend.state.tokens, attend.state.positions, attend)
     assert hidden.isnan().all()
 
 

@@ -9,7 +9,7 @@ from rosellm.models.attention import CausalAttention, masked_attention
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
 from rosellm.models.weights import save_model
-from tests.helpers import CPU, random_model, random_prompts, small_config, uncached_logits
+from tests.helpers import CPU, FAMILIES, random_model, random_prompts, small_config, uncached_logits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -140,3 +140,16 @@ def test_gradients_reach_every_parameter():
     hidden = gpt(ids, torch.arange(16), CausalAttention([16], CPU))
     torch.nn.functional.cross_entropy(gpt.logits(hidden), ids).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in gpt.parameters())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_cast_keeps_the_heads_rows_of_zeros_its_ties_and_angles_in_fp32(dtype, family):
+    gpt = random_model(0, small_config(**FAMILIES.get(family, {})))
+    angles, weight = gpt.cos_sin, gpt.lm_head.weight.clone()
+    cast = gpt.to(dtype)
+    rows = len(weight)
+    assert torch.equal(cast.padded_head[:rows], weight.to(dtype)) and not cast.padded_head[rows:].any()
+    tied = cast.lm_head.weight is cast.token_embedding.weight
+    assert tied == gpt.config.tie_embeddings
+    assert angles is cast.cos_sin or torch.equal(angles, cast.cos_sin)

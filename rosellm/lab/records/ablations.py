@@ -21,9 +21,10 @@ from rosellm.lab.records.step_time import MakeBench, prompt_length, room
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import fill_tables
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.kernels.attention import tile_for
+from rosellm.roseinfer.kernels.attention_plan import Plan, Variant
 from rosellm.roseinfer.kernels.dependent_launch import AT_END
 from rosellm.roseinfer.kernels.table import Kernels, triton_kernels
+from rosellm.roseinfer.layers.attention import AppendAndAttend
 from rosellm.roseinfer.layers.choosers import FusedChooser, LogitsChooser
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, Recipe
 from rosellm.roseinfer.steps.host import HostStep
@@ -116,11 +117,13 @@ def _tables(model: Transformer, bench: Callable[..., Bench], batch: int, context
 def _attention(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
     """The new kernel's attention, with the append left in a kernel of its own (and, unseen, done twice)."""
     before = BEFORE["fused_append"]
+    engine = bench(before).engine
+    kernels, binder = engine.kernels, AppendAndAttend(engine.kernels, engine.blocks, model)
+    plan = Plan(Variant.parse(binder.variant(batch, context)), model.config.window)
 
-    def decode(*, context_lens: Tensor, **operands: Tensor) -> Tensor:
-        return kernels.append_and_attend(**operands, positions=context_lens, tile=tile_for(batch, context))
+    def decode(*, context_lens: Tensor, **operands: Any) -> Tensor:
+        return kernels.append_and_attend(**operands, positions=context_lens, plan=plan)
 
-    kernels = bench(before).engine.kernels
     return {
         "attention rewritten": partial(bench, before, kernels=replace(kernels, paged_attention_decode=decode))
     }

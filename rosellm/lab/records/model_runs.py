@@ -1,6 +1,7 @@
 """Measure the workloads of modern models, and the ladder's steps: one model loaded for all.
 
-Records go to DIR/MODEL/WORKLOAD.json and steps-WORKLOAD.json. A workload that the model has too few positions for is left out.
+Records go to DIR/MODEL/WORKLOAD.json and steps-WORKLOAD.json. A workload that needs more positions than the
+model has is left out.
 """
 
 from __future__ import annotations

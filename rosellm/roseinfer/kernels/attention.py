@@ -1,28 +1,34 @@
-"""Decode attention that also writes the new token's key and value into the paged cache.
+"""Decode attention in equal pieces: queries and keys are rotated, the new token is appended and attended to.
 
-Shapes as in ``rosetrainer.paged_attention`` (PagedAttention, arXiv:2309.06180). A row with a negative
-position is inert: its output is zero and nothing of it is written.
+Shapes as in ``rosetrainer.paged_attention`` (PagedAttention, arXiv:2309.06180). A program takes all query
+heads of a KV head, so each key and value is read once, and scans keys with an online softmax (Dao et al.
+2022, FlashAttention, arXiv:2205.14135), as an ``attention_plan.Plan`` says. Rows cut by pieces give partial
+results, which a second kernel combines (Dao, Haziza, Massa & Sizov 2023, Flash-Decoding). A row with a
+negative position is inert: its output is zero and nothing of it is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from rosellm.errors import OptionError
+from rosellm.models.rope import Rotary
+from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, span_of
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.roseinfer.kernels.paged_cache import (
-    append_token,
-    layer_arguments,
-    load_new,
-    load_query,
-    load_tile,
-    rows_of,
-)
+from rosellm.roseinfer.kernels.online_softmax import Tiling, attend_tile, gathered, no_keys, with_new
+from rosellm.roseinfer.kernels.paged_cache import append_token, are_seen, layer_arguments, load_seen, rows_of
+from rosellm.roseinfer.kernels.prefill import LOG2_E, SMALLEST_DOT, TRITON_DTYPES
+from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
 from rosellm.triton_or_none import tl, triton
 
-ROLES = {"_append_and_attend_kernel": "attention"}
+ROLES = {"_decode_attention_kernel": "attention", "_combine_pieces_kernel": "attention"}
+COMBINED_AT_ONCE = 64  # partial results
+ONE_WARP_COMBINES = 1024  # elements of them
 
 
 def append_and_attend_ref(
@@ -35,17 +41,21 @@ def append_and_attend_ref(
     block_table: Tensor,
     positions: Tensor,
     scale: float,
-    tile: int,
+    rotary: Rotary | None = None,
     window: int | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
-    """The specification: append the token of every row that is not inert, then attend to the cache.
+    """The specification: rotate, append the token of every row that is not inert, then attend to the cache.
 
-    positions ``[B]`` int32: number of cached tokens, and so the new token's position; negative for an inert
-    row. block_table ``[B, MAX_BLOCKS]`` int32 also names the new token's block. tile: tokens that a kernel
-    reads at a time, a power of two; ignored here. window: the tokens that each attends to, the new one
-    included; None: all.
+    q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]`` → ``[B, H, D]`` of q's dtype. positions ``[B]`` int32:
+    number of cached tokens, and so the new token's position; negative for an inert row. block_table
+    ``[B, MAX_BLOCKS]`` int32 also names the new token's block; entries of blocks wholly before the window may
+    be anything. window: the tokens that each attends to, the new one included; None: all. plan is ignored.
     """
     rows = AttendedRows(block_table, positions, k_cache_layer, window)
+    if rotary is not None:
+        q = positioned_ref(q, rotary.q_norm, positions, rotary)
+        k_new = positioned_ref(k_new, rotary.k_norm, positions, rotary)
     return rows(q, k_new, v_new, k_cache_layer, v_cache_layer, scale)
 
 
@@ -63,115 +73,316 @@ class AttendedRows:
         self.held = held_slots(block_table, positions + 1, cache_layer, window)
 
     def __call__(
-        self,
-        q: Tensor,
-        k_new: Tensor,
-        v_new: Tensor,
-        k_cache_layer: Tensor,
-        v_cache_layer: Tensor,
-        scale: float,
+        self, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float
     ) -> Tensor:
-        k_cache_layer[self.block, :, self.slot] = k_new[self.rows]
-        v_cache_layer[self.block, :, self.slot] = v_new[self.rows]
-        k, v = self.held.gather(k_cache_layer), self.held.gather(v_cache_layer)
+        k_cache[self.block, :, self.slot] = k_new[self.rows]
+        v_cache[self.block, :, self.slot] = v_new[self.rows]
+        k, v = self.held.gather(k_cache), self.held.gather(v_cache)
         return attend(q, k, v, self.held.seen, scale).masked_fill_(self.inert, 0)
 
 
+# The kernels.
+
+
+class PartialRows(NamedTuple):
+    """Partial results, fp32: maximum and sum ``[PIECES + B, H]``, accumulator ``[PIECES + B, H, D]``.
+
+    That of a piece and a row is at the sum of their indices: none share it, a row's are adjacent.
+    """
+
+    m_i: Tensor
+    l_i: Tensor
+    acc: Tensor
+
+
 @triton.jit
-def attend_tile(q, k, v, held, m_i, l_i, acc):
-    """One more tile of the online softmax (Milakov & Gimelshein 2018), in base 2: q is scaled by log2(e)."""
-    scores = tl.where(held, tl.sum(k.to(tl.float32) * q[None, :], axis=1), float("-inf"))
-    m_new = tl.maximum(m_i, tl.max(scores, axis=0))
-    p = tl.exp2(scores - m_new)
-    alpha = tl.exp2(m_i - m_new)
-    acc = acc * alpha + tl.sum(v.to(tl.float32) * p[:, None], axis=0)
-    return m_new, l_i * alpha + tl.sum(p, axis=0), acc
+def load_ahead(cache, rows, row, tile, exists, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+    """A row's position and the keys and values of one of its tiles."""
+    place = rows.positions + row * rows.position_stride
+    position = tl.load(place, mask=exists, other=-1)
+    first, first_tile, _ = span_of(position, tiling.TILE, tiling.WINDOW)
+    start = (first_tile + tile) * tiling.TILE
+    table_ptr = rows.table + row * rows.table_stride
+    k, v = load_seen(cache, table_ptr, start, first, position, kv_head, shape, tiling)
+    return position, k, v
+
+
+@triton.jit
+def load_query(new, rotary, row, kv_head, cos, sin, shape: tl.constexpr, tiling: tl.constexpr):
+    """The group's queries ``[M, D]``, as operands: of dtype DOT, or fp32."""
+    norm_ptr = None if rotary is None else rotary.q_norm
+    ptr = new.q + row * new.q_stride + kv_head * shape.GROUP * shape.D
+    q = load_heads(ptr, norm_ptr, rotary, cos, sin, shape.GROUP, tiling.M, tiling.NORMS, shape)
+    return q.to(tl.float32 if tiling.DOT is None else tiling.DOT)
+
+
+@triton.jit
+def load_new(new, rotary, row, kv_head, cos, sin, NORMS: tl.constexpr, shape: tl.constexpr):
+    """The new key, as it is cached, and the new value, ``[1, D]`` each."""
+    norm_ptr = None if rotary is None else rotary.k_norm
+    place = row * new.kv_stride + kv_head * shape.D
+    k_new = load_heads(new.k + place, norm_ptr, rotary, cos, sin, 1, 1, NORMS, shape)
+    return k_new, load_heads(new.v + place, None, None, cos, sin, 1, 1, False, shape)
 
 
 @triton.jit
 def attend_range(
-    q, k, v, m_i, l_i, acc, first, stop, cache, table_ptr, kv_head, shape: tl.constexpr, TILE: tl.constexpr
-):
-    """The online softmax over cached tokens ``first`` to ``stop``; k and v are the first of their tiles.
-
-    The next tile is loaded before the current one is processed.
-    """
-    for start in range(first, stop, TILE):
-        k_next, v_next = load_tile(cache, table_ptr, start + TILE, stop, kv_head, shape, TILE)
-        held = start + tl.arange(0, TILE) < stop
-        m_i, l_i, acc = attend_tile(q, k, v, held, m_i, l_i, acc)
-        k, v = k_next, v_next
+    q, k, v, m_i, l_i, acc, begin, end, first, stop, cache, table_ptr, kv_head, scale,
+    shape: tl.constexpr, tiling: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the tiles that lie from token ``begin`` to ``end``; k and v are the first's."""
+    TILE: tl.constexpr = tiling.TILE
+    if tiling.STAGES == 1:
+        for start in range(begin, end, TILE):
+            limit = tl.minimum(stop, end)
+            k_next, v_next = load_seen(cache, table_ptr, start + TILE, first, limit, kv_head, shape, tiling)
+            seen = are_seen(start, first, stop, tiling)
+            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
+            k, v = k_next, v_next
+    else:
+        seen = are_seen(begin, first, stop, tiling)
+        m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
+        for start in tl.range(begin + TILE, end, TILE, num_stages=tiling.STAGES):
+            k, v = load_seen(cache, table_ptr, start, first, stop, kv_head, shape, tiling)
+            seen = are_seen(start, first, stop, tiling)
+            m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
     return m_i, l_i, acc
 
 
 @triton.jit
-def _append_and_attend_kernel(
-    out_ptr, new, cache, rows, scale, shape: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """One program per (sequence, query head); the first head of each group writes the new key and value.
+def append_new(
+    q, new, cache, rotary, row, position, table_ptr, kv_head, cos, sin, scale,
+    shape: tl.constexpr, tiling: tl.constexpr,
+):  # fmt: skip
+    """Stores the new key and value; its score ``[M]`` and the value ``[1, D]`` in fp32."""
+    k_new, v_new = load_new(new, rotary, row, kv_head, cos, sin, tiling.NORMS, shape)
+    D: tl.constexpr = shape.D_PADDED
+    if position >= 0:
+        k_row, v_row = tl.reshape(k_new, (D,)), tl.reshape(v_new, (D,))
+        append_token(cache, table_ptr, position, kv_head, k_row, v_row, shape)
+    return tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale, v_new.to(tl.float32)
 
-    The first tile is loaded before the kernel waits for its predecessor, which computes the new token.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    kv_head = head // shape.GROUP
-    context_len = tl.load(rows.positions + row * rows.position_stride)
+
+@triton.jit
+def attend_part(
+    ahead, cos, sin, new, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
+    shape: tl.constexpr, tiling: tl.constexpr,
+):  # fmt: skip
+    """The softmax over ``n_tiles`` of a row from ``tile`` on; its first tile also has the new token."""
+    TILE: tl.constexpr = tiling.TILE
+    M: tl.constexpr = tiling.M
+    D: tl.constexpr = shape.D_PADDED
+    position, k, v = ahead
     table_ptr = rows.table + row * rows.table_stride
-    k, v = load_tile(cache, table_ptr, 0, context_len, kv_head, shape, TILE)
+    first, first_tile, _ = span_of(position, TILE, tiling.WINDOW)
+    q = load_query(new, rotary, row, kv_head, cos, sin, shape, tiling)
+    score = tl.full((M,), float("-inf"), tl.float32)
+    v_new = tl.zeros((1, D), tl.float32)
+    if tile == 0:
+        score, v_new = append_new(
+            q, new, cache, rotary, row, position, table_ptr, kv_head, cos, sin, scale, shape, tiling
+        )
+    m_i, l_i, acc = no_keys(shape, tiling)
+    EARLY: tl.constexpr = tiling.DOT is None and not tiling.LANES  # saves registers
+    if EARLY:
+        m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
+    begin = (first_tile + tile) * TILE
+    end = begin + n_tiles * TILE
+    m_i, l_i, acc = attend_range(
+        q, k, v, m_i, l_i, acc, begin, end, first, position, cache, table_ptr, kv_head, scale, shape, tiling
+    )
+    if not EARLY:
+        m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
+        m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
+    return m_i, l_i, acc
+
+
+@triton.jit
+def store_heads(out_ptr, row, kv_head, x, shape: tl.constexpr, M: tl.constexpr):
+    """A group's outputs ``[M, D]`` into ``[…, H, D]``."""
+    m = tl.arange(0, M)[:, None]
+    d = tl.arange(0, shape.D_PADDED)[None, :]
+    place = out_ptr + (row * shape.H + kv_head * shape.GROUP + m) * shape.D + d
+    tl.store(place, x.to(out_ptr.dtype.element_ty), mask=(m < shape.GROUP) & (d < shape.D))
+
+
+@triton.jit
+def store_partial(partial, part, kv_head, m_i, l_i, acc, shape: tl.constexpr, M: tl.constexpr):
+    m = tl.arange(0, M)
+    place = part * shape.H + kv_head * shape.GROUP + m
+    tl.store(partial.m_i + place, m_i, mask=m < shape.GROUP)
+    tl.store(partial.l_i + place, l_i, mask=m < shape.GROUP)
+    store_heads(partial.acc, part, kv_head, acc, shape, M)
+
+
+@triton.jit
+def attend_row(
+    out_ptr, new, cache, rows, rotary, scale,
+    shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A whole row in one program."""
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    ahead = load_ahead(cache, rows, row, 0, True, kv_head, shape, tiling)
+    cos, sin = load_angles(rotary, ahead[0], shape)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    q = load_query(new, row, head, scale, shape)
-    k_new, v_new = load_new(new, row, kv_head, shape)
-    if (context_len >= 0) & (head % shape.GROUP == 0):
-        append_token(cache, table_ptr, context_len, kv_head, k_new, v_new, shape)
-    m_i = tl.sum(q * k_new.to(tl.float32), axis=0)
-    l_i = tl.full((), 1.0, tl.float32)
-    acc = v_new.to(tl.float32)
-    m_i, l_i, acc = attend_range(
-        q, k, v, m_i, l_i, acc, 0, context_len, cache, table_ptr, kv_head, shape, TILE
+    _, _, n_tiles = span_of(ahead[0], tiling.TILE, tiling.WINDOW)
+    m_i, l_i, acc = attend_part(
+        ahead, cos, sin, new, cache, rows, rotary, row, 0, n_tiles, kv_head, scale, shape, tiling
     )
-    out = tl.where(context_len >= 0, acc / l_i, 0.0)
-    d = tl.arange(0, shape.D_PADDED)
-    place = out_ptr + (row * shape.H + head) * shape.D + d
-    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=d < shape.D)
+    out = tl.where(ahead[0] >= 0, acc / l_i[:, None], 0.0)
+    store_heads(out_ptr, row, kv_head, out, shape, tiling.M)
 
 
-def _warps(batch: int, tile: int) -> int:
-    return 1 if batch > 16 else max(1, min(8, max(4, tile // 32)))
+@triton.jit
+def attend_piece(
+    out_ptr, partial, new, cache, rows, rotary, starts_ptr, scale,
+    shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A piece, row by row."""
+    piece = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.load(starts_ptr + 2 * piece).to(tl.int64)
+    tile = tl.load(starts_ptr + 2 * piece + 1)
+    last_row = tl.load(starts_ptr + 2 * piece + 2)
+    last_tile = tl.load(starts_ptr + 2 * piece + 3)
+    is_empty = (row == last_row) & (tile == last_tile)
+    stop_row = tl.where(is_empty | (last_tile == 0), last_row, last_row + 1)
+    ahead = load_ahead(cache, rows, row, tile, row < stop_row, kv_head, shape, tiling)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    for _ in range(row.to(tl.int32), stop_row):
+        position = ahead[0]
+        _, _, in_row = span_of(position, tiling.TILE, tiling.WINDOW)
+        stop_tile = tl.where(row == last_row, last_tile, in_row)
+        cos, sin = load_angles(rotary, position, shape)
+        m_i, l_i, acc = attend_part(
+            ahead, cos, sin, new, cache, rows, rotary, row, tile, stop_tile - tile, kv_head, scale, shape,
+            tiling,
+        )  # fmt: skip
+        if (tile == 0) & (stop_tile == in_row):
+            out = tl.where(position >= 0, acc / l_i[:, None], 0.0)
+            store_heads(out_ptr, row, kv_head, out, shape, tiling.M)
+        else:
+            store_partial(partial, piece + row, kv_head, m_i, l_i, acc, shape, tiling.M)
+        row += 1
+        tile = 0
+        ahead = load_ahead(cache, rows, row, tile, row < stop_row, kv_head, shape, tiling)
 
 
-def make_append_and_attend(
-    dependent: int = False, warps: Callable[[int, int], int] = _warps
-) -> Callable[..., Tensor]:
-    """The Triton kernel, called like :func:`append_and_attend_ref`. warps: (batch, tile) → warps.
+@triton.jit
+def _decode_attention_kernel(
+    out_ptr, partial, new, cache, rows, rotary, starts_ptr, scale,
+    shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per (piece, KV head); the first tile is loaded before the kernel waits for q, k and v."""
+    if starts_ptr is None:
+        attend_row(out_ptr, new, cache, rows, rotary, scale, shape, tiling, DEPENDENT)
+    else:
+        attend_piece(
+            out_ptr, partial, new, cache, rows, rotary, starts_ptr, scale, shape, tiling, DEPENDENT
+        )  # fmt: skip
+
+
+@triton.jit
+def _combine_pieces_kernel(
+    out_ptr, partial, covers_ptr, shape: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """One program per (row, query head): the weighted mean of the partial results of a row that was cut."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    D: tl.constexpr = shape.D_PADDED
+    d = tl.arange(0, D)
+    first = tl.load(covers_ptr + 2 * row)
+    last = tl.load(covers_ptr + 2 * row + 1)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    if first < last:
+        m_i = tl.full((), float("-inf"), tl.float32)
+        l_i = tl.full((), 0.0, tl.float32)
+        acc = tl.zeros((D,), tl.float32)
+        for start in range(first, last + 1, PARTS):
+            piece = start + tl.arange(0, PARTS)
+            exists = piece <= last
+            part = (row + piece) * shape.H + head
+            m = tl.load(partial.m_i + part, mask=exists, other=float("-inf"))
+            sums = tl.load(partial.l_i + part, mask=exists, other=0.0)
+            place = partial.acc + part[:, None] * shape.D + d[None, :]
+            mask = exists[:, None] & (d < shape.D)[None, :]
+            values = tl.load(place, mask=mask, other=0.0)
+            m_new = tl.maximum(m_i, tl.max(m, axis=0))
+            alpha = tl.exp2(m_i - m_new)
+            weights = tl.exp2(m - m_new)
+            acc = acc * alpha + tl.sum(values * weights[:, None], axis=0)
+            l_i = l_i * alpha + tl.sum(sums * weights, axis=0)
+            m_i = m_new
+        place = out_ptr + (row * shape.H + head) * shape.D + d
+        tl.store(place, (acc / l_i).to(out_ptr.dtype.element_ty), mask=d < shape.D)
+
+
+def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
+    """One or two Triton kernels, called like :func:`append_and_attend_ref`, with a plan of the same window.
 
     Caches are contiguous, and so is a row of the table; rows of table and positions may be strided. q, k_new
-    and v_new are slices of one fused projection: their rows share a stride, ``[H, D]`` is contiguous.
+    and v_new are slices of one fused projection: their rows share a stride, ``[H, D]`` is contiguous. The
+    plan was written two or more kernels ago. Products of groups of fp16 or bf16 queries run on tensor cores,
+    those of fp32 in full fp32; the softmax is always fp32.
     """
-    launch = launch_options(dependent)
+    launch = {"DEPENDENT": dependent, **launch_options(dependent)}
 
     def append_and_attend(
-        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale, tile
-    ) -> Tensor:
-        out = q.new_empty(q.shape)
-        batch, n_heads, _ = q.shape
-        new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer)
-        rows = rows_of(block_table, positions)
-        options = {"TILE": tile, "DEPENDENT": dependent, "num_warps": warps(batch, tile), **launch}
-        _append_and_attend_kernel[(batch, n_heads)](out, new, cache, rows, scale, shape, **options)
+        *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale, rotary=None,
+        window=None, plan,
+    ) -> Tensor:  # fmt: skip
+        _check(plan, window)
+        variant, (batch, n_heads, _), out = plan.variant, q.shape, q.new_empty(q.shape)
+        group = n_heads // k_new.shape[1]
+        smallest = SMALLEST_DOT if group > 1 else 1
+        new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
+        tiling = _tiling(variant, window, group, q, rotary)
+        rows, pointers = rows_of(block_table, positions), _pointers(rotary)
+        partial = _new_partial(q, variant.pieces + batch) if variant.combine else None
+        _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
+            out, partial, new, cache, rows, pointers, plan.starts, scale * LOG2_E, shape, tiling,
+            num_warps=variant.warps, num_stages=variant.stages, **launch,
+        )  # fmt: skip
+        if variant.combine:
+            parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(variant.pieces // batch + 2))
+            warps = 1 if parts * shape.D_PADDED <= ONE_WARP_COMBINES else 4
+            _combine_pieces_kernel[(batch, n_heads)](
+                out, partial, plan.covers, shape, parts, num_warps=warps, **launch
+            )
         return out
 
     return append_and_attend
 
 
-def tile_for(batch: int, longest: int) -> int:
-    """Cached tokens that a program reads at a time: the fastest measured on an H200.
+def _check(plan: Plan, window: int | None) -> None:
+    if plan.window != window:
+        raise OptionError(f"a plan for window {plan.window} does not fit attention of window {window}")
 
-    A small batch has few programs, so each reads all it needs at once, up to 512 tokens (128 from 9 sequences
-    on); a large batch has many, and small tiles keep them balanced.
-    """
-    if batch > 128:
-        return 16
-    if batch > 16:
-        return 32
-    return min(max(64, triton.next_power_of_2(longest)), 512 if batch <= 8 else 128)
+
+def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary: Rotary | None) -> Tiling:
+    window, norms = window or 0, rotary is not None and rotary.q_norm is not None
+    if group == 1:
+        return Tiling(variant.tile, window, 1, variant.stages, None, norms, bool(variant.lanes))
+    rows = max(SMALLEST_DOT, triton.next_power_of_2(group))
+    return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q), norms, False)
+
+
+def _pointers(rotary: Rotary | None) -> Rotary | None:
+    """Tensors for all fields, as Triton wants them: without weights, any."""
+    if rotary is None or rotary.q_norm is not None:
+        return rotary
+    return rotary._replace(q_norm=rotary.cos_sin, k_norm=rotary.cos_sin)
+
+
+def _dot_dtype(q: Tensor):
+    """Operand dtype of matrix products; fp32 in Triton's interpreter, which gets bf16 products wrong."""
+    return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
+
+
+def _new_partial(q: Tensor, parts: int) -> PartialRows:
+    sizes = (parts, q.shape[1]), (parts, q.shape[1]), (parts, *q.shape[1:])
+    return PartialRows(*(q.new_empty(size, dtype=torch.float32) for size in sizes))

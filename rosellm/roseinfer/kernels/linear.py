@@ -25,7 +25,7 @@ ROLES = {"_few_rows_kernel": "GEMM", "_some_rows_kernel": "GEMM"}
 Activation = Literal["none", "gelu", "swiglu"]
 Shape = Callable[[int, int, int, torch.dtype], tuple[int, int, int, int, int]]
 FEW_ROWS = 16
-SOME_ROWS = 256
+SOME_ROWS = ((2**23, 256), (2**25, 128))  # parameters of a layer, and rows up to which ours are faster
 LARGE = 2**24  # elements of a weight; gpt2-xl has up to 10 million
 WIDE = 6144  # outputs
 
@@ -484,7 +484,8 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
     if dtype == torch.float32 and (rows > 8 or k > 1024):
         return FewRowsShape(16, 4, 32, 2, 4, 3)
     if k <= 1024:
-        columns = 32 if (rows > 8 and n > k) or n >= WIDE else 16
+        wide = (rows > 8 and n > k) or (n >= WIDE and dtype != torch.float32)
+        columns = 32 if wide else 16
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
     if n < 2048:
         return FewRowsShape(8, 8, 128, 1, 4, 4) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
@@ -543,7 +544,7 @@ def _large_shape(rows: int, size: int) -> tuple[int, int, int, int, int]:
 
 
 def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shape) -> Callable[..., Tensor]:
-    """The Triton kernel for up to ``SOME_ROWS`` rows, called like :func:`some_rows_linear_ref`.
+    """The Triton kernel for some rows, called like :func:`some_rows_linear_ref`.
 
     All tensors are contiguous. shape: rows, n, k and dtype → tile sizes, warps and pipeline stages.
     """
@@ -565,6 +566,11 @@ def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shap
         return out
 
     return some_rows_linear
+
+
+def some_rows(layer_parameters: int) -> int:
+    """Rows up to which ``some_rows_linear`` beats cuBLAS, as measured on an H200: the fewer, the larger."""
+    return next((rows for most, rows in SOME_ROWS if layer_parameters <= most), 64)
 
 
 def parts_of(rows: int, n: int, k: int) -> int:

@@ -75,19 +75,27 @@ def slot_offset(cache, block, slot, kv_head, shape: tl.constexpr):
 
 
 @triton.jit
-def load_tile(cache, table_ptr, start, context_len, kv_head, shape: tl.constexpr, TILE: tl.constexpr):
-    """Keys and values of TILE cached tokens from ``start`` on, ``[TILE, D]`` each; zero past the context."""
-    position = start + tl.arange(0, TILE)
+def are_seen(start, first, stop, tiling: tl.constexpr):
+    """Which of a tile's tokens are among ``first`` … ``stop``, ``[TILE]``."""
+    token = start + tl.arange(0, tiling.TILE)
+    return (token >= first) & (token < stop) if tiling.WINDOW else token < stop
+
+
+@triton.jit
+def load_seen(cache, table_ptr, start, first, stop, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+    """Keys and values of a tile of tokens, ``[TILE, D]``; zero but for those in ``first`` … ``stop``."""
+    TILE: tl.constexpr = tiling.TILE
     d = tl.arange(0, shape.D_PADDED)
-    held = position < context_len
+    seen = are_seen(start, first, stop, tiling)
     if shape.BLOCK_SIZE % TILE == 0:
-        block = tl.load(table_ptr + start // shape.BLOCK_SIZE, mask=start < context_len, other=0)
-        first = slot_offset(cache, block, start % shape.BLOCK_SIZE, kv_head, shape)
-        place = first + tl.arange(0, TILE)[:, None] * shape.D + d[None, :]
+        block = tl.load(table_ptr + start // shape.BLOCK_SIZE, mask=start < stop, other=0)
+        base = slot_offset(cache, block, start % shape.BLOCK_SIZE, kv_head, shape)
+        place = base + tl.arange(0, TILE)[:, None] * shape.D + d[None, :]
     else:
-        block = tl.load(table_ptr + position // shape.BLOCK_SIZE, mask=held, other=0)
-        place = slot_offset(cache, block, position % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
-    mask = held[:, None] & (d < shape.D)[None, :]
+        token = start + tl.arange(0, TILE)
+        block = tl.load(table_ptr + token // shape.BLOCK_SIZE, mask=seen, other=0)
+        place = slot_offset(cache, block, token % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
+    mask = seen[:, None] & (d < shape.D)[None, :]
     return tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
 
 
@@ -99,20 +107,3 @@ def append_token(cache, table_ptr, position, kv_head, k_new, v_new, shape: tl.co
     place = slot_offset(cache, block, position % shape.BLOCK_SIZE, kv_head, shape) + d
     tl.store(cache.k + place, k_new, mask=d < shape.D)
     tl.store(cache.v + place, v_new, mask=d < shape.D)
-
-
-@triton.jit
-def load_query(new, row, head, scale, shape: tl.constexpr):
-    """A query ``[D]`` in fp32, scaled for a base-2 softmax."""
-    d = tl.arange(0, shape.D_PADDED)
-    q = tl.load(new.q + row * new.q_stride + head * shape.D + d, mask=d < shape.D, other=0.0)
-    return q.to(tl.float32) * (scale * 1.4426950408889634)
-
-
-@triton.jit
-def load_new(new, row, kv_head, shape: tl.constexpr):
-    """The new key and value ``[D]`` of a head."""
-    d = tl.arange(0, shape.D_PADDED)
-    place = row * new.kv_stride + kv_head * shape.D + d
-    k_new = tl.load(new.k + place, mask=d < shape.D, other=0.0)
-    return k_new, tl.load(new.v + place, mask=d < shape.D, other=0.0)

@@ -12,8 +12,10 @@ The work is cut into tiles of consecutive new tokens of one sequence (:class:`Ti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +27,9 @@ from rosellm.roseinfer.kernels.paged_cache import layer_arguments, slot_offset
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
-BLOCK_M, BLOCK_N = 64, 64  # queries and keys per tile
-NUM_WARPS, NUM_STAGES = 4, 3
-FP32_BLOCK_N, FP32_NUM_WARPS, FP32_NUM_STAGES = 16, 8, 1  # products in registers, which 64 keys would spill
+BLOCK_M, LONG_BLOCK_M = 64, 128  # queries per tile: of any prompts, of long ones
+SECTION_TOKENS = 4096  # 16 MiB of keys and values of 8 heads of 128
+LONG_PREFIX, MAX_LONG_HEAD_DIM = 4096, 128  # what 128 queries per tile are for
 SMALLEST_DOT = 16  # of each dimension of a Triton matrix product
 LOG2_E = math.log2(math.e)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -50,7 +52,8 @@ def tile_columns(starts, counts, rows, tile_size: int) -> np.ndarray:
     starts and counts: cached and new tokens, one integer per sequence, in packed order; rows: their rows of
     the block table, None for 0, 1, 2 … A tile's six numbers: its first packed row, its number of rows, the
     position of its first token in the sequence, the sequence's first packed row, its start, its table row.
-    Tiles that attend to more tokens come first, so that no long tile is left running at the end.
+    Longer sequences come first, in sections of few enough tokens for their keys and values to stay in the L2
+    cache; of a section, tiles that attend to more tokens, so that no long tile is left running at the end.
     """
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     rows = np.arange(len(counts)) if rows is None else np.asarray(rows, np.int64)
@@ -63,7 +66,16 @@ def tile_columns(starts, counts, rows, tile_size: int) -> np.ndarray:
     columns = np.stack(
         (first_row[sequence] + before, size, position, first_row[sequence], starts[sequence], rows[sequence])
     )
-    return columns[:, np.argsort(-(position + size), kind="stable")].astype(np.int32, order="C")
+    order = np.lexsort((-(position + size), _sections(starts + counts)[sequence]))
+    return columns[:, order].astype(np.int32, order="C")
+
+
+def _sections(lengths: np.ndarray) -> np.ndarray:
+    """Sequences in sections of about SECTION_TOKENS tokens, the longest first: the section of each."""
+    order = np.argsort(-lengths, kind="stable")
+    sections = np.empty_like(lengths)
+    sections[order] = (np.cumsum(lengths[order]) - lengths[order]) // SECTION_TOKENS
+    return sections
 
 
 def make_tiles(starts, counts, rows, tile_size: int, device: torch.device | str) -> Tiles:
@@ -138,13 +150,60 @@ def _causal_attention(
     return masked_attention(q[None], k[None], v[None], mask, is_causal=mask is None, scale=scale)[0]
 
 
+class Launch(NamedTuple):
+    """A kernel's keys per tile, warps, pipeline stages, and query heads per program."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    heads: int = 1
+
+
+FP32_LAUNCH = Launch(16, 8, 1)  # products in registers, which 64 keys would spill
+
+
+def launch_for(tile_size: int, dtype: torch.dtype, head_dim: int, group: int) -> Launch:
+    """How :func:`prefill_attention` runs tiles of 64 or 128 new tokens, ``group`` query heads per key head.
+
+    With 128 rows a program, of 64 tokens of two heads or 128 tokens of one, keys and values are read from the
+    L2 cache half as often as with 64. Tiles of 64 tokens take 32 or 64 keys at a time: sums then have the
+    same order for any chunks and cached prefixes of multiples of 64 tokens.
+    """
+    if tile_size not in (BLOCK_M, LONG_BLOCK_M):
+        raise OptionError(f"tiles of size {tile_size}: prefill attention takes {BLOCK_M} or {LONG_BLOCK_M}")
+    if dtype == torch.float32:
+        return FP32_LAUNCH
+    stages = 3 if head_dim <= MAX_LONG_HEAD_DIM else 2
+    if tile_size == LONG_BLOCK_M:
+        return Launch(128, 8, 2) if 64 < head_dim <= MAX_LONG_HEAD_DIM else Launch(64, 8, stages)
+    if group % 2 == 0:
+        return Launch(32 if head_dim > 64 else 64, 8, stages, heads=2)
+    return Launch(64, 4, stages)
+
+
+def tile_size_for(starts: Sequence[int], counts: Sequence[int], dtype: torch.dtype, head_dim: int) -> int:
+    """Tile size of a prefill of ``counts`` new tokens after ``starts`` cached ones, as measured on an H200.
+
+    128 if more than half of the new tokens follow a long prefix.
+    """
+    after = sum(count for start, count in zip(starts, counts, strict=True) if start >= LONG_PREFIX)
+    halves = dtype != torch.float32 and 64 < head_dim <= MAX_LONG_HEAD_DIM
+    return LONG_BLOCK_M if halves and 2 * after > sum(counts) else BLOCK_M
+
+
 @triton.jit
-def _absorb(scores, v, m_i, l_i, acc, scale_log2, WINDOW: tl.constexpr):
+def _attend(q, k, v, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """One more tile of keys in the online softmax (Milakov & Gimelshein 2018), in base 2.
 
-    scores ``[BLOCK_M, BLOCK_N]`` fp32, unscaled, v ``[BLOCK_N, D]``; m_i and l_i ``[BLOCK_M]``, acc
-    ``[BLOCK_M, D]``: running maximum of scaled scores, sum of weights and weighted sum of values.
+    q ``[ROWS, D]``, k and v ``[BLOCK_N, D]``; key ``[BLOCK_N]`` and query ``[ROWS]``: positions, compared if
+    CAUSAL or in a window. m_i and l_i ``[ROWS]``, acc ``[ROWS, D]``: running maximum of scaled scores, sum of
+    weights and weighted sum of values.
     """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAUSAL:
+        scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
+    if WINDOW > 0:
+        scores = tl.where(key[None, :] > query[:, None] - WINDOW, scores, float("-inf"))
     m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale_log2)
     finite = m_new
     if WINDOW > 0:  # all keys of a tile may be out of a query's window
@@ -155,105 +214,132 @@ def _absorb(scores, v, m_i, l_i, acc, scale_log2, WINDOW: tl.constexpr):
     return m_new, l_i * alpha + tl.sum(p, axis=1), acc
 
 
+@triton.jit
+def _load_pair(source, place, held, shape: tl.constexpr, MASKED: tl.constexpr):
+    """Keys and values ``[BLOCK_N, D]`` at offsets ``place``; zero where MASKED and not held, and past D."""
+    if shape.D == shape.D_PADDED and not MASKED:
+        return tl.load(source.k + place), tl.load(source.v + place)
+    loaded = (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
+    if MASKED:
+        loaded = held[:, None] & loaded
+    return tl.load(source.k + place, mask=loaded, other=0.0), tl.load(
+        source.v + place, mask=loaded, other=0.0
+    )
+
+
+@triton.jit
+def _load_cached(cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MASKED: tl.constexpr):
+    """Keys and values ``[BLOCK_N, D]`` of cached tokens at positions ``key``; if MASKED, 0 from start on."""
+    held = key < start
+    if MASKED:
+        block = tl.load(table_ptr + key // shape.BLOCK_SIZE, mask=held, other=0)
+    else:
+        block = tl.load(table_ptr + key // shape.BLOCK_SIZE)
+    slot = slot_offset(cache, block, key % shape.BLOCK_SIZE, kv_head, shape)
+    return _load_pair(cache, slot[:, None] + tl.arange(0, shape.D_PADDED)[None, :], held, shape, MASKED)
+
+
+@triton.jit
+def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.constexpr):
+    """Stores keys and values ``[BLOCK_N, D]`` in the slots of positions ``place``, where ``stored``."""
+    d = tl.arange(0, shape.D_PADDED)
+    block = tl.load(table_ptr + place // shape.BLOCK_SIZE, mask=stored, other=0)
+    slot = slot_offset(cache, block, place % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
+    target = stored[:, None] & (d < shape.D)[None, :]
+    tl.store(cache.k + slot, k, mask=target)
+    tl.store(cache.v + slot, v, mask=target)
+
+
 @triton.jit(
     do_not_specialize=["tiles_stride", "table_stride"],
     do_not_specialize_on_alignment=["tiles_ptr", "table_ptr"],
 )
 def _prefill_attention_kernel(
     out_ptr, new, cache, table_ptr, table_stride, tiles_ptr, tiles_stride, scale_log2,
-    shape: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
-    WINDOW: tl.constexpr,
+    shape: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One program per (tile, query head): cached prefix, new tokens before the tile, the tile itself.
+    """One program per (tile, HEADS query heads of a group): prefix, new tokens before the tile, the tile.
 
-    The first query head of a group stores the tile's keys and values. The loop over the tile itself has few
-    iterations: pipelining it would only cost registers.
+    The HEADS x BLOCK_M rows, one head after another, are multiplied with the same keys. The first program of
+    a group stores the tile's keys and values. Tiles of keys that all rows see are neither masked nor
+    compared with positions; loops of few iterations are not pipelined, which would only cost registers.
     """
+    ROWS: tl.constexpr = HEADS * BLOCK_M
     D_PADDED: tl.constexpr = shape.D_PADDED
-    tile = tl.program_id(0) // shape.H
-    head = tl.program_id(0) % shape.H
+    tile = tl.program_id(0) // (shape.H // HEADS)
+    head = tl.program_id(0) % (shape.H // HEADS) * HEADS
     kv_head = head // shape.GROUP
     first = tl.load(tiles_ptr + tile)
     n_rows = tl.load(tiles_ptr + tiles_stride + tile)
     position = tl.load(tiles_ptr + 2 * tiles_stride + tile)
     sequence_first = tl.load(tiles_ptr + 3 * tiles_stride + tile)
     start = tl.load(tiles_ptr + 4 * tiles_stride + tile)
-    table_ptr += tl.load(tiles_ptr + 5 * tiles_stride + tile).to(tl.int64) * table_stride
+    table_row = tl.load(tiles_ptr + 5 * tiles_stride + tile).to(tl.int64)
+    if n_rows == 0:
+        return
+    table_ptr += table_row * table_stride
 
-    i = tl.arange(0, BLOCK_M)
+    i = tl.arange(0, ROWS) % BLOCK_M
+    heads = head + tl.arange(0, ROWS) // BLOCK_M
     j = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_PADDED)
-    in_head = d < shape.D
-    mine = (i < n_rows)[:, None] & in_head[None, :]
-    q_tile = (first + i).to(tl.int64)[:, None] * new.q_stride + head * shape.D + d[None, :]
-    q = tl.load(new.q + q_tile, mask=mine, other=0.0).to(DOT)  # [BLOCK_M, D]
-    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
+    mine = (i < n_rows)[:, None] & (d < shape.D)[None, :]
+    q_rows = first.to(tl.int64) * new.q_stride + (i * new.q_stride + heads * shape.D)[:, None] + d[None, :]
+    q = tl.load(new.q + q_rows, mask=mine, other=0.0).to(DOT)  # [ROWS, D]
+    query = position + i
+    m_i = tl.full((ROWS,), float("-inf"), tl.float32)
+    l_i = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, D_PADDED), tl.float32)
 
-    first_cached = 0
+    begin_cached = 0
     if WINDOW > 0:
-        first_cached = tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    for begin in range(first_cached, start, BLOCK_N):
-        cached = begin + j
-        held = cached < start
-        block = tl.load(table_ptr + cached // shape.BLOCK_SIZE, mask=held, other=0)
-        slot = slot_offset(cache, block, cached % shape.BLOCK_SIZE, kv_head, shape)
-        loaded = held[:, None] & in_head[None, :]
-        k = tl.load(cache.k + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
-        v = tl.load(cache.v + slot[:, None] + d[None, :], mask=loaded, other=0.0).to(DOT)
-        seen = held[None, :]
-        if WINDOW > 0:
-            seen = seen & (cached[None, :] > (position + i)[:, None] - WINDOW)
-        scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
-        m_i, l_i, acc = _absorb(scores, v, m_i, l_i, acc, scale_log2, WINDOW)
+        begin_cached = tl.minimum(tl.maximum(position - WINDOW + 1, 0), start) // BLOCK_N * BLOCK_N
+    whole = start // BLOCK_N * BLOCK_N
+    for begin in range(begin_cached, whole, BLOCK_N):
+        k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, False)
+        m_i, l_i, acc = _attend(
+            q, k.to(DOT), v.to(DOT), begin + j, query, m_i, l_i, acc, scale_log2, False, WINDOW
+        )
+    for begin in tl.range(tl.maximum(whole, begin_cached), start, BLOCK_N, num_stages=1):
+        k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, True)
+        key = tl.where(begin + j < start, begin + j, position + BLOCK_M)
+        m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
 
     before = first - sequence_first
-    new_tile = sequence_first.to(tl.int64) * new.kv_stride + kv_head * shape.D + d[None, :]
-    first_new = 0
+    new_tile = (j * new.kv_stride + kv_head * shape.D)[:, None] + d[None, :]
+    begin_new = 0
     if WINDOW > 0:
-        first_new = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    for begin in range(first_new, before, BLOCK_N):
-        token = new_tile + (begin + j).to(tl.int64)[:, None] * new.kv_stride
-        k = tl.load(new.k + token, mask=in_head[None, :], other=0.0).to(DOT)
-        v = tl.load(new.v + token, mask=in_head[None, :], other=0.0).to(DOT)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if WINDOW > 0:
-            seen = (begin + j)[None, :] > (before + i)[:, None] - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
-        m_i, l_i, acc = _absorb(scores, v, m_i, l_i, acc, scale_log2, WINDOW)
+        begin_new = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    for begin in range(begin_new, before, BLOCK_N):
+        place = (sequence_first + begin).to(tl.int64) * new.kv_stride + new_tile
+        k, v = _load_pair(new, place, None, shape, False)
+        key = start + begin + j
+        m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, False, WINDOW)
 
     n_stored = tl.where(head % shape.GROUP == 0, n_rows, 0)
     for begin in tl.range(0, n_rows, BLOCK_N, num_stages=1):
         own = begin + j
-        token = new_tile + (before + own).to(tl.int64)[:, None] * new.kv_stride
-        loaded = (own < n_rows)[:, None] & in_head[None, :]
-        k = tl.load(new.k + token, mask=loaded, other=0.0)
-        v = tl.load(new.v + token, mask=loaded, other=0.0)
-        place = position + own
-        stored = own < n_stored
-        block = tl.load(table_ptr + place // shape.BLOCK_SIZE, mask=stored, other=0)
-        slot = slot_offset(cache, block, place % shape.BLOCK_SIZE, kv_head, shape)
-        target = stored[:, None] & in_head[None, :]
-        tl.store(cache.k + slot[:, None] + d[None, :], k, mask=target)
-        tl.store(cache.v + slot[:, None] + d[None, :], v, mask=target)
-        seen = own[None, :] <= i[:, None]  # rows past n_rows see zeros and are not stored
-        if WINDOW > 0:
-            seen = seen & (own[None, :] > i[:, None] - WINDOW)
-        scores = tl.where(seen, tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee"), float("-inf"))
-        m_i, l_i, acc = _absorb(scores, v.to(DOT), m_i, l_i, acc, scale_log2, WINDOW)
+        place = (first + begin).to(tl.int64) * new.kv_stride + new_tile
+        k, v = _load_pair(new, place, own < n_rows, shape, True)
+        _store_pair(cache, table_ptr, position + own, own < n_stored, k, v, kv_head, shape)
+        key = position + own  # rows past n_rows see zeros and are not stored
+        m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
 
-    out_tile = (first + i).to(tl.int64)[:, None] * (shape.H * shape.D) + head * shape.D + d[None, :]
-    tl.store(out_ptr + out_tile, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
+    l_i = tl.where(i < n_rows, l_i, 1.0)
+    out_rows = first.to(tl.int64) * (shape.H * shape.D)
+    out_rows += (i * (shape.H * shape.D) + heads * shape.D)[:, None] + d[None, :]
+    tl.store(out_ptr + out_rows, (acc * (1.0 / l_i)[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
 
 
 def make_prefill_attention(
-    block_m: int = BLOCK_M, block_n: int = BLOCK_N, num_warps: int = NUM_WARPS, num_stages: int = NUM_STAGES
+    block_m: int = 64, block_n: int = 64, num_warps: int = 4, num_stages: int = 3, heads: int = 1
 ) -> Callable[..., Tensor]:
     """FlashAttention (Dao et al. 2022, arXiv:2205.14135), called like :func:`prefill_attention_ref`.
 
-    Each program multiplies ``block_m`` queries (``Tiles.size``) with tiles of ``block_n`` keys; both are
-    powers of two, 16 or more, block_m a multiple of block_n.
+    Each program multiplies ``block_m`` queries (``Tiles.size``) of ``heads`` query heads of a group (fewer if
+    heads does not divide the group) with tiles of ``block_n`` keys; all are powers of two, block_m a multiple
+    of block_n, 16 or more.
 
     Caches and out are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided,
     ``[H, D]`` contiguous, k_new and v_new alike); block_table rows are contiguous; all of one dtype; scale is
@@ -275,9 +361,10 @@ def make_prefill_attention(
         out = q.new_empty(q.shape)
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
         table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
+        together = math.gcd(heads, shape.GROUP)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "DOT": _dot_dtype(q), "WINDOW": window or 0}
-        _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H,)](
-            out, new, cache, *table, *columns, scale * LOG2_E, shape, **blocks, **launch
+        _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H // together,)](
+            out, new, cache, *table, *columns, scale * LOG2_E, shape, together, **blocks, **launch
         )
         return out
 
@@ -289,11 +376,10 @@ def _dot_dtype(q: Tensor):
     return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
 
 
-_half_prefill_attention = make_prefill_attention()
-_fp32_prefill_attention = make_prefill_attention(BLOCK_M, FP32_BLOCK_N, FP32_NUM_WARPS, FP32_NUM_STAGES)
+_made = cache(make_prefill_attention)
 
 
-def prefill_attention(*, q: Tensor, **arguments) -> Tensor:
-    """The kernel of :func:`make_prefill_attention` at the launch configuration of q's dtype."""
-    launch = _fp32_prefill_attention if q.dtype == torch.float32 else _half_prefill_attention
-    return launch(q=q, **arguments)
+def prefill_attention(*, q: Tensor, k_new: Tensor, tiles: Tiles, **arguments) -> Tensor:
+    """The kernel of :func:`make_prefill_attention` as :func:`launch_for` says; tiles of size 64 or 128."""
+    launch = launch_for(tiles.size, q.dtype, q.shape[2], q.shape[1] // k_new.shape[1])
+    return _made(tiles.size, *launch)(q=q, k_new=k_new, tiles=tiles, **arguments)

@@ -1,7 +1,7 @@
-"""What happens to q and k between the projection and a prefill's attention, in one kernel: spec and kernel.
+"""What happens to q and k between the projection and attention: spec, and kernels.
 
-Each head is normalised (RMSNorm, as in Qwen3) and turned by its token's position (RoPE, Su et al. 2021). A
-decode step does both inside its attention kernel.
+Each head is normalised (RMSNorm, as in Qwen3) and turned by its token's position (RoPE, Su et al. 2021). For
+a prefill this is a kernel; a decode step's attention kernel does it as it loads heads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.models.rope import rotate
+from rosellm.models.rope import Rotary, rotate
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.triton_or_none import tl, triton
 
@@ -19,29 +19,61 @@ ROLES = {"_position_heads_kernel": "elementwise"}
 WARPS = 4
 
 
-def position_heads_ref(
-    *,
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-) -> None:
+def position_heads_ref(*, q: Tensor, k: Tensor, positions: Tensor, rotary: Rotary) -> None:
     """The specification, in place: q ``[N, H, D]``, k ``[N, H_kv, D]``, at positions ``[N]`` int32.
 
-    cos_sin ``[P, D]`` fp32: ``Rope.table``. q_norm, k_norm ``[D]``: weights of the norms, both or neither. A
-    negative position, of an inert row, counts as 0.
+    A negative position, of an inert row, counts as 0.
     """
-    angles = cos_sin[positions.clamp_min(0)]  # [N, D]
-    for heads, weight in ((q, q_norm), (k, k_norm)):
-        normed = heads if weight is None else _normed(heads, weight, eps)
-        heads.copy_(rotate(normed, angles))
+    for heads, norm in ((q, rotary.q_norm), (k, rotary.k_norm)):
+        heads.copy_(positioned_ref(heads, norm, positions, rotary))
 
 
-def _normed(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(heads.float(), weight.shape, weight.float(), eps)
+def positioned_ref(heads: Tensor, norm: Tensor | None, positions: Tensor, rotary: Rotary) -> Tensor:
+    """Heads ``[N, H, D]``, normalised by weights ``norm`` and turned, in fp32; as a tensor of their dtype."""
+    wide = heads.float()
+    if norm is not None:
+        wide = F.rms_norm(wide, norm.shape, norm.float(), rotary.eps)
+    return rotate(wide, rotary.cos_sin[positions.clamp_min(0)]).to(heads.dtype)
+
+
+@triton.jit
+def load_angles(rotary, position, shape: tl.constexpr):
+    """Cosine and signed sine ``[1, D]`` of a position: a rotated element is x * cos + its partner * sin."""
+    D: tl.constexpr = shape.D_PADDED
+    d = tl.arange(0, D)[None, :]
+    if rotary is None:
+        cos = tl.zeros((1, D), tl.float32)
+        sin = cos
+    else:
+        HALF: tl.constexpr = shape.D // 2
+        place = rotary.cos_sin + tl.maximum(position, 0).to(tl.int64) * shape.D + d % HALF
+        cos = tl.load(place, mask=d < shape.D, other=0.0)
+        sin = tl.load(place + HALF, mask=d < shape.D, other=0.0)
+        sin = tl.where(d < HALF, -sin, sin)
+    return cos, sin
+
+
+@triton.jit
+def load_heads(
+    ptr, norm_ptr, rotary, cos, sin,
+    COUNT: tl.constexpr, M: tl.constexpr, NORMS: tl.constexpr, shape: tl.constexpr,
+):  # fmt: skip
+    """COUNT adjacent heads, normalised and rotated, ``[M, D]`` of their own dtype; zero from COUNT on."""
+    m = tl.arange(0, M)[:, None]
+    d = tl.arange(0, shape.D_PADDED)[None, :]
+    mask = (m < COUNT) & (d < shape.D)
+    x = tl.load(ptr + m * shape.D + d, mask=mask, other=0.0)
+    dtype: tl.constexpr = x.dtype
+    if rotary is not None:
+        partner = (d + shape.D // 2) % shape.D
+        y = tl.load(ptr + m * shape.D + partner, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(tl.float32)
+        if NORMS:
+            unit = tl.rsqrt(tl.sum(x * x, axis=1) / shape.D + rotary.eps)[:, None]
+            x = x * unit * tl.load(norm_ptr + d, mask=d < shape.D, other=0.0).to(tl.float32)
+            y = y * unit * tl.load(norm_ptr + partner, mask=d < shape.D, other=0.0).to(tl.float32)
+        x = (x * cos + y * sin).to(dtype)
+    return x
 
 
 @triton.jit
@@ -92,15 +124,17 @@ def make_position_heads(dependent: int = False) -> Callable[..., None]:
     """
     launch = launch_options(dependent)
 
-    def position_heads(*, q, k, positions, cos_sin, q_norm, k_norm, eps) -> None:
+    def position_heads(*, q, k, positions, rotary) -> None:
         rows, n_heads, head_dim = q.shape
         n_kv, padded = k.shape[1], triton.next_power_of_2(head_dim // 2)
-        norms = (q, k) if q_norm is None else (q_norm, k_norm)
+        has_norms = rotary.q_norm is not None
+        norms = (rotary.q_norm, rotary.k_norm) if has_norms else (q, k)
+        strides = q.stride(0), positions.stride(0)
         heads = {"H_PADDED": triton.next_power_of_2(n_heads), "H_KV_PADDED": triton.next_power_of_2(n_kv)}
         sizes = {"H": n_heads, "H_KV": n_kv, **heads, "D": head_dim, "HALF_PADDED": padded}
-        options = {"NORM": q_norm is not None, "DEPENDENT": dependent, "num_warps": WARPS, **launch}
+        options = {"NORM": has_norms, "DEPENDENT": dependent, "num_warps": WARPS, **launch}
         _position_heads_kernel[(rows,)](
-            q, k, *norms, cos_sin, positions, q.stride(0), positions.stride(0), eps, **sizes, **options
+            q, k, *norms, rotary.cos_sin, positions, *strides, rotary.eps, **sizes, **options
         )
 
     return position_heads

@@ -14,12 +14,22 @@ import torch
 
 from rosellm.errors import RecipeError
 from rosellm.roseinfer import kv_append_triton as kv
-from rosellm.roseinfer.kernels import advance, decode_attention, head, linear, noise, norm, prefill, rotary
+from rosellm.roseinfer.kernels import (
+    advance,
+    attention,
+    attention_plan,
+    head,
+    linear,
+    noise,
+    norm,
+    prefill,
+    rotary,
+)
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # The role of each Triton kernel, by its name in a profile.
-SOURCES = (paged, kv, advance, decode_attention, head, linear, noise, norm, prefill, rotary)
+SOURCES = (paged, kv, advance, attention, attention_plan, head, linear, noise, norm, prefill, rotary)
 ROLES = {name: role for source in SOURCES for name, role in source.ROLES.items()}
 
 
@@ -57,8 +67,8 @@ def triton_kernels(dependent: int) -> Kernels:
         prefill.prefill_attention,
         rotary.make_position_heads(dependent),
         noise.gumbel_noise_triton,
-        decode_attention.make_append_and_attend(dependent),
-        decode_attention.make_planner(dependent),
+        attention.make_append_and_attend(dependent),
+        attention_plan.make_planner(dependent),
         norm.make_embed(dependent),
         norm.make_add_norm(dependent),
         norm.make_silu_mul(dependent),
@@ -79,8 +89,8 @@ TORCH = Kernels(
     prefill.prefill_attention_ref,
     rotary.position_heads_ref,
     noise.gumbel_noise,
-    decode_attention.append_and_attend_ref,
-    decode_attention.make_plan_ref,
+    attention.append_and_attend_ref,
+    attention_plan.make_plan_ref,
     norm.embed_ref,
     norm.add_norm_ref,
     norm.silu_mul_ref,

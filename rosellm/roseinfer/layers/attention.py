@@ -14,14 +14,8 @@ from rosellm.models.model import Transformer
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.kernels.decode_attention import (
-    AttendedRows,
-    Plan,
-    Variant,
-    append_and_attend_ref,
-    variant_for,
-    whole_rows,
-)
+from rosellm.roseinfer.kernels.attention import AttendedRows, append_and_attend_ref
+from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, variant_for, whole_rows
 from rosellm.roseinfer.kernels.table import Kernels
 
 
@@ -114,7 +108,7 @@ class AppendAndAttend(Binder):
         )
 
     def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
-        plan = self.kernels.plan_attention(state.positions, Variant.parse(variant), self.config.window or 0)
+        plan = self.kernels.plan_attention(state.positions, Variant.parse(variant), self.config.window)
         attend = self.kernels.append_and_attend
         return PagedAttention(attend, plan, self.blocks, state, self.config.scale, self.rotary)
 
@@ -133,7 +127,7 @@ class TorchAppendAndAttend(Binder):
 
 
 class SplitAppendAndAttend(AppendAndAttend):
-    """The same, but contexts are cut into equal pieces where that pays (``kernels.decode_attention``)."""
+    """The same, but contexts are cut into equal pieces where that pays (``kernels.attention_plan``)."""
 
     def variant(self, rows: int, longest: int) -> str:
         """How the kernel is launched, pieces included."""

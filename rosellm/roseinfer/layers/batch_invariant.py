@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.kernels.decode_attention import Variant, append_and_attend_ref
+from rosellm.roseinfer.kernels.attention import append_and_attend_ref
+from rosellm.roseinfer.kernels.attention_plan import Variant
 from rosellm.roseinfer.kernels.head import make_best_tokens
 from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, make_tiles, prefill_attention_ref
@@ -76,7 +77,7 @@ def linear_by_groups(*, x: Tensor, **arguments) -> Tensor:
 
 
 def append_and_attend_by_rows(*, q, k_new, v_new, block_table, positions, **arguments) -> Tensor:
-    """``decode_attention.append_and_attend_ref``, one row at a time, reading only the blocks it has."""
+    """``attention.append_and_attend_ref``, one row at a time, reading only the blocks it has."""
     block_size = arguments["k_cache_layer"].shape[2]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row, position in enumerate(positions.tolist()):

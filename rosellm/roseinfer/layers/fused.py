@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rosellm.models.attention import Attend
 from rosellm.models.model import Projection, Transformer, split_heads
-from rosellm.roseinfer.kernels.linear import FEW_ROWS, SOME_ROWS
+from rosellm.roseinfer.kernels.linear import FEW_ROWS, some_rows
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.products import (
     LayerWeights,
@@ -106,7 +106,7 @@ def build_layers(
     if norm == "separate":
         plain = plain_layers(model)
         return lambda rows: plain
-    fused = activation_fused(model.config, kernels)
+    fused = activation_fused(model, kernels)
     activated = fused if activation == "epilogue" else activation_apart(model.config)
     library = FusedLayers(model, LibraryProducts(model, activated), kernels)
     if gemm == "library":
@@ -114,6 +114,6 @@ def build_layers(
     if kernels.name == "torch":
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
         return lambda rows: packed
-    few = FewRowsLayers(model, kernels)
+    few, most = FewRowsLayers(model, kernels), some_rows(model.config.n_layer_parameters)
     some = FusedLayers(model, SomeRowsProducts(model, kernels), kernels)
-    return lambda rows: few if rows <= FEW_ROWS else some if rows <= SOME_ROWS else library
+    return lambda rows: few if rows <= FEW_ROWS else some if rows <= most else library

@@ -58,12 +58,12 @@ def activation_apart(config: Arch) -> Activated:
     return lambda projection, x: activated(projection(x), config)
 
 
-def activation_fused(config: Arch, kernels: Kernels) -> Activated:
-    """GELU in the GEMM's epilogue (cuBLASLt computes the tanh form, on a GPU); SwiGLU in one kernel."""
-    if config.mlp == "swiglu":
+def activation_fused(model: Transformer, kernels: Kernels) -> Activated:
+    """GELU in the GEMM's epilogue (cuBLASLt's is the tanh form, a CPU's is not); SwiGLU in one kernel."""
+    if model.config.mlp == "swiglu":
         return lambda projection, x: kernels.silu_mul(x=projection(x))
-    if kernels.name == "torch" or "up" not in config.biases:
-        return activation_apart(config)
+    if model.device.type == "cpu" or "up" not in model.config.biases:
+        return activation_apart(model.config)
     return _gelu_in_epilogue
 
 

@@ -1,9 +1,9 @@
 """Compiles the best rung's kernels without a GPU: ``compile_step_kernels OUTPUT.json``.
 
-The wrappers launch them as ever, for GPT-2's shape, but a stand-in for Triton's driver names the target, and
-nothing is run. The output lists, by compute capability, ``[kernel, PTX, dependent, bytes of shared memory]``
-of the kernels of the rung that is best for such a GPU; for an H200 also of some ordinary launches. For 8.0
-and 10.0 the PTX is assembled, too. To be started with TRITON_INTERPRET=0.
+The wrappers launch them as ever, for the shapes of some models, but a stand-in for Triton's driver names the
+target, and nothing is run. The output lists, by compute capability, ``[kernel, PTX, dependent, bytes of
+shared memory]`` of the kernels of the rung that is best for such a GPU; for an H200 also of some ordinary
+launches. For 8.0 and 10.0 the PTX is assembled, too. To be started with TRITON_INTERPRET=0.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -21,86 +23,165 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from rosellm.models.rope import Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.kernels import linear
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, make_tiles
+from rosellm.roseinfer.kernels import attention, linear, prefill
+from rosellm.roseinfer.kernels.attention_plan import variant_for, whole_rows
+from rosellm.roseinfer.kernels.linear import NormPrologue
+from rosellm.roseinfer.kernels.prefill import BLOCK_M, TRITON_DTYPES, make_tiles
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.recipe import DEPENDENT_LAUNCH_FROM
 
 RUN, MAKE_CUBIN = JITFunction.run, CUDABackend.make_cubin
 H200, ADA, ASSEMBLED = 90, 89, (80, 100)
 SHARED_MEMORY = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes a program
-WIDTH, WIDE, HEADS, VOCAB = 768, 3072, 12, 50257
+VOCAB = 50257
+Launch = Callable[[Kernels], None]
 
 
-def empty(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float16)
+@dataclass(frozen=True)
+class Sizes:
+    """A model's parts, as kernels see them; norms: of the heads of q and k."""
+
+    dtype: torch.dtype
+    width: int
+    wide: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rms: bool = False
+    activation: str = "gelu"
+    rotary: bool = False
+    norms: bool = False
+    window: int | None = None
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype)
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, ...]:
+        """q, k and v of 8 rows, slices of one projection."""
+        counts = self.heads, self.kv_heads, self.kv_heads
+        return self.empty(8, sum(counts), self.head_dim).split(counts, dim=1)
+
+    @property
+    def rotary_of_heads(self) -> Rotary | None:
+        weights = [self.empty(self.head_dim) if self.norms else None] * 2
+        return Rotary(torch.empty(64, self.head_dim), *weights, eps=1e-6) if self.rotary else None
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """A layer's cache, and how attention scores its keys."""
+        cache = self.empty(4, self.kv_heads, 64, self.head_dim)
+        caches = {"k_cache_layer": cache, "v_cache_layer": cache}
+        return caches | {"scale": 0.125, "window": self.window}
 
 
-def launch_norms(kernels: Kernels) -> None:
-    x, vector = empty(8, WIDTH), empty(WIDTH)
-    affine = {"scale": vector, "shift": vector, "eps": 1e-5}
+GPT2 = Sizes(torch.float16, 768, 3072, 12, 12, 64)
+MODERN = Sizes(torch.bfloat16, 1024, 3072, 16, 8, 128, True, "swiglu", True)
+MODELS = {
+    "gpt2": GPT2,
+    "llama": replace(MODERN, width=2048, wide=8192, heads=32, head_dim=64),
+    "mistral": replace(MODERN, heads=8, kv_heads=2, window=4096),
+    "qwen3": replace(MODERN, norms=True),
+}
+
+
+def launch_norms(kernels: Kernels, sizes: Sizes) -> None:
+    x, vector = sizes.empty(8, sizes.width), sizes.empty(sizes.width)
+    affine = {"scale": vector, "shift": None if sizes.rms else vector, "eps": 1e-5}
     kernels.add_norm(x=x, **affine)
-    kernels.add_norm(x=x, delta=torch.empty(4, 8, WIDTH), bias=vector, **affine)
+    delta = torch.empty(4, 8, sizes.width)
+    kernels.add_norm(x=x, delta=delta, bias=None if sizes.rms else vector, **affine)
 
 
-def launch_linears(kernels: Kernels, few: tuple[int, ...] = (1, 8, 16)) -> None:
-    up, down, vector = empty(WIDE, WIDTH), empty(WIDTH, WIDE), empty(WIDTH)
-    biased = {"weight": up, "bias": empty(WIDE), "gelu": True}
+def launch_linears(kernels: Kernels, sizes: Sizes, few: tuple[int, ...] = (1, 8, 16)) -> None:
+    n = sizes.wide * (2 if sizes.activation == "swiglu" else 1)
+    up, down = sizes.empty(n, sizes.width), sizes.empty(sizes.width, sizes.wide)
+    bias, vector = (None, None) if sizes.rms else (sizes.empty(n), sizes.empty(sizes.width))
+    norm = NormPrologue(sizes.empty(sizes.width), 1e-5, None if sizes.rms else torch.empty(n))
+    activated = {"weight": up, "bias": bias, "activation": sizes.activation}
     for rows in few:
-        x = empty(rows, WIDTH)
-        kernels.few_rows_linear(x=x, **biased, column_sums=torch.empty(WIDE), eps=1e-5)
-    kernels.few_rows_linear(x=empty(rows, WIDE), weight=down, bias=vector, residual=x)
-    kernels.some_rows_linear(x=empty(64, WIDTH), **biased)
-    kernels.some_rows_linear(x=empty(64, WIDE), weight=down, parts=4)
+        x = sizes.empty(rows, sizes.width)
+        kernels.few_rows_linear(x=x, norm=norm, **activated)
+        hidden = sizes.empty(rows, sizes.wide)
+        kernels.few_rows_linear(x=hidden, weight=down, bias=vector, residual=x)
+    kernels.some_rows_linear(x=sizes.empty(64, sizes.width), **activated)
+    kernels.some_rows_linear(x=sizes.empty(64, sizes.wide), weight=down, parts=4)
 
 
-def launch_large_tiles(kernels: Kernels) -> None:
+def launch_large_tiles(kernels: Kernels, sizes: Sizes) -> None:
     """What takes the most shared memory: products of many rows."""
-    kernels.some_rows_linear(x=empty(256, WIDTH), weight=empty(WIDTH, WIDTH), bias=empty(WIDTH))
+    square, width = sizes.empty(sizes.width, sizes.width), sizes.width
+    kernels.some_rows_linear(x=sizes.empty(256, width), weight=square, bias=sizes.empty(width))
     state = DeviceState(256, 16, torch.device("cpu"))
     drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
-    kernels.best_tokens(hidden=empty(256, WIDTH), weight=empty(VOCAB, WIDTH), sampled=False, **drawing)
+    head = {"hidden": sizes.empty(256, width), "weight": sizes.empty(VOCAB, width)}
+    kernels.best_tokens(**head, sampled=False, **drawing)
 
 
-def launch_prefill(kernels: Kernels) -> None:
-    q, k_new, v_new = empty(8, 3 * HEADS, 64).split(HEADS, dim=1)
-    cache, table = empty(4, HEADS, 64, 64), DeviceState(8, 16, torch.device("cpu")).table
+def launch_prefill(kernels: Kernels, sizes: Sizes) -> None:
+    q, k_new, v_new = sizes.qkv
+    state, rotary = DeviceState(8, 16, torch.device("cpu")), sizes.rotary_of_heads
+    if rotary is not None:
+        kernels.position_heads(q=q, k=k_new, positions=state.positions, rotary=rotary)
+    if sizes.activation == "swiglu":
+        kernels.silu_mul(x=sizes.empty(8, 2 * sizes.wide))
     kernels.prefill_attention(
         q=q,
         k_new=k_new,
         v_new=v_new,
-        k_cache_layer=cache,
-        v_cache_layer=cache,
-        block_table=table,
+        block_table=state.table,
         tiles=make_tiles([0], [8], None, BLOCK_M, "cpu"),
-        scale=0.125,
+        **sizes.where,
     )
 
 
-def launch_around_the_layers(kernels: Kernels) -> None:
-    """Embedding, attention of a step, head and advance."""
+def launch_attention(kernels: Kernels, sizes: Sizes, contexts: tuple[int, ...] = (300,)) -> None:
+    """Of a decode step: rows that stay whole, and rows that are cut."""
     state = DeviceState(8, 16, torch.device("cpu"))
-    table, cache = empty(VOCAB, WIDTH), empty(4, HEADS, 64, 64)
-    kernels.embed(ids=state.tokens, positions=state.positions, tokens=table, places=table)
-    q, k_new, v_new = empty(8, 3 * HEADS, 64).split(HEADS, dim=1)
-    where = {"block_table": state.table, "positions": state.positions, "scale": 0.125, "tile": 256}
-    caches = {"k_cache_layer": cache, "v_cache_layer": cache}
-    kernels.append_and_attend(q=q, k_new=k_new, v_new=v_new, **caches, **where)
+    q, k_new, v_new = sizes.qkv
+    new = {"q": q, "k_new": k_new, "v_new": v_new, "rotary": sizes.rotary_of_heads}
+    shape = {"group": sizes.heads // sizes.kv_heads, "head_dim": sizes.head_dim}
+    for context in contexts:
+        for choose in (whole_rows, variant_for):
+            variant = choose(8, sizes.kv_heads, context, 132, **shape)
+            plan = kernels.plan_attention(state.positions, variant, sizes.window)
+            step = {"block_table": state.table, "positions": state.positions, "plan": plan}
+            kernels.append_and_attend(**new, **step, **sizes.where)
+
+
+def launch_around_the_layers(kernels: Kernels, sizes: Sizes) -> None:
+    """Embedding, head and advance."""
+    state, table = DeviceState(8, 16, torch.device("cpu")), sizes.empty(VOCAB, sizes.width)
+    places = None if sizes.rotary else table
+    kernels.embed(ids=state.tokens, positions=state.positions, tokens=table, places=places)
     drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
     for sampled in (False, True):
-        head = {"hidden": empty(8, WIDTH), "weight": table, "sampled": sampled}
+        head = {"hidden": sizes.empty(8, sizes.width), "weight": table, "sampled": sampled}
         values, indices = kernels.best_tokens(**head, **drawing)
     for chosen in (values, None):
         kernels.advance(state=state, slots=torch.arange(8), values=chosen, indices=indices)
 
 
-def launches_for(capability: int) -> list[Callable[[Kernels], None]]:
-    everything = [launch_norms, partial(launch_linears, few=(8,)), launch_prefill, launch_around_the_layers]
+def launches_for(capability: int) -> list[Launch]:
+    """For an H200 more variants."""
+    on_h200 = capability == H200
+    everything: list[Launch] = [
+        partial(launch, sizes=sizes)
+        for sizes in (GPT2, MODELS["qwen3"])
+        for launch in (launch_norms, launch_around_the_layers)
+    ]
+    for sizes in MODELS.values() if on_h200 else (GPT2, MODELS["mistral"], MODELS["qwen3"]):
+        everything += [
+            partial(launch_attention, sizes=sizes, contexts=(300, 4000) if on_h200 else (300,)),
+            partial(launch_linears, sizes=sizes, few=(1, 8, 16) if on_h200 else (8,)),
+            partial(launch_prefill, sizes=sizes),
+        ]
     if capability == ADA:
-        everything.append(launch_large_tiles)
-    if capability == H200:
-        everything += [launch_linears, lambda _: launch_norms(TRITON)]
+        everything += [partial(launch_large_tiles, sizes=sizes) for sizes in (GPT2, MODELS["qwen3"])]
+    if on_h200:
+        everything.append(lambda _: launch_norms(TRITON, GPT2))
     return everything
 
 
@@ -120,6 +201,7 @@ def compiled_for(capability: int) -> list[tuple[str, str, bool, int]]:
     JITFunction.run = compile_only
     CUDABackend.make_cubin = MAKE_CUBIN if capability in ASSEMBLED else lambda *_arguments: b""
     linear.shared_memory = lambda device: SHARED_MEMORY[capability]
+    attention._dot_dtype = prefill._dot_dtype = lambda q: TRITON_DTYPES[q.dtype]
     kernels = TRITON_DEPENDENT if divmod(capability, 10) >= DEPENDENT_LAUNCH_FROM else TRITON
     for launch in launches_for(capability):
         launch(kernels)

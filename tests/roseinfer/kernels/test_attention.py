@@ -1,4 +1,4 @@
-"""Attention that appends: the spec against a plain computation, the kernel against the spec."""
+"""Attention that appends: the spec against a plain computation, the kernels against the spec."""
 
 from __future__ import annotations
 
@@ -8,25 +8,45 @@ import pytest
 import torch
 from torch import Tensor
 
+from rosellm.errors import OptionError
+from rosellm.models.rope import Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_append_and_attend, tile_for
+from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_append_and_attend
+from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan_ref, make_planner, variant_for
+from rosellm.roseinfer.kernels.rotary import positioned_ref
+from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT
 from tests.helpers import DTYPES, TRITON_DEVICES, bits
 from tests.roseinfer.kernels.kernel_checks import (
     PLACES,
+    TOLERANCE,
     assert_near,
     assert_replays_equal_ordinary_launches,
     clones,
     guarded_outputs,  # noqa: F401
 )
+from tests.roseinfer.kernels.test_large_offsets import far_apart, interpreted
 
 NAN, WILD = float("nan"), 2**30
 CACHES = ("k_cache_layer", "v_cache_layer")
 guarded = pytest.mark.usefixtures("guarded_outputs")
+TILE = 16
+WHOLE, FEW, MANY = Variant(TILE), Variant(TILE, 3), Variant(TILE, 29)
+SMALL = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16, "block_size": 16}
+
+
+def make_rotary(n_positions: int, head_dim: int, norms: bool, like: Tensor) -> Rotary:
+    generator = torch.Generator().manual_seed(head_dim)
+    angles = 10 * torch.rand(n_positions, head_dim // 2, generator=generator)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(like.device)
+    weights = 0.5 + torch.rand(2, head_dim, generator=generator).to(like)
+    return Rotary(cos_sin, *(weights if norms else (None, None)), eps=1e-5)
 
 
 def make_case(
     positions: list[int],
     *,
+    window: int | None = None,
+    rotary: str = "",
     n_heads: int = 2,
     n_kv_heads: int = 2,
     head_dim: int = 32,
@@ -35,12 +55,11 @@ def make_case(
     device: str = "cpu",
     seed: int = 0,
     scale: float = 1.0,
-    tile: int | None = None,
 ) -> dict:
     """Random arguments: table and positions from a device state, q, k_new and v_new slices of a projection.
 
-    Cache slots that hold no token are NaN. Table entries past the new token's block are wild; so are those of
-    inert rows.
+    Cache slots that hold no token of a row's window are NaN. Table entries past the new token's block are
+    wild; so are those before the window and of inert rows. rotary: "" for none, "plain" or "norms".
     """
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     counts = [position // block_size + 1 if position >= 0 else 0 for position in positions]
@@ -51,9 +70,11 @@ def make_case(
     state.positions.copy_(torch.tensor(positions))
     table = torch.full(state.table.shape, WILD, dtype=torch.int32)
     for row, (position, count) in enumerate(zip(positions, counts, strict=True)):
+        first = 0 if window is None else max(0, position - window + 1)
         for i in range(count):
-            table[row, i] = block = order.pop()
-            held[block, : max(0, position - i * block_size)] = True
+            block, left = order.pop(), first - i * block_size
+            held[block, max(0, left) : max(0, position - i * block_size)] = True
+            table[row, i] = block if left < block_size else WILD
     state.table.copy_(table)
     cache = torch.randn(2, n_blocks, n_kv_heads, block_size, head_dim, generator=generator)
     cache = torch.where(held[None, :, None, :, None], cache, NAN).to(device, dtype)
@@ -69,7 +90,8 @@ def make_case(
         "block_table": state.table,
         "positions": state.positions,
         "scale": scale * head_dim**-0.5,
-        "tile": tile or tile_for(len(positions), max(positions) + 1),
+        "window": window,
+        "rotary": make_rotary(max(positions) + 1, head_dim, rotary == "norms", q) if rotary else None,
     }
 
 
@@ -77,15 +99,25 @@ def with_own_caches(case: dict) -> dict:
     return case | {name: case[name].clone() for name in CACHES}
 
 
-def assert_equals_spec(case: dict, kernel=None) -> None:
-    """The same output; the caches bit for bit the spec's in every slot; nothing else is written."""
-    mine, theirs, before = with_own_caches(case), with_own_caches(case), clones(case)
+def assert_same_slots(mine: Tensor, theirs: Tensor, exact: bool) -> None:
+    if exact:
+        assert torch.equal(bits(mine), bits(theirs))
+    else:
+        tolerance = TOLERANCE[mine.dtype]
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def assert_equals_spec(case: dict, variant: Variant) -> None:
+    """The same output and the same caches, bit for bit but for rotated keys; nothing else is written."""
+    mine, theirs = with_own_caches(case), with_own_caches(case)
+    before = clones(case)
     expected = append_and_attend_ref(**theirs)
-    found = (kernel or make_append_and_attend())(**mine)
+    plan = make_planner()(case["positions"], variant, case["window"])
+    found = make_append_and_attend()(**mine, plan=plan)
     assert expected.isfinite().all()
     assert_near(found, expected)
-    for name in CACHES:
-        assert torch.equal(bits(mine[name]), bits(theirs[name]))
+    assert_same_slots(mine["k_cache_layer"], theirs["k_cache_layer"], exact=case["rotary"] is None)
+    assert_same_slots(mine["v_cache_layer"], theirs["v_cache_layer"], exact=True)
     for name in ("q", "k_new", "v_new", "block_table", "positions"):
         assert torch.equal(case[name], before[name])
 
@@ -95,23 +127,37 @@ def assert_equals_spec(case: dict, kernel=None) -> None:
 
 def append_and_attend_by_loops(case: dict) -> Tensor:
     """Writes each new key and value; then softmax attention in fp64, one sequence and head at a time."""
-    block_size = case["k_cache_layer"].shape[2]
-    group = case["q"].shape[1] // case["k_new"].shape[1]
-    out = torch.zeros_like(case["q"])
+    block_size, window = case["k_cache_layer"].shape[2], case["window"]
+    group, out = case["q"].shape[1] // case["k_new"].shape[1], torch.zeros_like(case["q"])
+    q, k_new = case["q"], case["k_new"]
+    if rotary := case["rotary"]:
+        q, k_new = (
+            positioned_ref(heads, norm, case["positions"], rotary)
+            for heads, norm in ((q, rotary.q_norm), (k_new, rotary.k_norm))
+        )
     for row, position in enumerate(case["positions"].tolist()):
         if position < 0:
             continue
-        blocks = case["block_table"][row].tolist()
-        slots = [(blocks[i // block_size], i % block_size) for i in range(position + 1)]
-        for head in range(case["q"].shape[1]):
+        blocks, first = case["block_table"][row].tolist(), max(0, position - window + 1) if window else 0
+        slots = [(blocks[i // block_size], i % block_size) for i in range(first, position + 1)]
+        for head in range(q.shape[1]):
             held = []
-            for name, new in zip(CACHES, ("k_new", "v_new"), strict=True):
-                case[name][slots[-1][0], head // group, slots[-1][1]] = case[new][row, head // group]
-                cached = [case[name][block, head // group, slot] for block, slot in slots]
-                held.append(torch.stack(cached).double())
-            scores = held[0] @ case["q"][row, head].double() * case["scale"]
+            for name, new in zip(CACHES, (k_new, case["v_new"]), strict=True):
+                case[name][slots[-1][0], head // group, slots[-1][1]] = new[row, head // group]
+                held.append(torch.stack([case[name][block, head // group, i] for block, i in slots]).double())
+            scores = held[0] @ q[row, head].double() * case["scale"]
             out[row, head] = scores.softmax(dim=0) @ held[1]
     return out
+
+
+@pytest.mark.parametrize("rotary", ["", "plain", "norms"])
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_the_spec_writes_the_token_and_attends_to_its_window(window, rotary):
+    case = make_case([0, 13, -1, 4, 5, 8], window=window, rotary=rotary, n_heads=4, head_dim=20)
+    mine, theirs = with_own_caches(case), with_own_caches(case)
+    assert_near(append_and_attend_ref(**mine), append_and_attend_by_loops(theirs))
+    for name in CACHES:
+        assert torch.equal(bits(mine[name]), bits(theirs[name]))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -133,18 +179,78 @@ def test_the_spec_writes_the_token_and_attends_to_all_before_it_and_itself(seed)
         assert not torch.equal(bits(mine[name]), bits(case[name]))
 
 
-# The kernel.
+def test_a_plan_for_another_window_is_refused():
+    case = make_case([3], window=2, **SMALL)
+    plan = make_plan_ref(case["positions"], WHOLE, 3)
+    with pytest.raises(OptionError, match="window 3"):
+        make_append_and_attend()(**case, plan=plan)
+
+
+# The kernels.
 
 
 @guarded
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("block_size", [4, 64, 256])
-@pytest.mark.parametrize("tile", [16, 64, 256])
-def test_the_kernel_equals_the_spec_at_the_edges_of_tiles_and_blocks(tile, block_size, device, dtype):
-    positions = [0, 1, tile - 1, tile, tile + 1, 2 * tile, 3 * tile + 5, -1]
-    positions += [block_size - 1, block_size, block_size + 1]
-    shape = {"n_heads": 1, "n_kv_heads": 1, "head_dim": 16, "block_size": block_size, "tile": tile}
-    assert_equals_spec(make_case(positions, **shape, dtype=dtype, device=device, seed=tile))
+@pytest.mark.parametrize("variant", [WHOLE, FEW, MANY, Variant(TILE, 7, 4, 2)], ids=str)
+@pytest.mark.parametrize("block_size", [4, 64])
+def test_the_kernel_equals_the_spec_at_the_edges_of_tiles_blocks_and_pieces(
+    block_size, variant, device, dtype
+):
+    positions = [0, 1, TILE - 1, TILE, TILE + 1, 3 * TILE, -1, 5 * TILE + 1, 64, 65]
+    shape = SMALL | {"block_size": block_size}
+    assert_equals_spec(make_case(positions, **shape, dtype=dtype, device=device), variant)
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("variant", [WHOLE, FEW, Variant(TILE, 5, stages=2)], ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_tokens_of_a_tile_may_have_a_softmax_each(window, variant, device, dtype):
+    positions = [0, 1, TILE - 1, TILE, TILE + 1, -1, 5 * TILE + 1]
+    shape = SMALL | {"n_heads": 1, "dtype": dtype, "device": device}
+    assert_equals_spec(make_case(positions, window=window, **shape), variant._replace(lanes=1))
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("variant", [WHOLE, FEW], ids=str)
+@pytest.mark.parametrize("window", [1, 2, TILE, TILE + 1, 40])
+def test_the_kernel_reads_no_key_before_the_window(window, variant, device, dtype):
+    positions = [0, window - 1, window, window + TILE, 70, -1, 63, 64]
+    assert_equals_spec(make_case(positions, window=window, **SMALL, dtype=dtype, device=device), variant)
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("rotary", ["", "plain", "norms"])
+@pytest.mark.parametrize(
+    ("group", "head_dim"), [(1, 8), (1, 48), (1, 80), (2, 128), (4, 16), (4, 64), (8, 20)]
+)
+def test_the_kernel_takes_any_group_head_size_and_rotation(group, head_dim, rotary, device, dtype):
+    shape = {"n_heads": 2 * group, "n_kv_heads": 2, "head_dim": head_dim, "block_size": 16}
+    case = make_case([33, -1, 4], rotary=rotary, **shape, dtype=dtype, device=device)
+    assert_equals_spec(case, WHOLE if group == 4 else FEW)
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_kernel_equals_the_spec_over_random_shapes(seed, device, dtype):
+    rng = random.Random(seed)
+    kv_heads, block_size = rng.choice((1, 2, 3)), rng.choice((3, 16, 24, 64))
+    case = make_case(
+        [0, *(rng.randrange(-2, 4 * block_size) for _ in range(rng.randrange(6)))],
+        window=rng.choice((None, None, 9, 50)),
+        rotary=rng.choice(("", "plain", "norms")),
+        n_heads=kv_heads * rng.choice((1, 3, 5)),
+        n_kv_heads=kv_heads,
+        head_dim=rng.choice((16, 24)),
+        block_size=block_size,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+    assert_equals_spec(case, Variant(rng.choice((16, 32)), rng.choice((0, 1, 5, 12)), stages=1 + seed % 2))
 
 
 @guarded
@@ -153,26 +259,9 @@ def test_the_kernel_equals_the_spec_at_the_edges_of_tiles_and_blocks(tile, block
 def test_the_kernel_equals_the_spec_for_any_batch(rows, device):
     rng = random.Random(rows)
     positions = [33, *(rng.randrange(-1, 20) for _ in range(rows - 1))]
-    assert_equals_spec(
-        make_case(positions, n_heads=1, n_kv_heads=1, head_dim=16, block_size=16, device=device)
-    )
-
-
-@pytest.mark.parametrize("batch", [1, 2, 8, 9, 16, 17, 128, 129, 1024])
-def test_a_tile_is_a_power_of_two_and_as_long_as_it_must_be_for_few_rows(batch):
-    tiles = [tile_for(batch, longest) for longest in range(1, 1025)]
-    assert all(tile >= 16 and tile & (tile - 1) == 0 for tile in tiles)
-    assert tiles == sorted(tiles)
-    at_once = 512 if batch <= 8 else 128 if batch <= 16 else 16
-    assert all(tile >= longest for longest, tile in enumerate(tiles[:at_once], 1))
-
-
-@guarded
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("head_dim", [8, 48, 64, 80])
-def test_the_kernel_takes_any_head_size(head_dim, device, dtype):
-    shape = {"head_dim": head_dim, "block_size": 8}
-    assert_equals_spec(make_case([0, 7, 9, -1, 18], **shape, dtype=dtype, device=device, seed=head_dim))
+    case = make_case(positions, **SMALL | {"n_heads": 1}, device=device)
+    for variant in (WHOLE, FEW):
+        assert_equals_spec(case, variant)
 
 
 @guarded
@@ -181,82 +270,89 @@ def test_the_kernel_takes_any_head_size(head_dim, device, dtype):
 def test_the_kernel_takes_blocks_that_are_no_power_of_two(tile, block_size, device):
     rng = random.Random(tile)
     positions = [2 * block_size + 5, *(rng.randrange(2 * block_size + 40) for _ in range(4))]
-    shape = {"n_heads": 1, "n_kv_heads": 1, "block_size": block_size, "tile": tile}
-    assert_equals_spec(make_case(positions, **shape, device=device))
-
-
-@guarded
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("seed", range(6))
-def test_the_kernel_equals_the_spec_over_random_shapes(seed, device, dtype):
-    rng = random.Random(seed)
-    kv_heads, block_size = rng.choice((1, 2, 3)), rng.choice((2, 4, 16, 64))
-    case = make_case(
-        [0, *(rng.randrange(-2, 5 * block_size) for _ in range(rng.randrange(8)))],
-        n_heads=kv_heads * rng.choice((1, 2, 4)),
-        n_kv_heads=kv_heads,
-        head_dim=rng.choice((16, 20, 32, 64)),
-        block_size=block_size,
-        dtype=dtype,
-        device=device,
-        seed=seed,
-        tile=rng.choice((None, 16, 32, 128)),
-    )
-    assert_equals_spec(case)
+    case = make_case(positions, n_heads=1, n_kv_heads=1, block_size=block_size, device=device)
+    for variant in (Variant(tile), Variant(tile, 4)):
+        assert_equals_spec(case, variant)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("group", [2, 4])
 def test_query_heads_read_the_key_head_of_their_group(group, device):
+    """As if each had a key head of its own."""
     case = make_case([5, 9], n_heads=2 * group, n_kv_heads=2, device=device)
     repeated = [case[name].repeat_interleave(group, dim=1) for name in ("k_new", "v_new")]
     fused = torch.cat((case["q"], *repeated), dim=1)
-    q, k_new, v_new = fused.split(2 * group, dim=1)
-    each = case | {"q": q, "k_new": k_new, "v_new": v_new}
+    each = case | dict(zip(("q", "k_new", "v_new"), fused.split(2 * group, dim=1), strict=True))
     each |= {name: case[name].repeat_interleave(group, dim=1) for name in CACHES}
-    append_and_attend = make_append_and_attend()
-    torch.testing.assert_close(append_and_attend(**case), append_and_attend(**each), rtol=0, atol=1e-6)
+    plan, append_and_attend = make_planner()(case["positions"], WHOLE), make_append_and_attend()
+    assert_near(append_and_attend(**case, plan=plan), append_and_attend(**each, plan=plan))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("variant", [WHOLE, FEW], ids=str)
+def test_rows_may_share_the_blocks_before_their_last(variant, device):
+    case = make_case([9, 10], block_size=4, device=device)
+    case["block_table"][1, :2] = case["block_table"][0, :2]
+    assert_equals_spec(case, variant)
 
 
 @guarded
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_inert_rows_give_zero_and_write_nothing(device):
-    case = make_case([-1, -7, -(2**31)], device=device)
-    before = with_own_caches(case)
-    assert torch.equal(make_append_and_attend()(**case), torch.zeros_like(case["q"]))
+def test_one_long_row_among_short_ones_is_spread_over_all_pieces(device):
+    case = make_case([3, 40 * TILE, -1, 0], **SMALL, device=device)
+    plan = make_plan_ref(case["positions"], Variant(TILE, 12))
+    assert plan.covers[1].tolist() == [0, 11]
+    assert_equals_spec(case, plan.variant)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@guarded
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("variant", [WHOLE, FEW, MANY], ids=str)
+def test_inert_rows_give_zero_and_write_nothing(variant, device):
+    case = make_case([-1, -7, -(2**31)], window=9, **SMALL, device=device)
+    case["q"][1], case["k_new"][1] = NAN, NAN
+    before, plan = with_own_caches(case), make_planner()(case["positions"], variant, 9)
+    assert torch.equal(make_append_and_attend()(**case, plan=plan), torch.zeros_like(case["q"]))
     for name in CACHES:
         assert torch.equal(bits(case[name]), bits(before[name]))
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_rows_may_share_the_blocks_before_their_last(device):
-    case = make_case([9, 10], block_size=4, device=device)
-    case["block_table"][1, :2] = case["block_table"][0, :2]
-    assert_equals_spec(case)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_tokens_appended_one_after_the_other_are_read_back(device):
-    """Ten tokens from an empty cache on, an inert row between: as attention over all of them at once."""
-    append_and_attend = make_append_and_attend()
-    whole = make_case([10, -1, 10], block_size=4, device=device)
-    shape = {"n_heads": 2, "n_kv_heads": 2, "device": device}
+    """Ten rotated tokens from an empty cache on, an inert row between: as attention over all at once."""
+    append_and_attend, shape = make_append_and_attend(), SMALL | {"block_size": 4, "device": device}
+    whole = make_case([10, -1, 10], rotary="norms", **shape)
     caches = {name: torch.full_like(whole[name], NAN) for name in CACHES}
-    for position in range(10):
-        case = make_case([position, -1, position], **shape, seed=position) | caches
-        append_and_attend(**case | {"block_table": whole["block_table"]})
-    expected = append_and_attend_ref(**whole | {name: caches[name].clone() for name in CACHES})
-    assert expected.isfinite().all()
-    assert_near(append_and_attend(**whole | caches), expected)
-    filled = (~caches["k_cache_layer"].isnan()).all(dim=(1, 3)).sum().item()
-    assert filled == 2 * 11
+    theirs = {name: cache.clone() for name, cache in caches.items()}
+    shared = {"block_table": whole["block_table"], "rotary": whole["rotary"]}
+    for position in range(11):
+        case = make_case([position, -1, position], **shape, seed=position) | shared
+        found = append_and_attend(**case | caches, plan=make_planner()(case["positions"], FEW))
+        assert_near(found, append_and_attend_ref(**case | theirs))
+    assert (~caches["k_cache_layer"].isnan()).all(dim=(1, 3)).sum().item() == 2 * 11
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("variant", [WHOLE, Variant(TILE, 7)], ids=str)
+def test_the_kernel_reads_rows_that_are_far_apart(variant, tmp_path):
+    positions = [0] * 17 + [40]
+    case = make_case(positions, **SMALL | {"n_heads": 1})
+    fused = torch.cat([case[name] for name in ("q", "k_new", "v_new")], dim=1)
+    apart = dict(zip(("q", "k_new", "v_new"), far_apart(tmp_path, fused).split(1, dim=1), strict=True))
+    assert_equals_spec(case | apart, variant)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_large_scores_do_not_overflow(device):
-    case = make_case([9, 17], device=device, scale=300.0)
+@pytest.mark.parametrize("group", [1, 2])
+def test_large_scores_do_not_overflow(group, device):
+    case = make_case([40, 17], **SMALL | {"n_heads": group}, device=device, scale=300.0)
     spec = append_and_attend_ref(**with_own_caches(case))
-    torch.testing.assert_close(make_append_and_attend()(**case), spec, rtol=1e-3, atol=1e-3)
+    for variant in (FEW, FEW._replace(lanes=1)):
+        plan = make_planner()(case["positions"], variant)
+        found = make_append_and_attend()(**with_own_caches(case), plan=plan)
+        torch.testing.assert_close(found, spec, rtol=1e-3, atol=1e-3)
 
 
 # A GPU's own.
@@ -266,46 +362,58 @@ LARGE = {
     "gqa": {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "block_size": 16},
     "odd": {"n_heads": 25, "n_kv_heads": 5, "head_dim": 80, "block_size": 32},
 }
+QWEN = {"n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "block_size": 64}
 
 
 @guarded
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", LARGE)
-@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize("shape", [*LARGE.values(), QWEN], ids=[*LARGE, "qwen"])
+@pytest.mark.parametrize("rows", [1, 8, 64])
 def test_the_kernel_equals_the_spec_at_a_real_size(rows, shape, dtype):
     rng = random.Random(rows)
     positions = [1023, 0, 1, 63, 64, 65, -1, *(rng.randrange(-1, 1024) for _ in range(rows))][:rows]
-    assert_equals_spec(make_case(positions, **LARGE[shape], dtype=dtype, device="cuda"))
+    group = shape["n_heads"] // shape["n_kv_heads"]
+    chosen = variant_for(rows, shape["n_kv_heads"], 1024, 132, group=group, head_dim=shape["head_dim"])
+    for variant in (chosen, Variant(32, lanes=1), Variant(64, 40), Variant(32, 66, 4, 3)):
+        case = make_case(positions, rotary="norms", window=700, **shape, dtype=dtype, device="cuda")
+        assert_equals_spec(case, variant)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [2, 8])
-def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(rows, dtype):
-    """Two layers of projection and attention; each replay starts from the same caches."""
+@pytest.mark.parametrize("variant", [Variant(64), Variant(32, 20), Variant(32, 66, 4, 3)], ids=str)
+def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(variant):
+    """The plan, then two layers of projection and attention; each replay has other lengths."""
     heads, width = LARGE["gpt2"]["n_heads"], 768
-    positions = [700, 64, 63, 0, -1, 1, 300, 128][:rows]
-    case = make_case(positions, **LARGE["gpt2"], dtype=dtype, device="cuda")
-    start = with_own_caches(case)
-    x = torch.zeros(rows, width, device="cuda", dtype=dtype)
-    weight = torch.randn(3 * width, width, device="cuda").to(dtype) / width**0.5
-    bias = torch.zeros(3 * width, device="cuda", dtype=dtype)
+    case = make_case([700, 64, 63, 0, -1, 1, 300, 128], **LARGE["gpt2"], dtype=torch.float16, device="cuda")
+    case["rotary"] = make_rotary(800, 64, True, case["q"])
+    for name in CACHES:
+        case[name] = torch.nan_to_num(case[name])
+    start, longest = with_own_caches(case), case["positions"].clone()
+    x = torch.zeros(len(longest), width, device="cuda", dtype=torch.float16)
+    weight = torch.randn(3 * width, width, device="cuda").half() / width**0.5
+    bias = torch.zeros(3 * width, device="cuda", dtype=torch.float16)
 
     def refill(seed: int) -> None:
-        x.copy_(torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)))
+        x.copy_(torch.randn(len(longest), width, generator=torch.Generator().manual_seed(seed)))
+        case["positions"].copy_(torch.where(longest > 0, (longest - 37 * seed) % (longest + 1), longest))
         for name in CACHES:
             case[name].copy_(start[name])
 
     def chain(kernels) -> tuple[Tensor, ...]:
-        def layer(hidden: Tensor) -> Tensor:
-            qkv = kernels.few_rows_linear(x=hidden, weight=weight, bias=bias).view(rows, 3 * heads, -1)
-            q, k_new, v_new = qkv.split(heads, dim=1)
-            mixed = kernels.append_and_attend(**case | {"q": q, "k_new": k_new, "v_new": v_new})
-            return mixed.view(rows, width)
+        dependent = kernels is TRITON_DEPENDENT
+        append_and_attend = make_append_and_attend(dependent)
+        plan = make_planner(dependent)(case["positions"], variant)
 
-        first = layer(x)
-        second = layer(first)
-        return first, second, *(torch.nan_to_num(case[name]).flatten(1) for name in CACHES)
+        def layer(hidden: Tensor) -> Tensor:
+            qkv = kernels.few_rows_linear(x=hidden, weight=weight, bias=bias).view(
+                len(longest), 3 * heads, -1
+            )
+            new = dict(zip(("q", "k_new", "v_new"), qkv.split(heads, dim=1), strict=True))
+            return append_and_attend(**case | new, plan=plan).view(len(longest), width)
+
+        hidden = kernels.few_rows_linear(x=x, weight=weight[:width], bias=bias[:width])
+        first = layer(hidden)
+        return first, layer(first), *(case[name].flatten(1) for name in CACHES)
 
     assert_replays_equal_ordinary_launches(chain, refill)

@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.kernels.attention import tile_for
+from rosellm.roseinfer.kernels.attention_plan import variant_for
 from rosellm.roseinfer.kernels.dependent_launch import launch_options
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, choose_kernels
 from rosellm.roseinfer.layers.fused import build_layers
-from tests.helpers import CPU, random_model, small_config
+from tests.helpers import CPU, FAMILIES, random_model, small_config
 from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
 from tests.roseinfer.kernels.kernel_checks import assert_replays_equal_ordinary_launches
 
 ROOT = Path(__file__).parents[3]
 COMPILED = pytest.mark.timeout(2000)  # the first test compiles all kernels: minutes on a busy machine
-KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_append_and_attend", "_best_tokens", "_advance"}
+KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_silu_mul", "_position_heads", "_plan"}
+KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance"}
 
 
 def test_only_dependent_launches_ask_the_driver_for_anything():
@@ -73,6 +74,8 @@ def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_wri
         assert writes and min(writes) > waits[0], name
         if name == "_few_rows":
             assert sum(read < waits[0] for read in reads) > 2, "the weights are not in flight before the wait"
+        if name == "_decode_attention":
+            assert sum(read < waits[0] for read in reads) > 8, "the keys are not in flight before the wait"
 
 
 @COMPILED
@@ -92,8 +95,9 @@ def test_the_best_rung_of_each_architecture_compiles_for_it(capability, compiled
 
 
 def step_of(model, state: DeviceState, caches: Tensor):
-    """The step as a chain of kernels: layers over the paged cache, head, advance."""
-    rows = len(state.rows)
+    """The step as a chain of kernels: the plan of attention, layers over the paged cache, head, advance."""
+    rows, c = len(state.rows), model.config
+    variant = variant_for(rows, c.n_kv_heads, 64, 132, c.group, c.head_dim)._replace(pieces=40)
     slots = torch.arange(rows, device=model.device)
     layers = {
         kernels: build_layers("fused", "epilogue", "small_m", model, kernels)(rows)
@@ -111,10 +115,12 @@ def step_of(model, state: DeviceState, caches: Tensor):
                 v_cache_layer=caches[1, layer],
                 block_table=state.table,
                 positions=state.positions,
-                scale=q.shape[-1] ** -0.5,
-                tile=tile_for(rows, 64),
+                scale=model.config.scale,
+                rotary=model.rotary(layer),
+                plan=plan,
             )
 
+        plan = kernels.plan_attention(state.positions, variant)
         hidden = layers[kernels](state.tokens, state.positions, attend)
         values, indices = kernels.best_tokens(hidden=hidden, weight=model.lm_head.weight, **drawing)
         kernels.advance(state=state, slots=slots, values=values, indices=indices)
@@ -126,12 +132,15 @@ def step_of(model, state: DeviceState, caches: Tensor):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 8, 16, 64, 200])
-def test_a_replayed_step_of_dependent_launches_equals_ordinary_ones(rows, dtype):
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_a_replayed_step_of_dependent_launches_equals_ordinary_ones(family, rows, dtype):
     """Layers, head and advance, from fresh rows and caches each time: a missing wait would show."""
-    config = small_config(d_model=768, n_heads=12, n_layers=4, vocab_size=5000, n_positions=64)
+    width = {"d_model": 768, "n_heads": 12, "head_dim": 64, "d_ff": 3072}
+    sizes = {"n_layers": 4, "vocab_size": 5000, "n_positions": 64}
+    config = small_config(**FAMILIES.get(family, {}) | width | sizes)
     model = random_model(0, config, std=0.02).to("cuda", dtype)
     state = DeviceState(rows, 4, model.device)
-    caches = torch.zeros(2, 4, 4 * rows, 12, 16, 64, device="cuda", dtype=dtype)
+    caches = torch.zeros(2, 4, 4 * rows, config.n_kv_heads, 16, 64, device="cuda", dtype=dtype)
 
     def refill(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

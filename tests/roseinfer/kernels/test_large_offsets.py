@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels import linear
-from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_append_and_attend
 from rosellm.roseinfer.kernels.prefill import make_prefill_attention, make_tiles, prefill_attention_ref
-from rosellm.roseinfer.kernels.split import make_split_append_and_attend
 from rosellm.rosetrainer.paged_attention import paged_attention_decode, paged_attention_decode_ref
 
 STRIDE = 2**27  # of rows: the sixteenth is the first that 32 bits do not reach
@@ -51,7 +49,7 @@ def test_a_product_reads_inputs_that_many_rows_and_columns_put_far_away(tmp_path
         BLOCK_N=16,
         BLOCK_K=16,
         BIAS=False,
-        GELU=False,
+        ACTIVATION="none",
         DEPENDENT=False,
     )
     torch.testing.assert_close(out, x @ weight.t())
@@ -77,28 +75,19 @@ def empty_caches(n_blocks: int) -> dict[str, Tensor]:
     return {name: torch.zeros(n_blocks, 1, 4, 16) for name in ("k_cache_layer", "v_cache_layer")}
 
 
-POSITIONS = torch.zeros(18, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "spec", "arguments"),
-    [
-        (paged_attention_decode, paged_attention_decode_ref, {"context_lens": POSITIONS}),
-        (make_append_and_attend(), append_and_attend_ref, {"positions": POSITIONS, "tile": 16}),
-        (make_split_append_and_attend(), append_and_attend_ref, {"positions": POSITIONS, "tile": 16}),
-    ],
-    ids=["paged", "append", "split"],
-)
-def test_decode_attention_reads_rows_that_are_far_apart(kernel, spec, arguments, tmp_path):
+def test_paged_attention_reads_rows_that_are_far_apart(tmp_path):
     tokens = normal(18, 3, 16)
     found, expected = (
         attend(
             **dict(zip(("q", "k_new", "v_new"), fused.split(1, dim=1), strict=True)),
             **empty_caches(n_blocks=18),
             block_table=torch.arange(18, dtype=torch.int32)[:, None],
+            context_lens=torch.zeros(18, dtype=torch.int32),
             scale=0.25,
-            **arguments,
         )
-        for attend, fused in ((kernel, far_apart(tmp_path, tokens)), (spec, tokens))
+        for attend, fused in (
+            (paged_attention_decode, far_apart(tmp_path, tokens)),
+            (paged_attention_decode_ref, tokens),
+        )
     )
     torch.testing.assert_close(found, expected)

@@ -12,7 +12,6 @@ from torch import Tensor
 from rosellm.roseinfer.kernels import linear
 from rosellm.roseinfer.kernels.linear import (
     FEW_ROWS,
-    SOME_ROWS,
     FewRowsShape,
     NormPrologue,
     few_rows_linear_ref,
@@ -50,6 +49,8 @@ OPTIONS = [
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:overflow")
 guarded = pytest.mark.usefixtures("guarded_outputs")
+
+SOME_ROWS = 256
 
 
 def make_case(rows: int, n: int, k: int, dtype=torch.float32, device: str = "cpu", seed: int = 0) -> dict:

@@ -15,12 +15,15 @@ from rosellm.errors import OptionError
 from rosellm.roseinfer.kernels import prefill as module
 from rosellm.roseinfer.kernels.prefill import (
     BLOCK_M,
+    LONG_BLOCK_M,
     Tiles,
+    launch_for,
     make_prefill_attention,
     make_tiles,
     prefill_attention,
     prefill_attention_ref,
     tile_columns,
+    tile_size_for,
 )
 from tests.helpers import CPU, DTYPES, TRITON_DEVICES, bits
 
@@ -173,6 +176,13 @@ def test_tiles_that_attend_to_more_tokens_come_first(sequences, tile_size):
     assert (np.diff(position + size) <= 0).all()
 
 
+def test_sequences_share_the_cache_in_sections_of_the_longest_first():
+    starts, counts = [0, 3000, 0, 0], [2048, 1000, 2048, 2048]
+    _, size, position, *_, rows = tile_columns(starts, counts, None, 512)
+    assert set(rows[:6]) == {0, 1} and set(rows[6:]) == {2, 3} and len(rows) == 14
+    assert all((np.diff((position + size)[part]) <= 0).all() for part in (slice(6), slice(6, None)))
+
+
 def test_tiles_of_two_sequences_are_these():
     columns = tile_columns([3, 0], [5, 2], None, tile_size=4)
     assert columns.dtype == np.int32 and columns.flags.c_contiguous
@@ -224,18 +234,20 @@ def test_only_the_slots_of_new_tokens_change_and_hold_their_bits(kernel, dtype, 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tile_size", [BLOCK_M, LONG_BLOCK_M])
 @pytest.mark.parametrize("head_dim, block_size", [(64, 64), (64, 8), (80, 8), (8, 1), (128, 64)])
-def test_the_kernel_equals_the_spec(head_dim, block_size, dtype, device):
+def test_the_kernel_equals_the_spec(head_dim, block_size, tile_size, dtype, device):
     case = make_case(
-        [0, 0, 5, 64, 77, 70],
+        [0, 0, 5, 64, 77, 150],
         [1, 64, 65, 1, 70, 130],
+        n_kv_heads=1,
         head_dim=head_dim,
         block_size=block_size,
         dtype=dtype,
         device=device,
         seed=head_dim,
     )
-    assert_equals_spec(prefill_attention, case)
+    assert_equals_spec(prefill_attention, case, tile_size)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -272,6 +284,60 @@ def test_the_kernel_equals_the_spec_over_random_shapes(
 def test_every_tile_shape_equals_the_spec(block_m, block_n, device):
     case = make_case([0, 30, 3], [130, 65, 2], device=device)
     assert_equals_spec(make_prefill_attention(block_m, block_n), case, block_m)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("heads, group", [(2, 2), (2, 4), (4, 4), (4, 6), (2, 3)])
+def test_heads_that_share_a_program_equal_the_spec(heads, group, device):
+    case = make_case([0, 30], [35, 20], n_heads=2 * group, n_kv_heads=2, device=device)
+    assert_equals_spec(make_prefill_attention(16, 16, heads=heads), case, 16)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [1, 20, 64, 200])
+@pytest.mark.parametrize("tile_size", [BLOCK_M, LONG_BLOCK_M])
+def test_a_window_hides_what_lies_before_it(tile_size, window, dtype, device):
+    case = make_case([0, 70, 150], [150, 65, 3], n_kv_heads=1, dtype=dtype, device=device)
+    case.arguments["window"] = window
+    assert_equals_spec(prefill_attention, case, tile_size)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(device):
+    whole = make_case([0], [200], n_kv_heads=1, head_dim=64, dtype=torch.bfloat16, device=device)
+    chunked = whole.copy(device)
+    expected = whole.call(prefill_attention)
+    out = torch.full_like(expected, NAN)
+    for done in (0, 64, 128, 192):
+        part, packed = next_chunk(chunked, done, 64)
+        out[packed] = part.call(prefill_attention)
+    assert torch.equal(bits(out), bits(expected))
+
+
+@pytest.mark.parametrize("tile_size", [32, 256])
+def test_launches_are_for_tiles_of_64_or_128(tile_size):
+    with pytest.raises(OptionError, match=f"tiles of size {tile_size}"):
+        launch_for(tile_size, torch.float16, 64, 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+def test_tiles_of_64_take_keys_of_a_divisor_of_64_and_rows_fill_the_warps(group, dtype, head_dim):
+    for tile_size in (BLOCK_M, LONG_BLOCK_M):
+        launch = launch_for(tile_size, dtype, head_dim, group)
+        assert tile_size % launch.block_n == 0 and group % launch.heads == 0
+        if dtype != torch.float32:
+            assert tile_size * launch.heads == 16 * launch.num_warps
+
+
+@pytest.mark.parametrize(
+    "counts, size", [([], 64), ([64] * 300, 64), ([2048] * 8, 128), ([8000] + [64] * 9, 128)], ids=str
+)
+def test_long_tiles_are_for_prompts_whose_tokens_are_mostly_of_long_chunks(counts, size):
+    assert tile_size_for(counts, torch.bfloat16, 128) == size
+    assert tile_size_for(counts, torch.float32, 128) == tile_size_for(counts, torch.float16, 256) == 64
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -322,7 +388,6 @@ def test_large_scores_do_not_overflow(device):
     torch.testing.assert_close(case.call(small_tiles, tile_size=16), spec, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_columns_may_lie_in_a_larger_buffer_whose_unused_tiles_are_empty(device):
     case = make_case([5, 0], [20, 3], device=device)
@@ -357,20 +422,24 @@ LARGE = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", LARGE)
-def test_the_kernel_equals_the_spec_at_a_real_size(shape, dtype):
+@pytest.mark.parametrize("tile_size", [BLOCK_M, LONG_BLOCK_M])
+def test_the_kernel_equals_the_spec_at_a_real_size(tile_size, shape, dtype):
     starts, counts = [0, 0, 0, 63, 64, 500, 1000, 17], [1, 512, 1023, 65, 64, 300, 1, 128]
     assert_equals_spec(
-        prefill_attention, make_case(starts, counts, **LARGE[shape], dtype=dtype, device="cuda")
+        prefill_attention, make_case(starts, counts, **LARGE[shape], dtype=dtype, device="cuda"), tile_size
     )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "launch", [(64, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2)], ids=str
+    "launch",
+    [(64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 8, 3, 2), (64, 64, 16, 2, 4)],
+    ids=str,
 )
-def test_other_launches_equal_the_spec_at_a_real_size(launch, dtype):
-    case = make_case([0, 63, 300], [512, 200, 65], **LARGE["gpt2"], dtype=dtype, device="cuda")
+@pytest.mark.parametrize("shape", ["gpt2", "gqa"])
+def test_other_launches_equal_the_spec_at_a_real_size(shape, launch, dtype):
+    case = make_case([0, 63, 300], [512, 200, 65], **LARGE[shape], dtype=dtype, device="cuda")
     assert_equals_spec(make_prefill_attention(*launch), case, tile_size=launch[0])
 
 

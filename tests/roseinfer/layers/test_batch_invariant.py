@@ -12,7 +12,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
-from tests.helpers import BITS, greedy_sequences, random_model, random_prompts, small_config
+from tests.helpers import BITS, FAMILIES, greedy_sequences, random_model, random_prompts, small_config
 
 CONFIG = small_config(n_positions=256)
 STEPS = 6
@@ -50,9 +50,11 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(BITS[x.dtype.itemsize])
 
 
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 @pytest.mark.parametrize("n_others", [1, 2, 7, 15, 16, 40])
-def test_logits_are_bitwise_those_of_the_request_alone(n_others):
-    engine = engine_of(model_on("cpu"))
+def test_logits_are_bitwise_those_of_the_request_alone(n_others, family):
+    config = small_config(**{"n_positions": 256} | FAMILIES.get(family, {}))
+    engine = engine_of(random_model(0, config))
     alone = logits_of_probe(engine, 0)
     for place in (0, n_others):
         assert torch.equal(bits(logits_of_probe(engine, n_others, place)), bits(alone))
@@ -140,8 +142,11 @@ def test_rungs_whose_sums_have_no_one_order_refuse_the_mode(rung):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("n_others", [1, 7, 8, 31, 63, 64, 127, 128, 255])
-def test_on_a_gpu_logits_are_bitwise_those_of_the_request_alone(n_others, dtype):
-    shape = small_config(n_positions=256, d_model=768, n_heads=12, n_layers=2, vocab_size=5003)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_on_a_gpu_logits_are_bitwise_those_of_the_request_alone(family, n_others, dtype):
+    width = {"d_model": 768, "n_heads": 12, "head_dim": 64, "d_ff": 3072}
+    sizes = {"n_positions": 256, "n_layers": 2, "vocab_size": 5003}
+    shape = small_config(**FAMILIES.get(family, {}) | width | sizes)
     model = random_model(0, shape, std=0.05).to("cuda", dtype)
     engine = engine_of(model, num_kv_blocks=8192)
     alone = logits_of_probe(engine, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,24 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.models.arch import Norm
-from rosellm.models.attention import CausalAttention
-from rosellm.models.model import Transformer
-from rosellm.roseinfer.kernels.linear import FEW_ROWS, SOME_ROWS, parts_of
+from rosellm.models.attention import Attend, CausalAttention
+from rosellm.models.model import Projection, Transformer, activated
+from rosellm.roseinfer.kernels.linear import FEW_ROWS, few_rows_linear_ref, parts_of, some_rows
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, choose_kernels
 from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers
 from rosellm.roseinfer.layers.products import (
     LibraryProducts,
+    NormedWeights,
     PackedProducts,
     SomeRowsProducts,
-    activation_apart,
-    activation_in_epilogue,
+    _gelu_in_epilogue,
     can_pack,
     packed_head,
 )
-from tests.helpers import DTYPES, ON_GPU, TRITON_DEVICES, random_model, small_config
+from tests.helpers import DTYPES, FAMILIES, ON_GPU, TRITON_DEVICES, random_model, small_config
 from tests.roseinfer.kernels.kernel_checks import assert_near
 
-MODELS = {
+MODELS = FAMILIES | {
     "small": {},
     "gqa": {"n_heads": 4, "n_kv_heads": 2},
     "untied": {"tie_embeddings": False},
@@ -51,21 +52,20 @@ VARIANTS = {
 TOLERANCE = 1e-4
 
 
-def inputs_of(
-    model: Transformer, lengths: list[int], seed: int = 0
-) -> tuple[Tensor, Tensor, CausalAttention]:
-    """Random tokens of sequences packed one after the other, and their attention."""
+def inputs_of(model: Transformer, lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Attend]:
+    """Random tokens of sequences packed one after the other, and attention that positions them."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.config.vocab_size, (sum(lengths),), generator=generator)
     positions = torch.cat([torch.arange(n) for n in lengths])
-    attention = CausalAttention(lengths, model.device)
-    return ids.int().to(model.device), positions.int().to(model.device), attention
+    ids, positions = ids.int().to(model.device), positions.int().to(model.device)
+    attention = CausalAttention(lengths, model.device, model.config.scale, model.config.window)
+    return ids, positions, model.positioned(positions, attention)
 
 
 def assert_gives_the_models_states(layers: Layers, model: Transformer, lengths: list[int]) -> None:
     ids, positions, attention = inputs_of(model, lengths)
     before = copy.deepcopy(model.state_dict())
-    assert_near(layers(ids, positions, attention), model(ids, positions, attention), TOLERANCE)
+    assert_near(layers(ids, positions, attention), model.layers(ids, positions, attention), TOLERANCE)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -79,7 +79,7 @@ def test_every_variant_on_a_cpu_gives_the_models_states(variant, shape):
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("shape", ["small", "gqa", "wide", "odd"])
+@pytest.mark.parametrize("shape", ["small", "gqa", "wide", "odd", *FAMILIES])
 @pytest.mark.parametrize("variant", ["fused_norm", "epilogue", "small_m"])
 def test_every_variant_on_triton_gives_the_models_states(variant, shape, device):
     """The wide one's ``down`` comes in parts."""
@@ -99,8 +99,8 @@ def test_the_number_of_rows_chooses_the_products(device):
         assert isinstance(layers_for(rows), FewRowsLayers)
     for rows, products in (
         (FEW_ROWS + 1, SomeRowsProducts),
-        (SOME_ROWS, SomeRowsProducts),
-        (SOME_ROWS + 1, LibraryProducts),
+        (some_rows(1), SomeRowsProducts),
+        (some_rows(1) + 1, LibraryProducts),
     ):
         assert isinstance(layers_for(rows), FusedLayers) and isinstance(layers_for(rows).products, products)
 
@@ -115,18 +115,20 @@ def test_layers_are_built_once(kernels, variant):
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("rows", [4, 20])
+@pytest.mark.parametrize("shape", ["small", "qwen3"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_inert_row_leaves_the_others_alone(variant, rows, device):
+def test_an_inert_row_leaves_the_others_alone(variant, shape, rows, device):
     """Its position is negative; what attention gives for it is zero."""
-    model = random_model(3).to(device)
+    model = random_model(3, small_config(**MODELS[shape])).to(device)
     layers = build_layers(*VARIANTS[variant], model, choose_kernels("triton", "fixed", model.device))(rows)
     ids, positions, _ = inputs_of(model, [rows])
     inert = torch.arange(rows, device=device) % 3 == 1
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(model.config.group, dim=1) for x in (k, v))
         return torch.where(inert[:, None, None], 0, q + 2 * k + v)
 
-    expected = model(ids, positions, attend)
+    expected = model.layers(ids, positions, attend)
     found = layers(torch.where(inert, 0, ids), torch.where(inert, -1, positions), attend)
     assert found.isfinite().all()
     assert_near(found[~inert], expected[~inert], TOLERANCE)
@@ -142,7 +144,7 @@ def test_attention_may_give_its_result_in_any_layout(variant, device):
     def scattered(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(layer, q, k, v).permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
-    assert_near(layers(ids, positions, scattered), model(ids, positions, attention), TOLERANCE)
+    assert_near(layers(ids, positions, scattered), model.layers(ids, positions, attention), TOLERANCE)
 
 
 # Packed weights.
@@ -169,10 +171,58 @@ def test_without_onednn_nothing_is_packed(monkeypatch):
     assert isinstance(build_layers(*VARIANTS["small_m"], model, TORCH)(1).products, LibraryProducts)
 
 
-def test_on_a_cpu_the_activation_is_an_operator_of_its_own():
-    model = random_model(0)
-    layers = build_layers(*VARIANTS["epilogue"], model, TORCH)(1)
-    assert layers.products.activated is activation_apart
+# Norms before products, and activations after them.
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_product_of_normed_weights_is_the_norm_and_then_the_projection(dtype, bias, kind):
+    """Over the projection's own weight: nothing is copied but vectors."""
+    generator = torch.Generator().manual_seed(1)
+    norm = (torch.nn.LayerNorm if kind == "layer" else torch.nn.RMSNorm)(48, eps=1e-2)
+    projection = Projection(2000, 48, bias)
+    for parameter in (*norm.parameters(), *projection.parameters()):
+        parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
+        parameter.requires_grad_(False)
+    x = (0.1 * torch.randn(3, 48, generator=generator) + 0.05).to(dtype)
+    w = NormedWeights.of(projection, norm)
+    found = few_rows_linear_ref(x=x, weight=w.weight, bias=w.bias, norm=w.norm)
+    exact_norm, exact = copy.deepcopy(norm).float(), copy.deepcopy(projection).float()
+    assert w.weight is projection.weight and (w.bias is not None) == (bias or kind == "layer")
+    assert_near(found, exact(exact_norm(x.float())).to(dtype))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+@pytest.mark.parametrize("kernels", [TORCH, TRITON], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("shape", ["small", "llama"])
+@pytest.mark.parametrize("variant", ["fused_norm", "epilogue"])
+def test_on_a_cpu_the_activation_is_the_models_own(variant, shape, kernels):
+    model = random_model(0, small_config(**MODELS[shape]))
+    products, x = build_layers(*VARIANTS[variant], model, kernels)(1).products, torch.randn(5, 32)
+    expected = activated(model.blocks[1].up(x), model.config)
+    assert_near(products.up(1, x), expected, 1e-6)
+
+
+def test_without_a_bias_no_gelu_is_left_to_the_epilogue():
+    model = random_model(0, small_config(biases=("qkv",)))
+    products, x = build_layers(*VARIANTS["epilogue"], model, TRITON)(1).products, torch.randn(5, 32)
+    assert_near(products.up(0, x), F.gelu(model.blocks[0].up(x), approximate="tanh"))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_the_recipe_chooses_where_swiglu_is_computed(device):
+    model, calls = random_model(0, small_config(**MODELS["llama"])).to(device), []
+
+    def counted(*, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return TRITON.silu_mul(x=x)
+
+    kernels, x = replace(TRITON, silu_mul=counted), torch.randn(5, 32, device=device)
+    for variant, expected in (("fused_norm", []), ("epilogue", [5])):
+        products = build_layers(*VARIANTS[variant], model, kernels)(300).products
+        assert_near(products.up(0, x), activated(model.blocks[0].up(x), model.config))
+        assert calls == expected
 
 
 # A GPU's own.
@@ -184,23 +234,28 @@ def test_gelu_in_the_epilogue_is_the_tanh_form(dtype):
     projection = random_model(7).to("cuda", dtype).blocks[0].up
     x = torch.randn(40, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).to(dtype)
     expected = F.gelu(projection(x).float(), approximate="tanh").to(dtype)
-    assert_near(activation_in_epilogue(projection, x), expected)
+    assert_near(_gelu_in_epilogue(projection, x), expected)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_recipe_chooses_where_gelu_is_computed():
     model = random_model(0).cuda()
     kernels = choose_kernels("triton", "fixed", model.device)
-    assert build_layers(*VARIANTS["epilogue"], model, kernels)(1).products.activated is activation_in_epilogue
-    assert build_layers(*VARIANTS["fused_norm"], model, kernels)(1).products.activated is activation_apart
+    epilogue, apart = (
+        build_layers(*VARIANTS[v], model, kernels)(1).products for v in ("epilogue", "fused_norm")
+    )
+    assert epilogue.activated is _gelu_in_epilogue and apart.activated is not _gelu_in_epilogue
 
 
 @pytest.mark.parametrize("device", [ON_GPU])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ["small", "qwen2", "qwen3"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_variant_at_a_real_width_gives_the_models_states(variant, dtype, device):
+def test_every_variant_at_a_real_width_gives_the_models_states(variant, shape, dtype, device):
     """Compared with the fp32 model: in half precision each variant rounds where the others do not."""
-    config = small_config(d_model=768, n_heads=12, n_layers=2, vocab_size=1000, n_positions=512)
+    width = {"d_model": 768, "n_heads": 12, "n_kv_heads": 4, "head_dim": 64, "d_ff": 3072}
+    sizes = {"n_layers": 2, "vocab_size": 1000, "n_positions": 512}
+    config = small_config(**MODELS[shape] | width | sizes)
     exact = random_model(8, config, std=0.02).to(device)
     model = copy.deepcopy(exact).to(dtype)
     exact.load_state_dict(model.state_dict())
@@ -209,4 +264,5 @@ def test_every_variant_at_a_real_width_gives_the_models_states(variant, dtype, d
     for lengths in ([1], [8], [16], [17], [64], [130], [60] * 5):
         ids, positions, attention = inputs_of(model, lengths)
         found = layers_for(sum(lengths))(ids, positions, attention)
-        assert_near(found.float(), exact(ids, positions, attention), tolerance)
+        *_, exact_attention = inputs_of(exact, lengths)
+        assert_near(found.float(), exact.layers(ids, positions, exact_attention), tolerance)

@@ -1,0 +1,188 @@
+"""How a decode step's attention is cut into pieces: variants, where the pieces lie, and which is chosen.
+
+A row is a sequence; its keys are cut into tiles. The tiles of all rows, one after the other, are cut into
+pieces of equal length, one for each program (Stream-K, Osama et al. 2023, arXiv:2301.03598): a piece may end
+one row, hold several and begin another. Context lengths are read on the device, so one captured launch serves
+them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.triton_or_none import tl, triton
+
+ROLES = {"_plan_kernel": "attention"}
+PLANNED_ELEMENTS = 2048  # of the matrix (pieces, rows) that a program of the plan compares
+SHORT, LONG = 128, 1024  # cached tokens
+FULL = 8  # programs a processor
+
+
+class Variant(NamedTuple):
+    """One way to launch: tokens of a tile, pieces (0: one for each row), warps, stages of loads.
+
+    stages 1: the next tile is loaded into registers; more: Triton copies tiles into shared memory. lanes, for
+    groups of one query head: 1 if each token of a tile has a softmax of its own, combined at the end, so that
+    threads work without each other; it takes ``tile * D / warps / 32`` more registers.
+    """
+
+    tile: int
+    pieces: int = 0
+    warps: int = 4
+    stages: int = 1
+    lanes: int = 0
+
+    @property
+    def combine(self) -> bool:
+        """Whether rows may be cut."""
+        return self.pieces > 0
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """The variant that ``str`` gives ``text`` for."""
+        return cls(*map(int, text.split("/")))
+
+
+class Plan(NamedTuple):
+    """Where the pieces of a step lie, for all layers of one window.
+
+    starts ``[PIECES + 1, 2]`` int32: row and tile at which each piece starts, and the end of the last; a
+    row's tiles are counted from the first that its window touches. covers ``[B, 2]`` int32: the first and the
+    last piece of each row. Where pieces are more than tiles, the last are empty. Both are None where a piece
+    is a row.
+    """
+
+    variant: Variant
+    window: int | None = None
+    starts: Tensor | None = None
+    covers: Tensor | None = None
+
+
+def variant_for(
+    rows: int, kv_heads: int, longest: int, num_sms: int, group: int = 1, head_dim: int = 64
+) -> Variant:
+    """The fastest measured on an H200 for ``rows`` of at most ``longest`` cached tokens, cut where that pays.
+
+    Rows that fill the GPU stay whole, unless they may be of very unequal lengths.
+    """
+    programs, pieces = rows * kv_heads, max(1, 2 * num_sms // kv_heads)  # two programs a processor
+    whole = whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
+    if programs >= 2 * num_sms:
+        if longest <= LONG or group == 1:
+            return whole
+        return Variant(32, 2 * pieces, 2, 4) if programs >= FULL * num_sms else Variant(64, pieces, 4, 2)
+    if longest <= SHORT or (rows > 2 and longest <= LONG // 2):
+        return whole
+    tiles = rows * -(-longest // 16)
+    if tiles <= 8 * pieces:
+        most = min(pieces, tiles)
+        return Variant(16, most, 1, 1, 1) if group == 1 else Variant(16, most, 1, 2)
+    if group == 1:
+        return Variant(16, 4 * pieces, 2, 3, 1)
+    return Variant(128 if head_dim <= 64 else 64, pieces, 4, 2)
+
+
+def whole_rows(
+    rows: int, kv_heads: int, longest: int, num_sms: int, group: int = 1, head_dim: int = 64
+) -> Variant:
+    """The fastest measured with one piece for each row: few programs read much at once, many small tiles."""
+    programs, reach = rows * kv_heads, triton.next_power_of_2(max(longest, 1))
+    if programs >= FULL * num_sms:
+        if group == 1:
+            return Variant(32, warps=1) if longest <= LONG // 2 else Variant(64, warps=2)
+        return Variant(16, warps=1, stages=4)
+    if programs >= 2 * num_sms:
+        if group == 1:
+            return Variant(64, warps=2)
+        return Variant(64 if head_dim <= 64 else 32, warps=4, stages=2)
+    if group == 1:
+        return Variant(min(max(64, reach), 512), warps=4 if reach <= 128 else 8)
+    return Variant(64, warps=8)
+
+
+def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:
+    """The specification; positions and window as of ``attention.append_and_attend_ref``."""
+    if not variant.combine:
+        return Plan(variant, window)
+    tiles = _tiles_of(positions.long().clamp_min(0), variant.tile, window)  # [B]
+    ends = tiles.cumsum(0)
+    filled = ends[-1].clamp_max(variant.pieces)
+    start = (torch.arange(variant.pieces + 1, device=ends.device) * ends[-1] // filled).minimum(ends[-1])
+    row = torch.searchsorted(ends, start, right=True)
+    tile = start - torch.cat((ends.new_zeros(1), ends))[row]
+    touched = torch.stack((ends - tiles, ends - 1), dim=1)  # [B, 2]: the first and the last tile of each row
+    covers = torch.searchsorted(start, touched, right=True) - 1
+    return Plan(variant, window, torch.stack((row, tile), dim=1).int(), covers.int())
+
+
+def _tiles_of(positions: Tensor, tile: int, window: int | None) -> Tensor:
+    """Tiles that hold cached keys in the window; 1 where there is none, for the new token."""
+    first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp_min(0)
+    return ((positions + tile - 1) // tile - first // tile).clamp_min(1)
+
+
+@triton.jit
+def span_of(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """The first key that a row's query sees, its tile, and the number of tiles from there, at least one."""
+    position = tl.maximum(position, 0)
+    first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
+    first_tile = first // TILE
+    return first, first_tile, tl.maximum(tl.cdiv(position, TILE) - first_tile, 1)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_pieces"])
+def _plan_kernel(
+    starts_ptr, covers_ptr, positions_ptr, position_stride, n_rows, n_pieces, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per CHUNK pieces; each sums up the tiles of all rows, and the first writes ``covers``."""
+    row = tl.arange(0, ROWS)
+    piece = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    exists = row < n_rows
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    position = tl.load(positions_ptr + row * position_stride, mask=exists, other=0)
+    _, _, tiles = span_of(position, TILE, WINDOW)
+    tiles = tl.where(exists, tiles, 0)
+    ends = tl.cumsum(tiles, axis=0)
+    total = tl.sum(tiles, axis=0)
+    filled = tl.minimum(total, n_pieces).to(tl.int64)
+    start = tl.minimum(piece * total.to(tl.int64) // filled, total).to(tl.int32)
+    before = exists[None, :] & (ends[None, :] <= start[:, None])
+    passed = tl.max(tl.where(before, ends[None, :], 0), axis=1)
+    planned = piece <= n_pieces
+    tl.store(starts_ptr + 2 * piece, tl.sum(before.to(tl.int32), axis=1), mask=planned)
+    tl.store(starts_ptr + 2 * piece + 1, start - passed, mask=planned)
+    if tl.program_id(0) == 0:
+        first = tl.cdiv((ends - tiles + 1) * filled, total) - 1
+        last = tl.cdiv(ends * filled, total) - 1
+        tl.store(covers_ptr + 2 * row, first.to(tl.int32), mask=exists)
+        tl.store(covers_ptr + 2 * row + 1, last.to(tl.int32), mask=exists)
+
+
+def make_planner(dependent: int = False) -> Callable[..., Plan]:
+    """The Triton kernel, called like :func:`make_plan_ref`; positions may be strided. Once per step."""
+    launch = {"DEPENDENT": dependent, **launch_options(dependent)}
+
+    def make_plan(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:
+        if not variant.combine:
+            return Plan(variant, window)
+        n_rows, pieces = len(positions), variant.pieces
+        starts = positions.new_empty((pieces + 1, 2), dtype=torch.int32)
+        covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
+        rows = triton.next_power_of_2(n_rows)
+        chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
+        arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
+        sizes = {"ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "WINDOW": window or 0}
+        _plan_kernel[(-(-(pieces + 1) // chunk),)](*arguments, **sizes, **launch)
+        return Plan(variant, window, starts, covers)
+
+    return make_plan

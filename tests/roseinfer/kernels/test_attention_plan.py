@@ -1,0 +1,144 @@
+"""Plans: pieces cover all tiles, the kernel equals the spec, and where an engine chooses to cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.attention_plan import (
+    Plan,
+    Variant,
+    make_plan_ref,
+    make_planner,
+    variant_for,
+    whole_rows,
+)
+from rosellm.roseinfer.kernels.table import TRITON
+from rosellm.roseinfer.layers.attention import AppendAndAttend, SplitAppendAndAttend
+from rosellm.roseinfer.recipe import BEFORE, LADDER
+from tests.helpers import TRITON_DEVICES, generate, random_model, random_prompts, small_config, small_engine
+from tests.roseinfer.kernels.kernel_checks import guarded_outputs  # noqa: F401
+
+WILD, TILE = 2**30, 16
+WHOLE = Variant(TILE)
+guarded = pytest.mark.usefixtures("guarded_outputs")
+some_positions = st.lists(st.integers(-3, 300), min_size=1, max_size=12)
+
+
+def tiles_of(position: int, tile: int, window: int | None) -> int:
+    """Counted one key at a time."""
+    keys = range(max(0, position - window + 1) if window else 0, max(position, 0))
+    return max(1, len({key // tile for key in keys}))
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_positions, st.integers(1, 40), st.sampled_from((16, 64)), st.sampled_from((None, 1, 40, 64)))
+def test_pieces_hold_every_tile_once_and_differ_by_one_at_the_most(positions, pieces, tile, window):
+    plan = make_plan_ref(torch.tensor(positions, dtype=torch.int32), Variant(tile, pieces), window)
+    counts = [tiles_of(position, tile, window) for position in positions]
+    tiles = [(row, i) for row, count in enumerate(counts) for i in range(count)]
+    index = {place: i for i, place in enumerate((*tiles, (len(positions), 0)))}
+    starts = [index[tuple(place)] for place in plan.starts.tolist()]
+    sizes = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    assert starts[0] == 0 and starts[-1] == len(tiles)
+    assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 0
+    owners = [piece for piece, size in enumerate(sizes) for _ in range(size)]
+    mine = [[owners[index[row, 0]], owners[index[row, count - 1]]] for row, count in enumerate(counts)]
+    assert plan.covers.tolist() == mine
+    assert all(sizes[piece] for first, last in mine for piece in range(first, last + 1))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@settings(max_examples=40, deadline=None)
+@given(some_positions, st.integers(1, 200), st.sampled_from((16, 64)), st.sampled_from((None, 1, 40)))
+def test_the_plan_kernel_equals_its_spec(device, positions, pieces, tile, window):
+    strided = torch.full((len(positions), 3), WILD, dtype=torch.int32, device=device)
+    strided[:, 1] = torch.tensor(positions)
+    arguments = strided[:, 1], Variant(tile, pieces), window
+    found, expected = make_planner()(*arguments), make_plan_ref(*arguments)
+    assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
+
+
+@guarded
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_a_plan_of_long_contexts_does_not_overflow(device):
+    positions = torch.full((40,), 2**28, dtype=torch.int32, device=device)
+    positions[7], variant = -(2**31), Variant(16, 133)
+    found, expected = make_planner()(positions, variant), make_plan_ref(positions, variant)
+    assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
+
+
+def test_whole_rows_need_no_plan():
+    for make in (make_planner(), make_plan_ref):
+        plan = make(torch.tensor([5, 9], dtype=torch.int32), WHOLE, 4)
+        assert plan.starts is None and plan.covers is None and not plan.variant.combine
+
+
+# Variants.
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 256, 1024])
+@pytest.mark.parametrize("kv_heads", [1, 8, 12])
+def test_a_variant_is_chosen_for_any_step_and_can_be_told_by_its_text(rows, kv_heads):
+    for longest in (0, 1, 300, 1000, 32000):
+        for group, head_dim in ((1, 64), (2, 128), (4, 64), (4, 128)):
+            variant = variant_for(rows, kv_heads, longest, 132, group=group, head_dim=head_dim)
+            assert variant.tile >= 16 and variant.tile.bit_count() == variant.warps.bit_count() == 1
+            assert Variant.parse(str(variant)) == variant
+            assert variant.pieces <= max(rows * -(-2 * max(longest, 1) // variant.tile), 1)
+
+
+def test_a_long_context_is_spread_over_the_whole_gpu():
+    assert variant_for(1, 8, 32000, 132).pieces * 8 >= 132
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 1024])
+@pytest.mark.parametrize("group", [1, 4])
+def test_whole_rows_stay_whole(rows, group):
+    for longest in (0, 1, 300, 32000):
+        variant = whole_rows(rows, 8, longest, 132, group=group)
+        assert not variant.combine and variant.tile >= 16 and Variant.parse(str(variant)) == variant
+
+
+# Where an engine chooses to cut.
+
+
+def test_the_rung_changes_nothing_but_the_attention():
+    assert BEFORE["split_kv"] == "dependent_launch"
+    assert LADDER["dependent_launch"].difference(LADDER["split_kv"]) == {"attention": ("paged", "split")}
+
+
+@pytest.mark.parametrize(("window", "group"), [(None, 1), (None, 2), (40, 2)])
+def test_a_binder_chooses_for_the_models_shape_and_no_more_tokens_than_its_window(window, group):
+    model = random_model(0, small_config(n_heads=2, n_kv_heads=2 // group, window=window))
+    split, whole = (kind(TRITON, None, model) for kind in (SplitAppendAndAttend, AppendAndAttend))
+    for binder, choose in ((split, variant_for), (whole, whole_rows)):
+        binder.num_sms = 132
+        for rows, longest in ((1, 30), (3, 1000), (200, 700)):
+            seen = min(longest, window or longest)
+            chosen = choose(rows, 2 // group, seen, 132, group=group, head_dim=16)
+            assert Variant.parse(binder.variant(rows, longest)) == chosen
+    positions = torch.tensor([60, 3], dtype=torch.int32)
+    bound = split(SimpleNamespace(positions=positions), str(Variant(TILE, 3)))
+    assert bound.plan.window == window and bound.plan.variant == Variant(TILE, 3)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_an_engine_whose_rows_are_cut_gives_the_same_tokens(device):
+    model, prompts = random_model(5).to(device), random_prompts([3, 20], seed=3)
+    plans: list[Plan] = []
+
+    def cut_in_three(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:
+        plans.append(TRITON.plan_attention(positions, variant._replace(tile=TILE, pieces=3), window))
+        return plans[-1]
+
+    expected = generate(small_engine(model, recipe="paged"), prompts, 3)
+    recipe = replace(LADDER["split_kv"], runner="eager")
+    engine = small_engine(model, recipe=recipe, kernels=replace(TRITON, plan_attention=cut_in_three))
+    assert generate(engine, prompts, 3) == expected
+    assert plans and all(plan.variant.combine for plan in plans)
