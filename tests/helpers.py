@@ -58,6 +58,10 @@ def small_config(**changes) -> Arch:
     return Arch(**(shape | changes))
 
 
+MODERN = FAMILIES["qwen3"] | {"family": "qwen3"}
+WINDOWED = FAMILIES["mistral"] | {"n_kv_heads": 1, "family": "mistral"}
+
+
 def random_model(seed: int, config: Arch | None = None, std: float = 0.3) -> Transformer:
     """An fp32 model on the CPU whose every parameter is random: biases and norms too."""
     gpt = Transformer.allocate(config or small_config(), CPU, torch.float32).initialise(seed, std=std)
@@ -76,7 +80,8 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab_size: int = 101) -> 
 def uncached_logits(gpt: Transformer, tokens: list[int]) -> Tensor:
     """Logits ``[N, V]`` of all positions, the whole sequence computed at once."""
     ids = torch.tensor(tokens, device=gpt.device)
-    attention = CausalAttention([len(tokens)], gpt.device)
+    config = gpt.config
+    attention = CausalAttention([len(tokens)], gpt.device, config.scale, config.window)
     hidden = gpt(ids, torch.arange(len(tokens), device=gpt.device), attention)
     return gpt.logits(hidden)
 
@@ -98,11 +103,13 @@ class Greedy:
 
 
 def transformers_greedy(folder: Path, prompts: list[list[int]], n: int) -> Greedy:
-    """Each prompt by itself: ``GPT2LMHeadModel.generate``, eager attention, fp32."""
-    from transformers import GPT2LMHeadModel
+    """Each prompt by itself: ``generate`` of the model's own class, eager attention, fp32."""
+    from transformers import AutoModelForCausalLM
 
-    model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    model.eval().generation_config.eos_token_id = None
     tokens, leads = [], []
     for prompt in prompts:
         ids = torch.tensor([prompt])

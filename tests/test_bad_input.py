@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
@@ -42,7 +42,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.rosetrainer import train
-from tests.helpers import random_model, small_config
+from tests.helpers import MODERN, random_model, small_config
 
 ROOT = Path(__file__).parents[1]
 WORDS = "hello world, here is some text to learn from, with words and words"
@@ -63,9 +63,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["dense", None], ids=["dense", "best"])
-def llm(request: pytest.FixtureRequest, checkpoint: Path) -> LLM:
-    return LLM(str(checkpoint), rung=request.param, device="cpu", max_batch_size=4, block_size=8)
+@pytest.fixture(scope="module")
+def modern_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("modern") / "checkpoint"))
+    save_model(random_model(3, replace(SHAPE, **MODERN)), folder, torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["dense", None, "modern"], ids=["dense", "best", "modern"])
+def llm(request: pytest.FixtureRequest, checkpoint: Path, modern_checkpoint: Path) -> LLM:
+    is_modern = request.param == "modern"
+    folder, rung = (modern_checkpoint, None) if is_modern else (checkpoint, request.param)
+    return LLM(str(folder), rung=rung, device="cpu", max_batch_size=4, block_size=8)
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +244,18 @@ OPTIONS = [
     row(
         engine(max_batch_size=1 << 60), OptionError, f"max_batch_size is {1 << 60}",
     ),
+    row(engine(max_model_len=0), OptionError, "max_model_len is 0", "from 1 to the model's 64 positions"),
+    row(engine(max_model_len=65), OptionError, "max_model_len is 65", "from 1 to the model's 64 positions"),
+    row(engine(max_model_len=True), OptionError, "max_model_len is True", "whole number"),
+    row(engine(max_model_len="64"), OptionError, "max_model_len is '64'", "whole number"),
+    row(engine(max_model_len=HUGE), OptionError, f"max_model_len is {HUGE}", "64 positions"),
+    *(
+        row(engine(gpu_memory_utilization=bad), OptionError, f"utilization is {bad!r}", "above 0 and at most")
+        for bad in (0, -0.5, 1.01, "0.9", None, float("nan"), float("inf"), True)
+    ),
+    row(
+        engine(gpu_memory_utilization=2, num_kv_blocks=4), OptionError, "gpu_memory_utilization is 2",
+    ),
     row(engine(recipe=5), RecipeError, "rung 5 is unknown", "dense, paged"),
     row(
         engine(recipe=["dense"]), RecipeError, "rung ['dense'] is unknown",
@@ -260,7 +281,7 @@ def test_a_bad_request_or_option_is_refused_and_the_engine_serves_on(one: Row, s
 def test_poisoned_weights_fail_each_request_with_its_reason_and_leave_nothing_behind(
     serving: LLM, poison: float
 ) -> None:
-    weight = serving.engine.model.blocks[1].down.bias
+    weight = serving.engine.model.blocks[1].norm_2.weight
     kept = weight.clone()
     weight.fill_(poison)
     try:
@@ -384,7 +405,7 @@ FILES = [
     row(config(scale_attn_weights=None), CheckpointError, "scale_attn_weights None", "only True is"),
     row(config(reorder_and_upcast_attn="no"), CheckpointError, "'no'", "only False is"),
     row(config(model_type={}), CheckpointError, "model_type {} is not supported; gpt2, llama"),
-    row(config(model_type="llama"), CheckpointError, "config.json lacks num_hidden_layers"),
+    row(config(model_type="llama"), CheckpointError, "config.json lacks max_position", "num_hidden_layers"),
 ]  # fmt: skip
 
 

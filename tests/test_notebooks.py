@@ -16,6 +16,7 @@ from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
 from rosellm.lab.running.run_notebooks import run
+from rosellm.models.families.table import write_arch
 from tests.exercises import solved
 from tests.helpers import small_config
 from tests.warm_kernel import WarmKernel
@@ -240,7 +241,7 @@ def test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own(pa
 @pytest.mark.parametrize("number", ["01", "14"])
 def test_a_model_may_have_fewer_positions_than_the_shipped_one(number, tmp_path, kernel):
     shape = small_config(n_positions=100, vocab_size=300)
-    (tmp_path / "config.json").write_text(json.dumps(shape.to_hf()))
+    (tmp_path / "config.json").write_text(json.dumps(write_arch(shape)))
     (path,) = [path for path in NOTEBOOKS if path.stem.startswith(number)]
     given = {"model": str(tmp_path), "load_format": "dummy", "prompt_lengths": [2, 20]}
     assert errors(kernel, path, NON_DEFAULT | given) == []

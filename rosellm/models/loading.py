@@ -45,6 +45,11 @@ def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> 
     return DTYPES[name]
 
 
+def arch_of(model: str, load_format: str = "auto") -> Arch:
+    """The shape of what :func:`load_parts` loads. Raises ``CheckpointError``."""
+    return dummy_shape(model) if load_format == "dummy" else load_config(checkpoint_folder(model))
+
+
 def load_parts(
     model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto"
 ) -> tuple[Transformer, AnyTokenizer]:

@@ -26,7 +26,7 @@ from rosellm.command_line import OneLineParser, command
 from rosellm.errors import OptionError, RoseError
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import write_arch
-from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device, resolve_dtype
+from rosellm.models.loading import AnyTokenizer, arch_of, load_parts, resolve_device, resolve_dtype
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.bench import options as bench_options
 from rosellm.roseinfer.bench.job import check_positions
@@ -151,10 +151,10 @@ def main(argv: list[str] | None = None) -> None:
     """Check all options, then measure workload by workload and compare."""
     options = parse_options(argv)
     device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, device)
     check_rivals(options.rival, device)
     if options.output:
         _make_folder(options.output)
+    dtype = resolve_dtype(options.dtype, device, arch_of(options.hf_model_id, options.load_format))
     gpt, tokenizer = load_parts(
         options.hf_model_id, "cpu", str(dtype).removeprefix("torch."), options.load_format
     )

@@ -63,6 +63,7 @@ class Engine:
         deterministic: bool = False,
     ) -> None:
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
+        _check_share(gpu_memory_utilization)
         self.model, self.tokenizer, self.config = model, tokenizer, model.config
         self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
@@ -147,7 +148,7 @@ class Engine:
         pools, eos = self.blocks.num_pools, self.config.eos_token_ids
         sequence = Sequence(self._n_requests, prompt, params, pools, eos, replays=self.deterministic)
         if sequence.max_length > self.max_model_len:
-            most = "the model's" if self.max_model_len == self.config.n_positions else "max_model_len, "
+            most = "the model's" if self.max_model_len == self.config.n_positions else "max_model_len's"
             raise PromptError(
                 f"{sequence.n_prompt} prompt tokens and {params.max_tokens} new ones exceed {most} "
                 f"{self.max_model_len} positions"
@@ -265,9 +266,12 @@ class Engine:
         wanted, size = self.max_batch_size * one, self.block_size
         there = kv_blocks_within_memory(self.model, wanted, size, self.max_batch_size, utilization)
         if there < one:
+            fits = (
+                f"max_model_len={there * size} is the most that fits" if there else "not even one token fits"
+            )
             raise OptionError(
                 f"a request of {self.max_model_len} tokens needs {one} KV blocks of {size} tokens a layer; "
-                f"memory has room for {there}: max_model_len={there * size} is the most that fits"
+                f"memory has room for {there}: {fits}"
             )
         return there
 
@@ -294,6 +298,13 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
             )
     if block_size & (block_size - 1):
         raise OptionError(f"block_size is {block_size}; it must be a power of two")
+
+
+def _check_share(value: float) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+        raise OptionError(
+            f"gpu_memory_utilization is {told(value)}; it must be a number above 0 and at most 1"
+        )
 
 
 def _model_len(wanted: int | None, config: Arch) -> int:

@@ -318,11 +318,17 @@ def family_names(source: str) -> Iterator[str]:
         yield from (name for name in names if isinstance(name, str) and word.search(name))
 
 
+NAMED_ELSEWHERE = {
+    "models/checkpoint.py": {"rose-tiny-qwen3"},  # a shipped model's name
+    "rosetrainer/train.py": {"qwen3", "QWEN3"},  # what its --arch makes
+}
+
+
 def test_no_file_outside_the_families_names_one():
     files = [path for path in PACKAGE.rglob("*.py") if "families" not in path.parts]
     assert len(files) > 50
-    named = {str(path.relative_to(PACKAGE)): list(family_names(path.read_text())) for path in files}
-    assert {path: names for path, names in named.items() if names} == {}
+    named = {str(path.relative_to(PACKAGE)): set(family_names(path.read_text())) for path in files}
+    assert {path: names for path, names in named.items() if names} == NAMED_ELSEWHERE
 
 
 @pytest.mark.parametrize(

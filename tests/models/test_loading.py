@@ -15,7 +15,7 @@ from rosellm.models.weights import save_model
 from rosellm.roseinfer.cache import budget
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.engine import Engine
-from tests.helpers import CPU, random_model, small_config
+from tests.helpers import CPU, MODERN, generate, random_model, small_config, uncached_greedy
 
 
 def test_the_shipped_model_comes_with_its_own_tokenizer():
@@ -62,7 +62,7 @@ def test_the_kv_cache_takes_what_is_wanted_within_its_share_of_memory(monkeypatc
     block_bytes = 8 * gpt.config.kv_bytes_per_token(4)
     monkeypatch.setattr(budget, "CPU_KV_BYTES", 10 * block_bytes + 1)
     assert [kv_blocks_within_memory(gpt, wanted, 8) for wanted in (3, 10, 11)] == [3, 10, 10]
-    assert kv_blocks_within_memory(gpt, 50, 8 * 11) == 1
+    assert kv_blocks_within_memory(gpt, 50, 8 * 11) == 0
 
 
 GPU = torch.device("cuda")
@@ -94,6 +94,19 @@ def test_the_config_is_asked_for_the_dtype(monkeypatch, tmp_path, load_format):
     monkeypatch.setattr(loading, "resolve_dtype", lambda *given: asked.append(given) or torch.float32)
     load_parts(str(tmp_path), "cpu", load_format=load_format)
     assert asked[-1][2].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_checkpoint_of_16_bits_runs_in_fp32_on_a_cpu(tmp_path, dtype):
+    gpt = random_model(0, small_config(vocab_size=4096, **MODERN))
+    save_model(gpt, tmp_path, dtype)
+    load_parts(SHIPPED, "cpu")[1].save(tmp_path)
+    engine = Engine.load(str(tmp_path), device="cpu", num_kv_blocks=8)
+    assert engine.config.dtype == str(dtype).removeprefix("torch.")
+    assert engine.model.dtype == engine.blocks.k_cache.dtype == torch.float32
+    rounded = random_model(0, small_config(vocab_size=4096, **MODERN)).to(dtype).to(torch.float32)
+    prompt = [3, 1, 4, 1, 5]
+    assert generate(engine, [prompt], 8) == [uncached_greedy(rounded, prompt, 8)]
 
 
 def test_an_unknown_dtype_is_refused_before_anything_is_fetched(monkeypatch):

@@ -345,7 +345,7 @@ def test_a_model_that_cannot_be_had_names_the_ways_out(monkeypatch, name):
 
 
 def test_a_lost_network_is_told_as_such():
-    look_up = "from rosellm.models.weights import checkpoint_folder; checkpoint_folder'no/such-model'"
+    look_up = "from rosellm.models.checkpoint import checkpoint_folder; checkpoint_folder('no/such-model')"
     for variables, told in (
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "from the hub (no network, and it is not cached); use"),
         ({"HF_HUB_OFFLINE": "1"}, "from the hub (HF_HUB_OFFLINE is set, and it is not cached); use"),

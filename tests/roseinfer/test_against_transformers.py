@@ -1,17 +1,22 @@
-"""Logits of prefill and of each decode step against ``transformers`` with its own cache."""
+"""Logits of prefill and of each decode step, and tokens, against ``transformers`` with its own cache."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
+from rosellm.errors import RecipeError
+from rosellm.models.arch import Arch
+from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder, load_config
+from rosellm.models.families.table import FAMILIES as SUPPORTED, read_arch
 from rosellm.models.weights import load_model, save_model
-from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from tests.helpers import (
     decode_all,
     greedy_sequences,
@@ -20,9 +25,11 @@ from tests.helpers import (
     small_config,
     small_engine,
 )
+from tests.models.family_checks import sizes, their_model
 
 N_TOKENS = 10
 LENGTHS = [1, 8, 9, 21]
+PROMPT_SEED = 9
 SHAPES = {
     "two-heads": small_config(eos_token_ids=(3,)),
     "untied-wide-mlp": small_config(tie_embeddings=False, n_heads=4, d_ff=200, eos_token_ids=(3,)),
@@ -31,6 +38,17 @@ SHAPES = {
 BOUNDS = {torch.float32: 4e-6, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 """Largest difference of two logits over the largest logit: some roundings (2^-24, 2^-11, 2^-8) a layer."""
 RUNGS = ["dense", BEST_RUNG]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# A small model of every family, in the fields of its own config; windows are shorter than what is read.
+FAMILIES = {
+    "gpt2": {},
+    "llama": {"rope_parameters": LLAMA3 | {"rope_theta": 500.0, "original_max_position_embeddings": 16}},
+    "mistral": {"sliding_window": 6, "head_dim": 12},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "phi3": {"sliding_window": 11, "num_key_value_heads": 6},
+}
+NAMES = (*SHAPES, *FAMILIES, *SHIPPED_MODELS)
 
 
 @dataclass(frozen=True)
@@ -42,25 +60,53 @@ class Theirs:
     smallest_lead: float
 
 
-@pytest.fixture(scope="module", params=[*SHAPES, SHIPPED])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if request.param == SHIPPED:
-        return checkpoint_folder(SHIPPED)
-    path = tmp_path_factory.mktemp(request.param)
-    save_model(random_model(len(request.param), SHAPES[request.param]), path, torch.float32)
-    return path
+@cache
+def arch_of(name: str) -> Arch:
+    if name in FAMILIES:
+        return read_arch(sizes(name) | {"model_type": name} | FAMILIES[name])
+    return SHAPES[name] if name in SHAPES else load_config(checkpoint_folder(name))
+
+
+def serves(rung: str, name: str) -> bool:
+    try:
+        LADDER[rung].check_serves(arch_of(name))
+    except RecipeError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def save(name: str) -> Path:
+        if name in SHIPPED_MODELS:
+            return checkpoint_folder(name)
+        path = tmp_path_factory.mktemp(name)
+        if name in SHAPES:
+            save_model(random_model(len(name), SHAPES[name]), path, torch.float32)
+        else:
+            their_model(name, seed=2, **FAMILIES[name]).save_pretrained(path)
+        return path
+
+    return save
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Path:
+    """Of the model named ``request.param``."""
+    return saved(request.param)
 
 
 def prompts_for(folder: Path) -> list[list[int]]:
-    return random_prompts(LENGTHS, seed=5, vocab_size=101 if folder != checkpoint_folder(SHIPPED) else 4096)
+    return random_prompts(LENGTHS, seed=PROMPT_SEED, vocab_size=load_config(folder).vocab_size)
 
 
 @torch.inference_mode()
 def theirs(folder: Path, dtype: torch.dtype, device: str) -> Theirs:
     """Each prompt by itself, a token at a time over ``past_key_values``."""
-    from transformers import GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM
 
-    model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
     model = model.to(device).eval()
     tokens, logits = [], []
     for prompt in prompts_for(folder):
@@ -101,9 +147,13 @@ RUNS = [pytest.param(dtype, "cpu", id=f"{dtype}-cpu".removeprefix("torch.")) for
 ]
 
 
+theirs_once = cache(theirs)
+
+
+@pytest.mark.parametrize("folder", NAMES, indirect=True)
 @pytest.mark.parametrize(("dtype", "device"), RUNS)
 def test_logits_of_prefill_and_every_step_are_those_of_transformers(folder: Path, dtype, device: str):
-    expected = theirs(folder, dtype, device)
+    expected = theirs_once(folder, dtype, device)
     largest = max(step.abs().max().item() for step in expected.logits)
     for rung in RUNGS:
         found = forced(folder, dtype, device, rung, expected.tokens)
@@ -113,15 +163,30 @@ def test_logits_of_prefill_and_every_step_are_those_of_transformers(folder: Path
         assert max(errors) <= BOUNDS[dtype] * largest
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_greedy_tokens_in_fp32_are_those_of_transformers(folder: Path, device: str, rung: str):
-    expected = theirs(folder, torch.float32, device)
+CASES = [
+    pytest.param(name, rung, device, marks=[pytest.mark.gpu] * (device == "cuda"))
+    for device in ("cpu", "cuda")
+    for name in NAMES
+    for rung in LADDER
+    if serves(rung, name) and (device == "cuda" or LADDER[rung].launch != "autotuned")
+]
+
+
+@pytest.mark.parametrize(("folder", "rung", "device"), CASES, indirect=["folder"])
+def test_greedy_tokens_in_fp32_are_those_of_transformers_on_every_rung(folder: Path, rung: str, device: str):
+    expected = theirs_once(folder, torch.float32, device)
     engine = small_engine(load_model(str(folder), torch.device(device), torch.float32), recipe=rung)
     sequences = greedy_sequences(engine, prompts_for(folder), N_TOKENS)
     engine.prefill(sequences)
-    assert expected.smallest_lead > 1e-4
+    assert expected.smallest_lead > 1e-3
     assert decode_all(engine, sequences) == expected.tokens
+
+
+def test_every_family_is_compared_on_every_rung_but_those_that_refuse_it():
+    assert set(FAMILIES) == set(SUPPORTED)
+    assert [arch_of(name).family for name in FAMILIES] == list(FAMILIES)
+    refusing = {(name, rung) for name in FAMILIES for rung in LADDER if not serves(rung, name)}
+    assert refusing == {(name, "persistent_kernel") for name in FAMILIES if name != "gpt2"}
 
 
 def test_another_models_logits_would_be_noticed(tmp_path: Path):

@@ -17,27 +17,16 @@ from rosellm.roseinfer.bench.rivals import RIVALS, VLLM, Rosellm, Task
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.benchmark_rivals import comparison, measure_workload, run_in_turns, workload_options
 from rosellm.roseinfer.sampling import SamplingParams
-from tests.helpers import CPU, random_model, random_prompts, small_config, uncached_greedy
+from tests.helpers import CPU, MODERN, random_model, random_prompts, small_config, uncached_greedy
 from tests.soak.fake_step import POISON, fake_engine, poison
 
 SMALL = "--num-requests 3 --max-new-tokens 6 --max-batch-size 2 --repeat-runs 2 --device cpu"
 
 
 def make_task(checkpoint, prompts, new_tokens: int, batch: int, dtype=torch.float32) -> Task:
-    options = argparse.Namespace(
-        workload="W1",
-        hf_model_id="small",
-        load_format="auto",
-        num_requests=len(prompts),
-        max_new_tokens=new_tokens,
-        max_batch_size=batch,
-        block_size=8,
-        rung=None,
-        **{name: WORKLOADS["W1"].flags()[name] for name in ("prompt", "prompt_repeats", "prompt_tokens")},
-        stop_on_eos=False,
-        prefix_cache=False,
-        pretok=True,
-    )
+    sizes = {"num_requests": len(prompts), "max_new_tokens": new_tokens, "max_batch_size": batch}
+    model = {"workload": "W1", "hf_model_id": "small", "load_format": "auto", "block_size": 8, "rung": None}
+    options = argparse.Namespace(**(WORKLOADS["W1"].flags() | sizes | model))
     return Task(checkpoint, CPU, dtype, options, prompts)
 
 
@@ -69,12 +58,13 @@ def scripted_task(tmp_path) -> Task:
 # Rivals.
 
 
+@pytest.mark.parametrize("shape", [{}, MODERN], ids=["gpt2", "modern"])
 @pytest.mark.parametrize("name", ["transformers", "rosellm"])
-def test_a_rival_continues_unequal_prompts_in_order_through_the_end_of_sequence(name, tmp_path):
+def test_a_rival_continues_unequal_prompts_in_order_through_the_end_of_sequence(name, shape, tmp_path):
     prompts = random_prompts([1, 4, 2, 7, 3])
-    plain = random_model(0)
+    plain = random_model(0, small_config(**shape))
     eos = uncached_greedy(plain, prompts[0], 8)[2]
-    gpt = random_model(0, small_config(eos_token_ids=(eos,)))
+    gpt = random_model(0, small_config(eos_token_ids=(eos,), **shape))
     save_model(gpt, tmp_path, torch.float32)
     rival = RIVALS[name](make_task(tmp_path, prompts, new_tokens=8, batch=2))
     expected = [uncached_greedy(plain, prompt, 8) for prompt in prompts]
@@ -105,8 +95,9 @@ def vllm_calls(monkeypatch) -> list:
 
         def generate(self, prompts, params, use_tqdm):
             calls.append(("generate", prompts, params, use_tqdm))
-            tokens = tuple(range(7, 7 + params["max_tokens"]))
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens)]) for _ in prompts]
+            ends = [7 + own["max_tokens"] for own in params]
+            made = [SimpleNamespace(token_ids=tuple(range(7, end))) for end in ends]
+            return [SimpleNamespace(outputs=[one]) for one in made]
 
     module = ModuleType("vllm")
     module.LLM, module.SamplingParams = LLM, dict
@@ -131,7 +122,7 @@ def test_vllm_gets_token_ids_and_greedy_parameters_and_is_shut_down(vllm_calls, 
     params = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
     assert vllm_calls == [
         ("LLM", {"model": str(tmp_path), **arguments}),
-        ("generate", [{"prompt_token_ids": [5]}, {"prompt_token_ids": [6, 7]}], params, False),
+        ("generate", [{"prompt_token_ids": [5]}, {"prompt_token_ids": [6, 7]}], [params] * 2, False),
         ("shutdown",),
     ]
     assert tokens == [[7, 8, 9], [7, 8, 9]]

@@ -36,9 +36,9 @@ def gpu_of(monkeypatch):
         ((7, 5), "small_gemm"),
         ((8, 0), "small_gemm"),
         ((8, 9), "small_gemm"),
-        ((9, 0), "dependent_launch"),
-        ((10, 0), "dependent_launch"),
-        ((12, 0), "dependent_launch"),
+        ((9, 0), "split_kv"),
+        ((10, 0), "split_kv"),
+        ((12, 0), "split_kv"),
     ],
     ids=str,
 )
@@ -70,9 +70,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused(gpu_of):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("capability", "rung"), [((8, 0), "small_gemm"), ((9, 0), "dependent_launch")], ids=str
-)
+@pytest.mark.parametrize(("capability", "rung"), [((8, 0), "small_gemm"), ((9, 0), "split_kv")], ids=str)
 def test_the_benchmarks_take_the_best_rung_of_the_device_that_their_options_name(
     capability, rung, gpu_of, monkeypatch
 ):

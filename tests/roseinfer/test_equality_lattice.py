@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rosellm.errors import RecipeError
-from rosellm.models.checkpoint import SHIPPED
+from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder as folder_of, load_config
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
@@ -33,19 +33,29 @@ from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.roseinfer.steps.resident import ResidentStep
 from rosellm.roseinfer.steps.runner import EagerRunner, GraphRunner
 from rosellm.roseinfer.text import IncrementalText
-from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
+from tests.helpers import (
+    MODERN,
+    WINDOWED,
+    random_model,
+    random_prompts,
+    small_config,
+    small_engine,
+    uncached_greedy,
+)
 
 WORDS = "hello world, here is some text to learn from, with words and words"
-PROMPT_SEED = 84
+PROMPT_SEED = 63
 BUDGET = 5  # prompt tokens an iteration, where prompts are cut
 TOGETHER = 2  # prompts an iteration, where several start at a time
 MORE_OUTPUT = 11  # tokens each, so that blocks run out
 LONGEST_OUTPUT = 24
 LEAST_LEAD = 1e-3  # of a greedy token's logit over the second best, lest rounding decide
 SMALL_MODELS = {
-    "plain": (0, {}),
-    "grouped": (1, {"n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "d_model": 48, "tie_embeddings": False}),
-    "odd": (2, {"n_heads": 3, "n_kv_heads": 1, "d_model": 27, "d_ff": 50}),
+    "plain": (12, {}),
+    "grouped": (2, {"n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "d_model": 48, "tie_embeddings": False}),
+    "odd": (1, {"n_heads": 3, "n_kv_heads": 1, "d_model": 27, "d_ff": 50}),
+    "modern": (4, MODERN),  # RMSNorm, rotation, SwiGLU, norms of heads that are wider than their share
+    "windowed": (0, WINDOWED),
 }
 
 
@@ -65,6 +75,10 @@ class Composition:
     prefix: int = 10
     block_size: int = 8
 
+
+MODELS = (*SMALL_MODELS, *SHIPPED_MODELS)
+MODERN_MODELS = ("modern", "windowed", "rose-tiny-qwen3")
+DETERMINISTIC_RUNGS = ("small_gemm", "dependent_launch", "split_kv")
 
 # The request that lasts longest comes last and has the longest prompt, so that it has the highest row.
 COMPOSITIONS = {
@@ -99,13 +113,14 @@ class Combination:
     deterministic: bool
 
     def recipe(self) -> Recipe:
-        numerics = "invariant" if self.deterministic else "fast"
-        return replace(LADDER[self.rung], runner=self.runner, numerics=numerics)
+        recipe = replace(LADDER[self.rung], runner=self.runner)
+        return recipe.invariant() if self.deterministic else recipe
 
     def is_allowed(self) -> bool:
         tight = self.shape().tight
         can_be_forced = tight is not None and tight[self.prefix_cache] is not None
-        return (can_be_forced or not self.forced) and takes(self.rung, self.runner, self.deterministic)
+        possible = takes(self.rung, self.runner, self.deterministic) and serves(self.rung, self.model)
+        return (can_be_forced or not self.forced) and possible
 
     def shape(self) -> Composition:
         return (LONG_COMPOSITIONS if self.deterministic else COMPOSITIONS)[self.composition]
@@ -120,7 +135,21 @@ class Combination:
 def takes(rung: str, runner: str, deterministic: bool) -> bool:
     """Whether the rung takes that runner and that mode."""
     try:
-        replace(LADDER[rung], runner=runner, numerics="invariant" if deterministic else "fast")
+        recipe = replace(LADDER[rung], runner=runner)
+        _ = recipe.invariant() if deterministic else recipe
+    except RecipeError:
+        return False
+    return True
+
+
+@cache
+def serves(rung: str, model: str) -> bool:
+    """Whether the rung runs models of that shape."""
+    config = (
+        small_config(**SMALL_MODELS[model][1]) if model in SMALL_MODELS else load_config(folder_of(model))
+    )
+    try:
+        LADDER[rung].check_serves(config)
     except RecipeError:
         return False
     return True
@@ -131,7 +160,7 @@ def axes_on(device: str) -> dict[str, tuple]:
     rungs = tuple(name for name in LADDER if device == "cuda" or LADDER[name].launch != "autotuned")
     both = (False, True)
     values = (
-        (*SMALL_MODELS, SHIPPED), rungs, tuple(COMPOSITIONS), ("fifo", "pack"),
+        MODELS, rungs, tuple(COMPOSITIONS), ("fifo", "pack"),
         ("whole", "budget", "several"), both, both, (0, 1, 3), ("eager", "graph"), both,
     )  # fmt: skip
     return dict(zip((field.name for field in fields(Combination)), values, strict=True))
@@ -223,8 +252,8 @@ def tokenizer_of_words() -> Tokenizer:
 @cache
 def parts(name: str, device: str) -> tuple[Transformer, Tokenizer]:
     """A model in fp32 and its tokenizer."""
-    if name == SHIPPED:
-        return load_parts(SHIPPED, device, "float32")
+    if name in SHIPPED_MODELS:
+        return load_parts(name, device, "float32")
     seed, shape = SMALL_MODELS[name]
     tokenizer = tokenizer_of_words()
     config = small_config(vocab_size=tokenizer.vocab_size, n_positions=256, **shape)
@@ -514,14 +543,16 @@ def test_every_two_values_that_can_occur_together_do(device: str):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_cannot_occur_together_is_known(device: str):
-    """Graphs of fixed shapes, modes that need certain kernels, the preemption of the only request."""
+    """Graphs of fixed shapes, modes that need certain kernels, one kernel of whole layers, the preemption of
+    the only request."""
     axes = axes_on(device)
     names, missing = list(axes), set(every_pair(axes)) - set(allowed_pairs(device))
     found = {frozenset((names[axis], value) for axis, value in pair) for pair in missing}
     eager_only = [rung for rung in axes["rung"] if LADDER[rung].tables == "per_layer"]
-    fast_only = [rung for rung in axes["rung"] if rung not in ("small_gemm", "dependent_launch")]
+    fast_only = [rung for rung in axes["rung"] if rung not in DETERMINISTIC_RUNGS]
     expected = [{("rung", rung), ("runner", "graph")} for rung in eager_only]
     expected += [{("rung", rung), ("deterministic", True)} for rung in fast_only]
+    expected += [{("rung", "persistent_kernel"), ("model", name)} for name in MODERN_MODELS]
     assert found == {frozenset(pair) for pair in [*expected, {("composition", "alone"), ("forced", True)}]}
 
 
@@ -530,7 +561,7 @@ def test_there_are_hundreds_of_combinations():
     assert {c.rung for c in full_product()} == set(FULL_RUNGS)
 
 
-@pytest.mark.parametrize("model", [*SMALL_MODELS, SHIPPED])
+@pytest.mark.parametrize("model", MODELS)
 def test_what_is_expected_is_varied_nowhere_nearly_tied_and_what_an_uncached_model_gives(model: str):
     works = {(c.composition, c.forced, c.deterministic): Workload.of(c) for c in ON_CPU if c.model == model}
     prompts = {tuple(prompt) for work in works.values() for prompt in [work.primer, *work.prompts]}

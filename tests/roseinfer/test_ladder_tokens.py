@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import is_dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from rosellm.errors import RecipeError
 from rosellm.models.model import Transformer
 from rosellm.models.weights import load_model, save_model
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, recipe_choices
 from rosellm.roseinfer.steps.kv_append import AppendGate
 from tests.helpers import (
+    MODERN,
+    WINDOWED,
     Greedy,
     decode_all,
     generate,
@@ -41,13 +46,48 @@ RUNS = [pytest.param(rung, "cpu", id=f"{rung}-cpu") for rung in ON_TORCH] + [
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2], ids="seed{}".format)
-def checkpoint(request, tmp_path_factory) -> tuple[Path, dict[str, Greedy]]:
-    """A random GPT-2 checkpoint and what ``transformers`` generates from it."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    config = small_config(tie_embeddings=request.param != 1, eos_token_ids=(3,))
-    save_model(random_model(request.param, config), folder, torch.float32)
-    return folder, {name: transformers_greedy(folder, prompts, N_TOKENS) for name, prompts in PROMPTS.items()}
+MODELS = {
+    "tied": (0, small_config(eos_token_ids=(3,))),
+    "untied": (1, small_config(eos_token_ids=(3,), tie_embeddings=False)),
+    "another": (2, small_config(eos_token_ids=(3,))),
+    "modern": (0, small_config(eos_token_ids=(3,), **MODERN)),
+    "windowed": (0, small_config(eos_token_ids=(3,), **WINDOWED)),
+}
+
+
+def refuses(rung: str, model: str) -> bool:
+    try:
+        LADDER[rung].check_serves(MODELS[model][1])
+    except RecipeError:
+        return True
+    return False
+
+
+EVERY_RUN = [
+    pytest.param(model, *run.values, id=f"{model}-{run.id}", marks=run.marks)
+    for model in MODELS
+    for run in RUNS
+    if not refuses(run.values[0], model)
+]
+on_every_rung = pytest.mark.parametrize(("checkpoint", "rung", "device"), EVERY_RUN, indirect=["checkpoint"])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Greedy]]]:
+    @cache
+    def save(name: str) -> tuple[Path, dict[str, Greedy]]:
+        folder = tmp_path_factory.mktemp(name)
+        save_model(random_model(*MODELS[name]), folder, torch.float32)
+        expected = {which: transformers_greedy(folder, some, N_TOKENS) for which, some in PROMPTS.items()}
+        return folder, expected
+
+    return save
+
+
+@pytest.fixture(params=MODELS)
+def checkpoint(request, saved) -> tuple[Path, dict[str, Greedy]]:
+    """A random checkpoint and what ``transformers`` generates from it."""
+    return saved(request.param)
 
 
 def load(folder: Path, device: str = "cpu") -> Transformer:
@@ -61,14 +101,14 @@ def test_the_expected_tokens_are_varied_and_no_near_ties(checkpoint):
 
 
 @pytest.mark.parametrize("prompts", PROMPTS)
-@pytest.mark.parametrize(("rung", "device"), RUNS)
+@on_every_rung
 def test_every_rung_gives_the_tokens_of_transformers(checkpoint, rung, device, prompts):
     folder, expected = checkpoint
     engine = small_engine(load(folder, device), recipe=rung)
     assert generate(engine, PROMPTS[prompts], N_TOKENS) == expected[prompts].tokens
 
 
-@pytest.mark.parametrize(("rung", "device"), RUNS)
+@on_every_rung
 def test_a_batch_that_grows_and_shrinks_gives_the_same_tokens(checkpoint, rung, device):
     folder, expected = checkpoint
     engine = small_engine(load(folder, device), recipe=rung)
@@ -98,7 +138,7 @@ def grow_and_shrink(engine: Engine) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize(("rung", "device"), RUNS)
+@on_every_rung
 def test_shared_prefixes_and_copies_on_write_give_the_same_tokens(checkpoint, rung, device):
     """Prompts served twice: the second round shares what the first one cached, partly filled blocks too."""
     folder, expected = checkpoint
@@ -110,7 +150,7 @@ def test_shared_prefixes_and_copies_on_write_give_the_same_tokens(checkpoint, ru
     assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
 
 
-@pytest.mark.parametrize(("rung", "device"), RUNS)
+@on_every_rung
 def test_a_sequence_that_lost_its_blocks_and_is_computed_anew_gives_the_same_tokens(checkpoint, rung, device):
     """It comes back to its row with other blocks in the same lists, the batch being smaller meanwhile."""
     folder, expected = checkpoint
@@ -128,7 +168,7 @@ def test_a_sequence_that_lost_its_blocks_and_is_computed_anew_gives_the_same_tok
     assert decode_all(engine, sequences) == expected["mixed"].tokens
 
 
-@pytest.mark.parametrize(("rung", "device"), RUNS)
+@on_every_rung
 def test_prompts_in_chunks_give_the_same_tokens(checkpoint, rung, device):
     """Two chunk sizes in one batch, so that some prompts are cached whole while others are not yet."""
     folder, expected = checkpoint
@@ -147,7 +187,7 @@ def test_prompts_in_chunks_give_the_same_tokens(checkpoint, rung, device):
     assert decode_all(engine, sequences) == expected["mixed"].tokens
 
 
-@pytest.mark.parametrize(("rung", "device"), RUNS)
+@on_every_rung
 def test_steps_that_are_begun_ahead_are_collected_in_order(checkpoint, rung, device):
     folder, expected = checkpoint
     engine = small_engine(load(folder, device), recipe=rung)
@@ -222,6 +262,11 @@ def test_a_lone_axis_changed_in_the_last_host_driven_rung_gives_the_same_tokens(
     )
 
 
+def test_models_of_the_parts_of_gpt_2_are_served_by_every_rung_and_others_by_all_but_one():
+    refused = {(model, rung) for model in MODELS for rung in LADDER if refuses(rung, model)}
+    assert refused == {(model, "persistent_kernel") for model in ("modern", "windowed")}
+
+
 @pytest.mark.parametrize(("rung", "device"), RUNS)
 def test_grouped_query_attention_gives_the_tokens_of_the_uncached_model(rung, device):
     gpt = random_model(7, small_config(n_heads=4, n_kv_heads=2))
@@ -242,10 +287,18 @@ def forced_logits(engine: Engine, sequences: list, tokens: list[list[int]]) -> T
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize(("rung", "device"), RUNS)
-def test_every_rungs_logits_are_those_of_the_uncached_model(rung, device):
-    gpt = random_model(11)
-    engine = small_engine(random_model(11).to(device), recipe=rung)
+SHAPED_RUNS = [
+    pytest.param(model, *run.values, id=f"{model}-{run.id}", marks=run.marks)
+    for model in ("tied", "modern", "windowed")
+    for run in RUNS
+    if not refuses(run.values[0], model)
+]
+
+
+@pytest.mark.parametrize(("model", "rung", "device"), SHAPED_RUNS)
+def test_every_rungs_logits_are_those_of_the_uncached_model(model, rung, device):
+    gpt = random_model(11, MODELS[model][1])
+    engine = small_engine(random_model(11, MODELS[model][1]).to(device), recipe=rung)
     sequences = greedy_sequences(engine, PROMPTS["mixed"], 10)
     tokens = random_prompts([9] * len(sequences), seed=6)
     logits = forced_logits(engine, sequences, tokens).cpu()
@@ -255,10 +308,10 @@ def test_every_rungs_logits_are_those_of_the_uncached_model(rung, device):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str)
-@pytest.mark.parametrize(("rung", "device"), RUNS)
-def test_half_precision_logits_are_near_those_of_fp32(rung, device, dtype, bound):
+@pytest.mark.parametrize(("model", "rung", "device"), SHAPED_RUNS)
+def test_half_precision_logits_are_near_those_of_fp32(model, rung, device, dtype, bound):
     """Every rung decodes the same given tokens; ``bound`` is relative to the largest logit."""
-    gpt = random_model(11, std=0.1)
+    gpt = random_model(11, MODELS[model][1], std=0.1)
     tokens = random_prompts([24], seed=4)[0]
     expected = uncached_logits(gpt, tokens)[5:]
     engine = small_engine(gpt.to(device, dtype), recipe=rung)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -127,6 +128,56 @@ def test_the_shipped_model_is_the_default_and_completes_python() -> None:
         prompt, SamplingParams(temperature=0.0, max_tokens=3), use_tqdm=False
     )[0]
     assert result.outputs[0].text.startswith(" a")
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}>>{% endif %}"
+)
+ASKED = [{"role": "user", "content": "hello world"}]
+OTHER = [{"role": "system", "content": "some"}, {"role": "user", "content": "words"}]
+
+
+@pytest.fixture(scope="module")
+def chatting(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = Path(shutil.copytree(checkpoint, tmp_path_factory.mktemp("chatting") / "checkpoint"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return LLM(str(folder), rung="dense", device="cpu", max_batch_size=4, block_size=16)
+
+
+def test_a_conversation_is_answered_as_its_rendered_text_is_continued(chatting: LLM) -> None:
+    text = "<user>hello world>>"
+    (result,) = chatting.chat(ASKED, GREEDY, use_tqdm=False)
+    (plain,) = chatting.generate(text, GREEDY, use_tqdm=False)
+    assert result == plain and result.prompt == text
+    assert result.prompt_token_ids == chatting.engine.tokenizer.encode(text)
+    assert_idle(chatting)
+
+
+def test_several_conversations_are_answered_in_order_with_their_own_parameters(chatting: LLM) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (3, 5)]
+    results = chatting.chat([ASKED, OTHER], params, use_tqdm=False)
+    assert [result.prompt for result in results] == ["<user>hello world>>", "<system>some<user>words>>"]
+    assert [len(result.outputs[0].token_ids) for result in results] == [3, 5]
+    assert results[1].outputs == chatting.chat(OTHER, params[1:], use_tqdm=False)[0].outputs
+
+
+def test_a_chat_without_a_template_or_with_bad_messages_is_refused_in_one_line(
+    llm: LLM, chatting: LLM, checkpoint: Path
+) -> None:
+    dummy = LLM("rose-tiny", device="cpu", load_format="dummy", num_kv_blocks=4)
+    for given, messages, error, told in (
+        (llm, ASKED, CheckpointError, "no chat template; give a prompt as text"),
+        (dummy, ASKED, CheckpointError, "a dummy tokenizer has no chat template; load a checkpoint"),
+        (chatting, [], PromptError, "messages are"),
+        (chatting, "hello", PromptError, "messages are 'hello'"),
+        (chatting, [ASKED, []], PromptError, "messages are"),
+        (chatting, [{"role": "user"}], PromptError, "message 0 is"),
+    ):
+        with pytest.raises(error, match=told) as caught:
+            given.chat(messages, GREEDY, use_tqdm=False)
+        assert "\n" not in str(caught.value)
+        assert_idle(given)
 
 
 def test_a_stop_string_ends_the_text(llm: LLM) -> None:

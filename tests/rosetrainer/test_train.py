@@ -403,8 +403,8 @@ def test_weight_decay_spares_biases_and_norms() -> None:
     decayed, spared = training._optimizer(gpt, QUICK).param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (QUICK.weight_decay, 0.0)
     names = {id(parameter): name for name, parameter in gpt.named_parameters()}
-    assert all(name.endswith("bias") or "ln_" in name for name in (names[id(p)] for p in spared["params"]))
-    assert not any("ln_" in names[id(p)] for p in decayed["params"])
+    assert all(name.endswith("bias") or "norm" in name for name in (names[id(p)] for p in spared["params"]))
+    assert not any("norm" in names[id(p)] for p in decayed["params"])
     assert len(decayed["params"]) + len(spared["params"]) == len(names)
 
 

@@ -12,7 +12,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from tests.helpers import random_model, small_config, uncached_greedy
+from tests.helpers import MODERN, random_model, small_config, uncached_greedy
 from tests.soak.fake_step import BLOCK, EOS, VOCAB
 from tests.soak.programs import Driver
 from tests.soak.scheduler_driver import Asked, assert_whole, prompt_of
@@ -191,7 +191,7 @@ def _patience(name: str) -> Iterator[None]:
 
 @cache
 def _model():
-    config = small_config(vocab_size=VOCAB, eos_token_ids=(EOS,), n_positions=POSITIONS, d_model=8)
+    config = small_config(vocab_size=VOCAB, eos_token_ids=(EOS,), n_positions=POSITIONS, d_model=8, **MODERN)
     return random_model(0, config)
 
 

@@ -24,7 +24,7 @@ UNKNOWN = 10**6
 class Letters:
     """A tokenizer of one letter a token."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
 
     def decode(self, token_ids: list[int]) -> str:

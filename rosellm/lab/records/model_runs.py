@@ -18,7 +18,7 @@ import torch
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RecipeError, RoseError
-from rosellm.lab.records.records import Results
+from rosellm.lab.records.records import Results, modern_rivals
 from rosellm.lab.records.step_records import ladder_steps
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
@@ -28,7 +28,7 @@ from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.recipe import LADDER, check_launch
 
 RIVAL = "vLLM 0.22.1"
-EFFORT = {"engines": 1, "seconds": 0.3}  # of the ladder's steps
+EFFORT = {"engines": 1, "seconds": 0.2, "turns": 2}  # of the ladder's steps
 
 
 class Row(NamedTuple):
@@ -51,9 +51,9 @@ def recorded_models(results: Results) -> list[str]:
     return sorted({path.parent.name for path in results.folder.glob("*/D1.json")})
 
 
-def table(results: Results, model: str, rivals: dict[str, Any]) -> list[Row]:
-    """Every workload with a record or a rival's figure; ``rivals``: of ``rivals-h200.json``."""
-    theirs = rivals["modern_models"]["models"].get(model, {})
+def table(results: Results, model: str) -> list[Row]:
+    """Every workload with a record or a rival's figure."""
+    theirs = modern_rivals(model)
     rows = (_row(results, model, w, theirs.get(RIVAL, {}), theirs.get("floor", {})) for w in MODEL_WORKLOADS)
     return [row for row in rows if row.ours is not None or row.rival is not None]
 

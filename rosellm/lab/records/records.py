@@ -143,6 +143,11 @@ def rivals(workload: str | None = None) -> dict[str, dict[str, float]]:
     return {name: values for name, values in known.items() if workload is None or workload in values}
 
 
+def modern_rivals(model: str) -> dict[str, dict[str, float]]:
+    """Name → workload → figure of other engines with a modern model's shape; its floors are under "floor"."""
+    return _rivals_file()["modern_models"]["models"].get(model, {})
+
+
 def ceilings() -> dict[str, Any]:
     """What the GPU can do at best, measured: copy bandwidth, a graph node, a step's GEMMs, the LM head."""
     return _rivals_file()["ceilings"]

@@ -52,7 +52,7 @@ OPERATOR_ROLES = {
         "elementwise": """
             __and__ __or__ abs add amax arange bitwise_and bitwise_not bitwise_or cat clamp clamp_max
             clamp_min clone contiguous copy div eq exp fill floor_divide full gather ge gelu gt index
-            index_copy index_select isinf isnan item le log logical_and logical_not logical_or lt
+            index_copy index_select isin isinf isnan item le log logical_and logical_not logical_or lt
             masked_fill max maximum mean min mul ne neg new_full new_ones new_zeros nonzero ones pad
             pow remainder repeat rsqrt rsub scatter square stack sub sum tanh to where zero zeros""",
         "views": """

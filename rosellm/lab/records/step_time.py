@@ -65,26 +65,26 @@ def room() -> int:
 
 
 def measure_steps(
-    makers: Mapping[str, MakeBench], engines: int = 3, seconds: float = 1.0
+    makers: Mapping[str, MakeBench], engines: int = 3, seconds: float = 1.0, turns: int = TURNS
 ) -> dict[str, StepTimes]:
-    """Step times by name; ``seconds`` of measured steps a name, over all its engines.
+    """Step times by name; ``seconds`` of measured steps a name, over all its engines, in ``turns`` each.
 
     makers: each makes a bench with ``room()`` new tokens a prompt of ``prompt_length(context)``.
     """
-    turns: dict[str, list[tuple[float, ...]]] = {name: [] for name in makers}
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in makers}
     for _ in range(engines):
         benches = {name: make() for name, make in makers.items()}
         for bench in benches.values():
             _stretch(bench)
         own: dict[str, list[float]] = {name: [] for name in makers}
-        for _ in range(TURNS):
+        for _ in range(turns):
             for name, bench in benches.items():
-                own[name].append(_turn(bench, seconds / engines / TURNS))
+                own[name].append(_turn(bench, seconds / engines / turns))
         for name, means in own.items():
-            turns[name].append(tuple(means))
+            found[name].append(tuple(means))
         del benches, bench
         _free()
-    return {name: StepTimes(tuple(one)) for name, one in turns.items()}
+    return {name: StepTimes(tuple(one)) for name, one in found.items()}
 
 
 def _turn(bench: Bench, seconds: float) -> float:

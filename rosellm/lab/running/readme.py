@@ -2,7 +2,8 @@
 
 With ``--check`` it only reports whether they are up to date. Computed are the ladder's pictures for light and
 dark pages (``notebooks/results/ladder-*.svg``), the table of results, and the notebook index with each
-notebook's finding. The last two are between HTML comments with their names.
+notebook's finding, and the table of modern models. All but the pictures are between HTML comments with
+their names.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from rosellm.errors import RoseError
 from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_chart
 from rosellm.lab.figures.ladder_svg import ladder_svg
 from rosellm.lab.records.findings import finding
+from rosellm.lab.records.model_runs import Row, recorded_models, table, unit_of
 from rosellm.lab.records.records import Results, find, floor_tok_s, number, results_folder, rivals
 from rosellm.lab.records.verdicts import WORKLOADS
 from rosellm.lab.running.gallery import reading_minutes
+from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS
 from rosellm.roseinfer.recipe import BEST_RUNG, SIDE_BRANCHES
 
 ROOT = results_folder().parent.parent
@@ -66,7 +69,30 @@ def _title(notebook: NotebookNode) -> str:
     return f"{title}: {rest[0]}" if rest and re.fullmatch(r"\*[^*]+\?\*", rest[0]) else title
 
 
-SECTIONS: dict[str, Callable[[Results], str]] = {"results": results_table, "notebooks": notebook_index}
+def models_table(results: Results) -> str:
+    """Every workload of modern models: ours in bold, then the rival's and the floor in brackets."""
+    models = recorded_models(results)
+    columns = [{row.workload: row for row in table(results, model)} for model in models]
+    rows = [f"| | {' | '.join(models)} |", f"|---|{'--:|' * len(models)}"]
+    for workload in MODEL_WORKLOADS:
+        cells = [_cell(column.get(workload)) for column in columns]
+        if any(cells):
+            rows.append(f"| {workload}, {unit_of(MODEL_WORKLOADS[workload])} | {' | '.join(cells)} |")
+    where = Results(results.folder / models[0]).environment_line("D1") if models else ""
+    return "\n".join([*rows, "", f"**Ours** (vLLM 0.22.1; floor), medians of whole runs. {where}."])
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"**{number(row.ours)}** ({number(row.rival)}; {number(row.floor)})"
+
+
+SECTIONS: dict[str, Callable[[Results], str]] = {
+    "results": results_table,
+    "notebooks": notebook_index,
+    "models": models_table,
+}
 
 
 def updated(text: str, results: Results) -> str:

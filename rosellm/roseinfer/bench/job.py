@@ -43,7 +43,9 @@ def make_job(options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> J
     recipe = choose_recipe(options)
     prompts = make_prompts(options, gpt.config.vocab_size)
     encoded = encode_prompts(prompts, tokenizer)
-    engine = make_engine(options, recipe, gpt, tokenizer, max(map(len, encoded)))
+    longest = max(map(len, encoded))
+    check_positions(options, longest, gpt.config.n_positions)
+    engine = make_engine(options, recipe, gpt, tokenizer, longest)
     print_header(engine, options)
     engine.step.warm_up()
     given = encoded if options.pretok else prompts
@@ -88,7 +90,7 @@ def kv_blocks_wanted(options: Namespace, gpt: Transformer, longest_prompt: int) 
 
 
 def longest_request(options: Namespace, gpt: Transformer, longest_prompt: int) -> int:
-    """Tokens of the longest request, prompt and output; at most the model's positions."""
+    """Tokens that the longest request may have, prompt and output; at most the model's positions."""
     return min(longest_prompt + options.max_new_tokens, gpt.config.n_positions)
 
 

@@ -165,12 +165,10 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
     if options.workload is None:
         return []
     workload = ALL_WORKLOADS[options.workload]
-    preset = workload.flags() | {"load_format": LOAD_FORMAT, "deterministic": False}
-    dtype = DTYPE
-    if workload.model is None:
-        dtype = engine.config.dtype or DTYPE
-    else:
-        preset["hf_model_id"] = workload.model
+    preset, dtype = workload.flags(), engine.config.dtype or DTYPE
+    if workload.model is not None:
+        preset["hf_model_id"], dtype = workload.model, DTYPE
+    preset |= {"load_format": LOAD_FORMAT, "deterministic": False}
     here = {name: getattr(options, name) for name in preset} | {"dtype": dtype_name(engine)}
     told = [
         f"{name}={here[name]} for {value}"

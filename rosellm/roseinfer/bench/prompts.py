@@ -11,6 +11,7 @@ from rosellm.errors import OptionError
 from rosellm.models.loading import AnyTokenizer
 
 Prompts = Sequence[str | list[int]]
+OF_PROMPTS, OF_OUTPUTS = 1, 2
 
 
 def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
@@ -20,9 +21,8 @@ def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
         ids = random.integers(vocab_size, size=(options.num_requests, longest)).tolist()
         if options.min_prompt_tokens is None:
             return ids
-        return [
-            row[:n] for row, n in zip(ids, _lengths(options, options.min_prompt_tokens, longest), strict=True)
-        ]
+        lengths = _lengths(options, options.min_prompt_tokens, longest, OF_PROMPTS)
+        return [row[:n] for row, n in zip(ids, lengths, strict=True)]
     texts = [options.prompt * n for n in options.prompt_repeats]
     return [texts[i % len(texts)] for i in range(options.num_requests)]
 
@@ -31,14 +31,14 @@ def new_tokens(options: Namespace) -> list[int]:
     """How many tokens each request asks for."""
     if options.min_new_tokens is None:
         return [options.max_new_tokens] * options.num_requests
-    return _lengths(options, options.min_new_tokens, options.max_new_tokens)
+    return _lengths(options, options.min_new_tokens, options.max_new_tokens, OF_OUTPUTS)
 
 
-def _lengths(options: Namespace, low: int, high: int) -> list[int]:
-    """One length per request, uniform from ``low`` to ``high``, seeded."""
+def _lengths(options: Namespace, low: int, high: int, of: int) -> list[int]:
+    """One length per request, uniform from ``low`` to ``high``, seeded; prompts' and outputs' independent."""
     if low > high:
         raise OptionError(f"the shortest length is {low}, the longest {high}")
-    random = np.random.default_rng([options.seed, low, high])
+    random = np.random.default_rng([options.seed, of])
     return random.integers(low, high + 1, size=options.num_requests).tolist()
 
 

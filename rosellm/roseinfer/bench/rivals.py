@@ -91,7 +91,7 @@ class Rosellm(Rival):
 
 
 class Transformers(Rival):
-    """``GPT2LMHeadModel.generate``: static batches of at most ``max_batch_size`` prompts, padded on the left.
+    """Its own model's ``generate``: static batches of at most ``max_batch_size`` prompts, padded on the left.
 
     Its generation config has no end of sequence: ``min_new_tokens`` would forbid that token, which the other
     rivals may choose.
@@ -100,14 +100,14 @@ class Transformers(Rival):
     in_process = True
 
     def __init__(self, task: Task) -> None:
-        from transformers import GPT2LMHeadModel
+        from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         self.prompts, self.options = task.prompts, task.options
         if len(set(new_tokens(task.options))) > 1:
             raise RivalError("rival transformers runs static batches: requests of unequal lengths cannot end")
-        model: Any = GPT2LMHeadModel.from_pretrained(task.checkpoint, dtype=task.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(task.checkpoint, dtype=task.dtype)
         self.model = model.to(task.device)
         self.model.generation_config.eos_token_id = None
 

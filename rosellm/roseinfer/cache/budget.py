@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-from rosellm.errors import OptionError, told
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
@@ -128,8 +127,6 @@ def kv_blocks_within_memory(
     On a GPU that is ``utilization`` of its memory, less what is in use (the weights) and what steps of
     ``n_rows`` sequences and their prefills will need; on a CPU it is ``CPU_KV_BYTES``.
     """
-    if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
-        raise OptionError(f"gpu_memory_utilization is {told(utilization)}; it must be above 0 and at most 1")
     budget = CPU_KV_BYTES
     if gpt.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(gpt.device)

@@ -101,7 +101,7 @@ def whole_rows(
         return Variant(16, warps=1, stages=4)
     if programs >= 2 * num_sms:
         if group == 1:
-            return Variant(64, warps=2)
+            return Variant(32, warps=1)
         return Variant(64 if head_dim <= 64 else 32, warps=4, stages=2)
     if group == 1:
         return Variant(min(max(64, reach), 512), warps=4 if reach <= 128 else 8)

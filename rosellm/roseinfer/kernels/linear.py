@@ -529,8 +529,7 @@ def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int
         return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
     square = n <= k <= 2 * n
     if rows <= 128:
-        warps = 8 if n == 3 * k else 4  # lets attention, which starts alongside, spread better
-        return (64, 16, 128, 4, 4) if square else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, warps, 6)
+        return (64, 16, 128, 4, 4) if square else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, 4, 6)
     return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
 
 

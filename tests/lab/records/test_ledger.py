@@ -184,8 +184,11 @@ def test_the_innermost_range_names_the_host():
     "name, role",
     [
         ("_paged_attention_decode_kernel", "attention"),
-        ("_append_and_attend_kernel", "attention"),
-        ("_split_attend_kernel", "attention"),
+        ("_decode_attention_kernel", "attention"),
+        ("_combine_pieces_kernel", "attention"),
+        ("_plan_kernel", "attention"),
+        ("_position_heads_kernel", "elementwise"),
+        ("_silu_mul_kernel", "elementwise"),
         ("_persistent_layers_kernel", "layers"),
         ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", "attention"),
         ("_kv_append_identity_pos_kernel", "append"),

@@ -2,18 +2,20 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from rosellm.errors import RoseError
+from rosellm.errors import OptionError, RoseError
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import resolve_device
 from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.job import choose_recipe, print_header
+from rosellm.roseinfer.bench.job import choose_recipe, greedy_params, print_header
 from rosellm.roseinfer.bench.options import departures, request_facts
-from rosellm.roseinfer.bench.workloads import WORKLOADS, get_workload
+from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens
+from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, MODERN_MODEL, WORKLOADS, get_workload
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, get_rung
-from tests.helpers import CPU, random_model
+from tests.helpers import CPU, random_model, small_config
 
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
 FP32 = "dtype=float32 for float16"
@@ -91,6 +93,67 @@ def test_explicit_options_win_over_the_workload_and_show_in_the_record():
     facts = request_facts(options)
     assert facts["workload"] == "W3"
     assert facts["workload_overrides"] == {"num_requests": 3, "prefix_cache": True}
+
+
+def lengths_of(*given: str) -> tuple[list[int], list[int]]:
+    """Tokens of every prompt, and how many each request asks for."""
+    options = benchmark_scheduler.BENCHMARK.parse_options(["--workload=MIX", "--device=cpu", *given])
+    return [len(prompt) for prompt in make_prompts(options, 50)], new_tokens(options)
+
+
+def test_uniform_lengths_are_seeded_within_their_bounds_and_reach_them_nearly():
+    both = lengths_of()
+    assert both == lengths_of() and both != lengths_of("--seed=1")
+    for lengths in both:
+        assert len(lengths) == 256 and 100 <= min(lengths) < 120 and 1000 < max(lengths) <= 1024
+        assert abs(sum(lengths) / 256 - 562) < 50
+
+
+def test_a_requests_prompt_says_nothing_about_its_output():
+    prompts, outputs = lengths_of("--num-requests=1000")
+    assert abs(np.corrcoef(prompts, outputs)[0, 1]) < 0.1
+
+
+def test_each_request_of_a_job_has_its_own_length_and_prompts_begin_alike_whatever_their_lengths():
+    options = benchmark_scheduler.BENCHMARK.parse_options(["--workload=MIX", "--device=cpu"])
+    assert [own.max_tokens for own in greedy_params(options)] == new_tokens(options)
+    ragged = make_prompts(options, 50)
+    options.min_prompt_tokens = options.min_new_tokens = None
+    whole = make_prompts(options, 50)
+    assert all(row == long[: len(row)] for row, long in zip(ragged, whole, strict=True))
+    assert new_tokens(options) == [1024] * 256
+
+
+def test_bounds_the_wrong_way_round_are_refused():
+    for given in ("--prompt-tokens=99", "--max-new-tokens=99"):
+        with pytest.raises(OptionError, match="the shortest length is 100, the longest 99"):
+            lengths_of(given)
+
+
+def test_a_model_of_too_few_positions_is_one_line_before_anything_is_built(capsys):
+    assert benchmark_scheduler.main(["--workload=MIX", "--device=cpu", "--hf-model-id=rose-tiny"]) == 2
+    told = capsys.readouterr()
+    assert told.err == "error: MIX: 1018 prompt tokens and 1024 new ones exceed the model's 512 positions\n"
+    assert told.out == ""
+
+
+@pytest.mark.parametrize("name", MODEL_WORKLOADS)
+def test_a_workload_of_several_models_takes_a_modern_one_unless_another_is_named(name):
+    options = benchmark_scheduler.BENCHMARK.parse_options(["--workload", name, "--device=cpu"])
+    assert (options.hf_model_id, options.load_format) == (MODERN_MODEL, "dummy")
+    assert request_facts(options)["workload_overrides"] == {}
+    workload = MODEL_WORKLOADS[name]
+    assert workload.id == name and workload.prompt_tokens
+    longest = workload.prompt_tokens + workload.max_new_tokens
+    assert longest <= KNOWN_SHAPES[MODERN_MODEL].n_positions
+
+
+def test_of_a_workload_of_several_models_the_dtype_is_the_models_own_and_the_model_is_free():
+    argv = ["--workload=D8", "--device=cpu", "--hf-model-id=Qwen/Qwen3-0.6B", "--load-format=dummy"]
+    options = benchmark_scheduler.BENCHMARK.parse_options(argv)
+    for own, told in (("float32", []), ("bfloat16", ["dtype=float32 for bfloat16"]), (None, [FP32])):
+        engine = Engine(random_model(0, small_config(dtype=own)), max_batch_size=2)
+        assert departures(options, engine) == told
 
 
 def test_every_workload_fits_the_model_it_is_meant_for():

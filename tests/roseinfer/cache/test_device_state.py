@@ -76,7 +76,7 @@ def test_the_first_rows_are_a_view_and_others_a_copy():
 # A row as bytes.
 
 
-def make_sequence(prompt: list[int], eos: int | None = None, **params) -> Sequence:
+def make_sequence(prompt: list[int], eos: tuple[int, ...] = (), **params) -> Sequence:
     return Sequence(1, prompt, SamplingParams(**params), 1, eos)
 
 
@@ -95,7 +95,7 @@ def as_float32(x: float) -> float:
 @quick
 @given(
     prompt=st.lists(st.integers(0, INT32_MAX), min_size=4, max_size=4),
-    eos=st.none() | st.integers(0, INT32_MAX),
+    eos=st.lists(st.integers(0, INT32_MAX), max_size=3).map(tuple),
     position=st.integers(0, 3),
     rounds=st.integers(0, ROUNDS - 1),
     temperature=st.floats(0, 1.79e308) | st.sampled_from([0, 1, 1e-300, 1e308, 3.4028235677973366e38]),
@@ -113,15 +113,15 @@ def test_a_row_holds_what_the_sequence_says(prompt, eos, position, rounds, tempe
     row = row_of(sequence, position, rounds)
     assert (row.tokens, row.positions, row.rounds) == (prompt[position], position, rounds)
     assert row.limits == len(prompt) + integers["max_tokens"]
-    assert row.stops == (NO_STOP if eos is None else eos)
+    assert row.stops == (eos[0] if eos else NO_STOP)
     assert row.top_k == min(integers["top_k"], INT32_MAX) and row.seeds == integers["seed"]
     assert row.temperatures.item() == as_float32(temperature) < math.inf
     assert row.top_p.item() == as_float32(top_p)
 
 
 def test_a_row_that_ignores_the_end_has_no_stop_token():
-    assert row_of(make_sequence([1], 7, ignore_eos=True), 0, 0).stops == NO_STOP
-    assert row_of(make_sequence([1], 7), 0, 0).stops == 7
+    assert row_of(make_sequence([1], (7, 8), ignore_eos=True), 0, 0).stops == NO_STOP
+    assert row_of(make_sequence([1], (7, 8)), 0, 0).stops == 7
 
 
 # Advancing.
@@ -141,15 +141,20 @@ ROW = st.fixed_dictionaries(
 
 @st.composite
 def cases(draw):
-    """Rows, the slots that advance, and tiles of (value, index); or tokens without values."""
+    """Rows, the slots that advance, tiles of (value, index) or tokens without values, and the stop tokens."""
     rows = draw(st.lists(ROW, min_size=1, max_size=5))
     slots = draw(st.permutations(range(len(rows))))[: draw(st.integers(1, len(rows)))]
-    tiles = draw(st.integers(1, 5))
+    tiles, stop_tokens = draw(st.integers(1, 5)), tuple(draw(st.lists(TOKENS, max_size=3)))
     if draw(st.booleans()):
         choice = st.tuples(VALUES, TOKENS)
-        return rows, slots, [draw(st.lists(choice, min_size=tiles, max_size=tiles)) for _ in slots]
+        return (
+            rows,
+            slots,
+            [draw(st.lists(choice, min_size=tiles, max_size=tiles)) for _ in slots],
+            stop_tokens,
+        )
     tokens = TOKENS | st.just(NOT_FINITE)
-    return rows, slots, [draw(tokens) for _ in slots]
+    return rows, slots, [draw(tokens) for _ in slots], stop_tokens
 
 
 def choose(choice) -> int:
@@ -160,7 +165,9 @@ def choose(choice) -> int:
     return NOT_FINITE if math.isinf(best) else min(index for value, index in choice if value == best)
 
 
-def advance_by_hand(rows: list[dict], slots: list[int], choices: list) -> tuple[list[dict], dict]:
+def advance_by_hand(
+    rows: list[dict], slots: list[int], choices: list, stop_tokens: tuple[int, ...]
+) -> tuple[list[dict], dict]:
     """The rows afterwards, and what is in the ring: (round, slot) → token."""
     rows, told = [dict(row) for row in rows], {}
     for slot, choice in zip(slots, choices, strict=True):
@@ -172,16 +179,17 @@ def advance_by_hand(rows: list[dict], slots: list[int], choices: list) -> tuple[
             continue
         length = row["positions"] + 2  # the tokens cached before, the one cached now, the new one
         row["positions"] += 1
-        if token == NOT_FINITE or token == row["stops"] or length >= row["limits"]:
+        stopped = row["stops"] >= 0 and token in (row["stops"], *stop_tokens)
+        if token == NOT_FINITE or stopped or length >= row["limits"]:
             row["positions"] = INERT
         if token != NOT_FINITE:
             row["tokens"] = token
     return rows, told
 
 
-def state_of(rows: list[dict], device: torch.device) -> DeviceState:
+def state_of(rows: list[dict], device: torch.device, stop_tokens: tuple[int, ...] = ()) -> DeviceState:
     """Rows with these fields; all other words are 99."""
-    state = DeviceState(len(rows), 3, device)
+    state = DeviceState(len(rows), 3, device, stop_tokens)
     state.rows.fill_(99)
     for i, row in enumerate(rows):
         for name, value in row.items():
@@ -207,10 +215,10 @@ def test_rows_advance_as_by_hand(device):
     @quick
     @given(case=cases())
     def check(case):
-        rows, slots, choices = case
-        state = state_of(rows, place)
+        rows, slots, choices, stop_tokens = case
+        state = state_of(rows, place, stop_tokens)
         advance(kernel, state, slots, choices)
-        expected, told = advance_by_hand(rows, slots, choices)
+        expected, told = advance_by_hand(rows, slots, choices, stop_tokens)
         assert torch.equal(state.rows.cpu(), state_of(expected, CPU).rows)
         ring = torch.full_like(state.ring, INERT)
         for (count, slot), token in told.items():
@@ -233,14 +241,15 @@ def test_the_ring_begins_anew_after_its_last_round(device):
 
 
 @pytest.mark.parametrize("device", ADVANCES)
-@pytest.mark.parametrize("eos", [None, 3])
-def test_a_row_ends_where_its_sequence_does(eos, device):
+@pytest.mark.parametrize("ignored", [False, True], ids=["ends", "ignored"])
+@pytest.mark.parametrize("eos", [(), (3,), (3, 0, 5)], ids=str)
+def test_a_row_ends_where_its_sequence_does(eos, ignored, device):
     kernel, place = advance_on(device)
     rng = random.Random(0)
-    for max_tokens in (1, 2, 6):
-        sequence = make_sequence([1, 2, 4], eos, max_tokens=max_tokens)
+    for max_tokens in (1, 2, 6, 20):
+        sequence = make_sequence([1, 2, 4], eos, max_tokens=max_tokens, ignore_eos=ignored)
         sequence.n_cached = 2
-        state = DeviceState(1, 3, place)
+        state = DeviceState(1, 3, place, eos)
         words = np.frombuffer(row_bytes(sequence, len(sequence.tokens) - 1, 0), np.int32)
         state.rows[0, :FIELDS] = torch.from_numpy(words.copy()).to(place)
         while not sequence.is_finished:

@@ -528,9 +528,9 @@ def test_a_stop_string_that_never_comes_changes_nothing(tokenizer: Tokenizer) ->
 @pytest.mark.parametrize("stop", [None, "never there"])
 def test_the_end_of_sequence_is_a_token_and_no_text(tokenizer: Tokenizer, stop: str | None) -> None:
     config = {"vocab_size": tokenizer.vocab_size}
-    tokens = uncached_greedy(random_model(3, small_config(**config)), [9, 8], 6)
+    tokens = uncached_greedy(random_model(0, small_config(**config)), [9, 8], 6)
     assert tokens.index(tokens[5]) == 5
-    model = random_model(3, small_config(eos_token_ids=(tokens[5],), **config))
+    model = random_model(0, small_config(eos_token_ids=(tokens[5],), **config))
     engine = small_engine(model, tokenizer=tokenizer, recipe="dense")
     until_eos = SamplingParams(temperature=0.0, max_tokens=20, stop=stop)
     output = OfflineScheduler(engine).run([[9, 8]], until_eos)[0]
@@ -538,6 +538,26 @@ def test_the_end_of_sequence_is_a_token_and_no_text(tokenizer: Tokenizer, stop: 
     assert output.text == tokenizer.decode(tokens[:5])
     ignoring = OfflineScheduler(engine).run([[9, 8]], greedy(20, stop=stop))[0]
     assert (len(ignoring.token_ids), ignoring.finish_reason) == (20, "length")
+
+
+@pytest.mark.parametrize("rung", ["dense", "cuda_graph", "resident_step", BEST_RUNG])
+def test_the_first_of_several_ends_of_sequence_stops_a_request(rung: str) -> None:
+    prompts = [[9, 8], [3], [5, 6, 7], [40, 2, 1, 8]]
+    plain = [uncached_greedy(random_model(0), prompt, 12) for prompt in prompts]
+    ends = (19, 1, 77)
+    model = random_model(0, small_config(eos_token_ids=ends))
+    engine = small_engine(model, recipe=rung)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    outputs = OfflineScheduler(engine).run(prompts, params)
+    lengths = [next((i + 1 for i, t in enumerate(row) if t in ends), 12) for row in plain]
+    assert [output.token_ids for output in outputs] == [
+        row[:n] for row, n in zip(plain, lengths, strict=True)
+    ]
+    assert lengths == [5, 5, 1, 11] and {output.finish_reason for output in outputs} == {"stop"}
+    assert {output.token_ids[-1] for output in outputs} == set(ends)
+    ignoring = OfflineScheduler(engine).run(prompts, greedy(12))
+    assert [output.token_ids for output in ignoring] == plain
+    assert_all_free(engine)
 
 
 def test_text_is_decoded_only_when_it_is_read(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,10 +245,10 @@ def test_a_request_can_be_cancelled_while_it_is_tokenised(
     begun, go_on = threading.Event(), threading.Event()
     encode = engine.tokenizer.encode
 
-    def slow_encode(text: str) -> list[int]:
+    def slow_encode(text: str, special: bool = True) -> list[int]:
         begun.set()
         assert go_on.wait(10)
-        return encode(text)
+        return encode(text, special)
 
     monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
     with StreamingManager(engine, tokenize_workers=1) as manager:

@@ -280,10 +280,10 @@ class TestClose:
         begun, go_on = threading.Event(), threading.Event()
         encode = engine.tokenizer.encode
 
-        def stuck(text: str) -> list[int]:
+        def stuck(text: str, special: bool = True) -> list[int]:
             begun.set()
             assert go_on.wait(WAIT_S)
-            return encode(text)
+            return encode(text, special)
 
         monkeypatch.setattr(engine.tokenizer, "encode", stuck)
         manager = StreamingManager(engine, tokenize_workers=1)
@@ -383,10 +383,10 @@ class TestWorkerFails:
     ) -> None:
         encode = engine.tokenizer.encode
 
-        def broken(text: str) -> list[int]:
+        def broken(text: str, special: bool = True) -> list[int]:
             if text == "bad":
                 raise error
-            return encode(text)
+            return encode(text, special)
 
         monkeypatch.setattr(engine.tokenizer, "encode", broken)
         with StreamingManager(engine, tokenize_workers=2) as manager:

@@ -1,0 +1,21 @@
+"""The sizes of captured prefills."""
+
+from __future__ import annotations
+
+from rosellm.roseinfer.kernels.prefill import BLOCK_M
+from rosellm.roseinfer.steps.packed_prefill import CAPTURED_TOKENS, bucket_of
+
+
+def test_every_number_of_tokens_has_the_smallest_bucket_that_holds_it():
+    buckets = sorted({bucket_of(n) for n in range(1, CAPTURED_TOKENS + 1)})
+    assert buckets == [1 << i for i in range(10)] + list(range(1024, CAPTURED_TOKENS + 1, 512))
+    for n in range(1, CAPTURED_TOKENS + 1):
+        assert bucket_of(n) == next(bucket for bucket in buckets if bucket >= n)
+
+
+def test_a_bucket_wastes_less_than_half_of_its_tokens():
+    assert all(bucket_of(n) < 2 * n for n in range(1, CAPTURED_TOKENS + 1))
+
+
+def test_large_buckets_are_whole_tiles():
+    assert all(bucket_of(n) % BLOCK_M == 0 for n in range(BLOCK_M, CAPTURED_TOKENS + 1))
