@@ -267,3 +267,9 @@ def test_a_cell_that_fails_is_told_and_the_kernel_starts_without_modules_of_the_
     finally:
         kernel.stop()
     assert not kernel.is_alive()
+
+
+@pytest.mark.parametrize("number", ["16", "19", "24"])
+def test_a_notebook_runs_with_the_other_shipped_model(number, kernel):
+    (path,) = [path for path in NOTEBOOKS if path.stem.startswith(number)]
+    assert errors(kernel, path, NON_DEFAULT | {"model": "rose-tiny-qwen3"}) == []

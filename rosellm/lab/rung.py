@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from IPython.display import display
 
-from rosellm.errors import RoseError
+from rosellm.errors import RecipeError, RoseError
 from rosellm.lab.figures import compare as pair
 from rosellm.lab.figures.charts import show, text_table
 from rosellm.lab.figures.compare import say
@@ -70,6 +70,16 @@ class Rung:
     def change(self) -> dict[str, tuple[str, str]]:
         """The recipe's fields that differ: name → (before, after)."""
         return LADDER[self.before].difference(LADDER[self.after])
+
+    @property
+    def refusal(self) -> str:
+        """Why one of the two rungs cannot run this model; empty if both can."""
+        for rung in (self.before, self.after):
+            try:
+                LADDER[rung].check_serves(self.gpt.config)
+            except RecipeError as error:
+                return str(error)
+        return ""
 
     def flow(self, name: str | None = None) -> None:
         """The figure of the data flow: ``notebooks/flows/NAME.toml``, by default the rung's."""
@@ -155,7 +165,13 @@ class Rung:
                 blocks.k_cache[layer, free] = blocks.v_cache[layer, free] = float("nan")
 
     def compare(self) -> None:
-        """Run both here on the same prompts: work, copies and allocations a step; on a GPU also its time."""
+        """Run both here on the same prompts: work, copies and allocations a step; on a GPU also its time.
+
+        One line instead if a rung cannot run the model.
+        """
+        if self.refusal:
+            print(self.refusal)
+            return
         self.runs = compare(self.gpt, self.before, self.after, self.prompts, self.new_tokens)
         if self.gpt.device.type == "cuda":
             show(pair.live_chart(*self.runs, f"One decode step of {self.batch} sequences here"))
@@ -171,10 +187,7 @@ class Rung:
 
     def tokens_equal(self) -> None:
         """Both rungs' tokens, here in fp32 and as recorded on the GPU. Raises ClaimError."""
-        few = min(self.batch, 3), min(self.new_tokens, 8)
-        one = equality(self.exact(), [self.before, self.after], self.prompt_lengths, *few)[self.after]
-        if not one["tokens_equal"] and one["smallest_gap_of_reference"] >= CLOSEST_CALL:
-            raise ClaimError(f"{self.after} gives other tokens than {self.before} in fp32")
+        print(self.refusal or self._tokens_equal_here())
         recorded = {
             kind: figures
             for kind, figures in self.results.load("equality")["figures"].items()
@@ -188,8 +201,14 @@ class Rung:
             ]
             for kind, figures in recorded.items()
         ]
-        print(f"fp32, here: {self.before} and {self.after} generate the same tokens")
         print(text_table(["recorded", "tokens equal to dense", "logits at most apart"], rows))
+
+    def _tokens_equal_here(self) -> str:
+        few = min(self.batch, 3), min(self.new_tokens, 8)
+        one = equality(self.exact(), [self.before, self.after], self.prompt_lengths, *few)[self.after]
+        if not one["tokens_equal"] and one["smallest_gap_of_reference"] >= CLOSEST_CALL:
+            raise ClaimError(f"{self.after} gives other tokens than {self.before} in fp32")
+        return f"fp32, here: {self.before} and {self.after} generate the same tokens"
 
     def waterfall(self) -> None:
         """Where the recorded µs of a step went, by cause; without ledgers that the profiler disturbed."""

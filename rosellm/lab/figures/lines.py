@@ -89,7 +89,7 @@ def _spread(wanted: list[float], gap: float, top: float) -> list[float]:
 
 def _range(values: list[float], log: bool) -> tuple[float, float]:
     if not log:
-        return min(0.0, *values), max(*values, 0.0) * 1.08 or 1.0
+        return min(0.0, *values) * 1.08, max(*values, 0.0) * 1.08 or 1.0
     if min(values) <= 0:
         raise ChartError("a log axis needs values above 0")
     return math.log10(min(values) / 1.25), math.log10(max(values) * 1.25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,28 +69,31 @@ def floors_us(config: Arch, batch: int, context: float, itemsize: int, ceiling: 
     """µs by cause for ``batch`` rows with ``context`` cached tokens each: the longer of bytes and operations.
 
     Weights are read once a step, each part's inputs read and its outputs written once, all at the speed of
-    reading, which nothing that writes reaches; logits need not be written.
+    reading, which nothing that writes reaches; logits need not be written. Gate and up are multiplied before
+    they are stored; a key that a group of query heads shares is read once; one beyond the window, never.
     """
     c, f, layers, vocab = config.d_model, config.d_ff, config.n_layers, config.vocab_size
-    heads, qkv = config.n_heads * config.head_dim, config.qkv_width
-    kv = config.kv_bytes_per_token(itemsize)
-    weights = c * qkv + heads * c + 2 * c * f
+    heads, qkv, kv = config.attention_width, config.qkv_width, config.kv_bytes_per_token(itemsize)
+    weights = sum(n * k for n, k in config.shapes.values())
+    biases = sum(config.shapes[name][0] for name in config.biases)
+    norm = c * (2 if config.norm.kind == "layer" else 1)
+    seen = min(context + 1, config.window or math.inf)
     elements = {
-        "GEMM": layers * (weights + qkv + 2 * c + f + batch * (qkv + heads + 3 * c + 2 * f)),
+        "GEMM": layers * (weights + biases + batch * (qkv + heads + 3 * c + 2 * f)),
         "head": vocab * c + batch * c,
-        "norm": (2 * layers + 1) * (2 * c + 2 * batch * c),
-        "elementwise": layers * batch * (2 * f + 6 * c),
-        "embedding": 3 * batch * c,
+        "norm": (2 * layers + 1) * (norm + 2 * batch * c),
+        "elementwise": layers * batch * (config.up_width + f + 6 * c),
+        "embedding": (3 if config.rope is None else 2) * batch * c,
         "attention": layers * batch * 2 * heads,
     }
     n_bytes: dict[str, float] = {cause: n * itemsize for cause, n in elements.items()}
     n_bytes["append"] = 2 * batch * kv
-    n_bytes["attention"] += batch * (context + 1) * kv
+    n_bytes["attention"] += batch * seen * kv
     n_bytes["layers"] = n_bytes["GEMM"] + n_bytes["attention"]  # all of them in one kernel
     flops = {
         "GEMM": 2 * batch * layers * weights,
         "head": 2 * batch * vocab * c,
-        "attention": 4 * batch * layers * heads * (context + 1),
+        "attention": 4 * batch * layers * heads * seen,
     }
     return {
         cause: max(n / ceiling.bytes_per_us, flops.get(cause, 0) / ceiling.flops_per_us)

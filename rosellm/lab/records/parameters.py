@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rosellm.errors import RoseError, told
-from rosellm.models.checkpoint import SHIPPED
+from rosellm.models.checkpoint import SHIPPED_MODELS
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
 
@@ -48,7 +48,7 @@ def model_path(model: str) -> str:
 
     A notebook runs in its own folder; where the shell stood that started it, PWD of the environment tells.
     """
-    if model == SHIPPED or model in KNOWN_SHAPES:
+    if model in SHIPPED_MODELS or model in KNOWN_SHAPES:
         return model
     seen_from_caller = Path(os.environ.get("PWD", "."), model)
     return str(seen_from_caller) if seen_from_caller.is_dir() else model

@@ -39,7 +39,7 @@ CARD = """# {number} · {topic}
 | **Loses** | where |
 | **Superseded by** | – |"""
 IMPORTS = "from rosellm.lab.rung import exercise, open_rung"
-PARAMETERS = """model: str = "rose-tiny"  # or a folder, or gpt2 with dummy weights
+PARAMETERS = """model: str = "rose-tiny"  # or rose-tiny-qwen3, a folder, a hub id
 load_format: str = "auto"
 device: str = "auto"
 dtype: str = "auto"
