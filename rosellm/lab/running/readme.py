@@ -85,7 +85,8 @@ def models_table(results: Results) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    return f"**{number(row.ours)}** ({number(row.rival)}; {number(row.floor)})"
+    ours = "–" if row.ours is None else f"**{number(row.ours)}**"
+    return f"{ours} ({number(row.rival)}; {number(row.floor)})"
 
 
 SECTIONS: dict[str, Callable[[Results], str]] = {
