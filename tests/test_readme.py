@@ -48,6 +48,10 @@ def made_small(command: list[str], folder: Path) -> list[str]:
         ],
         "benchmark_rivals": [*SMALL, "--workloads", "W1", "--output", str(folder)],
         "readme": ["--check"],
+        "model_runs": [
+            *("--model", "rose-tiny-qwen3", "--load-format", "auto", "--device", "cpu", "--repeats", "1"),
+            *("--workloads", "TTFT64", "--ladder", "", "--output", str(folder)),
+        ],
         "train": [
             "--smoke",
             "--epochs",

@@ -75,7 +75,7 @@ def test_side_branches_are_hollow_and_their_shares_hatched():
     for one in (hollow, hatched):
         sides = [rung for rung, value in zip(LADDER, one.x, strict=True) if value is not None]
         assert sides == [rung for rung in LADDER if rung in SIDE_BRANCHES]
-    assert {"autotune", "split_kv", "persistent_kernel"} <= set(sides)
+    assert {"autotune", "persistent_kernel"} <= set(sides)
 
 
 @pytest.mark.parametrize("values", [{"dense": None}, {"dense": 0.0}, {"dense": -1.0}])

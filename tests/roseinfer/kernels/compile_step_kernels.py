@@ -137,7 +137,7 @@ def launch_prefill(kernels: Kernels, sizes: Sizes) -> None:
     )
 
 
-def launch_attention(kernels: Kernels, sizes: Sizes, contexts: tuple[int, ...] = (300,)) -> None:
+def launch_attention(kernels: Kernels, sizes: Sizes, contexts: tuple[int, ...] = (300, 1000)) -> None:
     """Of a decode step: rows that stay whole, and rows that are cut."""
     state = DeviceState(8, 16, torch.device("cpu"))
     q, k_new, v_new = sizes.qkv
@@ -174,7 +174,7 @@ def launches_for(capability: int) -> list[Launch]:
     ]
     for sizes in MODELS.values() if on_h200 else (GPT2, MODELS["mistral"], MODELS["qwen3"]):
         everything += [
-            partial(launch_attention, sizes=sizes, contexts=(300, 4000) if on_h200 else (300,)),
+            partial(launch_attention, sizes=sizes, contexts=(300, 4000) if on_h200 else (300, 1000)),
             partial(launch_linears, sizes=sizes, few=(1, 8, 16) if on_h200 else (8,)),
             partial(launch_prefill, sizes=sizes),
         ]

@@ -333,11 +333,14 @@ def test_tiles_of_64_take_keys_of_a_divisor_of_64_and_rows_fill_the_warps(group,
 
 
 @pytest.mark.parametrize(
-    "counts, size", [([], 64), ([64] * 300, 64), ([2048] * 8, 128), ([8000] + [64] * 9, 128)], ids=str
+    ("starts", "counts", "size"),
+    [([], [], 64), ([0] * 8, [2048] * 8, 64), ([8192], [2048], 128), ([8192, 0], [64, 2048], 64)],
+    ids=["none", "no prefix", "a long prefix", "few tokens after one"],
 )
-def test_long_tiles_are_for_prompts_whose_tokens_are_mostly_of_long_chunks(counts, size):
-    assert tile_size_for(counts, torch.bfloat16, 128) == size
-    assert tile_size_for(counts, torch.float32, 128) == tile_size_for(counts, torch.float16, 256) == 64
+def test_long_tiles_are_for_tokens_that_mostly_follow_a_long_prefix(starts, counts, size):
+    assert tile_size_for(starts, counts, torch.bfloat16, 128) == size
+    for dtype, head_dim in ((torch.float32, 128), (torch.float16, 256), (torch.float16, 64)):
+        assert tile_size_for(starts, counts, dtype, head_dim) == 64
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
