@@ -18,6 +18,7 @@ from rosellm.roseinfer.kernels import (
     advance,
     attention,
     attention_plan,
+    few_rows,
     head,
     linear,
     noise,
@@ -29,7 +30,20 @@ from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # The role of each Triton kernel, by its name in a profile.
-SOURCES = (paged, kv, advance, attention, attention_plan, head, linear, noise, norm, prefill, rotary)
+SOURCES = (
+    paged,
+    kv,
+    advance,
+    attention,
+    attention_plan,
+    few_rows,
+    head,
+    linear,
+    noise,
+    norm,
+    prefill,
+    rotary,
+)
 ROLES = {name: role for source in SOURCES for name, role in source.ROLES.items()}
 
 
@@ -72,7 +86,7 @@ def triton_kernels(dependent: int) -> Kernels:
         norm.make_embed(dependent),
         norm.make_add_norm(dependent),
         norm.make_silu_mul(dependent),
-        linear.make_few_rows_linear(dependent),
+        few_rows.make_few_rows_linear(dependent),
         linear.make_some_rows_linear(dependent),
         head.make_best_tokens(dependent),
         advance.make_advance(dependent),
@@ -94,7 +108,7 @@ TORCH = Kernels(
     norm.embed_ref,
     norm.add_norm_ref,
     norm.silu_mul_ref,
-    linear.few_rows_linear_ref,
+    few_rows.few_rows_linear_ref,
     linear.some_rows_linear_ref,
     head.best_tokens_ref,
     advance.advance_ref,

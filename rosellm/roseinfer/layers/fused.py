@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from rosellm.models.attention import Attend
 from rosellm.models.model import Projection, Transformer, split_heads
-from rosellm.roseinfer.kernels.linear import FEW_ROWS, some_rows
+from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
+from rosellm.roseinfer.kernels.linear import some_rows
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.products import (
     LayerWeights,

@@ -27,7 +27,7 @@ from rosellm.models.rope import Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels import attention, linear, prefill
 from rosellm.roseinfer.kernels.attention_plan import variant_for, whole_rows
-from rosellm.roseinfer.kernels.linear import NormPrologue
+from rosellm.roseinfer.kernels.few_rows import NormPrologue
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, TRITON_DTYPES, make_tiles
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.recipe import DEPENDENT_LAUNCH_FROM

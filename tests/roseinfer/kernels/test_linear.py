@@ -9,17 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rosellm.roseinfer.kernels import linear
-from rosellm.roseinfer.kernels.linear import (
+from rosellm.roseinfer.kernels import few_rows, linear
+from rosellm.roseinfer.kernels.few_rows import (
     FEW_ROWS,
     FewRowsShape,
     NormPrologue,
     few_rows_linear_ref,
     make_few_rows_linear,
-    make_some_rows_linear,
-    parts_of,
-    some_rows_linear_ref,
 )
+from rosellm.roseinfer.kernels.linear import make_some_rows_linear, parts_of, some_rows_linear_ref
 from tests.helpers import TRITON_DEVICES
 from tests.roseinfer.kernels.kernel_checks import (
     PLACES,
@@ -230,7 +228,7 @@ REAL_SIZES = [
 def test_weights_in_registers_are_at_most_half_of_them(n, k, dtype):
     """Of the 255 that a thread has, before any spills to memory."""
     for rows in range(1, FEW_ROWS + 1):
-        cut = linear._few_rows_shape(rows, n, k, dtype)
+        cut = few_rows._few_rows_shape(rows, n, k, dtype)
         held = min(cut.held * cut.slices * cut.block_k, 2 * k) * cut.block_n * dtype.itemsize
         assert held / (4 * 32 * cut.warps) <= 128
 

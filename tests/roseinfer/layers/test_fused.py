@@ -13,7 +13,8 @@ from torch import Tensor
 from rosellm.models.arch import Norm
 from rosellm.models.attention import Attend, CausalAttention
 from rosellm.models.model import Projection, Transformer, activated
-from rosellm.roseinfer.kernels.linear import FEW_ROWS, few_rows_linear_ref, parts_of, some_rows
+from rosellm.roseinfer.kernels.few_rows import FEW_ROWS, few_rows_linear_ref
+from rosellm.roseinfer.kernels.linear import parts_of, some_rows
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, choose_kernels
 from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers
 from rosellm.roseinfer.layers.products import (

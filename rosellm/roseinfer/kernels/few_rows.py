@@ -1,0 +1,387 @@
+"""Linear layers for few rows, fused with what surrounds them in a layer: the torch spec and a kernel.
+
+Decode multiplies M rows, one per sequence, by weights that are read once per step. Such a product is bound by
+the latency of a chain of loads, not by arithmetic: what helps is many programs, weights in flight early, and
+no round trip through memory for the norm before it and the activation or residual sum after it. Weights and
+activations as in ``linear``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.linear import (
+    Activation,
+    activated,
+    activated_ref,
+    fitting_stages,
+    output_width,
+    weight_rows,
+)
+from rosellm.triton_or_none import tl, triton
+
+ROLES = {"_few_rows_kernel": "GEMM"}
+FEW_ROWS = 16
+WIDE = 6144  # outputs
+
+
+class NormPrologue(NamedTuple):
+    """A norm of x's rows before the product: scale ``[K]`` of x's dtype, and the variance's ``eps``.
+
+    sums ``[N]`` fp32, ``weight.float() @ scale.float()``: LayerNorm, its shift in the product's bias; without
+    them RMSNorm (Zhang & Sennrich 2019).
+    """
+
+    scale: Tensor
+    eps: float
+    sums: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        return "rms" if self.sums is None else "layer"
+
+
+class FewRowsShape(NamedTuple):
+    """How a product for few rows is cut: a chunk is BLOCK_N rows of weights x SLICES x BLOCK_K of K.
+
+    Slices go to different warps, and with one row of x so do rows of weights; 32 threads' loads of 16 bytes
+    are 256 elements of 16 bits. held: chunks in registers before the inputs are there. stages: of the loop
+    over the rest (not for one row, whose loop holds as many chunks all along).
+    """
+
+    block_n: int
+    slices: int
+    block_k: int
+    held: int
+    warps: int
+    stages: int
+
+
+def few_rows_linear_ref(
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: NormPrologue | None = None,
+    activation: Activation = "none",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The specification: ``f(norm(x) @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``, in fp32.
+
+    A norm divides after the product, which so need not wait for it: ``((x * scale) @ w - mean * sums) /
+    deviation``, and without the mean for RMSNorm. activation: "gelu" (tanh form) or "swiglu", which halves N.
+    residual of the result's shape: updated in place and returned.
+    """
+    wide = x.float()
+    y = (wide if norm is None else wide * norm.scale.float()) @ weight.float().t()
+    y = y if norm is None else normed_ref(y, wide, norm)
+    y = activated_ref(y if bias is None else y + bias.float(), activation)
+    if residual is None:
+        return y.to(x.dtype)
+    return residual.copy_(residual.float() + y)
+
+
+def normed_ref(y: Tensor, x: Tensor, norm: NormPrologue) -> Tensor:
+    """A product y ``[M, N]`` of scaled rows x ``[M, K]``, normalised by the moments of those rows."""
+    if norm.sums is None:
+        return y * (x.square().mean(dim=1, keepdim=True) + norm.eps).rsqrt()
+    mean, variance = x.mean(dim=1, keepdim=True), x.var(dim=1, correction=0, keepdim=True)
+    return (y - mean * norm.sums) * (variance + norm.eps).rsqrt()
+
+
+@triton.jit
+def _load(place, k, K: tl.constexpr, WHOLE: tl.constexpr):
+    """What is at ``place``, or 0 where k, the position along K, is beyond it; WHOLE: it never is."""
+    return tl.load(place) if WHOLE else tl.load(place, mask=k < K, other=0.0)
+
+
+@triton.jit
+def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr, WHOLE: tl.constexpr):
+    """The first HELD chunks."""
+    chunks = ()  # type: tuple
+    for chunk in tl.static_range(HELD):
+        chunks = chunks + (_load(place + chunk * STEP, inner + chunk * STEP, K, WHOLE),)
+    return chunks
+
+
+@triton.jit
+def _repeated(x, ROWS: tl.constexpr):
+    """``[A, B]`` → ``[ROWS, B]``, all of x's rows again and again."""
+    TIMES: tl.constexpr = ROWS // x.shape[0]
+    times = tl.broadcast_to(tl.reshape(x, (1, x.shape[0], x.shape[1])), (TIMES, x.shape[0], x.shape[1]))
+    return tl.reshape(times, (ROWS, x.shape[1]))
+
+
+@triton.jit
+def _add_row(acc, total, squares, w, x, scale, NORM: tl.constexpr):
+    """One chunk of one row: w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``, as often as w's rows need it."""
+    x = x.to(tl.float32)
+    total += x
+    squares += x * x
+    if NORM != "none":
+        x = x * scale.to(tl.float32)
+    acc += w.to(tl.float32) * _repeated(x, w.shape[0])
+    return acc, total, squares
+
+
+@triton.jit
+def _one_row_product(
+    weights, scales, weight_place, scale_place, x_place, inner,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, STEP: tl.constexpr,
+    HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The product ``[1, BLOCK_N]`` of one row, its sum and sum of squares ``[1, 1]``.
+
+    As a chunk in registers is used up, the one HELD chunks after it is requested. Sums across threads are
+    left to the end.
+    """
+    ROUND: tl.constexpr = HELD * STEP
+    ROUNDS: tl.constexpr = (K + ROUND - 1) // ROUND
+    xs = _held(x_place, inner, K, STEP, HELD, WHOLE)
+    acc = tl.zeros((BLOCK_N, STEP), tl.float32)
+    total, squares = tl.zeros((ACROSS, STEP), tl.float32), tl.zeros((ACROSS, STEP), tl.float32)
+    for first in range(ROUND, ROUNDS * ROUND, ROUND):
+        next_weights, next_scales, next_xs = (), (), ()  # type: tuple, tuple, tuple
+        for chunk in tl.static_range(HELD):
+            scale = scales[chunk] if NORM != "none" else xs[chunk]
+            acc, total, squares = _add_row(acc, total, squares, weights[chunk], xs[chunk], scale, NORM)
+            ahead = first + chunk * STEP
+            next_weights = next_weights + (_load(weight_place + ahead, inner + ahead, K, WHOLE),)
+            next_xs = next_xs + (_load(x_place + ahead, inner + ahead, K, WHOLE),)
+            if NORM != "none":
+                next_scales = next_scales + (_load(scale_place + ahead, inner + ahead, K, WHOLE),)
+        weights, scales, xs = next_weights, next_scales, next_xs
+    for chunk in tl.static_range(HELD):
+        scale = scales[chunk] if NORM != "none" else xs[chunk]
+        acc, total, squares = _add_row(acc, total, squares, weights[chunk], xs[chunk], scale, NORM)
+    total, squares = tl.sum(total, axis=1, keep_dims=True), tl.sum(squares, axis=1, keep_dims=True)
+    total, squares = _repeated(total, BLOCK_N), _repeated(squares, BLOCK_N)
+    return tl.sum(acc, axis=1)[None, :], tl.trans(total), tl.trans(squares)
+
+
+@triton.jit
+def _sums_of_8(x):
+    """``[A, B, C]`` → ``[A, B, C / 8]``, within a thread where it has loaded 16 bytes of 16-bit elements."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8)), axis=3)
+
+
+@triton.jit
+def _add_product(acc, total, squares, w, x, scale, BLOCK_N: tl.constexpr, NORM: tl.constexpr):
+    """One chunk: w ``[SLICES, BLOCK_N, BLOCK_K]``, x ``[SLICES, BLOCK_M, BLOCK_K]``."""
+    if NORM != "none":
+        wide = x.to(tl.float32)
+        total += _sums_of_8(wide)
+        squares += _sums_of_8(wide * wide)
+        x = (wide * scale.to(tl.float32)).to(w.dtype)
+    if BLOCK_N >= 16:  # which operand provides the matrix instruction's 16 rows
+        acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.permute(w, (0, 2, 1)), acc, input_precision="ieee")
+    return acc, total, squares
+
+
+@triton.jit
+def _few_rows_product(
+    weights, scales, weight_place, scale_place, x_place, inner,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
+    BLOCK_K: tl.constexpr, HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The product ``[BLOCK_M, BLOCK_N]``, and each row's sum and sum of squares ``[BLOCK_M, 1]``.
+
+    The chunks in registers come last: the loop over the others, which go through shared memory, is to begin
+    at once. Slices are separate products, one per warp, summed at the end: one chain of K / 16 matrix
+    instructions would take longer than loading the weights.
+    """
+    STEP: tl.constexpr = SLICES * BLOCK_K
+    CHUNKS: tl.constexpr = (K + STEP - 1) // STEP
+    WEIGHTS_FIRST: tl.constexpr = BLOCK_N >= 16
+    acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M) if WEIGHTS_FIRST else (SLICES, BLOCK_M, BLOCK_N), tl.float32)
+    total = tl.zeros((SLICES, BLOCK_M, BLOCK_K // 8), tl.float32)
+    squares = total
+    for first in range(HELD * STEP, CHUNKS * STEP, STEP):
+        w = _load(weight_place + first, inner + first, K, WHOLE)
+        x = _load(x_place + first, inner + first, K, WHOLE)
+        scale = x
+        if NORM != "none":
+            scale = _load(scale_place + first, inner + first, K, WHOLE)
+        acc, total, squares = _add_product(acc, total, squares, w, x, scale, BLOCK_N, NORM)
+    for chunk in tl.static_range(HELD):
+        x = _load(x_place + chunk * STEP, inner + chunk * STEP, K, WHOLE)
+        scale = scales[chunk] if NORM != "none" else x
+        acc, total, squares = _add_product(acc, total, squares, weights[chunk], x, scale, BLOCK_N, NORM)
+    y = tl.sum(acc, axis=0)
+    if WEIGHTS_FIRST:
+        y = tl.trans(y)
+    total, squares = tl.sum(tl.sum(total, axis=2), axis=0), tl.sum(tl.sum(squares, axis=2), axis=0)
+    return y, total[:, None], squares[:, None]
+
+
+@triton.jit
+def _normed(y, total, squares, sums, eps, K: tl.constexpr, NORM: tl.constexpr):
+    """A product of scaled rows, normalised by the sums and sums of squares of the rows themselves."""
+    if NORM == "rms":
+        y *= tl.rsqrt(squares / K + eps)
+    if NORM == "layer":
+        mean = total / K
+        variance = tl.maximum(squares / K - mean * mean, 0.0)
+        y = (y - mean * sums) * tl.rsqrt(variance + eps)
+    return y
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows_kernel(
+    x_ptr, weight_ptr, bias_ptr, scale_ptr, sums_ptr, out_ptr, eps, M, N,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr,
+    SLICES: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N rows of the weight per program, for all M <= BLOCK_M rows of x.
+
+    The first weights are loaded before the inputs are. Rows beyond the last repeat it, and are not stored.
+    With one row, x and the weights have the same layout over the threads, ACROSS rows of weights at a time.
+    """
+    STEP: tl.constexpr = SLICES * BLOCK_K
+    WHOLE: tl.constexpr = K % (HELD * STEP) == 0 if BLOCK_M == 1 else K % STEP == 0
+    block = tl.program_id(0)
+    rows = tl.arange(0, BLOCK_M)
+    i = tl.arange(0, BLOCK_N)
+    held_rows = tl.minimum(weight_rows(block, i, N, BLOCK_N, ACTIVATION), N - 1)
+    if BLOCK_M == 1:
+        inner = tl.arange(0, STEP)[None, :]
+        weight_place = weight_ptr + held_rows[:, None].to(tl.int64) * K + inner
+        x_place = tl.broadcast_to(x_ptr + inner, (ACROSS, STEP))
+        scale_place = tl.broadcast_to(scale_ptr + inner, (ACROSS, STEP))
+    else:
+        inner = tl.arange(0, SLICES)[:, None, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, None, :]
+        weight_place = weight_ptr + held_rows[None, :, None].to(tl.int64) * K + inner
+        x_place = x_ptr + tl.minimum(rows, M - 1)[None, :, None] * K + inner
+        scale_place = scale_ptr + inner
+    weights = _held(weight_place, inner, K, STEP, HELD, WHOLE)
+    scales = _held(scale_place, inner, K, STEP, HELD if NORM != "none" else 0, WHOLE)
+    if BIAS:
+        bias = tl.load(bias_ptr + held_rows).to(tl.float32)[None, :]
+    sums = tl.load(sums_ptr + held_rows)[None, :] if NORM == "layer" else 0.0
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    if ACTIVATION == "swiglu":
+        width, columns = N // 2, block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+    else:
+        width, columns = N, block * BLOCK_N + i[None, :]
+    target = out_ptr + rows[:, None] * width + columns
+    inside = (rows[:, None] < M) & (columns < width)
+    if ADD:
+        residual = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    if BLOCK_M == 1:
+        y, total, squares = _one_row_product(
+            weights, scales, weight_place, scale_place, x_place, inner,
+            K, BLOCK_N, ACROSS, STEP, HELD, NORM, WHOLE,
+        )  # fmt: skip
+    else:
+        y, total, squares = _few_rows_product(
+            weights, scales, weight_place, scale_place, x_place, inner,
+            K, BLOCK_M, BLOCK_N, SLICES, BLOCK_K, HELD, NORM, WHOLE,
+        )  # fmt: skip
+    y = _normed(y, total, squares, sums, eps, K, NORM)
+    if BIAS:
+        y += bias
+    y = activated(y, BLOCK_M, BLOCK_N, ACTIVATION)
+    if ADD:
+        y += residual
+    tl.store(target, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def make_few_rows_linear(
+    dependent: int = False, shape: Callable[[int, int, int, torch.dtype], FewRowsShape] | None = None
+) -> Callable[..., Tensor]:
+    """The Triton kernel for up to ``FEW_ROWS`` rows, called like :func:`few_rows_linear_ref`.
+
+    All tensors are contiguous. With LayerNorm, variance is a difference of two sums and loses digits if a
+    row's mean is many times its deviation; x times scale is rounded to x's dtype, except for a single row.
+    shape: rows, n, k and dtype → how the product is cut.
+    """
+    launch, shape_of = launch_options(dependent), shape or _few_rows_shape
+
+    def few_rows_linear(
+        *, x, weight, bias=None, norm=None, activation: Activation = "none", residual=None
+    ) -> Tensor:
+        rows, k = x.shape
+        n = weight.shape[0]
+        out = x.new_empty(rows, output_width(n, activation)) if residual is None else residual
+        cut = shape_of(rows, n, k, x.dtype)
+        fused = {"BIAS": bias is not None, "ADD": residual is not None, "ACTIVATION": activation}
+        fused |= {"NORM": "none" if norm is None else norm.kind}
+        scale, eps, sums = norm or (x, 0.0, x)
+        bias, sums = (x if it is None else it for it in (bias, sums))
+        options = {**_blocks(rows, k, cut), **_launch(rows, cut, x), "DEPENDENT": dependent, **launch}
+        _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
+            x, weight, bias, scale, sums, out, eps, rows, n, K=k, **fused, **options
+        )
+        return out
+
+    return few_rows_linear
+
+
+def _rows_held(rows: int) -> int:
+    return 1 if rows == 1 else 8 if rows <= 8 else 16
+
+
+def _blocks(rows: int, k: int, cut: FewRowsShape) -> dict[str, int]:
+    """The kernel's constants."""
+    held = min(cut.held, triton.cdiv(k, cut.slices * cut.block_k))
+    across = max(1, min(cut.block_n, cut.warps // cut.slices))
+    blocks = {"BLOCK_M": _rows_held(rows), "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k}
+    return blocks | {"ACROSS": across, "SLICES": cut.slices, "HELD": held}
+
+
+def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
+    """Warps, and as many stages as fit shared memory along with one chunk more, of those in registers."""
+    step = cut.slices * cut.block_k
+    stages = fitting_stages(cut.stages + 1, _rows_held(rows), cut.block_n, step, x) - 1
+    return {"num_warps": cut.warps, "num_stages": max(1, stages)}
+
+
+def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
+    """The fastest measured on an H200, for 16-bit weights of models from GPT-2 to Llama-3.1-8B."""
+    if rows == 1:
+        return _one_row_shape(n, k, dtype)
+    if dtype == torch.float32 and (rows > 8 or k > 1024):
+        return FewRowsShape(16, 4, 32, 2, 4, 3)
+    if k <= 1024:
+        wide = (rows > 8 and n > k) or (n >= WIDE and dtype != torch.float32)
+        columns = 32 if wide else 16
+        return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
+    if n < 2048:
+        return FewRowsShape(8, 8, 128, 1, 4, 4) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
+    if n > k:
+        return FewRowsShape(32, 4, 64, 2, 4, 4)
+    if k <= 2048:
+        return FewRowsShape(16, 8, 128, 2, 8, 1)
+    return FewRowsShape(16, 4, 128, 2, 4, 4) if n >= 4096 else FewRowsShape(16, 4, 128, 1, 4, 6)
+
+
+def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
+    """Chunks of 32 weights a thread; fewer rows of the weight per program the longer they are."""
+    if dtype == torch.float32 or k < 256:
+        return _plain_one_row_shape(n, k, dtype)
+    if k <= 1024 or (n > 4 * k and k <= 2048):
+        return FewRowsShape(16, 1, 256, 2 if n >= WIDE else 4, 4, 1)
+    if n >= 4096 and k >= 4096:
+        return FewRowsShape(4, 2, 256, 4, 2, 1)
+    if n > k:
+        return FewRowsShape(8, 4, 256, 2, 4, 1)
+    return (
+        FewRowsShape(4, 1, 256, 4, 4, 1)
+        if k <= 2048
+        else FewRowsShape(4, 4, 256, 2 if k >= 8192 else 4, 4, 1)
+    )
+
+
+def _plain_one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
+    block_n, slices = (16, 1) if k <= 1024 else (8, 2) if k <= 2048 and n >= 2048 else (4, 4)
+    block_k = min(256, max(16, triton.next_power_of_2(k) // slices))
+    return FewRowsShape(block_n, slices, block_k, 2 if dtype == torch.float32 else 4, 4, 1)
