@@ -320,6 +320,7 @@ def family_names(source: str) -> Iterator[str]:
 
 NAMED_ELSEWHERE = {
     "models/checkpoint.py": {"rose-tiny-qwen3"},  # a shipped model's name
+    "lab/records/findings.py": {"train-qwen3"},  # a record's name
     "rosetrainer/train.py": {"qwen3", "QWEN3"},  # what its --arch makes
 }
 
