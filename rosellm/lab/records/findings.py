@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from rosellm.lab.records.model_runs import recorded_models, table
 from rosellm.lab.records.records import RecordError, Results, number, results_folder
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
@@ -99,6 +100,17 @@ def _modern(results: Results) -> str:
     return f"`rose-tiny` → `rose-tiny-qwen3`: perplexity {number(before)} → {number(after)}"
 
 
+def _long(results: Results) -> str:
+    shares = {}
+    for model in recorded_models(results):
+        row = next((row for row in table(results, model) if row.workload == "L32K"), None)
+        if row and row.ours and row.floor:
+            shares[model] = f"{model} {number(row.ours / row.floor * 100)} %"
+    if not shares:
+        raise RecordError(f"{results.folder.name} has no L32K of a modern model")
+    return f"L32K, of its floor: {', '.join(shares.values())}"
+
+
 OTHERS: dict[str, Callable[[Results], str]] = {
     "00_map": _span,
     "21_split_kv": _split,
@@ -106,4 +118,5 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "24_faults": _pressure,
     "25_your_kernel": _append,
     "26_modern_model": _modern,
+    "27_long_contexts": _long,
 }

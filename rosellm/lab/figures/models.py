@@ -1,0 +1,131 @@
+"""Recorded modern models beside another engine and the floor, and the programs of their attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from rosellm.lab.figures.charts import Chart, finish, text_table
+from rosellm.lab.figures.lines import log_ticks
+from rosellm.lab.figures.palette import BLUE, GRID, ORANGE, PALETTE, TEXT
+from rosellm.lab.records.model_runs import RIVAL, Row, recorded_models, short_name, table
+from rosellm.lab.records.records import Results, number
+from rosellm.models.arch import Arch
+from rosellm.models.families.table import KNOWN_SHAPES
+from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan_ref
+
+OURS = "this engine"
+
+
+def recorded_shapes(results: Results) -> dict[str, Arch]:
+    """The recorded models by short name, from the fewest weights to the most."""
+    known = {short_name(name): arch for name, arch in KNOWN_SHAPES.items()}
+    shapes = {name: known[name] for name in recorded_models(results) if name in known}
+    return dict(sorted(shapes.items(), key=lambda one: one[1].n_step_parameters))
+
+
+def medians(results: Results, model: str, workload: str) -> dict[str, Any]:
+    """Every median of a model's recorded whole run. Raises RecordError."""
+    record = Results(results.folder / model).load(workload)
+    return next(iter(record["results"].values()))["medians"]
+
+
+def speed_up(row: Row) -> float | None:
+    """Ours over the rival's: 2 is twice as fast, in time as in throughput; None where either is unknown."""
+    if not row.ours or not row.rival:
+        return None
+    return row.rival / row.ours if row.unit == "ms" else row.ours / row.rival
+
+
+def shares_of_floor(row: Row) -> tuple[float | None, float | None]:
+    """Ours and the rival's: 1 is as fast as the floor; None where unknown."""
+    return _share(row.ours, row), _share(row.rival, row)
+
+
+def _share(value: float | None, row: Row) -> float | None:
+    if not value or not row.floor:
+        return None
+    return row.floor / value if row.unit == "ms" else value / row.floor
+
+
+def against_floor(results: Results, model: str) -> Chart:
+    """A dot for each engine by workload: its share of the floor, on a log axis that all models share."""
+    rows = table(results, model)
+    every = [share for name in recorded_models(results) for row in table(results, name)
+             for share in shares_of_floor(row) if share]  # fmt: skip
+    low, high = math.log10(min(every) * 80), math.log10(125)
+    names, chart = [row.workload for row in rows], Chart()
+    for row in rows:
+        ours, theirs = shares_of_floor(row)
+        if ours and theirs:
+            ends = {"x": [ours * 100, theirs * 100], "y": [row.workload] * 2}
+            chart.add_scatter(**ends, mode="lines", line={"color": GRID, "width": 3}, hoverinfo="skip")
+    values = [row.ours for row in rows], [row.rival for row in rows]
+    looks = ((OURS, BLUE, "circle"), (RIVAL, ORANGE, "diamond"))
+    for i, (name, colour, symbol) in enumerate(looks):
+        shares = [shares_of_floor(row)[i] for row in rows]
+        chart.add_scatter(
+            x=[share and share * 100 for share in shares],
+            y=names,
+            name=name,
+            mode="markers",
+            marker={"color": colour, "symbol": symbol, "size": 10},
+            hovertext=[
+                f"{number(value)} {row.unit}, floor {number(row.floor)}"
+                for value, row in zip(values[i], rows, strict=True)
+            ],
+            hoverinfo="name+text",
+            showlegend=True,
+        )
+    chart.update_traces(showlegend=False, selector={"mode": "lines"})
+    chart.add_vline(x=100, line={"color": TEXT, "dash": "dash", "width": 1.5})
+    chart.update_xaxes(type="log", range=[low, high], title_text="% of the floor", **log_ticks(low, high))
+    order = {"categoryorder": "array", "categoryarray": names, "autorange": "reversed"}
+    chart.update_yaxes(type="category", showgrid=False, ticks="", **order)
+    cells = [[row.workload, row.ours, row.rival, row.floor, row.unit] for row in rows]
+    chart.table = text_table(["", OURS, RIVAL, "floor", "unit"], cells)
+    return finish(
+        chart,
+        f"{model} on {results.device_name}: whole runs; dashed: the floor",
+        24 * len(rows),
+        legend=(OURS, RIVAL),
+    )
+
+
+def pieces_of(
+    lengths: Sequence[int], tile: int, pieces: int
+) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
+    """Of each piece of a plan, what it walks through as (row, first tile, tiles); and the tiles of each row.
+
+    lengths: cached tokens of each row, at least one.
+    """
+    starts = make_plan_ref(torch.tensor(lengths), Variant(tile, pieces)).starts
+    assert starts is not None  # rows are cut
+    at: list[list[int]] = starts.tolist()
+    tiles, cut = [-(-n // tile) for n in lengths], []
+    for (row, first), (last, end) in pairwise(at):
+        firsts, stops = [first] + [0] * (last - row), [*tiles[row:last], end]
+        spans = enumerate(zip(firsts, stops, strict=True), row)
+        cut.append([(r, begin, stop - begin) for r, (begin, stop) in spans if stop > begin])
+    return cut, tiles
+
+
+def programs(lanes: Mapping[str, Sequence[tuple[str, int]]], unit: str, *, title: str) -> Chart:
+    """A bar for each program: what it walks through, (of what, how much), one after the other."""
+    owners = list(dict.fromkeys(owner for parts in lanes.values() for owner, _ in parts))
+    styles = {owner: PALETTE[i % len(PALETTE)] for i, owner in enumerate(owners)}
+    chart, names = Chart(), list(lanes)
+    for owner in owners:
+        lengths = [sum(n for mine, n in parts if mine == owner) for parts in lanes.values()]
+        chart.add_bar(x=lengths, y=names, orientation="h", name=owner, marker_color=styles[owner])
+    chart.update_layout(barmode="stack", bargap=0.25)
+    chart.update_xaxes(title_text=unit)
+    chart.update_yaxes(type="category", autorange="reversed", showgrid=False, ticks="", ticksuffix="  ")
+    told = [", ".join(f"{n} of {owner}" for owner, n in parts) for parts in lanes.values()]
+    totals = [sum(n for _, n in parts) for parts in lanes.values()]
+    chart.table = text_table(["program", unit, "which"], zip(names, totals, told, strict=True))
+    return finish(chart, title, 20 * len(lanes), legend=owners)
