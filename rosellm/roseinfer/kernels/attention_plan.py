@@ -71,8 +71,10 @@ def variant_for(
 ) -> Variant:
     """The fastest measured on an H200 for ``rows`` of at most ``longest`` cached tokens, cut where that pays.
 
-    Rows that fill the GPU stay whole, unless they may be of very unequal lengths.
+    Rows that fill the GPU stay whole, unless they may be of very unequal lengths. Lengths between two powers
+    of two have one variant: each is captured in a graph of its own.
     """
+    longest = triton.next_power_of_2(max(longest, 1))
     programs, pieces = rows * kv_heads, max(1, 2 * num_sms // kv_heads)  # two programs a processor
     whole = whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
     if programs >= 2 * num_sms:
