@@ -12,7 +12,6 @@ INT32_MAX = 2**31 - 1
 MOST_LAYERS = 4096
 PROJECTIONS = ("qkv", "out", "up", "down")
 DTYPE_NAMES = ("float32", "float16", "bfloat16", "float64")
-_SIZES = ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model", "n_kv_heads", "head_dim", "d_ff")
 
 
 @dataclass(frozen=True)

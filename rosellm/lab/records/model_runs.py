@@ -58,6 +58,13 @@ def table(results: Results, model: str) -> list[Row]:
     return [row for row in rows if row.ours is not None or row.rival is not None]
 
 
+def repeat_counts(results: Results) -> str:
+    """How many measured runs a record has: ``2``, or ``1 to 3``."""
+    records = (json.loads(path.read_text()) for path in results.folder.glob("*/[A-Z]*.json"))
+    counts = {result["repeat_runs"] for record in records for result in record["results"].values()}
+    return " to ".join(str(n) for n in sorted({min(counts), max(counts)}))
+
+
 def _row(results: Results, model: str, name: str, rival: dict, floor: dict) -> Row:
     path = results.folder / model / f"{name}.json"
     ours = figure(json.loads(path.read_text()), MODEL_WORKLOADS[name]) if path.is_file() else None
