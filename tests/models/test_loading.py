@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -116,8 +119,23 @@ def test_an_unknown_dtype_is_refused_before_anything_is_fetched(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_kv_cache_leaves_a_share_of_the_gpu_free():
+def test_the_kv_cache_leaves_the_rest_of_the_gpu_free():
     gpt = random_model(0).to("cuda")
-    free = torch.cuda.mem_get_info()[0]
-    blocks = kv_blocks_within_memory(gpt, 1 << 60, 8)
-    assert blocks * 8 * gpt.config.kv_bytes_per_token(4) == pytest.approx(0.6 * free, rel=0.02)
+    token = gpt.config.kv_bytes_per_token(4)
+    whole, half = (kv_blocks_within_memory(gpt, 1 << 60, 8, utilization=u) * 8 * token for u in (0.9, 0.45))
+    assert 0 < half < whole < 0.9 * torch.cuda.mem_get_info()[1]
+    assert whole - half == pytest.approx(0.45 * torch.cuda.mem_get_info()[1], rel=0.02)
+
+
+def test_what_a_dropped_engine_held_is_free_for_the_next(monkeypatch):
+    class Dropped: ...
+
+    dropped = Dropped()
+    dropped.step = dropped  # engines, too, are circles
+    held = weakref.ref(dropped)
+    del dropped
+    gpt = SimpleNamespace(device=torch.device("cuda"), config=small_config(), dtype=torch.float16)
+    total = 64 << 30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total if held() is None else 0, total))
+    assert kv_blocks_within_memory(gpt, 100, 8) == 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 
 import torch
@@ -129,6 +130,8 @@ def kv_blocks_within_memory(
     """
     budget = CPU_KV_BYTES
     if gpt.device.type == "cuda":
+        gc.collect()  # an engine that was dropped holds its cache until then
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(gpt.device)
         budget = int(utilization * total) - (total - free) - _working_bytes(gpt, n_rows)
     block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
