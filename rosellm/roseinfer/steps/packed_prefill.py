@@ -15,7 +15,8 @@ from torch.profiler import record_function
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.cache.staging import StagingBuffer
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, Tiles, tile_columns
+from rosellm.roseinfer.kernels.prefill import BLOCK_M
+from rosellm.roseinfer.kernels.prefill_tiles import Tiles, tile_columns
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.fused import Layers
 from rosellm.roseinfer.request import Sequence

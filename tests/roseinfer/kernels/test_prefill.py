@@ -16,15 +16,13 @@ from rosellm.roseinfer.kernels import prefill as module
 from rosellm.roseinfer.kernels.prefill import (
     BLOCK_M,
     LONG_BLOCK_M,
-    Tiles,
     launch_for,
     make_prefill_attention,
-    make_tiles,
     prefill_attention,
     prefill_attention_ref,
-    tile_columns,
     tile_size_for,
 )
+from rosellm.roseinfer.kernels.prefill_tiles import Tiles, make_tiles, tile_columns
 from tests.helpers import CPU, DTYPES, TRITON_DEVICES, bits
 
 NAN = float("nan")
