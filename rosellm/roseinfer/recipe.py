@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -15,7 +14,6 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, tile_size_for
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
 from rosellm.roseinfer.layers.attention import Binder, build_binder
@@ -270,13 +268,6 @@ def build_step(
     )
 
 
-def _tile_sizes(recipe: Recipe, model: Transformer) -> Callable[[list[int], list[int]], int]:
-    """Cached and new tokens → the tile size of a prefill's attention; invariant sums have one size."""
-    if recipe.numerics == "invariant":
-        return lambda starts, counts: BLOCK_M
-    return partial(tile_size_for, dtype=model.dtype, head_dim=model.config.head_dim)
-
-
 def _resident_step(
     recipe: Recipe, model: Transformer, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
 ) -> ResidentStep:
@@ -294,8 +285,7 @@ def _resident_step(
         prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels)
     prefill: Prefill | PackedPrefill = Prefill(model, blocks)
     if recipe.prefill == "packed":
-        sizes = _tile_sizes(recipe, model)
-        prefill = PackedPrefill(model, blocks, kernels, prefill_layers_for, width, capture, pool, sizes)
+        prefill = PackedPrefill(model, blocks, kernels, prefill_layers_for, width, capture, pool)
     if recipe.gemm == "persistent":
         exhibit = load_exhibit("persistent_layers")
         layers_for = exhibit.persistent_for_few(layers_for, model, kernels)

@@ -12,7 +12,7 @@ The work is cut into tiles of consecutive new tokens of one sequence (``prefill_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -27,8 +27,7 @@ from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
-BLOCK_M, LONG_BLOCK_M = 64, 128  # queries per tile: of any prompts, of long ones
-LONG_PREFIX, MAX_LONG_HEAD_DIM = 4096, 128  # what 128 queries per tile are for
+BLOCK_M = 64  # queries per tile
 SMALLEST_DOT = 16  # of each dimension of a Triton matrix product
 LOG2_E = math.log2(math.e)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -113,33 +112,18 @@ class Launch(NamedTuple):
 FP32_LAUNCH = Launch(16, 8, 1)  # products in registers, which 64 keys would spill
 
 
-def launch_for(tile_size: int, dtype: torch.dtype, head_dim: int, group: int) -> Launch:
-    """How :func:`prefill_attention` runs tiles of 64 or 128 new tokens, ``group`` query heads per key head.
+def launch_for(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
+    """How :func:`prefill_attention` runs ``group`` query heads per key head: the fastest on an H200.
 
-    With 128 rows a program, of 64 tokens of two heads or 128 tokens of one, keys and values are read from the
-    L2 cache half as often as with 64. Tiles of 64 tokens take 32 or 64 keys at a time: sums then have the
-    same order for any chunks and cached prefixes of multiples of 64 tokens.
+    Keys are taken 64 at a time, those of fp32 16: sums then have the same order for any chunks and cached
+    prefixes of multiples of 64 tokens. Heads of 64 leave registers for two of them in a program, which reads
+    keys and values from the L2 cache half as often.
     """
-    if tile_size not in (BLOCK_M, LONG_BLOCK_M):
-        raise OptionError(f"tiles of size {tile_size}: prefill attention takes {BLOCK_M} or {LONG_BLOCK_M}")
     if dtype == torch.float32:
         return FP32_LAUNCH
-    stages = 3 if head_dim <= MAX_LONG_HEAD_DIM else 2
-    if tile_size == LONG_BLOCK_M:
-        return Launch(128, 8, 2) if 64 < head_dim <= MAX_LONG_HEAD_DIM else Launch(64, 8, stages)
-    if group % 2 == 0:
-        return Launch(32 if head_dim > 64 else 64, 8, stages, heads=2)
-    return Launch(64, 4, stages)
-
-
-def tile_size_for(starts: Sequence[int], counts: Sequence[int], dtype: torch.dtype, head_dim: int) -> int:
-    """Tile size of a prefill of ``counts`` new tokens after ``starts`` cached ones, as measured on an H200.
-
-    128 if more than half of the new tokens follow a long prefix.
-    """
-    after = sum(count for start, count in zip(starts, counts, strict=True) if start >= LONG_PREFIX)
-    halves = dtype != torch.float32 and 64 < head_dim <= MAX_LONG_HEAD_DIM
-    return LONG_BLOCK_M if halves and 2 * after > sum(counts) else BLOCK_M
+    if head_dim > 64:
+        return Launch(64, 4, 3 if head_dim <= 128 else 2)
+    return Launch(64, 8, 3, heads=2) if group % 2 == 0 else Launch(64, 4, 2)
 
 
 @triton.jit
@@ -360,7 +344,7 @@ def _dot_dtype(q: Tensor):
 _made = cache(make_prefill_attention)
 
 
-def prefill_attention(*, q: Tensor, k_new: Tensor, tiles: Tiles, **arguments) -> Tensor:
-    """The kernel of :func:`make_prefill_attention` as :func:`launch_for` says; tiles of size 64 or 128."""
-    launch = launch_for(tiles.size, q.dtype, q.shape[2], q.shape[1] // k_new.shape[1])
-    return _made(tiles.size, *launch)(q=q, k_new=k_new, tiles=tiles, **arguments)
+def prefill_attention(*, q: Tensor, k_new: Tensor, **arguments) -> Tensor:
+    """The kernel of :func:`make_prefill_attention` as :func:`launch_for` says; tiles of size ``BLOCK_M``."""
+    launch = launch_for(q.dtype, q.shape[2], q.shape[1] // k_new.shape[1])
+    return _made(BLOCK_M, *launch)(q=q, k_new=k_new, **arguments)

@@ -63,7 +63,7 @@ class PackedPrefill:
     layers_for: number of tokens → layers. width: blocks a sequence may hold. capture: runs of up to
     ``CAPTURED_TOKENS`` tokens of ``CAPTURED_ROWS`` sequences are padded with inert rows (:func:`bucket_of`)
     and replayed as a CUDA graph, since launching their kernels takes the host longer than running them takes
-    the GPU. pool: the graphs' memory. tile_size_for: cached and new tokens → tokens of attention's tiles.
+    the GPU. pool: the graphs' memory.
     """
 
     def __init__(
@@ -75,10 +75,8 @@ class PackedPrefill:
         width: int,
         capture: bool,
         pool: GraphPool | None,
-        tile_size_for: Callable[[list[int], list[int]], int],
     ) -> None:
         self.model, self.blocks, self.width, self._pool = model, blocks, width, pool
-        self.tile_size_for = tile_size_for
         self.attention, self.layers_for = kernels.prefill_attention, layers_for
         self.position = kernels.position_heads
         self.rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
@@ -108,12 +106,11 @@ class PackedPrefill:
             n_tokens = sum(counts)
             if self._capture and n_tokens <= CAPTURED_TOKENS and len(counts) <= CAPTURED_ROWS:
                 return self._replay(sequences, starts, counts, bucket_of(n_tokens))
-            size = self.tile_size_for(starts, counts)
-            columns = tile_columns(starts, counts, None, size)
+            columns = tile_columns(starts, counts, None, BLOCK_M)
             shape = n_tokens, columns.shape[1], len(counts), self.width
             n_whole = self._fill(sequences, starts, counts, columns, shape)
             inputs = _Inputs.of(self._staging.send().view(-1), *shape)
-            return self._forward(inputs, size)[inputs.last[:n_whole]]
+            return self._forward(inputs)[inputs.last[:n_whole]]
 
     def _ahead(self, sequence: Sequence, count: int) -> int:
         """Slots to reserve beyond the last chunk: the rest of its block, if the sequence will need it."""
@@ -147,8 +144,8 @@ class PackedPrefill:
         inputs.positions.fill_(-1)
         return buffer, record_graph(lambda: self._forward(inputs), pool=self._pool)
 
-    def _forward(self, inputs: _Inputs[Tensor], tile_size: int = BLOCK_M) -> Tensor:
-        tiles, config = Tiles(inputs.columns, tile_size), self.model.config
+    def _forward(self, inputs: _Inputs[Tensor]) -> Tensor:
+        tiles, config = Tiles(inputs.columns, BLOCK_M), self.model.config
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if rotary := self.rotary[layer]:
