@@ -20,7 +20,17 @@ from rosellm.models.rope import Rotary
 from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, span_of
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.online_softmax import Tiling, attend_tile, gathered, no_keys, with_new
-from rosellm.roseinfer.kernels.paged_cache import append_token, are_seen, layer_arguments, load_seen, rows_of
+from rosellm.roseinfer.kernels.paged_cache import (
+    AttentionShape,
+    PagedCache,
+    append_token,
+    are_seen,
+    described_rows,
+    layer_arguments,
+    load_seen,
+    load_tile,
+    rows_of,
+)
 from rosellm.roseinfer.kernels.prefill import LOG2_E, SMALLEST_DOT, TRITON_DTYPES
 from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
@@ -126,8 +136,20 @@ def load_new(new, rotary, row, kv_head, cos, sin, NORMS: tl.constexpr, shape: tl
 
 
 @triton.jit
+def load_whole(copied, cache, table_ptr, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+    """Keys and values of a tile whose tokens are all cached, ``[TILE, D]``; by TMA if copied is given."""
+    if copied is None:
+        k, v = load_tile(cache, table_ptr, start, kv_head, shape, tiling)
+    else:
+        block = tl.load(table_ptr + start // shape.BLOCK_SIZE)
+        row = (block * shape.H_KV + kv_head) * shape.BLOCK_SIZE + start % shape.BLOCK_SIZE
+        k, v = copied[0].load([row, 0]), copied[1].load([row, 0])
+    return k, v
+
+
+@triton.jit
 def attend_range(
-    q, k, v, m_i, l_i, acc, begin, end, first, stop, cache, table_ptr, kv_head, scale,
+    q, k, v, m_i, l_i, acc, begin, end, first, stop, copied, cache, table_ptr, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the tiles that lie from token ``begin`` to ``end``; k and v are the first's."""
@@ -142,7 +164,11 @@ def attend_range(
     else:
         seen = are_seen(begin, first, stop, tiling)
         m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
-        for start in tl.range(begin + TILE, end, TILE, num_stages=tiling.STAGES):
+        whole = tl.minimum(stop, end) // TILE * TILE
+        for start in tl.range(begin + TILE, whole, TILE, num_stages=tiling.STAGES):
+            k, v = load_whole(copied, cache, table_ptr, start, kv_head, shape, tiling)
+            m_i, l_i, acc = attend_tile(q, k, v, None, scale, m_i, l_i, acc, tiling)
+        for start in tl.range(tl.maximum(whole, begin + TILE), end, TILE, num_stages=1):
             k, v = load_seen(cache, table_ptr, start, first, stop, kv_head, shape, tiling)
             seen = are_seen(start, first, stop, tiling)
             m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
@@ -165,7 +191,7 @@ def append_new(
 
 @triton.jit
 def attend_part(
-    ahead, cos, sin, new, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
+    ahead, cos, sin, new, copied, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """The softmax over ``n_tiles`` of a row from ``tile`` on; its first tile also has the new token."""
@@ -189,8 +215,9 @@ def attend_part(
     begin = (first_tile + tile) * TILE
     end = begin + n_tiles * TILE
     m_i, l_i, acc = attend_range(
-        q, k, v, m_i, l_i, acc, begin, end, first, position, cache, table_ptr, kv_head, scale, shape, tiling
-    )
+        q, k, v, m_i, l_i, acc, begin, end, first, position, copied, cache, table_ptr, kv_head, scale,
+        shape, tiling,
+    )  # fmt: skip
     if not EARLY:
         m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
         m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
@@ -217,7 +244,7 @@ def store_partial(partial, part, kv_head, m_i, l_i, acc, shape: tl.constexpr, M:
 
 @triton.jit
 def attend_row(
-    out_ptr, new, cache, rows, rotary, scale,
+    out_ptr, new, copied, cache, rows, rotary, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A whole row in one program."""
@@ -229,7 +256,7 @@ def attend_row(
     launch_dependents(DEPENDENT)
     _, _, n_tiles = span_of(ahead[0], tiling.TILE, tiling.WINDOW)
     m_i, l_i, acc = attend_part(
-        ahead, cos, sin, new, cache, rows, rotary, row, 0, n_tiles, kv_head, scale, shape, tiling
+        ahead, cos, sin, new, copied, cache, rows, rotary, row, 0, n_tiles, kv_head, scale, shape, tiling
     )
     out = tl.where(ahead[0] >= 0, acc / l_i[:, None], 0.0)
     store_heads(out_ptr, row, kv_head, out, shape, tiling.M)
@@ -237,7 +264,7 @@ def attend_row(
 
 @triton.jit
 def attend_piece(
-    out_ptr, partial, new, cache, rows, rotary, starts_ptr, scale,
+    out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A piece, row by row."""
@@ -258,8 +285,8 @@ def attend_piece(
         stop_tile = tl.where(row == last_row, last_tile, in_row)
         cos, sin = load_angles(rotary, position, shape)
         m_i, l_i, acc = attend_part(
-            ahead, cos, sin, new, cache, rows, rotary, row, tile, stop_tile - tile, kv_head, scale, shape,
-            tiling,
+            ahead, cos, sin, new, copied, cache, rows, rotary, row, tile, stop_tile - tile, kv_head, scale,
+            shape, tiling,
         )  # fmt: skip
         if (tile == 0) & (stop_tile == in_row):
             out = tl.where(position >= 0, acc / l_i[:, None], 0.0)
@@ -273,15 +300,16 @@ def attend_piece(
 
 @triton.jit
 def _decode_attention_kernel(
-    out_ptr, partial, new, cache, rows, rotary, starts_ptr, scale,
+    out_ptr, partial, new, k_copied, v_copied, cache, rows, rotary, starts_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per (piece, KV head); the first tile is loaded before the kernel waits for q, k and v."""
+    copied = None if k_copied is None else (k_copied, v_copied)
     if starts_ptr is None:
-        attend_row(out_ptr, new, cache, rows, rotary, scale, shape, tiling, DEPENDENT)
+        attend_row(out_ptr, new, copied, cache, rows, rotary, scale, shape, tiling, DEPENDENT)
     else:
         attend_piece(
-            out_ptr, partial, new, cache, rows, rotary, starts_ptr, scale, shape, tiling, DEPENDENT
+            out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, scale, shape, tiling, DEPENDENT
         )  # fmt: skip
 
 
@@ -344,7 +372,8 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
         rows, pointers = rows_of(block_table, positions), _pointers(rotary)
         partial = _new_partial(q, variant.pieces + batch) if variant.combine else None
         _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
-            out, partial, new, cache, rows, pointers, plan.starts, scale * LOG2_E, shape, tiling,
+            out, partial, new, *_described(cache, shape, tiling), cache, rows, pointers, plan.starts,
+            scale * LOG2_E, shape, tiling,
             num_warps=variant.warps, num_stages=variant.stages, **launch,
         )  # fmt: skip
         if variant.combine:
@@ -369,6 +398,14 @@ def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary:
         return Tiling(variant.tile, window, 1, variant.stages, None, norms, bool(variant.lanes))
     rows = max(SMALLEST_DOT, triton.next_power_of_2(group))
     return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q), norms, False)
+
+
+def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
+    """Descriptors of keys and values, tile by tile; None each unless tiles of products are in one block."""
+    in_block = tiling.DOT is not None and shape.BLOCK_SIZE % tiling.TILE == 0
+    if not in_block or tiling.STAGES == 1 or shape.D != shape.D_PADDED or cache.k.dtype == torch.float32:
+        return None, None
+    return described_rows(cache, tiling.TILE)
 
 
 def _pointers(rotary: Rotary | None) -> Rotary | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rosellm.errors import OptionError
 from rosellm.models.attention import in_window, masked_attention
-from rosellm.roseinfer.kernels.paged_cache import AttentionShape, PagedCache, layer_arguments, slot_offset
+from rosellm.roseinfer.kernels.paged_cache import AttentionShape, described_rows, layer_arguments, slot_offset
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
@@ -308,7 +308,9 @@ def make_prefill_attention(
         together = math.gcd(heads, shape.GROUP)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "DOT": _dot_dtype(q), "WINDOW": window or 0}
         copied = _described(new.k, new.v, block_n, shape)
-        cached = _described(*_flat(cache), block_n, shape) if block_n <= shape.BLOCK_SIZE else (None, None)
+        cached = None, None
+        if copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:
+            cached = described_rows(cache, block_n)
         _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H // together,)](
             out, new, *copied, cache, *cached, *table, *columns, scale * LOG2_E, shape, together,
             **blocks, **launch,
@@ -329,11 +331,6 @@ def _described(k: Tensor, v: Tensor, rows: int, shape: AttentionShape):
     return tuple(
         TensorDescriptor(x, [len(x), x.shape[1:].numel()], [x.stride(0), 1], [rows, shape.D]) for x in (k, v)
     )
-
-
-def _flat(cache: PagedCache) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[N_BLOCKS * H_KV * BLOCK_SIZE, D]``."""
-    return cache.k.view(-1, cache.k.shape[3]), cache.v.view(-1, cache.v.shape[3])
 
 
 def _dot_dtype(q: Tensor):
