@@ -10,7 +10,6 @@ negative position is inert: its output is zero and nothing of it is written.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,14 +30,13 @@ from rosellm.roseinfer.kernels.paged_cache import (
     load_tile,
     rows_of,
 )
+from rosellm.roseinfer.kernels.partial_rows import make_combine, new_partial, store_heads, store_partial
 from rosellm.roseinfer.kernels.prefill import LOG2_E, SMALLEST_DOT, TRITON_DTYPES
 from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
 from rosellm.triton_or_none import tl, triton
 
-ROLES = {"_decode_attention_kernel": "attention", "_combine_pieces_kernel": "attention"}
-COMBINED_AT_ONCE = 64  # partial results
-ONE_WARP_COMBINES = 1024  # elements of them
+ROLES = {"_decode_attention_kernel": "attention"}
 
 
 def append_and_attend_ref(
@@ -92,17 +90,6 @@ class AttendedRows:
 
 
 # The kernels.
-
-
-class PartialRows(NamedTuple):
-    """Partial results, fp32: maximum and sum ``[PIECES + B, H]``, accumulator ``[PIECES + B, H, D]``.
-
-    That of a piece and a row is at the sum of their indices: none share it, a row's are adjacent.
-    """
-
-    m_i: Tensor
-    l_i: Tensor
-    acc: Tensor
 
 
 @triton.jit
@@ -225,24 +212,6 @@ def attend_part(
 
 
 @triton.jit
-def store_heads(out_ptr, row, kv_head, x, shape: tl.constexpr, M: tl.constexpr):
-    """A group's outputs ``[M, D]`` into ``[…, H, D]``."""
-    m = tl.arange(0, M)[:, None]
-    d = tl.arange(0, shape.D_PADDED)[None, :]
-    place = out_ptr + (row * shape.H + kv_head * shape.GROUP + m) * shape.D + d
-    tl.store(place, x.to(out_ptr.dtype.element_ty), mask=(m < shape.GROUP) & (d < shape.D))
-
-
-@triton.jit
-def store_partial(partial, part, kv_head, m_i, l_i, acc, shape: tl.constexpr, M: tl.constexpr):
-    m = tl.arange(0, M)
-    place = part * shape.H + kv_head * shape.GROUP + m
-    tl.store(partial.m_i + place, m_i, mask=m < shape.GROUP)
-    tl.store(partial.l_i + place, l_i, mask=m < shape.GROUP)
-    store_heads(partial.acc, part, kv_head, acc, shape, M)
-
-
-@triton.jit
 def attend_row(
     out_ptr, new, copied, cache, rows, rotary, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -313,42 +282,6 @@ def _decode_attention_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _combine_pieces_kernel(
-    out_ptr, partial, covers_ptr, shape: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """One program per (row, query head): the weighted mean of the partial results of a row that was cut."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    D: tl.constexpr = shape.D_PADDED
-    d = tl.arange(0, D)
-    first = tl.load(covers_ptr + 2 * row)
-    last = tl.load(covers_ptr + 2 * row + 1)
-    wait_for_predecessor(DEPENDENT)
-    launch_dependents(DEPENDENT)
-    if first < last:
-        m_i = tl.full((), float("-inf"), tl.float32)
-        l_i = tl.full((), 0.0, tl.float32)
-        acc = tl.zeros((D,), tl.float32)
-        for start in range(first, last + 1, PARTS):
-            piece = start + tl.arange(0, PARTS)
-            exists = piece <= last
-            part = (row + piece) * shape.H + head
-            m = tl.load(partial.m_i + part, mask=exists, other=float("-inf"))
-            sums = tl.load(partial.l_i + part, mask=exists, other=0.0)
-            place = partial.acc + part[:, None] * shape.D + d[None, :]
-            mask = exists[:, None] & (d < shape.D)[None, :]
-            values = tl.load(place, mask=mask, other=0.0)
-            m_new = tl.maximum(m_i, tl.max(m, axis=0))
-            alpha = tl.exp2(m_i - m_new)
-            weights = tl.exp2(m - m_new)
-            acc = acc * alpha + tl.sum(values * weights[:, None], axis=0)
-            l_i = l_i * alpha + tl.sum(sums * weights, axis=0)
-            m_i = m_new
-        place = out_ptr + (row * shape.H + head) * shape.D + d
-        tl.store(place, (acc / l_i).to(out_ptr.dtype.element_ty), mask=d < shape.D)
-
-
 def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
     """One or two Triton kernels, called like :func:`append_and_attend_ref`, with a plan of the same window.
 
@@ -358,6 +291,7 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
     those of fp32 in full fp32; the softmax is always fp32.
     """
     launch = {"DEPENDENT": dependent, **launch_options(dependent)}
+    combine = make_combine(dependent)
 
     def append_and_attend(
         *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale, rotary=None,
@@ -370,18 +304,14 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
         tiling = _tiling(variant, window, group, q, rotary)
         rows, pointers = rows_of(block_table, positions), _pointers(rotary)
-        partial = _new_partial(q, variant.pieces + batch) if variant.combine else None
+        partial = new_partial(q, variant.pieces + batch) if variant.combine else None
         _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
             out, partial, new, *_described(cache, shape, tiling), cache, rows, pointers, plan.starts,
             scale * LOG2_E, shape, tiling,
             num_warps=variant.warps, num_stages=variant.stages, **launch,
         )  # fmt: skip
-        if variant.combine:
-            parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(variant.pieces // batch + 2))
-            warps = 1 if parts * shape.D_PADDED <= ONE_WARP_COMBINES else 4
-            _combine_pieces_kernel[(batch, n_heads)](
-                out, partial, plan.covers, shape, parts, num_warps=warps, **launch
-            )
+        if partial is not None:
+            combine(out, partial, plan)
         return out
 
     return append_and_attend
@@ -418,8 +348,3 @@ def _pointers(rotary: Rotary | None) -> Rotary | None:
 def _dot_dtype(q: Tensor):
     """Operand dtype of matrix products; fp32 in Triton's interpreter, which gets bf16 products wrong."""
     return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
-
-
-def _new_partial(q: Tensor, parts: int) -> PartialRows:
-    sizes = (parts, q.shape[1]), (parts, q.shape[1]), (parts, *q.shape[1:])
-    return PartialRows(*(q.new_empty(size, dtype=torch.float32) for size in sizes))

@@ -23,6 +23,7 @@ from rosellm.roseinfer.kernels import (
     linear,
     noise,
     norm,
+    partial_rows,
     prefill,
     rotary,
 )
@@ -41,6 +42,7 @@ SOURCES = (
     linear,
     noise,
     norm,
+    partial_rows,
     prefill,
     rotary,
 )
