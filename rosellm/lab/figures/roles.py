@@ -33,7 +33,7 @@ def roles_chart(ledgers: Mapping[str, Ledger], title: str) -> Chart:
             hoverinfo="name+text",
         )
     named = [f"<b>{name}</b>, {number(one.step_us)} µs" for name, one in ledgers.items()]
-    texts = [text for name in named for text in (name, "floor")]
+    texts = [f"{text}  " for name in named for text in (name, "floor")]
     chart.update_layout(barmode="stack")
     chart.update_xaxes(title_text="% of the step")
     chart.update_yaxes(tickvals=places, ticktext=texts, autorange="reversed", showgrid=False, ticks="")

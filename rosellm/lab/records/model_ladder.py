@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 from rosellm.errors import RecipeError
 from rosellm.lab.records.account import WORKING
 from rosellm.lab.records.ledger import Ledger
-from rosellm.lab.records.model_runs import short_name
-from rosellm.lab.records.records import RecordError, Results, floor_us, read_us
+from rosellm.lab.records.model_runs import RIVAL, short_name
+from rosellm.lab.records.records import RecordError, Results, floor_us, modern_rivals, read_us
 from rosellm.lab.records.step_records import step_shape
 from rosellm.lab.records.step_time import recorded_steps
 from rosellm.models.arch import Arch
@@ -17,6 +18,7 @@ from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
 TWINS = {"D1": "W0", "D64": "W2"}  # of equal batch and cached tokens, recorded with GPT-2 small
+T = TypeVar("T")
 GPT2, BYTES = KNOWN_SHAPES["gpt2"], 2
 # The causes of a ledger's row that a role takes together; rows in which nothing runs are "idle".
 ROLES = {
@@ -63,12 +65,40 @@ def _serves(rung: str, arch: Arch) -> bool:
     return True
 
 
+def mean_step_us(results: Results, model: str, workload: str) -> float:
+    """µs of the mean decode step of a model's recorded whole run. Raises ``RecordError``."""
+    (run,) = Results(results.folder / model).load(workload)["results"].values()
+    return run["medians"]["decode_step_mean_s"] * 1e6
+
+
+def rest_a_layer(results: Results, model: str, arch: Arch, workload: str) -> tuple[float, float]:
+    """µs a layer that a step takes above its floor: ours, and the rival's, whose step is of its whole run.
+
+    Raises ``RecordError``.
+    """
+    tokens_a_second = modern_rivals(model).get(RIVAL, {}).get(workload)
+    if tokens_a_second is None:
+        raise RecordError(f"no {workload} of {RIVAL} with {model} is recorded")
+    theirs = step_shape(MODEL_WORKLOADS[workload])[0] / tokens_a_second * 1e6
+    ours, least = mean_step_us(results, model, workload), step_floor_us(results, arch, workload)
+    return (ours - least) / arch.n_layers, (theirs - least) / arch.n_layers
+
+
 def recorded_ledgers(results: Results, model: str) -> dict[str, Ledger]:
     """Workload → its ledger, without those that the profiler disturbed. Raises ``RecordError``."""
     asked = "--ledgers D1,D8,D64,L8K,L32K,PRE"
     figures = _of(results, model, "ledgers", asked).load("ledgers")["figures"]
     ledgers = {workload: Ledger.from_dict(one) for workload, one in figures.items()}
     return {workload: one for workload, one in ledgers.items() if not one.is_disturbed}
+
+
+def if_recorded(read: Callable[..., dict[str, T]], *given: Any) -> dict[str, T]:
+    """What ``read`` finds; where its record is missing nothing, and a line that says how to make it."""
+    try:
+        return read(*given)
+    except RecordError as missing:
+        print(missing)
+        return {}
 
 
 def _of(results: Results, model: str, record: str, option: str) -> Results:

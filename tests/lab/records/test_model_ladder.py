@@ -13,11 +13,15 @@ from rosellm.lab.records.model_ladder import (
     by_role,
     foretold_ladder,
     gpt2_ladder,
+    if_recorded,
+    mean_step_us,
     recorded_ladder,
     recorded_ledgers,
+    rest_a_layer,
     step_floor_us,
 )
-from rosellm.lab.records.records import RecordError, Results, find, floor_us
+from rosellm.lab.records.model_runs import RIVAL
+from rosellm.lab.records.records import RecordError, Results, find, floor_us, modern_rivals
 from rosellm.lab.records.step_records import step_shape
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, WORKLOADS
@@ -73,6 +77,25 @@ def test_a_missing_record_is_told_with_the_command_that_makes_it(read, option, t
     with pytest.raises(RecordError, match=f"--model Qwen/Qwen3-0.6B --workloads '' {option}") as caught:
         read(Results(tmp_path), "Qwen3-0.6B")
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_layer_takes_above_the_floor_is_of_both_engines_the_same_floor():
+    ours, theirs = rest_a_layer(RESULTS, "Qwen3-0.6B", QWEN, "D1")
+    apart = 1e6 / modern_rivals("Qwen3-0.6B")[RIVAL]["D1"] - mean_step_us(RESULTS, "Qwen3-0.6B", "D1")
+    assert (theirs - ours) * 28 == pytest.approx(apart)
+    least = step_floor_us(RESULTS, QWEN, "D1")
+    assert ours * 28 + least == pytest.approx(mean_step_us(RESULTS, "Qwen3-0.6B", "D1"))
+
+
+def test_nothing_is_told_of_a_rival_that_was_not_measured():
+    with pytest.raises(RecordError, match="no D1 of vLLM .* with gpt2 is recorded"):
+        rest_a_layer(RESULTS, "gpt2", GPT2, "D1")
+
+
+def test_a_notebook_goes_on_without_a_record(tmp_path, capsys):
+    assert if_recorded(recorded_ledgers, Results(tmp_path), "Llama-3.2-1B") == {}
+    assert "Llama-3.2-1B has no record 'ledgers' yet" in capsys.readouterr().out
+    assert if_recorded(gpt2_ladder, RESULTS, "D1") == gpt2_ladder(RESULTS, "D1")
 
 
 def test_disturbed_ledgers_are_left_out(tmp_path):
