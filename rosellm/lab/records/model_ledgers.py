@@ -28,8 +28,10 @@ STEPS, PREFILLS = 8, 4
 def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
     """Of a decode step at mid-run, or of a prefill if each request has one new token.
 
-    Raises ``LedgerError`` if the model has too few positions.
+    Raises ``LedgerError`` if its requests are of unequal lengths, or the model has too few positions.
     """
+    if workload.min_prompt_tokens is not None or workload.min_new_tokens is not None:
+        raise LedgerError(f"{workload.id} has requests of unequal lengths; a ledger's are alike")
     needed = positions_needed(workload)
     if needed > model.config.n_positions:
         raise LedgerError(f"{workload.id} needs {needed} positions; the model has {model.config.n_positions}")

@@ -73,6 +73,11 @@ def test_a_model_with_too_few_positions_is_told(tiny):
         workload_ledger(tiny, "split_kv", MODEL_WORKLOADS["PRE"])
 
 
+def test_requests_of_unequal_lengths_are_refused(tiny):
+    with pytest.raises(LedgerError, match="MIX has requests of unequal lengths"):
+        workload_ledger(tiny, "split_kv", MODEL_WORKLOADS["MIX"])
+
+
 def test_the_command_records_ledgers_that_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(model_runs, "MODEL_WORKLOADS", MODEL_WORKLOADS | SHORT)
     found = record(tmp_path, "D8", "PRE")
