@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,12 @@ def drop_from_page_cache(path: Path) -> None:
 
 
 def _in_new_process(load: Callable[[], Transformer], device: torch.device) -> dict[str, float]:
-    """So that nothing that was loaded before counts."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measured, load, device).result()
+    """So that nothing that was loaded before counts. Raises ``RoseError`` if the system kills it."""
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(measured, load, device).result()
+    except BrokenProcessPool:
+        raise RoseError("the process that loads the model was killed; is there memory for it?") from None
 
 
 def measured(load: Callable[[], Transformer], device: torch.device) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """How loading is measured: a sharded checkpoint of random weights is written, loaded and removed."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -73,6 +74,11 @@ def _two_copies(n_bytes):
     kept = torch.ones(n_bytes, dtype=torch.uint8)
     both = kept.clone()
     return kept[: int(both[0])].clone()
+
+
+def test_a_loading_process_that_is_killed_is_told():
+    with pytest.raises(RoseError, match="was killed"):
+        loading_record._in_new_process(partial(os._exit, 9), CPU)
 
 
 def test_a_full_disk_is_told_before_anything_is_written(shape, tmp_path, monkeypatch):
