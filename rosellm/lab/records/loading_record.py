@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     record = new_record("loading", device, model=arguments.model, figures=figures)
     write_record(folder / "loading.json", record)
-    print(f"weights {figures['weights_bytes'] / 1e9:.2f} GB in {figures['shards']} files")
+    print(f"weights: {figures['weights_bytes'] / 1e9:.2f} GB, shards: {figures['shards']}")
     for way in ("uncached", "cached", "dummy"):
         one = figures[way]
         gb = ", ".join(
