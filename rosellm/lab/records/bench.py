@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.steps.kv_append import AppendGate
 
 
@@ -86,7 +88,13 @@ class Bench:
         for sequence in self.sequences:
             self.engine.release(sequence)
         self.sequences = [self.engine.make_sequence(prompt, self._params) for prompt in self._prompts]
-        self.engine.prefill(self.sequences)
+        waiting = self.sequences
+        while waiting:
+            counts = _within_budget([s.n_to_prefill for s in waiting])
+            begun = self.engine.begin_prefill(waiting[: len(counts)], counts)
+            for _ in self.engine.step.collect():
+                pass
+            waiting = waiting[len(begun) :]
 
     def decode(self, steps: int = 1) -> list[float]:
         """Seconds of each step; a step ends when its tokens are on the host."""
@@ -117,6 +125,13 @@ class Bench:
     @property
     def tokens(self) -> list[list[int]]:
         return [s.output for s in self.sequences]
+
+
+def _within_budget(wanted: list[int]) -> list[int]:
+    """How many tokens of each prompt one prefill computes, cut as a scheduler cuts them."""
+    left = SchedulerConfig().prefill_token_budget
+    ends = [min(end, left) for end in accumulate(wanted)]
+    return [n for n in (b - a for a, b in pairwise([0, *ends])) if n]
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,11 @@ WHOLE_RUNS = ("W1", "W2", "W3")
 
 
 def step_shape(workload: Workload) -> tuple[int, int]:
-    """A workload's sequences that decode together, and their cached tokens at mid-run; prompts have one."""
-    return workload.max_batch_size, workload.max_new_tokens // 2
+    """A workload's sequences that decode together, and their cached tokens at mid-run.
+
+    A prompt of text has one token.
+    """
+    return workload.max_batch_size, (workload.prompt_tokens or 1) - 1 + workload.max_new_tokens // 2
 
 
 def ladder_steps(model: Transformer, rungs: list[str], workload: Workload, **effort: Any) -> dict[str, Any]:
