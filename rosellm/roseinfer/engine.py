@@ -8,6 +8,7 @@ from threading import Lock
 from typing import Any, NoReturn
 
 import torch
+from tqdm import tqdm
 
 from rosellm.errors import BusyError, OptionError, PromptError, RoseError, SamplingError, told
 from rosellm.models.arch import Arch
@@ -44,6 +45,8 @@ class Engine:
     ``kernels.table.choose_kernels``. gate: when to use the Triton append; None reads its environment
     variables. deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or
     the cache (``batch_invariant``); prompts are then cut only at multiples of ``prefill_alignment`` tokens.
+    warm_up: capture at once every CUDA graph that these options allow, so that no request waits for one (see
+    :meth:`warm_up`); False: each at its first use. On a CPU there is none.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Engine:
         gate: AppendGate | None = None,
         prefix_cache: bool = False,
         deterministic: bool = False,
+        warm_up: bool = True,
     ) -> None:
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         _check_share(gpu_memory_utilization)
@@ -85,6 +89,9 @@ class Engine:
             self.recipe, model, self.blocks, self.kernels, max_batch_size, self.max_model_len, self.gate
         )
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
+        self._n_warmed = 0
+        if warm_up:
+            self.warm_up()
         self._n_requests = 0
         self._holders: set[Sequence] = set()
         self._owner: tuple[object, str] | None = None  # the only scheduler that may run it, and its name
@@ -111,6 +118,23 @@ class Engine:
     def num_kv_blocks(self) -> int:
         """Blocks per layer."""
         return self.blocks.max_blocks_per_layer
+
+    @property
+    def late_captures(self) -> int:
+        """CUDA graphs captured since the latest warm-up, while requests waited for them."""
+        return self.step.n_captured - self._n_warmed
+
+    @torch.inference_mode()
+    def warm_up(self, rows: int | None = None) -> None:
+        """Compile kernels and capture graphs: every decode step and prefill, in every mode, that may be run.
+
+        rows: only greedy decode steps of so many sequences. If that takes longer than a second, a progress
+        bar on stderr tells how long.
+        """
+        captures = self.step.captures(rows)
+        for capture in tqdm(captures, "warm-up", unit=" graphs", delay=1, disable=not captures):
+            capture()
+        self._n_warmed = self.step.n_captured
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RoseError("an engine cannot be copied or pickled; make another one")

@@ -54,13 +54,14 @@ class DeviceState:
 
     def first(self, n_rows: int) -> DeviceState:
         """A view of the first rows; shares the ring."""
-        return self._part(self.rows[:n_rows])
+        return self.of(self.rows[:n_rows])
 
     def at(self, slots: Tensor) -> DeviceState:
         """A copy of some rows; shares the ring."""
-        return self._part(self.rows[slots])
+        return self.of(self.rows[slots])
 
-    def _part(self, rows: Tensor) -> DeviceState:
+    def of(self, rows: Tensor) -> DeviceState:
+        """These rows ``[n, FIELDS + W]``, wherever they are; shares the ring."""
         part = object.__new__(DeviceState)
         part.rows, part.ring, part.stop_tokens = rows, self.ring, self.stop_tokens
         part._view(self.table.shape[1])

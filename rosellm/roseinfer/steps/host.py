@@ -52,6 +52,7 @@ class HostStep:
     """Decode for a batch of sequences, each with one token not cached yet; all variants are chosen upfront.
 
     When ``begin_prefill`` or ``begin_decode`` returns, the step has ended and its tokens are committed.
+    most_rows: the most sequences of a step.
     """
 
     blocks: KVBlockManager
@@ -61,6 +62,7 @@ class HostStep:
     append: Append
     prefill: Prefill
     sampler: Sampler
+    most_rows: int
     run_ahead = 0
 
     def __post_init__(self) -> None:
@@ -94,8 +96,14 @@ class HostStep:
     def release(self, sequence: Sequence) -> None:
         """See :class:`Step`; nothing is kept of a sequence."""
 
-    def warm_up(self, rows: int | None = None) -> None:
-        """See :class:`Step`; graphs are captured at first use."""
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`Step`; only the runner has graphs."""
+        return self.runner.captures(self.most_rows if rows is None else rows, self.tables.max_blocks)
+
+    @property
+    def n_captured(self) -> int:
+        """See :class:`Step`."""
+        return self.runner.n_captured
 
     def last_logits(self) -> Tensor:
         """See :class:`Step`."""

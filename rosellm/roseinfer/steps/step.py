@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -45,8 +45,15 @@ class Step(Protocol):
     def release(self, sequence: Sequence) -> None:
         """The sequence has ended or is abandoned: it gets no further token, and its blocks will be freed."""
 
-    def warm_up(self, rows: int | None = None) -> None:
-        """Capture the steps of ``rows`` sequences (None: of any number), so that none has to wait for it."""
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """Calls that capture what is not captured yet, so that no request has to wait for it: a graph each.
+
+        rows: only greedy decode steps of so many sequences.
+        """
+
+    @property
+    def n_captured(self) -> int:
+        """CUDA graphs captured so far."""
 
     def last_logits(self) -> Tensor:
         """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that get a token."""
