@@ -180,7 +180,7 @@ class ResidentStep:
     def _step(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
         key = bucket, mode, variant
         if key not in self._steps:
-            run = partial(self._run, self.state.first(bucket), mode, variant)
+            run: Callable[[], Tensor] = partial(self._run, self.state.first(bucket), mode, variant)
             if self.graphs is not None:
                 run = self.graphs.capture(run, partial(self._warm_up, *key))
             self._steps[key] = run
