@@ -87,6 +87,10 @@ class CapturedPrefill:
         layer_runs = [partial(self._layer_run, n) for n in sorted(buckets, reverse=True)]
         return layer_runs + [partial(self._token_run, *kind) for kind in missing]
 
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """See ``step.Step.rehearsals``."""
+        return self.packed.rehearsals(n_tokens)
+
     def _send(self, chunks: Chunks, tokens: int, places: int) -> None:
         shape = self._shape(tokens, places)
         table_rows = range(PLACES[-1] - places, PLACES[-1])[: len(chunks.counts)]

@@ -100,6 +100,14 @@ class HostStep:
         """See :class:`Step`; only the runner has graphs."""
         return self.runner.captures(self.most_rows if rows is None else rows, self.tables.max_blocks)
 
+    def largest_captures(self) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+        return self.captures()[:1]
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """See :class:`Step`; every token of a prefill is real."""
+        return []
+
     @property
     def n_captured(self) -> int:
         """See :class:`Step`."""

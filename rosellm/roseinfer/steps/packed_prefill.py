@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as SequenceOf
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from rosellm.roseinfer.layers.fused import Layers
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.next_tokens import NextTokens
 from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
-from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptInputs, Shape, fill_inputs
+from rosellm.roseinfer.steps.prompt_inputs import NO_CHUNKS, Chunks, PromptInputs, Shape, fill_inputs
 from rosellm.roseinfer.steps.rows import NOBODY, Batch, Rows
 
 TileSize = Callable[[list[int], list[int]], int]
@@ -67,6 +68,13 @@ class PackedPrefill:
         """Nothing is captured."""
         return []
 
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """See ``step.Step.rehearsals``; tiles are of all sizes that prompts here may have."""
+        longest = self.state.table.shape[1] * self.blocks.block_size
+        sizes = {self.tile_size_for([start], [longest - start]) for start in (0, longest - 1)}
+        modes = self.next_tokens.chooser.modes
+        return [partial(self._rehearse, n_tokens, size, modes) for size in sorted(sizes)]
+
     def reserved(self, sequences: list[Sequence], counts: list[int]) -> Chunks:
         """The chunks, with slots for their tokens; a prompt's last one also gets the rest of its block."""
         chunks = Chunks.of(sequences, counts)
@@ -114,6 +122,14 @@ class PackedPrefill:
         self.state.rows.index_copy_(0, inputs.slots, inputs.rows)
         self.next_tokens(chosen, self.state.of(inputs.rows), mode, self.state, inputs.slots)
         return chosen
+
+    @torch.inference_mode()
+    def _rehearse(self, n_tokens: int, tile_size: int, modes: SequenceOf[str]) -> None:
+        shape = Shape(n_tokens, 1, min(n_tokens, len(self.rows)), self.row_words)
+        inputs = PromptInputs.of(self.send(NO_CHUNKS, tile_columns([], [], None, tile_size), shape), shape)
+        hidden = self.layers(inputs, tile_size)
+        for mode in modes:
+            self.first_tokens(inputs, hidden, mode)
 
     def _ahead(self, sequence: Sequence, count: int) -> int:
         """Slots to reserve beyond the last chunk: the rest of its block, if the sequence will need it."""

@@ -25,7 +25,10 @@ class Prompts(Protocol):
         """
 
     def captures(self) -> list[Callable[[], object]]:
-        """Calls that capture what is not captured yet, one graph each."""
+        """Calls that capture what is not captured yet, one graph each, the largest first."""
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """See ``step.Step.rehearsals``."""
 
 
 class PromptsByHost:
@@ -49,4 +52,8 @@ class PromptsByHost:
 
     def captures(self) -> list[Callable[[], object]]:
         """Nothing is captured."""
+        return []
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """None: every token of such a prefill is real."""
         return []

@@ -124,10 +124,18 @@ class ResidentStep:
             return []
         chooser, most = self.next_tokens.chooser, len(self.rows)
         if rows is not None:
-            return self._steps_of(min(batch_bucket(rows), most), [chooser.mode([])])
+            return self._steps_of(min(batch_bucket(rows), most), chooser.modes)
         buckets = sorted({min(bucket, most) for bucket in batch_buckets(most)}, reverse=True)
         steps = [step for bucket in buckets for step in self._steps_of(bucket, chooser.modes)]
         return self.prompts.captures() + steps
+
+    def largest_captures(self) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+        return self.prompts.captures()[:1] + self.captures(len(self.rows))
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+        return self.prompts.rehearsals(n_tokens)
 
     @property
     def n_captured(self) -> int:

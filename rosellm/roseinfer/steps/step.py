@@ -48,7 +48,16 @@ class Step(Protocol):
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
         """Calls that capture what is not captured yet, so that no request has to wait for it: a graph each.
 
-        rows: only greedy decode steps of so many sequences.
+        rows: only decode steps of so many sequences.
+        """
+
+    def largest_captures(self) -> list[Callable[[], object]]:
+        """Those of them that take the most memory, in every mode."""
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """Calls that run, uncaptured, all that a prefill of ``n_tokens`` may, with inert inputs.
+
+        They compile kernels, and take as much memory as a prefill does. Empty if it cannot be run so.
         """
 
     @property

@@ -203,10 +203,10 @@ def test_a_steps_layers_run_once_before_their_captures_in_all_modes(captured):
     assert modes > 1 and len(runs) == len(captures) // modes
 
 
-def test_a_warm_up_for_some_rows_captures_only_their_greedy_steps(captured):
+def test_a_warm_up_for_some_rows_captures_only_their_steps(captured):
     engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
     engine.warm_up(5)
-    assert {(bucket, mode) for bucket, mode, _ in engine.step._steps} == {(8, "greedy")}
+    assert {(bucket, mode) for bucket, mode, _ in engine.step._steps} == {(8, "greedy"), (8, "drawn")}
     assert engine.step.prompts._layer_runs == {}
 
 
