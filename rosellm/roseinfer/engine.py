@@ -136,6 +136,8 @@ class Engine:
             runs = self.step.rehearsals(min(self._most_prefill_tokens, CAPTURED_TOKENS + 1)) + runs
         for run in tqdm(runs, "warm-up", unit=" runs", delay=1, disable=not runs):
             run()
+        if runs and self.device.type == "cuda":
+            GPUMemory(self.device).settle()  # what was run before its capture keeps memory of its own
         self._n_warmed = self.step.n_captured
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -37,7 +37,7 @@ class DeviceState:
     def __init__(
         self, n_rows: int, width: int, device: torch.device, stop_tokens: tuple[int, ...] = ()
     ) -> None:
-        padded = FIELDS + width + width % 2  # seeds are read as 64-bit words
+        padded = -(-(FIELDS + width) // 4) * 4  # seeds are 64-bit words; kernels are compiled for 16 bytes
         self.rows = torch.zeros(n_rows, padded, dtype=torch.int32, device=device)
         self.rows[:, POSITION] = INERT
         self.ring = torch.full((ROUNDS, n_rows), INERT, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -59,6 +59,7 @@ class ResidentStep:
         device = self.state.rows.device
         self._longest = width * rows.blocks.block_size
         self._idle = self.state if graphs is None else DeviceState(n_rows, width, device)
+        self._idle.stop_tokens = self.state.stop_tokens  # their number is compiled into a kernel
         self._every_row = torch.arange(n_rows, device=device)
         self._steps: dict[tuple[int, str, str], Callable[[], Tensor]] = {}  # by bucket, mode and variant
         self._warm_hidden: dict[int, Tensor] = {}  # of inert rows, by bucket

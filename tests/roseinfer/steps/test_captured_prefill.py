@@ -225,3 +225,17 @@ def test_the_graphs_of_a_large_engine_are_few_and_have_every_variant_of_attentio
         for longest in range(1, 1025):
             for mode in step.next_tokens.chooser.modes:
                 assert (bucket, mode, bind.variant(bucket, longest)) in keys
+
+
+def test_kernels_are_warmed_up_with_as_many_stop_tokens_as_their_captures_have(captured):
+    model = random_model(0, small_config(eos_token_ids=(3, 5, 7)))
+    engine = small_engine(model, recipe=BEST_RUNG, warm_up=False)
+    numbers, advance = set(), engine.step.next_tokens.advance
+
+    def counting(*, state, **arguments) -> None:
+        numbers.add(len(state.stop_tokens))
+        advance(state=state, **arguments)
+
+    engine.step.next_tokens.advance = counting
+    engine.warm_up()
+    assert numbers == {3}
