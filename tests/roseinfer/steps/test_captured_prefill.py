@@ -21,7 +21,7 @@ from tests.helpers import (
     small_config,
     small_engine,
 )
-from tests.roseinfer.steps.fake_graphs import captured
+from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
 
 __all__ = ["captured"]
 WISHES = (
@@ -239,3 +239,15 @@ def test_kernels_are_warmed_up_with_as_many_stop_tokens_as_their_captures_have(c
     engine.step.next_tokens.advance = counting
     engine.warm_up()
     assert numbers == {3}
+
+
+def test_in_deterministic_mode_padding_changes_no_bit_of_the_logits(captured, monkeypatch):
+    results = []
+    for graphs in (None, FakeGraphs()):
+        monkeypatch.setattr("rosellm.roseinfer.recipe.graphs_on", lambda _device, own=graphs: own)
+        engine = small_engine(MODEL, deterministic=True)
+        assert isinstance(engine.step.prompts, CapturedPrefill) == (graphs is not None)
+        sequences = greedy_sequences(engine, random_prompts([5, 20, 9, 33, 2]), 3)
+        engine.begin_prefill(sequences)
+        results.append(engine.step.last_logits())
+    assert torch.equal(*results)
