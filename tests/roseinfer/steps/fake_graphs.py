@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
+import torch
+
+from rosellm.roseinfer.steps.cuda_graph import Graphs
 
 T = TypeVar("T")
 
@@ -23,8 +26,12 @@ class FakeGraphs:
         return run
 
 
+def graphs_anywhere(device: torch.device) -> FakeGraphs | Graphs:
+    return FakeGraphs() if device.type == "cpu" else Graphs()
+
+
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines on the CPU decide, pad and replay as they do on a GPU."""
     for module in ("recipe", "steps.runner"):
-        monkeypatch.setattr(f"rosellm.roseinfer.{module}.graphs_on", lambda _device: FakeGraphs())
+        monkeypatch.setattr(f"rosellm.roseinfer.{module}.graphs_on", graphs_anywhere)

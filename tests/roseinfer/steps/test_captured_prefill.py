@@ -14,12 +14,15 @@ from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.captured_prefill import PLACES, CapturedPrefill, places_for
 from tests.helpers import (
+    MODERN,
+    TRITON_DEVICES,
     decode_all,
     greedy_sequences,
     random_model,
     random_prompts,
     small_config,
     small_engine,
+    uncached_greedy,
 )
 from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
 
@@ -166,6 +169,21 @@ def test_last_logits_are_those_of_the_prompts_in_their_order(captured):
 def test_every_number_of_sequences_has_the_smallest_choice_that_holds_it():
     assert [places_for(n) for n in (1, 2, 16, 17, 64, 65, 256)] == [1, 16, 16, 64, 64, 256, 256]
     assert list(PLACES) == sorted(PLACES)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
+def test_the_kernels_give_the_same_tokens_padded(captured, device, config):
+    model, prompts = random_model(0, config), random_prompts([3, 9, 5])
+    expected = [uncached_greedy(model, prompt, 2) for prompt in prompts]
+    options = {"recipe": BEST_RUNG, "kernels": "triton", "max_batch_size": 4, "max_model_len": 16}
+    engine = small_engine(model.to(device), warm_up=device == "cuda", **options)
+    first, *others = greedy_sequences(engine, prompts, 2)
+    engine.prefill([first])
+    engine.begin_prefill(others, [4, 5])
+    engine.prefill(others[:1])
+    assert decode_all(engine, [first, *others]) == expected
+    assert engine.late_captures == 0 or device == "cpu"
 
 
 # What is captured, and when.
