@@ -24,7 +24,10 @@ def batch_bucket(batch: int) -> int:
 
 def batch_buckets(most: int) -> list[int]:
     """The captured batch sizes that serve 1 to ``most``."""
-    return sorted({batch_bucket(n) for n in range(1, most + 1)})
+    buckets = [1]
+    while buckets[-1] < most:
+        buckets.append(batch_bucket(buckets[-1] + 1))
+    return buckets
 
 
 @cache

@@ -17,6 +17,7 @@ from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, Slots
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.steps.cuda_graph import batch_bucket, batch_buckets
 from rosellm.roseinfer.steps.kv_append import Append
 from rosellm.roseinfer.steps.prefill import Prefill
 from rosellm.roseinfer.steps.runner import DecodeInputs, EagerRunner, GraphRunner
@@ -98,7 +99,8 @@ class HostStep:
 
     def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
         """See :class:`Step`; only the runner has graphs."""
-        return self.runner.captures(self.most_rows if rows is None else rows, self.tables.max_blocks)
+        buckets = batch_buckets(self.most_rows) if rows is None else [batch_bucket(rows)]
+        return self.runner.captures(buckets, self.tables.max_blocks)
 
     def largest_captures(self) -> list[Callable[[], object]]:
         """See :class:`Step`."""

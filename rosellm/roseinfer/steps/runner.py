@@ -18,7 +18,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.steps.cuda_graph import batch_bucket, batch_buckets, graphs_on
+from rosellm.roseinfer.steps.cuda_graph import batch_bucket, graphs_on
 
 
 @dataclass
@@ -123,7 +123,7 @@ class EagerRunner:
         hidden = self.model(inputs.ids, inputs.positions, keep_and_attend)
         return DecodeOutputs(self.model.logits(hidden), keys, values)
 
-    def captures(self, rows: int, width: int) -> list[Callable[[], object]]:
+    def captures(self, buckets: list[int], width: int) -> list[Callable[[], object]]:
         """Nothing is captured."""
         return []
 
@@ -153,11 +153,11 @@ class GraphRunner:
     def n_captured(self) -> int:
         return 0 if self._graphs is None else self._graphs.count
 
-    def captures(self, rows: int, width: int) -> list[Callable[[], object]]:
-        """Captures, the largest first, of batches of up to ``rows`` with block tables of ``width`` blocks."""
+    def captures(self, buckets: list[int], width: int) -> list[Callable[[], object]]:
+        """Captures, the largest first, of batches of these sizes with block tables of ``width`` blocks."""
         if self._graphs is None:
             return []
-        missing = [bucket for bucket in reversed(batch_buckets(rows)) if bucket not in self._captured]
+        missing = [bucket for bucket in sorted(buckets, reverse=True) if bucket not in self._captured]
         return [partial(self._capture, bucket, width) for bucket in missing]
 
     def _capture(self, bucket: int, width: int) -> None:
