@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -275,3 +276,14 @@ def test_in_deterministic_mode_padding_changes_no_bit_of_the_logits(captured, mo
         engine.begin_prefill(sequences)
         results.append(engine.step.last_logits())
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.6, True), (0.0, False)])
+def test_a_warm_up_of_more_than_a_second_tells_how_long_it_takes(
+    captured, monkeypatch, capsys, seconds, told
+):
+    engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
+    monkeypatch.setattr(engine.step, "captures", lambda _rows: [lambda: time.sleep(seconds)] * 3)
+    engine.warm_up()
+    printed = capsys.readouterr().err
+    assert ("warm-up" in printed and "3/3 [00:01" in printed) == told and (told or not printed)
