@@ -26,8 +26,8 @@ class LLM:
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
     best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None. device: "auto",
     "cuda" or "cpu". dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "float16" or
-    "bfloat16". load_format: "auto", or "dummy" for random weights. The sizes and ``deterministic`` are those
-    of ``Engine``.
+    "bfloat16". load_format: "auto", or "dummy" for random weights. The sizes, ``deterministic`` and
+    ``warm_up`` are those of ``Engine``.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         block_size: int = 64,
         deterministic: bool = False,
+        warm_up: bool = True,
     ) -> None:
         if rung is not None and recipe is not None:
             raise RecipeError("both a rung and a recipe are given; give one of them")
@@ -60,6 +61,7 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             block_size=block_size,
             deterministic=deterministic,
+            warm_up=warm_up,
         )
         self._folder = None if load_format == "dummy" else checkpoint_folder(model)
         self._lock = Lock()

@@ -21,12 +21,16 @@ from rosellm.roseinfer.layers.choosers import build_chooser
 from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import build_layers
 from rosellm.roseinfer.layers.sampler import Sampler
-from rosellm.roseinfer.steps.cuda_graph import graph_pool
+from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
+from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.host import MASKS, HostStep
 from rosellm.roseinfer.steps.kv_append import AppendGate, build_append
+from rosellm.roseinfer.steps.next_tokens import NextTokens
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prefill import Prefill
+from rosellm.roseinfer.steps.prompts import Prompts, PromptsByHost
 from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.steps.rows import Rows
 from rosellm.roseinfer.steps.runner import ATTENTION, RUNNERS
 
 
@@ -265,6 +269,7 @@ def build_step(
         append=build_append(recipe.append, recipe.indices, kernels, model.device, gate),
         prefill=Prefill(model, blocks),
         sampler=Sampler(kernels.gumbel_noise),
+        most_rows=n_rows,
     )
 
 
@@ -272,7 +277,6 @@ def _resident_step(
     recipe: Recipe, model: Transformer, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
 ) -> ResidentStep:
     bind: Binder
-    capture, pool = recipe.runner == "graph", graph_pool(model.device)
     if recipe.numerics == "invariant":
         dependent = recipe.launch == "dependent" and model.device.type == "cuda"
         kernels = batch_invariant.invariant_kernels(kernels, dependent)
@@ -283,20 +287,17 @@ def _resident_step(
         layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
         bind = build_binder(recipe.attention, recipe.append, kernels, blocks, model)
         prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels)
-    prefill: Prefill | PackedPrefill = Prefill(model, blocks)
+    state = DeviceState(n_rows + 1, width, model.device, model.config.eos_token_ids)  # the last is a spare
+    rows, next_tokens = Rows(state.first(n_rows), blocks), NextTokens(chooser, kernels.advance)
+    graphs = graphs_on(model.device) if recipe.runner == "graph" else None
+    prompts: Prompts = PromptsByHost(Prefill(model, blocks), rows, next_tokens)
     if recipe.prefill == "packed":
-        prefill = PackedPrefill(model, blocks, kernels, prefill_layers_for, width, capture, pool)
+        packed = PackedPrefill(model, kernels, prefill_layers_for, state, rows, next_tokens)
+        most_tokens = n_rows * width * blocks.block_size
+        prompts = packed if graphs is None else CapturedPrefill(packed, graphs, most_tokens)
     if recipe.gemm == "persistent":
         exhibit = load_exhibit("persistent_layers")
         layers_for = exhibit.persistent_for_few(layers_for, model, kernels)
     return ResidentStep(
-        blocks=blocks,
-        state=DeviceState(n_rows, width, model.device, model.config.eos_token_ids),
-        layers_for=layers_for,
-        bind=bind,
-        chooser=chooser,
-        prefill=prefill,
-        kernels=kernels,
-        capture=capture,
-        pool=pool,
+        rows=rows, layers_for=layers_for, bind=bind, next_tokens=next_tokens, prompts=prompts, graphs=graphs
     )

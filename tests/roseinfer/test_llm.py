@@ -325,9 +325,9 @@ def test_a_manager_is_refused_while_a_thread_generates(monkeypatch: pytest.Monke
 
 def test_who_fails_gives_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = fake_llm(monkeypatch)
-    begin, warm_up = llm.engine.step.begin_prefill, llm.engine.step.warm_up
+    begin = llm.engine.step.begin_prefill
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **_named: object) -> None:
         raise RuntimeError("device lost")
 
     llm.engine.step.begin_prefill = broken
@@ -336,10 +336,10 @@ def test_who_fails_gives_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> Non
     failing = StreamingManager(llm)
     with pytest.raises(WorkerError, match="make a new manager"):
         failing.result(failing.add_request("b", GREEDY), 60)
-    llm.engine.step.begin_prefill, llm.engine.step.warm_up = begin, broken
-    with pytest.raises(RuntimeError):
+    llm.engine.step.begin_prefill = begin
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr("rosellm.roseinfer.serving.streaming.Thread", broken)
         StreamingManager(llm)
-    llm.engine.step.warm_up = warm_up
     with StreamingManager(llm) as manager:  # the one that failed need not be closed
         assert manager.result(manager.add_request("b", GREEDY), 60)
     failing.close()

@@ -135,7 +135,7 @@ def _head(model: Transformer, bench: Callable[..., Bench], batch: int, context: 
     def pad(engine: Engine) -> None:
         kernels = engine.kernels
         padded = FusedChooser(model, kernels).logits
-        cast(ResidentStep, engine.step).chooser = LogitsChooser(padded, kernels.gumbel_noise)
+        cast(ResidentStep, engine.step).next_tokens.chooser = LogitsChooser(padded, kernels.gumbel_noise)
 
     return {"vocabulary padded": partial(bench, BEFORE["fused_head"], prepare=pad)}
 

@@ -74,13 +74,14 @@ class Bench:
             block_size=block_size,
             gate=None if gate_from is None else AppendGate(gate_from),
             kernels=kernels,
+            warm_up=False,  # only what these prompts need, below
         )
         if prepare is not None:
             prepare(self.engine)
         self._prompts = prompts
         self._params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         self.sequences: list[Sequence] = []
-        self.engine.step.warm_up(len(prompts))
+        self.engine.warm_up(len(prompts))
         self.restart()
 
     def restart(self) -> None:

@@ -83,9 +83,7 @@ def _whole_runs(engine: Engine, prompts: list[list[int]], params: SamplingParams
 
 def _engine(model: Transformer, workload: Workload, recipe: Recipe) -> Engine:
     blocks = workload.max_batch_size * blocks_for(workload.max_new_tokens, 64)
-    engine = Engine(model, recipe=recipe, max_batch_size=workload.max_batch_size, num_kv_blocks=blocks)
-    engine.step.warm_up()
-    return engine
+    return Engine(model, recipe=recipe, max_batch_size=workload.max_batch_size, num_kv_blocks=blocks)
 
 
 def _figures(batch: int, context: int, steps: dict[str, StepTimes]) -> dict[str, Any]:

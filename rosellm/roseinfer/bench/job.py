@@ -47,7 +47,6 @@ def make_job(options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> J
     check_positions(options, longest, gpt.config.n_positions)
     engine = make_engine(options, recipe, gpt, tokenizer, longest)
     print_header(engine, options)
-    engine.step.warm_up()
     given = encoded if options.pretok else prompts
     return Job(engine, given, greedy_params(options), scheduler_config(options))
 

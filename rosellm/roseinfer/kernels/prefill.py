@@ -48,8 +48,9 @@ def prefill_attention_ref(
     """The specification in plain torch, in fp32 arithmetic, one sequence at a time.
 
     q ``[N, H, D]``, k_new and v_new ``[N, H_kv, D]``, block_table ``[rows, W]`` int32 (entries past a
-    sequence's blocks may be anything) → ``[N, H, D]`` of q's dtype. The caches get k_new and v_new. window:
-    the tokens that each attends to, itself included; None: all before it.
+    sequence's blocks may be anything) → ``[N, H, D]`` of q's dtype. The caches get k_new and v_new. Tokens
+    past the tiles' are padding, and so is what is returned for them. window: the tokens that each attends
+    to, itself included; None: all before it.
     """
     sequences = _sequences(tiles)
     _store_new(k_new, v_new, k_cache_layer, v_cache_layer, block_table, sequences)
@@ -75,12 +76,12 @@ def _sequences(tiles: Tiles) -> list[tuple[int, int, int, int]]:
 
 def _store_new(k_new, v_new, k_cache, v_cache, block_table, sequences) -> None:
     block_size = k_cache.shape[2]
-    first, count, start, row = np.array(sequences).reshape(-1, 4).T  # [B]
+    first, count, start, row = np.array(sequences, np.int64).reshape(-1, 4).T  # [B]
     rows = np.repeat(row, count)  # [N]
     positions = np.arange(len(rows)) - np.repeat(first - start, count)
     rows, positions = torch.from_numpy(np.stack((rows, positions))).to(k_cache.device)
     block_idx, slots = block_table[rows, positions // block_size], positions % block_size
-    k_cache[block_idx, :, slots], v_cache[block_idx, :, slots] = k_new, v_new
+    k_cache[block_idx, :, slots], v_cache[block_idx, :, slots] = k_new[: len(rows)], v_new[: len(rows)]
 
 
 def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tensor:

@@ -21,6 +21,10 @@ from rosellm.roseinfer.sampling import SamplingParams
 class Chooser(Protocol):
     """Final hidden states ``[n, C]`` → the next tokens, with all randomness on the device."""
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """All that :meth:`mode` may return."""
+
     def mode(self, params: list[SamplingParams]) -> str:
         """The mode that serves these requests; a step is captured for each."""
 
@@ -33,6 +37,8 @@ class Chooser(Protocol):
 
 class LogitsChooser:
     """All logits, then an argmax, or a draw if any request is not greedy."""
+
+    modes: tuple[str, ...] = ("greedy", "drawn")
 
     def __init__(self, logits: Callable[[Tensor], Tensor], noise: Callable[..., Tensor]) -> None:
         self.logits, self.noise = logits, noise
@@ -52,6 +58,8 @@ class FusedChooser:
     How a row's token is chosen depends on its own request, not on its batch. Full logits come from the head
     with its padding rows: with the odd row length of GPT-2's logits the GEMM could not use aligned stores.
     """
+
+    modes: tuple[str, ...] = ("greedy", "drawn", "filtered")
 
     def __init__(self, model: Transformer, kernels: Kernels) -> None:
         self.best_tokens, self.noise = kernels.best_tokens, kernels.gumbel_noise

@@ -109,7 +109,6 @@ class StreamingManager:
         self._running: dict[int, _Running] = {}  # the worker's; keyed by the scheduler's request id
         engine.own(self._scheduler, "a StreamingManager")
         try:
-            engine.step.warm_up()
             self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
             self._worker.start()
         except BaseException:
