@@ -215,11 +215,21 @@ def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int
 
 
 def _up_to_128_shape(n: int, k: int) -> tuple[int, int, int, int, int]:
+    if is_narrow(n, k):
+        return (64, 64, 64, 4, 5) if k > 2 * n else (64, 16, 128, 4, 4) if n <= k else (64, 32, 64, 4, 6)
     if n * k > 2 * LARGE:
         return 64, 128, 64, 4, 4
     if n > k:
         return (64, 64, 128, 4, 3) if n * k > LARGE else (64, 64 if n > 4096 else 32, 128, 4, 4)
     return 64, 16 if n < 2048 or k <= 2 * n else 32, 128, 4, 4
+
+
+def is_narrow(n: int, k: int) -> bool:
+    """Whether a model is as narrow as GPT-2 small.
+
+    Attention and products then take so little time that they overlap, and tiles compete for shared memory.
+    """
+    return min(n, k) < 1024
 
 
 def _more_rows_shape(rows: int, n: int, k: int) -> tuple[int, int, int, int, int]:
@@ -261,10 +271,11 @@ def _described(x: Tensor, weight: Tensor, width: int, block_m: int, block_n: int
     """Descriptors of x and the weight, tile by tile, for the TMA unit; None each for the ordinary loads.
 
     The unit copies rows of multiples of 16 bytes, and a range of K must end with a tile. Ordinary loads are
-    faster for tiles of fewer than ``TMA_ROWS`` rows, and for fp32.
+    faster for tiles of fewer than ``TMA_ROWS`` rows, for narrow models' up to 128 rows, and for fp32.
     """
     whole = width % block_k == 0 or width == x.shape[1]
-    if x.dtype == torch.float32 or block_m < TMA_ROWS or x.shape[1] % 8 or not whole:
+    few = block_m < TMA_ROWS or (len(x) <= 128 and is_narrow(*weight.shape))
+    if x.dtype == torch.float32 or few or x.shape[1] % 8 or not whole:
         return None, None
     return tuple(
         TensorDescriptor(it, list(it.shape), [it.shape[1], 1], [rows, block_k])
