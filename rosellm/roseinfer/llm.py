@@ -89,7 +89,7 @@ class LLM:
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
-        ids = [self.engine.encode(prompt) for prompt in many]
+        ids = self.engine.encode_many(many)
         with self._lock:
             outputs = self._run(ids, params, use_tqdm)
         for prompt, output in zip(many, outputs, strict=True):
@@ -110,7 +110,7 @@ class LLM:
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         many = cast("list[list[Message]]", messages if several else [messages])
         texts = [render_chat(self._folder, one) for one in many]
-        ids = [self.engine.encode(text, special=False) for text in texts]
+        ids = self.engine.encode_many(texts, special=False)
         outputs = self.generate(ids, sampling_params, use_tqdm)
         for text, output in zip(texts, outputs, strict=True):
             output.prompt = text

@@ -254,7 +254,7 @@ class OnlineScheduler:
         for sequence in heard.followed:
             sequence.follow_text()
         failed = [sequence for sequence in done.failed if sequence.request_id in self.requests]
-        ended = [sequence for sequence in heard.sequences if sequence.is_finished] + failed
+        ended = [s for s in heard.sequences if s.finish_reason is not None] + failed
         if ended:
             self._retire(ended)
         return heard.sequences + failed if failed else heard.sequences
