@@ -26,8 +26,9 @@ class LLM:
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
     best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None. device: "auto",
     "cuda" or "cpu". dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "float16" or
-    "bfloat16". load_format: "auto", or "dummy" for random weights. The sizes and ``deterministic`` are those
-    of ``Engine``.
+    "bfloat16". load_format: "auto", or "dummy" for random weights. prefix_cache: keep the keys and values of
+    prompts, for prompts that begin alike, in this call or a later one. The sizes and ``deterministic`` are
+    those of ``Engine``.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LLM:
         num_kv_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
         block_size: int = 64,
+        prefix_cache: bool = False,
         deterministic: bool = False,
     ) -> None:
         if rung is not None and recipe is not None:
@@ -59,6 +61,7 @@ class LLM:
             num_kv_blocks=num_kv_blocks,
             gpu_memory_utilization=gpu_memory_utilization,
             block_size=block_size,
+            prefix_cache=prefix_cache,
             deterministic=deterministic,
         )
         self._folder = None if load_format == "dummy" else checkpoint_folder(model)
