@@ -161,6 +161,11 @@ def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespac
         if named.rung is None and not named.paged_attn and not named.cuda_graph:
             parser.set_defaults(paged_attn=True, cuda_graph=True)
     options = parser.parse_args(argv)
+    if trace := vars(options).get("trace"):
+        options.num_requests = len(trace)
+        options.prompt_tokens = max(arrival.prompt_tokens for arrival in trace)
+        options.max_new_tokens = max(arrival.new_tokens for arrival in trace)
+        options.min_prompt_tokens = options.min_new_tokens = None
     if not options.prompt:
         raise PromptError("--prompt is empty; give it at least one character")
     return options

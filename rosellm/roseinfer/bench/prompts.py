@@ -9,6 +9,7 @@ import numpy as np
 
 from rosellm.errors import OptionError
 from rosellm.models.loading import AnyTokenizer
+from rosellm.roseinfer.bench.arrivals import Arrival
 from rosellm.roseinfer.sampling import SamplingParams
 
 Prompts = Sequence[str | list[int]]
@@ -22,6 +23,8 @@ def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
         ids = random.integers(vocab_size, size=(options.num_requests, longest)).tolist()
         shared = np.random.default_rng([options.seed, OF_PREFIXES])
         prefix = shared.integers(vocab_size, size=options.shared_prefix_tokens).tolist()
+        if trace := _trace(options):
+            return [prefix + row[: arrival.prompt_tokens] for row, arrival in zip(ids, trace, strict=True)]
         if options.min_prompt_tokens is None:
             return [prefix + row for row in ids]
         lengths = _lengths(options, options.min_prompt_tokens, longest, OF_PROMPTS)
@@ -34,6 +37,8 @@ def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
 
 def new_tokens(options: Namespace) -> list[int]:
     """How many tokens each request asks for."""
+    if trace := _trace(options):
+        return [arrival.new_tokens for arrival in trace]
     if options.min_new_tokens is None:
         return [options.max_new_tokens] * options.num_requests
     return _lengths(options, options.min_new_tokens, options.max_new_tokens, OF_OUTPUTS)
@@ -48,6 +53,11 @@ def request_params(options: Namespace) -> list[SamplingParams]:
         SamplingParams(**sampled, max_tokens=n, seed=seed if options.temperature else None, ignore_eos=ignore)
         for n, seed in zip(new_tokens(options), seeds.tolist(), strict=True)
     ]
+
+
+def _trace(options: Namespace) -> list[Arrival] | None:
+    """What ``--trace`` says, an option of the streaming benchmark only."""
+    return vars(options).get("trace")
 
 
 def _lengths(options: Namespace, low: int, high: int, of: int) -> list[int]:
