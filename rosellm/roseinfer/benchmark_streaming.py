@@ -6,7 +6,9 @@ run from submission to delivery by the manager; with a stream interval of N, tok
 Total throughput is all completion tokens over the time from the first submission to the last token. Goodput
 counts only the requests, a second, whose first token comes within --ttft-limit-ms of the time they were due,
 and every further one within --itl-limit-ms of the one before. The record also has how late each submission
-was, and the length of the queue over the run.
+was, and the length of the queue over the run. With --long-prompt-tokens one more request, of that many prompt
+tokens, arrives while the others run; their ITL beside and apart from its prefill is measured twice: in chunks
+of --prefill-chunk, and as one whole.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
@@ -32,6 +34,7 @@ from rosellm.roseinfer.bench.arrivals import (
 )
 from rosellm.roseinfer.bench.cli import Benchmark
 from rosellm.roseinfer.bench.job import Job
+from rosellm.roseinfer.bench.long_prompt import gap_figures, joined_by
 from rosellm.roseinfer.bench.options import count
 from rosellm.roseinfer.bench.prompts import Prompts
 from rosellm.roseinfer.bench.record import distribution
@@ -56,7 +59,8 @@ class StreamingLoad:
     """How requests arrive, how text is delivered, and within what limits it should be.
 
     times: when each request is due, in seconds from the start; None: all at once. ttft_limit_s and
-    itl_limit_s: as for ``arrivals.goodput``.
+    itl_limit_s: as for ``arrivals.goodput``. ends_with_long_prompt: the last request is the one whose
+    prefill the others are observed beside.
     """
 
     tokenize_workers: int = 0
@@ -64,6 +68,7 @@ class StreamingLoad:
     times: tuple[float, ...] | None = None
     ttft_limit_s: float = math.inf
     itl_limit_s: float = math.inf
+    ends_with_long_prompt: bool = False
 
 
 def run_streaming_benchmark(
@@ -103,6 +108,7 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
         **distribution("itl", gaps, PERCENTS),
         **distribution("lag", lags, PERCENTS),
         **(goodput(outputs, lags, total_time, *limits) if min(limits) < math.inf else {}),
+        **(gap_figures(outputs) if load.ends_with_long_prompt else {}),
         **queue_over_time(outputs, start, start + total_time),
     }
 
@@ -159,6 +165,15 @@ def summary(result: dict[str, Any]) -> list[str]:
         *percentiles,
         summary_line("Throughput (completion,total)", [medians["total_throughput_tok_s"]], "tokens/s"),
         *(_goodput_lines(medians) if "goodput_req_s" in medians else []),
+        *(_long_prompt_lines(medians) if "itl_beside_p50_s" in medians else []),
+    ]
+
+
+def _long_prompt_lines(medians: dict[str, float]) -> list[str]:
+    places = {"beside": "ITL beside the long prompt", "apart": "ITL apart from it"}
+    return [
+        summary_line(f"{told} p50/p99", [medians[f"itl_{place}_p{p}_s"] for p in (50, 99)], "ms")
+        for place, told in places.items()
     ]
 
 
@@ -225,6 +240,10 @@ def _add_options(parser: ArgumentParser) -> None:
     add("--request-rate", type=_rate, metavar="R", help=rate)
     trace = "JSON lines, or CSV with a header: seconds, prompt_tokens, new_tokens of each request"
     add("--trace", type=read_trace, metavar="FILE", help=trace)
+    more = "one more request, of this many prompt tokens and one new, joins the others"
+    add("--long-prompt-tokens", **count(None), help=more)
+    when = "when it does, after the others"
+    add("--long-prompt-after-ms", type=_milliseconds, default=500.0, metavar="MS", help=when)
     add("--ttft-limit-ms", type=_milliseconds, metavar="MS", help="of goodput: the latest first token")
     add("--itl-limit-ms", type=_milliseconds, metavar="MS", help="of goodput: the longest gap between tokens")
 
@@ -232,11 +251,44 @@ def _add_options(parser: ArgumentParser) -> None:
 def _runs(options: Namespace) -> dict[str, runs.Run]:
     limits = _seconds(options.ttft_limit_ms), _seconds(options.itl_limit_ms)
     times = _arrival_times(options)
-    load = StreamingLoad(options.tokenize_workers, options.stream_interval, times, *limits)
+    long = options.long_prompt_tokens is not None
+    load = StreamingLoad(options.tokenize_workers, options.stream_interval, times, *limits, long)
+    if long:
+        return {"chunked": partial(_run_once, load=load), "whole": partial(_run_unchunked, load=load)}
     return {"streaming": partial(_run_once, load=load)}
 
 
-BENCHMARK = Benchmark("streaming", __doc__, _add_options, _runs, summary)
+def _run_unchunked(job: Job, load: StreamingLoad) -> dict[str, Any]:
+    config = job.config and replace(job.config, prefill_chunk=None)
+    return _run_once(replace(job, config=config), load)
+
+
+class StreamingBenchmark(Benchmark):
+    """Whose requests may be those of a trace, or be joined by a long prompt."""
+
+    def parse_options(self, argv: list[str] | None = None) -> Namespace:
+        options = super().parse_options(argv)
+        if options.long_prompt_tokens is not None:
+            _check_arrivals_unsaid(options)
+            after, tokens = options.long_prompt_after_ms / 1e3, options.prompt_tokens or 1
+            sizes = options.num_requests, tokens, options.max_new_tokens
+            options.trace = joined_by(options.long_prompt_tokens, after, *sizes)
+        if trace := options.trace:
+            options.num_requests = len(trace)
+            options.prompt_tokens = max(arrival.prompt_tokens for arrival in trace)
+            options.max_new_tokens = max(arrival.new_tokens for arrival in trace)
+            options.min_prompt_tokens = options.min_new_tokens = None
+        return options
+
+
+def _check_arrivals_unsaid(options: Namespace) -> None:
+    if options.trace or options.request_rate or options.submit_interval_ms:
+        raise OptionError("--long-prompt-tokens says itself when requests arrive; give no other arrivals")
+    if options.prefill_chunk is None:
+        raise OptionError("--long-prompt-tokens compares chunks with whole prompts: give --prefill-chunk")
+
+
+BENCHMARK = StreamingBenchmark("streaming", __doc__, _add_options, _runs, summary)
 main = BENCHMARK.main
 
 

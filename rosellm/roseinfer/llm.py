@@ -15,6 +15,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, one_each
 
 Prompt = str | Sequence[int]  # text, or token ids
@@ -27,7 +28,8 @@ class LLM:
     best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None. device: "auto",
     "cuda" or "cpu". dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "float16" or
     "bfloat16". load_format: "auto", or "dummy" for random weights. prefix_cache: keep the keys and values of
-    prompts, for prompts that begin alike, in this call or a later one. The sizes and ``deterministic`` are
+    prompts, for prompts that begin alike, in this call or a later one. prefill_chunk: the most prompt tokens
+    between two tokens of running requests, as in ``SchedulerConfig``. The sizes and ``deterministic`` are
     those of ``Engine``.
     """
 
@@ -46,10 +48,12 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         block_size: int = 64,
         prefix_cache: bool = False,
+        prefill_chunk: int | None = None,
         deterministic: bool = False,
     ) -> None:
         if rung is not None and recipe is not None:
             raise RecipeError("both a rung and a recipe are given; give one of them")
+        self._config = SchedulerConfig(prefill_chunk=prefill_chunk)
         self.engine = Engine.load(
             model,
             device=device,
@@ -120,7 +124,7 @@ class LLM:
         return outputs
 
     def _run(self, ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        scheduler = OfflineScheduler(self.engine)
+        scheduler = OfflineScheduler(self.engine, self._config)
         self.engine.own(scheduler, "LLM.generate")
         try:
             n_tokens = sum(own.max_tokens for own in params)

@@ -100,6 +100,7 @@ def scheduler_config(options: Namespace) -> SchedulerConfig:
         max_batch_size=options.max_batch_size,
         prefill_max_batch_size=options.prefill_max_batch_size,
         prefill_token_budget=options.prefill_token_budget,
+        prefill_chunk=options.prefill_chunk,
         admission_policy=options.prefill_admission_policy,
     )
 

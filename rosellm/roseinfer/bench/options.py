@@ -128,6 +128,8 @@ def add_scheduler_options(parser: ArgumentParser) -> None:
     add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
     add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts per iteration")
     add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens per iteration")
+    chunk = "prompt tokens per iteration while requests decode; default: --prefill-token-budget"
+    add("--prefill-chunk", **count(config.prefill_chunk), help=chunk)
     policy = "which waiting requests are admitted: the first, or the shortest that fit"
     add("--prefill-admission-policy", choices=POLICIES, default=config.admission_policy, help=policy)
 
@@ -161,11 +163,6 @@ def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespac
         if named.rung is None and not named.paged_attn and not named.cuda_graph:
             parser.set_defaults(paged_attn=True, cuda_graph=True)
     options = parser.parse_args(argv)
-    if trace := vars(options).get("trace"):
-        options.num_requests = len(trace)
-        options.prompt_tokens = max(arrival.prompt_tokens for arrival in trace)
-        options.max_new_tokens = max(arrival.new_tokens for arrival in trace)
-        options.min_prompt_tokens = options.min_new_tokens = None
     if not options.prompt:
         raise PromptError("--prompt is empty; give it at least one character")
     return options
