@@ -100,16 +100,16 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
     total_time = max(output.metrics.token_times[-1] for output in outputs) - start
     limits = load.ttft_limit_s, load.itl_limit_s
     gaps = (gap for output in outputs for gap in output.metrics.itl)
-    tokens = [output.token_ids for output in outputs]
+    tokens, requests = [output.token_ids for output in outputs], [output.metrics for output in outputs]
     return {
         **runs.run_figures(tokens, total_time, runs.peak_memory(job.engine.device)),
         "read_time_s": read_time,
         **runs.request_figures(outputs, PERCENTS),
         **distribution("itl", gaps, PERCENTS),
         **distribution("lag", lags, PERCENTS),
-        **(goodput(outputs, lags, total_time, *limits) if min(limits) < math.inf else {}),
+        **(goodput(requests, lags, total_time, *limits) if min(limits) < math.inf else {}),
         **(gap_figures(outputs) if load.ends_with_long_prompt else {}),
-        **queue_over_time(outputs, start, start + total_time),
+        **queue_over_time(requests, start, start + total_time),
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rosellm.command_line import INT32_MAX
-from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.request import RequestMetrics
 
 N_SAMPLES = 200  # of the queue's length over a run
 FIELDS = ("seconds", "prompt_tokens", "new_tokens")
@@ -109,16 +109,13 @@ def submit_by_deadline(
     return lags
 
 
-def queue_over_time(outputs: list[RequestOutput], start: float, end: float) -> dict[str, list[float]]:
+def queue_over_time(requests: list[RequestMetrics], start: float, end: float) -> dict[str, list[float]]:
     """How many requests wait for their first token, and how many are in flight, N_SAMPLES times a run.
 
     start, end: of the run, ``perf_counter`` seconds; ``queue_times_s`` count from the start.
     """
     samples = np.linspace(start, end, N_SAMPLES)
-    columns = zip(
-        *((o.metrics.arrival, o.metrics.token_times[0], o.metrics.token_times[-1]) for o in outputs),
-        strict=True,
-    )
+    columns = zip(*((one.arrival, one.token_times[0], one.token_times[-1]) for one in requests), strict=True)
     arrived, begun, ended = (np.searchsorted(np.sort(times), samples, side="right") for times in columns)
     return {
         "queue_times_s": (samples - start).tolist(),
@@ -128,7 +125,7 @@ def queue_over_time(outputs: list[RequestOutput], start: float, end: float) -> d
 
 
 def goodput(
-    outputs: list[RequestOutput],
+    requests: list[RequestMetrics],
     lags: list[float],
     seconds: float,
     ttft_limit: float = math.inf,
@@ -140,8 +137,7 @@ def goodput(
     between two tokens counts.
     """
     good = 0
-    for output, lag in zip(outputs, lags, strict=True):
-        metrics = output.metrics
-        slow = max(metrics.itl, default=0.0) > itl_limit
-        good += not slow and metrics.token_times[0] - metrics.arrival + lag <= ttft_limit
-    return {"goodput_req_s": good / seconds, "within_limits_share": good / len(outputs)}
+    for one, lag in zip(requests, lags, strict=True):
+        slow = max(one.itl, default=0.0) > itl_limit
+        good += not slow and one.token_times[0] - one.arrival + lag <= ttft_limit
+    return {"goodput_req_s": good / seconds, "within_limits_share": good / len(requests)}

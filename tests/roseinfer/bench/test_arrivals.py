@@ -20,7 +20,6 @@ from rosellm.roseinfer.bench.arrivals import (
     read_trace,
     submit_by_deadline,
 )
-from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics
 
 ROWS = [(0.5, 3, 4), (0.0, 2, 6), (1.25, 9, 1)]
@@ -122,11 +121,7 @@ def test_each_submission_is_at_its_time_or_as_soon_as_those_before_are_done(gaps
         free = at + costs[i]
 
 
-def output_of(arrival: float, times: list[float]) -> RequestOutput:
-    return RequestOutput(1, [1], [1] * len(times), "length", RequestMetrics(arrival, times), str)
-
-
-SERVED = [output_of(0.0, [1.0, 1.5, 2.0]), output_of(0.0, [2.0, 5.0]), output_of(4.0, [5.0])]
+SERVED = [RequestMetrics(0.0, [1.0, 1.5, 2.0]), RequestMetrics(0.0, [2.0, 5.0]), RequestMetrics(4.0, [5.0])]
 
 
 @pytest.mark.parametrize(
