@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from threading import Lock
 from typing import Any, NoReturn
@@ -195,11 +196,15 @@ class Engine:
 
         special: add what the checkpoint's tokenizer begins texts with.
         """
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
+        return self.encode_many([prompt], special)[0]
+
+    def encode_many(self, prompts: SequenceOf[str | list[int]], special: bool = True) -> list[list[int]]:
+        """Like :meth:`encode`, for each prompt: texts on all cores."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if texts and self.tokenizer is None:
             raise PromptError("a prompt of text needs a tokenizer, and this engine has none")
-        return self.tokenizer.encode(prompt, special)
+        encoded = iter(self.tokenizer.encode_many(texts, special) if self.tokenizer is not None else [])
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> list[Sequence]:
         """Cache at most ``counts[i]`` more tokens of each sequence (None: all the rest).

@@ -87,6 +87,21 @@ def test_a_deterministic_engine_may_be_asked_for(checkpoint: Path) -> None:
     assert asked.generate([[4], [1, 2, 3]], params, use_tqdm=False)[1].outputs == alone.outputs
 
 
+def test_prompts_that_begin_alike_share_what_is_cached_of_them_if_asked_for(checkpoint: Path) -> None:
+    prompts = [[3] * 20 + [i] for i in range(5)]
+    sizes = {"max_batch_size": 2, "block_size": 8, "num_kv_blocks": 40}
+    plain, caching = (
+        LLM(str(checkpoint), rung="dense", device="cpu", prefix_cache=on, **sizes) for on in (False, True)
+    )
+    assert plain.engine.prefix_cache is None
+    assert caching.generate(prompts, GREEDY, use_tqdm=False) == plain.generate(
+        prompts, GREEDY, use_tqdm=False
+    )
+    assert caching.engine.prefix_cache.hit_tokens == 3 * 20
+    caching.generate(prompts[0], GREEDY, use_tqdm=False)
+    assert caching.engine.prefix_cache.hit_tokens == 4 * 20
+
+
 def test_a_recipe_of_ones_own_may_be_asked_for_in_place_of_a_rung(checkpoint: Path) -> None:
     recipe = Recipe(attention="paged", mask="none", tables="resident")
     llm = LLM(str(checkpoint), recipe=recipe, device="cpu")
