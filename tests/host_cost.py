@@ -78,8 +78,8 @@ def instant_engine(rows: int, step_s: float = 0.0) -> Engine:
     step.__class__, step.device = InstantStep, Device(step_s)
     in_flight.Clock = step.device.clock
     step._in_flight = in_flight.StepsInFlight(step.rows)
-    step.prefill.run = _reserve_only(step.prefill)
-    step.chooser = _FirstTokens()
+    step.prompts.layers = lambda inputs: torch.zeros(len(inputs.ids), config.d_model)
+    step.next_tokens.chooser = _FirstTokens()
     return engine
 
 
@@ -89,15 +89,6 @@ class _FirstTokens:
 
     def __call__(self, hidden: torch.Tensor, state: object, mode: str) -> tuple[None, torch.Tensor]:
         return None, torch.full((len(hidden), 1), 7, dtype=torch.int32)
-
-
-def _reserve_only(prefill) -> Callable:
-    def run(sequences, counts):
-        for sequence, count in zip(sequences, counts, strict=True):
-            prefill.blocks.reserve_prompt(0, sequence.block_ids[0], count)
-        return torch.zeros(sum(s.completes_prefill(n) for s, n in zip(sequences, counts, strict=True)), 8)
-
-    return run
 
 
 @dataclass
