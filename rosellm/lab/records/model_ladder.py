@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from rosellm.errors import RecipeError
 from rosellm.lab.records.account import WORKING
@@ -18,7 +17,6 @@ from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
 TWINS = {"D1": "W0", "D64": "W2"}  # of equal batch and cached tokens, recorded with GPT-2 small
-T = TypeVar("T")
 GPT2, BYTES = KNOWN_SHAPES["gpt2"], 2
 # The causes of a ledger's row that a role takes together; rows in which nothing runs are "idle".
 ROLES = {
@@ -90,15 +88,6 @@ def recorded_ledgers(results: Results, model: str) -> dict[str, Ledger]:
     figures = _of(results, model, "ledgers", asked).load("ledgers")["figures"]
     ledgers = {workload: Ledger.from_dict(one) for workload, one in figures.items()}
     return {workload: one for workload, one in ledgers.items() if not one.is_disturbed}
-
-
-def if_recorded(read: Callable[..., dict[str, T]], *given: Any) -> dict[str, T]:
-    """What ``read`` finds; where its record is missing nothing, and a line that says how to make it."""
-    try:
-        return read(*given)
-    except RecordError as missing:
-        print(missing)
-        return {}
 
 
 def _of(results: Results, model: str, record: str, option: str) -> Results:

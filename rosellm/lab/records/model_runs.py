@@ -60,11 +60,19 @@ def table(results: Results, model: str) -> list[Row]:
     return [row for row in rows if row.ours is not None or row.rival is not None]
 
 
-def repeat_counts(results: Results) -> str:
-    """How many measured runs a record has: ``2``, or ``1 to 3``."""
-    records = (json.loads(path.read_text()) for path in results.folder.glob("*/[A-Z]*.json"))
-    counts = {result["repeat_runs"] for record in records for result in record["results"].values()}
-    return " to ".join(str(n) for n in sorted({min(counts), max(counts)}))
+def runs_told(results: Results) -> str:
+    """How many measured runs each model's records have: ``2 of A; 1 of B and C``; a range if they differ."""
+    told: dict[str, list[str]] = {}
+    for model in recorded_models(results):
+        counts = _repeats(results, model)
+        told.setdefault(" to ".join(str(n) for n in sorted({min(counts), max(counts)})), []).append(model)
+    return "; ".join(f"{count} of {' and '.join(models)}" for count, models in sorted(told.items()))
+
+
+def _repeats(results: Results, model: str) -> list[int]:
+    paths = (results.folder / model).glob("*.json")
+    runs = [json.loads(path.read_text()) for path in paths if path.stem in MODEL_WORKLOADS]
+    return [result["repeat_runs"] for record in runs for result in record["results"].values()]
 
 
 def _row(results: Results, model: str, name: str, rival: dict, floor: dict) -> Row:

@@ -20,7 +20,7 @@ from rosellm.errors import RoseError
 from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_chart
 from rosellm.lab.figures.ladder_svg import ladder_svg
 from rosellm.lab.records.findings import finding
-from rosellm.lab.records.model_runs import Row, recorded_models, repeat_counts, table, unit_of
+from rosellm.lab.records.model_runs import Row, recorded_models, runs_told, table, unit_of
 from rosellm.lab.records.records import Results, find, floor_tok_s, number, results_folder, rivals
 from rosellm.lab.records.verdicts import WORKLOADS
 from rosellm.lab.running.gallery import reading_minutes
@@ -79,7 +79,7 @@ def models_table(results: Results) -> str:
         if any(cells):
             rows.append(f"| {workload}, {unit_of(MODEL_WORKLOADS[workload])} | {' | '.join(cells)} |")
     where = Results(results.folder / models[0]).environment_line("D1") if models else ""
-    runs = f"medians of {repeat_counts(results)} whole runs after a first" if models else "no records yet"
+    runs = f"medians of whole runs after a first ({runs_told(results)})" if models else "no records yet"
     return "\n".join([*rows, "", f"**Ours** (vLLM 0.22.1; floor), {runs}. {where}."])
 
 

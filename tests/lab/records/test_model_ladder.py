@@ -13,7 +13,6 @@ from rosellm.lab.records.model_ladder import (
     by_role,
     foretold_ladder,
     gpt2_ladder,
-    if_recorded,
     mean_step_us,
     recorded_ladder,
     recorded_ledgers,
@@ -90,12 +89,6 @@ def test_what_a_layer_takes_above_the_floor_is_of_both_engines_the_same_floor():
 def test_nothing_is_told_of_a_rival_that_was_not_measured():
     with pytest.raises(RecordError, match="no D1 of vLLM .* with gpt2 is recorded"):
         rest_a_layer(RESULTS, "gpt2", GPT2, "D1")
-
-
-def test_a_notebook_goes_on_without_a_record(tmp_path, capsys):
-    assert if_recorded(recorded_ledgers, Results(tmp_path), "Llama-3.2-1B") == {}
-    assert "Llama-3.2-1B has no record 'ledgers' yet" in capsys.readouterr().out
-    assert if_recorded(gpt2_ladder, RESULTS, "D1") == gpt2_ladder(RESULTS, "D1")
 
 
 def test_disturbed_ledgers_are_left_out(tmp_path):
