@@ -86,7 +86,7 @@ def _kv_append_identity_pos(case: Case, draw: Draw) -> Operands:
 
 @dataclass
 class _Held:
-    """Rows' cached tokens in blocks of their own, in any order; ``table`` also has room for new tokens."""
+    """Rows' cached tokens in blocks of their own, in any order."""
 
     lengths: Tensor
     table: Tensor  # [B, W]
@@ -95,10 +95,14 @@ class _Held:
     draw: Draw
 
     @classmethod
-    def of(cls, case: Case, draw: Draw, lengths: Tensor, most: int) -> _Held:
-        width = -(-most // case.block_size)
+    def of(cls, case: Case, draw: Draw, lengths: Tensor, n_new: Tensor | int) -> _Held:
+        """lengths: cached tokens of each row; n_new: tokens that it is to get. Entries past both are invalid."""
+        tokens = lengths.clamp_min(0) + n_new
+        width = -(-int(tokens.max() + 1) // case.block_size)
         n_blocks = len(lengths) * width + 1
         table = draw.order(n_blocks)[: len(lengths) * width].view(len(lengths), width)
+        column = torch.arange(width)
+        table = torch.where(column * case.block_size < tokens[:, None], table, n_blocks + column % 4)
         return cls(lengths, table, n_blocks, case, draw)
 
     def caches(self) -> Operands:
@@ -112,8 +116,8 @@ class _Held:
         return _caches(self.case, self.draw, self.n_blocks, fill)
 
 
-def _contexts(case: Case, draw: Draw, least: int) -> tuple[Tensor, int]:
-    """Cached tokens of each row, few but for the edges of a block, and room for one more.
+def _contexts(case: Case, draw: Draw, least: int) -> Tensor:
+    """Cached tokens of each row, few but for the edges of a block.
 
     least: -1 for some inert rows.
     """
@@ -123,13 +127,13 @@ def _contexts(case: Case, draw: Draw, least: int) -> tuple[Tensor, int]:
     lengths[: len(edges)] = edges
     if least < 0:
         lengths[4::3] = least
-    return lengths, most + 1
+    return lengths
 
 
 def _attended(case: Case, draw: Draw, least: int) -> tuple[Operands, Tensor, DeviceState]:
     """What both decode attentions take, the rows' cached tokens, and the state that has the block table."""
-    lengths, most = _contexts(case, draw, least)
-    held = _Held.of(case, draw, lengths, most)
+    lengths = _contexts(case, draw, least)
+    held = _Held.of(case, draw, lengths, n_new=1 if least < 0 else 0)
     q, k, v = _heads(case, draw, case.rows, ("q", "k_new", "v_new"))
     made = held.caches() | {"q": q, "k_new": k, "v_new": v, "scale": case.head_dim**-0.5}
     state = draw.state(case.rows, held.table.shape[1])
@@ -175,7 +179,7 @@ def _prefill_attention(case: Case, draw: Draw) -> Operands:
     counts = draw.whole(1, 20, min(case.rows, 4))
     starts = draw.whole(0, 2 * case.block_size + 2, len(counts))
     starts[0], counts[-1] = 0, BLOCK_M + 3 if case.option % 3 == 1 else 2
-    held = _Held.of(case, draw, starts, int((starts + counts).max()))
+    held = _Held.of(case, draw, starts, counts)
     q, k, v = _heads(case, draw, int(counts.sum()), ("q", "k_new", "v_new"))
     made = held.caches() | {"q": q, "k_new": k, "v_new": v}
     columns = torch.from_numpy(tile_columns(starts.numpy(), counts.numpy(), None, BLOCK_M))
@@ -185,7 +189,7 @@ def _prefill_attention(case: Case, draw: Draw) -> Operands:
 
 
 def _plan_attention(case: Case, draw: Draw) -> Operands:
-    lengths, _ = _contexts(case, draw, least=-1)
+    lengths = _contexts(case, draw, least=-1)
     state = draw.state(case.rows, 3)
     state.positions.copy_(lengths)
     variant = Variant(16, pieces=(7, 2 * case.rows, 0)[case.option % 3], warps=1)

@@ -55,15 +55,21 @@ def faulty(found: Tensor, expected: Tensor, exact: bool) -> Tensor:
 def fault(name: str, wrong: Tensor, found: Tensor, expected: Tensor, kind: str) -> str:
     """A line: where the first wrong element is, what is there, what should be, and how many there are."""
     place = tuple(wrong.nonzero()[0].tolist())
-    there, wanted = (_value(x[place]) for x in (found, expected))
+    there, wanted = _values(found[place], expected[place])
     n = f"{int(wrong.sum()):,} of {wrong.numel():,} elements"
     return f"{name}{list(place) or ''}: found {there}, expected {wanted} ({kind}, {n})"
 
 
-def _value(x: Tensor) -> str:
+def _values(found: Tensor, expected: Tensor) -> tuple[str, str]:
+    """Both with as many digits as tell them apart."""
+    short = _value(found), _value(expected)
+    return short if short[0] != short[1] else (_value(found, 9), _value(expected, 9))
+
+
+def _value(x: Tensor, digits: int = 4) -> str:
     if int(bits(x[None])[0]) == POISON[x.dtype.itemsize]:
-        return "nothing"
-    return f"{x.item():.6g}" if x.is_floating_point() else str(x.item())
+        return "poison"
+    return f"{x.item():.{digits}g}" if x.is_floating_point() else str(x.item())
 
 
 def _distance(place: int, low: int, high: int) -> str:
@@ -115,7 +121,7 @@ class Buffer:
         where = f"between the rows of {name}"
         if not low <= first <= high:
             where = f"{_distance(first, low, high)} of {name}"
-        there, wanted = (_value(x[first]) for x in (self.memory, expected))
+        there, wanted = _values(self.memory[first], expected[first])
         n = f"{int(wrong.sum()):,} elements"
         return f"memory {where}: found {there}, expected {wanted} (written outside, {n})"
 

@@ -121,6 +121,11 @@ def reads_past_the_context(*, context_lens, **operands):
     return TORCH.paged_attention_decode(context_lens=(context_lens + 1).clamp_max(5), **operands)
 
 
+def gathers_the_whole_table(*, block_table, k_cache_layer, **operands):
+    k_cache_layer[block_table.long()]  # entries past a context may be anything
+    return TORCH.paged_attention_decode(block_table=block_table, k_cache_layer=k_cache_layer, **operands)
+
+
 def by_the_wrong_group(*, k_new, v_new, q, **operands):
     h, kv = q.shape[1], k_new.shape[1]
     order = torch.arange(h).view(kv, h // kv).T.flatten()  # right where every head has its own keys
@@ -155,12 +160,12 @@ def never_stops(*, state, **operands):
 
 # Kernel, what is planted, and what the message says of it.
 PLANTED = [
-    ("kv_append_identity_pos", copies_64_elements, r"cache_layer\[\d+, .*found nothing.*never written"),
-    ("kv_append_identity_pos", writes_nine_rows, r"cache_layer\[\d+, .*found nothing.*never written"),
+    ("kv_append_identity_pos", copies_64_elements, r"cache_layer\[\d+, .*found poison.*never written"),
+    ("kv_append_identity_pos", writes_nine_rows, r"cache_layer\[\d+, .*found poison.*never written"),
     ("kv_append_identity_pos", no_value, r"v_cache_layer\[.*never written, 4 of"),
     ("kv_append_identity_pos", keys_as_values, r"v_cache_layer\[.*a wrong value"),
     ("kv_append_identity_pos", takes_rows_for_contiguous, r"k_cache_layer\[.*a wrong value"),
-    ("kv_append_identity_pos", a_row_too_many, r"k_cache_layer\[.*expected nothing \(written by mistake"),
+    ("kv_append_identity_pos", a_row_too_many, r"k_cache_layer\[.*expected poison \(written by mistake"),
     ("kv_append_identity_pos", writes_inert_rows, r"k_cache_layer\[.*written by mistake"),
     ("kv_append_identity_pos", spoils_its_input, r"pos\[\d+\]: found 0, expected [1-9].*written by mistake"),
     ("kv_append_identity_pos", before_the_cache, r"memory 3 before the beginning of k_cache_layer: found 0"),
@@ -169,7 +174,7 @@ PLANTED = [
     ("add_norm", leaves_x, r"x\[0, 0\]: found .*never written"),
     ("add_norm", without_eps, r"the result\[0, \d+\]"),
     ("add_norm", writes_past_its_result, r"memory 1 past the end of a tensor that it made: found 1 "),
-    ("add_norm", leaves_its_last_column, r"the result\[0, 0\]: found nothing, expected"),
+    ("add_norm", leaves_its_last_column, r"the result\[0, 0\]: found poison, expected"),
     (
         "kv_append_identity_pos",
         writes_between_rows,
@@ -181,6 +186,7 @@ PLANTED = [
         r"v\[0, 0, 1\]: found 0, expected .* \(written by mistake, 1 of 4 elements",
     ),
     ("paged_attention_decode", reads_past_the_context, r"the result\[0, 0, 0\]|raised "),
+    ("paged_attention_decode", gathers_the_whole_table, r"raised IndexError: index \d+ is out of bounds"),
     ("paged_attention_decode", by_the_wrong_group, r"the result\[0, 1, 0\].*a wrong value"),
     ("silu_mul", of_the_wrong_type, r"the result is \[1, 1\] float64 on cpu, expected \[1, 1\] float32"),
     ("silu_mul", nothing, r"returned nothing, expected \[1, 1\] float32 on cpu"),

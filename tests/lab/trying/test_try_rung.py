@@ -146,12 +146,12 @@ def test_an_error_in_the_engine_names_the_kernel_and_the_call():
 
 
 REFUSED = [
-    ("dependent_launch", "kv_append_identity_pos", "append_and_attend stores the new token .*; packed_prefill still"),
+    ("dependent_launch", "kv_append_identity_pos", "stores the new token .*; packed_prefill still does"),
     ("fused_append", "kv_append", "stores the new token itself .*; full_batch still does"),
     ("resident_step", "kv_append_full_batch", "calls kv_append_identity_pos; one_table still does"),
     ("paged", "kv_append_identity_pos", "torch's index_put stores it .*; the first that does is ident"),
     ("split_kv", "paged_attention_decode", "append_and_attend attends; packed_prefill still does"),
-    ("dense", "paged_attention_decode", "attention='dense' is torch's own; the first that does is paged"),
+    ("dense", "paged_attention_decode", "is torch's own; the first that does is paged"),
     ("packed_prefill", "add_norm", "norm='separate'.; the first that does is fused_norm"),
     ("small_gemm", "silu_mul", "activate in their epilogue; fused_head still does"),
     ("fused_gelu", "best_tokens", "the first that does is fused_head"),
