@@ -96,7 +96,7 @@ class _Held:
 
     @classmethod
     def of(cls, case: Case, draw: Draw, lengths: Tensor, n_new: Tensor | int) -> _Held:
-        """lengths: cached tokens of each row; n_new: tokens that it is to get. Entries past both are invalid."""
+        """lengths: cached tokens of each row; n_new: that it is to get. Entries past both are no blocks."""
         tokens = lengths.clamp_min(0) + n_new
         width = -(-int(tokens.max() + 1) // case.block_size)
         n_blocks = len(lengths) * width + 1
