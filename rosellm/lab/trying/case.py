@@ -41,7 +41,7 @@ GROUPED = Case(9, 4, 2, 16, 16, 64, 48)
 NARROW = Case(FEW_ROWS, 6, 3, 10, 8, 100, 62)
 GPT2 = Case(33, 12, 12, 64, 64, 768, 96)
 MANY_ROWS = Case(130, 1, 1, 8, 8, 24, 10)
-MOST_RANDOM = 20
+MOST_RANDOM, USES = 20, 6
 
 
 def cases(model: Arch | None, dtypes: tuple[torch.dtype, ...], seed: int, n_random: int) -> Iterator[Case]:

@@ -6,8 +6,9 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
+from textwrap import wrap
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -42,7 +43,7 @@ class KernelError(RoseError):
 class Verdict:
     """The result of :func:`check_kernel`. case: the operands of the call that failed; "" if none did.
 
-    launched: names of the Triton kernels that it launched. on_cpu: whether they were interpreted.
+    launched: names of the Triton kernels that it launched. interpreted: whether on a CPU.
     """
 
     kernel: str
@@ -61,10 +62,10 @@ class Verdict:
         if self.passed:
             exactly = ", bit for bit" if self.kernel in EXACT else ""
             return f"{self.kernel} PASSED {self.n_cases} cases{exactly}; nothing else was touched"
-        more = [f"  and {len(self.faults) - MOST_TOLD} faults more"] if len(self.faults) > MOST_TOLD else []
-        lines = (f"  {one}" for one in self.faults[:MOST_TOLD])
-        head = f"{self.kernel} FAILED in case {self.n_cases} (seed {self.seed}): {self.case}"
-        return "\n".join([head, *lines, *more])
+        more = [f"and {len(self.faults) - MOST_TOLD} faults more"] if len(self.faults) > MOST_TOLD else []
+        head = f"{self.kernel} FAILED in case {self.n_cases} (seed {self.seed}):"
+        called = wrap(self.case, 96, initial_indent="  with ", subsequent_indent="    ")
+        return "\n".join([head, *(f"  {one}" for one in (*self.faults[:MOST_TOLD], *more)), *called])
 
 
 def check_kernel(
@@ -204,12 +205,11 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@dataclass
-class Launch:
+class Launch(NamedTuple):
     """One launch of a Triton kernel: its name, and how many programs it has."""
 
     name: str
-    programs: int = field(default=0)
+    programs: int
 
 
 @contextmanager

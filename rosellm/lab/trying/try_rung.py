@@ -26,7 +26,7 @@ from rosellm.lab.records.records import Results, find, percent_change
 from rosellm.lab.records.roles import Marked
 from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, recorded_steps, room
 from rosellm.lab.trying.called_by import refusal
-from rosellm.lab.trying.case import ODD
+from rosellm.lab.trying.case import ODD, USES
 from rosellm.lab.trying.check_kernel import (
     KernelError,
     Verdict,
@@ -91,8 +91,8 @@ class TriedRung:
     def __str__(self) -> str:
         called = ", ".join(f"{name} {n:,} times" for name, n in self.calls.items())
         models = " and ".join(self.models)
-        tokens = f"{self.name} gives the tokens of {self.base} on {models}; the engine called {called}"
-        return "\n".join([*map(str, self.verdicts), tokens])
+        tokens = f"{self.name} gives the tokens of {self.base} on {models}"
+        return "\n".join([*map(str, self.verdicts), tokens, f"the engine called {called}"])
 
     @property
     def is_interpreted(self) -> bool:
@@ -139,7 +139,7 @@ class TriedRung:
                 speeds[self.name] = None if self.is_interpreted else self._speed
         title = (
             f"Steps a second, {self.base} = 1: {workload} recorded on {self.results.device_name}, "
-            f"{self.name} against {self.base} on this {self.model.device.type}"
+            f"{self.name} against {self.base} on this machine"
         )
         return ladder_chart(speeds, f"× {self.base}", title=title)
 
@@ -197,7 +197,8 @@ class TriedRung:
         for kernel in self.replaced:
             mine = getattr(kernels, kernel)
             with launches() as launched:
-                faults_of(kernel, mine, ODD, 0, self.model.device)
+                for option in range(USES):
+                    faults_of(kernel, mine, replace(ODD, option=option), 0, self.model.device)
             mark = Marked(f"kernel {kernel}", ROLES[kernel], frozenset(one.name for one in launched))
             marked.append(mark)
             ranged[kernel] = _in_range(mine, f"rosellm.lab.trying.{mark.name}")

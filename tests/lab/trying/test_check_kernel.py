@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given, strategies as st
 
 from rosellm.lab.trying.case import GPT2, ODD, cases
 from rosellm.lab.trying.check_kernel import MAKERS, NAMES, KernelError, check_kernel, faults_of, launches
@@ -17,7 +19,8 @@ from tests.helpers import CPU, INTERPRETED, ON_GPU
 
 append = TORCH.kv_append_identity_pos
 add_norm = TORCH.add_norm
-# What is not the interpreter's slowest: attention takes seconds a case, and is tried at one size here.
+GUARD = 64 * 7  # elements around rows of seven
+# Attention and noise take the interpreter seconds at the largest sizes: they are tried at two others.
 SLOW = {"paged_attention_decode", "prefill_attention", "append_and_attend", "gumbel_noise", "position_heads"}
 
 
@@ -203,7 +206,7 @@ def test_a_planted_fault_is_found_and_told(name, kernel, message):
     verdict = check_kernel(name, kernel, device="cpu", seed=5)
     assert not verdict.passed
     assert re.search(message, str(verdict), re.MULTILINE), str(verdict)
-    assert str(verdict).startswith(f"{name} FAILED in case {verdict.n_cases} (seed 5): ")
+    assert str(verdict).startswith(f"{name} FAILED in case {verdict.n_cases} (seed 5):\n  ")
 
 
 def test_the_grouped_kernel_is_right_wherever_every_head_has_its_own_keys():
@@ -264,6 +267,23 @@ def test_unknown_kernels_and_what_cannot_be_called_are_refused():
         check_kernel("norm", add_norm)
     with pytest.raises(KernelError, match="add_norm=3 cannot be called"):
         check_kernel("add_norm", 3)
+
+
+@given(place=st.integers(0, 2 * GUARD + 5 * 7 - 1), value=st.sampled_from([0.0, -1.0, math.inf]))
+def test_any_element_that_is_touched_is_told_and_placed(place, value):
+    """A window of three of five rows, every second element of them."""
+    one, other = Draw(1, CPU), Draw(1, CPU)
+    for draw in (one, other):
+        window = draw.name("x", draw.lay(draw.normal(5, 7), torch.float32)[:3, ::2])
+    (buffer,), (right,) = one.buffers, other.buffers
+    assert buffer.memory.numel() == 2 * GUARD + 35
+    buffer.memory[place] = value
+    (told,) = buffer.faults(right.memory.clone(), right, exact=False)
+    inside = {GUARD + 7 * i + j for i in range(3) for j in range(0, 7, 2)}
+    assert window.shape == (3, 4)
+    assert told.startswith("x[" if place in inside else "memory ")
+    assert ("before the beginning" in told) == (place < GUARD)
+    assert ("past the end" in told) == (place > max(inside))
 
 
 @triton.jit
