@@ -82,8 +82,10 @@ def check_kernel(
 
     Sizes run from one row of one element over odd ones to GPT-2's (33 rows, 12 heads of 64, blocks of 64) and
     the model's, then ``n_random`` random ones. Inputs are new each time; the seed that drew them is told.
-    dtype: of the model, checked beside fp32; appends are checked in all types. Raises KernelError for an
-    unknown name.
+    Operands are given by name, or by position to ``BY_POSITION``, as the engine does.
+
+    dtype: of the model, checked beside fp32; appends are checked in all types. model: whose sizes are tried
+    too. Raises KernelError for an unknown name.
     """
     check_name(name, kernel)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

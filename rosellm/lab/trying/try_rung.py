@@ -96,8 +96,9 @@ class TriedRung:
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether Triton's interpreter runs a kernel here: its time says nothing of a GPU."""
-        return any(verdict.interpreted for verdict in self.verdicts)
+        """Whether Triton's interpreter runs a kernel of either side: its time says nothing of a GPU."""
+        base_is = self.model.device.type == "cpu" and self.ours.name == "triton"
+        return base_is or any(verdict.interpreted for verdict in self.verdicts)
 
     @cached_property
     def step_times(self) -> dict[str, StepTimes]:
@@ -175,9 +176,7 @@ class TriedRung:
 
     @property
     def _untimed(self) -> str:
-        return (
-            f"{self.name} is not timed: Triton's interpreter runs it here, and its time says nothing of a GPU"
-        )
+        return f"{self.name} is not timed: Triton's interpreter runs here, and its time says nothing of a GPU"
 
     @property
     def _speed(self) -> float:

@@ -109,6 +109,13 @@ def test_an_interpreted_kernel_climbs_untimed(capsys):
             ask()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+def test_beside_an_interpreted_base_nothing_is_timed():
+    rung = try_rung("mine", base="autotune", paged_attention_decode=TORCH.paged_attention_decode, **SMALL)
+    assert not any(verdict.interpreted for verdict in rung.verdicts)
+    assert rung.is_interpreted
+
+
 def test_a_wrong_kernel_does_not_climb():
     def wrong(*, x, **operands):
         return TORCH.add_norm(x=x.clone(), **operands)
