@@ -39,6 +39,7 @@ FLOORS = (
     ("roseinfer/benchmark_*",),
     ("lab/records/*",),
     ("lab/figures/*",),
+    ("lab/trying/*",),
     ("lab/rung",),
     ("lab/running/*",),
 )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from rosellm.errors import RoseError
-from rosellm.lab.records.roles import roles_of
+from rosellm.lab.records.roles import Marked, roles_of
 from rosellm.lab.records.trace import Event, Trace
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
@@ -48,17 +48,21 @@ class Span(NamedTuple):
     name: str = ""
 
 
-def account(trace: Trace, floors: Mapping[str, float] | None = None) -> tuple[Row, ...]:
+def account(
+    trace: Trace, floors: Mapping[str, float] | None = None, marked: Sequence[Marked] = ()
+) -> tuple[Row, ...]:
     """Rows of the mean of the least disturbed half of the steps, one per ``PROFILED_STEP`` range.
 
-    floors: µs by cause. Raises ``LedgerError`` for fewer than two steps, or one that launched nothing.
+    floors: µs by cause. marked: work that is a cause of its own.
+
+    Raises ``LedgerError`` for fewer than two steps, or one that launched nothing.
     """
     steps = trace.ranges(PROFILED_STEP)
     if len(steps) < 2:
         raise LedgerError(f"the trace holds {len(steps)} steps; a ledger needs two or more")
     host, work = HostTimeline(trace), _work(trace)
     windows = _least_disturbed_half(_windows(work, steps, trace.on_gpu))
-    causes = roles_of(work, trace.of("op"), [step.start for step in steps], host.at)
+    causes = roles_of(work, trace.of("op"), [step.start for step in steps], host.at, marked)
     launches = Counter(
         (_kind(event), cause)
         for event, cause in zip(work, causes, strict=True)

@@ -36,7 +36,7 @@ from rosellm.lab.records.bench import Bench
 from rosellm.lab.records.floors import Ceiling, floors_us, measure_ceiling
 from rosellm.lab.records.host_functions import HostFunction, host_functions
 from rosellm.lab.records.records import number, percent_change
-from rosellm.lab.records.roles import OTHER
+from rosellm.lab.records.roles import OTHER, Marked
 from rosellm.lab.records.trace import record_trace
 from rosellm.roseinfer.engine import Engine
 
@@ -154,18 +154,18 @@ def tokens_before_profile(steps: int = 8) -> int:
     return WARM_UP_STEPS + 2 * (steps + 1) + steps // 2
 
 
-def step_ledger(bench: Bench, steps: int = 8) -> Ledger:
+def step_ledger(bench: Bench, steps: int = 8, marked: Sequence[Marked] = ()) -> Ledger:
     """Decodes with ``bench`` and accounts for ``steps`` profiled steps; others are timed un-profiled.
 
     Steps are run as a scheduler runs them, ahead of the host where the engine can; every sequence needs room
-    for :func:`tokens_needed` more tokens. Raises ``LedgerError``.
+    for :func:`tokens_needed` more tokens. marked: work that gets a row of its own. Raises ``LedgerError``.
     """
     _check(bench, steps)
     engine, batch = bench.engine, len(bench.sequences)
     there = fmean(len(s.tokens) for s in bench.sequences)
     context = there + WARM_UP_STEPS + 2 * steps + 1 + (steps - 1) / 2
     floors = partial(floors_us, engine.config, batch, context, engine.model.dtype.itemsize)
-    return take_ledger(partial(drive, bench), engine, steps, batch, context, floors)
+    return take_ledger(partial(drive, bench), engine, steps, batch, context, floors, marked)
 
 
 def take_ledger(
@@ -175,6 +175,7 @@ def take_ledger(
     batch: int,
     context: float,
     floors: Callable[[Ceiling], Mapping[str, float]],
+    marked: Sequence[Marked] = (),
 ) -> Ledger:
     """Accounts for ``steps`` profiled steps of ``batch`` sequences; others are timed un-profiled.
 
@@ -189,7 +190,7 @@ def take_ledger(
     functions = host_functions(lambda: run(steps + 1), steps + 1)
     on_gpu = engine.device.type == "cuda"
     known = floors(measure_ceiling(engine.device, engine.model.dtype)) if on_gpu else None
-    rows, step_us = account(trace, known), min(unprofiled)
+    rows, step_us = account(trace, known, marked), min(unprofiled)
     return Ledger(
         name=engine.rung or "custom",
         rows=of_unprofiled(rows, step_us, trace.on_gpu),

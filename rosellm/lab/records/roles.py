@@ -7,7 +7,8 @@ that launched them tells, or what stands around them in the step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from rosellm.lab.records.trace import Event
 from rosellm.roseinfer.kernels import table
@@ -68,8 +69,26 @@ GENERIC = {"elementwise", "views"}
 USUAL = {"product": "GEMM", "softmax": "attention", "put": "append"}
 
 
+class Marked(NamedTuple):
+    """Work with a role of its own: kernels of these names, and all that the range ``name`` launches.
+
+    name: what the role is called. role: what it is to the work around it.
+    """
+
+    name: str
+    role: str
+    kernels: frozenset[str]
+
+    def has(self, event: Event, part: str) -> bool:
+        return part == self.name or event.name in self.kernels
+
+
 def roles_of(
-    work: list[Event], operators: list[Event], step_starts: list[float], part_at: Callable[[float], str]
+    work: list[Event],
+    operators: list[Event],
+    step_starts: list[float],
+    part_at: Callable[[float], str],
+    marked: Sequence[Marked] = (),
 ) -> list[str]:
     """The role of every event of ``work``, in order of start.
 
@@ -82,14 +101,18 @@ def roles_of(
         inside = i >= 0 and event.started <= operators[i].start + operators[i].duration
         return operators[i].name if inside else ""
 
-    roles = [_role(event, launcher(event), part_at(event.started)) for event in work]
+    marks = [next((m for m in marked if m.has(event, part_at(event.started))), None) for event in work]
+    roles = [
+        _role(event, launcher(event), part_at(event.started)) if mark is None else mark.role
+        for event, mark in zip(work, marks, strict=True)
+    ]
     members: dict[int, list[int]] = {}
     for i, event in enumerate(work):
         members.setdefault(bisect_right(step_starts, event.started), []).append(i)
     for indices in members.values():
         for i, role in zip(indices, by_place([roles[i] for i in indices]), strict=True):
             roles[i] = role
-    return roles
+    return [role if mark is None else mark.name for role, mark in zip(roles, marks, strict=True)]
 
 
 def _role(event: Event, launcher: str, part: str) -> str:

@@ -6,6 +6,7 @@ recomputed gets the same noise.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ def philox4x32(
 
     counter, key: words 0..2**32-1 in int64 tensors that broadcast together → four such words of random bits.
     """
-    shape = torch.broadcast_shapes(*(word.shape for word in (*counter, *key)))
+    shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))  # torch's imports sympy
     c0, c1, c2, c3 = (word.expand(shape).clone() for word in counter)
     k0, k1 = key
     product0, product2 = torch.empty_like(c0), torch.empty_like(c0)

@@ -1,0 +1,66 @@
+"""The sizes of the calls on which a kernel is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rosellm.lab.trying.guarded_memory import Draw
+from rosellm.models.arch import Arch
+from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
+
+EPS = 1e-2  # large enough for its absence to show
+POSITIONS = 200
+Operands = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The sizes of one call; a kernel has those of them that its operands have. option: which of its uses."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    width: int
+    outputs: int
+    dtype: torch.dtype = torch.float32
+    option: int = 0
+
+
+Maker = Callable[[Case, Draw], Operands]
+
+SMALLEST = Case(1, 1, 1, 4, 1, 1, 2)
+ODD = Case(5, 3, 3, 6, 4, 37, 26)
+GROUPED = Case(9, 4, 2, 16, 16, 64, 48)
+NARROW = Case(FEW_ROWS, 6, 3, 10, 8, 100, 62)
+GPT2 = Case(33, 12, 12, 64, 64, 768, 96)
+MANY_ROWS = Case(130, 1, 1, 8, 8, 24, 10)
+MOST_RANDOM, USES = 20, 6
+
+
+def cases(model: Arch | None, dtypes: tuple[torch.dtype, ...], seed: int, n_random: int) -> Iterator[Case]:
+    """From the smallest up to GPT-2's and the model's own sizes, then random ones; each use of a kernel.
+
+    The types are taken in turn.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = [SMALLEST, ODD, ODD, GROUPED, GROUPED, NARROW, GPT2, MANY_ROWS]
+    if model is not None:
+        heads = model.n_heads, model.n_kv_heads, model.head_dim
+        sizes.append(Case(17, *heads, block_size=16, width=model.d_model, outputs=2 * model.d_model))
+    sizes += [_random(rng) for _ in range(n_random)]
+    for i, one in enumerate(sizes):
+        yield replace(one, dtype=dtypes[i % len(dtypes)], option=i)
+
+
+def _random(rng: np.random.Generator) -> Case:
+    rows, width, outputs = (int(n) for n in rng.integers(2, (MOST_RANDOM, 200, 100)))
+    kv_heads, group, half = (int(n) for n in rng.integers(1, (4, 4, 20)))
+    block_size = 1 << int(rng.integers(0, 7))
+    return Case(rows, kv_heads * group, kv_heads, 2 * half, block_size, width, 2 * outputs)

@@ -1,0 +1,243 @@
+"""A reader's kernel against its specification: the torch version of the same name in ``kernels.table``."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from textwrap import wrap
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from rosellm.errors import RoseError, told
+from rosellm.lab.trying.cached_cases import CACHED
+from rosellm.lab.trying.case import Case, cases
+from rosellm.lab.trying.guarded_memory import Allocations, Draw, fault, faulty
+from rosellm.lab.trying.row_cases import ROWS
+from rosellm.models.arch import Arch
+from rosellm.roseinfer.kernels.table import TORCH, Kernels
+from rosellm.triton_or_none import has_triton, triton
+
+MAKERS = CACHED | ROWS
+NAMES = tuple(one.name for one in fields(Kernels) if one.name != "name")
+EXACT = {"kv_append", "kv_append_full_batch", "kv_append_identity_pos", "plan_attention", "advance"}
+BY_POSITION = {"gumbel_noise", "plan_attention"}  # as the engine calls them
+COPIED = torch.float32, torch.float16, torch.bfloat16  # whatever the model's type: bits are bits
+N_RANDOM = 4
+MOST_TOLD = 4  # faults
+
+
+class KernelError(RoseError):
+    """A kernel that is wrong, that the rung does not call, or of which there is nothing to draw."""
+
+    def _render_traceback_(self) -> list[str]:  # what IPython asks an exception for
+        return [f"{type(self).__name__}: {self}"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of :func:`check_kernel`. case: the operands of the call that failed; "" if none did.
+
+    launched: names of the Triton kernels that it launched. interpreted: whether on a CPU.
+    """
+
+    kernel: str
+    n_cases: int
+    seed: int
+    case: str = ""
+    faults: tuple[str, ...] = ()
+    launched: frozenset[str] = frozenset()
+    interpreted: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return not self.case
+
+    def __str__(self) -> str:
+        if self.passed:
+            exactly = ", bit for bit" if self.kernel in EXACT else ""
+            return f"{self.kernel} PASSED {self.n_cases} cases{exactly}; nothing else was touched"
+        more = [f"and {len(self.faults) - MOST_TOLD} faults more"] if len(self.faults) > MOST_TOLD else []
+        head = f"{self.kernel} FAILED in case {self.n_cases} (seed {self.seed}):"
+        called = wrap(self.case, 96, initial_indent="  with ", subsequent_indent="    ")
+        return "\n".join([head, *(f"  {one}" for one in (*self.faults[:MOST_TOLD], *more)), *called])
+
+
+def check_kernel(
+    name: str,
+    kernel: Callable[..., Any],
+    *,
+    seed: int | None = None,
+    model: Arch | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    n_random: int = N_RANDOM,
+) -> Verdict:
+    """Tries ``kernel`` in place of the kernel ``name``, up to the first case that fails.
+
+    Sizes run from one row of one element over odd ones to GPT-2's (33 rows, 12 heads of 64, blocks of 64) and
+    the model's, then ``n_random`` random ones. Inputs are new each time; the seed that drew them is told.
+    Operands are given by name, or by position to ``BY_POSITION``, as the engine does.
+
+    dtype: of the model, checked beside fp32; appends are checked in all types. model: whose sizes are tried
+    too. Raises KernelError for an unknown name.
+    """
+    check_name(name, kernel)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    seed = secrets.randbits(31) if seed is None else seed
+    dtypes = COPIED if name.startswith("kv_append") else tuple(dict.fromkeys((torch.float32, dtype)))
+    n, launched = 0, set[str]()
+    for n, case in enumerate(cases(model, dtypes, seed, n_random), 1):  # noqa: B007
+        with launches() as names:
+            found = faults_of(name, kernel, case, seed + n, where)
+        launched |= {one.name for one in names}
+        if found:
+            return Verdict(name, n, seed, described(MAKERS[name](case, Draw(seed + n, where))), tuple(found))
+    return Verdict(
+        name, n, seed, launched=frozenset(launched), interpreted=bool(launched) and where.type == "cpu"
+    )
+
+
+def check_name(name: str, kernel: object) -> None:
+    """Raises KernelError unless there is a kernel ``name`` and ``kernel`` can be called in its place."""
+    if name not in NAMES:
+        raise KernelError(f"there is no kernel {name!r} to replace: there are {', '.join(NAMES)}")
+    if not callable(kernel):
+        raise KernelError(f"{name}={told(kernel)} cannot be called; give a function like the specification")
+
+
+@torch.inference_mode()
+def faults_of(
+    name: str, kernel: Callable[..., Any], case: Case, seed: int, device: torch.device
+) -> list[str]:
+    """What ``kernel`` does wrong in one case, a line each; none if it does what the specification does."""
+    wanted, drawn, exact = Draw(seed, device), Draw(seed, device), name in EXACT
+    spec = getattr(TORCH, name)
+    expected = _results(name, _called(name, spec, MAKERS[name](case, wanted)))
+    given = MAKERS[name](case, drawn)
+    before = [buffer.memory.clone() for buffer in drawn.buffers]
+    try:
+        with Allocations() as made:
+            returned = _called(name, kernel, given)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        return [f"raised {_first_line(error)}"]
+    faults = _compared(_results(name, returned), expected, exact)
+    for buffer, then, right in zip(drawn.buffers, before, wanted.buffers, strict=True):
+        faults += buffer.faults(then, right, exact)
+    return [*faults, *made.faults()]
+
+
+def _called(name: str, kernel: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    return kernel(*given.values()) if name in BY_POSITION else kernel(**given)
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what was wrong in the first place: Triton's interpreter wraps it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return told(error).splitlines()[0]
+
+
+def _results(name: str, returned: Any) -> list[Tensor | None] | None:
+    """What a kernel returned, as tensors; the results of the LM head's tiles as those of a single one."""
+    if returned is None or isinstance(returned, Tensor):
+        return [returned] if isinstance(returned, Tensor) else None
+    if not isinstance(returned, tuple):
+        return [returned]
+    tensors = list(returned[2:] if name == "plan_attention" else returned)
+    if name == "best_tokens" and all(isinstance(one, Tensor) and one.dim() == 2 for one in tensors):
+        values, indices = tensors
+        best = values.max(dim=1, keepdim=True).values
+        tensors = [best, torch.where(values == best, indices, 2**31 - 1).min(dim=1, keepdim=True).values]
+    return tensors
+
+
+def _compared(found: Any, expected: Any, exact: bool) -> list[str]:
+    if found is None or expected is None or len(found) != len(expected):
+        return [] if found is expected else [f"returned {_form(found)}, expected {_form(expected)}"]
+    faults: list[str] = []
+    for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        name = "the result" if len(found) == 1 else f"result {i}"
+        if one is None or other is None or not isinstance(one, Tensor) or _form([one]) != _form([other]):
+            if one is not other:
+                faults.append(f"{name} is {_form([one])}, expected {_form([other])}")
+            continue
+        if (wrong := faulty(one, other, exact)).any():
+            faults.append(fault(name, wrong, one, other, "a wrong value"))
+    return faults
+
+
+def _form(results: Any) -> str:
+    if results is None:
+        return "nothing"
+    told_ones = [
+        f"{list(one.shape)} {_short(one.dtype)} on {one.device.type}"
+        if isinstance(one, Tensor)
+        else told(one)
+        for one in results
+    ]
+    return ", ".join(told_ones)
+
+
+def described(given: Mapping[str, Any]) -> str:
+    """Operands in one line: shapes, types and row strides of tensors, other values as they are."""
+    return ", ".join(f"{name} {_described(value)}" for name, value in given.items())
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        strided = "" if value.is_contiguous() else f", rows {value.stride(0)} apart"
+        return f"{list(value.shape)} {_short(value.dtype)}{strided}"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        inner = [f"{name} {_described(one)}" for name, one in zip(value._fields, value, strict=True)]
+        return f"({', '.join(inner)})"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"of {len(value.rows)} rows" if hasattr(value, "rows") else str(value)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Launch(NamedTuple):
+    """One launch of a Triton kernel: its name, and how many programs it has."""
+
+    name: str
+    programs: int
+
+
+@contextmanager
+def launches() -> Iterator[list[Launch]]:
+    """The Triton kernels launched meanwhile, interpreted or compiled."""
+    seen: list[Launch] = []
+    if not has_triton:
+        yield seen
+        return
+    interface = triton.runtime.jit.KernelInterface
+    launch = interface.__getitem__
+
+    def counted(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def resolved(arguments: Mapping[str, Any]) -> Sequence[int]:
+            sizes = grid(arguments) if callable(grid) else grid
+            seen.append(Launch(_name(kernel), math.prod(sizes)))
+            return sizes
+
+        return launch(kernel, resolved)
+
+    with patch.object(interface, "__getitem__", counted):
+        yield seen
+
+
+def _name(kernel: Any) -> str:
+    """The function's, also of one that is tuned."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return getattr(kernel, "__name__", "a Triton kernel")

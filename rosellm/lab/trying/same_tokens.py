@@ -1,0 +1,126 @@
+"""Whether an engine with other kernels gives the tokens of its rung, and how often it calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rosellm.errors import told
+from rosellm.lab.records.bench import first_difference, forced_logits, make_prompts
+from rosellm.lab.trying.check_kernel import KernelError
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.steps.kv_append import AppendGate
+
+CLOSEST_CALL = 1e-3  # of two logits in fp32: below that, the order of a sum may decide
+NEW_TOKENS, BLOCK_SIZE = 6, 16
+UNEQUAL, EQUAL = [2, 14, 20], [15, 15, 15]  # prompts that cross the edges of blocks
+GREEDY = {"temperature": 0.0}
+SAMPLED: list[dict[str, Any]] = [
+    GREEDY,
+    {"temperature": 0.8, "seed": 1},
+    {"temperature": 0.8, "top_k": 50, "seed": 2},
+]
+Replaced = Mapping[str, Callable[..., Any]]
+
+
+class Counted:
+    """A kernel, and how often it was called; an error of its own tells which it was."""
+
+    def __init__(self, name: str, kernel: Callable[..., Any]) -> None:
+        self.name, self.kernel, self.calls = name, kernel, 0
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.calls += 1
+        try:
+            return self.kernel(*arguments, **named)
+        except Exception as error:
+            raise KernelError(
+                f"{self.name} raised in the engine, in call {self.calls}: {told(error)}"
+            ) from error
+
+
+def same_tokens(
+    name: str, base: str, ours: Kernels, replaced: Replaced, models: Mapping[str, Transformer]
+) -> dict[str, dict[str, int]]:
+    """Model → kernel → calls. Raises KernelError for other tokens, or a kernel that the first never calls.
+
+    ours: the base rung's kernels. A greedy run of unequal prompts and one of equal ones, partly sampled.
+    """
+    calls: dict[str, dict[str, int]] = {}
+    for model_name, model in models.items():
+        counted: dict[str, Any] = {one: Counted(one, kernel) for one, kernel in replaced.items()}
+        mine = replace(ours, **counted)
+        for lengths, wishes in ((UNEQUAL, [GREEDY]), (EQUAL, SAMPLED)):
+            expected, found = (_generate(model, base, kernels, lengths, wishes) for kernels in (ours, mine))
+            if expected != found and not _is_close_call(model, base, ours, lengths, expected, found, wishes):
+                raise KernelError(f"{name} on {model_name}: {_difference(base, expected, found)}")
+        calls[model_name] = {one: kernel.calls for one, kernel in counted.items()}
+    first = next(iter(models))
+    for one in replaced:
+        if not calls[first][one]:
+            others = [model for model in calls if calls[model][one]]
+            hint = f"; it does with model={others[0]!r}" if others else ""
+            raise KernelError(
+                f"{base} never calls {one} with {first}, in prompts and steps of 3 sequences{hint}"
+            )
+    return calls
+
+
+def _generate(
+    model: Transformer, base: str, kernels: Kernels, lengths: list[int], wishes: list[dict[str, Any]]
+) -> list[list[int]]:
+    """New tokens of seeded prompts, a list each; requests take ``wishes`` in turn."""
+    prompts = make_prompts(len(lengths), lengths, model.config.vocab_size, seed=1)
+    longest = max(lengths) + NEW_TOKENS
+    engine = Engine(
+        model,
+        recipe=base,
+        max_batch_size=len(prompts),
+        max_model_len=longest,
+        num_kv_blocks=len(prompts) * -(-longest // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        gate=AppendGate(1),
+        kernels=kernels,
+        warm_up=False,
+    )
+    params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **wish) for wish in wishes]
+    sequences = [engine.make_sequence(p, params[i % len(params)]) for i, p in enumerate(prompts)]
+    engine.prefill(sequences)
+    for _ in range(NEW_TOKENS - 1):
+        engine.decode(sequences)
+    return [sequence.output for sequence in sequences]
+
+
+def _is_close_call(
+    model: Transformer,
+    base: str,
+    ours: Kernels,
+    lengths: list[int],
+    expected: list[list[int]],
+    found: list[list[int]],
+    wishes: list[dict[str, Any]],
+) -> bool:
+    """Whether greedy runs part where the base rung's best two logits nearly tie."""
+    if wishes != [GREEDY]:
+        return False
+    prompts = make_prompts(len(lengths), lengths, model.config.vocab_size, seed=1)
+    logits = forced_logits(model, base, prompts, expected, gate_from=1, kernels=ours)
+    parted = first_difference(logits, expected, found)
+    return parted is not None and parted["logit_gap"] < CLOSEST_CALL
+
+
+def _difference(base: str, expected: list[list[int]], found: list[list[int]]) -> str:
+    step, row = next(
+        (step, row)
+        for step in range(NEW_TOKENS)
+        for row in range(len(expected))
+        if expected[row][step] != found[row][step]
+    )
+    return (
+        f"new token {step} of sequence {row} is {found[row][step]}, {base}'s is {expected[row][step]}; "
+        "the kernel passes its own check, so look for what it keeps between calls"
+    )

@@ -1,0 +1,303 @@
+"""A reader's own kernel as a rung: ``try_rung("my_idea", base="dependent_launch", add_norm=my_kernel)``.
+
+Nothing of the package is edited. The kernel is checked against its specification, then the whole engine runs
+with it and must give the tokens of the rung below; then the steps of both are timed in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from IPython.display import display
+from torch.profiler import record_function
+
+from rosellm.errors import RecipeError, told
+from rosellm.lab.figures.charts import Chart, show, text_table
+from rosellm.lab.figures.ladder import ladder_chart
+from rosellm.lab.figures.ledger import waterfall
+from rosellm.lab.records.bench import Bench, get_model, make_prompts
+from rosellm.lab.records.ledger import Ledger, step_ledger, tokens_needed
+from rosellm.lab.records.parameters import check_parameters
+from rosellm.lab.records.records import Results, find, percent_change
+from rosellm.lab.records.roles import Marked
+from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, recorded_steps, room
+from rosellm.lab.trying.called_by import refusal
+from rosellm.lab.trying.case import ODD, USES
+from rosellm.lab.trying.check_kernel import (
+    KernelError,
+    Verdict,
+    check_kernel,
+    check_name,
+    faults_of,
+    launches,
+)
+from rosellm.lab.trying.same_tokens import same_tokens
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
+from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
+
+GROUPED_MODEL = "rose-tiny-qwen3"  # six query heads to two of keys and values, rotary embeddings, SwiGLU
+EFFORT: dict[str, dict[str, Any]] = {
+    "cpu": {"engines": 1, "seconds": 0.3, "turns": 3},
+    "cuda": {"engines": 3, "seconds": 1.0, "turns": 5},
+}
+# What a kernel is to the work around it, in a ledger.
+ROLES = {
+    "paged_attention_decode": "attention",
+    "kv_append": "append",
+    "kv_append_full_batch": "append",
+    "kv_append_identity_pos": "append",
+    "prefill_attention": "attention",
+    "position_heads": "elementwise",
+    "gumbel_noise": "sampling",
+    "append_and_attend": "attention",
+    "plan_attention": "attention",
+    "embed": "embedding",
+    "add_norm": "norm",
+    "silu_mul": "elementwise",
+    "few_rows_linear": "GEMM",
+    "some_rows_linear": "GEMM",
+    "best_tokens": "head",
+    "advance": "sampling",
+}
+Replaced = Mapping[str, Callable[..., Any]]
+
+
+@dataclass
+class TriedRung:
+    """A rung that passed: its kernels equal their specifications, and its tokens are those of ``base``.
+
+    ours: the base rung's kernels as they are compared with; replaced: the reader's, by name. batch sequences
+    decode together, of ``context`` cached tokens in the middle of what is timed. calls: of each kernel in the
+    token check.
+    """
+
+    name: str
+    base: str
+    model: Transformer
+    ours: Kernels
+    replaced: Replaced
+    batch: int
+    context: int
+    verdicts: tuple[Verdict, ...]
+    models: tuple[str, ...]
+    calls: Mapping[str, int]
+    results: Results
+
+    def __str__(self) -> str:
+        called = ", ".join(f"{name} {n:,} times" for name, n in self.calls.items())
+        models = " and ".join(self.models)
+        tokens = f"{self.name} gives the tokens of {self.base} on {models}"
+        return "\n".join([*map(str, self.verdicts), tokens, f"the engine called {called}"])
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs a kernel of either side: its time says nothing of a GPU."""
+        base_is = self.model.device.type == "cpu" and self.ours.name == "triton"
+        return base_is or any(verdict.interpreted for verdict in self.verdicts)
+
+    @cached_property
+    def step_times(self) -> dict[str, StepTimes]:
+        """A step of the base rung and of this one, timed in turns. Raises KernelError if interpreted."""
+        if self.is_interpreted:
+            raise KernelError(f"{self._untimed}; on a GPU it is timed")
+        return measure_steps(
+            {
+                name: partial(self._bench, kernels, prompt_length(self.context), room())
+                for name, kernels in self._sides
+            },
+            **EFFORT[self.model.device.type],
+        )
+
+    def steps(self) -> None:
+        """Both steps in µs; of an interpreted kernel one line."""
+        if self.is_interpreted:
+            print(self._untimed)
+            return
+        old, new = self.step_times.values()
+        rows = [[name, one.us, *one.range_us] for name, one in self.step_times.items()]
+        print(text_table(["step, µs", "median", "least engine", "most"], rows))
+        print(f"{self.name}: {percent_change(old.us, new.us)}")
+
+    def ladder(self, workload: str = "W1") -> Chart:
+        """The recorded ladder's speeds relative to the base rung's, and beside it this one's, measured here.
+
+        An interpreted kernel has a row without a value.
+        """
+        recorded = {name: one.us for name, one in recorded_steps(self.results, workload).items()}
+        if self.base not in recorded:
+            raise KernelError(
+                f"no step of {self.base} was recorded at {workload}: there is no ladder to stand on"
+            )
+        speeds: dict[str, float | None] = {}
+        for rung, us in recorded.items():
+            speeds[rung] = recorded[self.base] / us
+            if rung == self.base:
+                speeds[self.name] = None if self.is_interpreted else self._speed
+        title = (
+            f"Steps a second, {self.base} = 1: {workload} recorded on {self.results.device_name}, "
+            f"{self.name} against {self.base} on this machine"
+        )
+        return ladder_chart(speeds, f"× {self.base}", title=title)
+
+    def show_ladder(self, workload: str = "W1") -> None:
+        show(self.ladder(workload))
+
+    @cached_property
+    def ledgers(self) -> tuple[Ledger, Ledger]:
+        """The base rung's step and this one's, cause by cause; replaced kernels have rows of their own.
+
+        On a GPU a Triton kernel is known by its name. One of torch's operators is told apart where the host
+        launches them, not in a captured graph.
+        """
+        if self.is_interpreted:
+            raise KernelError(f"{self._untimed}; a ledger of it needs a GPU")
+        tables = dict(self._sides)
+        old, new = (self._ledger(name, tables[name]) for name in (self.base, self.name))
+        return old, new
+
+    def ledger(self) -> None:
+        """This rung's ledger; of an interpreted kernel one line."""
+        if self.is_interpreted:
+            print(self._untimed)
+        else:
+            display(self.ledgers[1])
+
+    def waterfall(self) -> None:
+        """From the base rung's step to this one's, cause by cause; of an interpreted kernel one line."""
+        if self.is_interpreted:
+            print(self._untimed)
+        else:
+            show(waterfall(*self.ledgers))
+
+    @property
+    def _untimed(self) -> str:
+        return f"{self.name} is not timed: Triton's interpreter runs here, and its time says nothing of a GPU"
+
+    @property
+    def _speed(self) -> float:
+        return self.step_times[self.base].us / self.step_times[self.name].us
+
+    @property
+    def _sides(self) -> list[tuple[str, Kernels]]:
+        return [(self.base, self.ours), (self.name, replace(self.ours, **dict[str, Any](self.replaced)))]
+
+    def _bench(self, kernels: Kernels, prompt_tokens: int, new_tokens: int) -> Bench:
+        prompts = make_prompts(self.batch, prompt_tokens, self.model.config.vocab_size)
+        return Bench(self.model, self.base, prompts, new_tokens, gate_from=1, kernels=kernels)
+
+    def _ledger(self, name: str, kernels: Kernels) -> Ledger:
+        marked: list[Marked] = []
+        ranged: dict[str, Any] = {}
+        for kernel in self.replaced:
+            mine = getattr(kernels, kernel)
+            with launches() as launched:
+                for option in range(USES):
+                    faults_of(kernel, mine, replace(ODD, option=option), 0, self.model.device)
+            mark = Marked(f"kernel {kernel}", ROLES[kernel], frozenset(one.name for one in launched))
+            marked.append(mark)
+            ranged[kernel] = _in_range(mine, f"rosellm.lab.trying.{mark.name}")
+        bench = self._bench(replace(kernels, **ranged), 1, 1 + tokens_needed())
+        return replace(step_ledger(bench, marked=marked), name=name)
+
+
+def _in_range(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def ranged(*arguments: Any, **named: Any) -> Any:
+        with record_function(name):
+            return kernel(*arguments, **named)
+
+    return ranged
+
+
+def try_rung(
+    name: str,
+    *,
+    base: str,
+    model: str = "rose-tiny",
+    load_format: str = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    batch: int = 6,
+    context: int = 64,
+    seed: int | None = None,
+    record: str = "nvidia-h200",
+    **kernels: Callable[..., Any],
+) -> TriedRung:
+    """The rung ``base`` with ``kernels`` replaced, under a name of its own, once they have proved right.
+
+    kernels: functions called like the specifications of the same names in ``kernels.table.Kernels``, in
+    Triton or plain torch. First each is checked against its specification (:func:`check_kernel`; seed None
+    draws new inputs each time). Then the engine runs with them, in fp32, on the model and on a small one of
+    grouped queries, greedily and with sampling: its tokens must be the base rung's, and each kernel must have
+    been called. batch, context: of the steps that are then timed. record: the folder of records to stand
+    beside.
+
+    Raises KernelError for a kernel that is wrong or that the base rung never calls, RecipeError for an
+    unknown rung or a base that this device or model cannot run, ParameterError.
+    """
+    base, names = get_rung(base), list(kernels)
+    _check_names(name, base, kernels)
+    transformer = get_model(model, device, dtype, load_format)
+    check_launch(LADDER[base], transformer.device)
+    LADDER[base].check_serves(transformer.config)
+    check_parameters(transformer, batch=batch, prompt_tokens=context, new_tokens=room())
+    results = find(record)
+    checked: dict[str, Any] = {
+        "model": transformer.config,
+        "dtype": transformer.dtype,
+        "device": transformer.device,
+        "seed": seed,
+    }
+    verdicts = tuple(check_kernel(one, kernels[one], **checked) for one in names)
+    if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
+        raise KernelError("\n".join(wrong))
+    ours = _one_by_one(base, transformer.device)
+    exact = {
+        one: get_model(one, device, "float32", load_format if one == model else "auto")
+        for one in (model, GROUPED_MODEL)
+    }
+    served = {one: it for one, it in exact.items() if one == model or _serves(base, it)}
+    calls = same_tokens(name, base, ours, kernels, served)
+    return TriedRung(
+        name, base, transformer, ours, kernels, batch, context, verdicts, tuple(served), calls[model], results
+    )
+
+
+def _check_names(name: str, base: str, kernels: Replaced) -> None:
+    if not isinstance(name, str) or not name or name in LADDER:
+        raise KernelError(f"name is {told(name)}; give your rung a name that no rung of the ladder has")
+    if not kernels:
+        raise KernelError("there is no kernel to replace; give one by its name, such as add_norm=my_kernel")
+    for one, kernel in kernels.items():
+        check_name(one, kernel)
+        if reason := refusal(one, base):
+            raise KernelError(reason)
+
+
+def _serves(base: str, model: Transformer) -> bool:
+    try:
+        LADDER[base].check_serves(model.config)
+    except RecipeError:
+        return False
+    return True
+
+
+def _one_by_one(base: str, device: torch.device) -> Kernels:
+    """The base rung's kernels; torch's are called one by one, as Triton's are.
+
+    On a CPU an engine otherwise packs weights for oneDNN, or computes what layers share once a step. (The
+    persistent rung has no such form there.)
+    """
+    kernels = choose_kernels("auto", LADDER[base].launch, device)
+    if kernels.name != "torch" or LADDER[base].gemm == "persistent":
+        return kernels
+    return replace(kernels, name="torch, one by one", append_and_attend=_alone(kernels.append_and_attend))
+
+
+def _alone(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which the engine then does not know."""
+    return lambda **operands: kernel(**operands)

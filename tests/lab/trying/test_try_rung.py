@@ -1,0 +1,238 @@
+"""A reader's kernel climbs the ladder, or is refused with the reason."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from rosellm.errors import RecipeError
+from rosellm.lab.records.bench import get_model
+from rosellm.lab.records.parameters import ParameterError
+from rosellm.lab.trying import try_rung as module
+from rosellm.lab.trying.called_by import CALLERS, refusal
+from rosellm.lab.trying.check_kernel import NAMES, KernelError
+from rosellm.lab.trying.same_tokens import same_tokens
+from rosellm.lab.trying.try_rung import GROUPED_MODEL, ROLES, try_rung
+from rosellm.roseinfer.kernels.table import TORCH
+from rosellm.roseinfer.recipe import LADDER
+
+SMALL = {"device": "cpu", "batch": 2, "context": 20, "seed": 3}
+append = TORCH.kv_append_identity_pos
+
+
+def my_norm(**operands):
+    return TORCH.add_norm(**operands)
+
+
+@triton.jit
+def copy_row(k, v, key, value, blocks, pos, stride, H, S, D, WIDTH: tl.constexpr):
+    row, head, element = tl.program_id(0), tl.program_id(1), tl.arange(0, WIDTH)
+    block = tl.load(blocks + row).to(tl.int64)
+    mask = element < tl.where(block >= 0, D, 0)
+    source = row.to(tl.int64) * stride + head * D + element
+    target = ((block * H + head) * S + tl.load(pos + row)) * D + element
+    tl.store(k + target, tl.load(key + source, mask=mask), mask=mask)
+    tl.store(v + target, tl.load(value + source, mask=mask), mask=mask)
+
+
+def triton_append(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos):
+    _, h, s, d = k_cache_layer.shape
+    tensors = k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos
+    copy_row[(len(block_idx), h)](*tensors, key_new.stride(0), h, s, d, WIDTH=triton.next_power_of_2(d))
+
+
+@pytest.fixture(scope="module")
+def tried():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module.EFFORT, "cpu", {"engines": 1, "seconds": 0.01, "turns": 1})
+        rung = try_rung("my_idea", base="dependent_launch", add_norm=my_norm, **SMALL)
+        assert rung.step_times
+    return rung
+
+
+def test_a_right_kernel_climbs(tried, capsys):
+    assert "add_norm PASSED 13 cases" in str(tried)
+    assert "my_idea gives the tokens of dependent_launch on rose-tiny and rose-tiny-qwen3\n" in str(tried)
+    assert tried.calls["add_norm"] > 10 and tried.base == "dependent_launch"
+    tried.steps()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["dependent_launch", "my_idea", "my_idea:"]
+
+
+def test_its_bar_stands_beside_the_recorded_ladder(tried):
+    rows = {line.split()[0]: line.split()[-1] for line in tried.ladder("W2").table.splitlines()[2:]}
+    names = list(rows)
+    assert names.index("my_idea") == names.index("dependent_launch") + 1
+    assert float(rows["dependent_launch"]) == 1 and float(rows["dense"]) < 1
+    steps = tried.step_times
+    assert float(rows["my_idea"]) == pytest.approx(
+        steps["dependent_launch"].us / steps["my_idea"].us, rel=0.01
+    )
+
+
+def test_its_kernel_has_a_role_of_its_own_in_both_ledgers(tried):
+    old, new = tried.ledgers
+    assert (old.name, new.name) == ("dependent_launch", "my_idea")
+    for ledger in (old, new):
+        rows = {row.cause: row for row in ledger.rows if row.kind == "work"}
+        assert rows["kernel add_norm"].us > 0 and "norm" not in rows
+        assert rows["GEMM"].us > 0 and rows["head"].us > 0  # found by the norms around them
+
+
+def test_a_waterfall_leads_from_the_base_to_it(tried, monkeypatch):
+    shown = []
+    monkeypatch.setattr(module, "show", shown.append)
+    monkeypatch.setattr(module, "display", shown.append)
+    tried.waterfall()
+    tried.ledger()
+    tried.show_ladder()
+    assert "dependent_launch → my_idea" in shown[0].layout.title.text
+    assert shown[1] is tried.ledgers[1] and "my_idea" in shown[2].table
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+def test_an_interpreted_kernel_climbs_untimed(capsys):
+    rung = try_rung("mine", base="packed_prefill", kv_append_identity_pos=triton_append, **SMALL)
+    assert rung.is_interpreted and rung.calls["kv_append_identity_pos"] >= 25
+    rung.steps()
+    rung.ledger()
+    rung.waterfall()
+    assert capsys.readouterr().out.count("mine is not timed: Triton's interpreter") == 3
+    assert re.search(r"^mine +–$", rung.ladder().table, re.MULTILINE)
+    for ask in (lambda: rung.step_times, lambda: rung.ledgers):
+        with pytest.raises(KernelError, match="not timed"):
+            ask()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+def test_beside_an_interpreted_base_nothing_is_timed():
+    rung = try_rung("mine", base="autotune", paged_attention_decode=TORCH.paged_attention_decode, **SMALL)
+    assert not any(verdict.interpreted for verdict in rung.verdicts)
+    assert rung.is_interpreted
+
+
+def test_a_wrong_kernel_does_not_climb():
+    def wrong(*, x, **operands):
+        return TORCH.add_norm(x=x.clone(), **operands)
+
+    with pytest.raises(
+        KernelError, match=r"add_norm FAILED in case 1 \(seed 3\):\n.*x\[0, 0\].*never written"
+    ):
+        try_rung("my_idea", base="dependent_launch", add_norm=wrong, **SMALL)
+
+
+def test_a_kernel_that_only_the_engine_catches_is_refused_with_the_token():
+    seen = []
+
+    def tires(**operands):
+        seen.append(len(operands["x"]))
+        right = TORCH.add_norm(**operands)
+        return right if len(seen) < 26 else right.zero_()
+
+    with pytest.raises(
+        KernelError, match="my_idea on rose-tiny: new token 2 of sequence 0 is .*dependent_launch's is"
+    ):
+        try_rung("my_idea", base="dependent_launch", add_norm=tires, **SMALL)
+
+
+def test_an_error_in_the_engine_names_the_kernel_and_the_call():
+    def breaks(**operands):
+        if operands["tokens"].shape[0] > 1000:
+            raise ValueError("a large vocabulary")
+        return TORCH.embed(**operands)
+
+    with pytest.raises(
+        KernelError, match="embed raised in the engine, in call 1: ValueError: a large vocabulary"
+    ):
+        try_rung("my_idea", base="dependent_launch", embed=breaks, **SMALL)
+
+
+REFUSED = [
+    ("dependent_launch", "kv_append_identity_pos", "stores the new token .*; packed_prefill still does"),
+    ("fused_append", "kv_append", "stores the new token itself .*; full_batch still does"),
+    ("resident_step", "kv_append_full_batch", "calls kv_append_identity_pos; one_table still does"),
+    ("paged", "kv_append_identity_pos", "torch's index_put stores it .*; the first that does is ident"),
+    ("split_kv", "paged_attention_decode", "append_and_attend attends; packed_prefill still does"),
+    ("dense", "paged_attention_decode", "is torch's own; the first that does is paged"),
+    ("packed_prefill", "add_norm", "norm='separate'.; the first that does is fused_norm"),
+    ("small_gemm", "silu_mul", "activate in their epilogue; fused_head still does"),
+    ("fused_gelu", "best_tokens", "the first that does is fused_head"),
+    ("cuda_graph", "advance", "the first that does is resident_step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "kernel", "reason"), REFUSED)
+def test_a_kernel_that_the_base_never_calls_is_refused_with_the_rung_that_does(base, kernel, reason):
+    with pytest.raises(KernelError, match=f"{base} never calls {kernel}: .*{reason}"):
+        try_rung("my_idea", base=base, **{kernel: getattr(TORCH, kernel)}, **SMALL)
+
+
+def test_a_kernel_that_only_another_model_calls_is_refused_with_that_model():
+    with pytest.raises(
+        KernelError, match="never calls position_heads with rose-tiny.*model='rose-tiny-qwen3'"
+    ):
+        try_rung("my_idea", base="dependent_launch", position_heads=TORCH.position_heads, **SMALL)
+    grouped = try_rung(
+        "my_idea", base="fused_gelu", model=GROUPED_MODEL, silu_mul=TORCH.silu_mul, **SMALL
+    )  # fmt: skip
+    assert grouped.calls["silu_mul"] > 0 and grouped.models == (GROUPED_MODEL,)
+
+
+def test_bad_requests_are_refused_in_one_line():
+    right = {"add_norm": my_norm}
+    for wrong, error, message in (
+        ({"base": "nothing", **right}, RecipeError, "rung 'nothing' is unknown"),
+        ({"base": "dependent_launch"}, KernelError, "no kernel to replace"),
+        ({"base": "dependent_launch", "norm": my_norm}, KernelError, "no kernel 'norm' to replace"),
+        ({"base": "dependent_launch", "add_norm": None}, KernelError, "add_norm=None cannot be called"),
+        ({"base": "dependent_launch", **right, "batch": 0}, ParameterError, "batch is 0"),
+        ({"base": "dependent_launch", **right, "context": 600}, ParameterError, "exceed the model's 512"),
+    ):
+        with pytest.raises(error, match=message) as caught:
+            try_rung("my_idea", **{"device": "cpu"} | wrong)
+        assert "\n" not in str(caught.value)
+    for name in ("dense", "", 3):
+        with pytest.raises(KernelError, match="give your rung a name"):
+            try_rung(name, base="dependent_launch", device="cpu", **right)
+
+
+def test_a_near_tie_of_greedy_logits_is_not_a_difference(monkeypatch):
+    from rosellm.lab.trying import same_tokens as tokens
+
+    model, other = (
+        get_model("rose-tiny", "cpu", "float32"),
+        {"add_norm": lambda **o: TORCH.add_norm(**o) * 1.5},
+    )
+    ours = replace(TORCH, name="one by one")
+    with pytest.raises(KernelError, match="new token"):
+        same_tokens("mine", "fused_norm", ours, other, {"rose-tiny": model})
+    monkeypatch.setattr(tokens, "CLOSEST_CALL", 1e9)
+    monkeypatch.setattr(tokens, "SAMPLED", [tokens.GREEDY])
+    assert same_tokens("mine", "fused_norm", ours, other, {"rose-tiny": model})["rose-tiny"]["add_norm"]
+
+
+@pytest.mark.parametrize("rung", [one for one in LADDER if one not in ("autotune", "persistent_kernel")])
+def test_what_is_said_of_a_rung_s_callers_is_what_its_engine_calls(rung):
+    """Rungs whose kernels need Triton everywhere, or a GPU for their form, are left out."""
+    models = {one: get_model(one, "cpu", "float32") for one in ("rose-tiny", GROUPED_MODEL)}
+    called: set[str] = set()
+
+    def noted(name):
+        def kernel(*arguments, **operands):
+            called.add(name)
+            return getattr(TORCH, name)(*arguments, **operands)
+
+        return kernel
+
+    ours = replace(TORCH, name="one by one", **{name: noted(name) for name in NAMES})
+    same_tokens("mine", rung, ours, {}, models)
+    assert called == {name for name in NAMES if not refusal(name, rung)}
+
+
+def test_every_kernel_has_callers_and_a_role():
+    assert set(NAMES) == set(CALLERS) == set(ROLES)
