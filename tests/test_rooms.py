@@ -40,6 +40,7 @@ FLOORS = (
     ("lab/records/*",),
     ("lab/figures/*",),
     ("lab/rung",),
+    ("lab/diagnose/*",),
     ("lab/running/*",),
 )
 # What others build on: it knows nothing even of its neighbours.
