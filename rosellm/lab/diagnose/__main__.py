@@ -1,8 +1,8 @@
 """Why is mine slow? ``python -m rosellm.lab.diagnose --model rose-tiny --rung paged --batch 8``.
 
 Measures what this machine does at most, runs decode steps, accounts for their time, says in sentences what
-bounds them, and tries what would help, a few steps each. With --transformers the steps are those of transformers' own generate with its cache, on the same
-checkpoint.
+bounds them, and tries what would help, a few steps each. With --transformers the steps are those of
+transformers' own generate with its cache, on the same checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from rosellm.command_line import OneLineParser, command
 from rosellm.errors import CheckpointError, OptionError
 from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose_steps
-from rosellm.lab.diagnose.steps import EngineSteps, TransformersSteps
+from rosellm.lab.diagnose.steps import MOST_BATCH, MOST_CONTEXT, EngineSteps, TransformersSteps
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 from rosellm.models.loading import LOAD_FORMATS, load_parts
 from rosellm.models.model import Transformer
@@ -34,8 +34,8 @@ def parser() -> OneLineParser:
     add("--load-format", choices=LOAD_FORMATS, default="auto", help=dummy)
     add("--rung", metavar="NAME", help=f"default: the device's best; of {', '.join(LADDER)}")
     add("--transformers", action="store_true", help="the steps of transformers' generate instead")
-    add("--batch", **count(8), help="sequences that decode together")
-    add("--context", **count(256), help="tokens cached a sequence")
+    add("--batch", **count(8, high=MOST_BATCH), help="sequences that decode together")
+    add("--context", **count(256, high=MOST_CONTEXT), help="tokens cached a sequence")
     add_device_options(made)
     return made
 

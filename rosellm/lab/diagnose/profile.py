@@ -22,6 +22,7 @@ COPYING = frozenset(
 )
 READING_BACK = frozenset(("item", "_local_scalar_dense"))
 REPEATS = 3
+TRACED = 5  # steps
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def profile_of(steps: Steps) -> Profile:
     mean_us(steps)
     step_us = min(mean_us(steps) for _ in range(REPEATS))
     steps.prepare()
-    trace = record_trace(lambda: steps.run(STEPS))
+    trace = record_trace(lambda: steps.run(TRACED))
     steps.prepare()
     functions = host_functions(lambda: steps.run(STEPS), STEPS)
     rows, inside = account(trace), trace.within(PROFILED_STEP)

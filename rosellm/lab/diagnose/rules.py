@@ -101,7 +101,7 @@ def waits(p: Profile) -> Finding | None:
 
 def transfers(p: Profile) -> Finding | None:
     """From ``TRANSFERS`` on, on a GPU: nothing runs but copies from and to the host, or fills."""
-    if p.transfer_share < TRANSFERS:
+    if not p.on_gpu or p.transfer_share < TRANSFERS:
         return None
     told = f"transfers: in {percent(p.transfer_share)} of a step the GPU only copies; keep inputs on it"
     return _removable("transfers", p.transfer_share, told)

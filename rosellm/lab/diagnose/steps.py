@@ -21,8 +21,9 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import Recipe
 
-STEPS = 8  # of one run
-ROOM = 3 * STEPS  # new tokens that a sequence needs: the runs of one profile
+STEPS = 8  # of one timed run
+ROOM = 3 * STEPS  # new tokens that a sequence needs for all runs after one preparation
+MOST_BATCH, MOST_CONTEXT = 4096, 2**20
 
 
 class SubjectError(RoseError):
@@ -76,10 +77,10 @@ class Steps(Protocol):
 
 
 def check_sizes(batch: int, context: int, positions: int) -> None:
-    """Raises ``SubjectError`` for other than whole numbers from 1, ``PromptError`` beyond the positions."""
-    for name, value in (("batch", batch), ("context", context)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SubjectError(f"{name} is {told(value)}; it must be a whole number, 1 or more")
+    """Raises ``SubjectError`` for other than whole numbers in range, ``PromptError`` beyond the positions."""
+    for name, value, most in (("batch", batch, MOST_BATCH), ("context", context, MOST_CONTEXT)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise SubjectError(f"{name} is {told(value)}; it must be a whole number from 1 to {most}")
     if context + ROOM > positions:
         raise PromptError(
             f"context {context} and the {ROOM} new tokens of the measured steps exceed the model's "
@@ -157,7 +158,7 @@ class TransformersSteps(Steps):
 
     def __init__(self, model: Any, batch: int, context: int, static: bool = False) -> None:
         c = model.config.get_text_config()
-        check_sizes(batch, context, getattr(c, "max_position_embeddings", None) or 2**31)
+        check_sizes(batch, context, getattr(c, "max_position_embeddings", MOST_CONTEXT))
         self.model, self.static = model, static
         self.name = "transformers, static cache" if static else "transformers"
         self.work = transformers_work(model, batch, context)
