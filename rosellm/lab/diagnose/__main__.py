@@ -7,19 +7,15 @@ transformers' own generate with its cache, on the same checkpoint.
 
 from __future__ import annotations
 
-import tempfile
 from argparse import Namespace
-from pathlib import Path
-from typing import Any
 
 from rosellm.command_line import OneLineParser, command
-from rosellm.errors import CheckpointError, OptionError
+from rosellm.errors import OptionError
 from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose_steps
 from rosellm.lab.diagnose.steps import MOST_BATCH, MOST_CONTEXT, EngineSteps, TransformersSteps
-from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
+from rosellm.lab.diagnose.theirs import load_transformers
+from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import LOAD_FORMATS, load_parts
-from rosellm.models.model import Transformer
-from rosellm.models.weights import save_model
 from rosellm.roseinfer.bench.options import add_device_options, count
 from rosellm.roseinfer.recipe import LADDER, get_rung
 
@@ -53,26 +49,6 @@ def run(options: Namespace) -> Diagnosis:
     theirs = load_transformers(options.model, options.load_format, model)
     steps = TransformersSteps(theirs, options.batch, options.context)
     return diagnose_steps(steps, lambda: model)
-
-
-def load_transformers(name: str, load_format: str, ours: Transformer) -> Any:
-    """The same checkpoint as a model of transformers, in the device and dtype of ``ours``.
-
-    Random weights are those of ``ours``. Raises ``CheckpointError`` if transformers cannot load it.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made) if load_format == "dummy" else checkpoint_folder(name)
-        if load_format == "dummy":
-            save_model(ours, folder, ours.dtype)
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=ours.dtype)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"transformers cannot load {name!r}: {error}") from error
-        return model.to(ours.device)
 
 
 @command

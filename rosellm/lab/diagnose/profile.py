@@ -14,10 +14,11 @@ from rosellm.lab.diagnose.steps import STEPS, EngineSteps, Steps, Work
 from rosellm.lab.records.account import PROFILED_STEP, SYNC, WORKING, Row, account
 from rosellm.lab.records.host_functions import HostFunction, host_functions
 from rosellm.lab.records.ledger import of_unprofiled
+from rosellm.lab.records.roles import operator_role
 from rosellm.lab.records.trace import Event, Trace, record_trace
 
 COPYING = frozenset(
-    ("cat", "clone", "contiguous", "copy_", "gather", "index", "index_select", "repeat", "stack")
+    ("cat", "clone", "contiguous", "copy_", "gather", "index", "index_select", "pad", "repeat", "stack")
     + ("repeat_interleave",)
 )
 READING_BACK = frozenset(("item", "_local_scalar_dense"))
@@ -30,12 +31,12 @@ class Profile:
     """One decode step of ``work``; µs, and shares of the step from 0 to 1.
 
     step_us: un-profiled, the least of ``REPEATS`` means. rows: the ledger's rows, which sum up to it (see
-    ``lab.records.ledger``); stretched: how many times as long a profiled step took. A step's ``calls`` are
-    kernels on a GPU, else operators called from Python; ``waits`` the times that the host waited for the GPU,
-    else numbers read back by ``.item()``, and their share; ``copied`` is the share of operators that
-    only copy, ``copying`` the one of them that takes most; ``allocated`` the bytes of all tensors made.
-    computed: floating-point operations of its products as they were called, None where kernels of our own do
-    them.
+    ``lab.records.ledger``). stretched: how many times as long a profiled step took. A step's ``calls`` are
+    kernels on a GPU, else operators called from Python; its ``waits`` the times that the host waited for the
+    GPU, else numbers read back by ``.item()``; waits_share what they take. copied_share: operators that only
+    copy, copying the one of them that takes most. allocated: bytes of all tensors made. products: operators
+    that multiply with a matrix, as far as Python calls them. computed: floating-point operations of its
+    products as they were called, None where kernels of our own do them.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Profile:
     copied_share: float
     copying: str
     allocated: float
+    products: float
     computed: float | None
 
     @property
@@ -71,6 +73,11 @@ class Profile:
     def calls_share(self) -> float:
         """What the calls take if each only costs what one on a single element does."""
         return self.calls * self.ceilings.call_us / self.step_us
+
+    @property
+    def reads(self) -> float:
+        """How many times a matrix is multiplied with, on average, as far as Python calls the products."""
+        return self.products / max(1, self.work.n_matrices)
 
     @property
     def read_us(self) -> float:
@@ -120,6 +127,7 @@ def profile_of(steps: Steps) -> Profile:
         copied_share=share_of(copies, trace, profiled_us),
         copying=copying,
         allocated=inside.allocated_bytes / n,
+        products=sum(operator_role(op.name) == "GEMM" for op in inside.of("op")) / n,
         computed=None if isinstance(steps, EngineSteps) else computed_flops(steps),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rosellm.lab.diagnose.profile import Profile
 from rosellm.lab.records.records import number
 
-# A rule speaks from these shares of a step on (AGAIN: from so many times the necessary operations on).
+# A rule speaks from these shares of a step on (AGAIN: from so many times the necessary work on).
 IDLE, CALLS, COPIES, WAITS, TRANSFERS, NEAR, AGAIN = 0.3, 0.3, 0.15, 0.1, 0.1, 0.4, 2.0
 MULTIPLYING = ("GEMM", "head", "attention")
 
@@ -71,6 +71,18 @@ def again(p: Profile) -> Finding | None:
         "a KV cache keeps the rest"
     )
     return _removable("again", share, told)
+
+
+def reread(p: Profile) -> Finding | None:
+    """From ``AGAIN`` products with each matrix on: every one of them reads it, for some of the sequences."""
+    if p.reads < AGAIN:
+        return None
+    share = (1 - 1 / p.reads) * sum(row.share for row in p.rows if row.cause in ("GEMM", "head"))
+    told = (
+        f"reads weights again: {number(p.products)} products a step for {p.work.n_matrices} matrices; one "
+        "forward for all sequences reads them once"
+    )
+    return _removable("reread", share, told)
 
 
 def copies(p: Profile) -> Finding | None:
@@ -137,6 +149,7 @@ RULES: tuple[Callable[[Profile], Finding | None], ...] = (
     idle,
     calls,
     again,
+    reread,
     copies,
     waits,
     transfers,

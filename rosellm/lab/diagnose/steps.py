@@ -19,7 +19,7 @@ from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.ledger import drive
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import Recipe
+from rosellm.roseinfer.recipe import Recipe, best_rung
 
 STEPS = 8  # of one timed run
 ROOM = 3 * STEPS  # new tokens that a sequence needs for all runs after one preparation
@@ -35,7 +35,7 @@ class Work:
     """What one step is about: a new token for each of ``batch`` sequences.
 
     context: tokens cached a sequence; kv_bytes: of all keys and values that it attends to. Both None if not
-    known. n_weights: parameters that it multiplies; all of them are read once.
+    known. n_weights: parameters that it multiplies, in ``n_matrices``; all of them are read once.
     """
 
     batch: int
@@ -43,6 +43,7 @@ class Work:
     dtype: torch.dtype
     device: torch.device
     n_weights: int
+    n_matrices: int
     kv_bytes: float | None
 
     @property
@@ -89,15 +90,21 @@ def check_sizes(batch: int, context: int, positions: int) -> None:
 
 
 class EngineSteps(Steps):
-    """Steps of one recipe on a fresh engine that shares the weights of ``model``; greedy, seeded prompts."""
+    """Steps of one recipe on a fresh engine that shares the weights of ``model``; greedy, seeded prompts.
 
-    def __init__(self, model: Transformer, recipe: str | Recipe, batch: int, context: int) -> None:
+    recipe: None is the device's best rung.
+    """
+
+    def __init__(self, model: Transformer, recipe: str | Recipe | None, batch: int, context: int) -> None:
         c = model.config
         check_sizes(batch, context, c.n_positions)
-        self.bench = Bench(model, recipe, make_prompts(batch, context, c.vocab_size), ROOM)
+        chosen = best_rung(model.device) if recipe is None else recipe
+        self.bench = Bench(model, chosen, make_prompts(batch, context, c.vocab_size), ROOM)
         self.name = self.bench.engine.rung or "a recipe of your own"
         kv_bytes = batch * context * c.kv_bytes_per_token(model.dtype.itemsize)
-        self.work = Work(batch, context, model.dtype, model.device, c.n_step_parameters, kv_bytes)
+        matrices = c.n_layers * len(c.shapes) + 1
+        n = c.n_step_parameters
+        self.work = Work(batch, context, model.dtype, model.device, n, matrices, kv_bytes)
 
     @property
     def engine(self) -> Engine:
@@ -134,7 +141,8 @@ class Loop(Steps):
             raise SubjectError("a loop needs a step that can be called, and a model with parameters")
         check_sizes(batch, 1, 1 + ROOM)
         self.name, self._step, self._start = name, step, start
-        self.work = Work(batch, None, first.dtype, first.device, multiplied_parameters(model), kv_bytes)
+        n, matrices = multiplied_parameters(model)
+        self.work = Work(batch, None, first.dtype, first.device, n, matrices, kv_bytes)
 
     def prepare(self) -> None:
         self._start()
@@ -214,19 +222,20 @@ class _Clock:
 
 def transformers_work(model: Any, batch: int, context: int) -> Work:
     """The work of a step of a causal language model of transformers."""
-    c, n = model.config.get_text_config(), multiplied_parameters(model)
+    c, (n, matrices) = model.config.get_text_config(), multiplied_parameters(model)
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kv_bytes = 2 * c.num_hidden_layers * heads * head_dim * model.dtype.itemsize * batch * context
-    return Work(batch, context, model.dtype, model.device, n, kv_bytes)
+    return Work(batch, context, model.dtype, model.device, n, matrices, kv_bytes)
 
 
-def multiplied_parameters(model: nn.Module) -> int:
-    """Parameters that a step reads whole: all but tables of which it reads a row a token."""
+def multiplied_parameters(model: nn.Module) -> tuple[int, int]:
+    """Parameters that a step reads whole, and matrices among them: not tables, of which it reads rows."""
     tables = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
     tables -= {
         weight.data_ptr()
         for m in model.modules()
         if not isinstance(m, nn.Embedding) and isinstance(weight := getattr(m, "weight", None), torch.Tensor)
     }
-    return sum(p.numel() for p in model.parameters() if p.data_ptr() not in tables)
+    read = [p for p in model.parameters() if p.data_ptr() not in tables]
+    return sum(p.numel() for p in read), sum(p.dim() > 1 for p in read)

@@ -13,7 +13,7 @@ from rosellm.lab.records.host_functions import HostFunction
 CEILINGS = Ceilings(
     read_bytes_per_us=1e6, copy_bytes_per_us=8e5, flops_per_us=1e9, call_us=2.0, read_size=2**30
 )
-WORK = Work(8, 256, torch.float16, torch.device("cpu"), n_weights=10**6, kv_bytes=5e6)
+WORK = Work(8, 256, torch.float16, torch.device("cpu"), n_weights=10**6, n_matrices=20, kv_bytes=5e6)
 
 
 def shares(work: float, copies: float = 0.0, gap: str = "between kernels") -> tuple[Row, ...]:
@@ -38,6 +38,7 @@ def profile(on_gpu: bool = False, **changes) -> Profile:
         copied_share=0.0,
         copying="",
         allocated=1e6,
+        products=20.0,
         computed=work.flops,
     )
     return replace(sound, **changes)

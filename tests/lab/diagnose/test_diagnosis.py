@@ -1,6 +1,7 @@
 """What can be diagnosed, what is told of it, and what is refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,17 @@ from rosellm.errors import PromptError, RoseError
 from rosellm.lab.diagnose.ceilings import find_ceilings
 from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose, diagnose_steps
 from rosellm.lab.diagnose.rules import findings
-from rosellm.lab.diagnose.steps import Loop, SubjectError, TransformersSteps, multiplied_parameters
+from rosellm.lab.diagnose.steps import (
+    EngineSteps,
+    Loop,
+    SubjectError,
+    TransformersSteps,
+    multiplied_parameters,
+)
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.loading import load_parts
 from tests.helpers import CPU
-from tests.lab.diagnose.planted import profile, shares
+from tests.lab.diagnose.planted import WORK, profile, shares
 
 
 def theirs(name: str):
@@ -27,7 +34,11 @@ def theirs(name: str):
 @pytest.mark.parametrize("name", SHIPPED_MODELS)
 def test_the_work_of_a_step_is_the_same_in_transformers_and_here(name):
     model, arch = theirs(name), load_parts(name, "cpu")[0].config
-    work = TransformersSteps(model, 2, 30).work
+    work, ours = (
+        TransformersSteps(model, 2, 30).work,
+        EngineSteps(load_parts(name, "cpu")[0], None, 2, 30).work,
+    )
+    assert work.n_matrices == (ours.n_matrices if name == "rose-tiny" else 5 * 7 + 1)  # q, k, v; gate, up
     assert work.n_weights == pytest.approx(arch.n_step_parameters, rel=1e-3)
     assert work.kv_bytes == 2 * 30 * arch.kv_bytes_per_token(4)
 
@@ -89,8 +100,10 @@ def test_a_step_that_nothing_bounds_is_told_so_with_what_remains():
 
 
 def test_a_profiler_that_lengthens_steps_and_unknown_keys_and_values_are_told(monkeypatch):
+    unknown = replace(WORK, kv_bytes=None)
+
     def planted(steps):
-        return profile(stretched=1.6, work=steps.work, rows=shares(0.9), computed=None)
+        return profile(stretched=1.6, work=unknown, rows=shares(0.9))
 
     monkeypatch.setattr("rosellm.lab.diagnose.diagnosis.profile_of", planted)
     model = nn.Linear(8, 8)
@@ -138,7 +151,7 @@ def test_tables_of_which_a_row_a_token_is_read_are_no_work_but_a_tied_head_is():
             if tied:
                 self.head.weight = self.tokens.weight
 
-    assert multiplied_parameters(Model(False)) == multiplied_parameters(Model(True)) == 40
+    assert multiplied_parameters(Model(False)) == multiplied_parameters(Model(True)) == (40, 1)
 
 
 def test_ceilings_are_positive_and_read_as_many_bytes_as_a_step():

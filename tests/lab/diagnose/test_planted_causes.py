@@ -81,6 +81,14 @@ def test_no_cache_is_found_by_the_operations_of_the_products():
     assert diagnose(loop()).profile.computed == loop().work.flops
 
 
+def test_a_forward_for_each_sequence_reads_the_weights_again():
+    model = Layers(width=512)
+    found = diagnose(Loop(lambda: [model.step() for _ in range(8)], model, 8))
+    assert found.profile.reads == 8 and "reread" in found.causes
+    together = diagnose(loop(batch=8, width=512))
+    assert together.profile.reads == 1 and "reread" not in together.causes
+
+
 def test_an_item_in_every_layer_is_counted_and_on_a_cpu_not_blamed():
     found = diagnose(loop(lambda x: x[0, 0].item()))
     assert found.profile.waits == LAYERS and 0 < found.profile.waits_share < 0.5

@@ -21,6 +21,7 @@ THRESHOLDS = {
     "Python": (False, IDLE, {"rows": shares(0.71)}),
     "calls": (False, {"calls": 150.0}, {"calls": 149.0}),
     "again": (False, {"computed": AGAIN * WORK.flops}, {"computed": 1.9 * WORK.flops}),
+    "reread": (False, {"products": 40.0}, {"products": 39.0}),
     "copies": (False, {"copied_share": 0.15}, {"copied_share": 0.149}),
     "waits": (True, {"waits": 5.0, "waits_share": 0.1}, {"waits": 5.0, "waits_share": 0.099}),
     "transfers": (True, {"rows": shares(0.9, 0.1)}, {"rows": shares(0.905, 0.095)}),
@@ -77,6 +78,8 @@ def test_a_sentence_tells_the_figures_that_it_comes_from():
     [copies] = findings(profile(copied_share=0.5, copying="cat", allocated=42e6))
     assert all(word in copies.sentence for word in ("50 %", "`cat`", "42.0 MB", "5.00 MB", "at most 2.00×"))
     [again] = findings(profile(computed=34 * WORK.flops))
+    [reread] = findings(profile(products=160.0))
+    assert "160 products a step for 20 matrices" in reread.sentence and reread.share == pytest.approx(7 / 8)
     assert "34.0 times" in again.sentence and again.share == pytest.approx(33 / 34)
 
 
