@@ -45,9 +45,12 @@ def run(options: Namespace) -> Diagnosis:
     model, _ = load_parts(options.model, options.device, options.dtype, options.load_format)
     if not options.transformers:
         rung = get_rung(options.rung, model.device)
-        return diagnose_steps(EngineSteps(model, rung, options.batch, options.context))
+        ours = EngineSteps(model, rung, options.batch, options.context)
+        ours.name = f"{options.model}, {ours.name}"
+        return diagnose_steps(ours)
     theirs = load_transformers(options.model, options.load_format, model)
     steps = TransformersSteps(theirs, options.batch, options.context)
+    steps.name = f"{options.model}, {steps.name}"
     return diagnose_steps(steps, lambda: model)
 
 

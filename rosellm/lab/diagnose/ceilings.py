@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rosellm.errors import DeviceError
 from rosellm.lab.records.floors import GIB, measure_ceilings
 from rosellm.lab.records.records import number
 
@@ -40,13 +41,13 @@ class Ceilings:
 
 
 def find_ceilings(device: torch.device, dtype: torch.dtype, step_bytes: float) -> Ceilings:
-    """Measures them here, in ``dtype``; takes a second at most, on a GPU 2.5 GiB of its free memory.
+    """Measures them here, in ``dtype``, in a second or so.
 
-    step_bytes: what a step reads.
+    step_bytes: what a step reads. Raises ``DeviceError`` if a GPU has not 2.5 GiB of free memory for it.
     """
     call_us = _call_us(device)
     if device.type == "cuda":
-        found = {name: max(values) for name, values in measure_ceilings(device, dtype).items()}
+        found = _of_gpu(device, dtype)
         per_us = found["read_TB_s"] * 1e6, found["copy_TB_s"] * 1e6, found["matmul_TFLOP_s"] * 1e6
         return Ceilings(*per_us, call_us, GIB)
     size = int(min(max(step_bytes, LEAST_BYTES), GIB)) // 4 * 4
@@ -61,6 +62,16 @@ def find_ceilings(device: torch.device, dtype: torch.dtype, step_bytes: float) -
         call_us=call_us,
         read_size=size,
     )
+
+
+def _of_gpu(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    try:
+        return {name: max(values) for name, values in measure_ceilings(device, dtype).items()}
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{device} has no 2.5 GiB of free memory in which to measure its bandwidth; free some, as by "
+            "a smaller gpu_memory_utilization"
+        ) from error
 
 
 def _least_us(run: Callable[[], object], seconds: float = 0.1) -> float:

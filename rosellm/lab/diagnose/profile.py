@@ -32,7 +32,7 @@ class Profile:
 
     step_us: un-profiled, the least of ``REPEATS`` means. rows: the ledger's rows, which sum up to it (see
     ``lab.records.ledger``). stretched: how many times as long a profiled step took. A step's ``calls`` are
-    kernels on a GPU, else operators called from Python; its ``waits`` the times that the host waited for the
+    launches on a GPU, else operators called from Python; its ``waits`` the times that the host waited for the
     GPU, else numbers read back by ``.item()``; waits_share what they take. copied_share: operators that only
     copy, copying the one of them that takes most. allocated: bytes of all tensors made. products: operators
     that multiply with a matrix, as far as Python calls them. computed: floating-point operations of its
@@ -121,7 +121,7 @@ def profile_of(steps: Steps) -> Profile:
         stretched=profiled_us / step_us,
         rows=of_unprofiled(rows, step_us, trace.on_gpu),
         functions=functions,
-        calls=inside.kernels / n,
+        calls=calls_in(inside) / n,
         waits=len(waits) / n,
         waits_share=sum(row.share for row in rows if row.cause == SYNC) if on_gpu else share_of(waits, trace),
         copied_share=share_of(copies, trace, profiled_us),
@@ -137,6 +137,11 @@ def mean_us(steps: Steps) -> float:
     steps.prepare()
     ends = steps.run(STEPS)
     return (ends[-1] - ends[0]) / (len(ends) - 1) * 1e6
+
+
+def calls_in(trace: Trace) -> int:
+    """Operators called from Python; on a GPU the host's launches, of which a captured graph is one."""
+    return len({e.started for e in trace.of("kernel")}) if trace.on_gpu else len(trace.of("op"))
 
 
 def copies_of(trace: Trace) -> tuple[list[Event], str]:

@@ -9,7 +9,7 @@ from rosellm.lab.diagnose.profile import Profile
 from rosellm.lab.records.records import number
 
 # A rule speaks from these shares of a step on (AGAIN: from so many times the necessary work on).
-IDLE, CALLS, COPIES, WAITS, TRANSFERS, NEAR, AGAIN = 0.3, 0.3, 0.15, 0.1, 0.1, 0.4, 2.0
+IDLE, CALLS, COPIES, WAITS, TRANSFERS, NEAR, AGAIN = 0.25, 0.3, 0.1, 0.1, 0.1, 0.4, 2.0
 MULTIPLYING = ("GEMM", "head", "attention")
 
 

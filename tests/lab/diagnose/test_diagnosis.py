@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rosellm import LLM
-from rosellm.errors import PromptError, RoseError
+from rosellm.errors import DeviceError, PromptError, RoseError
 from rosellm.lab.diagnose.ceilings import find_ceilings
 from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose, diagnose_steps
 from rosellm.lab.diagnose.rules import findings
@@ -19,9 +19,10 @@ from rosellm.lab.diagnose.steps import (
     TransformersSteps,
     multiplied_parameters,
 )
+from rosellm.lab.diagnose.theirs import load_transformers
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.loading import load_parts
-from tests.helpers import CPU
+from tests.helpers import CPU, random_prompts, uncached_logits
 from tests.lab.diagnose.planted import WORK, profile, shares
 
 
@@ -152,6 +153,25 @@ def test_tables_of_which_a_row_a_token_is_read_are_no_work_but_a_tied_head_is():
                 self.head.weight = self.tokens.weight
 
     assert multiplied_parameters(Model(False)) == multiplied_parameters(Model(True)) == (40, 1)
+
+
+def test_random_weights_are_the_same_in_transformers(monkeypatch):
+    ours, _ = load_parts("rose-tiny", "cpu", load_format="dummy")
+    model = load_transformers("rose-tiny", "dummy", ours)
+    [prompt] = random_prompts([12])
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(logits, uncached_logits(ours, prompt), atol=1e-4, rtol=1e-4)
+
+
+def test_a_gpu_without_room_for_its_ceilings_is_told_in_one_sentence(monkeypatch):
+    def full(device, dtype):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("rosellm.lab.diagnose.ceilings.measure_ceilings", full)
+    monkeypatch.setattr("rosellm.lab.diagnose.ceilings._call_us", lambda device: 1.0)
+    with pytest.raises(DeviceError, match="no 2.5 GiB of free memory"):
+        find_ceilings(torch.device("cuda"), torch.float16, 1e6)
 
 
 def test_ceilings_are_positive_and_read_as_many_bytes_as_a_step():
