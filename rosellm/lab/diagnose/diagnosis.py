@@ -18,6 +18,7 @@ from rosellm.lab.records.records import number
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import LADDER
 
 ROUGH = 1.5  # times as long a step under the profiler: its shares are rough from there on
 EXPLAINED = 0.5  # share of a step
@@ -80,7 +81,8 @@ def steps_of(subject: Any, batch: int, context: int) -> Steps:
     if isinstance(subject, LLM):
         subject = subject.engine
     if isinstance(subject, Engine):
-        return EngineSteps(subject.model, subject.rung or subject.recipe, batch, context)
+        is_rung = subject.rung is not None and subject.recipe == LADDER[subject.rung]
+        return EngineSteps(subject.model, subject.rung if is_rung else subject.recipe, batch, context)
     if callable(getattr(subject, "run", None)) and hasattr(subject, "work"):
         return subject
     if callable(getattr(subject, "generate", None)) and hasattr(subject, "generation_config"):

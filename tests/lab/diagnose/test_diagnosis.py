@@ -10,7 +10,7 @@ from torch import nn
 from rosellm import LLM
 from rosellm.errors import DeviceError, PromptError, RoseError
 from rosellm.lab.diagnose.ceilings import find_ceilings
-from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose, diagnose_steps
+from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose, diagnose_steps, steps_of
 from rosellm.lab.diagnose.rules import findings
 from rosellm.lab.diagnose.steps import (
     EngineSteps,
@@ -84,6 +84,13 @@ def test_an_llm_is_diagnosed_with_its_own_rung_and_left_as_it_was():
     assert "split_kv" in {trial.name for trial in found.trials}
     llm.engine.check_integrity()
     assert_told_for_a_cpu(found)
+
+
+def test_a_deterministic_engine_is_diagnosed_with_its_own_recipe():
+    llm = LLM(rung="split_kv", deterministic=True, max_batch_size=2)
+    steps = steps_of(llm, 2, 20)
+    assert isinstance(steps, EngineSteps) and steps.engine.recipe == llm.engine.recipe
+    assert steps.name == "a recipe of your own"
 
 
 def assert_told_for_a_cpu(found: Diagnosis) -> None:
