@@ -33,6 +33,7 @@ from rosellm.errors import (
     RoseError,
     SamplingError,
 )
+from rosellm.lab.diagnose import __main__ as diagnose
 from rosellm.lab.records import measure
 from rosellm.lab.running import readme, refresh_notebooks, run_notebooks
 from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
@@ -661,6 +662,7 @@ kv_append = command(benchmark_kv_append.main, "--device cpu")
 rivals = command(benchmark_rivals.main, "--device cpu")
 training = command(train.main, "--smoke --device cpu --output out")
 measuring = command(measure.main, "--device cpu --output out --model rose-tiny --workloads=")
+diagnosing = command(diagnose.main, "--device cpu")
 notebooks = command(run_notebooks.main, "--notebooks notebooks --output out")
 refresh = command(refresh_notebooks.main, "--without-png --notebooks notebooks")
 nines = "9" * 40
@@ -707,6 +709,13 @@ COMMANDS = [
     measuring("--load-format gguf", "invalid choice: 'gguf'", "'auto', 'dummy'"),
     measuring("--output file", "File exists: 'file'"),
     measuring(["--experiments", "", "--workloads", "W0", "--model", "gpt5"], "for 'gpt5'", "rose-tiny"),
+    diagnosing("--batch 0", "--batch: '0' is not a whole number, 1 or more"),
+    diagnosing(f"--batch {nines}", "--batch", "too large; use at most 4096"),
+    diagnosing("--context 489", "context 489", "512 positions; use a context of at most 488"),
+    diagnosing("--transformers --context 489", "context 489", "use a context of at most 488"),
+    diagnosing("--rung=", "rung '' is unknown; use one of dense"),
+    diagnosing("--rung paged --transformers", "--transformers leaves out; give one of both"),
+    diagnosing("--model gpt5 --transformers", "model 'gpt5'", "use 'rose-tiny', a local folder"),
     command(readme.main)("--verify", "unrecognized arguments: --verify"),
     notebooks("--workers x", "--workers: invalid int value: 'x'"),
     notebooks("--timeout nan", "timeout above 0 and finite, not 2 and nan"),

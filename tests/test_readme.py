@@ -48,6 +48,7 @@ def made_small(command: list[str], folder: Path) -> list[str]:
         ],
         "benchmark_rivals": [*SMALL, "--workloads", "W1", "--output", str(folder)],
         "readme": ["--check"],
+        "diagnose": ["--device", "cpu", "--batch", "2", "--context", "20"],
         "model_runs": [
             *("--model", "rose-tiny-qwen3", "--load-format", "auto", "--device", "cpu", "--repeats", "1"),
             *("--workloads", "TTFT64", "--ladder", "", "--ledgers", "", "--output", str(folder)),

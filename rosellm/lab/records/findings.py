@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rosellm.lab.records.model_ladder import rest_a_layer
 from rosellm.lab.records.model_runs import recorded_models, short_name, table
-from rosellm.lab.records.records import RecordError, Results, number, results_folder
+from rosellm.lab.records.records import RecordError, Results, number, results_folder, rivals
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
@@ -18,6 +18,7 @@ LONGER_NAMES = {"paged": "paged_attention", "no_mask": "mask_removal"}
 LONGER_NAMES |= dict.fromkeys(("full_batch", "identity_pos"), "slot_mapping")
 LONGER_NAMES |= dict.fromkeys(("fused_norm", "fused_gelu"), "fused_elementwise")
 UNTOLD = "–"
+TRANSFORMERS = "transformers 5.17 generate"  # among the rivals
 
 
 def notebooks_of(rungs: Iterable[str], folder: Path) -> dict[str, str]:
@@ -120,6 +121,12 @@ def _layers(results: Results) -> str:
     return f"D1, above the floor: {ours} µs a layer, whichever the model; vLLM {theirs}"
 
 
+def _climbed(results: Results) -> str:
+    values, theirs = results.values("W2"), rivals("W2")[TRANSFORMERS]["W2"]
+    ours = f"`dense` {number(values['dense'])}, `{BEST_RUNG}` {number(values[BEST_RUNG])}"
+    return f"W2, tok/s: transformers {number(theirs)}, {ours}"
+
+
 OTHERS: dict[str, Callable[[Results], str]] = {
     "00_map": _span,
     "21_split_kv": _split,
@@ -129,4 +136,5 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "26_modern_model": _modern,
     "27_long_contexts": _long,
     "28_modern_ladder": _layers,
+    "29_why_is_it_slow": _climbed,
 }

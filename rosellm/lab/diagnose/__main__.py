@@ -1,0 +1,64 @@
+"""Why is mine slow? ``python -m rosellm.lab.diagnose --model rose-tiny --rung paged --batch 8``.
+
+Measures what this machine does at most, runs decode steps, accounts for their time, says in sentences what
+bounds them, and tries what would help, a few steps each. With --transformers the steps are those of
+transformers' own generate with its cache, on the same checkpoint.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from rosellm.command_line import OneLineParser, command
+from rosellm.errors import OptionError
+from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose_steps
+from rosellm.lab.diagnose.steps import MOST_BATCH, MOST_CONTEXT, EngineSteps, TransformersSteps
+from rosellm.lab.diagnose.theirs import load_transformers
+from rosellm.models.checkpoint import SHIPPED
+from rosellm.models.loading import LOAD_FORMATS, load_parts
+from rosellm.roseinfer.bench.options import add_device_options, count
+from rosellm.roseinfer.recipe import LADDER, get_rung
+
+
+def parser() -> OneLineParser:
+    """The command's options."""
+    description = (__doc__ or "").partition("\n\n")[2]
+    made = OneLineParser(prog="python -m rosellm.lab.diagnose", description=description)
+    add = made.add_argument
+    add("--model", default=SHIPPED, metavar="MODEL", help="hub id, local folder or a shipped model")
+    dummy = "dummy: the model's shape with seeded random weights, no download"
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help=dummy)
+    add("--rung", metavar="NAME", help=f"default: the device's best; of {', '.join(LADDER)}")
+    add("--transformers", action="store_true", help="the steps of transformers' generate instead")
+    add("--batch", **count(8, high=MOST_BATCH), help="sequences that decode together")
+    add("--context", **count(256, high=MOST_CONTEXT), help="tokens cached a sequence")
+    add_device_options(made)
+    return made
+
+
+def run(options: Namespace) -> Diagnosis:
+    """Load, measure, judge. Raises ``OptionError`` for a rung of transformers."""
+    if options.transformers and options.rung is not None:
+        raise OptionError(
+            "--rung names a rung of this engine, which --transformers leaves out; give one of both"
+        )
+    model, _ = load_parts(options.model, options.device, options.dtype, options.load_format)
+    if not options.transformers:
+        rung = get_rung(options.rung, model.device)
+        ours = EngineSteps(model, rung, options.batch, options.context)
+        ours.name = f"{options.model}, {ours.name}"
+        return diagnose_steps(ours)
+    theirs = load_transformers(options.model, options.load_format, model)
+    steps = TransformersSteps(theirs, options.batch, options.context)
+    steps.name = f"{options.model}, {steps.name}"
+    return diagnose_steps(steps, lambda: model)
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Print the diagnosis."""
+    print(run(parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,99 @@
+"""What this machine does at most: the ceilings beside which a step's time stands."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rosellm.errors import DeviceError
+from rosellm.lab.records.floors import GIB, measure_ceilings
+from rosellm.lab.records.records import number
+
+LEAST_BYTES = 2**20
+CALLS = 500
+CPU_MATRIX = 1024  # rows and columns
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes read and copied (both ways count) and floating-point operations a µs; µs of an operator's call.
+
+    Reading is measured on ``read_size`` bytes over and over: on a CPU as many as a step reads, so that caches
+    which hold a whole model set the ceiling. ``call_us`` is the host's time to call one operator from Python
+    on a tensor of one element; on a GPU that launches one kernel.
+    """
+
+    read_bytes_per_us: float
+    copy_bytes_per_us: float
+    flops_per_us: float
+    call_us: float
+    read_size: int
+
+    def __str__(self) -> str:
+        return (
+            f"reads {number(self.read_bytes_per_us / 1e3)} GB/s ({number(self.read_size / 1e6)} MB over and "
+            f"over), copies {number(self.copy_bytes_per_us / 1e3)} GB/s, multiplies "
+            f"{number(self.flops_per_us / 1e3)} GFLOP/s, calls an operator in {number(self.call_us)} µs"
+        )
+
+
+def find_ceilings(device: torch.device, dtype: torch.dtype, step_bytes: float) -> Ceilings:
+    """Measures them here, in ``dtype``, in a second or so.
+
+    step_bytes: what a step reads. Raises ``DeviceError`` if a GPU has not 2.5 GiB of free memory for it.
+    """
+    call_us = _call_us(device)
+    if device.type == "cuda":
+        found = _of_gpu(device, dtype)
+        per_us = found["read_TB_s"] * 1e6, found["copy_TB_s"] * 1e6, found["matmul_TFLOP_s"] * 1e6
+        return Ceilings(*per_us, call_us, GIB)
+    size = int(min(max(step_bytes, LEAST_BYTES), GIB)) // 4 * 4
+    source = torch.ones(size // 4)
+    target = torch.empty_like(source)
+    a = torch.randn(CPU_MATRIX, CPU_MATRIX).to(dtype)
+    out = torch.empty_like(a)
+    return Ceilings(
+        read_bytes_per_us=size / _least_us(source.sum),
+        copy_bytes_per_us=2 * size / _least_us(lambda: target.copy_(source)),
+        flops_per_us=2 * CPU_MATRIX**3 / _least_us(lambda: torch.mm(a, a, out=out)),
+        call_us=call_us,
+        read_size=size,
+    )
+
+
+def _of_gpu(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    try:
+        return {name: max(values) for name, values in measure_ceilings(device, dtype).items()}
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"{device} has no 2.5 GiB of free memory in which to measure its bandwidth; free some, as by "
+            "a smaller gpu_memory_utilization"
+        ) from error
+
+
+def _least_us(run: Callable[[], object], seconds: float = 0.1) -> float:
+    """The shortest of the runs that fit into ``seconds``, two at least, after one that warms up."""
+    run()
+    taken: list[float] = []
+    while len(taken) < 2 or sum(taken) < seconds:
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return min(taken) * 1e6
+
+
+def _call_us(device: torch.device) -> float:
+    one = torch.zeros(1, device=device)
+
+    def call_many() -> None:
+        for _ in range(CALLS):
+            one.add_(1)
+
+    with torch.inference_mode():
+        us = _least_us(call_many) / CALLS
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return us

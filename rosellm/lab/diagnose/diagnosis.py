@@ -1,0 +1,161 @@
+"""Why is mine slow? ``print(diagnose(model))`` says where a decode step's time goes on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rosellm import LLM
+from rosellm.environment import environment
+from rosellm.lab.diagnose.profile import Profile, profile_of
+from rosellm.lab.diagnose.rules import Finding, dtype_name, findings, percent
+from rosellm.lab.diagnose.steps import EngineSteps, Steps, SubjectError, TransformersSteps
+from rosellm.lab.diagnose.trials import Make, Trial, engine_candidates, transformers_candidates, try_all
+from rosellm.lab.records.account import WORKING
+from rosellm.lab.records.ledger import MOST_STRETCHED
+from rosellm.lab.records.records import number
+from rosellm.models.loading import load_parts
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import LADDER
+
+ROUGH = 1.5  # times as long a step under the profiler: its shares are rough from there on
+EXPLAINED = 0.5  # share of a step
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A step's figures, what bounds it, what was tried, and what could not be determined; prints as text."""
+
+    profile: Profile
+    findings: tuple[Finding, ...]
+    trials: tuple[Trial, ...]
+    undetermined: tuple[str, ...]
+    device_name: str
+
+    @property
+    def causes(self) -> list[str]:
+        """Short names of the findings, the largest first."""
+        return [finding.cause for finding in self.findings]
+
+    def __str__(self) -> str:
+        parts = [_step_told(self), *map(_sentence, self.findings)]
+        if not self.findings:
+            parts.append("No rule reaches its threshold.")
+        for title, lines in (("Tried here:", self.trials), ("Not determined:", self.undetermined)):
+            if lines:
+                parts += [title, *(f"- {line}" for line in lines)]
+        return "\n".join(parts)
+
+
+def diagnose(
+    subject: LLM | Engine | Steps | Any, *, batch: int = 8, context: int = 256, trials: bool = True
+) -> Diagnosis:
+    """Measures this machine's ceilings and some decode steps, accounts for their time, tries what may help.
+
+    subject: an ``LLM`` or ``Engine`` (a fresh engine of its recipe shares its weights), a causal language
+    model of transformers (its own ``generate``), or a ``Loop`` of your own code. batch: sequences that decode
+    together, context: tokens cached a sequence, with seeded random prompts; a ``Loop`` has its own. trials:
+    False to try nothing. Of a ``Loop`` nothing can be tried: compare it with a changed one
+    (``trials.try_in_turns``). Raises ``SubjectError``, ``PromptError`` or ``LedgerError``.
+    """
+    return diagnose_steps(steps_of(subject, batch, context), _loader_of(subject), trials)
+
+
+def diagnose_steps(
+    steps: Steps, ours: Callable[[], Transformer] | None = None, trials: bool = True
+) -> Diagnosis:
+    """The same for steps that exist; ours: loads the checkpoint of transformers' steps into our model."""
+    profile = profile_of(steps)
+    found = findings(profile)
+    candidates = _candidates(steps, found, ours) if trials else {}
+    tried, refused = try_all(steps, candidates)
+    told = (*_undetermined(steps, profile, found, ours), *(f"{name}: {why}" for name, why in refused.items()))
+    device_name = environment(steps.work.device)["device_name"]
+    return Diagnosis(profile, found, tried, told, device_name)
+
+
+def steps_of(subject: Any, batch: int, context: int) -> Steps:
+    """The steps of anything that can be diagnosed. Raises ``SubjectError``."""
+    if isinstance(subject, LLM):
+        subject = subject.engine
+    if isinstance(subject, Engine):
+        is_rung = subject.rung is not None and subject.recipe == LADDER[subject.rung]
+        return EngineSteps(subject.model, subject.rung if is_rung else subject.recipe, batch, context)
+    if callable(getattr(subject, "run", None)) and hasattr(subject, "work"):
+        return subject
+    if callable(getattr(subject, "generate", None)) and hasattr(subject, "generation_config"):
+        return TransformersSteps(subject, batch, context)
+    raise SubjectError(
+        f"{type(subject).__name__} cannot be diagnosed; give an LLM, an Engine, a causal language model of "
+        "transformers or a Loop"
+    )
+
+
+def _loader_of(subject: Any) -> Callable[[], Transformer] | None:
+    """Loads the checkpoint of a model of transformers, if it was loaded from one."""
+    folder = getattr(subject, "name_or_path", "")
+    if not folder:
+        return None
+    dtype = str(subject.dtype).removeprefix("torch.")
+    return lambda: load_parts(folder, subject.device.type, dtype)[0]
+
+
+def _candidates(
+    steps: Steps, found: tuple[Finding, ...], ours: Callable[[], Transformer] | None
+) -> Mapping[str, Make]:
+    if isinstance(steps, EngineSteps):
+        return engine_candidates(steps, [finding.cause for finding in found])
+    return transformers_candidates(steps, ours) if isinstance(steps, TransformersSteps) else {}
+
+
+def _step_told(d: Diagnosis) -> str:
+    p, work = d.profile, d.profile.work
+    cached = "" if work.context is None else f", {number(work.context)} tokens cached a sequence"
+    roles = sorted((row for row in p.rows if row.kind in WORKING), key=lambda row: -row.share)[:3]
+    shares = ", ".join(f"{row.cause} {percent(row.share)}" for row in roles)
+    return "\n".join(
+        [
+            f"{p.name}: batch {work.batch}{cached}, {dtype_name(p)}, on {d.device_name}.",
+            f"This machine {p.ceilings}.",
+            f"A step takes {number(p.step_us)} µs, {number(p.tokens_per_s)} tokens a second: "
+            f"{number(p.step_us / p.floor_us)} times its floor, the {number(p.floor_us)} µs to "
+            f"{_floor_told(p)}.",
+            f"Most of it: {shares}; in {percent(p.idle_share)} nothing runs.",
+        ]
+    )
+
+
+def _floor_told(p: Profile) -> str:
+    if p.compute_us > p.read_us:
+        return f"multiply with all weights for {p.work.batch} tokens"
+    kv = f" and {number(p.work.kv_bytes / 1e6)} MB of keys and values" if p.work.kv_bytes else ""
+    return f"read {number(p.work.weight_bytes / 1e6)} MB of weights{kv} once"
+
+
+def _sentence(finding: Finding) -> str:
+    return f"* {finding.sentence[0].upper()}{finding.sentence[1:]}."
+
+
+def _undetermined(
+    steps: Steps, p: Profile, found: tuple[Finding, ...], ours: Callable[[], Transformer] | None
+) -> list[str]:
+    told = []
+    explained = p.floor_us / p.step_us + sum(one.share for one in found if one.bound is not None)
+    if explained < EXPLAINED:
+        most = max((row for row in p.rows if row.kind in WORKING), key=lambda row: row.share)
+        told.append(
+            f"why {percent(1 - explained)} of the step, {most.cause} most of it, stays below the ceilings"
+        )
+    if p.stretched > (MOST_STRETCHED if p.on_gpu else ROUGH):
+        told.append(f"exact shares: under the profiler a step took {number(p.stretched)} times as long")
+    if p.work.kv_bytes is None:
+        told.append("the bytes of keys and values, which the floor leaves out: give the loop its kv_bytes")
+    if isinstance(steps, EngineSteps) and not p.on_gpu:
+        told.append("how this rung does elsewhere: on a CPU its specification in plain torch runs")
+    if isinstance(steps, TransformersSteps):
+        told.append("what torch.compile gives: it compiles for minutes, too long for a trial")
+        if ours is None:
+            told.append("what this engine gives: the model was not loaded from a checkpoint")
+    return told

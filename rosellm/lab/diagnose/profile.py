@@ -1,0 +1,195 @@
+"""A step's time in figures: what ran, what waited, what was called, read and computed."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import median
+
+from torch.utils.flop_counter import FlopCounterMode
+
+from rosellm.lab.diagnose.ceilings import Ceilings, find_ceilings
+from rosellm.lab.diagnose.steps import STEPS, EngineSteps, Steps, Work
+from rosellm.lab.records.account import PROFILED_STEP, SYNC, WORKING, Row, account
+from rosellm.lab.records.host_functions import HostFunction, host_functions
+from rosellm.lab.records.ledger import of_unprofiled
+from rosellm.lab.records.roles import operator_role
+from rosellm.lab.records.trace import Event, Trace, record_trace
+
+COPYING = frozenset(
+    ("cat", "clone", "contiguous", "copy_", "gather", "index", "index_select", "pad", "repeat", "stack")
+    + ("repeat_interleave",)
+)
+READING_BACK = frozenset(("item", "_local_scalar_dense"))
+REPEATS = 3
+TRACED = 5  # steps
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One decode step of ``work``; µs, and shares of the step from 0 to 1.
+
+    step_us: un-profiled, the least of ``REPEATS`` means. rows: the ledger's rows, which sum up to it (see
+    ``lab.records.ledger``). stretched: how many times as long a profiled step took. A step's ``calls`` are
+    launches on a GPU, else operators called from Python; its ``waits`` the times that the host waited for the
+    GPU, else numbers read back by ``.item()``; waits_share what they take. copied_share: operators that only
+    copy, copying the one of them that takes most. allocated: bytes of all tensors made. products: operators
+    that multiply with a matrix, as far as Python calls them. computed: floating-point operations of its
+    products as they were called, None where kernels of our own do them.
+    """
+
+    name: str
+    work: Work
+    ceilings: Ceilings
+    step_us: float
+    stretched: float
+    rows: tuple[Row, ...]
+    functions: tuple[HostFunction, ...]
+    calls: float
+    waits: float
+    waits_share: float
+    copied_share: float
+    copying: str
+    allocated: float
+    products: float
+    computed: float | None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.work.device.type == "cuda"
+
+    @property
+    def idle_share(self) -> float:
+        """In which nothing runs: neither kernel nor copy; on a CPU, no operator."""
+        return sum(row.share for row in self.rows if row.kind not in WORKING)
+
+    @property
+    def transfer_share(self) -> float:
+        """In which only copies between host and GPU run."""
+        return sum(row.share for row in self.rows if row.kind == "copies")
+
+    @property
+    def calls_share(self) -> float:
+        """What the calls take if each only costs what one on a single element does."""
+        return self.calls * self.ceilings.call_us / self.step_us
+
+    @property
+    def reads(self) -> float:
+        """How many times a matrix is multiplied with, on average, as far as Python calls the products."""
+        return self.products / max(1, self.work.n_matrices)
+
+    @property
+    def read_us(self) -> float:
+        """To read all that a step needs once, at the ceiling."""
+        return self.work.read_bytes / self.ceilings.read_bytes_per_us
+
+    @property
+    def compute_us(self) -> float:
+        """To multiply with all weights, at the ceiling."""
+        return self.work.flops / self.ceilings.flops_per_us
+
+    @property
+    def floor_us(self) -> float:
+        """The longer of reading and multiplying."""
+        return max(self.read_us, self.compute_us)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.work.batch / self.step_us * 1e6
+
+
+def profile_of(steps: Steps) -> Profile:
+    """Runs, times, traces and counts ``steps``. Raises ``LedgerError`` if a step runs nothing."""
+    work, on_gpu = steps.work, steps.work.device.type == "cuda"
+    ceilings = find_ceilings(work.device, work.dtype, work.read_bytes)
+    mean_us(steps)
+    step_us = min(mean_us(steps) for _ in range(REPEATS))
+    steps.prepare()
+    trace = record_trace(lambda: steps.run(TRACED))
+    steps.prepare()
+    functions = host_functions(lambda: steps.run(STEPS), STEPS)
+    rows, inside = account(trace), trace.within(PROFILED_STEP)
+    n, profiled_us = len(trace.ranges(PROFILED_STEP)), sum(row.us for row in rows)
+    copies, copying = copies_of(inside)
+    waits = [event for event in inside.events if _is_wait(event, trace.on_gpu)]
+    return Profile(
+        name=steps.name,
+        work=work,
+        ceilings=ceilings,
+        step_us=step_us,
+        stretched=profiled_us / step_us,
+        rows=of_unprofiled(rows, step_us, trace.on_gpu),
+        functions=functions,
+        calls=calls_in(inside) / n,
+        waits=len(waits) / n,
+        waits_share=sum(row.share for row in rows if row.cause == SYNC) if on_gpu else share_of(waits, trace),
+        copied_share=share_of(copies, trace, profiled_us),
+        copying=copying,
+        allocated=inside.allocated_bytes / n,
+        products=sum(operator_role(op.name) == "GEMM" for op in inside.of("op")) / n,
+        computed=None if isinstance(steps, EngineSteps) else computed_flops(steps),
+    )
+
+
+def mean_us(steps: Steps) -> float:
+    """Of the steps of one run, from the end of its first to the end of its last."""
+    steps.prepare()
+    ends = steps.run(STEPS)
+    return (ends[-1] - ends[0]) / (len(ends) - 1) * 1e6
+
+
+def calls_in(trace: Trace) -> int:
+    """Operators called from Python; on a GPU the host's launches, of which a captured graph is one."""
+    return len({e.started for e in trace.of("kernel")}) if trace.on_gpu else len(trace.of("op"))
+
+
+def copies_of(trace: Trace) -> tuple[list[Event], str]:
+    """The operators that only copy, on a GPU the kernels that they launched, and which of them takes most."""
+    copies = [op for op in trace.of("op") if _short(op) in COPYING]
+    work = [(op, _short(op)) for op in copies]
+    if trace.on_gpu:
+        work = [(event, _short(op)) for event in trace.events if event.on_gpu and (op := _of(event, copies))]
+    us: dict[str, float] = defaultdict(float)
+    for event, name in work:
+        us[name] += event.duration
+    return [event for event, _ in work], max(us, key=us.__getitem__, default="")
+
+
+def _of(event: Event, ops: list[Event]) -> Event | None:
+    """The operator that launched a kernel or copy, if it is one of these."""
+    i = bisect_right(ops, event.started, key=lambda op: op.start) - 1
+    is_work = event.kind in ("kernel", "copy") and i >= 0
+    return ops[i] if is_work and event.started <= ops[i].start + ops[i].duration else None
+
+
+def share_of(events: list[Event], trace: Trace, step_us: float | None = None) -> float:
+    """Their share of a profiled step, the median of all: of ``step_us`` on a GPU, else of its own length."""
+    steps = trace.ranges(PROFILED_STEP)
+    us = [0.0] * len(steps)
+    for event in events:
+        us[bisect_right(steps, event.started, key=lambda step: step.start) - 1] += event.duration
+    lengths = [step_us if trace.on_gpu and step_us else step.duration for step in steps]
+    return median(spent / length for spent, length in zip(us, lengths, strict=True))
+
+
+def computed_flops(steps: Steps) -> float:
+    """Floating-point operations of the products of one step, as they were called.
+
+    Those of a run of three steps, less those of a run of two.
+    """
+    counted = []
+    for n in (2, 3):
+        steps.prepare()
+        with FlopCounterMode(display=False) as counter:
+            steps.run(n)
+        counted.append(counter.get_total_flops())
+    return float(counted[1] - counted[0])
+
+
+def _is_wait(event: Event, on_gpu: bool) -> bool:
+    return event.kind == "sync" if on_gpu else event.kind == "op" and _short(event) in READING_BACK
+
+
+def _short(op: Event) -> str:
+    return op.name.rpartition("::")[2]

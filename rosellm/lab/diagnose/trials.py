@@ -1,0 +1,186 @@
+"""What would help, tried: a few steps of each candidate, in turns with the steps that were diagnosed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from rosellm.errors import RoseError
+from rosellm.lab.diagnose.profile import mean_us
+from rosellm.lab.diagnose.steps import EngineSteps, Steps, TransformersSteps
+from rosellm.lab.records.records import number
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.recipe import BEFORE, LADDER, best_rung
+
+TURNS = 4
+MOST_COPY_BYTES = 2 * 10**9  # of weights that are copied to another dtype
+CAST = torch.bfloat16
+MOST_RUNGS = 3
+# The fields of a recipe that take a cause away.
+CURES_ON_GPU = {
+    "launch": ("runner", "indices", "step", "norm"),
+    "waits": ("indices", "step"),
+    "transfers": ("tables", "step"),
+    "copies": ("attention", "append"),
+    "bandwidth": ("attention",),
+}
+CURES_ON_CPU = {
+    "Python": ("block_info", "pool", "step"),
+    "calls": ("mask", "pool", "step", "norm"),
+    "copies": ("attention", "step"),
+}
+
+Make = Callable[[], Steps]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Tokens a second of a candidate over those of the steps that were diagnosed, turn by turn.
+
+    sign: 1 faster, -1 slower, 0 where turns overlap.
+    """
+
+    name: str
+    step_us: float
+    ratio: float
+    sign: int
+
+    def __str__(self) -> str:
+        told = f"{self.name}: {number(self.ratio)}× the tokens a second, a step of {number(self.step_us)} µs"
+        return told if self.sign else f"{told}; no difference beyond the noise"
+
+
+def try_in_turns(before: Steps, after: Steps) -> Trial:
+    """``TURNS`` runs of each, one after the other, after one that warms up."""
+    sides = (before, after)
+    for side in sides:
+        mean_us(side)
+    turns = [[mean_us(side) for side in sides] for _ in range(TURNS)]
+    old, new = (
+        [us / side.work.batch for us in column]
+        for side, column in zip(sides, zip(*turns, strict=True), strict=True)
+    )
+    sign = (min(old) > max(new)) - (max(old) < min(new))
+    return Trial(after.name, median(new) * after.work.batch, median(old) / median(new), sign)
+
+
+def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial, ...], dict[str, str]]:
+    """The trials, best first, and by name why others could not be tried."""
+    trials, refused = [], {}
+    for name, make in candidates.items():
+        try:
+            trials.append(try_in_turns(before, make()))
+        except torch.OutOfMemoryError:
+            refused[name] = "does not fit into the memory left"
+        except RoseError as error:
+            refused[name] = str(error)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return tuple(sorted(trials, key=lambda trial: -trial.ratio)), refused
+
+
+def engine_candidates(steps: EngineSteps, causes: list[str]) -> dict[str, Make]:
+    """The rungs above that take a cause away and the best one, twice the batch, 16-bit weights."""
+    engine, (batch, context) = steps.engine, _sizes(steps)
+    model, recipe = engine.model, engine.rung or engine.recipe
+    found: dict[str, Make] = {
+        rung: _later(EngineSteps, model, rung, batch, context)
+        for rung in rungs_for(engine.rung, causes, engine.device)
+    }
+    found[f"batch {2 * batch}"] = _named(
+        _later(EngineSteps, model, recipe, 2 * batch, context), f"batch {2 * batch}"
+    )
+    if _can_cast(model):
+        name = f"{str(CAST).removeprefix('torch.')} weights"
+        found[name] = _named(lambda: EngineSteps(_cast(model), recipe, batch, context), name)
+    return found
+
+
+def rungs_for(rung: str | None, causes: list[str], device: torch.device) -> list[str]:
+    """Rungs above ``rung`` to try: for each cause the first that takes it away, then the best one here.
+
+    Of a recipe that is no rung only the best one can be told to be above it.
+    """
+    best = best_rung(device)
+    above = _climb(best)
+    if rung is None:
+        return [best]
+    above = above[above.index(rung if rung in above else BEFORE[rung]) + 1 :]
+    cures = CURES_ON_GPU if device.type == "cuda" else CURES_ON_CPU
+    helping = [
+        next((one for one in above if _changed(one) in cures.get(cause, ())), None) for cause in causes
+    ]
+    wanted = list(dict.fromkeys(one for one in helping if one))[: MOST_RUNGS - 1]
+    return list(dict.fromkeys([*wanted, *above[-1:]]))
+
+
+def transformers_candidates(
+    steps: TransformersSteps, ours: Callable[[], Transformer] | None
+) -> dict[str, Make]:
+    """A static cache, twice the batch, 16-bit weights, and our best rung on the same checkpoint.
+
+    ours: loads it; None if it is not known.
+    """
+    model, (batch, context) = steps.model, _sizes(steps)
+    found: dict[str, Make] = {
+        "transformers, static cache": _later(TransformersSteps, model, batch, context, True)
+    }
+    name = f"batch {2 * batch}"
+    found[name] = _named(_later(TransformersSteps, model, 2 * batch, context), name)
+    if _can_cast(model):
+        cast = f"{str(CAST).removeprefix('torch.')} weights"
+        found[cast] = _named(lambda: TransformersSteps(_cast(model), batch, context), cast)
+    if ours is not None:
+        best = best_rung(steps.work.device)
+        found[f"this engine, {best}"] = _named(
+            lambda: EngineSteps(ours(), best, batch, context), f"this engine, {best}"
+        )
+    return found
+
+
+def _sizes(steps: Steps) -> tuple[int, int]:
+    return steps.work.batch, int(steps.work.context or 1)
+
+
+def _climb(rung: str) -> list[str]:
+    """The rungs from the first to this one."""
+    path = [rung]
+    while path[0] in BEFORE:
+        path.insert(0, BEFORE[path[0]])
+    return path
+
+
+def _changed(rung: str) -> str:
+    """The field that a rung changes."""
+    (field,) = LADDER[BEFORE[rung]].difference(LADDER[rung])
+    return field
+
+
+def _later(make: Callable[..., Steps], *arguments: Any) -> Make:
+    return lambda: make(*arguments)
+
+
+def _named(make: Make, name: str) -> Make:
+    def made() -> Steps:
+        steps = make()
+        steps.name = name
+        return steps
+
+    return made
+
+
+def _can_cast(model: torch.nn.Module) -> bool:
+    first = next(model.parameters())
+    size = sum(p.numel() for p in model.parameters()) * CAST.itemsize
+    return first.dtype.itemsize > CAST.itemsize and size <= MOST_COPY_BYTES
+
+
+def _cast(model: Any) -> Any:
+    return deepcopy(model).to(CAST)

@@ -1,0 +1,188 @@
+"""What can be diagnosed, what is told of it, and what is refused."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from rosellm import LLM
+from rosellm.errors import DeviceError, PromptError, RoseError
+from rosellm.lab.diagnose.ceilings import find_ceilings
+from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose, diagnose_steps, steps_of
+from rosellm.lab.diagnose.rules import findings
+from rosellm.lab.diagnose.steps import (
+    EngineSteps,
+    Loop,
+    SubjectError,
+    TransformersSteps,
+    multiplied_parameters,
+)
+from rosellm.lab.diagnose.theirs import load_transformers
+from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
+from rosellm.models.loading import load_parts
+from tests.helpers import CPU, random_prompts, uncached_logits
+from tests.lab.diagnose.planted import WORK, profile, shares
+
+
+def theirs(name: str):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint_folder(name), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", SHIPPED_MODELS)
+def test_the_work_of_a_step_is_the_same_in_transformers_and_here(name):
+    model, arch = theirs(name), load_parts(name, "cpu")[0].config
+    work, ours = (
+        TransformersSteps(model, 2, 30).work,
+        EngineSteps(load_parts(name, "cpu")[0], None, 2, 30).work,
+    )
+    assert work.n_matrices == (ours.n_matrices if name == "rose-tiny" else 5 * 7 + 1)  # q, k, v; gate, up
+    assert work.n_weights == pytest.approx(arch.n_step_parameters, rel=1e-3)
+    assert work.kv_bytes == 2 * 30 * arch.kv_bytes_per_token(4)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_transformers_steps_are_those_of_one_generate_and_its_configuration_is_left_alone(static):
+    model = theirs("rose-tiny-qwen3")
+    end = model.generation_config.eos_token_id
+    steps = TransformersSteps(model, 2, 30, static)
+    for _ in range(2):  # every preparation starts anew
+        steps.prepare()
+        assert len(steps.run(3)) == 3 and len(steps.run(4)) == 4
+    prompts = steps._prompts
+    whole = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=8,
+        min_new_tokens=8,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    assert torch.equal(steps._tokens, whole)
+    assert model.generation_config.eos_token_id == end
+
+
+def test_a_model_of_transformers_is_diagnosed_and_compared_with_this_engine():
+    found = diagnose(theirs("rose-tiny"), batch=2, context=20)
+    assert {trial.name for trial in found.trials} == {
+        "transformers, static cache",
+        "batch 4",
+        "bfloat16 weights",
+        "this engine, split_kv",
+    }
+    assert found.profile.computed == pytest.approx(found.profile.work.flops, rel=0.1)
+    assert_told_for_a_cpu(found)
+
+
+def test_an_llm_is_diagnosed_with_its_own_rung_and_left_as_it_was():
+    llm = LLM(rung="no_mask", max_batch_size=2)
+    found = diagnose(llm, batch=2, context=20)
+    assert found.profile.name == "no_mask" and found.profile.work.batch == 2
+    assert "split_kv" in {trial.name for trial in found.trials}
+    llm.engine.check_integrity()
+    assert_told_for_a_cpu(found)
+
+
+def test_a_deterministic_engine_is_diagnosed_with_its_own_recipe():
+    llm = LLM(rung="split_kv", deterministic=True, max_batch_size=2)
+    steps = steps_of(llm, 2, 20)
+    assert isinstance(steps, EngineSteps) and steps.engine.recipe == llm.engine.recipe
+    assert steps.name == "a recipe of your own"
+
+
+def assert_told_for_a_cpu(found: Diagnosis) -> None:
+    text = str(found)
+    assert not re.search("GPU|CUDA|kernel|launch", text)
+    for figure in ("tokens a second", "times its floor", "GB/s", "GFLOP/s", "Tried here:", "Not determined:"):
+        assert figure in text
+
+
+def test_a_step_that_nothing_bounds_is_told_so_with_what_remains():
+    planted = profile(stretched=1.6)
+    text = str(Diagnosis(planted, findings(planted), (), (), "a CPU"))
+    assert "No rule reaches its threshold." in text and "in 0 % nothing runs" in text
+    assert "142,857 times" not in text and "planted: batch 8, 256 tokens cached a sequence, float16" in text
+
+
+def test_a_profiler_that_lengthens_steps_and_unknown_keys_and_values_are_told(monkeypatch):
+    unknown = replace(WORK, kv_bytes=None)
+
+    def planted(steps):
+        return profile(stretched=1.6, work=unknown, rows=shares(0.9))
+
+    monkeypatch.setattr("rosellm.lab.diagnose.diagnosis.profile_of", planted)
+    model = nn.Linear(8, 8)
+    found = diagnose_steps(Loop(lambda: model(torch.ones(1, 8)), model, 1))
+    told = " ".join(found.undetermined)
+    assert "1.60 times as long" in told and "kv_bytes" in told and "GEMM most of it" in told
+    assert found.trials == ()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"batch": 0}, "batch is 0; it must be a whole number from 1 to 4096"),
+        ({"batch": True}, "batch is True"),
+        ({"batch": 10**30}, "it must be a whole number from 1 to 4096"),
+        ({"context": 1.5}, "context is 1.5"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(wrong, told):
+    with pytest.raises(SubjectError, match=re.escape(told)):
+        diagnose(LLM(max_batch_size=1), **wrong)
+
+
+def test_what_cannot_be_diagnosed_is_refused_in_one_sentence():
+    with pytest.raises(PromptError, match="use a context of at most 488"):
+        diagnose(LLM(max_batch_size=1), context=489)
+    with pytest.raises(SubjectError, match="str cannot be diagnosed; give an LLM"):
+        diagnose("rose-tiny")
+    with pytest.raises(SubjectError, match="needs a step that can be called"):
+        Loop(None, nn.Linear(2, 2), 1)  # type: ignore[arg-type]
+    with pytest.raises(SubjectError, match="a model with parameters"):
+        Loop(print, nn.ReLU(), 1)
+    assert issubclass(SubjectError, RoseError)
+
+
+def test_tables_of_which_a_row_a_token_is_read_are_no_work_but_a_tied_head_is():
+    class Model(nn.Module):
+        def __init__(self, tied: bool) -> None:
+            super().__init__()
+            self.tokens, self.positions, self.head = (
+                nn.Embedding(10, 4),
+                nn.Embedding(5, 4),
+                nn.Linear(4, 10, bias=False),
+            )
+            if tied:
+                self.head.weight = self.tokens.weight
+
+    assert multiplied_parameters(Model(False)) == multiplied_parameters(Model(True)) == (40, 1)
+
+
+def test_random_weights_are_the_same_in_transformers(monkeypatch):
+    ours, _ = load_parts("rose-tiny", "cpu", load_format="dummy")
+    model = load_transformers("rose-tiny", "dummy", ours)
+    [prompt] = random_prompts([12])
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(logits, uncached_logits(ours, prompt), atol=1e-4, rtol=1e-4)
+
+
+def test_a_gpu_without_room_for_its_ceilings_is_told_in_one_sentence(monkeypatch):
+    def full(device, dtype):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("rosellm.lab.diagnose.ceilings.measure_ceilings", full)
+    monkeypatch.setattr("rosellm.lab.diagnose.ceilings._call_us", lambda device: 1.0)
+    with pytest.raises(DeviceError, match="no 2.5 GiB of free memory"):
+        find_ceilings(torch.device("cuda"), torch.float16, 1e6)
+
+
+def test_ceilings_are_positive_and_read_as_many_bytes_as_a_step():
+    found = find_ceilings(CPU, torch.bfloat16, 5e6)
+    assert found.read_size == 5_000_000
+    assert min(found.read_bytes_per_us, found.copy_bytes_per_us, found.flops_per_us, found.call_us) > 0
+    assert find_ceilings(CPU, torch.float32, 8).read_size == 2**20

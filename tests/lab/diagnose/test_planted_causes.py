@@ -1,0 +1,159 @@
+"""A cause that was planted in steps that really run is the one that is found."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from rosellm.errors import RecipeError
+from rosellm.lab.diagnose.diagnosis import diagnose
+from rosellm.lab.diagnose.profile import profile_of
+from rosellm.lab.diagnose.steps import EngineSteps, Loop
+from rosellm.lab.diagnose.trials import try_all, try_in_turns
+from tests.helpers import random_model, random_prompts, small_config, uncached_logits
+
+WIDTH, LAYERS = 256, 4
+
+
+class Layers(nn.Module):
+    """Products one after the other; ``between`` stands after each."""
+
+    def __init__(self, between=lambda x: None, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+        self.between, self.width = between, width
+
+    @torch.inference_mode()
+    def step(self, batch: int = 1) -> None:
+        x = torch.ones(batch, self.width)
+        for layer in self.layers:
+            x = layer(x)
+            self.between(x)
+
+
+def loop(between=lambda x: None, batch: int = 1, width: int = WIDTH) -> Loop:
+    model = Layers(between, width)
+    return Loop(lambda: model.step(batch), model, batch)
+
+
+def sleeping(x) -> None:
+    time.sleep(0.002)
+
+
+def test_a_sleep_in_every_layer_is_python_of_the_function_that_sleeps():
+    found = diagnose(loop(sleeping))
+    assert found.causes[0] == "Python" and found.profile.idle_share > 0.9
+    assert "test_planted_causes.sleeping" in found.findings[0].sentence
+    assert found.profile.step_us > LAYERS * 2000
+
+
+def test_a_loop_over_tiny_operators_is_call_bound():
+    one = torch.zeros(1)
+
+    def tiny(x) -> None:
+        for _ in range(100):
+            one.add_(1)
+
+    found = diagnose(loop(tiny))
+    assert "calls" in found.causes
+    assert found.profile.calls == LAYERS * 101 + 1
+
+
+def test_a_cache_that_is_copied_each_step_is_copies_by_cat():
+    cache = torch.zeros(8, 2**18)
+
+    def grow(x) -> None:
+        torch.cat((cache, cache[:1]))
+
+    found = diagnose(loop(grow))
+    assert found.causes[0] == "copies" and found.profile.copying == "cat"
+    assert found.profile.allocated > LAYERS * cache.nbytes
+    assert "`cat`" in found.findings[0].sentence
+
+
+def test_no_cache_is_found_by_the_operations_of_the_products():
+    model = random_model(0)
+    [prompt] = random_prompts([30])
+    found = diagnose(Loop(lambda: uncached_logits(model, prompt), model, 1))
+    assert found.profile.computed == pytest.approx(30 * found.profile.work.flops, rel=0.2)
+    assert "again" in found.causes
+    assert diagnose(loop()).profile.computed == loop().work.flops
+
+
+def test_a_forward_for_each_sequence_reads_the_weights_again():
+    model = Layers(width=512)
+    found = diagnose(Loop(lambda: [model.step() for _ in range(8)], model, 8))
+    assert found.profile.reads == 8 and "reread" in found.causes
+    together = diagnose(loop(batch=8, width=512))
+    assert together.profile.reads == 1 and "reread" not in together.causes
+
+
+def test_an_item_in_every_layer_is_counted_and_on_a_cpu_not_blamed():
+    found = diagnose(loop(lambda x: x[0, 0].item()))
+    assert found.profile.waits == LAYERS and 0 < found.profile.waits_share < 0.5
+    if found.profile.waits_share < 0.1:
+        assert "waits" not in found.causes
+
+
+def test_reading_32_bit_weights_as_fast_as_can_be_is_bandwidth_bound():
+    model = nn.Linear(2048, 1024, bias=False)
+    for _ in range(4):  # other processes may slow the steps and leave the ceiling
+        found = diagnose(Loop(model.weight.sum, model, 1))
+        if found.causes == ["bandwidth"]:
+            break
+    assert found.causes == ["bandwidth"] and "16-bit weights" in found.findings[0].sentence
+
+
+def test_a_large_product_is_compute_bound():
+    found = diagnose(loop(batch=512, width=512))
+    assert found.causes[0] == "compute" and "in float32" in found.findings[0].sentence
+
+
+def test_twice_the_batch_of_one_is_tried_and_gives_more_tokens():
+    found = diagnose_engine(batch=1)
+    tried = {trial.name: trial for trial in found.trials}
+    assert tried["batch 2"].ratio > 1.2 and "batch 2: " in str(found)
+
+
+def diagnose_engine(batch: int, rung: str = "paged"):
+    from rosellm.roseinfer.engine import Engine
+
+    engine = Engine(random_model(0, small_config(n_layers=3)), recipe=rung, max_batch_size=4, warm_up=False)
+    return diagnose(engine, batch=batch, context=20)
+
+
+def test_turns_find_the_faster_side_and_by_how_much():
+    slow, fast = loop(sleeping), loop(lambda x: time.sleep(0.0005))
+    trial = try_in_turns(slow, fast)
+    assert trial.sign == 1 and 1.5 < trial.ratio < 5
+    assert try_in_turns(fast, slow).sign == -1
+
+
+def test_what_cannot_be_tried_is_told_and_the_others_are_tried():
+    def refuse() -> Loop:
+        raise RecipeError("it cannot run")
+
+    def too_large() -> Loop:
+        raise torch.OutOfMemoryError
+
+    trials, refused = try_all(loop(), {"none": refuse, "same": loop, "large": too_large})
+    assert [trial.name for trial in trials] == ["your loop"]
+    assert refused == {"none": "it cannot run", "large": "does not fit into the memory left"}
+
+
+def test_an_engine_s_steps_start_anew_for_every_run():
+    steps = EngineSteps(random_model(0), "split_kv", 2, 20)
+    lengths = set()
+    for _ in range(3):
+        steps.prepare()
+        steps.run(4)
+        lengths |= {len(s.tokens) for s in steps.bench.sequences}
+    assert len(lengths) == 1
+
+
+def test_the_steps_profiled_are_those_that_are_timed():
+    profile = profile_of(loop(sleeping))
+    assert sum(row.us for row in profile.rows) == pytest.approx(profile.step_us)
+    assert sum(row.share for row in profile.rows) == pytest.approx(1)
+    assert profile.floor_us == max(profile.read_us, profile.compute_us) > 0
