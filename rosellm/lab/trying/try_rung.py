@@ -36,11 +36,12 @@ from rosellm.lab.trying.check_kernel import (
     launches,
 )
 from rosellm.lab.trying.same_tokens import same_tokens
+from rosellm.models.checkpoint import SHIPPED_MODELS
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 
-GROUPED_MODEL = "rose-tiny-qwen3"  # six query heads to two of keys and values, rotary embeddings, SwiGLU
+GROUPED_MODEL = SHIPPED_MODELS[1]  # six query heads to two of keys and values, rotary embeddings, SwiGLU
 EFFORT: dict[str, dict[str, Any]] = {
     "cpu": {"engines": 1, "seconds": 0.3, "turns": 3},
     "cuda": {"engines": 3, "seconds": 1.0, "turns": 5},
