@@ -241,12 +241,15 @@ def _more_rows_shape(rows: int, n: int, k: int) -> tuple[int, int, int, int, int
     return 64, 32 if n < 1024 else 64, 128, 4, 4
 
 
-def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shape) -> Callable[..., Tensor]:
+def make_some_rows_linear(
+    dependent: int = False, shape: Shape = _some_rows_shape, copies: bool = True
+) -> Callable[..., Tensor]:
     """The Triton kernel for some rows, called like :func:`some_rows_linear_ref`.
 
-    All tensors are contiguous. shape: rows, n, k and dtype → tile sizes, warps and pipeline stages.
+    All tensors are contiguous. shape: rows, n, k and dtype → tile sizes, warps and pipeline stages. copies:
+    the TMA unit copies tiles where that pays; False: any number of rows is loaded in the same way.
     """
-    launch = launch_options(dependent)
+    launch, described = launch_options(dependent), _described if copies else _loaded
 
     def some_rows_linear(*, x, weight, bias=None, activation: Activation = "none", parts=1) -> Tensor:
         rows, k = x.shape
@@ -258,13 +261,18 @@ def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shap
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
         added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}
         options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
-        tiles = _described(x, weight, k // parts, block_m, output_width(block_n, activation), block_k)
+        tiles = described(x, weight, k // parts, block_m, output_width(block_n, activation), block_k)
         _some_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_m), parts)](
             x, weight, *tiles, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
         )
         return out
 
     return some_rows_linear
+
+
+def _loaded(*_: object) -> tuple[None, None]:
+    """No descriptors."""
+    return None, None
 
 
 def _described(x: Tensor, weight: Tensor, width: int, block_m: int, block_n: int, block_k: int):

@@ -120,7 +120,7 @@ def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
         )
     return replace(
         kernels,
-        some_rows_linear=make_some_rows_linear(dependent, linear_shape),
+        some_rows_linear=make_some_rows_linear(dependent, linear_shape, copies=False),
         best_tokens=make_best_tokens(dependent, head_shape),
     )
 

@@ -9,6 +9,9 @@ from torch import Tensor
 from rosellm.errors import OptionError, RecipeError
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels import linear
+from rosellm.roseinfer.kernels.table import TRITON
+from rosellm.roseinfer.layers.batch_invariant import invariant_kernels
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
@@ -160,3 +163,15 @@ def test_on_a_gpu_they_differ_somewhere_without_the_mode():
     engine = engine_of(random_model(0, shape, std=0.05).to("cuda", torch.float16), deterministic=False)
     alone = logits_of_probe(engine, 0)
     assert any(not torch.equal(bits(logits_of_probe(engine, n)), bits(alone)) for n in (1, 8, 63, 255))
+
+
+@pytest.mark.parametrize("rows", [8, 200])
+def test_products_of_any_number_of_rows_are_loaded_in_the_same_way(rows, monkeypatch):
+    described = []
+    usual = linear._described
+    monkeypatch.setattr(linear, "_described", lambda *a: described.append(a) or usual(*a))
+    case = {"x": torch.randn(rows, 64).half(), "weight": torch.randn(32, 64).half()}
+    invariant_kernels(TRITON, dependent=False).some_rows_linear(**case)
+    assert not described
+    linear.make_some_rows_linear()(**case)  # which may copy tiles
+    assert described
