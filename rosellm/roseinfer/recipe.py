@@ -15,6 +15,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, tile_size_for
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
@@ -281,17 +282,18 @@ def _resident_step(
     recipe: Recipe, model: Transformer, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
 ) -> ResidentStep:
     bind: Binder
+    counts = TokenCounts(n_rows, model.config.vocab_size, model.device)
     capture, pool = recipe.runner == "graph", graph_pool(model.device)
     if recipe.numerics == "invariant":
         dependent = recipe.launch == "dependent" and model.device.type == "cuda"
         kernels = batch_invariant.invariant_kernels(kernels, dependent)
         layers_for, prefill_layers_for = batch_invariant.invariant_layers(model, kernels)
         bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks, model)
-        chooser = batch_invariant.invariant_chooser(model, kernels)
+        chooser = batch_invariant.invariant_chooser(model, kernels, counts)
     else:
         layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
         bind = build_binder(recipe.attention, recipe.append, kernels, blocks, model)
-        prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels)
+        prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels, counts)
     prefill: Prefill | PackedPrefill = Prefill(model, blocks)
     if recipe.prefill == "packed":
         sizes = _tile_sizes(recipe, model)
@@ -302,6 +304,7 @@ def _resident_step(
     return ResidentStep(
         blocks=blocks,
         state=DeviceState(n_rows, width, model.device, model.config.eos_token_ids),
+        counts=counts,
         layers_for=layers_for,
         bind=bind,
         chooser=chooser,

@@ -133,9 +133,9 @@ def _head(model: Transformer, bench: Callable[..., Bench], batch: int, context: 
     """All logits still, from a head whose vocabulary is padded to a multiple of 64."""
 
     def pad(engine: Engine) -> None:
-        kernels = engine.kernels
-        padded = FusedChooser(model, kernels).logits
-        cast(ResidentStep, engine.step).chooser = LogitsChooser(padded, kernels.gumbel_noise)
+        kernels, step = engine.kernels, cast(ResidentStep, engine.step)
+        counts = step.rows.counts
+        step.chooser = LogitsChooser(FusedChooser(model, kernels, counts).logits, kernels, counts)
 
     return {"vocabulary padded": partial(bench, BEFORE["fused_head"], prepare=pad)}
 

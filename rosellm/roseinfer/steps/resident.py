@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from rosellm.errors import RoseError
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import Binder
 from rosellm.roseinfer.layers.choosers import Chooser
@@ -40,9 +41,9 @@ RUN_AHEAD = 3
 class ResidentStep:
     """Prefill and decode for as many sequences as ``state`` has rows; for one engine and one thread.
 
-    layers_for: rows → layers. bind: state and variant → attention that appends. chooser: hidden states →
-    tokens. prefill: caches prompts and returns hidden states. capture: whether steps are captured as CUDA
-    graphs (GPU only). pool: the graphs' memory.
+    counts: of penalised requests' tokens. layers_for: rows → layers. bind: state and variant → attention that
+    appends. chooser: hidden states → tokens. prefill: caches prompts and returns hidden states. capture:
+    whether steps are captured as CUDA graphs (GPU only). pool: the graphs' memory.
     """
 
     run_ahead = RUN_AHEAD
@@ -51,6 +52,7 @@ class ResidentStep:
         self,
         blocks: KVBlockManager,
         state: DeviceState,
+        counts: TokenCounts,
         layers_for: Callable[[int], Layers],
         bind: Binder,
         chooser: Chooser,
@@ -59,7 +61,7 @@ class ResidentStep:
         capture: bool,
         pool: GraphPool | None,
     ) -> None:
-        self.state, self.prefill, self.rows = state, prefill, Rows(state, blocks)
+        self.state, self.prefill, self.rows = state, prefill, Rows(state, blocks, counts)
         self.layers_for, self.bind, self.chooser, self.advance = layers_for, bind, chooser, kernels.advance
         n_rows, width = state.table.shape
         device = state.rows.device

@@ -149,21 +149,21 @@ def test_each_byte_of_the_hashed_words_is_uniform(shift):
 @pytest.mark.parametrize("distance", [1, 2, 3, 64, 128, 1024])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_hashed_words_of_two_indices_or_rows_are_independent(axis, distance):
-    high = hashed_rows(2100, 2100) >> 28
-    pairs = 16 * high.narrow(axis, distance, 2100 - distance) + high.narrow(axis, 0, 2100 - distance)
+    high = hashed_rows(1500, 1500) >> 28
+    pairs = 16 * high.narrow(axis, distance, 1500 - distance) + high.narrow(axis, 0, 1500 - distance)
     assert abs(dispersion(torch.bincount(pairs.flatten()))) < 4.5
 
 
 def test_a_hash_without_its_second_mixing_would_be_noticed(monkeypatch):
     monkeypatch.setattr(noise, "MIXERS", (1, 1))
-    high = hashed_rows(2100, 2100) >> 28
+    high = hashed_rows(1500, 1500) >> 28
     assert abs(dispersion(torch.bincount((16 * high[:, 1:] + high[:, :-1]).flatten()))) > 100
 
 
-@pytest.mark.parametrize("tail", [2**10, 2**14, 2**18])
+@pytest.mark.parametrize("tail", [2**14, 2**18])
 def test_the_largest_noise_comes_as_often_as_it_should(tail):
     """Poisson's law for words below ``tail``, of which the winners of large vocabularies are made."""
-    found = (hashed_rows(3000, 50257) < tail).sum(dim=1).double()
-    expected = 50257 * tail / 2**32
-    assert abs(found.mean().item() - expected) < 4.5 * (expected / 3000) ** 0.5
-    assert found.var().item() == pytest.approx(expected, rel=0.15, abs=4.5 * (expected / 3000) ** 0.5)
+    found = (hashed_rows(2000, 20011) < tail).sum(dim=1).double()
+    expected = 20011 * tail / 2**32
+    assert abs(found.mean().item() - expected) < 4.5 * (expected / 2000) ** 0.5
+    assert found.var().item() == pytest.approx(expected, rel=0.15, abs=4.5 * (expected / 2000) ** 0.5)
