@@ -42,8 +42,9 @@ def choose_filtered_ref(*, tiles: Tiles, state: DeviceState) -> None:
     probabilities. Other rows stay as they are.
     """
     rows = state.filtered
-    columns = state.temperatures, state.top_k, state.top_p, state.min_p, state.seeds, state.positions + 1
-    tokens = draw(tiles.logits[rows], *[column[rows] for column in columns])
+    own = state.at(rows.nonzero()[:, 0])
+    filters = own.temperatures, own.top_k, own.top_p, own.min_p
+    tokens = draw(tiles.logits[rows], *filters, own.seeds, own.positions + 1)
     tiles.values[rows], tiles.indices[rows] = -math.inf, 0
     tiles.values[rows, 0] = torch.where(tokens >= 0, 0.0, math.inf)
     tiles.indices[rows, 0] = tokens

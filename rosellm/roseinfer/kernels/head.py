@@ -155,7 +155,7 @@ def _best_tokens_kernel(
             tl.store(target, logits, mask=kept[:, None])
             largest = tl.max(logits, axis=1)
             largest = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
-            temperatures = tl.maximum(temperatures, 1.1754943508222875e-38)
+            temperatures = tl.where(kept, tl.maximum(temperatures, 1.1754943508222875e-38), 1.0)
             shares = tl.exp((logits - largest[:, None]) / temperatures[:, None])
             tl.store(masses_ptr + rows * TILES + tile, tl.sum(shares, axis=1), mask=kept)
         if tl.max(amounts, axis=0) > 0:
