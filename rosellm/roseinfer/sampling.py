@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rosellm.errors import SamplingError, told
 
 INT64_MAX = 2**63 - 1
+MOST_LOGPROBS = 20
 NOT_FINITE = -2  # in place of a token id
 NO_TOKEN = "the model's logits are not finite; nothing can be chosen from them"
 
@@ -27,7 +28,9 @@ class SamplingParams:
     temperature, and change greedy choices, too. max_tokens: the most new tokens. seed: the same seed and
     logits give the same tokens whatever shares the batch; None draws a fresh one. ignore_eos: continue past
     the end-of-sequence token. stop: a string or list of strings at which the text ends, excluding the stop
-    string. Raises ``SamplingError``.
+    string. logprobs: with each token return its log-probability and those of as many of the most likely ones,
+    0 to 20, by the model's own logits, before penalties and temperature; None returns none. n: completions
+    of the prompt; each has a seed of its own, the i-th ``seed + i``. Raises ``SamplingError``.
     """
 
     temperature: float = 1.0
@@ -41,6 +44,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, sys.float_info.max, "a number from 0 (greedy) to 1.79e308")
@@ -53,6 +58,11 @@ class SamplingParams:
         self._whole("max_tokens", 1)
         if self.seed is not None:
             self._whole("seed", 0, INT64_MAX)
+        if self.logprobs is not None:
+            self._whole("logprobs", 0, MOST_LOGPROBS)
+        self._whole("n", 1)
+        if self.n > 1 and self.is_greedy:
+            raise SamplingError(f"n is {self.n}; it must be 1 at temperature 0, where completions are equal")
         if not isinstance(self.ignore_eos, bool):
             raise SamplingError(f"ignore_eos is {self.ignore_eos!r}; use True or False")
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -75,6 +85,13 @@ class SamplingParams:
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def each(self) -> list[SamplingParams]:
+        """The parameters of each of the n completions."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else (self.seed + i) & INT64_MAX for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
     @property
     def is_filtered(self) -> bool:

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from rosellm.roseinfer.cache.device_state import ROUNDS
+from rosellm.roseinfer.layers.logprobs import LogprobRing, likely_of
 from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.request import Likely
 from rosellm.roseinfer.steps.rows import GIVEN_UP, Batch, Rows
 from rosellm.roseinfer.steps.step import commit_tokens
 
@@ -55,8 +57,8 @@ class _Begun:
 class StepsInFlight:
     """Steps in order: begun, then committed once they have ended, then collected."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+    def __init__(self, rows: Rows, logprobs: LogprobRing) -> None:
+        self._rows, self._logprobs = rows, logprobs
         self._ring = rows.state.ring.numpy()
         self._on_gpu = rows.state.rows.is_cuda
         self._begun: deque[_Begun] = deque()
@@ -104,7 +106,13 @@ class StepsInFlight:
         if len(live) < len(rows):
             rows, sequences = [rows[i] for i in live], [sequences[i] for i in live]
             tokens = [tokens[i] for i in live]
-        got, failed = commit_tokens(sequences, tokens, n_cached=int(begun.kind == "decode"))
+        likely = self._likely(begun, live) if any(s.logprobs is not None for s in sequences) else None
+        got, failed = commit_tokens(sequences, tokens, int(begun.kind == "decode"), likely)
         for row in [row for row in rows if row.sequence.finish_reason is not None]:
             self._rows.vacate(row)
         return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
+
+    def _likely(self, begun: _Begun, live: list[int]) -> list[Likely | None]:
+        """The log-probabilities of a step's sequences that have not been released."""
+        words = self._logprobs.read(begun.rounds[live], begun.batch.indices[live])
+        return likely_of(words, [begun.batch.sequences[i] for i in live])

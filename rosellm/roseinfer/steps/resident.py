@@ -26,6 +26,7 @@ from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import Binder
 from rosellm.roseinfer.layers.choosers import Chooser
 from rosellm.roseinfer.layers.fused import Layers
+from rosellm.roseinfer.layers.logprobs import LogprobRing, likely_tokens, rounds_of
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import GraphPool, batch_bucket, record_graph
@@ -36,6 +37,7 @@ from rosellm.roseinfer.steps.rows import NOBODY, Batch, Rows
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
 RUN_AHEAD = 3
+LOGPROBS = "+logprobs"  # ends the mode of a step that tells them
 
 
 class ResidentStep:
@@ -70,7 +72,8 @@ class ResidentStep:
         self._idle = DeviceState(n_rows, width, device) if self._capture else state
         self._every_row = torch.arange(n_rows, device=device)
         self._steps: dict[tuple[int, str, str], Callable[[], Tensor]] = {}
-        self._in_flight = StepsInFlight(self.rows)
+        self._logprobs = LogprobRing(n_rows, device)
+        self._in_flight = StepsInFlight(self.rows, self._logprobs)
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
         self._mode: tuple[Batch, str] = NOBODY, chooser.mode([])
         self._latest: tuple[Tensor, list[Sequence], Batch] | None = None
@@ -151,9 +154,7 @@ class ResidentStep:
         """Rows and next tokens for fully cached sequences; ``hidden`` ``[n, C]`` of their last tokens."""
         index = self.rows.attach(sequences, [s.prefill_length - 1 for s in sequences])
         batch = self.rows.batch(sequences)
-        mode = self.chooser.mode([s.params for s in sequences])
-        values, indices = self.chooser(hidden, self.state.at(index), mode)
-        self.advance(state=self.state, slots=index, values=values, indices=indices)
+        self._choose(hidden, self.state.at(index), self.state, index, self._mode_for(sequences))
         self._listed = None
         self._latest = hidden, sequences, batch._replace(indices=np.arange(len(sequences)))
         return batch
@@ -181,8 +182,13 @@ class ResidentStep:
 
     def _mode_of(self, batch: Batch) -> str:
         if batch is not self._mode[0]:
-            self._mode = batch, self.chooser.mode([s.params for s in batch.sequences])
+            self._mode = batch, self._mode_for(batch.sequences)
         return self._mode[1]
+
+    def _mode_for(self, sequences: list[Sequence]) -> str:
+        """The chooser's mode, and whether log-probabilities are asked for."""
+        mode = self.chooser.mode([s.params for s in sequences])
+        return mode + LOGPROBS if any(s.logprobs is not None for s in sequences) else mode
 
     def _step(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
         key = bucket, mode, variant
@@ -204,6 +210,16 @@ class ResidentStep:
         """Advance every row that is not inert by one token; returns final hidden states ``[rows, C]``."""
         rows = len(state.rows)
         hidden = self.layers_for(rows)(state.tokens, state.positions, self.bind(state, variant))
-        values, indices = self.chooser(hidden, state, mode)
-        self.advance(state=state, slots=self._every_row[:rows], values=values, indices=indices)
+        self._choose(hidden, state, state, self._every_row[:rows], mode)
         return hidden
+
+    def _choose(
+        self, hidden: Tensor, rows: DeviceState, state: DeviceState, slots: Tensor, mode: str
+    ) -> None:
+        """Choose the next tokens of ``rows``, which are ``slots`` of ``state``; they then advance."""
+        rounds = rounds_of(rows) if mode.endswith(LOGPROBS) else None
+        values, indices = self.chooser(hidden, rows, mode.removesuffix(LOGPROBS))
+        self.advance(state=state, slots=slots, values=values, indices=indices)
+        if rounds is not None:
+            words = likely_tokens(self.chooser.logits(hidden), state.tokens[slots])
+            self._logprobs.write(words, rounds, slots)

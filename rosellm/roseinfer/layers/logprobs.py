@@ -1,0 +1,77 @@
+"""Log-probabilities of chosen and of the most likely tokens, and how they come from the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.cache.device_state import ROUNDS, DeviceState
+from rosellm.roseinfer.request import Likely, Sequence
+from rosellm.roseinfer.sampling import MOST_LOGPROBS
+
+
+def likely_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The tokens' log-probabilities and ranks, and the most likely ones': ``[n, W]`` int32 words.
+
+    logits ``[n, V]`` as the model gives them, tokens ``[n]`` (negative: none, and what is told of it means
+    nothing). W: the token and the ``MOST_LOGPROBS`` (or V) most likely ones, in order, then the bits of as
+    many fp32 log-probabilities, then the token's rank, from 1: one more than there are likelier tokens.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)
+    tokens = tokens.long().clamp_min(0)[:, None]
+    own = logprobs.gather(1, tokens)
+    most, indices = logprobs.topk(min(MOST_LOGPROBS, logits.shape[1]), dim=-1)
+    ranks = 1 + (logprobs > own).sum(dim=-1, keepdim=True)
+    bits = torch.cat((own, most), dim=1).view(torch.int32)
+    return torch.cat((tokens.int(), indices.int(), bits, ranks.int()), dim=1)
+
+
+def likely_of(words: Tensor, sequences: list[Sequence]) -> list[Likely | None]:
+    """What :func:`likely_tokens` found ``[n, W]`` (on the CPU), as far as each sequence asks; or None."""
+    half = (words.shape[1] - 1) // 2
+    tokens, ranks = words[:, :half].tolist(), words[:, -1].tolist()
+    logprobs = words[:, half:-1].contiguous().view(torch.float32).tolist()
+    found: list[Likely | None] = []
+    for sequence, ids, values, rank in zip(sequences, tokens, logprobs, ranks, strict=True):
+        n = sequence.params.logprobs
+        found.append(None if n is None else _likely(ids, values, rank, n))
+    return found
+
+
+def _likely(tokens: list[int], logprobs: list[float], rank: int, n: int) -> Likely:
+    """The token itself, and the n most likely ones that are not it."""
+    most = zip(tokens[1 : 1 + n], logprobs[1 : 1 + n], range(1, n + 1), strict=False)
+    return [(tokens[0], logprobs[0], rank), *(one for one in most if one[0] != tokens[0])]
+
+
+class LogprobRing:
+    """Log-probabilities of the latest rounds of every row, on the device; made when the first are asked for.
+
+    A row's of its round r, modulo ROUNDS, are at ``[r, row]``, like its token in the state's ring; inert rows
+    write past the last round. They are read, once a step has ended, without waiting for steps begun since.
+    """
+
+    def __init__(self, n_rows: int, device: torch.device) -> None:
+        self._n_rows, self._device = n_rows, device
+        self._words: Tensor | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def write(self, words: Tensor, rounds: Tensor, slots: Tensor) -> None:
+        """words ``[n, W]`` of rows ``slots`` at ``rounds``, both ``[n]``."""
+        if self._words is None:
+            shape = ROUNDS + 1, self._n_rows, words.shape[1]
+            self._words = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._words[rounds.long(), slots] = words
+
+    def read(self, rounds: np.ndarray, indices: np.ndarray) -> Tensor:
+        """``[n, W]`` on the CPU; the step has ended."""
+        assert self._words is not None
+        with torch.cuda.stream(self._stream):
+            places = torch.from_numpy(rounds).to(self._device), torch.from_numpy(indices).to(self._device)
+            return self._words[places].cpu()
+
+
+def rounds_of(state: DeviceState) -> Tensor:
+    """Where a step writes, read before its rows advance: ``[n]``."""
+    return torch.where(state.positions >= 0, state.rounds, ROUNDS)
