@@ -98,7 +98,8 @@ class LLM:
             outputs = iter(self._run(copies, list(chain.from_iterable(each)), use_tqdm))
         grouped = [RequestOutput.group(list(islice(outputs, len(own)))) for own in each]
         for prompt, output in zip(many, grouped, strict=True):
-            output.prompt = prompt if isinstance(prompt, str) else None
+            for completion in output.outputs:
+                completion.prompt = prompt if isinstance(prompt, str) else None
         return grouped
 
     def chat(
@@ -118,7 +119,8 @@ class LLM:
         ids = [self.engine.encode(text, special=False) for text in texts]
         outputs = self.generate(ids, sampling_params, use_tqdm)
         for text, output in zip(texts, outputs, strict=True):
-            output.prompt = text
+            for completion in output.outputs:
+                completion.prompt = text
         return outputs
 
     def _run(self, ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:

@@ -167,6 +167,67 @@ def drawn_before(
     return tl.load(values_ptr + place), token
 
 
+@triton.jit
+def copy_candidates(
+    logits_ptr, listed_ptr, n_listed, copies_ptr, tokens_ptr, bound, best, temperature, floor,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies the listed tiles' logits that reach bound and floor, with their tokens; returns their number."""
+    n = tl.zeros((), tl.int32)
+    for first in range(0, n_listed, BLOCK // TILE):
+        which = first + tl.arange(0, BLOCK) // TILE
+        inside = which < n_listed
+        token = tl.load(listed_ptr + which, mask=inside, other=0) * TILE + tl.arange(0, BLOCK) % TILE
+        x = tl.load(logits_ptr + token, mask=inside, other=float("-inf"))
+        kept = inside & (ordered_bits(x) >= bound) & (scaled_logit(x, best, temperature) >= floor)
+        place = n + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        tl.store(copies_ptr + place, x, mask=kept)
+        tl.store(tokens_ptr + place, token, mask=kept)
+        n += tl.sum(kept.to(tl.int32), axis=0)
+    return n
+
+
+@triton.jit
+def mass_left(
+    values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, low, k,
+    BLOCK: tl.constexpr, FEWER: tl.constexpr, FEW: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """The mass of what top-k and min-p leave; ``low``: ordered bits that k candidates reach, if so many."""
+    least = ordered_bits(tl.full((), float("-inf"), tl.float32))
+    cut = (k > 0) & (k < n)
+    if cut:
+        if (n_copied > 0) & (n <= FEW):
+            least = kth_largest_of_few(values_ptr, n, k, FEW)
+        else:
+            least = kth_largest(
+                values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, low, k, FEWER, PIVOTS
+            )
+    edge = float_of(least)
+    above, mass = before(values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, edge, -1, BLOCK)
+    equals = tl.where(cut, k - above, 0).to(tl.float32)
+    return mass + equals * tl.exp(scaled_logit(edge, best, temperature))
+
+
+@triton.jit
+def drawn(
+    values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, k, most, key_first, key_second,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draws until a token is among the first k (0: any), with less than the mass ``most`` before it."""
+    pivot, token = tl.full((), float("-inf"), tl.float32), tl.full((), 2147483647, tl.int32)
+    refused = tl.full((), 1, tl.int1)
+    while refused:
+        pivot, token = drawn_before(
+            values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, pivot, token,
+            key_first, key_second, BLOCK,
+        )  # fmt: skip
+        number, mass = before(
+            values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, pivot, token, BLOCK
+        )
+        refused = (number > 0) & (((k > 0) & (number >= k)) | (mass >= most))
+    return token
+
+
 @triton.jit(do_not_specialize=["TILES"])
 def _choose_filtered_kernel(
     logits_ptr, values_ptr, indices_ptr, masses_ptr, copies_ptr, copied_tokens_ptr,
@@ -190,17 +251,16 @@ def _choose_filtered_kernel(
     inside = tile < TILES
     values_ptr += row * TILES
     indices_ptr += row * TILES
-    logits_ptr += row * TILES * TILE
     maxima = tl.load(values_ptr + tile, mask=inside, other=float("-inf"))
     best = tl.max(maxima, axis=0)
     finite = (best < float("inf")) & (best > float("-inf"))
-    chosen = tl.zeros((), tl.int32)
+    token = tl.zeros((), tl.int32)
     if finite:
-        # Which tiles can hold what is kept.
-        floor = tl.where(min_p > 0, log2(tl.maximum(min_p, 1e-38)) * 0.6931471805599453, float("-inf"))
+        # The tiles that can hold what is kept; their list takes the place of the row's indices.
         scaled = scaled_logit(maxima, best, temperature)
         masses = tl.load(masses_ptr + row * TILES + tile, mask=inside, other=0.0)
         mass = tl.sum(masses * tl.exp(scaled), axis=0)
+        floor = tl.where(min_p > 0, log2(tl.maximum(min_p, 1e-38)) * 0.6931471805599453, float("-inf"))
         by_number = (top_k > 0) & (top_k <= TILES)
         by_mass = (top_k == 0) & (top_p < 1) & (min_p <= 0)
         nothing = ordered_bits(tl.full((), float("-inf"), tl.float32))
@@ -214,64 +274,45 @@ def _choose_filtered_kernel(
         tl.store(indices_ptr + tl.cumsum(listed.to(tl.int32), axis=0) - 1, tile, mask=listed)
         tl.debug_barrier()
 
-        # Their logits that can be kept, copied together, or else the whole row.
-        source = logits_ptr
+        # The candidates: copies of few, or else the whole row.
+        source = logits_ptr + row * TILES * TILE
         tokens_ptr = copied_tokens_ptr + row * (TILES // COPIED) * TILE
         n, n_copied = TILES * TILE, tl.zeros((), tl.int32)
         if n_listed * COPIED <= TILES:
             copies = copies_ptr + row * (TILES // COPIED) * TILE
-            n = 0
-            PER: tl.constexpr = BLOCK // TILE
-            for first in range(0, n_listed, PER):
-                which = first + tl.arange(0, BLOCK) // TILE
-                own = tl.load(indices_ptr + which, mask=which < n_listed, other=0)
-                column = own * TILE + tl.arange(0, BLOCK) % TILE
-                x = tl.load(logits_ptr + column, mask=which < n_listed, other=float("-inf"))
-                kept = (ordered_bits(x) >= bound) & (scaled_logit(x, best, temperature) >= floor)
-                kept = kept & (which < n_listed)
-                at = n + tl.cumsum(kept.to(tl.int32), axis=0) - 1
-                tl.store(copies + at, x, mask=kept)
-                tl.store(tokens_ptr + at, column, mask=kept)
-                n += tl.sum(kept.to(tl.int32), axis=0)
+            n = copy_candidates(
+                source,
+                indices_ptr,
+                n_listed,
+                copies,
+                tokens_ptr,
+                bound,
+                best,
+                temperature,
+                floor,
+                TILE,
+                BLOCK,
+            )
             tl.debug_barrier()
             source, n_copied = copies, n
 
-        # The mass that top-p is a share of, where top-k or min-p leave less than all.
         if (top_p < 1) & (by_mass == 0):
-            least, cut = nothing, (top_k > 0) & (top_k < n)
-            if cut:
-                if (n_copied > 0) & (n <= FEW):
-                    least = kth_largest_of_few(source, n, top_k, FEW)
-                else:
-                    low = tl.where(min_p > 0, nothing, bound)
-                    least = kth_largest(
-                        source, tokens_ptr, n_copied, n, best, temperature, floor, low, top_k, FEWER, PIVOTS
-                    )
-            edge = float_of(least)
-            above, mass = before(source, tokens_ptr, n_copied, n, best, temperature, floor, edge, -1, BLOCK)
-            equals = tl.where(cut, top_k - above, 0).to(tl.float32)
-            mass += equals * tl.exp(scaled_logit(edge, best, temperature))
-
-        # Draws, until one is of a token that is kept.
-        seed = tl.load(seeds_ptr + row * seed_stride)
-        position = tl.load(positions_ptr + row * state_stride) + 1
-        key_first, key_second = row_key(seed, position)
-        most = tl.where(top_p < 1, top_p * mass, float("inf"))
-        pivot, chosen = tl.full((), float("-inf"), tl.float32), tl.full((), 2147483647, tl.int32)
-        refused = tl.full((), 1, tl.int1)
-        while refused:
-            pivot, chosen = drawn_before(
-                source, tokens_ptr, n_copied, n, best, temperature, floor, pivot, chosen,
-                key_first, key_second, BLOCK,
+            low = tl.where(min_p > 0, nothing, bound)
+            mass = mass_left(
+                source, tokens_ptr, n_copied, n, best, temperature, floor, low, top_k,
+                BLOCK, FEWER, FEW, PIVOTS,
             )  # fmt: skip
-            number, mass_before = before(
-                source, tokens_ptr, n_copied, n, best, temperature, floor, pivot, chosen, BLOCK
-            )
-            refused = (number > 0) & (((top_k > 0) & (number >= top_k)) | (mass_before >= most))
+        most = tl.where(top_p < 1, top_p * mass, float("inf"))
+        seed, position = tl.load(seeds_ptr + row * seed_stride), tl.load(positions_ptr + row * state_stride)
+        key_first, key_second = row_key(seed, position + 1)
+        token = drawn(
+            source, tokens_ptr, n_copied, n, best, temperature, floor, top_k, most,
+            key_first, key_second, BLOCK,
+        )  # fmt: skip
         tl.debug_barrier()
     told = tl.where(tile == 0, tl.where(finite, 0.0, float("inf")), float("-inf"))
     tl.store(values_ptr + tile, told, mask=inside)
-    tl.store(indices_ptr + tile, chosen + tile * 0, mask=inside)
+    tl.store(indices_ptr + tile, token + tile * 0, mask=inside)
 
 
 def make_choose_filtered(dependent: int = False) -> Callable[..., None]:
