@@ -1,6 +1,6 @@
 """Draws under top-k, top-p and min-p without sorting the vocabulary: a torch spec and a kernel.
 
-The head has left the logits of the rows that ask (``head.Tiles``). A program takes a row:
+The head has left the logits of the rows that ask (``filtered_head.Tiles``). A program takes a row:
 
 1. A bound below which nothing can be kept comes from the tiles' largest logits alone: k tiles hold k logits
    that are at least their k-th largest maximum, and tiles' maxima that make up the mass of top-p hold what
@@ -25,7 +25,7 @@ import torch
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.draw import draw
-from rosellm.roseinfer.kernels.head import Tiles
+from rosellm.roseinfer.kernels.filtered_head import Tiles
 from rosellm.roseinfer.kernels.noise import gumbel, log2, row_key
 from rosellm.triton_or_none import tl, triton
 

@@ -5,22 +5,16 @@ its index; ``advance.advance`` picks the best of the ``[M, TILES]`` results. A s
 ``logit + temperature * gumbel noise``, whose argmax is an exact draw from ``softmax(logits / temperature)``
 (Gumbel 1954), with the noise of ``noise.gumbel``. Logits are compared as the fp32 sums that they are:
 rounded to 16 bits, many of a large vocabulary tie.
-
-Of a batch in which rows ask for top-k, top-p or min-p (filtered rows), the same kernel also stores the logits
-of those rows, for ``filtered.choose_filtered``, and can penalise what a row's request has seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.roseinfer.kernels.draw import FLOAT32, penalised_ref
 from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
 from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise, row_key
 from rosellm.triton_or_none import tl, triton
@@ -28,21 +22,6 @@ from rosellm.triton_or_none import tl, triton
 ROLES = {"_best_tokens_kernel": "head"}
 MAX_TEMPERATURE = 1e30
 Shape = Callable[[int, torch.dtype], tuple[int, int, int, int, int]]
-
-
-class Tiles(NamedTuple):
-    """What the head leaves for rows that are drawn from some tokens only.
-
-    values, indices ``[M, TILES]`` as of :func:`best_tokens_ref`; in a filtered row values are largest logits.
-    masses ``[M, TILES]`` fp32: of filtered rows, a tile's sum of ``exp((logit - largest) / temperature)``.
-    logits ``[M, TILES * width]`` fp32: of filtered rows, −inf past the vocabulary.
-    """
-
-    values: Tensor
-    indices: Tensor
-    masses: Tensor
-    logits: Tensor
-    width: int
 
 
 def best_tokens_ref(
@@ -70,52 +49,12 @@ def best_tokens_ref(
     return values, indices.int()
 
 
-def filtered_tiles_ref(
-    *, hidden: Tensor, weight: Tensor, state: DeviceState, counts: Tensor | None = None
-) -> Tiles:
-    """The specification, with a single tile, of the head for a batch with filtered rows.
-
-    hidden ``[M, K]``, weight ``[N, K]``, and a state of M rows. counts ``[S, N]`` int32 (``token_counts``):
-    penalises the rows that have one; None if there are none.
-    """
-    logits = hidden.float() @ weight.float().t()
-    if counts is not None:
-        logits = penalised_rows_ref(logits, state, counts)
-    logits = torch.where(logits.isnan(), float("inf"), logits)
-    amounts = torch.where(state.filtered, 0.0, state.temperatures.clamp_max(MAX_TEMPERATURE))[:, None]
-    noise = gumbel_noise(state.seeds, state.positions + 1, weight.shape[0])
-    values, indices = torch.where(amounts > 0, logits + amounts * noise, logits).max(dim=1, keepdim=True)
-    below = logits - logits.amax(dim=1, keepdim=True)
-    masses = (below / state.temperatures[:, None].clamp_min(FLOAT32.tiny)).exp().sum(dim=1, keepdim=True)
-    return Tiles(values, indices.int(), masses, logits, weight.shape[0])
-
-
-def penalised_rows_ref(logits: Tensor, state: DeviceState, counts: Tensor) -> Tensor:
-    """``draw.penalised_ref`` for the rows that have counts: ``[M, V]`` → ``[M, V]`` fp32."""
-    own = state.counts
-    seen = torch.where(own[:, None] > 0, counts[(own - 1).clamp_min(0).long()], 0)
-    repetition = torch.where(own > 0, state.repetition, 1.0)
-    return penalised_ref(logits, seen, repetition, state.presence, state.frequency)
-
-
-@triton.jit
-def penalised(logits, seen, repetition, presence, frequency):
-    """``draw.penalised_ref`` of a tile; the last three broadcast with it."""
-    times = seen >> 1
-    repeated = tl.where(logits > 0, logits / repetition, logits * repetition)
-    logits = tl.where(seen > 0, repeated, logits)
-    return logits - frequency * times.to(tl.float32) - tl.where(times > 0, presence, 0.0)
-
-
 @triton.jit(do_not_specialize=["M"])
 def _best_tokens_kernel(
     hidden_ptr, weight_ptr, temperature_ptr, seeds_ptr, positions_ptr, values_ptr, indices_ptr,
-    top_k_ptr, top_p_ptr, min_p_ptr, masses_ptr, logits_ptr,
-    own_counts_ptr, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr,
     state_stride, seed_stride, M, N, TILES,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SAMPLED: tl.constexpr, FILTERED: tl.constexpr, PENALISED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SAMPLED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -125,45 +64,21 @@ def _best_tokens_kernel(
     hidden_ptr += first_row.to(tl.int64) * K
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    logits = tile_product(
+    acc = tile_product(
         hidden_ptr, weight_ptr, tile_rows, held_rows, columns, 0, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K
     )
-    rows = first_row.to(tl.int64) + tile_rows
-    if PENALISED:
-        own = tl.load(own_counts_ptr + rows * state_stride, mask=held_rows, other=0)
-        repetition = tl.load(repetition_ptr + rows * state_stride, mask=own > 0, other=1.0)
-        presence = tl.load(presence_ptr + rows * state_stride, mask=own > 0, other=0.0)
-        frequency = tl.load(frequency_ptr + rows * state_stride, mask=own > 0, other=0.0)
-        counted = (own > 0)[:, None] & (columns < N)[None, :]
-        counts_of = counts_ptr + (own - 1).to(tl.int64) * N
-        seen = tl.load(counts_of[:, None] + columns[None, :], mask=counted, other=0)
-        logits = penalised(logits, seen, repetition[:, None], presence[:, None], frequency[:, None])
-    logits = logits + tl.where(columns < N, 0.0, float("-inf"))[None, :]
+    logits = acc + tl.where(columns < N, 0.0, float("-inf"))[None, :]
     logits = tl.where(logits == logits, logits, float("inf"))
+    rows = first_row.to(tl.int64) + tile_rows
     if SAMPLED:
         temperatures = tl.load(temperature_ptr + rows * state_stride, mask=held_rows, other=0.0)
-        amounts = tl.minimum(temperatures, MAX_TEMPERATURE)
-        if FILTERED:
-            top_k = tl.load(top_k_ptr + rows * state_stride, mask=held_rows, other=0)
-            top_p = tl.load(top_p_ptr + rows * state_stride, mask=held_rows, other=1.0)
-            min_p = tl.load(min_p_ptr + rows * state_stride, mask=held_rows, other=0.0)
-            kept = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-            amounts = tl.where(kept, 0.0, amounts)
-            # The padding's -inf is stored, too: a reader of whole tiles needs no bound.
-            logits_ptr += first_row.to(tl.int64) * TILES * BLOCK_N
-            target = logits_ptr + (tile_rows * TILES * BLOCK_N)[:, None] + columns[None, :]
-            tl.store(target, logits, mask=kept[:, None])
-            largest = tl.max(logits, axis=1)
-            largest = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
-            temperatures = tl.where(kept, tl.maximum(temperatures, 1.1754943508222875e-38), 1.0)
-            shares = tl.exp((logits - largest[:, None]) / temperatures[:, None])
-            tl.store(masses_ptr + rows * TILES + tile, tl.sum(shares, axis=1), mask=kept)
-        if tl.max(amounts, axis=0) > 0:
+        temperatures = tl.minimum(temperatures, MAX_TEMPERATURE)
+        if tl.max(temperatures, axis=0) > 0:
             seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
             positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
             first, second = row_key(seeds, positions)
             noise = gumbel(first[:, None], second[:, None], columns[None, :].to(tl.uint32))
-            logits = tl.where(amounts[:, None] > 0, logits + amounts[:, None] * noise, logits)
+            logits = tl.where(temperatures[:, None] > 0, logits + temperatures[:, None] * noise, logits)
     best, index = tl.max(logits, axis=1, return_indices=True)
     tl.store(values_ptr + rows * TILES + tile, best, mask=held_rows)
     tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=held_rows)
@@ -178,15 +93,6 @@ def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)
 
 
-def filtered_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """The same for a batch with filtered rows: as many columns a tile for any number of rows."""
-    if dtype == torch.float32:
-        return 32, 64, 32, 4, 3
-    if rows <= 16:
-        return 16, 128, 128, 4, 4
-    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 128, 64, 8, 3)
-
-
 def make_best_tokens(dependent: int = False, shape: Shape = _shape) -> Callable[..., tuple[Tensor, Tensor]]:
     """The Triton kernel, called like :func:`best_tokens_ref`, but with one result per tile: ``[M, TILES]``.
 
@@ -194,58 +100,24 @@ def make_best_tokens(dependent: int = False, shape: Shape = _shape) -> Callable[
     sampled=False compiles draws out, for all-greedy batches: random numbers take registers that the product
     could use. shape: rows and dtype → tile sizes, warps and pipeline stages.
     """
+    launch = launch_options(dependent)
 
     def best_tokens(*, hidden, weight, temperature, seeds, positions, sampled=True) -> tuple[Tensor, Tensor]:
-        values, indices, _ = _outputs(hidden, weight, shape)
+        rows, width = hidden.shape
+        vocab = weight.shape[0]
+        block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
+        stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
+        tiles = triton.cdiv(vocab, block_n)
+        values = torch.empty(rows, tiles, device=hidden.device)
+        indices = torch.empty(rows, tiles, device=hidden.device, dtype=torch.int32)
+        state = temperature, seeds, positions
         strides = positions.stride(0), seeds.stride(0)
-        unused = (values,) * 10
-        pointers = temperature, seeds, positions, values, indices, *unused, *strides
-        _launch(hidden, weight, pointers, shape, dependent, SAMPLED=sampled, FILTERED=False, PENALISED=False)
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+        options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
+        constants = {"K": width, "SAMPLED": sampled, "MAX_TEMPERATURE": MAX_TEMPERATURE, **blocks}
+        _best_tokens_kernel[(triton.cdiv(rows, block_m), tiles)](
+            hidden, weight, *state, values, indices, *strides, rows, vocab, tiles, **constants, **options
+        )
         return values, indices
 
     return best_tokens
-
-
-def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -> Callable[..., Tiles]:
-    """The Triton kernel, called like :func:`filtered_tiles_ref`, with many tiles; as of ``make_best_tokens``.
-
-    Logits and masses of rows that are not filtered are left unwritten.
-    """
-
-    def filtered_tiles(*, hidden, weight, state: DeviceState, counts=None) -> Tiles:
-        values, indices, width = _outputs(hidden, weight, shape)
-        masses, n_tiles = torch.empty_like(values), values.shape[1]
-        logits = torch.empty(len(hidden), n_tiles * width, device=hidden.device)
-        drawing = state.temperatures, state.seeds, state.positions, values, indices
-        filters = state.top_k, state.top_p, state.min_p, masses, logits
-        penalties = state.counts, state.repetition, state.presence, state.frequency
-        strides = state.positions.stride(0), state.seeds.stride(0)
-        pointers = *drawing, *filters, *penalties, masses if counts is None else counts, *strides
-        penalised = counts is not None
-        _launch(hidden, weight, pointers, shape, dependent, SAMPLED=True, FILTERED=True, PENALISED=penalised)
-        return Tiles(values, indices, masses, logits, width)
-
-    return filtered_tiles
-
-
-def _outputs(hidden: Tensor, weight: Tensor, shape: Shape) -> tuple[Tensor, Tensor, int]:
-    """Values and indices ``[M, TILES]``, and the columns of a tile."""
-    width = shape(len(hidden), hidden.dtype)[1]
-    size = len(hidden), triton.cdiv(len(weight), width)
-    values = torch.empty(*size, device=hidden.device)
-    return values, torch.empty(*size, device=hidden.device, dtype=torch.int32), width
-
-
-def _launch(
-    hidden: Tensor, weight: Tensor, pointers: tuple, shape: Shape, dependent: int, **variant: bool
-) -> None:
-    rows, width = hidden.shape
-    block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
-    stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
-    tiles = triton.cdiv(len(weight), block_n)
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    constants = {"K": width, "MAX_TEMPERATURE": MAX_TEMPERATURE, "DEPENDENT": dependent, **blocks, **variant}
-    options = {"num_warps": warps, "num_stages": stages, **launch_options(dependent)}
-    _best_tokens_kernel[(triton.cdiv(rows, block_m), tiles)](
-        hidden, weight, *pointers, rows, len(weight), tiles, **constants, **options
-    )

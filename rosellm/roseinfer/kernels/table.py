@@ -20,6 +20,7 @@ from rosellm.roseinfer.kernels import (
     attention_plan,
     few_rows,
     filtered,
+    filtered_head,
     head,
     linear,
     noise,
@@ -40,6 +41,7 @@ SOURCES = (
     attention_plan,
     few_rows,
     filtered,
+    filtered_head,
     head,
     linear,
     noise,
@@ -71,7 +73,7 @@ class Kernels:
     few_rows_linear: Callable[..., torch.Tensor]
     some_rows_linear: Callable[..., torch.Tensor]
     best_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    filtered_tiles: Callable[..., head.Tiles]
+    filtered_tiles: Callable[..., filtered_head.Tiles]
     choose_filtered: Callable[..., None]
     count_tokens: Callable[..., None]
     advance: Callable[..., None]
@@ -96,7 +98,7 @@ def triton_kernels(dependent: int) -> Kernels:
         few_rows.make_few_rows_linear(dependent),
         linear.make_some_rows_linear(dependent),
         head.make_best_tokens(dependent),
-        head.make_filtered_tiles(dependent),
+        filtered_head.make_filtered_tiles(dependent),
         filtered.make_choose_filtered(dependent),
         penalties.make_count_tokens(dependent),
         advance.make_advance(dependent),
@@ -121,7 +123,7 @@ TORCH = Kernels(
     few_rows.few_rows_linear_ref,
     linear.some_rows_linear_ref,
     head.best_tokens_ref,
-    head.filtered_tiles_ref,
+    filtered_head.filtered_tiles_ref,
     filtered.choose_filtered_ref,
     penalties.count_tokens_ref,
     advance.advance_ref,

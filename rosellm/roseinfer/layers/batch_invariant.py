@@ -25,7 +25,8 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Variant
-from rosellm.roseinfer.kernels.head import filtered_shape, make_best_tokens, make_filtered_tiles
+from rosellm.roseinfer.kernels.filtered_head import filtered_shape, make_filtered_tiles
+from rosellm.roseinfer.kernels.head import make_best_tokens
 from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, make_tiles, prefill_attention_ref
 from rosellm.roseinfer.kernels.table import Kernels

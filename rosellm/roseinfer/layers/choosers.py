@@ -12,7 +12,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.draw import draw, likeliest
-from rosellm.roseinfer.kernels.head import penalised_rows_ref
+from rosellm.roseinfer.kernels.filtered_head import penalised_rows_ref
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.products import can_pack, packed_head
 from rosellm.roseinfer.sampling import SamplingParams

@@ -12,7 +12,7 @@ from rosellm.roseinfer.cache.device_state import INERT, DeviceState
 from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw
 from rosellm.roseinfer.kernels.filtered import choose_filtered_ref, make_choose_filtered
-from rosellm.roseinfer.kernels.head import Tiles, filtered_tiles_ref, make_filtered_tiles
+from rosellm.roseinfer.kernels.filtered_head import Tiles, filtered_tiles_ref, make_filtered_tiles
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.kernels.penalties import count_tokens_ref, make_count_tokens
 from rosellm.roseinfer.sampling import NOT_FINITE
@@ -208,7 +208,7 @@ CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32
     "rule", [(1.0, 4, 1.0, 0.0), (1.5, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.1), (2.0, 7, 0.9, 0.05)], ids=str
 )
 def test_tokens_follow_the_allowed_probabilities(rule, varied, device):
-    n = 1500
+    n = 300
     state = make_state(n, [rule], device)
     state.seeds.fill_(3)
     state.positions.fill_(3)
