@@ -228,6 +228,25 @@ def drawn(
     return token
 
 
+@triton.jit
+def kept_draw(
+    values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, low, top_k, top_p, mass, is_left,
+    key_first, key_second,
+    BLOCK: tl.constexpr, FEWER: tl.constexpr, FEW: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """The token drawn; is_left: whether ``mass``, that of all tokens, is also what top-k and min-p leave."""
+    if (top_p < 1) & (is_left == 0):
+        mass = mass_left(
+            values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, low, top_k,
+            BLOCK, FEWER, FEW, PIVOTS,
+        )  # fmt: skip
+    most = tl.where(top_p < 1, top_p * mass, float("inf"))
+    return drawn(
+        values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, top_k, most,
+        key_first, key_second, BLOCK,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["TILES"])
 def _choose_filtered_kernel(
     logits_ptr, values_ptr, indices_ptr, masses_ptr, copies_ptr, copied_tokens_ptr,
@@ -296,19 +315,19 @@ def _choose_filtered_kernel(
             tl.debug_barrier()
             source, n_copied = copies, n
 
-        if (top_p < 1) & (by_mass == 0):
-            low = tl.where(min_p > 0, nothing, bound)
-            mass = mass_left(
-                source, tokens_ptr, n_copied, n, best, temperature, floor, low, top_k,
-                BLOCK, FEWER, FEW, PIVOTS,
-            )  # fmt: skip
-        most = tl.where(top_p < 1, top_p * mass, float("inf"))
         seed, position = tl.load(seeds_ptr + row * seed_stride), tl.load(positions_ptr + row * state_stride)
         key_first, key_second = row_key(seed, position + 1)
-        token = drawn(
-            source, tokens_ptr, n_copied, n, best, temperature, floor, top_k, most,
-            key_first, key_second, BLOCK,
-        )  # fmt: skip
+        low = tl.where(min_p > 0, nothing, bound)
+        if n <= FEWER:
+            token = kept_draw(
+                source, tokens_ptr, n_copied, n, best, temperature, floor, low, top_k, top_p, mass, by_mass,
+                key_first, key_second, FEWER, FEWER, FEW, PIVOTS,
+            )  # fmt: skip
+        else:
+            token = kept_draw(
+                source, tokens_ptr, n_copied, n, best, temperature, floor, low, top_k, top_p, mass, by_mass,
+                key_first, key_second, BLOCK, FEWER, FEW, PIVOTS,
+            )  # fmt: skip
         tl.debug_barrier()
     told = tl.where(tile == 0, tl.where(finite, 0.0, float("inf")), float("-inf"))
     tl.store(values_ptr + tile, told, mask=inside)

@@ -140,6 +140,17 @@ def test_filtered_rows_draw_the_tokens_of_the_specification_from_real_vocabulari
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("n_high", [1, 10, 30])
+def test_more_candidates_than_are_kept_may_lie_in_a_few_tiles(n_high, device):
+    """The bound is then that of other tiles: up to 2,000 candidates are copied for 190 that are kept."""
+    rules = [(2.0, 190, 0.9, 0.0), (2.0, 190, 1.0, 0.0), (2.0, 190, 0.8, 1e-3), (2.0, 0, 0.5, 0.0)]
+    state = make_state(len(rules), rules, device, seed=n_high)
+    logits = random_logits(len(rules), 50257, device, n_high, size=1.0)
+    logits[:, 640 : 640 + 64 * n_high] += 9
+    assert_draws_as_specified(logits, state, 0.7)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_of_equal_logits_the_first_are_kept(device):
     """Two values in turn: what is kept ends within the equals, by number, by mass, or by both."""
     rules = [(1.0, 5, 1.0, 0.0), (1.0, 0, 0.1, 0.0), (1.0, 150, 0.5, 0.0), (1.0, 9, 0.5, 1.0)]
