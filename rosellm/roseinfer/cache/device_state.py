@@ -33,7 +33,8 @@ class DeviceState:
     (number of tokens at full length), stops (a token that ends a row, or -1), top_k, counts (1 + the row's
     place in ``TokenCounts``, 0: none), prompts (tokens of the prompt) int32, seeds int64, temperatures,
     top_p, min_p, repetition, presence and frequency fp32 ``[S]``, table ``[S, W]``. stop_tokens ``[E]`` int32
-    end every row that has a stop: models have several ends of sequence, the same for all rows.
+    end every row that has a stop: models have several ends of sequence, the same for all rows. Views that few
+    steps need are made when they are read.
     """
 
     def __init__(
@@ -51,10 +52,32 @@ class DeviceState:
         self.tokens, self.positions = rows[:, TOKEN], rows[:, POSITION]
         self.limits, self.stops, self.rounds = rows[:, LIMIT], rows[:, STOP], rows[:, ROUND]
         self.top_k, self.seeds = rows[:, TOP_K], rows.view(torch.int64)[:, SEED // 2]
-        self.temperatures, self.top_p, self.min_p = (floats[:, i] for i in (TEMPERATURE, TOP_P, MIN_P))
-        self.repetition, self.presence = floats[:, REPETITION], floats[:, PRESENCE]
-        self.frequency, self.counts, self.prompts = floats[:, FREQUENCY], rows[:, COUNTS], rows[:, PROMPT]
+        self.temperatures, self.top_p = floats[:, TEMPERATURE], floats[:, TOP_P]
         self.table = rows[:, FIELDS : FIELDS + width]
+
+    @property
+    def min_p(self) -> Tensor:
+        return self.rows.view(torch.float32)[:, MIN_P]
+
+    @property
+    def repetition(self) -> Tensor:
+        return self.rows.view(torch.float32)[:, REPETITION]
+
+    @property
+    def presence(self) -> Tensor:
+        return self.rows.view(torch.float32)[:, PRESENCE]
+
+    @property
+    def frequency(self) -> Tensor:
+        return self.rows.view(torch.float32)[:, FREQUENCY]
+
+    @property
+    def counts(self) -> Tensor:
+        return self.rows[:, COUNTS]
+
+    @property
+    def prompts(self) -> Tensor:
+        return self.rows[:, PROMPT]
 
     @property
     def filtered(self) -> Tensor:

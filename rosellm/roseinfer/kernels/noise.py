@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import has_triton, tl, triton
 
 ROLES = {"_gumbel_noise_kernel": "sampling"}
 ROUNDS = 10
@@ -21,7 +21,7 @@ WORD = 0xFFFFFFFF
 SPREAD, MIXERS = 0x9E3779B1, (0x21F0AAAD, 0x735A2D97)
 COLUMNS = 1024
 BELOW_ONE = 1 - 2**-24
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = has_triton and tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def philox4x32(

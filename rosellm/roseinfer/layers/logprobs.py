@@ -39,6 +39,13 @@ def likely_of(words: Tensor, sequences: list[Sequence]) -> list[Likely | None]:
     return found
 
 
+def tell(sequences: list[Sequence], likely: list[Likely | None]) -> None:
+    """Give the sequences that ask the log-probabilities of their latest tokens."""
+    for sequence, own in zip(sequences, likely, strict=True):
+        if sequence.logprobs is not None and own is not None:
+            sequence.logprobs.append(own)
+
+
 def _likely(tokens: list[int], logprobs: list[float], rank: int, n: int) -> Likely:
     """The token itself, and the n most likely ones that are not it."""
     most = zip(tokens[1 : 1 + n], logprobs[1 : 1 + n], range(1, n + 1), strict=False)

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from rosellm.roseinfer.cache.device_state import ROUNDS
-from rosellm.roseinfer.layers.logprobs import LogprobRing, likely_of
+from rosellm.roseinfer.layers.logprobs import LogprobRing, likely_of, tell
 from rosellm.roseinfer.outputs import Done
-from rosellm.roseinfer.request import Likely
+from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.rows import GIVEN_UP, Batch, Rows
 from rosellm.roseinfer.steps.step import commit_tokens
 
@@ -45,13 +45,17 @@ class Clock:
 
 @dataclass(slots=True)
 class _Begun:
-    """A step in flight: its rows, their rounds in the ring, the end of the previous step, and its own end."""
+    """A step in flight: its rows, their rounds in the ring, the end of the previous step, and its own end.
+
+    tells: whether it tells log-probabilities.
+    """
 
     kind: Literal["prefill", "decode"]
     batch: Batch
     rounds: np.ndarray
     since: Clock
     clock: Clock
+    tells: bool
 
 
 class StepsInFlight:
@@ -78,10 +82,10 @@ class StepsInFlight:
         elif len(self._begun) >= ROUNDS - 1:
             self.settle(leave=ROUNDS // 2)
 
-    def note(self, kind: Literal["prefill", "decode"], batch: Batch) -> None:
-        """Call after a step's work has been submitted to the device."""
+    def note(self, kind: Literal["prefill", "decode"], batch: Batch, tells: bool) -> None:
+        """Call after a step's work has been submitted to the device; tells: log-probabilities."""
         since, self._clock = self._clock, Clock(self._on_gpu)
-        self._begun.append(_Begun(kind, batch, self._rows.round[batch.indices], since, self._clock))
+        self._begun.append(_Begun(kind, batch, self._rows.round[batch.indices], since, self._clock, tells))
 
     def settle(self, leave: int = 0) -> None:
         """Wait until at most ``leave`` steps are in flight; commit the others, to be collected later."""
@@ -106,13 +110,15 @@ class StepsInFlight:
         if len(live) < len(rows):
             rows, sequences = [rows[i] for i in live], [sequences[i] for i in live]
             tokens = [tokens[i] for i in live]
-        likely = self._likely(begun, live) if any(s.logprobs is not None for s in sequences) else None
-        got, failed = commit_tokens(sequences, tokens, int(begun.kind == "decode"), likely)
+        got, failed = commit_tokens(sequences, tokens, n_cached=int(begun.kind == "decode"))
+        if begun.tells:
+            self._tell(begun, live, set(got))
         for row in [row for row in rows if row.sequence.finish_reason is not None]:
             self._rows.vacate(row)
         return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
 
-    def _likely(self, begun: _Begun, live: list[int]) -> list[Likely | None]:
-        """The log-probabilities of a step's sequences that have not been released."""
-        words = self._logprobs.read(begun.rounds[live], begun.batch.indices[live])
-        return likely_of(words, [begun.batch.sequences[i] for i in live])
+    def _tell(self, begun: _Begun, live: list[int], got: set[Sequence]) -> None:
+        """Log-probabilities of new tokens; live: whose rows have not been released meanwhile."""
+        there = [i for i in live if begun.batch.sequences[i] in got]
+        own = [begun.batch.sequences[i] for i in there]
+        tell(own, likely_of(self._logprobs.read(begun.rounds[there], begun.batch.indices[there]), own))

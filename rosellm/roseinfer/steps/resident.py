@@ -91,7 +91,7 @@ class ResidentStep:
         for sequence, n in zip(sequences, counts, strict=True):
             sequence.n_cached += n
         batch = self._first_tokens(whole, hidden) if whole else NOBODY
-        self._in_flight.note("prefill", batch)
+        self._in_flight.note("prefill", batch, any(s.logprobs is not None for s in whole))
         self.rows.begin_step(batch, batch.indices)
 
     @torch.inference_mode()
@@ -112,8 +112,9 @@ class ResidentStep:
             self._in_flight.start()
             with record_function(f"{STEP_RANGE}.model"):
                 variant = self.bind.variant(bucket, int(self.rows.position[batch.indices].max()))
-                hidden = self._step(bucket, self._mode_of(batch), variant)()
-            self._in_flight.note("decode", batch)
+                mode = self._mode_of(batch)
+                hidden = self._step(bucket, mode, variant)()
+            self._in_flight.note("decode", batch, mode.endswith(LOGPROBS))
             self.rows.begin_step(batch, slice(bucket))
             self._latest = hidden, sequences, batch
         return len(batch.rows)

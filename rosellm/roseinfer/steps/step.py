@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rosellm.roseinfer.outputs import Done
-from rosellm.roseinfer.request import Likely, Sequence
+from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NO_TOKEN
 
 STEP_RANGE = "roseinfer.decode_step_sessions"
@@ -53,11 +53,9 @@ class Step(Protocol):
 
 
 def commit_tokens(
-    sequences: list[Sequence], tokens: list[int], n_cached: int, likely: list[Likely | None] | None = None
+    sequences: list[Sequence], tokens: list[int], n_cached: int
 ) -> tuple[list[Sequence], list[Sequence]]:
     """Give each sequence its token; ``n_cached`` more of its tokens are now in the KV cache.
-
-    likely: of the sequences that ask for log-probabilities; None if there are none.
 
     Returns those that got a new token (``sequences`` itself if that is all), and those that failed because
     there was no token (``NOT_FINITE``).
@@ -70,9 +68,4 @@ def commit_tokens(
             failed.append(sequence)
         elif sequence.commit(token, n_cached):
             got.append(sequence)
-    if likely is not None:
-        told = {s: own for s, own in zip(sequences, likely, strict=True) if own is not None}
-        for sequence in got:
-            if sequence.logprobs is not None:
-                sequence.logprobs.append(told[sequence])
     return sequences if len(got) == len(sequences) else got, failed
