@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.token_counts import seen_tokens
-from rosellm.roseinfer.kernels.draw import Noise, draw, likeliest, penalised_ref
+from rosellm.roseinfer.kernels.draw import FLOAT32, Noise, draw, finite_only, penalised_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.request import Sequence
 
@@ -25,10 +25,10 @@ class Sampler:
         penalised = [row for row, s in enumerate(sequences) if s.params.is_penalised]
         if penalised:
             logits = logits.float().index_copy(0, *self._penalise(logits, penalised, sequences))
-        tokens = likeliest(logits)
+        tokens = finite_only(*logits.max(dim=-1))
         sampled = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
         if sampled:
-            tokens[sampled] = self._draw(logits[sampled], [sequences[row] for row in sampled])
+            tokens[sampled] = self._draw(logits[sampled], [sequences[row] for row in sampled]).long()
         return tokens.tolist()
 
     def _penalise(self, logits: Tensor, rows: list[int], sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,9 @@ class Sampler:
         params = [s.params for s in own]
         by = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
         index = torch.tensor(rows, device=device)
-        return index, penalised_ref(logits[index], seen, *torch.tensor(by, device=device).T)
+        repetition, presence, frequency = torch.tensor(by, device=device).T
+        repetition = repetition.clamp(FLOAT32.tiny, FLOAT32.max)
+        return index, penalised_ref(logits[index], seen, repetition, presence, frequency)
 
     def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         params = [s.params for s in sequences]

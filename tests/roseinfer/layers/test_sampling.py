@@ -313,6 +313,13 @@ def test_penalties_change_greedy_and_drawn_tokens_of_their_own_row_only():
     assert Sampler()(logits, rows) == [5, 6, 6, 6]
 
 
+@pytest.mark.parametrize("extreme", [5e-324, 1e-40, 1e39, sys.float_info.max])
+def test_the_most_extreme_repetition_penalties_leave_a_token_to_choose(extreme):
+    logits = torch.tensor([[0.5, -1.0, 0.25]])
+    (token,) = Sampler()(logits, [sequence((0, 1), temperature=0.0, repetition_penalty=extreme)])
+    assert token == (0 if extreme < 1 else 2)
+
+
 # Exactness: draws against the distribution
 
 
