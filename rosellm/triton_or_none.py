@@ -38,4 +38,5 @@ def _module(name: str) -> Any:
 
 
 triton, tl = _module("triton"), _module("triton.language")
+TensorDescriptor = _module("triton.tools.tensor_descriptor").TensorDescriptor
 has_triton = not isinstance(triton, _Absent)

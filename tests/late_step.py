@@ -63,9 +63,6 @@ class LateStep:
                     got.append(sequence)
             yield Done(kind, got, 1e-3, failed)
 
-    def warm_up(self, rows: int | None = None) -> None:
-        """There is nothing to capture."""
-
     def release(self, sequence: Sequence) -> None:
         if sequence in self._ahead:
             self.step.release(self._ahead.pop(sequence))

@@ -127,11 +127,19 @@ FAULTS = (
     ),
     Fault(
         "packed prefill",
-        "packed_prefill.py",
-        "last = (ends - 1)",
-        "last = (ends - counts)",
+        "prompt_inputs.py",
+        "np.cumsum(chunks.counts[:n]) - 1",
+        "np.cumsum(chunks.counts[:n]) - chunks.counts[:n]",
         ("test_preemption.py", "test_ladder_tokens.py"),
     ),
+    Fault(
+        "captured prefill",
+        "captured_prefill.py",
+        "self._send(NO_CHUNKS, shape.tokens, shape.places)",
+        "pass",
+        ("test_captured_prefill.py",),
+    ),
+    Fault("trial", "trial.py", "len(largest) + len(step.captures())", "len(largest)", ("test_trial.py",)),
     Fault(
         "scheduler",
         "engine.py",

@@ -50,8 +50,9 @@ def made_small(command: list[str], folder: Path) -> list[str]:
         "readme": ["--check"],
         "model_runs": [
             *("--model", "rose-tiny-qwen3", "--load-format", "auto", "--device", "cpu", "--repeats", "1"),
-            *("--workloads", "TTFT64", "--ladder", "", "--output", str(folder)),
+            *("--workloads", "TTFT64", "--ladder", "", "--ledgers", "", "--output", str(folder)),
         ],
+        "loading_record": ["--model", "rose-tiny-qwen3", "--device", "cpu", "--output", str(folder)],
         "train": [
             "--smoke",
             "--epochs",

@@ -31,6 +31,7 @@ FLOORS = (
     ("roseinfer/layers/*",),
     ("roseinfer/steps/*",),
     ("roseinfer/recipe",),
+    ("roseinfer/trial",),
     ("roseinfer/engine",),
     ("roseinfer/serving/*",),
     ("roseinfer/llm",),

@@ -53,6 +53,21 @@ class DecoderStream:
         return self._raw.decode(self._ids, skip_special_tokens=True)[self._n_told :]
 
 
+class TokenBytes(dict[int, bytes]):
+    """Cache of token id → its bytes, which ``find`` computes."""
+
+    def __init__(self, find: Callable[[int], bytes]) -> None:
+        self._find = find
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = found = self._find(token_id)
+        return found
+
+    def text(self, ids: Iterable[int]) -> str:
+        """The text of a whole sequence, a replacement character for bytes that are no UTF-8."""
+        return b"".join(map(self.__getitem__, ids)).decode(errors="replace")
+
+
 class BytePieces(dict[int, str | bytes]):
     """Cache of token id → text, or bytes if they are not whole characters; ``find`` computes the bytes."""
 
@@ -97,7 +112,8 @@ class Tokenizer:
     ) -> None:
         self._raw = raw
         self.eos_token_id, self.folder = eos_token_id, folder
-        self._pieces = BytePieces(self.token_bytes)
+        self._bytes = TokenBytes(self.token_bytes)
+        self._pieces = BytePieces(self._bytes.__getitem__)
         self._is_byte_level = isinstance(raw.decoder, decoders.ByteLevel)
         self._special = {str(t) for t in raw.get_added_tokens_decoder().values() if t.special}
 
@@ -118,11 +134,20 @@ class Tokenizer:
             told = f"text {reprlib.repr(text)} cannot be encoded"
             raise refusal(PromptError, told, error) from error
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, to train on: no special tokens are added. Uses all cores."""
-        return [encoding.ids for encoding in self._raw.encode_batch_fast(texts, add_special_tokens=False)]
+    def encode_many(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+        """Like :meth:`encode`, for each text, on all cores; the error is that of the first bad text."""
+        if len(texts) < 2:
+            return [self.encode(text, special) for text in texts]
+        try:
+            return [one.ids for one in self._raw.encode_batch_fast(texts, add_special_tokens=special)]
+        except BaseException:
+            for text in texts:
+                self.encode(text, special)
+            raise
 
     def decode(self, ids: Sequence[int]) -> str:
+        if self._is_byte_level:
+            return self._bytes.text(ids)
         return self._raw.decode(list(ids), skip_special_tokens=True)
 
     def stream(self) -> TextStream:
@@ -162,13 +187,18 @@ class DummyTokenizer:
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
         size = shipped.vocab_size
-        self._pieces = BytePieces(lambda token_id: shipped.token_bytes(token_id % size))
+        self._bytes = TokenBytes(lambda token_id: shipped.token_bytes(token_id % size))
+        self._pieces = BytePieces(self._bytes.__getitem__)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         return [token_id % self.vocab_size for token_id in self._shipped.encode(text, special)]
 
+    def encode_many(self, texts: Sequence[str], special: bool = True) -> list[list[int]]:
+        many = self._shipped.encode_many(texts, special)
+        return [[token_id % self.vocab_size for token_id in ids] for ids in many]
+
     def decode(self, ids: Sequence[int]) -> str:
-        return self._shipped.decode([token_id % self._shipped.vocab_size for token_id in ids])
+        return self._bytes.text(ids)
 
     def stream(self) -> TextStream:
         return ByteStream(self._pieces)

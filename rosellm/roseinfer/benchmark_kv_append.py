@@ -140,7 +140,7 @@ def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
         for call in calls:
             call()
 
-    replay = record_graph(run, warm_up=calls[0])
+    replay = record_graph(run, calls[0])
     replay()
     return [seconds / len(calls) for seconds in _device_times(replay, repeats)]
 

@@ -1,9 +1,9 @@
 """Run workloads through rivals: ours, transformers or vLLM.
 
-Every rival gets the same prompts as token ids, all at once, and generates greedily, ignoring end of sequence;
-streaming workloads are run this way too. One clock runs from the call until the token ids of all requests are
-on the host. Rivals named together load the same weights into one process and alternate run by run, so that
-background load affects all of them; vllm runs only alone.
+Every rival gets the same prompts as token ids, all at once, and generates as the workload says, ignoring end
+of sequence; streaming workloads are run this way too. One clock runs from the call until the token ids of all
+requests are on the host. Rivals named together load the same weights into one process and alternate run by
+run, so that background load affects all of them; vllm runs only alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -123,7 +124,8 @@ def _facts(task: Task, config: Arch) -> dict[str, Any]:
 
 def _share_equal(mine: list[TimedRun], theirs: list[TimedRun]) -> float:
     """Share of positions at which the first measured runs of two rivals have the same token."""
-    return float(np.mean(np.array(mine[0].tokens) == np.array(theirs[0].tokens)))
+    ours, others = (list(chain.from_iterable(runs[0].tokens)) for runs in (mine, theirs))
+    return float(np.mean(np.array(ours) == np.array(others)))
 
 
 def _free_memory() -> None:

@@ -42,7 +42,7 @@ def _run_once(job: Job, mode: str) -> dict[str, Any]:
     runs.prepare_run(engine)
     scheduler = MODES[mode](engine, job.config)
     start = perf_counter()
-    outputs = scheduler.run([engine.encode(prompt) for prompt in job.prompts], job.params)
+    outputs = scheduler.run(engine.encode_many(job.prompts), job.params)
     total_time = perf_counter() - start
     runs.check_served(outputs)
     tokens = [output.token_ids for output in outputs]

@@ -1,9 +1,14 @@
 """Measure streaming under load.
 
-Requests are submitted one by one to a streaming manager; one thread consumes all of their text, as a server's
-event loop would. TTFT, TPOT and ITL run from submission to delivery by the manager; with a stream interval of
-N, tokens are delivered N at a time. Total throughput is all completion tokens over the time from the first
-submission to the last token.
+Requests are submitted to a streaming manager all at once, at the times of a Poisson process (--request-rate)
+or as a trace says; one thread consumes all of their text, as a server's event loop would. TTFT, TPOT and ITL
+run from submission to delivery by the manager; with a stream interval of N, tokens are delivered N at a time.
+Total throughput is all completion tokens over the time from the first submission to the last token. Goodput
+counts only the requests, a second, whose first token comes within --ttft-limit-ms of the time they were due,
+and every further one within --itl-limit-ms of the one before. The record also has how late each submission
+was, and the length of the queue over the run. With --long-prompt-tokens one more request, of that many prompt
+tokens, arrives while the others run; their ITL beside and apart from its prefill is measured twice: in chunks
+of --prefill-chunk, and as one whole.
 """
 
 from __future__ import annotations
@@ -12,16 +17,24 @@ import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from queue import SimpleQueue
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
-from rosellm.errors import RoseError
+from rosellm.errors import OptionError, RoseError
 from rosellm.roseinfer.bench import runs
+from rosellm.roseinfer.bench.arrivals import (
+    goodput,
+    poisson_times,
+    queue_over_time,
+    read_trace,
+    submit_by_deadline,
+)
 from rosellm.roseinfer.bench.cli import Benchmark
 from rosellm.roseinfer.bench.job import Job
+from rosellm.roseinfer.bench.long_prompt import gap_figures, joined_by
 from rosellm.roseinfer.bench.options import count
 from rosellm.roseinfer.bench.prompts import Prompts
 from rosellm.roseinfer.bench.record import distribution
@@ -43,11 +56,19 @@ METRICS = {
 
 @dataclass(frozen=True)
 class StreamingLoad:
-    """How requests arrive and text is delivered. submit_interval_s: seconds between two submissions."""
+    """How requests arrive, how text is delivered, and within what limits it should be.
+
+    times: when each request is due, in seconds from the start; None: all at once. ttft_limit_s and
+    itl_limit_s: as for ``arrivals.goodput``. ends_with_long_prompt: the last request is the one whose
+    prefill the others are observed beside.
+    """
 
     tokenize_workers: int = 0
     stream_interval: int = 1
-    submit_interval_s: float = 0.0
+    times: tuple[float, ...] | None = None
+    ttft_limit_s: float = math.inf
+    itl_limit_s: float = math.inf
+    ends_with_long_prompt: bool = False
 
 
 def run_streaming_benchmark(
@@ -71,18 +92,24 @@ def _run_once(job: Job, load: StreamingLoad) -> dict[str, Any]:
         start = perf_counter()
         reading = thread.submit(_read, inbox, len(job.prompts))
         params = one_each(job.params, len(job.prompts))
-        request_ids = _submit(manager, job.prompts, params, load.submit_interval_s, inbox)
+        times = (0.0,) * len(job.prompts) if load.times is None else load.times[: len(job.prompts)]
+        request_ids, lags = _submit(manager, job.prompts, params, times, inbox)
         reading.result()
         read_time = perf_counter() - start
         outputs = _results(manager, request_ids)
     total_time = max(output.metrics.token_times[-1] for output in outputs) - start
+    limits = load.ttft_limit_s, load.itl_limit_s
     gaps = (gap for output in outputs for gap in output.metrics.itl)
-    tokens = [output.token_ids for output in outputs]
+    tokens, requests = [output.token_ids for output in outputs], [output.metrics for output in outputs]
     return {
         **runs.run_figures(tokens, total_time, runs.peak_memory(job.engine.device)),
         "read_time_s": read_time,
         **runs.request_figures(outputs, PERCENTS),
         **distribution("itl", gaps, PERCENTS),
+        **distribution("lag", lags, PERCENTS),
+        **(goodput(requests, lags, total_time, *limits) if min(limits) < math.inf else {}),
+        **(gap_figures(outputs) if load.ends_with_long_prompt else {}),
+        **queue_over_time(requests, start, start + total_time),
     }
 
 
@@ -90,22 +117,22 @@ def _submit(
     manager: StreamingManager,
     prompts: Prompts,
     params: list[SamplingParams],
-    interval_s: float,
+    times: tuple[float, ...],
     inbox: SimpleQueue,
-) -> list[int]:
-    """Submit each request at its time. If one is refused, tell the reader that no more will come."""
-    start = perf_counter()
-    request_ids = []
+) -> tuple[list[int], list[float]]:
+    """Submit each request at its time; ids and lags. If one is refused, tell the reader that no more come."""
+    request_ids: list[int] = []
+
+    def submit(index: int) -> None:
+        request_ids.append(manager.add_request(prompts[index], params[index], inbox))
+
     try:
-        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-            if interval_s:
-                sleep(max(0.0, start + index * interval_s - perf_counter()))
-            request_ids.append(manager.add_request(prompt, own, inbox))
+        lags = submit_by_deadline(times, submit)
     except BaseException:
         for _ in prompts:
             inbox.put((None, None))
         raise
-    return request_ids
+    return request_ids, lags
 
 
 def _results(manager: StreamingManager, request_ids: list[int]) -> list[RequestOutput]:
@@ -137,6 +164,23 @@ def summary(result: dict[str, Any]) -> list[str]:
         summary_line("Total time", [medians["total_time_s"]], "s"),
         *percentiles,
         summary_line("Throughput (completion,total)", [medians["total_throughput_tok_s"]], "tokens/s"),
+        *(_goodput_lines(medians) if "goodput_req_s" in medians else []),
+        *(_long_prompt_lines(medians) if "itl_beside_p50_s" in medians else []),
+    ]
+
+
+def _long_prompt_lines(medians: dict[str, float]) -> list[str]:
+    places = {"beside": "ITL beside the long prompt", "apart": "ITL apart from it"}
+    return [
+        summary_line(f"{told} p50/p99", [medians[f"itl_{place}_p{p}_s"] for p in (50, 99)], "ms")
+        for place, told in places.items()
+    ]
+
+
+def _goodput_lines(medians: dict[str, float]) -> list[str]:
+    return [
+        summary_line("Submission lag p50/p95/p99", [medians[f"lag_p{p}_s"] for p in PERCENTS], "ms"),
+        summary_line("Goodput (requests within the limits)", [medians["goodput_req_s"]], "requests/s"),
     ]
 
 
@@ -153,21 +197,98 @@ def _milliseconds(text: str) -> float:
     return value
 
 
+def _rate(text: str) -> float | None:
+    """An argparse type: requests a second; None stands for inf."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise ArgumentTypeError(f"{text!r} is not a number of requests a second above 0, or inf")
+    return None if value == math.inf else value
+
+
+def _arrival_times(options: Namespace) -> tuple[float, ...] | None:
+    """When requests are due. Raises ``OptionError`` if several options say so."""
+    given = {
+        "--request-rate": options.request_rate,
+        "--trace": options.trace,
+        "--submit-interval-ms": options.submit_interval_ms,
+    }
+    named = [name for name, value in given.items() if value]
+    if len(named) > 1:
+        raise OptionError(f"{' and '.join(named)} both say when requests arrive; give one of them")
+    if options.trace:
+        return tuple(arrival.seconds for arrival in options.trace)
+    if options.request_rate:
+        return tuple(poisson_times(options.request_rate, options.num_requests, options.seed))
+    interval = options.submit_interval_ms / 1e3
+    return tuple(i * interval for i in range(options.num_requests)) if interval else None
+
+
+def _seconds(milliseconds: float | None) -> float:
+    return math.inf if milliseconds is None else milliseconds / 1e3
+
+
 def _add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("streaming").add_argument
     load = StreamingLoad
     add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: done by the submitter")
     add("--stream-interval", **count(load.stream_interval), help="tokens delivered at a time")
-    pause, told = load.submit_interval_s * 1e3, "between two submissions"
-    add("--submit-interval-ms", type=_milliseconds, default=pause, metavar="MS", help=told)
+    add("--submit-interval-ms", type=_milliseconds, default=0.0, metavar="MS", help="between submissions")
+    rate = "requests a second, at seeded random times (Poisson); inf, the default: all at once"
+    add("--request-rate", type=_rate, metavar="R", help=rate)
+    trace = "JSON lines, or CSV with a header: seconds, prompt_tokens, new_tokens of each request"
+    add("--trace", type=read_trace, metavar="FILE", help=trace)
+    more = "one more request, of this many prompt tokens and one new, joins the others"
+    add("--long-prompt-tokens", **count(None), help=more)
+    when = "when it does, after the others"
+    add("--long-prompt-after-ms", type=_milliseconds, default=500.0, metavar="MS", help=when)
+    add("--ttft-limit-ms", type=_milliseconds, metavar="MS", help="of goodput: the latest first token")
+    add("--itl-limit-ms", type=_milliseconds, metavar="MS", help="of goodput: the longest gap between tokens")
 
 
 def _runs(options: Namespace) -> dict[str, runs.Run]:
-    load = StreamingLoad(options.tokenize_workers, options.stream_interval, options.submit_interval_ms / 1e3)
+    limits = _seconds(options.ttft_limit_ms), _seconds(options.itl_limit_ms)
+    times = _arrival_times(options)
+    long = options.long_prompt_tokens is not None
+    load = StreamingLoad(options.tokenize_workers, options.stream_interval, times, *limits, long)
+    if long:
+        return {"chunked": partial(_run_once, load=load), "whole": partial(_run_unchunked, load=load)}
     return {"streaming": partial(_run_once, load=load)}
 
 
-BENCHMARK = Benchmark("streaming", __doc__, _add_options, _runs, summary)
+def _run_unchunked(job: Job, load: StreamingLoad) -> dict[str, Any]:
+    config = job.config and replace(job.config, prefill_chunk=None)
+    return _run_once(replace(job, config=config), load)
+
+
+class StreamingBenchmark(Benchmark):
+    """Whose requests may be those of a trace, or be joined by a long prompt."""
+
+    def parse_options(self, argv: list[str] | None = None) -> Namespace:
+        options = super().parse_options(argv)
+        if options.long_prompt_tokens is not None:
+            _check_arrivals_unsaid(options)
+            after, tokens = options.long_prompt_after_ms / 1e3, options.prompt_tokens or 1
+            sizes = options.num_requests, tokens, options.max_new_tokens
+            options.trace = joined_by(options.long_prompt_tokens, after, *sizes)
+        if trace := options.trace:
+            options.num_requests = len(trace)
+            options.prompt_tokens = max(arrival.prompt_tokens for arrival in trace)
+            options.max_new_tokens = max(arrival.new_tokens for arrival in trace)
+            options.min_prompt_tokens = options.min_new_tokens = None
+        return options
+
+
+def _check_arrivals_unsaid(options: Namespace) -> None:
+    if options.trace or options.request_rate or options.submit_interval_ms:
+        raise OptionError("--long-prompt-tokens says itself when requests arrive; give no other arrivals")
+    if options.prefill_chunk is None:
+        raise OptionError("--long-prompt-tokens compares chunks with whole prompts: give --prefill-chunk")
+
+
+BENCHMARK = StreamingBenchmark("streaming", __doc__, _add_options, _runs, summary)
 main = BENCHMARK.main
 
 

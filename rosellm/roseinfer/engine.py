@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from threading import Lock
 from typing import Any, NoReturn
 
 import torch
+from tqdm import tqdm
 
 from rosellm.errors import BusyError, OptionError, PromptError, RoseError, SamplingError, told
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.budget import BlockBudget, kv_blocks_within_memory
+from rosellm.roseinfer.cache.budget import PREFILL_TOKENS, BlockBudget, kv_blocks_within_memory
+from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
@@ -22,9 +25,11 @@ from rosellm.roseinfer.layers.batch_invariant import ALIGNMENT
 from rosellm.roseinfer.recipe import LADDER, Recipe, build_step, check_launch, get_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.steps.captured_prefill import CAPTURED_TOKENS
 from rosellm.roseinfer.steps.kv_append import AppendGate
 from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.text import IncrementalText
+from rosellm.roseinfer.trial import working_bytes
 
 LARGEST_SIZE = 2**31 - 1  # device counters are int32
 
@@ -40,10 +45,13 @@ class Engine:
     most sequences that decode together. max_model_len: the most tokens of a request, prompt and output; None
     is the model's own. num_kv_blocks: blocks per layer; None takes what ``max_batch_size`` full-length
     sequences need, capped by memory: ``gpu_memory_utilization`` is the share of a GPU's memory for all that
-    the engine holds. block_size: tokens per block, a power of two. kernels: see
-    ``kernels.table.choose_kernels``. gate: when to use the Triton append; None reads its environment
-    variables. deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or
-    the cache (``batch_invariant``); prompts are then cut only at multiples of ``prefill_alignment`` tokens.
+    the engine holds; what that is beside the cache, trial runs measure (:mod:`trial`) if it may matter.
+    block_size: tokens per block, a power of two. kernels: see ``kernels.table.choose_kernels``. gate: when to
+    use the Triton append; None reads its environment variables. deterministic: a request's logits and tokens
+    are bitwise the same whatever shares its batch or the cache (``batch_invariant``); prompts are then cut
+    only at multiples of ``prefill_alignment`` tokens.
+    warm_up: capture at once every CUDA graph that these options allow, so that no request waits for one (see
+    :meth:`warm_up`); False: each at its first use. On a CPU there is none.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class Engine:
         gate: AppendGate | None = None,
         prefix_cache: bool = False,
         deterministic: bool = False,
+        warm_up: bool = True,
     ) -> None:
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         _check_share(gpu_memory_utilization)
@@ -75,16 +84,15 @@ class Engine:
         self.max_model_len = _model_len(max_model_len, self.config)
         self.gate = gate or AppendGate.from_environment()
         self.kernels = choose_kernels(kernels, self.recipe.launch, model.device)
-        c, n_blocks = self.config, num_kv_blocks or self._default_kv_blocks(gpu_memory_utilization)
-        shape = c.n_layers, c.n_kv_heads, c.head_dim, block_size, n_blocks
-        kinds = self.recipe.block_info, self.recipe.pool
-        self.blocks = KVBlockManager(*shape, model.device, model.dtype, *kinds)
+        n_blocks = num_kv_blocks or self._default_kv_blocks(gpu_memory_utilization)
+        self.blocks = self._cache_of(n_blocks)
         self.prefill_alignment = ALIGNMENT if self.deterministic else 1
         self.prefix_cache = PrefixCache(self.blocks, self.prefill_alignment) if prefix_cache else None
-        self.step: Step = build_step(
-            self.recipe, model, self.blocks, self.kernels, max_batch_size, self.max_model_len, self.gate
-        )
+        self.step = self._step_on(self.blocks)
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
+        self._n_warmed = 0
+        if warm_up:
+            self.warm_up()
         self._n_requests = 0
         self._holders: set[Sequence] = set()
         self._owner: tuple[object, str] | None = None  # the only scheduler that may run it, and its name
@@ -111,6 +119,27 @@ class Engine:
     def num_kv_blocks(self) -> int:
         """Blocks per layer."""
         return self.blocks.max_blocks_per_layer
+
+    @property
+    def late_captures(self) -> int:
+        """CUDA graphs captured since the latest warm-up, while requests waited for them."""
+        return self.step.n_captured - self._n_warmed
+
+    @torch.inference_mode()
+    def warm_up(self, rows: int | None = None) -> None:
+        """Compile kernels and capture graphs: every decode step and prefill, in every mode, that may be run.
+
+        rows: only decode steps of so many sequences. If that takes longer than a second, a progress bar on
+        stderr tells how long.
+        """
+        runs = self.step.captures(rows)
+        if self.device.type == "cuda" and rows is None:
+            runs = self.step.rehearsals(min(self._most_prefill_tokens, CAPTURED_TOKENS + 1)) + runs
+        for run in tqdm(runs, "warm-up", unit=" runs", delay=1, disable=not runs):
+            run()
+        if runs and self.device.type == "cuda":
+            GPUMemory(self.device).settle()  # what was run before its capture keeps memory of its own
+        self._n_warmed = self.step.n_captured
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RoseError("an engine cannot be copied or pickled; make another one")
@@ -169,11 +198,15 @@ class Engine:
 
         special: add what the checkpoint's tokenizer begins texts with.
         """
-        if not isinstance(prompt, str):
-            return prompt
-        if self.tokenizer is None:
+        return self.encode_many([prompt], special)[0]
+
+    def encode_many(self, prompts: SequenceOf[str | list[int]], special: bool = True) -> list[list[int]]:
+        """Like :meth:`encode`, for each prompt: texts on all cores."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if texts and self.tokenizer is None:
             raise PromptError("a prompt of text needs a tokenizer, and this engine has none")
-        return self.tokenizer.encode(prompt, special)
+        encoded = iter(self.tokenizer.encode_many(texts, special) if self.tokenizer is not None else [])
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> list[Sequence]:
         """Cache at most ``counts[i]`` more tokens of each sequence (None: all the rest).
@@ -258,6 +291,26 @@ class Engine:
                     f"{self.prefill_alignment}, or at the prompt's end"
                 )
 
+    @property
+    def _most_prefill_tokens(self) -> int:
+        return min(PREFILL_TOKENS, self.max_batch_size * self.max_model_len)
+
+    def _cache_of(self, n_blocks: int) -> KVBlockManager:
+        c, model = self.config, self.model
+        shape = c.n_layers, c.n_kv_heads, c.head_dim, self.block_size, n_blocks
+        kinds = self.recipe.block_info, self.recipe.pool
+        return KVBlockManager(*shape, model.device, model.dtype, *kinds)
+
+    def _step_on(self, blocks: KVBlockManager) -> Step:
+        sizes = self.max_batch_size, self.max_model_len
+        return build_step(self.recipe, self.model, blocks, self.kernels, *sizes, self.gate)
+
+    @torch.inference_mode()
+    def _working_bytes(self) -> int:
+        """What steps take beside the cache, by trial on a cache of one block."""
+        memory = GPUMemory(self.device)
+        return working_bytes(lambda: self._step_on(self._cache_of(1)), self._most_prefill_tokens, memory)
+
     def _finish(self) -> None:
         for _ in self.step.collect():
             pass
@@ -266,7 +319,8 @@ class Engine:
         """Raises ``OptionError`` if not even one request of ``max_model_len`` tokens fits."""
         one = blocks_for(self.max_model_len, self.block_size)
         wanted, size = self.max_batch_size * one, self.block_size
-        there = kv_blocks_within_memory(self.model, wanted, size, self.max_batch_size, utilization)
+        measure = self._working_bytes if self.recipe.prefill == "packed" else None  # inputs may be inert
+        there = kv_blocks_within_memory(self.model, wanted, size, self.max_batch_size, utilization, measure)
         if there < one:
             fits = (
                 f"max_model_len={there * size} is the most that fits" if there else "not even one token fits"

@@ -16,6 +16,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, one_each
 
 Prompt = str | Sequence[int]  # text, or token ids
@@ -27,8 +28,10 @@ class LLM:
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
     best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None. device: "auto",
     "cuda" or "cpu". dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "float16" or
-    "bfloat16". load_format: "auto", or "dummy" for random weights. The sizes and ``deterministic`` are those
-    of ``Engine``.
+    "bfloat16". load_format: "auto", or "dummy" for random weights. prefix_cache: keep the keys and values of
+    prompts, for prompts that begin alike, in this call or a later one. prefill_chunk: the most prompt tokens
+    between two tokens of running requests, as in ``SchedulerConfig``. The sizes, ``deterministic`` and
+    ``warm_up`` are those of ``Engine``.
     """
 
     def __init__(
@@ -45,10 +48,14 @@ class LLM:
         num_kv_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
         block_size: int = 64,
+        prefix_cache: bool = False,
+        prefill_chunk: int | None = None,
         deterministic: bool = False,
+        warm_up: bool = True,
     ) -> None:
         if rung is not None and recipe is not None:
             raise RecipeError("both a rung and a recipe are given; give one of them")
+        self._config = SchedulerConfig(prefill_chunk=prefill_chunk)
         self.engine = Engine.load(
             model,
             device=device,
@@ -60,7 +67,9 @@ class LLM:
             num_kv_blocks=num_kv_blocks,
             gpu_memory_utilization=gpu_memory_utilization,
             block_size=block_size,
+            prefix_cache=prefix_cache,
             deterministic=deterministic,
+            warm_up=warm_up,
         )
         self._folder = None if load_format == "dummy" else checkpoint_folder(model)
         self._lock = Lock()
@@ -91,7 +100,7 @@ class LLM:
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
-        ids = [self.engine.encode(prompt) for prompt in many]
+        ids = self.engine.encode_many(many)
         each = [own.each() for own in params]
         copies = [prompt for prompt, own in zip(ids, each, strict=True) for _ in own]
         with self._lock:
@@ -116,7 +125,7 @@ class LLM:
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         many = cast("list[list[Message]]", messages if several else [messages])
         texts = [render_chat(self._folder, one) for one in many]
-        ids = [self.engine.encode(text, special=False) for text in texts]
+        ids = self.engine.encode_many(texts, special=False)
         outputs = self.generate(ids, sampling_params, use_tqdm)
         for text, output in zip(texts, outputs, strict=True):
             for completion in output.outputs:
@@ -124,7 +133,7 @@ class LLM:
         return outputs
 
     def _run(self, ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        scheduler = OfflineScheduler(self.engine)
+        scheduler = OfflineScheduler(self.engine, self._config)
         self.engine.own(scheduler, "LLM.generate")
         try:
             n_tokens = sum(own.max_tokens for own in params)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -16,7 +15,6 @@ from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.token_counts import TokenCounts
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, tile_size_for
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
 from rosellm.roseinfer.layers.attention import Binder, build_binder
@@ -24,12 +22,17 @@ from rosellm.roseinfer.layers.choosers import build_chooser
 from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import build_layers
 from rosellm.roseinfer.layers.sampler import Sampler
-from rosellm.roseinfer.steps.cuda_graph import graph_pool
+from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
+from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.host import MASKS, HostStep
 from rosellm.roseinfer.steps.kv_append import AppendGate, build_append
+from rosellm.roseinfer.steps.logprob_ring import LogprobRing
+from rosellm.roseinfer.steps.next_tokens import NextTokens
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prefill import Prefill
+from rosellm.roseinfer.steps.prompts import Prompts, PromptsByHost
 from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.steps.rows import Rows
 from rosellm.roseinfer.steps.runner import ATTENTION, RUNNERS
 
 
@@ -268,14 +271,8 @@ def build_step(
         append=build_append(recipe.append, recipe.indices, kernels, model.device, gate),
         prefill=Prefill(model, blocks),
         sampler=Sampler(kernels.gumbel_noise),
+        most_rows=n_rows,
     )
-
-
-def _tile_sizes(recipe: Recipe, model: Transformer) -> Callable[[list[int], list[int]], int]:
-    """Cached and new tokens → the tile size of a prefill's attention; invariant sums have one size."""
-    if recipe.numerics == "invariant":
-        return lambda starts, counts: BLOCK_M
-    return partial(tile_size_for, dtype=model.dtype, head_dim=model.config.head_dim)
 
 
 def _resident_step(
@@ -283,7 +280,6 @@ def _resident_step(
 ) -> ResidentStep:
     bind: Binder
     counts = TokenCounts(n_rows, model.config.vocab_size, model.device)
-    capture, pool = recipe.runner == "graph", graph_pool(model.device)
     if recipe.numerics == "invariant":
         dependent = recipe.launch == "dependent" and model.device.type == "cuda"
         kernels = batch_invariant.invariant_kernels(kernels, dependent)
@@ -294,22 +290,23 @@ def _resident_step(
         layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
         bind = build_binder(recipe.attention, recipe.append, kernels, blocks, model)
         prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels, counts)
-    prefill: Prefill | PackedPrefill = Prefill(model, blocks)
+    state = DeviceState(n_rows + 1, width, model.device, model.config.eos_token_ids)  # the last is a spare
+    rows, next_tokens = Rows(state.first(n_rows), blocks, counts), NextTokens(chooser, kernels.advance)
+    graphs = graphs_on(model.device) if recipe.runner == "graph" else None
+    prompts: Prompts = PromptsByHost(Prefill(model, blocks), rows, next_tokens)
     if recipe.prefill == "packed":
-        sizes = _tile_sizes(recipe, model)
-        prefill = PackedPrefill(model, blocks, kernels, prefill_layers_for, width, capture, pool, sizes)
+        packed = PackedPrefill(model, kernels, prefill_layers_for, state, rows, next_tokens)
+        most_tokens = n_rows * width * blocks.block_size
+        prompts = packed if graphs is None else CapturedPrefill(packed, graphs, most_tokens)
     if recipe.gemm == "persistent":
         exhibit = load_exhibit("persistent_layers")
         layers_for = exhibit.persistent_for_few(layers_for, model, kernels)
     return ResidentStep(
-        blocks=blocks,
-        state=DeviceState(n_rows, width, model.device, model.config.eos_token_ids),
-        counts=counts,
+        rows=rows,
         layers_for=layers_for,
         bind=bind,
-        chooser=chooser,
-        prefill=prefill,
-        kernels=kernels,
-        capture=capture,
-        pool=pool,
+        next_tokens=next_tokens,
+        prompts=prompts,
+        logprobs=LogprobRing(state.first(n_rows), chooser.logits, model.config, model.dtype, graphs),
+        graphs=graphs,
     )

@@ -53,16 +53,17 @@ class Sequence:
     """A prompt and the tokens generated so far, with the KV blocks that hold its cached tokens.
 
     ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between
-    steps exactly the last token is not. ``block_ids[pool]`` are global block ids. ``finish_reason``: None
-    while running, "stop", "length", "cancelled", or "failed" with its reason in ``error``. ``seed`` and a
-    token's index determine its random numbers. any of ``stop_tokens`` ends it. ``replays``:
-    after preemption its output is decoded again, token by token, as the first time; otherwise it is
-    prefilled, like the prompt. ``logprobs``: of each output token, if the request asks. A scheduler updates
-    ``metrics`` and, if the text is followed, ``text``.
+    steps exactly the last token is not. ``max_length``: how many there may be. ``block_ids[pool]`` are
+    global block ids. ``finish_reason``: None while running, "stop", "length", "cancelled", or "failed" with
+    its reason in ``error``. ``seed`` and a token's index determine its random numbers. any of ``stop_tokens``
+    ends it. ``replays``: after preemption its output is decoded again, token by token, as the first time;
+    otherwise it is prefilled, like the prompt. ``logprobs``: of each output token, if the request asks. A
+    scheduler updates ``metrics`` and, with stop strings, ``text``.
     """
 
     __slots__ = (
-        "block_ids", "error", "finish_reason", "logprobs", "metrics", "n_cached", "n_prompt", "params",
+        "block_ids", "error", "finish_reason", "logprobs", "max_length", "metrics", "n_cached", "n_prompt",
+        "params",
         "replays", "request_id", "seed", "stop_tokens", "text", "tokens",
     )  # fmt: skip
 
@@ -77,6 +78,7 @@ class Sequence:
     ) -> None:
         self.request_id, self.params = request_id, params
         self.tokens, self.n_prompt, self.n_cached = list(prompt), len(prompt), 0
+        self.max_length = self.n_prompt + params.max_tokens
         self.block_ids: list[list[int]] = [[] for _ in range(n_pools)]
         self.finish_reason: str | None = None
         self.error: str | None = None
@@ -119,24 +121,20 @@ class Sequence:
         return len(self.tokens) - self.n_prompt
 
     @property
-    def max_length(self) -> int:
-        """The most tokens that prompt and output may have together."""
-        return self.n_prompt + self.params.max_tokens
-
-    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
     def commit(self, token: int, n_cached: int) -> bool:
         """Add a sampled token; ``n_cached`` more tokens are now cached. False if it was known already."""
+        tokens = self.tokens  # this runs for every token: see tests.host_cost
         self.n_cached += n_cached
-        if self.n_cached < len(self.tokens):
+        if self.n_cached < len(tokens):
             self._check_replayed(token)
             return False
-        self.tokens.append(token)
+        tokens.append(token)
         if token in self.stop_tokens:
             self.finish_reason = "stop"
-        elif len(self.tokens) == self.max_length:
+        elif len(tokens) == self.max_length:
             self.finish_reason = "length"
         return True
 

@@ -65,6 +65,32 @@ class IncrementalText:
         self._held = held[len(held) - keep :]
 
 
+class LateText:
+    """The text of one sequence without stop strings, decoded only when it is asked for.
+
+    tokens: the sequence's, which grow; the first ``begin`` of them, its prompt, are left out.
+    """
+
+    __slots__ = ("_at", "_push", "_stream", "_tokens")
+
+    def __init__(self, tokenizer: AnyTokenizer, tokens: list[int], begin: int) -> None:
+        self._tokens, self._at = tokens, begin
+        self._stream = tokenizer.stream()
+        self._push = self._stream.push
+
+    def take(self) -> str:
+        """The text of the tokens not taken before, but for an incomplete character."""
+        begin, self._at = self._at, len(self._tokens)
+        if self._at - begin == 1:
+            return self._push(self._tokens[-1])
+        return "".join(map(self._push, self._tokens[begin:]))
+
+    def take_last(self, left_out: int) -> str:
+        """The rest of the text, after the end; the last ``left_out`` tokens are no text."""
+        end = len(self._tokens) - left_out
+        return "".join(map(self._push, self._tokens[self._at : end])) + self._stream.finish()
+
+
 def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
     """Length of the longest suffix of ``text`` that begins a stop string."""
     longest = max((len(stop) - 1 for stop in stops), default=0)

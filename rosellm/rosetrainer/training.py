@@ -93,7 +93,7 @@ class Training:
 def token_stream(sources: tuple[Source, ...], tokenizer: Tokenizer, device: torch.device) -> Tensor:
     """int64 ``[n]``: an end-of-text, then every file followed by one."""
     ids = [tokenizer.eos_token_id]
-    for file_ids in tokenizer.encode_many([source.text for source in sources]):
+    for file_ids in tokenizer.encode_many([source.text for source in sources], special=False):
         ids.extend(file_ids)
         ids.append(tokenizer.eos_token_id)
     return torch.tensor(ids, device=device)

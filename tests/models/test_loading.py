@@ -18,6 +18,7 @@ from rosellm.models.weights import save_model
 from rosellm.roseinfer.cache import budget
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.engine import Engine
+from tests.fake_memory import FakeMemory
 from tests.helpers import CPU, MODERN, generate, random_model, small_config, uncached_greedy
 
 
@@ -136,6 +137,6 @@ def test_what_a_dropped_engine_held_is_free_for_the_next(monkeypatch):
     del dropped
     gpt = SimpleNamespace(device=torch.device("cuda"), config=small_config(), dtype=torch.float16)
     total = 64 << 30
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total if held() is None else 0, total))
+    memory = FakeMemory(total, held=lambda: 0 if held() is None else total)
+    monkeypatch.setattr(budget, "GPUMemory", lambda _device: memory)
     assert kv_blocks_within_memory(gpt, 100, 8) == 100

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from tokenizers import decoders, processors
 
-from rosellm.errors import CheckpointError
+from rosellm.errors import CheckpointError, PromptError
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 from rosellm.models.families.table import KNOWN_SHAPES, write_arch
 from rosellm.models.tokenizer import (
@@ -123,7 +123,8 @@ def test_streaming_any_ids_gives_the_decoded_text_up_to_an_unfinished_character(
 def test_a_finished_stream_has_given_the_decoded_text(tokenizer: Tokenizer, ids, byte_level) -> None:
     stream = tokenizer.stream() if byte_level else DecoderStream(tokenizer._raw)
     pieces = [stream.push(token_id) for token_id in ids]
-    assert "".join(pieces) + stream.finish() == tokenizer.decode(ids)
+    text = "".join(pieces) + stream.finish()
+    assert text == tokenizer.decode(ids) == tokenizer._raw.decode(ids, skip_special_tokens=True)
 
 
 def test_a_byte_level_vocabulary_is_looked_up_and_another_is_decoded(tokenizer: Tokenizer) -> None:
@@ -339,7 +340,19 @@ def test_a_prompt_begins_as_the_checkpoint_says_and_as_in_transformers(beginning
 
 def test_texts_to_train_on_get_no_special_tokens(beginning: Path) -> None:
     tokenizer = load_tokenizer(beginning, small_config(vocab_size=322))
-    assert tokenizer.encode_many([CODE, ""]) == [tokenizer.encode(CODE, special=False), []]
+    assert tokenizer.encode_many([CODE, ""], special=False) == [tokenizer.encode(CODE, special=False), []]
+
+
+@pytest.mark.parametrize("texts", [[], [SAMPLE], [SAMPLE, "", "<s>x</s>"]], ids=len)
+def test_many_prompts_are_encoded_as_each_alone(beginning: Path, texts: list[str]) -> None:
+    one = load_tokenizer(beginning, small_config(vocab_size=322))
+    for tokenizer in (one, load_dummy_tokenizer(small_config())):
+        assert tokenizer.encode_many(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_of_many_prompts_the_bad_one_is_named(tokenizer: Tokenizer) -> None:
+    with pytest.raises(PromptError, match=r"text 'b\\ud800' cannot be encoded"):
+        tokenizer.encode_many(["a", "b\ud800", "c"])
 
 
 def test_an_added_beginning_is_left_out_of_decoded_text(beginning: Path) -> None:

@@ -13,7 +13,8 @@ from rosellm.errors import RoseError
 from rosellm.models.weights import save_model
 from rosellm.roseinfer import benchmark_rivals
 from rosellm.roseinfer.bench import rivals
-from rosellm.roseinfer.bench.rivals import RIVALS, VLLM, Rosellm, Task
+from rosellm.roseinfer.bench.prompts import request_params
+from rosellm.roseinfer.bench.rivals import RIVALS, VLLM, RivalError, Rosellm, Task
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.benchmark_rivals import comparison, measure_workload, run_in_turns, workload_options
 from rosellm.roseinfer.sampling import SamplingParams
@@ -25,7 +26,14 @@ SMALL = "--num-requests 3 --max-new-tokens 6 --max-batch-size 2 --repeat-runs 2 
 
 def make_task(checkpoint, prompts, new_tokens: int, batch: int, dtype=torch.float32) -> Task:
     sizes = {"num_requests": len(prompts), "max_new_tokens": new_tokens, "max_batch_size": batch}
-    model = {"workload": "W1", "hf_model_id": "small", "load_format": "auto", "block_size": 8, "rung": None}
+    model = {
+        "workload": "W1",
+        "hf_model_id": "small",
+        "load_format": "auto",
+        "block_size": 8,
+        "rung": None,
+        "seed": 0,
+    }
     options = argparse.Namespace(**(WORKLOADS["W1"].flags() | sizes | model))
     return Task(checkpoint, CPU, dtype, options, prompts)
 
@@ -93,6 +101,9 @@ def vllm_calls(monkeypatch) -> list:
             core = SimpleNamespace(shutdown=lambda: calls.append(("shutdown",)))
             self.llm_engine = SimpleNamespace(engine_core=core)
 
+        def reset_prefix_cache(self):
+            calls.append(("reset",))
+
         def generate(self, prompts, params, use_tqdm):
             calls.append(("generate", prompts, params, use_tqdm))
             ends = [7 + own["max_tokens"] for own in params]
@@ -119,7 +130,8 @@ def test_vllm_gets_token_ids_and_greedy_parameters_and_is_shut_down(vllm_calls, 
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
     }
-    params = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
+    greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": None}
+    params = {**greedy, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
     assert vllm_calls == [
         ("LLM", {"model": str(tmp_path), **arguments}),
         ("generate", [{"prompt_token_ids": [5]}, {"prompt_token_ids": [6, 7]}], [params] * 2, False),
@@ -127,6 +139,39 @@ def test_vllm_gets_token_ids_and_greedy_parameters_and_is_shut_down(vllm_calls, 
     ]
     assert tokens == [[7, 8, 9], [7, 8, 9]]
     assert rival.facts() == {"rival_version": "0.22.1", "llm_arguments": arguments}
+
+
+def test_vllm_samples_as_the_workload_says_and_starts_with_an_empty_prefix_cache(vllm_calls, tmp_path):
+    task = make_task(tmp_path, [[5], [6, 7]], new_tokens=3, batch=2)
+    task.options.temperature, task.options.top_k, task.options.top_p = 0.8, 50, 0.9
+    task.options.prefix_cache = True
+    rival = VLLM(task)
+    for _ in range(2):
+        rival.generate()
+    assert vllm_calls[0][1]["enable_prefix_caching"] is True
+    assert [call[0] for call in vllm_calls] == ["LLM", *["reset", "generate"] * 2]
+    params = vllm_calls[2][2]
+    assert {(own["temperature"], own["top_k"], own["top_p"]) for own in params} == {(0.8, 50, 0.9)}
+    assert [own["seed"] for own in params] == [own.seed for own in request_params(task.options)]
+
+
+def test_rosellm_s_prefix_cache_is_empty_when_a_run_starts(tmp_path):
+    save_model(random_model(0), tmp_path, torch.float32)
+    task = make_task(tmp_path, [[7] * 20] * 3, new_tokens=4, batch=1)
+    task.options.prefix_cache = True
+    rival = RIVALS["rosellm"](task)
+    hits = []
+    for _ in range(2):
+        rival.generate()
+        hits.append(rival.engine.prefix_cache.hits)
+    assert hits == [2, 4]
+
+
+def test_transformers_cannot_sample_with_a_seed_a_request(tmp_path):
+    task = make_task(tmp_path, [[1], [2]], new_tokens=4, batch=2)
+    task.options.temperature = 0.6
+    with pytest.raises(RivalError, match="a seed of its own"):
+        RIVALS["transformers"](task)
 
 
 # Turns, clock, records.
@@ -246,7 +291,7 @@ BAD_INPUT = [
     ("--rival rosellm", "required: --workloads"),
     ("--rival sglang --workloads W1", "'sglang' is unknown; use vllm, transformers, rosellm"),
     ("--rival rosellm,rosellm --workloads W1", "'rosellm,rosellm' names one twice"),
-    ("--rival rosellm --workloads W1,W9", "'W9' is unknown; use W0, W1"),
+    ("--rival rosellm --workloads W1,W99", "'W99' is unknown; use W0, W1"),
     ("--rival rosellm --workloads=", "'' is unknown"),
     ("--rival rosellm --workloads W1 --rung nope", "rung 'nope' is unknown; use one of dense"),
     ("--rival transformers --workloads W1 --rung dense", "--rung is an option of rival rosellm"),

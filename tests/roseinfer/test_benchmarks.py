@@ -347,7 +347,7 @@ BAD_INPUT = [
     ("scheduler", "--cuda-graph", "--cuda-graph needs --paged-attn"),
     ("scheduler", "--rung nope", "rung 'nope' is unknown; use one of dense, paged"),
     ("scheduler", "--workload W4", "W4 is run by benchmark_streaming"),
-    ("scheduler", "--workload W9", "'W9' is unknown"),
+    ("scheduler", "--workload W99", "'W99' is unknown"),
     (
         "scheduler",
         "--workload W7 --hf-model-id rose-tiny",
@@ -551,7 +551,7 @@ def test_a_streaming_run_in_which_a_request_failed_is_refused():
 
 def test_submissions_keep_their_interval():
     engine = streaming_engine()
-    load = StreamingLoad(submit_interval_s=0.05)
+    load = StreamingLoad(times=(0.0, 0.05, 0.1))
     result = run_streaming_benchmark(Job(engine, random_prompts([3, 3, 3]), greedy(2)), load, 0, 1)
     assert result["repeats"][0]["total_time_s"] >= 0.1
 

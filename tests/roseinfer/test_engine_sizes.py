@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
+from tests.fake_memory import FakeMemory
 from tests.helpers import generate, random_model, random_prompts, small_engine
 
 BLOCK = 8
@@ -82,6 +84,10 @@ def test_blocks_that_are_asked_for_are_not_questioned(room_for):
     assert small_engine(random_model(0), num_kv_blocks=3).num_kv_blocks == 3
 
 
+def use_memory(monkeypatch, memory: FakeMemory) -> None:
+    monkeypatch.setattr(budget, "GPUMemory", lambda _device: memory)
+
+
 class FakeGPU:
     """What a budget asks of a model on a GPU."""
 
@@ -94,7 +100,7 @@ class FakeGPU:
 @pytest.mark.parametrize("utilization", [0.25, 0.5, 0.9, 1, 1.0])
 def test_on_a_gpu_the_share_is_of_all_its_memory_less_what_is_used_and_will_be(monkeypatch, utilization):
     total, used = 100 << 30, 10 << 30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total - used, total))
+    use_memory(monkeypatch, FakeMemory(total, held=lambda: used))
     gpt = FakeGPU()
     blocks = kv_blocks_within_memory(gpt, 1 << 60, BLOCK, 16, utilization)
     held = blocks * BLOCK * gpt.config.kv_bytes_per_token(4)
@@ -102,8 +108,33 @@ def test_on_a_gpu_the_share_is_of_all_its_memory_less_what_is_used_and_will_be(m
 
 
 def test_a_share_smaller_than_the_weights_leaves_no_block(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (90 << 30, 100 << 30))
+    use_memory(monkeypatch, FakeMemory(100 << 30, held=lambda: 10 << 30))
     assert kv_blocks_within_memory(FakeGPU(), 50, BLOCK, 16, 0.05) == 0
+
+
+def test_a_measured_need_is_left_free_and_measured_only_where_it_may_matter(monkeypatch):
+    block_bytes = BLOCK * FakeGPU().config.kv_bytes_per_token(4)
+    use_memory(monkeypatch, FakeMemory(1000 * block_bytes, held=lambda: 100 * block_bytes))
+    measured = []
+
+    def measure(wanted: int) -> int:
+        measured.append(wanted)
+        return 300 * block_bytes
+
+    def blocks(wanted: int) -> int:
+        return kv_blocks_within_memory(FakeGPU(), wanted, BLOCK, 16, 0.9, partial(measure, wanted))
+
+    assert [blocks(n) for n in (10, 400, 401, 500, 501, 9999)] == [10, 400, 401, 500, 500, 500]
+    assert measured == [401, 500, 501, 9999]
+
+
+def test_where_the_trial_runs_out_of_memory_there_is_no_room(monkeypatch):
+    use_memory(monkeypatch, FakeMemory())
+
+    def measure() -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert kv_blocks_within_memory(FakeGPU(), 1 << 60, BLOCK, 16, 0.9, measure) == 0
 
 
 @pytest.mark.gpu

@@ -456,7 +456,7 @@ def assert_runner(engine: Engine, combination: Combination) -> None:
     assert engine.recipe == combination.recipe() and engine.deterministic == combination.deterministic
     is_graph, on_gpu = combination.runner == "graph", engine.device.type == "cuda"
     if isinstance(engine.step, ResidentStep):
-        assert engine.step._capture == (is_graph and on_gpu)
+        assert (engine.step.graphs is not None) == (is_graph and on_gpu)
         assert engine.step._steps
         return
     runner = engine.step.runner

@@ -87,6 +87,21 @@ def test_a_deterministic_engine_may_be_asked_for(checkpoint: Path) -> None:
     assert asked.generate([[4], [1, 2, 3]], params, use_tqdm=False)[1].outputs == alone.outputs
 
 
+def test_prompts_that_begin_alike_share_what_is_cached_of_them_if_asked_for(checkpoint: Path) -> None:
+    prompts = [[3] * 20 + [i] for i in range(5)]
+    sizes = {"max_batch_size": 2, "block_size": 8, "num_kv_blocks": 40}
+    plain, caching = (
+        LLM(str(checkpoint), rung="dense", device="cpu", prefix_cache=on, **sizes) for on in (False, True)
+    )
+    assert plain.engine.prefix_cache is None
+    assert caching.generate(prompts, GREEDY, use_tqdm=False) == plain.generate(
+        prompts, GREEDY, use_tqdm=False
+    )
+    assert caching.engine.prefix_cache.hit_tokens == 3 * 20
+    caching.generate(prompts[0], GREEDY, use_tqdm=False)
+    assert caching.engine.prefix_cache.hit_tokens == 4 * 20
+
+
 def test_a_recipe_of_ones_own_may_be_asked_for_in_place_of_a_rung(checkpoint: Path) -> None:
     recipe = Recipe(attention="paged", mask="none", tables="resident")
     llm = LLM(str(checkpoint), recipe=recipe, device="cpu")
@@ -325,9 +340,9 @@ def test_a_manager_is_refused_while_a_thread_generates(monkeypatch: pytest.Monke
 
 def test_who_fails_gives_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = fake_llm(monkeypatch)
-    begin, warm_up = llm.engine.step.begin_prefill, llm.engine.step.warm_up
+    begin = llm.engine.step.begin_prefill
 
-    def broken(*_: object) -> None:
+    def broken(*_: object, **_named: object) -> None:
         raise RuntimeError("device lost")
 
     llm.engine.step.begin_prefill = broken
@@ -336,10 +351,10 @@ def test_who_fails_gives_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> Non
     failing = StreamingManager(llm)
     with pytest.raises(WorkerError, match="make a new manager"):
         failing.result(failing.add_request("b", GREEDY), 60)
-    llm.engine.step.begin_prefill, llm.engine.step.warm_up = begin, broken
-    with pytest.raises(RuntimeError):
+    llm.engine.step.begin_prefill = begin
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr("rosellm.roseinfer.serving.streaming.Thread", broken)
         StreamingManager(llm)
-    llm.engine.step.warm_up = warm_up
     with StreamingManager(llm) as manager:  # the one that failed need not be closed
         assert manager.result(manager.add_request("b", GREEDY), 60)
     failing.close()

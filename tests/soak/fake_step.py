@@ -87,9 +87,6 @@ class FakeStep:
     def release(self, sequence: Sequence) -> None:
         """Nothing is kept of a sequence."""
 
-    def warm_up(self, rows: int | None = None) -> None:
-        """There is nothing to capture."""
-
     def last_logits(self) -> Tensor:
         raise NotImplementedError("a step without a model has no logits")
 

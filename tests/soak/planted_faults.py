@@ -54,11 +54,9 @@ def slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swallow_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    flush = StreamingManager._flush
+    deliver = StreamingManager._deliver
 
-    def swallow(self, running) -> None:
-        if len(running.sequence.tokens) % 8 == 0:
-            running.text.take()
-        flush(self, running)
+    def swallow(self, running, piece: str, now: float) -> None:
+        deliver(self, running, "" if len(running.tokens) % 8 == 0 else piece, now)
 
-    monkeypatch.setattr(StreamingManager, "_flush", swallow)
+    monkeypatch.setattr(StreamingManager, "_deliver", swallow)

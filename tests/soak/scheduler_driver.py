@@ -82,14 +82,23 @@ class SchedulerDriver(Driver):
         "prefix_cache": (False, True),
         "admission_policy": ("fifo", "pack"),
         "prefill_token_budget": (64, 7, 1),
+        "prefill_chunk": (None, 3),
         "max_batch_size": (4, 2, 1),
     }
 
-    def open(self, admission_policy: str, prefill_token_budget: int, max_batch_size: int, **options) -> None:
+    def open(
+        self,
+        admission_policy: str,
+        prefill_token_budget: int,
+        prefill_chunk: int | None,
+        max_batch_size: int,
+        **options,
+    ) -> None:
         self.engine = self.make_engine(max_batch_size=max_batch_size, **options)
         config = SchedulerConfig(
             admission_policy=admission_policy,
             prefill_token_budget=prefill_token_budget,
+            prefill_chunk=prefill_chunk,
             pack_lookahead=4,
             fifo_every=3,
             max_in_flight=MOST_IN_FLIGHT,

@@ -27,6 +27,9 @@ class Letters:
     def encode(self, text: str, special: bool = True) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
 
+    def encode_many(self, texts: list[str], special: bool = True) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, token_ids: list[int]) -> str:
         return "".join(map(self.push, token_ids))
 
@@ -179,7 +182,7 @@ class StreamingDriver(Driver):
         elif client.has_ended:
             self._read_to_the_end(client)
         else:
-            n_pieces = self.manager._streams[request_id].pieces.qsize()
+            n_pieces = len(self.manager._streams[request_id].pieces)
             client.pieces += [next(client.reader) for _ in range(n_pieces)]
         return True
 

@@ -45,7 +45,7 @@ def run_machine(driver: type[Driver], n_examples: int, seen: Counter[str]) -> No
         (SchedulerDriver, 80, 5000, ENDS | REFUSED | {"faults", "prefix hits", "preemptions"}),
         (StreamingDriver, 50, 2500, ENDS | REFUSED | {"faults", "ClosedError raised", "WorkerError raised"}),
         (EngineDriver, 30, 300, {"steps", "prompts cut", "lists passed again"}),
-        (ModelSchedulerDriver, 12, 700, ENDS | REFUSED | {"prefix hits", "preemptions"}),
+        (ModelSchedulerDriver, 40, 700, ENDS | REFUSED | {"prefix hits", "preemptions"}),
     ],
 )
 def test_a_state_machine_keeps_every_invariant_and_reaches_what_it_is_for(

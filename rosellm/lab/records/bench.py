@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.steps.kv_append import AppendGate
 
 
@@ -72,13 +74,14 @@ class Bench:
             block_size=block_size,
             gate=None if gate_from is None else AppendGate(gate_from),
             kernels=kernels,
+            warm_up=False,  # only what these prompts need, below
         )
         if prepare is not None:
             prepare(self.engine)
         self._prompts = prompts
         self._params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
         self.sequences: list[Sequence] = []
-        self.engine.step.warm_up(len(prompts))
+        self.engine.warm_up(len(prompts))
         self.restart()
 
     def restart(self) -> None:
@@ -86,7 +89,13 @@ class Bench:
         for sequence in self.sequences:
             self.engine.release(sequence)
         self.sequences = [self.engine.make_sequence(prompt, self._params) for prompt in self._prompts]
-        self.engine.prefill(self.sequences)
+        waiting = self.sequences
+        while waiting:
+            counts = _within_budget([s.n_to_prefill for s in waiting])
+            begun = self.engine.begin_prefill(waiting[: len(counts)], counts)
+            for _ in self.engine.step.collect():
+                pass
+            waiting = waiting[len(begun) :]
 
     def decode(self, steps: int = 1) -> list[float]:
         """Seconds of each step; a step ends when its tokens are on the host."""
@@ -117,6 +126,13 @@ class Bench:
     @property
     def tokens(self) -> list[list[int]]:
         return [s.output for s in self.sequences]
+
+
+def _within_budget(wanted: list[int]) -> list[int]:
+    """How many tokens of each prompt one prefill computes, cut as a scheduler cuts them."""
+    left = SchedulerConfig().prefill_token_budget
+    ends = [min(end, left) for end in accumulate(wanted)]
+    return [n for n in (b - a for a, b in pairwise([0, *ends])) if n]
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ def cold_start(
     model: str, load_format: str, device: str, rung: str, repeats: int = 2
 ) -> dict[str, list[float]]:
     """Seconds from the start of a process to the end of one that made two tokens, the second by a decode
-    step.
+    step; all graphs of its engine, of 8 sequences at most, are captured before.
 
     "compiled anew": with an empty cache of compiled Triton kernels; "compiled before": with the one so
     filled.

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from rosellm.lab.records.model_runs import recorded_models, table
+from rosellm.lab.records.model_ladder import rest_a_layer
+from rosellm.lab.records.model_runs import recorded_models, short_name, table
 from rosellm.lab.records.records import RecordError, Results, number, results_folder
 from rosellm.lab.records.verdicts import verdicts
+from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
 
 LONGER_NAMES = {"paged": "paged_attention", "no_mask": "mask_removal"}
@@ -111,6 +113,13 @@ def _long(results: Results) -> str:
     return f"L32K, of its floor: {', '.join(shares.values())}"
 
 
+def _layers(results: Results) -> str:
+    shapes = {short_name(name): arch for name, arch in KNOWN_SHAPES.items()}
+    rests = [rest_a_layer(results, name, shapes[name], "D1") for name in recorded_models(results)]
+    ours, theirs = (f"{min(us):.0f} to {max(us):.0f}" for us in zip(*rests, strict=True))
+    return f"D1, above the floor: {ours} µs a layer, whichever the model; vLLM {theirs}"
+
+
 OTHERS: dict[str, Callable[[Results], str]] = {
     "00_map": _span,
     "21_split_kv": _split,
@@ -119,4 +128,5 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "25_your_kernel": _append,
     "26_modern_model": _modern,
     "27_long_contexts": _long,
+    "28_modern_ladder": _layers,
 }

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,34 +67,60 @@ def _sum_kernel(source, sums, SIZE: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 def floors_us(config: Arch, batch: int, context: float, itemsize: int, ceiling: Ceiling) -> dict[str, float]:
-    """µs by cause for ``batch`` rows with ``context`` cached tokens each: the longer of bytes and operations.
+    """µs by cause of a decode step for ``batch`` rows with ``context`` cached tokens each.
 
-    Weights are read once a step, each part's inputs read and its outputs written once, all at the speed of
-    reading, which nothing that writes reaches; logits need not be written. Gate and up are multiplied before
-    they are stored; a key that a group of query heads shares is read once; one beyond the window, never.
+    The longer of bytes and operations. Weights are read once a step, each part's inputs read and its outputs
+    written once, all at the speed of reading, which nothing that writes reaches; logits need not be written.
+    Gate and up are multiplied before they are stored; a key that a group of query heads shares is read once;
+    one beyond the window, never.
     """
+    read = batch * min(context + 1, config.window or math.inf)
+    return _floors(config, _Work(batch, batch, read, read), itemsize, ceiling)
+
+
+def prefill_floors_us(
+    config: Arch, prompts: int, tokens: int, itemsize: int, ceiling: Ceiling
+) -> dict[str, float]:
+    """The same of a prefill of ``prompts`` prompts of ``tokens`` each, none of them cached before.
+
+    A token attends to itself and those before it in the window; only a prompt's last one needs the head.
+    """
+    seen = min(tokens, config.window or tokens)
+    scores = prompts * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
+    return _floors(config, _Work(prompts * tokens, prompts, scores, prompts * tokens), itemsize, ceiling)
+
+
+class _Work(NamedTuple):
+    """Rows that pass the layers, those that pass the head, their pairs with keys, and keys that are read."""
+
+    rows: int
+    chosen: int
+    scores: float
+    keys: float
+
+
+def _floors(config: Arch, work: _Work, itemsize: int, ceiling: Ceiling) -> dict[str, float]:
     c, f, layers, vocab = config.d_model, config.d_ff, config.n_layers, config.vocab_size
     heads, qkv, kv = config.attention_width, config.qkv_width, config.kv_bytes_per_token(itemsize)
     weights = sum(n * k for n, k in config.shapes.values())
     biases = sum(config.shapes[name][0] for name in config.biases)
     norm = c * (2 if config.norm.kind == "layer" else 1)
-    seen = min(context + 1, config.window or math.inf)
     elements = {
-        "GEMM": layers * (weights + biases + batch * (qkv + heads + 3 * c + 2 * f)),
-        "head": vocab * c + batch * c,
-        "norm": (2 * layers + 1) * (norm + 2 * batch * c),
-        "elementwise": layers * batch * (config.up_width + f + 6 * c),
-        "embedding": (3 if config.rope is None else 2) * batch * c,
-        "attention": layers * batch * 2 * heads,
+        "GEMM": layers * (weights + biases + work.rows * (qkv + heads + 3 * c + 2 * f)),
+        "head": vocab * c + work.chosen * c,
+        "norm": (2 * layers + 1) * (norm + 2 * work.rows * c),
+        "elementwise": layers * work.rows * (config.up_width + f + 6 * c),
+        "embedding": (3 if config.rope is None else 2) * work.rows * c,
+        "attention": layers * work.rows * 2 * heads,
     }
     n_bytes: dict[str, float] = {cause: n * itemsize for cause, n in elements.items()}
-    n_bytes["append"] = 2 * batch * kv
-    n_bytes["attention"] += batch * seen * kv
+    n_bytes["append"] = 2 * work.rows * kv
+    n_bytes["attention"] += work.keys * kv
     n_bytes["layers"] = n_bytes["GEMM"] + n_bytes["attention"]  # all of them in one kernel
     flops = {
-        "GEMM": 2 * batch * layers * weights,
-        "head": 2 * batch * vocab * c,
-        "attention": 4 * batch * layers * heads * seen,
+        "GEMM": 2 * work.rows * layers * weights,
+        "head": 2 * work.chosen * vocab * c,
+        "attention": 4 * work.scores * layers * heads,
     }
     return {
         cause: max(n / ceiling.bytes_per_us, flops.get(cause, 0) / ceiling.flops_per_us)

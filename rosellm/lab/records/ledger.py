@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -32,11 +33,12 @@ from torch.profiler import record_function
 
 from rosellm.lab.records.account import PROFILED_STEP, WORKING, LedgerError, Row, account
 from rosellm.lab.records.bench import Bench
-from rosellm.lab.records.floors import floors_us, measure_ceiling
+from rosellm.lab.records.floors import Ceiling, floors_us, measure_ceiling
 from rosellm.lab.records.host_functions import HostFunction, host_functions
 from rosellm.lab.records.records import number, percent_change
 from rosellm.lab.records.roles import OTHER
 from rosellm.lab.records.trace import record_trace
+from rosellm.roseinfer.engine import Engine
 
 WARM_UP_STEPS = 6  # in which an engine also gets as far ahead of its host as it goes
 MOST_STRETCHED = 1.1
@@ -156,23 +158,38 @@ def step_ledger(bench: Bench, steps: int = 8) -> Ledger:
     """Decodes with ``bench`` and accounts for ``steps`` profiled steps; others are timed un-profiled.
 
     Steps are run as a scheduler runs them, ahead of the host where the engine can; every sequence needs room
-    for :func:`tokens_needed` more tokens. Floors rest on what this GPU sustains; a CPU, whose caches
-    may hold a whole model, has none. Raises ``LedgerError``.
+    for :func:`tokens_needed` more tokens. Raises ``LedgerError``.
     """
-    engine, batch = bench.engine, len(bench.sequences)
     _check(bench, steps)
-    drive(bench, WARM_UP_STEPS)
-    unprofiled = [_mean_us(bench, steps)]
-    cached = fmean(len(s.tokens) for s in bench.sequences) + steps
-    trace = record_trace(lambda: drive(bench, steps + 1))
-    context = cached + (steps - 1) / 2
-    unprofiled.append(_mean_us(bench, steps))
-    functions = host_functions(lambda: drive(bench, steps + 1), steps + 1)
-    floors = None
-    if engine.device.type == "cuda":
-        ceiling = measure_ceiling(engine.device, engine.model.dtype)
-        floors = floors_us(engine.config, batch, context, engine.model.dtype.itemsize, ceiling)
-    rows, step_us = account(trace, floors), min(unprofiled)
+    engine, batch = bench.engine, len(bench.sequences)
+    there = fmean(len(s.tokens) for s in bench.sequences)
+    context = there + WARM_UP_STEPS + 2 * steps + 1 + (steps - 1) / 2
+    floors = partial(floors_us, engine.config, batch, context, engine.model.dtype.itemsize)
+    return take_ledger(partial(drive, bench), engine, steps, batch, context, floors)
+
+
+def take_ledger(
+    run: Callable[[int], list[float]],
+    engine: Engine,
+    steps: int,
+    batch: int,
+    context: float,
+    floors: Callable[[Ceiling], Mapping[str, float]],
+) -> Ledger:
+    """Accounts for ``steps`` profiled steps of ``batch`` sequences; others are timed un-profiled.
+
+    run: runs so many consecutive steps of ``engine``, each inside a range ``PROFILED_STEP``, and tells when
+    each was seen to end. floors: what this GPU sustains → µs by cause; a CPU, whose caches may hold a whole
+    model, has none. Raises ``LedgerError``.
+    """
+    run(WARM_UP_STEPS)
+    unprofiled = [_mean_us(run, steps)]
+    trace = record_trace(lambda: run(steps + 1))
+    unprofiled.append(_mean_us(run, steps))
+    functions = host_functions(lambda: run(steps + 1), steps + 1)
+    on_gpu = engine.device.type == "cuda"
+    known = floors(measure_ceiling(engine.device, engine.model.dtype)) if on_gpu else None
+    rows, step_us = account(trace, known), min(unprofiled)
     return Ledger(
         name=engine.rung or "custom",
         rows=of_unprofiled(rows, step_us, trace.on_gpu),
@@ -226,7 +243,7 @@ def drive(bench: Bench, steps: int) -> list[float]:
     return ends + [time.perf_counter() for _ in engine.step.collect()]
 
 
-def _mean_us(bench: Bench, steps: int) -> float:
+def _mean_us(run: Callable[[int], list[float]], steps: int) -> float:
     """Of ``steps`` consecutive steps, from the end of the one before them to the end of the last."""
-    ends = drive(bench, steps + 1)
+    ends = run(steps + 1)
     return (ends[-1] - ends[0]) / steps * 1e6

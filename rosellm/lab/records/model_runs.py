@@ -1,7 +1,7 @@
-"""Measure the workloads of modern models, and the ladder's steps: one model loaded for all.
+"""Measure modern models' workloads, the ladder's steps, and where the time goes: one model loaded for all.
 
-Records go to DIR/MODEL/WORKLOAD.json and steps-WORKLOAD.json. A workload that needs more positions than the
-model has is left out.
+Records go to DIR/MODEL/WORKLOAD.json, steps-WORKLOAD.json and ledgers.json. A workload that needs more
+positions than the model has is left out.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import gc
 import json
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.errors import RecipeError, RoseError
+from rosellm.errors import RecipeError, RoseError, told
+from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.records import Results, modern_rivals
 from rosellm.lab.records.step_records import ladder_steps
 from rosellm.models.loading import AnyTokenizer, load_parts
@@ -25,7 +27,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
 from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
-from rosellm.roseinfer.recipe import LADDER, check_launch
+from rosellm.roseinfer.recipe import LADDER, best_rung, check_launch
 
 RIVAL = "vLLM 0.22.1"
 EFFORT = {"engines": 1, "seconds": 0.2, "turns": 2}  # of the ladder's steps
@@ -89,8 +91,10 @@ def figure(record: dict[str, Any], workload: Workload) -> float:
     return workload.num_requests * (workload.prompt_tokens or 1) / medians["total_time_s"]
 
 
-def measure(arguments: argparse.Namespace, names: Iterable[str], ladder: Iterable[str]) -> None:
-    """Measure and write each workload's record, then the steps of every rung at those of ``ladder``."""
+def measure(
+    arguments: argparse.Namespace, names: Iterable[str], ladder: Iterable[str], ledgers: Iterable[str]
+) -> None:
+    """Measure and write each workload's record, the steps of every rung at ``ladder``'s, then ``ledgers``."""
     gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
     folder = arguments.output / short_name(arguments.model)
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,6 +103,29 @@ def measure(arguments: argparse.Namespace, names: Iterable[str], ladder: Iterabl
         figures = ladder_steps(gpt, rungs_for(gpt), MODEL_WORKLOADS[name], **EFFORT)
         record = new_record(f"steps-{name}", gpt.device, model=arguments.model, figures=figures)
         write_record(folder / f"steps-{name}.json", record)
+    measure_ledgers(arguments.model, ledgers, gpt, folder)
+
+
+def measure_ledgers(model: str, names: Iterable[str], gpt: Transformer, folder: Path) -> None:
+    """The best rung's ledger of each workload; the record is renewed after each one.
+
+    One that fails is told at once, and the others follow. Raises ``RoseError`` at the end if any did.
+    """
+    rung, figures, failed = best_rung(gpt.device), {}, []
+    for name in names:
+        try:
+            ledger = workload_ledger(gpt, rung, MODEL_WORKLOADS[name])
+        except Exception as error:  # a kernel, the profiler or memory: the other ledgers do not need them
+            failed.append(name)
+            print(f"{name}: no ledger: {told(error).splitlines()[0]}", flush=True)
+        else:
+            figures[name] = ledger.as_dict()
+            record = new_record("ledgers", gpt.device, model=model, figures=figures)
+            write_record(folder / "ledgers.json", record)
+            print(f"{name}: {ledger.step_us:,.0f} µs. {ledger.cross_check}", flush=True)
+        _free()
+    if failed:
+        raise RoseError(f"no ledger of {', '.join(failed)}; the lines above say why")
 
 
 def rungs_for(gpt: Transformer) -> list[str]:
@@ -151,6 +178,7 @@ def _parser() -> OneLineParser:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
     add("--workloads", default=",".join(MODEL_WORKLOADS), metavar="ID,ID", help="which of them")
     add("--ladder", default="", metavar="ID,ID", help="workloads at whose size every rung's step is timed")
+    add("--ledgers", default="", metavar="ID,ID", help="whose step or prefill is accounted for")
     add("--repeats", type=whole_number(1), default=3, metavar="N", help="measured runs of each")
     add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
     return parser
@@ -160,10 +188,13 @@ def _parser() -> OneLineParser:
 def main(argv: list[str] | None = None) -> None:
     """Check the names, then measure."""
     arguments = _parser().parse_args(argv)
-    names, ladder = (list(filter(None, text.split(","))) for text in (arguments.workloads, arguments.ladder))
-    if unknown := [name for name in [*names, *ladder] if name not in MODEL_WORKLOADS]:
+    asked = [
+        list(filter(None, text.split(",")))
+        for text in (arguments.workloads, arguments.ladder, arguments.ledgers)
+    ]
+    if unknown := [name for name in chain(*asked) if name not in MODEL_WORKLOADS]:
         raise RoseError(f"workload {unknown[0]!r} is unknown; use {', '.join(MODEL_WORKLOADS)}")
-    measure(arguments, names, ladder)
+    measure(arguments, *asked)
 
 
 if __name__ == "__main__":

@@ -136,10 +136,14 @@ def rivals(workload: str | None = None) -> dict[str, dict[str, float]]:
 
     With a ``workload``, only those measured on it. What each figure counts, its ``form`` says.
     """
+    file = _rivals_file()
     known = {
         one["name"]: {id: one[key] for id in WORKLOADS for key in (id, f"{id}_batch8") if key in one}
-        for one in _rivals_file()["rivals"]
+        for one in file["rivals"]
     }
+    for name in known.keys() & file["mixed"].keys():  # "W10 temperature 0.8, top-k 50, top-p 0.9": 22642
+        theirs = {told.partition(" ")[0]: value for told, value in file["mixed"][name].items()}
+        known[name] |= {id: theirs[id] for id in WORKLOADS if id in theirs}
     return {name: values for name, values in known.items() if workload is None or workload in values}
 
 
@@ -161,13 +165,13 @@ def read_us(results: Results, n_bytes: float) -> float:
 def floor_us(results: Results, workload: str) -> float:
     """Bytes floor of a decode step at mid-run, µs: GPT-2 small's fp16 weights and the K/V, each read once.
 
-    A sequence then holds its prompt and half its new tokens; the table of positions is not read as a whole.
+    A sequence then holds its prompt and half its new tokens, where these are unequal weighted by the steps it
+    takes part in; the table of positions is not read as a whole.
     """
     one = _workload(workload)
     shape = KNOWN_SHAPES["gpt2"]
     weights = (shape.n_parameters - shape.n_positions * shape.d_model) * BYTES_FP16
-    context = _prompt_tokens(workload) + one.max_new_tokens / 2
-    cached = one.max_batch_size * context * shape.kv_bytes_per_token(BYTES_FP16)
+    cached = one.max_batch_size * one.mean_context * shape.kv_bytes_per_token(BYTES_FP16)
     return read_us(results, weights + cached)
 
 
@@ -180,12 +184,6 @@ def _workload(name: str) -> Workload:
     if name not in WORKLOADS:
         raise RecordError(f"workload {name!r} is unknown: there are {_listed(WORKLOADS)}")
     return WORKLOADS[name]
-
-
-def _prompt_tokens(workload: str) -> float:
-    """Mean prompt length; the workloads' prompt is one token of GPT-2, repeated."""
-    one = _workload(workload)
-    return one.prompt_tokens or sum(one.prompt_repeats) / len(one.prompt_repeats)
 
 
 def _rivals_file() -> dict[str, Any]:

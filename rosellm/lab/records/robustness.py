@@ -64,8 +64,6 @@ def kv_pressure(
         name: Engine(model, max_batch_size=n, num_kv_blocks=blocks, **options)
         for name, blocks in pools.items()
     }
-    for engine in engines.values():
-        engine.step.warm_up()
     runs = in_turns(engines, prompts, new_tokens, repeats)
     return {
         "requests": n,
@@ -87,8 +85,6 @@ def determinism_cost(model: Transformer, workload: Workload, repeats: int = 3) -
         name: Engine(model, max_batch_size=batch, num_kv_blocks=blocks, deterministic=name == "invariant")
         for name in ("fast", "invariant")
     }
-    for engine in engines.values():
-        engine.step.warm_up()
     runs = in_turns(engines, prompts, workload.max_new_tokens, repeats)
     return {"cost": 1 - runs["invariant"]["tok_s"] / runs["fast"]["tok_s"], **runs}
 

@@ -46,7 +46,7 @@ OPERATOR_ROLES = {
         "softmax": "softmax _softmax",
         "attention": "scaled_dot_product_attention",
         "put": "index_put",
-        "norm": "layer_norm native_layer_norm",
+        "norm": "layer_norm native_layer_norm rms_norm _fused_rms_norm",
         "embedding": "embedding",
         "sampling": "argmax sort topk cumsum multinomial log_softmax",
         "elementwise": """
@@ -54,7 +54,7 @@ OPERATOR_ROLES = {
             clamp_min clone contiguous copy div eq exp fill floor_divide full gather ge gelu gt index
             index_copy index_select isin isinf isnan item le log logical_and logical_not logical_or lt
             masked_fill max maximum mean min mul ne neg new_full new_ones new_zeros nonzero ones pad
-            pow remainder repeat rsqrt rsub scatter square stack sub sum tanh to where zero zeros""",
+            pow remainder repeat rsqrt rsub scatter silu square stack sub sum tanh to where zero zeros""",
         "views": """
             alias chunk detach empty empty_like empty_strided expand flatten lift_fresh narrow new_empty
             permute reshape resolve_conj resolve_neg select slice split split_with_sizes squeeze t

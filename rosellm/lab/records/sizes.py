@@ -32,12 +32,15 @@ class Size:
     def of(self, workload: Workload) -> Workload:
         """The workload, no larger than this."""
         w, tokens = workload, workload.prompt_tokens
+        if w.min_new_tokens is not None:
+            w = replace(w, min_new_tokens=min(w.min_new_tokens, self.new_tokens))
         return replace(
             w,
             num_requests=min(w.num_requests, self.requests),
             max_new_tokens=min(w.max_new_tokens, self.new_tokens),
             max_batch_size=min(w.max_batch_size, self.rows),
             prompt_tokens=None if tokens is None else min(tokens, self.prompt),
+            shared_prefix_tokens=min(w.shared_prefix_tokens, self.prompt),
         )
 
     def batches(self, *wanted: int) -> list[int]:
@@ -55,7 +58,8 @@ SIZES = {"full": Size(MANY, MANY, MANY, MANY), "small": Size(rows=4, requests=6,
 def positions_needed(size: Size) -> dict[str, int]:
     """Experiment → the longest that one of its sequences grows; those of the shipped model are left out."""
     sized = {name: size.of(workload) for name, workload in WORKLOADS.items()}
-    whole = {name: (w.prompt_tokens or 1) + w.max_new_tokens for name, w in sized.items()}
+    prompts = {name: w.shared_prefix_tokens + (w.prompt_tokens or 1) for name, w in sized.items()}
+    whole = {name: prompts[name] + w.max_new_tokens for name, w in sized.items()}
     half = {name: whole[name] - w.max_new_tokens // 2 + LEDGER_ROOM for name, w in sized.items()}
     return {
         "counts": 8 + min(32, size.new_tokens),

@@ -25,8 +25,11 @@ WHOLE_RUNS = ("W1", "W2", "W3")
 
 
 def step_shape(workload: Workload) -> tuple[int, int]:
-    """A workload's sequences that decode together, and their cached tokens at mid-run; prompts have one."""
-    return workload.max_batch_size, workload.max_new_tokens // 2
+    """A workload's sequences that decode together, and their cached tokens at mid-run.
+
+    A prompt of text has one token.
+    """
+    return workload.max_batch_size, (workload.prompt_tokens or 1) - 1 + workload.max_new_tokens // 2
 
 
 def ladder_steps(model: Transformer, rungs: list[str], workload: Workload, **effort: Any) -> dict[str, Any]:
@@ -80,9 +83,7 @@ def _whole_runs(engine: Engine, prompts: list[list[int]], params: SamplingParams
 
 def _engine(model: Transformer, workload: Workload, recipe: Recipe) -> Engine:
     blocks = workload.max_batch_size * blocks_for(workload.max_new_tokens, 64)
-    engine = Engine(model, recipe=recipe, max_batch_size=workload.max_batch_size, num_kv_blocks=blocks)
-    engine.step.warm_up()
-    return engine
+    return Engine(model, recipe=recipe, max_batch_size=workload.max_batch_size, num_kv_blocks=blocks)
 
 
 def _figures(batch: int, context: int, steps: dict[str, StepTimes]) -> dict[str, Any]:

@@ -26,7 +26,11 @@ PAGE = """{% extends 'lab/index.html.j2' %}
 {% block html_head_js_mathjax %}{% endblock %}
 {% block html_head_js_mermaidjs %}{% endblock %}
 {% block body_header %}{{ super() }}
-<style>.jp-RenderedMarkdown .highlight pre { font-family: var(--jp-code-font-family, monospace) }</style>
+<style>
+.jp-RenderedMarkdown .highlight { overflow-x: auto; margin-bottom: 1em }
+.jp-RenderedMarkdown .highlight pre { font-family: var(--jp-code-font-family, monospace) }
+.jp-RenderedMarkdown .highlight pre { font-size: var(--jp-code-font-size); white-space: pre }
+</style>
 <p style="margin: 1em 5em; font-family: sans-serif"><a href="index.html">All notebooks</a></p>
 {% endblock %}"""
 

@@ -39,8 +39,8 @@ class Benchmark:
 
     def measure(self, options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> dict[str, Any]:
         """Measure, print, and return the record; a sweep may share one model."""
+        runs, results = self.runs(options), {}  # refuses what does not go together
         job = make_job(options, gpt, tokenizer)
-        runs, results = self.runs(options), {}
         for mode, run in runs.items():
             results[mode] = repeat(run, job, mode, options.warmup_runs, options.repeat_runs)
             print_summary(results[mode], self.summary(results[mode]))

@@ -9,7 +9,7 @@ from rosellm.errors import PromptError, RecipeError
 from rosellm.models.loading import AnyTokenizer, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.options import departures
-from rosellm.roseinfer.bench.prompts import Prompts, encode_prompts, make_prompts, new_tokens
+from rosellm.roseinfer.bench.prompts import Prompts, encode_prompts, make_prompts, request_params
 from rosellm.roseinfer.bench.record import dtype_name
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
@@ -41,15 +41,14 @@ class Job:
 def make_job(options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> Job:
     """Build what the options ask for, and print what is about to be measured."""
     recipe = choose_recipe(options)
-    prompts = make_prompts(options, gpt.config.vocab_size)
+    prompts, params = make_prompts(options, gpt.config.vocab_size), request_params(options)
     encoded = encode_prompts(prompts, tokenizer)
     longest = max(map(len, encoded))
     check_positions(options, longest, gpt.config.n_positions)
     engine = make_engine(options, recipe, gpt, tokenizer, longest)
     print_header(engine, options)
-    engine.step.warm_up()
     given = encoded if options.pretok else prompts
-    return Job(engine, given, greedy_params(options), scheduler_config(options))
+    return Job(engine, given, params, scheduler_config(options))
 
 
 def choose_recipe(options: Namespace) -> str | Recipe:
@@ -94,18 +93,13 @@ def longest_request(options: Namespace, gpt: Transformer, longest_prompt: int) -
     return min(longest_prompt + options.max_new_tokens, gpt.config.n_positions)
 
 
-def greedy_params(options: Namespace) -> list[SamplingParams]:
-    """Greedy decoding, one per request."""
-    ends = not options.stop_on_eos
-    return [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=ends) for n in new_tokens(options)]
-
-
 def scheduler_config(options: Namespace) -> SchedulerConfig:
     """The limits of one scheduler iteration."""
     return SchedulerConfig(
         max_batch_size=options.max_batch_size,
         prefill_max_batch_size=options.prefill_max_batch_size,
         prefill_token_budget=options.prefill_token_budget,
+        prefill_chunk=options.prefill_chunk,
         admission_policy=options.prefill_admission_policy,
     )
 
@@ -115,7 +109,8 @@ def print_header(engine: Engine, options: Namespace) -> None:
     recipe = engine.rung or " ".join(engine.recipe.as_dict().values())
     print(f"Model: {options.hf_model_id}, {options.load_format}, {engine.device.type}, {dtype_name(engine)}")
     print(f"Recipe: {recipe} ({engine.kernels.name} kernels)")
-    requests = f"{options.num_requests}, {options.max_new_tokens} new tokens each"
+    least, most = options.min_new_tokens, options.max_new_tokens
+    requests = f"{options.num_requests}, {most if least is None else f'{least} to {most}'} new tokens each"
     print(f"Requests: {requests}, {options.max_batch_size} at a time", flush=True)
     if told := departures(options, engine):
         print(f"Not comparable with {options.workload}'s records: {', '.join(told)}", flush=True)

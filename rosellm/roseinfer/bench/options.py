@@ -99,7 +99,7 @@ def add_engine_options(parser: ArgumentParser) -> None:
 
 
 def add_request_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("requests (greedy)").add_argument
+    add = parser.add_argument_group("requests").add_argument
     add("--workload", metavar="ID", help=f"preset; explicit options override it: {', '.join(ALL_WORKLOADS)}")
     add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests per run")
     add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens per request")
@@ -111,7 +111,13 @@ def add_request_options(parser: ArgumentParser) -> None:
     shortest = "lengths uniform from N to the option without min-; default: all alike"
     add("--min-prompt-tokens", **count(Workload.min_prompt_tokens, high=MOST_TOKENS), help=shortest)
     add("--min-new-tokens", **count(Workload.min_new_tokens), help=shortest)
-    add("--seed", **count(0, low=0), help="seed of random ids and lengths")
+    shared = "random token ids with which all those prompts begin"
+    add("--shared-prefix-tokens", **count(Workload.shared_prefix_tokens, 0, MOST_TOKENS), help=shared)
+    add("--temperature", type=float, default=Workload.temperature, metavar="T", help="0: greedy")
+    add("--top-k", **count(Workload.top_k, low=0), help="sample from the N most likely tokens; 0: from all")
+    nucleus = "sample from the most likely tokens that reach this probability; 1: from all"
+    add("--top-p", type=float, default=Workload.top_p, metavar="P", help=nucleus)
+    add("--seed", **count(0, low=0), help="seed of random ids, lengths and each request's sampling")
     add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
     add("--pretok", **switch(False), help="tokenize before the clock starts")
 
@@ -122,6 +128,8 @@ def add_scheduler_options(parser: ArgumentParser) -> None:
     add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
     add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts per iteration")
     add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens per iteration")
+    chunk = "prompt tokens per iteration while requests decode; default: --prefill-token-budget"
+    add("--prefill-chunk", **count(config.prefill_chunk), help=chunk)
     policy = "which waiting requests are admitted: the first, or the shortest that fit"
     add("--prefill-admission-policy", choices=POLICIES, default=config.admission_policy, help=policy)
 

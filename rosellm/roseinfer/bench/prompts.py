@@ -1,4 +1,4 @@
-"""The requests of a workload: prompts of repeated text or random token ids, and how long they run."""
+"""The requests of a workload: prompts of repeated text or random ids, how long they run, how they sample."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import numpy as np
 
 from rosellm.errors import OptionError
 from rosellm.models.loading import AnyTokenizer
+from rosellm.roseinfer.bench.arrivals import Arrival
+from rosellm.roseinfer.sampling import SamplingParams
 
 Prompts = Sequence[str | list[int]]
-OF_PROMPTS, OF_OUTPUTS = 1, 2
+OF_PROMPTS, OF_OUTPUTS, OF_PREFIXES, OF_SAMPLING = 1, 2, 3, 4
 
 
 def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
@@ -19,19 +21,43 @@ def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
     if options.prompt_tokens is not None:
         random, longest = np.random.default_rng(options.seed), options.prompt_tokens
         ids = random.integers(vocab_size, size=(options.num_requests, longest)).tolist()
+        shared = np.random.default_rng([options.seed, OF_PREFIXES])
+        prefix = shared.integers(vocab_size, size=options.shared_prefix_tokens).tolist()
+        if trace := _trace(options):
+            return [prefix + row[: arrival.prompt_tokens] for row, arrival in zip(ids, trace, strict=True)]
         if options.min_prompt_tokens is None:
-            return ids
+            return [prefix + row for row in ids]
         lengths = _lengths(options, options.min_prompt_tokens, longest, OF_PROMPTS)
-        return [row[:n] for row, n in zip(ids, lengths, strict=True)]
+        return [prefix + row[:n] for row, n in zip(ids, lengths, strict=True)]
+    if options.shared_prefix_tokens:
+        raise OptionError("--shared-prefix-tokens needs --prompt-tokens: prompts of random token ids")
     texts = [options.prompt * n for n in options.prompt_repeats]
     return [texts[i % len(texts)] for i in range(options.num_requests)]
 
 
 def new_tokens(options: Namespace) -> list[int]:
     """How many tokens each request asks for."""
+    if trace := _trace(options):
+        return [arrival.new_tokens for arrival in trace]
     if options.min_new_tokens is None:
         return [options.max_new_tokens] * options.num_requests
     return _lengths(options, options.min_new_tokens, options.max_new_tokens, OF_OUTPUTS)
+
+
+def request_params(options: Namespace) -> list[SamplingParams]:
+    """How each request is sampled: greedy at temperature 0, else with a seed of its own."""
+    seeds = np.random.default_rng([options.seed, OF_SAMPLING]).integers(1 << 62, size=options.num_requests)
+    sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    ignore = not options.stop_on_eos
+    return [
+        SamplingParams(**sampled, max_tokens=n, seed=seed if options.temperature else None, ignore_eos=ignore)
+        for n, seed in zip(new_tokens(options), seeds.tolist(), strict=True)
+    ]
+
+
+def _trace(options: Namespace) -> list[Arrival] | None:
+    """What ``--trace`` says, an option of the streaming benchmark only."""
+    return vars(options).get("trace")
 
 
 def _lengths(options: Namespace, low: int, high: int, of: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Engines that can serve the same requests: ours, and others if installed.
 
-A rival is built from a :class:`Task` and then asked repeatedly for the greedy continuations of the same
-prompts, token ids in and token ids out, ignoring end of sequence. All rivals load one checkpoint.
+A rival is built from a :class:`Task` and then asked repeatedly for continuations of the same prompts, token
+ids in and token ids out, ignoring end of sequence; a prefix cache is empty each time. All rivals load one
+checkpoint.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 import rosellm
 from rosellm.errors import DeviceError, RoseError
 from rosellm.models.weights import load_model
-from rosellm.roseinfer.bench.job import greedy_params, kv_blocks_wanted, longest_request
-from rosellm.roseinfer.bench.prompts import new_tokens
+from rosellm.roseinfer.bench.job import kv_blocks_wanted, longest_request
+from rosellm.roseinfer.bench.prompts import new_tokens, request_params
 from rosellm.roseinfer.bench.record import engine_facts
 from rosellm.roseinfer.bench.runs import check_served
 from rosellm.roseinfer.engine import Engine
@@ -77,11 +78,14 @@ class Rosellm(Rival):
         longest = max(map(len, task.prompts))
         blocks = kv_blocks_wanted(options, gpt, longest)
         sizes = {"max_batch_size": options.max_batch_size, "block_size": options.block_size}
-        self.params = greedy_params(options)
+        self.params = request_params(options)
         most = longest_request(options, gpt, longest)
-        self.engine = Engine(gpt, recipe=options.rung, num_kv_blocks=blocks, max_model_len=most, **sizes)
+        sizes |= {"num_kv_blocks": blocks, "max_model_len": most, "prefix_cache": options.prefix_cache}
+        self.engine = Engine(gpt, recipe=options.rung, **sizes)
 
     def generate(self) -> list[list[int]]:
+        if self.engine.prefix_cache is not None:
+            self.engine.prefix_cache.clear()
         outputs = OfflineScheduler(self.engine).run(self.prompts, self.params)
         check_served(outputs)
         return [output.token_ids for output in outputs]
@@ -105,6 +109,8 @@ class Transformers(Rival):
 
         disable_progress_bar()
         self.prompts, self.options = task.prompts, task.options
+        if task.options.temperature:
+            raise RivalError("rival transformers cannot give each request of a batch a seed of its own")
         if len(set(new_tokens(task.options))) > 1:
             raise RivalError("rival transformers runs static batches: requests of unequal lengths cannot end")
         model: Any = AutoModelForCausalLM.from_pretrained(task.checkpoint, dtype=task.dtype)
@@ -144,17 +150,27 @@ class VLLM(Rival):
         self.arguments = {
             "dtype": str(task.dtype).removeprefix("torch."),
             "max_num_seqs": task.options.max_batch_size,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": task.options.prefix_cache,
             "skip_tokenizer_init": True,
         }
         self.llm = LLM(model=str(task.checkpoint), **self.arguments)
         self.prompts = [{"prompt_token_ids": prompt} for prompt in task.prompts]
         self.params = [
-            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
-            for n in new_tokens(task.options)
+            SamplingParams(
+                temperature=own.temperature,
+                top_k=own.top_k,
+                top_p=own.top_p,
+                seed=own.seed,
+                max_tokens=own.max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for own in request_params(task.options)
         ]
 
     def generate(self) -> list[list[int]]:
+        if self.arguments["enable_prefix_caching"]:
+            self.llm.reset_prefix_cache()
         outputs = self.llm.generate(self.prompts, self.params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-UNITS = {"s": (1.0, 6), "ms": (1e3, 2), "ms/token": (1e3, 2), "tokens/s": (1.0, 2)}  # scale, decimals
+UNITS = {
+    "s": (1.0, 6),
+    "ms": (1e3, 2),
+    "ms/token": (1e3, 2),
+    "tokens/s": (1.0, 2),
+    "requests/s": (1.0, 2),
+}  # scale, decimals
 
 
 def summary_line(title: str, figures: Iterable[float | None], unit: str) -> str:

@@ -1,8 +1,8 @@
-"""The workloads on which rungs are compared: greedy, end of sequence ignored, no prefix cache."""
+"""The workloads on which rungs are compared: end of sequence ignored, greedy unless a temperature is set."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rosellm.errors import RoseError
@@ -13,9 +13,10 @@ class Workload:
     """Requests of ``max_new_tokens`` each, ``max_batch_size`` at a time.
 
     Prompts are ``prompt`` repeated ``prompt_repeats`` times, cycling through those counts; or
-    ``prompt_tokens`` random ids. With ``min_new_tokens`` and ``min_prompt_tokens`` lengths are uniform from
-    there on. ``form`` names the benchmark that runs it. ``model``: whose shape it is measured with; None: of
-    several models, each in its own dtype. The defaults are also the commands'.
+    ``prompt_tokens`` random ids, after ``shared_prefix_tokens`` that all prompts have in common. With
+    ``min_new_tokens`` and ``min_prompt_tokens`` lengths are uniform from there on. ``form`` names the
+    benchmark that runs it. ``model``: whose shape it is measured with; None: of several models, each in its
+    own dtype. The defaults are also the commands'.
     """
 
     id: str
@@ -28,6 +29,11 @@ class Workload:
     prompt_tokens: int | None = None
     min_new_tokens: int | None = None
     min_prompt_tokens: int | None = None
+    shared_prefix_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    prefix_cache: bool = False
     model: str | None = "gpt2"
 
     @property
@@ -36,15 +42,32 @@ class Workload:
         length = "of one token"
         if self.prompt_tokens is not None and self.prompt_tokens > 1:
             length = f"of {_span(self.min_prompt_tokens, self.prompt_tokens)} tokens"
+        if self.shared_prefix_tokens:
+            length += f" after {self.shared_prefix_tokens} shared"
         prompts = length if self.form == "scheduler" else "of text, streamed"
         new = _span(self.min_new_tokens, self.max_new_tokens)
         requests = f"{self.num_requests} requests × {new} new tokens"
-        return f"{requests}, {self.max_batch_size} at a time, prompts {prompts}"
+        return f"{requests}, {self.max_batch_size} at a time, prompts {prompts}{self._sampling}"
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens in the cache of a running request, on average over the decode steps and requests."""
+        new = range(self.min_new_tokens or self.max_new_tokens, self.max_new_tokens + 1)
+        mean_new = sum(n * n for n in new) / sum(new) / 2  # a request of n new tokens is in n steps
+        if self.prompt_tokens is None:  # the prompt is one token of GPT-2, repeated
+            return sum(self.prompt_repeats) / len(self.prompt_repeats) + mean_new
+        shortest = self.min_prompt_tokens or self.prompt_tokens
+        return self.shared_prefix_tokens + (shortest + self.prompt_tokens) / 2 + mean_new
+
+    @property
+    def _sampling(self) -> str:
+        filters = [f"top-k {self.top_k}"] * bool(self.top_k) + [f"top-p {self.top_p}"] * (self.top_p < 1)
+        return ", ".join(["", f"temperature {self.temperature}", *filters]) if self.temperature else ""
 
     def flags(self) -> dict[str, Any]:
         """The command-line options that this workload presets."""
         sizes = {name: value for name, value in vars(self).items() if name not in ("id", "form", "model")}
-        return sizes | {"stop_on_eos": False, "prefix_cache": False, "pretok": True}
+        return sizes | {"stop_on_eos": False, "pretok": True}
 
 
 def _span(low: int | None, high: int) -> str:
@@ -56,6 +79,7 @@ DTYPE = "float16"
 LOAD_FORMAT = "dummy"
 MODERN_MODEL = "Qwen/Qwen3-0.6B"  # of the workloads of several models, unless another is named
 
+_UNEQUAL = Workload("W8", 512, 512, 256, prompt_tokens=512, min_new_tokens=16, min_prompt_tokens=16)
 WORKLOADS: dict[str, Workload] = {
     workload.id: workload
     for workload in (
@@ -67,6 +91,10 @@ WORKLOADS: dict[str, Workload] = {
         Workload("W5", 128, 128, max_batch_size=8, form="streaming", prompt_repeats=(1, 4)),
         Workload("W6", num_requests=1024, max_new_tokens=256, max_batch_size=1024, prompt_tokens=128),
         Workload("W7", num_requests=256, max_new_tokens=128, max_batch_size=256, prompt_tokens=512),
+        _UNEQUAL,
+        replace(_UNEQUAL, id="W9", temperature=0.6),
+        replace(_UNEQUAL, id="W10", temperature=0.8, top_k=50, top_p=0.9),
+        Workload("PFX", 512, 64, 256, prompt_tokens=32, shared_prefix_tokens=512, prefix_cache=True),
     )
 }
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from rosellm.models.model import Transformer
+from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.request import Sequence
@@ -121,25 +121,40 @@ class BlockBudget:
 
 
 def kv_blocks_within_memory(
-    gpt: Transformer, wanted: int, block_size: int, n_rows: int = 256, utilization: float = 0.9
+    gpt: Transformer,
+    wanted: int,
+    block_size: int,
+    n_rows: int = 256,
+    utilization: float = 0.9,
+    measure: Callable[[], int] | None = None,
 ) -> int:
     """``wanted`` blocks per layer, or as many as memory has room for; may be 0.
 
     On a GPU that is ``utilization`` of its memory, less what is in use (the weights) and what steps of
-    ``n_rows`` sequences and their prefills will need; on a CPU it is ``CPU_KV_BYTES``.
+    ``n_rows`` sequences and their prefills will need; on a CPU it is ``CPU_KV_BYTES``. measure: finds out
+    what they need, and is asked unless ``wanted`` takes less than half of the room; None: it is estimated.
     """
-    budget = CPU_KV_BYTES
-    if gpt.device.type == "cuda":
-        gc.collect()  # an engine that was dropped holds its cache until then
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(gpt.device)
-        budget = int(utilization * total) - (total - free) - _working_bytes(gpt, n_rows)
     block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
-    return max(0, min(wanted, budget // block_bytes))
+    if gpt.device.type != "cuda":
+        return max(0, min(wanted, CPU_KV_BYTES // block_bytes))
+    memory = GPUMemory(gpt.device)
+    if measure is not None and 2 * wanted * block_bytes <= _room(memory, utilization):
+        return wanted
+    try:
+        working = _working_bytes(gpt, n_rows) if measure is None else measure()
+    except torch.OutOfMemoryError:
+        return 0
+    return max(0, min(wanted, (_room(memory, utilization) - working) // block_bytes))
+
+
+def _room(memory: GPUMemory, utilization: float) -> int:
+    """Bytes of the share that are not in use."""
+    memory.settle()
+    return int(utilization * memory.total) - (memory.total - memory.free)
 
 
 def _working_bytes(gpt: Transformer, n_rows: int) -> int:
-    """What the largest prefill and the sampling of ``n_rows`` rows of logits hold at once, at most."""
+    """What the largest prefill and the sampling of ``n_rows`` rows of logits hold at once, by estimate."""
     config, size = gpt.config, gpt.dtype.itemsize
     widths = 4 * config.d_model + config.qkv_width + config.attention_width + config.up_width + config.d_ff
     return GPU_CONTEXT_BYTES + PREFILL_TOKENS * widths * size + 6 * n_rows * config.vocab_size * 4

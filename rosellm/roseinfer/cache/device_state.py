@@ -40,7 +40,7 @@ class DeviceState:
     def __init__(
         self, n_rows: int, width: int, device: torch.device, stop_tokens: tuple[int, ...] = ()
     ) -> None:
-        padded = FIELDS + width + width % 2  # seeds are read as 64-bit words
+        padded = -(-(FIELDS + width) // 4) * 4  # seeds are 64-bit words; kernels are compiled for 16 bytes
         self.rows = torch.zeros(n_rows, padded, dtype=torch.int32, device=device)
         self.rows[:, POSITION] = INERT
         self.ring = torch.full((ROUNDS, n_rows), INERT, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -86,13 +86,14 @@ class DeviceState:
 
     def first(self, n_rows: int) -> DeviceState:
         """A view of the first rows; shares the ring."""
-        return self._part(self.rows[:n_rows])
+        return self.of(self.rows[:n_rows])
 
     def at(self, slots: Tensor) -> DeviceState:
         """A copy of some rows; shares the ring."""
-        return self._part(self.rows[slots])
+        return self.of(self.rows[slots])
 
-    def _part(self, rows: Tensor) -> DeviceState:
+    def of(self, rows: Tensor) -> DeviceState:
+        """These rows ``[n, FIELDS + W]``, wherever they are; shares the ring."""
         part = object.__new__(DeviceState)
         part.rows, part.ring, part.stop_tokens = rows, self.ring, self.stop_tokens
         part._view(self.table.shape[1])

@@ -162,5 +162,14 @@ class PrefixCache:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """The number of equal leading tokens."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    """The number of equal leading tokens: halves are compared as a whole, which Python does fast."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

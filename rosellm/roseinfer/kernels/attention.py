@@ -10,7 +10,6 @@ negative position is inert: its output is zero and nothing of it is written.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +19,24 @@ from rosellm.models.rope import Rotary
 from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, span_of
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.online_softmax import Tiling, attend_tile, gathered, no_keys, with_new
-from rosellm.roseinfer.kernels.paged_cache import append_token, are_seen, layer_arguments, load_seen, rows_of
+from rosellm.roseinfer.kernels.paged_cache import (
+    AttentionShape,
+    PagedCache,
+    append_token,
+    are_seen,
+    described_rows,
+    layer_arguments,
+    load_seen,
+    load_tile,
+    rows_of,
+)
+from rosellm.roseinfer.kernels.partial_rows import make_combine, new_partial, store_heads, store_partial
 from rosellm.roseinfer.kernels.prefill import LOG2_E, SMALLEST_DOT, TRITON_DTYPES
 from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
 from rosellm.triton_or_none import tl, triton
 
-ROLES = {"_decode_attention_kernel": "attention", "_combine_pieces_kernel": "attention"}
-COMBINED_AT_ONCE = 64  # partial results
-ONE_WARP_COMBINES = 1024  # elements of them
+ROLES = {"_decode_attention_kernel": "attention"}
 
 
 def append_and_attend_ref(
@@ -84,17 +92,6 @@ class AttendedRows:
 # The kernels.
 
 
-class PartialRows(NamedTuple):
-    """Partial results, fp32: maximum and sum ``[PIECES + B, H]``, accumulator ``[PIECES + B, H, D]``.
-
-    That of a piece and a row is at the sum of their indices: none share it, a row's are adjacent.
-    """
-
-    m_i: Tensor
-    l_i: Tensor
-    acc: Tensor
-
-
 @triton.jit
 def load_ahead(cache, rows, row, tile, exists, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
     """A row's position and the keys and values of one of its tiles."""
@@ -126,8 +123,20 @@ def load_new(new, rotary, row, kv_head, cos, sin, NORMS: tl.constexpr, shape: tl
 
 
 @triton.jit
+def load_whole(copied, cache, table_ptr, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+    """Keys and values of a tile whose tokens are all cached, ``[TILE, D]``; by TMA if copied is given."""
+    if copied is None:
+        k, v = load_tile(cache, table_ptr, start, kv_head, shape, tiling)
+    else:
+        block = tl.load(table_ptr + start // shape.BLOCK_SIZE)
+        row = (block * shape.H_KV + kv_head) * shape.BLOCK_SIZE + start % shape.BLOCK_SIZE
+        k, v = copied[0].load([row, 0]), copied[1].load([row, 0])
+    return k, v
+
+
+@triton.jit
 def attend_range(
-    q, k, v, m_i, l_i, acc, begin, end, first, stop, cache, table_ptr, kv_head, scale,
+    q, k, v, m_i, l_i, acc, begin, end, first, stop, copied, cache, table_ptr, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the tiles that lie from token ``begin`` to ``end``; k and v are the first's."""
@@ -142,7 +151,11 @@ def attend_range(
     else:
         seen = are_seen(begin, first, stop, tiling)
         m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
-        for start in tl.range(begin + TILE, end, TILE, num_stages=tiling.STAGES):
+        whole = tl.minimum(stop, end) // TILE * TILE
+        for start in tl.range(begin + TILE, whole, TILE, num_stages=tiling.STAGES):
+            k, v = load_whole(copied, cache, table_ptr, start, kv_head, shape, tiling)
+            m_i, l_i, acc = attend_tile(q, k, v, None, scale, m_i, l_i, acc, tiling)
+        for start in tl.range(tl.maximum(whole, begin + TILE), end, TILE, num_stages=1):
             k, v = load_seen(cache, table_ptr, start, first, stop, kv_head, shape, tiling)
             seen = are_seen(start, first, stop, tiling)
             m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
@@ -165,7 +178,7 @@ def append_new(
 
 @triton.jit
 def attend_part(
-    ahead, cos, sin, new, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
+    ahead, cos, sin, new, copied, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """The softmax over ``n_tiles`` of a row from ``tile`` on; its first tile also has the new token."""
@@ -189,8 +202,9 @@ def attend_part(
     begin = (first_tile + tile) * TILE
     end = begin + n_tiles * TILE
     m_i, l_i, acc = attend_range(
-        q, k, v, m_i, l_i, acc, begin, end, first, position, cache, table_ptr, kv_head, scale, shape, tiling
-    )
+        q, k, v, m_i, l_i, acc, begin, end, first, position, copied, cache, table_ptr, kv_head, scale,
+        shape, tiling,
+    )  # fmt: skip
     if not EARLY:
         m_i, l_i, acc = gathered(m_i, l_i, acc, tiling)
         m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
@@ -198,26 +212,8 @@ def attend_part(
 
 
 @triton.jit
-def store_heads(out_ptr, row, kv_head, x, shape: tl.constexpr, M: tl.constexpr):
-    """A group's outputs ``[M, D]`` into ``[…, H, D]``."""
-    m = tl.arange(0, M)[:, None]
-    d = tl.arange(0, shape.D_PADDED)[None, :]
-    place = out_ptr + (row * shape.H + kv_head * shape.GROUP + m) * shape.D + d
-    tl.store(place, x.to(out_ptr.dtype.element_ty), mask=(m < shape.GROUP) & (d < shape.D))
-
-
-@triton.jit
-def store_partial(partial, part, kv_head, m_i, l_i, acc, shape: tl.constexpr, M: tl.constexpr):
-    m = tl.arange(0, M)
-    place = part * shape.H + kv_head * shape.GROUP + m
-    tl.store(partial.m_i + place, m_i, mask=m < shape.GROUP)
-    tl.store(partial.l_i + place, l_i, mask=m < shape.GROUP)
-    store_heads(partial.acc, part, kv_head, acc, shape, M)
-
-
-@triton.jit
 def attend_row(
-    out_ptr, new, cache, rows, rotary, scale,
+    out_ptr, new, copied, cache, rows, rotary, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A whole row in one program."""
@@ -229,7 +225,7 @@ def attend_row(
     launch_dependents(DEPENDENT)
     _, _, n_tiles = span_of(ahead[0], tiling.TILE, tiling.WINDOW)
     m_i, l_i, acc = attend_part(
-        ahead, cos, sin, new, cache, rows, rotary, row, 0, n_tiles, kv_head, scale, shape, tiling
+        ahead, cos, sin, new, copied, cache, rows, rotary, row, 0, n_tiles, kv_head, scale, shape, tiling
     )
     out = tl.where(ahead[0] >= 0, acc / l_i[:, None], 0.0)
     store_heads(out_ptr, row, kv_head, out, shape, tiling.M)
@@ -237,7 +233,7 @@ def attend_row(
 
 @triton.jit
 def attend_piece(
-    out_ptr, partial, new, cache, rows, rotary, starts_ptr, scale,
+    out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A piece, row by row."""
@@ -258,8 +254,8 @@ def attend_piece(
         stop_tile = tl.where(row == last_row, last_tile, in_row)
         cos, sin = load_angles(rotary, position, shape)
         m_i, l_i, acc = attend_part(
-            ahead, cos, sin, new, cache, rows, rotary, row, tile, stop_tile - tile, kv_head, scale, shape,
-            tiling,
+            ahead, cos, sin, new, copied, cache, rows, rotary, row, tile, stop_tile - tile, kv_head, scale,
+            shape, tiling,
         )  # fmt: skip
         if (tile == 0) & (stop_tile == in_row):
             out = tl.where(position >= 0, acc / l_i[:, None], 0.0)
@@ -273,52 +269,17 @@ def attend_piece(
 
 @triton.jit
 def _decode_attention_kernel(
-    out_ptr, partial, new, cache, rows, rotary, starts_ptr, scale,
+    out_ptr, partial, new, k_copied, v_copied, cache, rows, rotary, starts_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per (piece, KV head); the first tile is loaded before the kernel waits for q, k and v."""
+    copied = None if k_copied is None else (k_copied, v_copied)
     if starts_ptr is None:
-        attend_row(out_ptr, new, cache, rows, rotary, scale, shape, tiling, DEPENDENT)
+        attend_row(out_ptr, new, copied, cache, rows, rotary, scale, shape, tiling, DEPENDENT)
     else:
         attend_piece(
-            out_ptr, partial, new, cache, rows, rotary, starts_ptr, scale, shape, tiling, DEPENDENT
+            out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, scale, shape, tiling, DEPENDENT
         )  # fmt: skip
-
-
-@triton.jit
-def _combine_pieces_kernel(
-    out_ptr, partial, covers_ptr, shape: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr
-):
-    """One program per (row, query head): the weighted mean of the partial results of a row that was cut."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    D: tl.constexpr = shape.D_PADDED
-    d = tl.arange(0, D)
-    first = tl.load(covers_ptr + 2 * row)
-    last = tl.load(covers_ptr + 2 * row + 1)
-    wait_for_predecessor(DEPENDENT)
-    launch_dependents(DEPENDENT)
-    if first < last:
-        m_i = tl.full((), float("-inf"), tl.float32)
-        l_i = tl.full((), 0.0, tl.float32)
-        acc = tl.zeros((D,), tl.float32)
-        for start in range(first, last + 1, PARTS):
-            piece = start + tl.arange(0, PARTS)
-            exists = piece <= last
-            part = (row + piece) * shape.H + head
-            m = tl.load(partial.m_i + part, mask=exists, other=float("-inf"))
-            sums = tl.load(partial.l_i + part, mask=exists, other=0.0)
-            place = partial.acc + part[:, None] * shape.D + d[None, :]
-            mask = exists[:, None] & (d < shape.D)[None, :]
-            values = tl.load(place, mask=mask, other=0.0)
-            m_new = tl.maximum(m_i, tl.max(m, axis=0))
-            alpha = tl.exp2(m_i - m_new)
-            weights = tl.exp2(m - m_new)
-            acc = acc * alpha + tl.sum(values * weights[:, None], axis=0)
-            l_i = l_i * alpha + tl.sum(sums * weights, axis=0)
-            m_i = m_new
-        place = out_ptr + (row * shape.H + head) * shape.D + d
-        tl.store(place, (acc / l_i).to(out_ptr.dtype.element_ty), mask=d < shape.D)
 
 
 def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
@@ -330,6 +291,7 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
     those of fp32 in full fp32; the softmax is always fp32.
     """
     launch = {"DEPENDENT": dependent, **launch_options(dependent)}
+    combine = make_combine(dependent)
 
     def append_and_attend(
         *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale, rotary=None,
@@ -342,17 +304,14 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
         tiling = _tiling(variant, window, group, q, rotary)
         rows, pointers = rows_of(block_table, positions), _pointers(rotary)
-        partial = _new_partial(q, variant.pieces + batch) if variant.combine else None
+        partial = new_partial(q, variant.pieces + batch) if variant.combine else None
         _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
-            out, partial, new, cache, rows, pointers, plan.starts, scale * LOG2_E, shape, tiling,
+            out, partial, new, *_described(cache, shape, tiling), cache, rows, pointers, plan.starts,
+            scale * LOG2_E, shape, tiling,
             num_warps=variant.warps, num_stages=variant.stages, **launch,
         )  # fmt: skip
-        if variant.combine:
-            parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(variant.pieces // batch + 2))
-            warps = 1 if parts * shape.D_PADDED <= ONE_WARP_COMBINES else 4
-            _combine_pieces_kernel[(batch, n_heads)](
-                out, partial, plan.covers, shape, parts, num_warps=warps, **launch
-            )
+        if partial is not None:
+            combine(out, partial, plan)
         return out
 
     return append_and_attend
@@ -371,6 +330,14 @@ def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary:
     return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q), norms, False)
 
 
+def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
+    """Descriptors of keys and values, tile by tile; None each unless tiles of products are in one block."""
+    in_block = tiling.DOT is not None and shape.BLOCK_SIZE % tiling.TILE == 0
+    if not in_block or tiling.STAGES == 1 or shape.D != shape.D_PADDED or cache.k.dtype == torch.float32:
+        return None, None
+    return described_rows(cache, tiling.TILE)
+
+
 def _pointers(rotary: Rotary | None) -> Rotary | None:
     """Tensors for all fields, as Triton wants them: without weights, any."""
     if rotary is None or rotary.q_norm is not None:
@@ -381,8 +348,3 @@ def _pointers(rotary: Rotary | None) -> Rotary | None:
 def _dot_dtype(q: Tensor):
     """Operand dtype of matrix products; fp32 in Triton's interpreter, which gets bf16 products wrong."""
     return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
-
-
-def _new_partial(q: Tensor, parts: int) -> PartialRows:
-    sizes = (parts, q.shape[1]), (parts, q.shape[1]), (parts, *q.shape[1:])
-    return PartialRows(*(q.new_empty(size, dtype=torch.float32) for size in sizes))

@@ -19,8 +19,8 @@ from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_plan_kernel": "attention"}
 PLANNED_ELEMENTS = 2048  # of the matrix (pieces, rows) that a program of the plan compares
-SHORT, LONG = 128, 1024  # cached tokens
-FULL = 8  # programs a processor
+SHORT, MIDDLE, LONG = 128, 512, 1024  # cached tokens
+MANY = 7  # programs a processor
 
 
 class Variant(NamedTuple):
@@ -71,25 +71,29 @@ def variant_for(
 ) -> Variant:
     """The fastest measured on an H200 for ``rows`` of at most ``longest`` cached tokens, cut where that pays.
 
-    Rows that fill the GPU stay whole, unless they may be of very unequal lengths. Lengths between two powers
-    of two have one variant: each is captured in a graph of its own.
+    Rows that fill the GPU stay whole, unless the longest alone may take longer than all others together.
+    Lengths between two powers of two have one variant: each is captured in a graph of its own.
     """
     longest = triton.next_power_of_2(max(longest, 1))
     programs, pieces = rows * kv_heads, max(1, 2 * num_sms // kv_heads)  # two programs a processor
-    whole = whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
-    if programs >= 2 * num_sms:
-        if longest <= LONG or group == 1:
-            return whole
-        return Variant(32, 2 * pieces, 2, 4) if programs >= FULL * num_sms else Variant(64, pieces, 4, 2)
-    if longest <= SHORT or (rows > 2 and longest <= LONG // 2):
-        return whole
+    fills = 4 * programs >= (8 if group == 1 else 5) * num_sms
+    balanced = group == 1 or longest * num_sms <= LONG * programs
+    if (fills and balanced) or longest <= SHORT or (rows > 2 and longest <= MIDDLE):
+        return whole_rows(rows, kv_heads, longest, num_sms, group, head_dim)
     tiles = rows * -(-longest // 16)
-    if tiles <= 8 * pieces:
-        most = min(pieces, tiles)
-        return Variant(16, most, 1, 1, 1) if group == 1 else Variant(16, most, 1, 2)
+    if tiles > 8 * pieces:
+        return _long_pieces(rows, pieces, group, head_dim)
+    most = min(pieces, tiles)
+    return Variant(16, most, 1, 1, 1) if group == 1 else Variant(16, most, 1, 2)
+
+
+def _long_pieces(rows: int, pieces: int, group: int, head_dim: int) -> Variant:
+    """Pieces of many tiles."""
     if group == 1:
         return Variant(16, 4 * pieces, 2, 3, 1)
-    return Variant(128 if head_dim <= 64 else 64, pieces, 4, 2)
+    if head_dim > 64:
+        return Variant(64, pieces, 4, 2)
+    return Variant(32, 4 * pieces, 1, 2) if rows > 2 else Variant(128, pieces, 4, 2)
 
 
 def whole_rows(
@@ -97,17 +101,34 @@ def whole_rows(
 ) -> Variant:
     """The fastest measured with one piece for each row: few programs read much at once, many small tiles."""
     programs, reach = rows * kv_heads, triton.next_power_of_2(max(longest, 1))
-    if programs >= FULL * num_sms:
-        if group == 1:
-            return Variant(32, warps=1) if longest <= LONG // 2 else Variant(64, warps=2)
-        return Variant(16, warps=1, stages=4)
-    if programs >= 2 * num_sms:
-        if group == 1:
-            return Variant(32, warps=1)
-        return Variant(64 if head_dim <= 64 else 32, warps=4, stages=2)
-    if group == 1:
-        return Variant(min(max(64, reach), 512), warps=4 if reach <= 128 else 8)
-    return Variant(64, warps=8)
+    of_group = _whole_single_heads if group == 1 else _whole_groups
+    return of_group(programs / num_sms, reach, head_dim)
+
+
+def _whole_single_heads(share: float, reach: int, head_dim: int) -> Variant:
+    """share: programs a processor."""
+    if share >= 2:
+        if reach > MIDDLE:
+            return Variant(64, warps=2)
+        return Variant(16 if share >= MANY and reach <= SHORT else 32, warps=1)
+    if SHORT < reach <= MIDDLE:
+        return Variant(64, warps=2, lanes=1)
+    return Variant(min(max(64, reach), 512), warps=4 if reach <= SHORT else 8)
+
+
+def _whole_groups(share: float, reach: int, head_dim: int) -> Variant:
+    """Tiles of products: with many programs small ones, with few many stages."""
+    if share < 1:
+        return Variant(64, warps=8)
+    if head_dim <= 64:
+        if reach > MIDDLE or (share >= MANY and reach > SHORT):
+            return Variant(32, warps=1, stages=6)
+        return Variant(64, warps=1 if share >= MANY else 4, stages=2)
+    if share >= MANY:
+        return Variant(16, warps=1, stages=6)
+    if reach > MIDDLE:
+        return Variant(32, warps=2, stages=6)
+    return Variant(64, warps=4 if share < 2 else 2, stages=2)
 
 
 def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_some_rows_kernel": "GEMM"}
 Activation = Literal["none", "gelu", "swiglu"]
 Shape = Callable[[int, int, int, torch.dtype], tuple[int, int, int, int, int]]
-SOME_ROWS = ((2**23, 256), (2**25, 128))  # parameters of a layer, and rows up to which ours are faster
+SOME_ROWS = ((2**24, 256), (2**25, 128))  # parameters of a layer, and rows up to which ours are faster
 LARGE = 2**24  # elements of a weight; gpt2-xl has up to 10 million
+TMA_ROWS = 64
 
 
 def activated_ref(y: Tensor, activation: Activation) -> Tensor:
@@ -117,9 +118,40 @@ def tile_product(
     return acc
 
 
+@triton.jit
+def copied_product(
+    x_tiles, w_tiles, first_row, first_w_row, begin, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The same with tiles that the TMA unit copies: zero beyond the last row of either."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, WIDTH, BLOCK_K):
+        x = x_tiles.load([first_row, begin + first])
+        w = w_tiles.load([first_w_row, begin + first])
+        acc = tl.dot(x, tl.trans(w), acc)
+    return acc
+
+
+@triton.jit
+def copied_gated_product(
+    x_tiles, w_tiles, first_row, first_w_row, half, begin, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Products by the gate's rows and by the other factor's, ``half`` rows further on."""
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, WIDTH, BLOCK_K):
+        x = x_tiles.load([first_row, begin + first])
+        w = w_tiles.load([first_w_row, begin + first])
+        gate = tl.dot(x, tl.trans(w), gate)
+        w = w_tiles.load([half + first_w_row, begin + first])
+        up = tl.dot(x, tl.trans(w), up)
+    return gate, up
+
+
 @triton.jit(do_not_specialize=["M"])
 def _some_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, M, N,
+    x_ptr, weight_ptr, x_tiles, w_tiles, bias_ptr, out_ptr, M, N,
     K: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -134,16 +166,32 @@ def _some_rows_kernel(
     RANGE: tl.constexpr = K // PARTS
     if BIAS:
         bias = tl.load(bias_ptr + w_rows, mask=w_rows < N, other=0.0).to(tl.float32)
+    begin = part * RANGE
+    WIDTH: tl.constexpr = BLOCK_N // 2 if ACTIVATION == "swiglu" else BLOCK_N
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
-    begin = part * RANGE
-    acc = tile_product(
-        x_ptr, weight_ptr, rows, held_rows, w_rows, begin, N, K, RANGE, BLOCK_M, BLOCK_N, BLOCK_K
-    )
-    if BIAS:
-        acc += bias[None, :]
-    acc = activated(acc, BLOCK_M, BLOCK_N, ACTIVATION)
-    WIDTH: tl.constexpr = BLOCK_N // 2 if ACTIVATION == "swiglu" else BLOCK_N
+    if x_tiles is None:
+        acc = tile_product(
+            x_ptr, weight_ptr, rows, held_rows, w_rows, begin, N, K, RANGE, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        if BIAS:
+            acc += bias[None, :]
+        acc = activated(acc, BLOCK_M, BLOCK_N, ACTIVATION)
+    elif ACTIVATION == "swiglu":
+        gate, up = copied_gated_product(
+            x_tiles, w_tiles, first_row, block * WIDTH, N // 2, begin, RANGE, BLOCK_M, WIDTH, BLOCK_K
+        )
+        if BIAS:
+            gate_bias, up_bias = tl.split(tl.reshape(bias, (WIDTH, 2)))
+            gate, up = gate + gate_bias[None, :], up + up_bias[None, :]
+        acc = silu(gate) * up
+    else:
+        acc = copied_product(
+            x_tiles, w_tiles, first_row, block * WIDTH, begin, RANGE, BLOCK_M, WIDTH, BLOCK_K
+        )
+        if BIAS:
+            acc += bias[None, :]
+        acc = activated(acc, BLOCK_M, BLOCK_N, ACTIVATION)
     n_out = N // 2 if ACTIVATION == "swiglu" else N
     columns = block * WIDTH + tl.arange(0, WIDTH)
     target = out_ptr + (part * M + first_row).to(tl.int64) * n_out + rows[:, None] * n_out + columns[None, :]
@@ -160,23 +208,37 @@ def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int
     """Tile sizes, warps and pipeline stages: the fastest measured on an H200."""
     if dtype == torch.float32:
         return 32, 32, 32, 4, 3
+    if rows <= 32:
+        wide = 64 if n * k >= LARGE else 16 if n == k else 32
+        return 32, wide, 128, 4, 4
+    return _up_to_128_shape(n, k) if rows <= 128 else _more_rows_shape(rows, n, k)
+
+
+def _up_to_128_shape(n: int, k: int) -> tuple[int, int, int, int, int]:
+    if is_narrow(n, k):
+        return (64, 64, 64, 4, 5) if k > 2 * n else (64, 16, 128, 4, 4) if n <= k else (64, 32, 64, 4, 6)
+    if n * k > 2 * LARGE:
+        return 64, 128, 64, 4, 4
+    if n > k:
+        return (64, 64, 128, 4, 3) if n * k > LARGE else (64, 64 if n > 4096 else 32, 128, 4, 4)
+    return 64, 16 if n < 2048 or k <= 2 * n else 32, 128, 4, 4
+
+
+def is_narrow(n: int, k: int) -> bool:
+    """Whether a model is as narrow as GPT-2 small.
+
+    Attention and products then take so little time that they overlap, and tiles compete for shared memory.
+    """
+    return min(n, k) < 1024
+
+
+def _more_rows_shape(rows: int, n: int, k: int) -> tuple[int, int, int, int, int]:
     if n * k >= LARGE:
-        return _large_shape(rows, n * k)
-    if rows <= 32:
-        return (32, 16, 128, 4, 4) if n == k else (32, 32, 128, 4, 4)
-    square = n <= k <= 2 * n
-    if rows <= 128:
-        return (64, 16, 128, 4, 4) if square else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, 4, 6)
-    return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 8, 5)
-
-
-def _large_shape(rows: int, size: int) -> tuple[int, int, int, int, int]:
-    """Of weights of ``size`` elements, ``LARGE`` or more."""
-    if rows <= 32:
-        return 32, 64, 128, 4, 4
-    if rows <= 64:
-        return (64, 64, 64, 4, 5) if size <= 2 * LARGE else (64, 128, 64, 4, 4)
-    return (128, 64, 64, 4, 5) if rows <= 256 else (128, 128, 64, 8, 4)
+        return (128, 64, 64, 4, 5) if rows <= 256 else (128, 128, 64, 8, 4)
+    if n > k:
+        small = n * k < LARGE // 4
+        return (64, 32 if n >= 4 * k else 64, 128, 4, 3) if small else (128, 128, 64, 8, 6)
+    return 64, 32 if n < 1024 else 64, 128, 4, 4
 
 
 def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shape) -> Callable[..., Tensor]:
@@ -196,12 +258,29 @@ def make_some_rows_linear(dependent: int = False, shape: Shape = _some_rows_shap
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
         added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}
         options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
+        tiles = _described(x, weight, k // parts, block_m, output_width(block_n, activation), block_k)
         _some_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_m), parts)](
-            x, weight, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
+            x, weight, *tiles, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options
         )
         return out
 
     return some_rows_linear
+
+
+def _described(x: Tensor, weight: Tensor, width: int, block_m: int, block_n: int, block_k: int):
+    """Descriptors of x and the weight, tile by tile, for the TMA unit; None each for the ordinary loads.
+
+    The unit copies rows of multiples of 16 bytes, and a range of K must end with a tile. Ordinary loads are
+    faster for tiles of fewer than ``TMA_ROWS`` rows, for narrow models' up to 128 rows, and for fp32.
+    """
+    whole = width % block_k == 0 or width == x.shape[1]
+    few = block_m < TMA_ROWS or (len(x) <= 128 and is_narrow(*weight.shape))
+    if x.dtype == torch.float32 or few or x.shape[1] % 8 or not whole:
+        return None, None
+    return tuple(
+        TensorDescriptor(it, list(it.shape), [it.shape[1], 1], [rows, block_k])
+        for it, rows in ((x, block_m), (weight, block_n))
+    )
 
 
 def some_rows(layer_parameters: int) -> int:
@@ -211,5 +290,5 @@ def some_rows(layer_parameters: int) -> int:
 
 def parts_of(rows: int, n: int, k: int) -> int:
     """Ranges of K (split-K), to keep more programs busy where inputs are much wider than outputs."""
-    parts = 4 if rows <= 32 or rows > 128 else 8
+    parts = 2 if rows > 128 else 8 if rows > 32 and n < 1024 else 4
     return parts if k >= 2 * n and k % (64 * parts) == 0 else 1

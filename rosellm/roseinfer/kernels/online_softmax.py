@@ -45,11 +45,13 @@ def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
 def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
     """One more tile of the online softmax (Milakov & Gimelshein 2018), in base 2: scale holds log2(e).
 
-    q ``[M, D]``, k and v ``[TILE, D]``, seen ``[TILE]``; the others as of :func:`no_keys`.
+    q ``[M, D]``, k and v ``[TILE, D]``, seen ``[TILE]``, or None for all; the others as of :func:`no_keys`.
     """
     DOT: tl.constexpr = tiling.DOT
     if DOT is None:
-        scores = tl.where(seen, tl.sum(k.to(tl.float32) * q, axis=1) * scale, float("-inf"))  # [TILE]
+        scores = tl.sum(k.to(tl.float32) * q, axis=1) * scale  # [TILE]
+        if seen is not None:
+            scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m_i, scores if tiling.LANES else tl.max(scores, axis=0))
         p = tl.exp2(scores - m_new)
         weighted = v.to(tl.float32) * p[:, None]
@@ -57,8 +59,9 @@ def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
         acc = acc * alpha[:, None] + (weighted if tiling.LANES else tl.sum(weighted, axis=0)[None, :])
         l_i = l_i * alpha + (p if tiling.LANES else tl.sum(p, axis=0))
     else:
-        products = tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee")
-        scores = tl.where(seen[None, :], products * scale, float("-inf"))  # [M, TILE]
+        scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision="ieee") * scale  # [M, TILE]
+        if seen is not None:
+            scores = tl.where(seen[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1))
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)

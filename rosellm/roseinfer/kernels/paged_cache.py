@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 
 class PagedCache(NamedTuple):
@@ -63,6 +63,18 @@ def layer_arguments(
     return new, PagedCache(k_cache, v_cache, k_cache.stride(0)), shape
 
 
+def described_rows(cache: PagedCache, rows: int):
+    """Descriptors of keys and values for the TMA unit, ``rows`` consecutive slots of a head at a time.
+
+    Slots are numbered ``(block * H_KV + head) * BLOCK_SIZE + slot``.
+    """
+    head_dim = cache.k.shape[3]
+    return tuple(
+        TensorDescriptor(x, [x.numel() // head_dim, head_dim], [head_dim, 1], [rows, head_dim])
+        for x in (cache.k, cache.v)
+    )
+
+
 def rows_of(block_table: Tensor, positions: Tensor) -> Rows:
     """Both tensors with their row strides."""
     return Rows(block_table, block_table.stride(0), positions, positions.stride(0))
@@ -97,6 +109,25 @@ def load_seen(cache, table_ptr, start, first, stop, kv_head, shape: tl.constexpr
         place = slot_offset(cache, block, token % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
     mask = seen[:, None] & (d < shape.D)[None, :]
     return tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_tile(cache, table_ptr, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+    """Keys and values of a tile of tokens that are all cached, ``[TILE, D]``."""
+    token = start + tl.arange(0, tiling.TILE)
+    d = tl.arange(0, shape.D_PADDED)[None, :]
+    if shape.BLOCK_SIZE % tiling.TILE == 0:
+        block = tl.load(table_ptr + start // shape.BLOCK_SIZE)
+        base = slot_offset(cache, block, start % shape.BLOCK_SIZE, kv_head, shape)
+        place = base + tl.arange(0, tiling.TILE)[:, None] * shape.D + d
+    else:
+        block = tl.load(table_ptr + token // shape.BLOCK_SIZE)
+        place = slot_offset(cache, block, token % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d
+    if shape.D == shape.D_PADDED:
+        return tl.load(cache.k + place), tl.load(cache.v + place)
+    return tl.load(cache.k + place, mask=d < shape.D, other=0.0), tl.load(
+        cache.v + place, mask=d < shape.D, other=0.0
+    )
 
 
 @triton.jit

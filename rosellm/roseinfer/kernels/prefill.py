@@ -6,14 +6,13 @@ causally, to the new ones, whose keys and values are stored into the cache along
 key/value heads (H a multiple of H_kv), D head size; a layer's caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``,
 and a row of the block table lists the blocks of a sequence in order, those of new tokens included.
 
-The work is cut into tiles of consecutive new tokens of one sequence (:class:`Tiles`), once per prefill.
+The work is cut into tiles of consecutive new tokens of one sequence (``prefill_tiles``), once per prefill.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -23,64 +22,15 @@ from torch import Tensor
 
 from rosellm.errors import OptionError
 from rosellm.models.attention import in_window, masked_attention
-from rosellm.roseinfer.kernels.paged_cache import layer_arguments, slot_offset
-from rosellm.triton_or_none import tl, triton
+from rosellm.roseinfer.kernels.paged_cache import AttentionShape, described_rows, layer_arguments, slot_offset
+from rosellm.roseinfer.kernels.prefill_tiles import Tiles
+from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
-BLOCK_M, LONG_BLOCK_M = 64, 128  # queries per tile: of any prompts, of long ones
-SECTION_TOKENS = 4096  # 16 MiB of keys and values of 8 heads of 128
-LONG_PREFIX, MAX_LONG_HEAD_DIM = 4096, 128  # what 128 queries per tile are for
+BLOCK_M = 64  # queries per tile
 SMALLEST_DOT = 16  # of each dimension of a Triton matrix product
 LOG2_E = math.log2(math.e)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The programs of one prefill: ``columns`` is :func:`tile_columns` on the device, ``size`` its tile size.
-
-    The rows of ``columns`` may be strided; an empty tile does nothing.
-    """
-
-    columns: Tensor
-    size: int
-
-
-def tile_columns(starts, counts, rows, tile_size: int) -> np.ndarray:
-    """Cut sequences into tiles of at most ``tile_size`` new tokens → ``[6, n_tiles]`` int32, on the host.
-
-    starts and counts: cached and new tokens, one integer per sequence, in packed order; rows: their rows of
-    the block table, None for 0, 1, 2 … A tile's six numbers: its first packed row, its number of rows, the
-    position of its first token in the sequence, the sequence's first packed row, its start, its table row.
-    Longer sequences come first, in sections of few enough tokens for their keys and values to stay in the L2
-    cache; of a section, tiles that attend to more tokens, so that no long tile is left running at the end.
-    """
-    starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
-    rows = np.arange(len(counts)) if rows is None else np.asarray(rows, np.int64)
-    n_tiles = -(-counts // tile_size)  # [B]
-    sequence = np.repeat(np.arange(len(counts)), n_tiles)  # [n_tiles]
-    first_tile, first_row = np.cumsum(n_tiles) - n_tiles, np.cumsum(counts) - counts  # [B]
-    before = (np.arange(len(sequence)) - first_tile[sequence]) * tile_size  # new tokens of earlier tiles
-    size = np.minimum(tile_size, counts[sequence] - before)
-    position = starts[sequence] + before
-    columns = np.stack(
-        (first_row[sequence] + before, size, position, first_row[sequence], starts[sequence], rows[sequence])
-    )
-    order = np.lexsort((-(position + size), _sections(starts + counts)[sequence]))
-    return columns[:, order].astype(np.int32, order="C")
-
-
-def _sections(lengths: np.ndarray) -> np.ndarray:
-    """Sequences in sections of about SECTION_TOKENS tokens, the longest first: the section of each."""
-    order = np.argsort(-lengths, kind="stable")
-    sections = np.empty_like(lengths)
-    sections[order] = (np.cumsum(lengths[order]) - lengths[order]) // SECTION_TOKENS
-    return sections
-
-
-def make_tiles(starts, counts, rows, tile_size: int, device: torch.device | str) -> Tiles:
-    """The tiles of :func:`tile_columns`, sent to ``device`` in one copy."""
-    return Tiles(torch.from_numpy(tile_columns(starts, counts, rows, tile_size)).to(device), tile_size)
 
 
 def prefill_attention_ref(
@@ -98,8 +48,9 @@ def prefill_attention_ref(
     """The specification in plain torch, in fp32 arithmetic, one sequence at a time.
 
     q ``[N, H, D]``, k_new and v_new ``[N, H_kv, D]``, block_table ``[rows, W]`` int32 (entries past a
-    sequence's blocks may be anything) → ``[N, H, D]`` of q's dtype. The caches get k_new and v_new. window:
-    the tokens that each attends to, itself included; None: all before it.
+    sequence's blocks may be anything) → ``[N, H, D]`` of q's dtype. The caches get k_new and v_new. Tokens
+    past the tiles' are padding, and so is what is returned for them. window: the tokens that each attends
+    to, itself included; None: all before it.
     """
     sequences = _sequences(tiles)
     _store_new(k_new, v_new, k_cache_layer, v_cache_layer, block_table, sequences)
@@ -125,12 +76,12 @@ def _sequences(tiles: Tiles) -> list[tuple[int, int, int, int]]:
 
 def _store_new(k_new, v_new, k_cache, v_cache, block_table, sequences) -> None:
     block_size = k_cache.shape[2]
-    first, count, start, row = np.array(sequences).reshape(-1, 4).T  # [B]
+    first, count, start, row = np.array(sequences, np.int64).reshape(-1, 4).T  # [B]
     rows = np.repeat(row, count)  # [N]
     positions = np.arange(len(rows)) - np.repeat(first - start, count)
     rows, positions = torch.from_numpy(np.stack((rows, positions))).to(k_cache.device)
     block_idx, slots = block_table[rows, positions // block_size], positions % block_size
-    k_cache[block_idx, :, slots], v_cache[block_idx, :, slots] = k_new, v_new
+    k_cache[block_idx, :, slots], v_cache[block_idx, :, slots] = k_new[: len(rows)], v_new[: len(rows)]
 
 
 def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tensor:
@@ -162,33 +113,18 @@ class Launch(NamedTuple):
 FP32_LAUNCH = Launch(16, 8, 1)  # products in registers, which 64 keys would spill
 
 
-def launch_for(tile_size: int, dtype: torch.dtype, head_dim: int, group: int) -> Launch:
-    """How :func:`prefill_attention` runs tiles of 64 or 128 new tokens, ``group`` query heads per key head.
+def launch_for(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
+    """How :func:`prefill_attention` runs ``group`` query heads per key head: the fastest on an H200.
 
-    With 128 rows a program, of 64 tokens of two heads or 128 tokens of one, keys and values are read from the
-    L2 cache half as often as with 64. Tiles of 64 tokens take 32 or 64 keys at a time: sums then have the
-    same order for any chunks and cached prefixes of multiples of 64 tokens.
+    Keys are taken 64 at a time, those of fp32 16: sums then have the same order for any chunks and cached
+    prefixes of multiples of 64 tokens. Heads of 64 leave registers for two of them in a program, which reads
+    keys and values from the L2 cache half as often.
     """
-    if tile_size not in (BLOCK_M, LONG_BLOCK_M):
-        raise OptionError(f"tiles of size {tile_size}: prefill attention takes {BLOCK_M} or {LONG_BLOCK_M}")
     if dtype == torch.float32:
         return FP32_LAUNCH
-    stages = 3 if head_dim <= MAX_LONG_HEAD_DIM else 2
-    if tile_size == LONG_BLOCK_M:
-        return Launch(128, 8, 2) if 64 < head_dim <= MAX_LONG_HEAD_DIM else Launch(64, 8, stages)
-    if group % 2 == 0:
-        return Launch(32 if head_dim > 64 else 64, 8, stages, heads=2)
-    return Launch(64, 4, stages)
-
-
-def tile_size_for(starts: Sequence[int], counts: Sequence[int], dtype: torch.dtype, head_dim: int) -> int:
-    """Tile size of a prefill of ``counts`` new tokens after ``starts`` cached ones, as measured on an H200.
-
-    128 if more than half of the new tokens follow a long prefix.
-    """
-    after = sum(count for start, count in zip(starts, counts, strict=True) if start >= LONG_PREFIX)
-    halves = dtype != torch.float32 and 64 < head_dim <= MAX_LONG_HEAD_DIM
-    return LONG_BLOCK_M if halves and 2 * after > sum(counts) else BLOCK_M
+    if head_dim > 64:
+        return Launch(64, 4, 3 if head_dim <= 128 else 2)
+    return Launch(64, 8, 3, heads=2) if group % 2 == 0 else Launch(64, 4, 2)
 
 
 @triton.jit
@@ -255,8 +191,8 @@ def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.conste
     do_not_specialize_on_alignment=["tiles_ptr", "table_ptr"],
 )
 def _prefill_attention_kernel(
-    out_ptr, new, cache, table_ptr, table_stride, tiles_ptr, tiles_stride, scale_log2,
-    shape: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    out_ptr, new, k_new, v_new, cache, k_cached, v_cached, table_ptr, table_stride, tiles_ptr, tiles_stride,
+    scale_log2, shape: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DOT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program per (tile, HEADS query heads of a group): prefix, new tokens before the tile, the tile.
@@ -297,7 +233,12 @@ def _prefill_attention_kernel(
         begin_cached = tl.minimum(tl.maximum(position - WINDOW + 1, 0), start) // BLOCK_N * BLOCK_N
     whole = start // BLOCK_N * BLOCK_N
     for begin in range(begin_cached, whole, BLOCK_N):
-        k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, False)
+        if k_cached is None:
+            k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, False)
+        else:
+            block = tl.load(table_ptr + begin // shape.BLOCK_SIZE)
+            row = (block * shape.H_KV + kv_head) * shape.BLOCK_SIZE + begin % shape.BLOCK_SIZE
+            k, v = k_cached.load([row, 0]), v_cached.load([row, 0])
         m_i, l_i, acc = _attend(
             q, k.to(DOT), v.to(DOT), begin + j, query, m_i, l_i, acc, scale_log2, False, WINDOW
         )
@@ -312,8 +253,12 @@ def _prefill_attention_kernel(
     if WINDOW > 0:
         begin_new = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     for begin in range(begin_new, before, BLOCK_N):
-        place = (sequence_first + begin).to(tl.int64) * new.kv_stride + new_tile
-        k, v = _load_pair(new, place, None, shape, False)
+        if k_new is None:
+            place = (sequence_first + begin).to(tl.int64) * new.kv_stride + new_tile
+            k, v = _load_pair(new, place, None, shape, False)
+        else:
+            column = kv_head * shape.D
+            k, v = k_new.load([sequence_first + begin, column]), v_new.load([sequence_first + begin, column])
         key = start + begin + j
         m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, False, WINDOW)
 
@@ -363,12 +308,30 @@ def make_prefill_attention(
         table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
         together = math.gcd(heads, shape.GROUP)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "DOT": _dot_dtype(q), "WINDOW": window or 0}
+        copied = _described(new.k, new.v, block_n, shape)
+        cached = None, None
+        if copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:
+            cached = described_rows(cache, block_n)
         _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H // together,)](
-            out, new, cache, *table, *columns, scale * LOG2_E, shape, together, **blocks, **launch
-        )
+            out, new, *copied, cache, *cached, *table, *columns, scale * LOG2_E, shape, together,
+            **blocks, **launch,
+        )  # fmt: skip
         return out
 
     return prefill_attention
+
+
+def _described(k: Tensor, v: Tensor, rows: int, shape: AttentionShape):
+    """Descriptors of rows of keys and values for the TMA unit, ``rows`` of one head at a time.
+
+    None each where it cannot copy them: products of fp32 take their operands from registers, and a head whose
+    size is no power of two shares its last tile with the next head.
+    """
+    if k.dtype == torch.float32 or shape.D != shape.D_PADDED:
+        return None, None
+    return tuple(
+        TensorDescriptor(x, [len(x), x.shape[1:].numel()], [x.stride(0), 1], [rows, shape.D]) for x in (k, v)
+    )
 
 
 def _dot_dtype(q: Tensor):
@@ -379,7 +342,7 @@ def _dot_dtype(q: Tensor):
 _made = cache(make_prefill_attention)
 
 
-def prefill_attention(*, q: Tensor, k_new: Tensor, tiles: Tiles, **arguments) -> Tensor:
-    """The kernel of :func:`make_prefill_attention` as :func:`launch_for` says; tiles of size 64 or 128."""
-    launch = launch_for(tiles.size, q.dtype, q.shape[2], q.shape[1] // k_new.shape[1])
-    return _made(tiles.size, *launch)(q=q, k_new=k_new, tiles=tiles, **arguments)
+def prefill_attention(*, q: Tensor, k_new: Tensor, **arguments) -> Tensor:
+    """The kernel of :func:`make_prefill_attention` as :func:`launch_for` says; tiles of size ``BLOCK_M``."""
+    launch = launch_for(q.dtype, q.shape[2], q.shape[1] // k_new.shape[1])
+    return _made(BLOCK_M, *launch)(q=q, k_new=k_new, **arguments)

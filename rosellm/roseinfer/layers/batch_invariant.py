@@ -28,7 +28,8 @@ from rosellm.roseinfer.kernels.attention_plan import Variant
 from rosellm.roseinfer.kernels.filtered_head import filtered_shape, make_filtered_tiles
 from rosellm.roseinfer.kernels.head import make_best_tokens
 from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, make_tiles, prefill_attention_ref
+from rosellm.roseinfer.kernels.prefill import BLOCK_M, prefill_attention_ref
+from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import AppendAndAttend
 from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
@@ -141,14 +142,14 @@ class InvariantAppendAndAttend(AppendAndAttend):
 
 
 class InvariantChooser(FusedChooser):
-    """Full logits, too, come from the kernel with a fixed summation order."""
+    """Full logits, too, come from the kernel with a fixed summation order; its partial sums are fp32."""
 
     def __init__(self, model: Transformer, kernels: Kernels, counts: TokenCounts) -> None:
         super().__init__(model, kernels, counts)
         self.linear = kernels.some_rows_linear
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.linear(x=hidden, weight=self.padded)[:, : len(self.weight)]
+        return self.linear(x=hidden, weight=self.padded, parts=2).sum(dim=0)[:, : len(self.weight)]
 
 
 def invariant_chooser(model: Transformer, kernels: Kernels, counts: TokenCounts) -> Chooser:

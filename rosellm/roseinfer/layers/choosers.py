@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,6 +21,10 @@ from rosellm.roseinfer.sampling import SamplingParams
 
 class Chooser(Protocol):
     """Final hidden states ``[n, C]`` → the next tokens, with all randomness on the device."""
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """All that :meth:`mode` may return."""
 
     def mode(self, params: list[SamplingParams]) -> str:
         """The mode that serves these requests; a step is captured for each."""
@@ -50,6 +55,8 @@ class LogitsChooser:
     counts: of the tokens that penalised requests have seen.
     """
 
+    modes: tuple[str, ...] = ("greedy", "drawn", "penalised")
+
     def __init__(self, logits: Callable[[Tensor], Tensor], kernels: Kernels, counts: TokenCounts) -> None:
         self.logits, self.counts = logits, counts
         self.noise, self.count_tokens = kernels.gumbel_noise, kernels.count_tokens
@@ -71,9 +78,11 @@ class FusedChooser:
     """The head's product keeps only the best token, and the logits of rows with top-k, top-p or min-p.
 
     How a row's token is chosen depends on its own request, not on its batch. Full logits, for who asks to see
-    them, come from the head with its padding rows: with the odd row length of GPT-2's logits the GEMM could
-    not use aligned stores.
+    them, are sums in fp32 like those that tokens are chosen by, and come from the head with its padding rows:
+    with the odd row length of GPT-2's logits the GEMM could not use aligned stores.
     """
+
+    modes: tuple[str, ...] = MODES
 
     def __init__(self, model: Transformer, kernels: Kernels, counts: TokenCounts) -> None:
         self.kernels, self.counts = kernels, counts
@@ -84,7 +93,7 @@ class FusedChooser:
         return mode_of(params)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.padded)[:, : len(self.weight)]
+        return fp32_product(hidden, self.padded)[:, : len(self.weight)]
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
         if mode in ("filtered", "penalised"):
@@ -106,6 +115,13 @@ class FusedChooser:
     def _counted(self, state: DeviceState) -> Tensor:
         self.kernels.count_tokens(state=state, table=self.counts.table)
         return self.counts.table
+
+
+def fp32_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x ``[n, K]`` by weight ``[N, K]`` → ``[n, N]`` fp32, not rounded to their 16-bit type on the way."""
+    if x.dtype == torch.float32 or not x.is_cuda:
+        return F.linear(x.float(), weight.float())
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def draw_for(state: DeviceState, logits: Tensor, noise: Callable[..., Tensor]) -> Tensor:

@@ -1,12 +1,10 @@
-"""Log-probabilities of chosen and of the most likely tokens, and how they come from the device."""
+"""Log-probabilities of chosen and of the most likely tokens, and how requests get them."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rosellm.roseinfer.cache.device_state import ROUNDS, DeviceState
 from rosellm.roseinfer.request import Likely, Sequence
 from rosellm.roseinfer.sampling import MOST_LOGPROBS
 
@@ -25,6 +23,11 @@ def likely_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
     ranks = 1 + (logprobs > own).sum(dim=-1, keepdim=True)
     bits = torch.cat((own, most), dim=1).view(torch.int32)
     return torch.cat((tokens.int(), indices.int(), bits, ranks.int()), dim=1)
+
+
+def likely_words(vocab_size: int) -> int:
+    """W of :func:`likely_tokens`."""
+    return 2 * (1 + min(MOST_LOGPROBS, vocab_size)) + 1
 
 
 def likely_of(words: Tensor, sequences: list[Sequence]) -> list[Likely | None]:
@@ -50,35 +53,3 @@ def _likely(tokens: list[int], logprobs: list[float], rank: int, n: int) -> Like
     """The token itself, and the n most likely ones that are not it."""
     most = zip(tokens[1 : 1 + n], logprobs[1 : 1 + n], range(1, n + 1), strict=False)
     return [(tokens[0], logprobs[0], rank), *(one for one in most if one[0] != tokens[0])]
-
-
-class LogprobRing:
-    """Log-probabilities of the latest rounds of every row, on the device; made when the first are asked for.
-
-    A row's of its round r, modulo ROUNDS, are at ``[r, row]``, like its token in the state's ring; inert rows
-    write past the last round. They are read, once a step has ended, without waiting for steps begun since.
-    """
-
-    def __init__(self, n_rows: int, device: torch.device) -> None:
-        self._n_rows, self._device = n_rows, device
-        self._words: Tensor | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def write(self, words: Tensor, rounds: Tensor, slots: Tensor) -> None:
-        """words ``[n, W]`` of rows ``slots`` at ``rounds``, both ``[n]``."""
-        if self._words is None:
-            shape = ROUNDS + 1, self._n_rows, words.shape[1]
-            self._words = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        self._words[rounds.long(), slots] = words
-
-    def read(self, rounds: np.ndarray, indices: np.ndarray) -> Tensor:
-        """``[n, W]`` on the CPU; the step has ended."""
-        assert self._words is not None
-        with torch.cuda.stream(self._stream):
-            places = torch.from_numpy(rounds).to(self._device), torch.from_numpy(indices).to(self._device)
-            return self._words[places].cpu()
-
-
-def rounds_of(state: DeviceState) -> Tensor:
-    """Where a step writes, read before its rows advance: ``[n]``."""
-    return torch.where(state.positions >= 0, state.rounds, ROUNDS)

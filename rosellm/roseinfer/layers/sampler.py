@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rosellm.roseinfer.cache.token_counts import seen_tokens
+from rosellm.roseinfer.cache.token_counts import counts_of
 from rosellm.roseinfer.kernels.draw import FLOAT32, Noise, draw, finite_only, penalised_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.request import Sequence
@@ -34,7 +34,7 @@ class Sampler:
     def _penalise(self, logits: Tensor, rows: list[int], sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
         """The rows, and their logits after penalties."""
         device, own = logits.device, [sequences[row] for row in rows]
-        seen = torch.stack([seen_tokens(s, len(s.tokens), logits.shape[1], device) for s in own])
+        seen = counts_of(own, logits.shape[1], device)
         params = [s.params for s in own]
         by = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
         index = torch.tensor(rows, device=device)

@@ -23,6 +23,8 @@ class SchedulerConfig:
     max_batch_size: sequences that are active together; None uses the engine's. prefill_max_batch_size and
     prefill_token_budget: prompts and prompt tokens prefilled in one iteration; the last prompt is cut at the
     budget and continues, before others, in the next iteration (chunked prefill, arXiv:2308.16369).
+    prefill_chunk: the token budget of iterations in which requests decode, None for the same one; every
+    iteration decodes first, so no running request waits for more of a long prompt than that between tokens.
     admission_policy: "fifo" admits strictly in order; "pack" admits the shortest prompts among the first
     ``pack_lookahead`` waiting, and every ``fifo_every``-th round is fifo, so that none starves.
     max_in_flight: waiting and active requests together; None sets no limit.
@@ -31,6 +33,7 @@ class SchedulerConfig:
     max_batch_size: int | None = None
     prefill_max_batch_size: int = 256
     prefill_token_budget: int = 16384
+    prefill_chunk: int | None = None
     admission_policy: Literal["fifo", "pack"] = "fifo"
     pack_lookahead: int = 64
     fifo_every: int = 8

@@ -224,7 +224,7 @@ class OnlineScheduler:
         """
         sequences: list[Sequence] = []
         counts: list[int] = []
-        budget = self.config.prefill_token_budget
+        budget = self._prefill_budget
         aligned = self.engine.prefill_alignment
         for sequence in self._prefilling:
             rest = sequence.n_to_prefill
@@ -237,6 +237,12 @@ class OnlineScheduler:
             counts.append(count)
             budget -= count
         return sequences, counts
+
+    @property
+    def _prefill_budget(self) -> int:
+        """Prompt tokens of one iteration."""
+        whole, chunk = self.config.prefill_token_budget, self.config.prefill_chunk
+        return min(whole, chunk) if self._active and chunk is not None else whole
 
     def _collect(self, leave: int) -> list[list[Sequence]]:
         """Who got a token, or failed, in each finished step."""
@@ -254,7 +260,7 @@ class OnlineScheduler:
         for sequence in heard.followed:
             sequence.follow_text()
         failed = [sequence for sequence in done.failed if sequence.request_id in self.requests]
-        ended = [sequence for sequence in heard.sequences if sequence.is_finished] + failed
+        ended = [s for s in heard.sequences if s.finish_reason is not None] + failed
         if ended:
             self._retire(ended)
         return heard.sequences + failed if failed else heard.sequences
@@ -263,7 +269,7 @@ class OnlineScheduler:
         """Waiting requests that start now, removed from the queue."""
         n_begun = len(self._prefilling)
         places = min(self.max_batch_size - self.n_active, self.config.prefill_max_batch_size - n_begun)
-        tokens = self.config.prefill_token_budget - sum(s.n_to_prefill for s in self._prefilling)
+        tokens = self._prefill_budget - sum(s.n_to_prefill for s in self._prefilling)
         if not self._waiting or places < 1 or tokens < 1:
             return []
         return self._waiting.admit(places, tokens, Room(self.engine.budget, self.n_active, self._prefilling))

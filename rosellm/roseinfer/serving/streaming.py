@@ -6,13 +6,13 @@ import atexit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from time import perf_counter
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
 from rosellm.roseinfer.engine import Engine
@@ -20,7 +20,8 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
-from rosellm.roseinfer.text import IncrementalText
+from rosellm.roseinfer.serving.stream import Running, Stream, inbox_putter, output_of, raise_again
+from rosellm.roseinfer.serving.turns import Pieces, Turns
 
 ORDERS_A_STEP = 1024
 
@@ -37,34 +38,6 @@ class HasEngine(Protocol):
     """Something with an engine, such as an ``LLM``."""
 
     engine: Engine
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """One request between its client and the worker; ``outcome`` is its output or its error.
-
-    ``put`` delivers a piece, or None for the end, to ``pieces`` or to the client's inbox.
-    """
-
-    request_id: int
-    params: SamplingParams
-    metrics: RequestMetrics
-    pieces: SimpleQueue[str | None] | None
-    put: Callable[[str | None], None]
-    ended: Event = field(default_factory=Event)
-    running: _Running | None = None
-    cancelled: bool = False  # a client has asked to end it
-    outcome: RequestOutput | BaseException | None = None  # set once it has ended
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A request in the scheduler; ``due``: the sequence length at which text is delivered next."""
-
-    stream: _Stream
-    sequence: Sequence
-    text: IncrementalText
-    due: int
 
 
 class StreamingManager:
@@ -101,15 +74,17 @@ class StreamingManager:
         self._scheduler = OnlineScheduler(engine, replace(config, max_in_flight=None))
         self._pool = ThreadPoolExecutor(tokenize_workers) if tokenize_workers else None
         self._lock = Lock()  # guards the fields below, down to the orders
-        self._streams: dict[int, _Stream] = {}
-        self._in_flight: set[_Stream] = set()
+        self._streams: dict[int, Stream] = {}
+        self._in_flight: set[Stream] = set()
+        self._turns = Turns()
         self._ids = count(1)
         self._refusal: RoseError | None = None  # why requests are refused
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._running: dict[int, _Running] = {}  # the worker's; keyed by the scheduler's request id
+        self._running: dict[int, Running] = {}  # the worker's; keyed by the scheduler's request id
+        self._listed: list[Sequence] | None = None  # whose requests are listening
+        self._listening: list[Running] = []
         engine.own(self._scheduler, "a StreamingManager")
         try:
-            engine.step.warm_up()
             self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
             self._worker.start()
         except BaseException:
@@ -158,7 +133,7 @@ class StreamingManager:
         stream = self._stream(request_id)
         if not stream.ended.wait(timeout):
             raise RoseError(f"request {request_id} has not ended within {timeout} s")
-        return _output(stream)
+        return output_of(stream)
 
     def metrics(self, request_id: int) -> RequestMetrics:
         """Arrival time, and the delivery time of each token so far."""
@@ -200,10 +175,10 @@ class StreamingManager:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _new_stream(self, params: SamplingParams, arrival: float, inbox: SimpleQueue | None) -> _Stream:
+    def _new_stream(self, params: SamplingParams, arrival: float, inbox: SimpleQueue | None) -> Stream:
         """A new stream, if there is room for it; the lock is held."""
         if self._refusal is not None:
-            _raise_again(self._refusal)
+            raise_again(self._refusal)
         if self.max_in_flight is not None and len(self._in_flight) >= self.max_in_flight:
             raise OverloadError(
                 f"{len(self._in_flight)} requests are in flight and max_in_flight is {self.max_in_flight}; "
@@ -212,11 +187,11 @@ class StreamingManager:
         request_id = next(self._ids)
         metrics = RequestMetrics(arrival)
         if inbox is not None:
-            return _Stream(request_id, params, metrics, None, _putter(inbox, request_id))
-        pieces: SimpleQueue[str | None] = SimpleQueue()
-        return _Stream(request_id, params, metrics, pieces, pieces.put)
+            return Stream(request_id, params, metrics, None, inbox_putter(inbox, request_id))
+        pieces = Pieces(self._turns)
+        return Stream(request_id, params, metrics, pieces, pieces.append)
 
-    def _prepare_here(self, stream: _Stream, prompt: str | list[int]) -> None:
+    def _prepare_here(self, stream: Stream, prompt: str | list[int]) -> None:
         try:
             self._prepare(stream, prompt)
         except BaseException:
@@ -225,29 +200,30 @@ class StreamingManager:
                 del self._streams[stream.request_id]
             raise
 
-    def _prepare(self, stream: _Stream, prompt: str | list[int]) -> None:
+    def _prepare(self, stream: Stream, prompt: str | list[int]) -> None:
         ids = self.engine.encode(prompt)
         with self._lock:  # make_sequence increments a counter
             sequence = self.engine.make_sequence(ids, stream.params)
         self._orders.put(partial(self._start, stream, sequence))
 
-    def _prepare_in_pool(self, stream: _Stream, prompt: str | list[int]) -> None:
+    def _prepare_in_pool(self, stream: Stream, prompt: str | list[int]) -> None:
         try:
             self._prepare(stream, prompt)
         except BaseException as error:  # any error, even a tokenizer's panic, reaches the reader
             self._end(stream, error)
 
-    def _stream(self, request_id: int) -> _Stream:
+    def _stream(self, request_id: int) -> Stream:
         try:
             return self._streams[request_id]
         except (KeyError, TypeError):
             raise RoseError(f"request {request_id!r} is unknown: never added, or forgotten") from None
 
-    def _read(self, stream: _Stream, pieces: SimpleQueue[str | None]) -> Iterator[str]:
+    def _read(self, stream: Stream, pieces: Pieces) -> Iterator[str]:
         while (piece := pieces.get()) is not None:
             yield piece
-        stream.put(None)  # a second read finds the end, too
-        _output(stream)
+        pieces.append(None)  # a second read finds the end, too
+        self._turns.call([pieces])
+        output_of(stream)
 
     # Runs in the worker thread.
 
@@ -280,34 +256,36 @@ class StreamingManager:
                 return
             wait = False
 
-    def _start(self, stream: _Stream, sequence: Sequence) -> None:
+    def _start(self, stream: Stream, sequence: Sequence) -> None:
         if stream.ended.is_set():  # cancelled while being tokenized
             return
-        text = sequence.text = sequence.text or IncrementalText(self._tokenizer)
-        running = _Running(stream, sequence, text, due=sequence.n_prompt + self.stream_interval)
+        running = Running.of(stream, sequence, self._tokenizer, self.stream_interval)
         stream.running = running
         self._running[self._scheduler.submit(sequence)] = running
 
     def _hand_over(self, sequences: list[Sequence]) -> None:
         """Deliver the text of sequences that got tokens, if it is due."""
-        for sequence in sequences:
-            running = self._running[sequence.request_id]
-            if sequence.finish_reason is not None:
+        if sequences is not self._listed:  # usually the same list step after step
+            self._listed, self._listening = sequences, [self._running[s.request_id] for s in sequences]
+        now = perf_counter()
+        for running in self._listening:
+            if running.sequence.finish_reason is not None:
                 self._finish(running)
-            elif len(sequence.tokens) >= running.due:
-                self._flush(running)
+            elif len(running.tokens) >= running.due:
+                self._deliver(running, running.take(), now)
+        self._turns.call([pieces for one in self._listening if (pieces := one.stream.pieces)])
 
-    def _flush(self, running: _Running) -> None:
-        stream, sequence = running.stream, running.sequence
-        piece = running.text.take()
+    def _deliver(self, running: Running, piece: str, now: float) -> None:
+        """Hand over the text of all tokens not delivered yet; its reader is not woken."""
+        length, stream = len(running.tokens), running.stream
+        stream.metrics.token_times += (now,) * (length - running.told)
+        running.told, running.due = length, length + self.stream_interval
         if piece:
             stream.put(piece)
-        length, times = len(sequence.tokens), stream.metrics.token_times
-        running.due = length + self.stream_interval
-        times += [perf_counter()] * (length - sequence.n_prompt - len(times))
 
-    def _finish(self, running: _Running) -> None:
-        self._flush(running)
+    def _finish(self, running: Running) -> None:
+        """Deliver the rest of a request that has ended, and its result."""
+        self._deliver(running, running.take_last(), perf_counter())
         stream, request_id = running.stream, running.sequence.request_id
         del self._running[request_id]
         stream.running = None
@@ -316,7 +294,7 @@ class StreamingManager:
             return self._end(stream, SamplingError(output.error))
         self._end(stream, replace(output, request_id=stream.request_id, metrics=stream.metrics))
 
-    def _cancel(self, stream: _Stream) -> None:
+    def _cancel(self, stream: Stream) -> None:
         if stream.ended.is_set():
             return
         if stream.running is None:
@@ -342,7 +320,7 @@ class StreamingManager:
         for stream in rest:
             self._end(stream, reason)
 
-    def _end(self, stream: _Stream, outcome: RequestOutput | BaseException) -> None:
+    def _end(self, stream: Stream, outcome: RequestOutput | BaseException) -> None:
         """End the stream and wake its waiters; only the first end counts."""
         with self._lock:
             if stream.ended.is_set():
@@ -351,34 +329,12 @@ class StreamingManager:
             stream.outcome = outcome
             stream.ended.set()
         stream.put(None)
-
-
-def _putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], None]:
-    """Puts into a queue shared by several requests."""
-
-    def put(piece: str | None) -> None:
-        inbox.put((request_id, piece))
-
-    return put
-
-
-def _output(stream: _Stream) -> RequestOutput:
-    """The output of an ended stream; raises the request's error."""
-    outcome = stream.outcome
-    if isinstance(outcome, RequestOutput):
-        return outcome
-    if isinstance(outcome, RoseError):
-        _raise_again(outcome)
-    raise RoseError(f"request {stream.request_id} failed ({told(outcome)})") from outcome
+        if stream.pieces is not None:
+            self._turns.call([stream.pieces])
 
 
 def _closed() -> ClosedError:
     return ClosedError("the streaming manager is closed")
-
-
-def _raise_again(error: RoseError) -> NoReturn:
-    """Raises a copy of the error, since several threads may raise it."""
-    raise type(error)(str(error)) from (error.__cause__ or error)
 
 
 def _check_whole(name: str, value: int, low: int) -> None:

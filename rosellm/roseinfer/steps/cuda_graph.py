@@ -22,37 +22,63 @@ def batch_bucket(batch: int) -> int:
     return -(-batch // 128) * 128
 
 
+def batch_buckets(most: int) -> list[int]:
+    """The captured batch sizes that serve 1 to ``most``."""
+    buckets = [1]
+    while buckets[-1] < most:
+        buckets.append(batch_bucket(buckets[-1] + 1))
+    return buckets
+
+
 @cache
 def _capture_stream() -> torch.cuda.Stream:
     """One stream for all captures: cuBLAS keeps 32 MiB for each stream that it was ever called on."""
     return torch.cuda.Stream()
 
 
-def graph_pool(device: torch.device) -> GraphPool | None:
-    """Memory shared by the graphs of one engine; None on a CPU.
+class Graphs:
+    """Captures the runs of one engine, in memory that they share; ``count``: how many so far.
 
     Graphs run one after the other: each keeps its own outputs, but may reuse another's intermediates.
     """
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self.count = 0
+
+    def capture(self, run: Callable[[], T], warm_up: Callable[[], object] | None) -> Callable[[], T]:
+        """See :func:`record_graph`."""
+        self.count += 1
+        return record_graph(run, warm_up, self._pool)
+
+
+def graphs_on(device: torch.device) -> Graphs | None:
+    """None on a CPU, which has no graphs."""
+    return Graphs() if device.type == "cuda" else None
 
 
 def record_graph(
-    run: Callable[[], T], warm_up: Callable[[], object] | None = None, pool: GraphPool | None = None
+    run: Callable[[], T], warm_up: Callable[[], object] | None, pool: GraphPool | None = None
 ) -> Callable[[], T]:
     """A CUDA graph of ``run``: each call replays it and returns the tensors it was captured with.
 
-    Before capture, two runs of ``warm_up`` (None: of ``run``) compile and tune kernels and allocate memory.
+    Before capture, ``warm_up`` compiles and tunes the kernels of ``run``; None: they have all run before.
     Only calls from this thread can invalidate the capture; other threads are not restricted.
+    ``torch.cuda.graph`` would also wait for the device and return unused memory to it, for every graph.
     """
     side = _capture_stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            (warm_up or run)()
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-        outputs = run()
+    shared = {} if pool is None else {"pool": pool}
+    with torch.cuda.stream(side):
+        if warm_up is not None:
+            warm_up()
+        graph.capture_begin(**shared, capture_error_mode="thread_local")
+        try:
+            outputs = run()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(side)
 
     def replay() -> T:
         graph.replay()

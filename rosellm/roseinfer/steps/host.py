@@ -18,6 +18,7 @@ from rosellm.roseinfer.layers.logprobs import likely_of, likely_tokens, tell
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.steps.cuda_graph import batch_bucket, batch_buckets
 from rosellm.roseinfer.steps.kv_append import Append
 from rosellm.roseinfer.steps.prefill import Prefill
 from rosellm.roseinfer.steps.runner import DecodeInputs, EagerRunner, GraphRunner
@@ -53,6 +54,7 @@ class HostStep:
     """Decode for a batch of sequences, each with one token not cached yet; all variants are chosen upfront.
 
     When ``begin_prefill`` or ``begin_decode`` returns, the step has ended and its tokens are committed.
+    most_rows: the most sequences of a step.
     """
 
     blocks: KVBlockManager
@@ -62,6 +64,7 @@ class HostStep:
     append: Append
     prefill: Prefill
     sampler: Sampler
+    most_rows: int
     run_ahead = 0
 
     def __post_init__(self) -> None:
@@ -97,8 +100,23 @@ class HostStep:
     def release(self, sequence: Sequence) -> None:
         """See :class:`Step`; nothing is kept of a sequence."""
 
-    def warm_up(self, rows: int | None = None) -> None:
-        """See :class:`Step`; graphs are captured at first use."""
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`Step`; only the runner has graphs."""
+        buckets = batch_buckets(self.most_rows) if rows is None else [batch_bucket(rows)]
+        return self.runner.captures(buckets, self.tables.max_blocks)
+
+    def largest_captures(self) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+        return self.captures()[:1]
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """See :class:`Step`; every token of a prefill is real."""
+        return []
+
+    @property
+    def n_captured(self) -> int:
+        """See :class:`Step`."""
+        return self.runner.n_captured
 
     def last_logits(self) -> Tensor:
         """See :class:`Step`."""

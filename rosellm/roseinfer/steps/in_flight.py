@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from rosellm.roseinfer.cache.device_state import ROUNDS
-from rosellm.roseinfer.layers.logprobs import LogprobRing, likely_of, tell
+from rosellm.roseinfer.layers.logprobs import likely_of, tell
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.rows import GIVEN_UP, Batch, Rows
 from rosellm.roseinfer.steps.step import commit_tokens
 
@@ -119,6 +120,7 @@ class StepsInFlight:
 
     def _tell(self, begun: _Begun, live: list[int], got: set[Sequence]) -> None:
         """Log-probabilities of new tokens; live: whose rows have not been released meanwhile."""
-        there = [i for i in live if begun.batch.sequences[i] in got]
-        own = [begun.batch.sequences[i] for i in there]
+        sequences = begun.batch.sequences
+        there = [i for i in live if sequences[i] in got and sequences[i].logprobs is not None]
+        own = [sequences[i] for i in there]
         tell(own, likely_of(self._logprobs.read(begun.rounds[there], begun.batch.indices[there]), own))

@@ -27,9 +27,6 @@ class Prefill:
     def __init__(self, model: Transformer, blocks: KVBlockManager) -> None:
         self.model, self.blocks = model, blocks
 
-    def warm_up(self, rows: int) -> None:
-        """Nothing is captured."""
-
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> Tensor:
         """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those now fully cached.

@@ -11,7 +11,9 @@ before a later owner's prefill, and a released row is made inert before any late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,62 +22,62 @@ from torch.profiler import record_function
 
 from rosellm.errors import RoseError
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.cache.token_counts import TokenCounts
-from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import Binder
-from rosellm.roseinfer.layers.choosers import Chooser
 from rosellm.roseinfer.layers.fused import Layers
-from rosellm.roseinfer.layers.logprobs import LogprobRing, likely_tokens, rounds_of
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.steps.cuda_graph import GraphPool, batch_bucket, record_graph
+from rosellm.roseinfer.steps.cuda_graph import Graphs, batch_bucket, batch_buckets
 from rosellm.roseinfer.steps.in_flight import StepsInFlight
-from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
-from rosellm.roseinfer.steps.prefill import Prefill
+from rosellm.roseinfer.steps.logprob_ring import LogprobRing
+from rosellm.roseinfer.steps.next_tokens import NextTokens
+from rosellm.roseinfer.steps.prompts import Prompts
 from rosellm.roseinfer.steps.rows import NOBODY, Batch, Rows
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
 RUN_AHEAD = 3
-LOGPROBS = "+logprobs"  # ends the mode of a step that tells them
+
+
+class Wishes(NamedTuple):
+    """What the sequences of a step want: the chooser's mode, and which of them ask for log-probabilities."""
+
+    batch: Batch
+    mode: str
+    asking: np.ndarray
 
 
 class ResidentStep:
-    """Prefill and decode for as many sequences as ``state`` has rows; for one engine and one thread.
+    """Prefill and decode for as many sequences as there are ``rows``; for one engine and one thread.
 
-    counts: of penalised requests' tokens. layers_for: rows → layers. bind: state and variant → attention that
-    appends. chooser: hidden states → tokens. prefill: caches prompts and returns hidden states. capture:
-    whether steps are captured as CUDA graphs (GPU only). pool: the graphs' memory.
+    layers_for: rows → layers. bind: state and variant → attention that appends. prompts: caches prompts and
+    chooses their first tokens. logprobs: finds log-probabilities of both kinds of token. graphs: captures the
+    steps; None: each kernel is launched from Python.
     """
 
     run_ahead = RUN_AHEAD
 
     def __init__(
         self,
-        blocks: KVBlockManager,
-        state: DeviceState,
-        counts: TokenCounts,
+        rows: Rows,
         layers_for: Callable[[int], Layers],
         bind: Binder,
-        chooser: Chooser,
-        prefill: Prefill | PackedPrefill,
-        kernels: Kernels,
-        capture: bool,
-        pool: GraphPool | None,
+        next_tokens: NextTokens,
+        prompts: Prompts,
+        logprobs: LogprobRing,
+        graphs: Graphs | None,
     ) -> None:
-        self.state, self.prefill, self.rows = state, prefill, Rows(state, blocks, counts)
-        self.layers_for, self.bind, self.chooser, self.advance = layers_for, bind, chooser, kernels.advance
-        n_rows, width = state.table.shape
-        device = state.rows.device
-        self._capture, self._graph_pool = capture and device.type == "cuda", pool
-        self._longest = width * blocks.block_size
-        self._idle = DeviceState(n_rows, width, device) if self._capture else state
+        self.rows, self.state, self.prompts, self.graphs = rows, rows.state, prompts, graphs
+        self.layers_for, self.bind, self.next_tokens, self.logprobs = layers_for, bind, next_tokens, logprobs
+        n_rows, width = self.state.table.shape
+        device = self.state.rows.device
+        self._longest = width * rows.blocks.block_size
+        self._idle = self.state if graphs is None else DeviceState(n_rows, width, device)
+        self._idle.stop_tokens = self.state.stop_tokens  # their number is compiled into a kernel
         self._every_row = torch.arange(n_rows, device=device)
-        self._steps: dict[tuple[int, str, str], Callable[[], Tensor]] = {}
-        self._logprobs = LogprobRing(n_rows, device)
-        self._in_flight = StepsInFlight(self.rows, self._logprobs)
+        self._steps: dict[tuple[int, str, str], Callable[[], Tensor]] = {}  # by bucket, mode and variant
+        self._warm_hidden: dict[int, Tensor] = {}  # of inert rows, by bucket
+        self._in_flight = StepsInFlight(self.rows, logprobs)
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
-        self._mode: tuple[Batch, str] = NOBODY, chooser.mode([])
+        self._wishes = self._wishes_of(NOBODY)
         self._latest: tuple[Tensor, list[Sequence], Batch] | None = None
 
     @torch.inference_mode()
@@ -87,11 +89,15 @@ class ResidentStep:
         whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
         self.rows.check_room(len(whole))
         self._in_flight.start()
-        hidden = self.prefill.run(sequences, counts)
+        hidden, batch = self.prompts.run(sequences, counts)
         for sequence, n in zip(sequences, counts, strict=True):
             sequence.n_cached += n
-        batch = self._first_tokens(whole, hidden) if whole else NOBODY
-        self._in_flight.note("prefill", batch, any(s.logprobs is not None for s in whole))
+        if whole:
+            self._listed = None
+            self._latest = hidden, whole, batch._replace(indices=np.arange(len(whole)))
+        wishes = self._wishes_of(batch)
+        self._find_logprobs(hidden, wishes, np.arange(len(batch.rows)))
+        self._in_flight.note("prefill", batch, tells=bool(wishes.asking.size))
         self.rows.begin_step(batch, batch.indices)
 
     @torch.inference_mode()
@@ -112,9 +118,11 @@ class ResidentStep:
             self._in_flight.start()
             with record_function(f"{STEP_RANGE}.model"):
                 variant = self.bind.variant(bucket, int(self.rows.position[batch.indices].max()))
-                mode = self._mode_of(batch)
-                hidden = self._step(bucket, mode, variant)()
-            self._in_flight.note("decode", batch, mode.endswith(LOGPROBS))
+                if batch is not self._wishes.batch:
+                    self._wishes = self._wishes_of(batch)
+                hidden = self._step(bucket, self._wishes.mode, variant)()
+                self._find_logprobs(hidden, self._wishes, batch.indices)
+            self._in_flight.note("decode", batch, tells=bool(self._wishes.asking.size))
             self.rows.begin_step(batch, slice(bucket))
             self._latest = hidden, sequences, batch
         return len(batch.rows)
@@ -128,18 +136,37 @@ class ResidentStep:
         self.rows.release(sequence)
         self._listed = None
 
-    @torch.inference_mode()
-    def warm_up(self, rows: int | None = None) -> None:
-        """Capture the greedy steps of ``rows`` sequences (None: of any number) and short prefills."""
-        n_rows = len(self.rows)
-        every = {min(batch_bucket(n), n_rows) for n in ([rows] if rows else range(1, n_rows + 1))}
-        mode = self.chooser.mode([])
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`Step`; the largest steps come first, so that smaller ones fit into their memory."""
+        if self.graphs is None:
+            return []
+        chooser, most = self.next_tokens.chooser, len(self.rows)
+        if rows is not None:
+            return self._steps_of(min(batch_bucket(rows), most), chooser.modes)
+        buckets = sorted({min(bucket, most) for bucket in batch_buckets(most)}, reverse=True)
+        steps = [step for bucket in buckets for step in self._steps_of(bucket, chooser.modes)]
+        return self.prompts.captures() + steps + self.logprobs.captures()
+
+    def largest_captures(self) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+        largest = self.prompts.captures()[:1] + self.captures(len(self.rows))
+        return largest + self.logprobs.captures()[:1]
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+        return self.prompts.rehearsals(n_tokens)
+
+    @property
+    def n_captured(self) -> int:
+        """See :class:`Step`."""
+        return 0 if self.graphs is None else self.graphs.count
+
+    def _steps_of(self, bucket: int, modes: SequenceOf[str]) -> list[Callable[[], object]]:
+        """Captures of the bucket's steps; contexts between powers of two have one variant of attention."""
         powers = [1 << k for k in range((self._longest - 1).bit_length() + 1)]
-        reach = [n for power in powers for n in (power - 1, power)]
-        for bucket in sorted(every, reverse=True):
-            for variant in {self.bind.variant(bucket, min(n, self._longest)) for n in reach}:
-                self._step(bucket, mode, variant)
-        self.prefill.warm_up(rows or n_rows)
+        variants = sorted({self.bind.variant(bucket, min(power, self._longest)) for power in powers})
+        keys = [(bucket, mode, variant) for variant in variants for mode in modes]
+        return [partial(self._step, *key) for key in keys if key not in self._steps]
 
     @torch.inference_mode()
     def last_logits(self) -> Tensor:
@@ -149,16 +176,7 @@ class ResidentStep:
         hidden, sequences, batch = self._latest
         place = dict(zip(batch.sequences, batch.indices.tolist(), strict=True))
         rows = [place[sequence] for sequence in sequences if sequence in place]
-        return self.chooser.logits(hidden[torch.tensor(rows, device=hidden.device)])
-
-    def _first_tokens(self, sequences: list[Sequence], hidden: Tensor) -> Batch:
-        """Rows and next tokens for fully cached sequences; ``hidden`` ``[n, C]`` of their last tokens."""
-        index = self.rows.attach(sequences, [s.prefill_length - 1 for s in sequences])
-        batch = self.rows.batch(sequences)
-        self._choose(hidden, self.state.at(index), self.state, index, self._mode_for(sequences))
-        self._listed = None
-        self._latest = hidden, sequences, batch._replace(indices=np.arange(len(sequences)))
-        return batch
+        return self.next_tokens.chooser.logits(hidden[torch.tensor(rows, device=hidden.device)])
 
     def _reconcile(self, sequences: list[Sequence]) -> None:
         """Give rows to exactly ``sequences``: others are set aside, and those set aside before come back."""
@@ -181,46 +199,43 @@ class ResidentStep:
         if edited:
             self.rows.attach(edited, [s.n_cached for s in edited])
 
-    def _mode_of(self, batch: Batch) -> str:
-        if batch is not self._mode[0]:
-            self._mode = batch, self._mode_for(batch.sequences)
-        return self._mode[1]
+    def _wishes_of(self, batch: Batch) -> Wishes:
+        mode = self.next_tokens.chooser.mode([s.params for s in batch.sequences])
+        asking = np.flatnonzero([s.logprobs is not None for s in batch.sequences])
+        return Wishes(batch, mode, asking)
 
-    def _mode_for(self, sequences: list[Sequence]) -> str:
-        """The chooser's mode, and whether log-probabilities are asked for."""
-        mode = self.chooser.mode([s.params for s in sequences])
-        return mode + LOGPROBS if any(s.logprobs is not None for s in sequences) else mode
+    def _find_logprobs(self, hidden: Tensor, wishes: Wishes, places: np.ndarray) -> None:
+        """Those that are asked for; places ``[n]``: the batch's rows of hidden."""
+        if wishes.asking.size:
+            indices = wishes.batch.indices[wishes.asking]
+            self.logprobs.begin(hidden, places[wishes.asking], indices, self.rows.round[indices])
 
     def _step(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
         key = bucket, mode, variant
         if key not in self._steps:
-            self._steps[key] = (self._captured if self._capture else self._called)(*key)
+            run: Callable[[], Tensor] = partial(self._run, self.state.first(bucket), mode, variant)
+            if self.graphs is not None:
+                run = self.graphs.capture(run, partial(self._warm_up, *key))
+            self._steps[key] = run
         return self._steps[key]
 
-    def _called(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
-        return lambda: self._run(self.state.first(bucket), mode, variant)
-
-    def _captured(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
-        """Warmed up with inert rows, which write nothing."""
-        idle, state = self._idle.first(bucket), self.state.first(bucket)
-        return record_graph(
-            lambda: self._run(state, mode, variant), lambda: self._run(idle, mode, variant), self._graph_pool
-        )
+    def _warm_up(self, bucket: int, mode: str, variant: str) -> None:
+        """Run what no step of the bucket has had yet, with inert rows, which write nothing."""
+        idle, met = self._idle.first(bucket), [key[1:] for key in self._steps if key[0] == bucket]
+        if variant not in [known for _, known in met]:
+            self._warm_hidden[bucket] = self._hidden(idle, variant)
+        if mode not in [known for known, _ in met]:
+            self._choose(self._warm_hidden[bucket], idle, mode)
 
     def _run(self, state: DeviceState, mode: str, variant: str) -> Tensor:
         """Advance every row that is not inert by one token; returns final hidden states ``[rows, C]``."""
-        rows = len(state.rows)
-        hidden = self.layers_for(rows)(state.tokens, state.positions, self.bind(state, variant))
-        self._choose(hidden, state, state, self._every_row[:rows], mode)
+        hidden = self._hidden(state, variant)
+        self._choose(hidden, state, mode)
         return hidden
 
-    def _choose(
-        self, hidden: Tensor, rows: DeviceState, state: DeviceState, slots: Tensor, mode: str
-    ) -> None:
-        """Choose the next tokens of ``rows``, which are ``slots`` of ``state``; they then advance."""
-        rounds = rounds_of(rows) if mode.endswith(LOGPROBS) else None
-        values, indices = self.chooser(hidden, rows, mode.removesuffix(LOGPROBS))
-        self.advance(state=state, slots=slots, values=values, indices=indices)
-        if rounds is not None:
-            words = likely_tokens(self.chooser.logits(hidden), state.tokens[slots])
-            self._logprobs.write(words, rounds, slots)
+    def _hidden(self, state: DeviceState, variant: str) -> Tensor:
+        layers = self.layers_for(len(state.rows))
+        return layers(state.tokens, state.positions, self.bind(state, variant))
+
+    def _choose(self, hidden: Tensor, state: DeviceState, mode: str) -> None:
+        self.next_tokens(hidden, state, mode, state, self._every_row[: len(state.rows)])

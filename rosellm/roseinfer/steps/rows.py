@@ -40,6 +40,13 @@ class Batch(NamedTuple):
 NOBODY = Batch([], [], np.zeros(0, np.int64))
 
 
+def write_tables(table: np.ndarray, sequences: list[Sequence]) -> None:
+    """The blocks of each sequence into its row of ``table``; what is past them stays."""
+    for row, sequence in zip(table, sequences, strict=False):
+        ids = sequence.block_ids[0]
+        row[: len(ids)] = ids
+
+
 class Rows:
     """The rows of ``state``, kept on the host as the device will have them once all begun steps have ended.
 
@@ -96,17 +103,21 @@ class Rows:
 
         The token at a sequence's position is the input of its next step.
         """
+        return self._send(sequences, *self.assign(sequences, positions))
+
+    def assign(self, sequences: list[Sequence], positions: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The part of :meth:`attach` on the host: indices ``[n]`` and fields ``[n, FIELDS]`` to be sent."""
         self.check_room(sum(sequence not in self._row_of for sequence in sequences))
-        indices = np.array([self._take(sequence).index for sequence in sequences])
+        indices = np.array([self._take(sequence).index for sequence in sequences], np.int64)
         self.left[indices] = [s.max_length - p - 1 for s, p in zip(sequences, positions, strict=True)]
         self.position[indices] = positions
         self.reserved[indices] = [self.blocks.tokens_reserved(s.block_ids[0]) for s in sequences]
         self._left_behind.difference_update(indices.tolist())
         self._running = None
         rounds = self.round[indices].tolist()
-        counts = map(self.counts.hold, sequences, positions)
+        counts = self.counts.hold(sequences, positions)
         words = b"".join(map(row_bytes, sequences, positions, rounds, counts))
-        return self._send(sequences, indices, np.frombuffer(words, np.int32).reshape(-1, FIELDS))
+        return indices, np.frombuffer(words, np.int32).reshape(-1, FIELDS)
 
     def vacate(self, row: Row) -> None:
         """Free the row of a sequence that has ended on the device, too."""
@@ -182,9 +193,7 @@ class Rows:
         host = self._staging.host(n, 1 + n_fields + width)
         host[:, 0] = indices
         host[:, 1 : 1 + n_fields] = fields
-        for row, sequence in zip(host[:, 1 + n_fields :], sequences, strict=True):
-            ids = sequence.block_ids[0]
-            row[: len(ids)] = ids
+        write_tables(host[:, 1 + n_fields :], sequences)
         sent = self._staging.send()
         index = sent[:, 0].long()
         rows = self.state.rows[:, FIELDS - n_fields : FIELDS + width]

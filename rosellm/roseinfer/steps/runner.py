@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,7 +18,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.steps.cuda_graph import batch_bucket, graph_pool, record_graph
+from rosellm.roseinfer.steps.cuda_graph import batch_bucket, graphs_on
 
 
 @dataclass
@@ -105,6 +106,8 @@ ATTENTION = {"dense": dense_attention, "paged": paged_attention}
 class EagerRunner:
     """Every kernel is launched from Python."""
 
+    n_captured = 0
+
     def __init__(self, model: Transformer, blocks: KVBlockManager, attention: AttendFactory) -> None:
         self.model, self.blocks, self.attention = model, blocks, attention
 
@@ -120,9 +123,13 @@ class EagerRunner:
         hidden = self.model(inputs.ids, inputs.positions, keep_and_attend)
         return DecodeOutputs(self.model.logits(hidden), keys, values)
 
+    def captures(self, buckets: list[int], width: int) -> list[Callable[[], object]]:
+        """Nothing is captured."""
+        return []
+
 
 class GraphRunner:
-    """One CUDA graph per batch bucket, captured at first use, fed through static buffers.
+    """One CUDA graph per batch bucket, fed through static buffers.
 
     Rows past the batch are inert: context length 0, token 0, and nothing of them is written to the cache. On
     a CPU, which has no graphs, the same static buffers feed an eager run. Outputs are views that the next run
@@ -133,23 +140,34 @@ class GraphRunner:
         self._eager = EagerRunner(model, blocks, attention)
         self._device = model.device
         self._captured: dict[int, _Captured] = {}
-        self._pool = graph_pool(model.device)
+        self._graphs = graphs_on(model.device)
 
     def __call__(self, inputs: DecodeInputs) -> DecodeOutputs:
         batch = len(inputs.ids)
         bucket = batch_bucket(batch)
         if bucket not in self._captured:
-            self._captured[bucket] = self._capture(bucket, _stacked_tables(inputs))
+            self._capture(bucket, _stacked_tables(inputs).shape[2])
         return self._captured[bucket].run(inputs, batch)
 
-    def _capture(self, bucket: int, tables: Tensor) -> _Captured:
-        pools, _, width = tables.shape
+    @property
+    def n_captured(self) -> int:
+        return 0 if self._graphs is None else self._graphs.count
+
+    def captures(self, buckets: list[int], width: int) -> list[Callable[[], object]]:
+        """Captures, the largest first, of batches of these sizes with block tables of ``width`` blocks."""
+        if self._graphs is None:
+            return []
+        missing = [bucket for bucket in sorted(buckets, reverse=True) if bucket not in self._captured]
+        return [partial(self._capture, bucket, width) for bucket in missing]
+
+    def _capture(self, bucket: int, width: int) -> None:
+        pools = self._eager.blocks.num_pools
         ids, positions, context_lens = torch.zeros(3, bucket, dtype=torch.int32, device=self._device)
         static_tables = torch.zeros(pools, bucket, width, dtype=torch.int32, device=self._device)
         static = DecodeInputs(ids, positions, context_lens, static_tables, mask=None, max_context=0)
-        if self._device.type == "cpu":
-            return _Captured(static, lambda: self._eager(static))
-        return _Captured(static, record_graph(lambda: self._eager(static), pool=self._pool))
+        run = partial(self._eager, static)
+        replay = run if self._graphs is None else self._graphs.capture(run, run)
+        self._captured[bucket] = _Captured(static, replay)
 
 
 def _stacked_tables(inputs: DecodeInputs) -> Tensor:

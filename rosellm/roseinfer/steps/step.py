@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -45,8 +45,24 @@ class Step(Protocol):
     def release(self, sequence: Sequence) -> None:
         """The sequence has ended or is abandoned: it gets no further token, and its blocks will be freed."""
 
-    def warm_up(self, rows: int | None = None) -> None:
-        """Capture the steps of ``rows`` sequences (None: of any number), so that none has to wait for it."""
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """Calls that capture what is not captured yet, so that no request has to wait for it: a graph each.
+
+        rows: only decode steps of so many sequences.
+        """
+
+    def largest_captures(self) -> list[Callable[[], object]]:
+        """Those of them that take the most memory, in every mode."""
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """Calls that run, uncaptured, all that a prefill of ``n_tokens`` may, with inert inputs.
+
+        They compile kernels, and take as much memory as a prefill does. Empty if it cannot be run so.
+        """
+
+    @property
+    def n_captured(self) -> int:
+        """CUDA graphs captured so far."""
 
     def last_logits(self) -> Tensor:
         """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that get a token."""

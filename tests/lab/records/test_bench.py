@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from rosellm.lab.records import experiments
+from rosellm.lab.records import bench, experiments
 from rosellm.lab.records.bench import Bench, compare, forced_logits, make_prompts, run_recipe, share_equal
 from rosellm.lab.records.trace import Event, Trace
 from rosellm.models.arch import Arch
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import BUILD_RANGE, H2D_RANGE
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
 RUNGS = ["dense", "paged", "no_mask", "pinned_h2d", "identity_pos"]
@@ -37,6 +39,25 @@ def test_a_run_yields_every_token_it_was_asked_for(model, prompts):
     assert (
         len(run.step_seconds) == 9 - 5
     )  # after prefill, two warm-up steps, the profiler's and the counted one
+
+
+@pytest.mark.parametrize("rung", ["dense", "split_kv"])
+def test_long_prompts_are_prefilled_within_a_schedulers_budget_to_the_same_tokens(model, rung, monkeypatch):
+    prompts, chunks = make_prompts(3, [5, 20, 3], 61), []
+    whole = Bench(model, rung, prompts, 6)
+    begin = Engine.begin_prefill
+
+    def noted(engine, sequences, counts=None):
+        chunks.append(counts)
+        return begin(engine, sequences, counts)
+
+    monkeypatch.setattr(Engine, "begin_prefill", noted)
+    monkeypatch.setattr(bench, "SchedulerConfig", lambda: SchedulerConfig(prefill_token_budget=10))
+    cut = Bench(model, rung, prompts, 6)
+    assert chunks == [[5, 5], [10], [5, 3]]
+    for one in (whole, cut):
+        one.decode(5)
+    assert cut.tokens == whole.tokens
 
 
 def test_comparing_two_rungs_runs_the_same_work_on_both(model, prompts):

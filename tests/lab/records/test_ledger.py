@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rosellm.lab.figures.palette import CAUSES
 from rosellm.lab.records import experiments, measure, recordings
 from rosellm.lab.records.account import PROFILED_STEP, HostTimeline, LedgerError, account
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
-from rosellm.lab.records.floors import BLOCK, Ceiling, floors_us, sum_blocks
+from rosellm.lab.records.floors import BLOCK, Ceiling, floors_us, prefill_floors_us, sum_blocks
 from rosellm.lab.records.ledger import Ledger, of_unprofiled, step_ledger, tokens_needed
 from rosellm.lab.records.records import find, floor_us
 from rosellm.lab.records.roles import by_place, kernel_role, operator_role
@@ -322,6 +323,20 @@ def test_a_floor_is_set_by_operations_where_they_take_longer_than_the_bytes():
     shape = KNOWN_SHAPES["gpt2"]
     slow = floors_us(shape, 1024, 1, 2, Ceiling(4e6, 1e6))
     assert slow["head"] == 2 * 1024 * shape.vocab_size * shape.d_model / 1e6
+
+
+def test_a_prefill_of_one_token_has_the_floor_of_a_step_without_cached_ones():
+    shape, ceiling = KNOWN_SHAPES["Qwen/Qwen3-0.6B"], Ceiling(4e6, 7e8)
+    assert prefill_floors_us(shape, 8, 1, 2, ceiling) == floors_us(shape, 8, 0, 2, ceiling)
+
+
+def test_a_prefills_tokens_attend_to_those_before_them_and_the_last_ones_pass_the_head():
+    by_flops = Ceiling(1e30, 1.0)
+    for window, pairs in ((None, 1 + 2 + 3 + 4), (2, 1 + 2 + 2 + 2)):
+        shape = replace(KNOWN_SHAPES["Qwen/Qwen3-0.6B"], window=window)
+        floors = prefill_floors_us(shape, 3, 4, 2, by_flops)
+        assert floors["attention"] == 4 * 3 * pairs * shape.n_layers * shape.attention_width
+        assert floors["head"] == 2 * 3 * shape.vocab_size * shape.d_model
 
 
 @pytest.fixture(scope="module")

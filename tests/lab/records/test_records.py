@@ -97,7 +97,7 @@ def test_a_record_written_by_the_benchmarks_is_understood(tmp_path):
         (lambda r: r.value("W4", "dense", "nope"), "no figure is called 'nope': there are total_throughput"),
         (lambda r: r.load("counts"), "has no record 'counts': there are W3-custom, W3-dense"),
         (lambda r: r.environment_line("nope"), "has no record 'nope'"),
-        (lambda r: floor_us(r, "W9"), "workload 'W9' is unknown: there are W0, W1"),
+        (lambda r: floor_us(r, "W99"), "workload 'W99' is unknown: there are W0, W1"),
         (lambda r: percent_change(0, 1), "other than 0"),
     ],
 )

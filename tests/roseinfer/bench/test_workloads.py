@@ -1,5 +1,6 @@
 """The named workloads and how they preset a command's options."""
 
+from argparse import Namespace
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,9 @@ from rosellm.errors import OptionError, RoseError
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import resolve_device
 from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.job import choose_recipe, greedy_params, print_header
+from rosellm.roseinfer.bench.job import choose_recipe, print_header
 from rosellm.roseinfer.bench.options import departures, request_facts
-from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens
+from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens, request_params
 from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, MODERN_MODEL, WORKLOADS, get_workload
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, get_rung
@@ -28,6 +29,10 @@ TABLE = {  # requests, new tokens, concurrency, prompt tokens, prompt repeats, f
     "W5": (128, 128, 8, None, (1, 4), "streaming"),
     "W6": (1024, 256, 1024, 128, (1,), "scheduler"),
     "W7": (256, 128, 256, 512, (1,), "scheduler"),
+    "W8": (512, 512, 256, 512, (1,), "scheduler"),
+    "W9": (512, 512, 256, 512, (1,), "scheduler"),
+    "W10": (512, 512, 256, 512, (1,), "scheduler"),
+    "PFX": (512, 64, 256, 32, (1,), "scheduler"),
 }
 
 
@@ -37,7 +42,7 @@ def test_a_command_takes_a_workload_for_its_defaults(name):
     options = BENCHMARKS[form].parse_options(["--workload", name])
     shape = (options.num_requests, options.max_new_tokens, options.max_batch_size, options.prompt_tokens)
     assert (*shape, options.prompt_repeats, form) == TABLE[name]
-    assert (options.stop_on_eos, options.prefix_cache, options.pretok) == (False, False, True)
+    assert (options.stop_on_eos, options.prefix_cache, options.pretok) == (False, name == "PFX", True)
     assert request_facts(options)["workload_overrides"] == {}
     assert (options.hf_model_id, options.load_format) == ("gpt2", "dummy")
     assert choose_recipe(options) == get_rung(None, resolve_device("auto"))
@@ -116,7 +121,7 @@ def test_a_requests_prompt_says_nothing_about_its_output():
 
 def test_each_request_of_a_job_has_its_own_length_and_prompts_begin_alike_whatever_their_lengths():
     options = benchmark_scheduler.BENCHMARK.parse_options(["--workload=MIX", "--device=cpu"])
-    assert [own.max_tokens for own in greedy_params(options)] == new_tokens(options)
+    assert [own.max_tokens for own in request_params(options)] == new_tokens(options)
     ragged = make_prompts(options, 50)
     options.min_prompt_tokens = options.min_new_tokens = None
     whole = make_prompts(options, 50)
@@ -160,12 +165,54 @@ def test_every_workload_fits_the_model_it_is_meant_for():
     positions = KNOWN_SHAPES["gpt2"].n_positions
     for workload in WORKLOADS.values():
         text_tokens = len(workload.prompt) * max(workload.prompt_repeats)
-        assert (workload.prompt_tokens or text_tokens) + workload.max_new_tokens <= positions
+        prompt = workload.shared_prefix_tokens + (workload.prompt_tokens or text_tokens)
+        assert prompt + workload.max_new_tokens <= positions
+
+
+def options_of(*given: str) -> Namespace:
+    return benchmark_scheduler.BENCHMARK.parse_options([*given, "--device=cpu"])
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "top_k", "top_p"),
+    [("W8", 0.0, 0, 1.0), ("W9", 0.6, 0, 1.0), ("W10", 0.8, 50, 0.9)],
+)
+def test_unequal_workloads_differ_in_how_they_sample_and_each_request_has_a_seed_of_its_own(
+    name, temperature, top_k, top_p
+):
+    options = options_of("--workload", name)
+    params = request_params(options)
+    assert {(own.temperature, own.top_k, own.top_p) for own in params} == {(temperature, top_k, top_p)}
+    assert len({own.seed for own in params}) == (512 if temperature else 1)
+    assert [own.max_tokens for own in params] == new_tokens(options_of("--workload=W8"))
+    assert make_prompts(options, 50) == make_prompts(options_of("--workload=W8"), 50)
+    assert params == request_params(options_of("--workload", name))
+    if temperature:
+        assert params != request_params(options_of("--workload", name, "--seed=1"))
+
+
+def test_prompts_with_a_shared_prefix_have_just_that_in_common():
+    prompts = make_prompts(options_of("--workload=PFX"), 50257)
+    assert {len(prompt) for prompt in prompts} == {544}
+    assert len({tuple(prompt[:512]) for prompt in prompts}) == 1
+    assert len({prompt[512] for prompt in prompts}) > 400
+    with pytest.raises(OptionError, match="--shared-prefix-tokens needs --prompt-tokens"):
+        make_prompts(options_of("--shared-prefix-tokens=4"), 50)
+
+
+def test_the_context_of_a_running_request_counts_long_requests_for_longer():
+    assert WORKLOADS["W6"].mean_context == 128 + 128
+    assert WORKLOADS["W5"].mean_context == 2.5 + 64
+    assert WORKLOADS["PFX"].mean_context == 544 + 32
+    new = np.array(new_tokens(options_of("--workload=W8", "--num-requests=20000")))
+    assert WORKLOADS["W8"].mean_context == pytest.approx(264 + (new**2).sum() / new.sum() / 2, rel=0.01)
 
 
 def test_a_workload_is_refused_by_name_where_it_cannot_run():
-    with pytest.raises(RoseError, match="'W9' is unknown; benchmark_scheduler runs W0, W1, W2, W3, W6, W7"):
-        get_workload("W9", "scheduler")
+    with pytest.raises(
+        RoseError, match="'W99' is unknown; benchmark_scheduler runs W0, W1, W2, W3, W6, W7, W8"
+    ):
+        get_workload("W99", "scheduler")
     with pytest.raises(RoseError, match="W4 is run by benchmark_streaming"):
         get_workload("W4", "scheduler")
     with pytest.raises(RoseError, match="W0 is run by benchmark_scheduler"):

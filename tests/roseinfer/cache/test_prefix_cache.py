@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from os.path import commonprefix
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from rosellm.errors import KVCacheExhausted
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
-from rosellm.roseinfer.cache.prefix_cache import PrefixCache
+from rosellm.roseinfer.cache.prefix_cache import PrefixCache, common_prefix
 from rosellm.roseinfer.recipe import recipe_choices
 from tests.helpers import (
     decode_all,
@@ -99,6 +100,12 @@ def test_a_prompt_served_again_matches_all_but_its_last_token(length, make_serve
     n_matched, block_ids = server.cache.match(prompt)
     assert n_matched == length - 1
     assert server.cached(block_ids) == both(prompt[:-1])
+
+
+@given(shared=st.lists(st.integers(0, 2)), a=st.lists(st.integers(0, 2)), b=st.lists(st.integers(0, 2)))
+def test_a_common_prefix_is_as_long_as_the_library_s(shared: list[int], a: list[int], b: list[int]) -> None:
+    one, other = tuple(shared + a), tuple(shared + b)
+    assert common_prefix(one, other) == len(commonprefix([one, other]))
 
 
 @pytest.mark.parametrize("common", range(10))

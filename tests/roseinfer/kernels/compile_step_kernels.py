@@ -28,7 +28,8 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels import attention, linear, prefill
 from rosellm.roseinfer.kernels.attention_plan import variant_for, whole_rows
 from rosellm.roseinfer.kernels.few_rows import NormPrologue
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, TRITON_DTYPES, make_tiles
+from rosellm.roseinfer.kernels.prefill import BLOCK_M, TRITON_DTYPES
+from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.recipe import DEPENDENT_LAUNCH_FROM
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels import linear
-from rosellm.roseinfer.kernels.prefill import make_prefill_attention, make_tiles, prefill_attention_ref
+from rosellm.roseinfer.kernels.prefill import make_prefill_attention, prefill_attention_ref
+from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.rosetrainer.paged_attention import paged_attention_decode, paged_attention_decode_ref
 
 STRIDE = 2**27  # of rows: the sixteenth is the first that 32 bits do not reach

@@ -15,16 +15,12 @@ from rosellm.errors import OptionError
 from rosellm.roseinfer.kernels import prefill as module
 from rosellm.roseinfer.kernels.prefill import (
     BLOCK_M,
-    LONG_BLOCK_M,
-    Tiles,
     launch_for,
     make_prefill_attention,
-    make_tiles,
     prefill_attention,
     prefill_attention_ref,
-    tile_columns,
-    tile_size_for,
 )
+from rosellm.roseinfer.kernels.prefill_tiles import Tiles, make_tiles, tile_columns
 from tests.helpers import CPU, DTYPES, TRITON_DEVICES, bits
 
 NAN = float("nan")
@@ -234,9 +230,8 @@ def test_only_the_slots_of_new_tokens_change_and_hold_their_bits(kernel, dtype, 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tile_size", [BLOCK_M, LONG_BLOCK_M])
 @pytest.mark.parametrize("head_dim, block_size", [(64, 64), (64, 8), (80, 8), (8, 1), (128, 64)])
-def test_the_kernel_equals_the_spec(head_dim, block_size, tile_size, dtype, device):
+def test_the_kernel_equals_the_spec(head_dim, block_size, dtype, device):
     case = make_case(
         [0, 0, 5, 64, 77, 150],
         [1, 64, 65, 1, 70, 130],
@@ -247,7 +242,7 @@ def test_the_kernel_equals_the_spec(head_dim, block_size, tile_size, dtype, devi
         device=device,
         seed=head_dim,
     )
-    assert_equals_spec(prefill_attention, case, tile_size)
+    assert_equals_spec(prefill_attention, case)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -296,11 +291,10 @@ def test_heads_that_share_a_program_equal_the_spec(heads, group, device):
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [1, 20, 64, 200])
-@pytest.mark.parametrize("tile_size", [BLOCK_M, LONG_BLOCK_M])
-def test_a_window_hides_what_lies_before_it(tile_size, window, dtype, device):
+def test_a_window_hides_what_lies_before_it(window, dtype, device):
     case = make_case([0, 70, 150], [150, 65, 3], n_kv_heads=1, dtype=dtype, device=device)
     case.arguments["window"] = window
-    assert_equals_spec(prefill_attention, case, tile_size)
+    assert_equals_spec(prefill_attention, case)
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -315,32 +309,14 @@ def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(device):
     assert torch.equal(bits(out), bits(expected))
 
 
-@pytest.mark.parametrize("tile_size", [32, 256])
-def test_launches_are_for_tiles_of_64_or_128(tile_size):
-    with pytest.raises(OptionError, match=f"tiles of size {tile_size}"):
-        launch_for(tile_size, torch.float16, 64, 1)
-
-
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
-def test_tiles_of_64_take_keys_of_a_divisor_of_64_and_rows_fill_the_warps(group, dtype, head_dim):
-    for tile_size in (BLOCK_M, LONG_BLOCK_M):
-        launch = launch_for(tile_size, dtype, head_dim, group)
-        assert tile_size % launch.block_n == 0 and group % launch.heads == 0
-        if dtype != torch.float32:
-            assert tile_size * launch.heads == 16 * launch.num_warps
-
-
-@pytest.mark.parametrize(
-    ("starts", "counts", "size"),
-    [([], [], 64), ([0] * 8, [2048] * 8, 64), ([8192], [2048], 128), ([8192, 0], [64, 2048], 64)],
-    ids=["none", "no prefix", "a long prefix", "few tokens after one"],
-)
-def test_long_tiles_are_for_tokens_that_mostly_follow_a_long_prefix(starts, counts, size):
-    assert tile_size_for(starts, counts, torch.bfloat16, 128) == size
-    for dtype, head_dim in ((torch.float32, 128), (torch.float16, 256), (torch.float16, 64)):
-        assert tile_size_for(starts, counts, dtype, head_dim) == 64
+def test_tiles_take_keys_of_a_divisor_of_64_and_rows_fill_the_warps(group, dtype, head_dim):
+    launch = launch_for(dtype, head_dim, group)
+    assert BLOCK_M % launch.block_n == 0 and group % launch.heads == 0
+    if dtype != torch.float32:
+        assert BLOCK_M * launch.heads == 16 * launch.num_warps
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -418,6 +394,7 @@ def test_key_tiles_that_do_not_divide_query_tiles_are_refused(block_m, block_n):
 LARGE = {
     "gpt2": {"n_heads": 12, "n_kv_heads": 12, "head_dim": 64, "block_size": 64},
     "gqa": {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "block_size": 16},
+    "qwen3": {"n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "block_size": 64},
     "odd": {"n_heads": 25, "n_kv_heads": 5, "head_dim": 80, "block_size": 32},
 }
 
@@ -425,11 +402,10 @@ LARGE = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", LARGE)
-@pytest.mark.parametrize("tile_size", [BLOCK_M, LONG_BLOCK_M])
-def test_the_kernel_equals_the_spec_at_a_real_size(tile_size, shape, dtype):
+def test_the_kernel_equals_the_spec_at_a_real_size(shape, dtype):
     starts, counts = [0, 0, 0, 63, 64, 500, 1000, 17], [1, 512, 1023, 65, 64, 300, 1, 128]
     assert_equals_spec(
-        prefill_attention, make_case(starts, counts, **LARGE[shape], dtype=dtype, device="cuda"), tile_size
+        prefill_attention, make_case(starts, counts, **LARGE[shape], dtype=dtype, device="cuda")
     )
 
 

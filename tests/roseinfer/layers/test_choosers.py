@@ -43,7 +43,7 @@ def choose(chooser: Chooser, hidden: torch.Tensor, wishes: list[dict], seed: int
         sequence = Sequence(i, [1, 2, 3], params, 1, None)
         sequences.append(sequence)
         sequence.tokens += [2, 4]
-        counts = chooser.counts.hold(sequence, POSITION)
+        (counts,) = chooser.counts.hold([sequence], [POSITION])
         words = torch.frombuffer(bytearray(row_bytes(sequence, POSITION, 0, counts)), dtype=torch.int32)
         state.rows[i, : len(words)] = words
     values, indices = chooser(hidden, state, chooser.mode(rows))

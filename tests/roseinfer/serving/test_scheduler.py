@@ -244,6 +244,7 @@ def test_a_finished_sequence_is_released_at_once() -> None:
     [
         ({"max_batch_size": 0}, "max_batch_size is 0"),
         ({"prefill_token_budget": 1.5}, "prefill_token_budget is 1.5"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0"),
         ({"prefill_max_batch_size": None}, "prefill_max_batch_size is None"),
         ({"fifo_every": True}, "fifo_every is True"),
         ({"pack_lookahead": -1}, "pack_lookahead is -1"),
@@ -630,6 +631,34 @@ def test_chunks_of_prompts_with_a_cached_prefix_give_the_same_tokens(
         assert output.token_ids == uncached_greedy(engine.model, prompt, 12)
     assert engine.prefix_cache.hit_tokens > n_hits
     engine.prefix_cache.clear()
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_somebody_does(
+    run_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(num_kv_blocks=40)
+    prompts = random_prompts([40, 36, 3])
+    expected = [
+        uncached_greedy(engine.model, prompt, n) for prompt, n in zip(prompts, (20, 3, 4), strict=True)
+    ]
+    if run_ahead:
+        run_late(engine, run_ahead)
+    calls = Calls(engine, monkeypatch)
+    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_chunk=7))
+    ids = [scheduler.add_request(prompts[0], greedy(20))]
+    while scheduler.decode_steps < 2:
+        scheduler.step()
+    assert calls.chunks == [[40]]
+    n_begun = len(calls.log)
+    ids += [scheduler.add_request(prompt, greedy(n)) for prompt, n in zip(prompts[1:], (3, 4), strict=True)]
+    run_to_end(scheduler)
+    assert calls.chunks[1:] == [[7]] * 5 + [[1, 3]]
+    names = [name for name, _ in calls.log[n_begun:]]
+    beside = names[: len(names) - names[::-1].index("prefill")]
+    assert beside == ["decode", "prefill"] * 6
+    assert [scheduler.take_result(i).token_ids for i in ids] == expected
     assert_all_free(engine)
 
 

@@ -18,7 +18,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
-from rosellm.roseinfer.text import IncrementalText
+from rosellm.roseinfer.text import LateText
 from tests.helpers import random_model, small_config, small_engine
 from tests.late_step import run_late
 from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
@@ -285,10 +285,10 @@ def test_an_error_in_the_worker_reaches_every_waiter(engine: Engine, monkeypatch
 def test_an_error_between_two_steps_frees_the_blocks_too(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose(text: IncrementalText) -> str:
+    def lose(text: LateText) -> str:
         raise RuntimeError("piece lost")
 
-    monkeypatch.setattr(IncrementalText, "take", lose)
+    monkeypatch.setattr(LateText, "take", lose)
     with StreamingManager(engine) as manager:
         request = manager.add_request([1], ENDLESS)
         with pytest.raises(RoseError, match="piece lost"):

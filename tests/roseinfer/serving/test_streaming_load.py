@@ -22,7 +22,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
-from rosellm.roseinfer.text import IncrementalText
+from rosellm.roseinfer.text import IncrementalText, LateText
 from tests.helpers import random_model, small_config, small_engine
 from tests.late_step import run_late
 
@@ -313,7 +313,7 @@ class TestWorkerFails:
         def broken(*_arguments: object, **_options: object) -> None:
             raise error
 
-        owners = dict.fromkeys(("push", "take", "finish"), IncrementalText) | {"collect": engine.step}
+        owners = {"push": IncrementalText, "take": LateText, "collect": engine.step}
         owner = owners.get(where, engine)
         patch.setattr(owner, where, broken)
 
@@ -327,6 +327,7 @@ class TestWorkerFails:
         self, engine: Engine, where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.break_at(where, engine, error, monkeypatch)
+        params = greedy(4, stop="never said" if where == "push" else None)
         inbox: SimpleQueue = SimpleQueue()
         with (
             StreamingManager(engine, SchedulerConfig(max_batch_size=2)) as manager,
@@ -336,7 +337,7 @@ class TestWorkerFails:
             accepted: list[int] = []
             try:
                 for number in range(6):
-                    request = manager.add_request([1 + number], greedy(4), inbox if number % 2 else None)
+                    request = manager.add_request([1 + number], params, inbox if number % 2 else None)
                     accepted.append(request)
                     waits.append(threads.submit(outcome, lambda r=request: manager.result(r)))
                     if not number % 2:

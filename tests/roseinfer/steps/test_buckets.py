@@ -1,9 +1,10 @@
-"""The sizes of captured prefills."""
+"""The sizes of captured steps and prefills."""
 
 from __future__ import annotations
 
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
-from rosellm.roseinfer.steps.packed_prefill import CAPTURED_TOKENS, bucket_of
+from rosellm.roseinfer.steps.captured_prefill import CAPTURED_TOKENS, bucket_of
+from rosellm.roseinfer.steps.cuda_graph import batch_bucket, batch_buckets
 
 
 def test_every_number_of_tokens_has_the_smallest_bucket_that_holds_it():
@@ -19,3 +20,8 @@ def test_a_bucket_wastes_less_than_half_of_its_tokens():
 
 def test_large_buckets_are_whole_tiles():
     assert all(bucket_of(n) % BLOCK_M == 0 for n in range(BLOCK_M, CAPTURED_TOKENS + 1))
+
+
+def test_the_batch_buckets_are_those_of_every_batch():
+    for most in range(1, 700):
+        assert batch_buckets(most) == sorted({batch_bucket(n) for n in range(1, most + 1)})

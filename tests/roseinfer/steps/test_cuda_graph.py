@@ -32,7 +32,7 @@ def test_a_capture_is_not_spoiled_by_what_another_thread_calls():
 
     thread = Thread(target=other_thread)
     thread.start()
-    replay = record_graph(run)
+    replay = record_graph(run, run)
     thread.join()
     x.fill_(5)
     assert replay().tolist() == [6] * 4
@@ -42,7 +42,7 @@ def test_captures_are_recorded_in_thread_local_error_mode(monkeypatch):
     modes = []
 
     class Graph:
-        def __init__(self, *_arguments, capture_error_mode="global", **_options):
+        def capture_begin(self, capture_error_mode="global", **_options):
             modes.append(capture_error_mode)
 
         def __enter__(self):
@@ -51,12 +51,11 @@ def test_captures_are_recorded_in_thread_local_error_mode(monkeypatch):
         def __exit__(self, *_exception):
             return None
 
-        wait_stream = synchronize = replay = lambda self, *_arguments: None
+        wait_stream = capture_end = replay = lambda self, *_arguments: None
 
-    for name in ("graph", "CUDAGraph", "Stream", "stream"):
+    for name in ("CUDAGraph", "Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, Graph)
-    monkeypatch.setattr(torch.cuda, "current_stream", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: Graph())
     monkeypatch.setattr("rosellm.roseinfer.steps.cuda_graph._capture_stream", Graph)
-    modes.clear()
-    record_graph(lambda: 1)
-    assert "thread_local" in modes
+    assert record_graph(lambda: 1, None)() == 1
+    assert modes == ["thread_local"]

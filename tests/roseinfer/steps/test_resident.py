@@ -300,7 +300,6 @@ def test_steps_of_the_same_sequences_hand_back_the_same_list(rung):
 def test_the_loop_never_waits_for_the_device_implicitly():
     """Only explicit waits for events; torch raises on any other synchronisation."""
     engine = small_engine(random_model(0).to("cuda"), recipe=BEST_RUNG)
-    engine.step.warm_up(8)
     generate(engine, PROMPTS[:8], N_TOKENS)
     sequences = greedy_sequences(engine, PROMPTS[:8], N_TOKENS)
     torch.cuda.set_sync_debug_mode("error")

@@ -1,0 +1,130 @@
+"""The ladder on modern models: recorded steps, those that GPT-2's foretell, and ledgers by role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from rosellm.errors import RecipeError
+from rosellm.lab.records.account import WORKING
+from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.model_runs import RIVAL, short_name
+from rosellm.lab.records.records import RecordError, Results, floor_us, modern_rivals, read_us
+from rosellm.lab.records.step_records import step_shape
+from rosellm.lab.records.step_time import recorded_steps
+from rosellm.models.arch import Arch
+from rosellm.models.families.table import KNOWN_SHAPES
+from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS
+from rosellm.roseinfer.recipe import LADDER
+
+TWINS = {"D1": "W0", "D64": "W2"}  # of equal batch and cached tokens, recorded with GPT-2 small
+T = TypeVar("T")
+GPT2, BYTES = KNOWN_SHAPES["gpt2"], 2
+# The causes of a ledger's row that a role takes together; rows in which nothing runs are "idle".
+ROLES = {
+    "GEMM": ("GEMM", "layers"),
+    "head": ("head",),
+    "attention": ("attention", "append"),
+    "norm": ("norm",),
+    "sampling": ("sampling",),
+}
+OTHER_WORK, IDLE = "other work", "idle"
+
+
+def gpt2_ladder(results: Results, workload: str) -> dict[str, float]:
+    """Rung → µs of GPT-2's recorded step at the batch and context of ``workload``, D1 or D64."""
+    return {rung: times.us for rung, times in recorded_steps(results, TWINS[workload]).items()}
+
+
+def recorded_ladder(results: Results, model: str, workload: str) -> dict[str, float]:
+    """Rung → µs of a model's recorded step, in the ladder's order. Raises ``RecordError``."""
+    steps = recorded_steps(_of(results, model, f"steps-{workload}", f"--ladder {workload}"), workload)
+    return {rung: steps[rung].us for rung in LADDER if rung in steps}
+
+
+def step_floor_us(results: Results, arch: Arch, workload: str) -> float:
+    """µs to read a model's weights and the cached keys and values of a step at mid-run, once, in 16 bits."""
+    batch, context = step_shape(MODEL_WORKLOADS[workload])
+    cached = batch * context * arch.kv_bytes_per_token(BYTES)
+    return read_us(results, arch.n_step_parameters * BYTES + cached)
+
+
+def foretold_ladder(results: Results, arch: Arch, workload: str) -> dict[str, float]:
+    """Rung → µs of a model's step, from GPT-2's: what is above the floor grows with the layers alone."""
+    own, theirs = step_floor_us(results, arch, workload), floor_us(results, TWINS[workload])
+    layers = arch.n_layers / GPT2.n_layers
+    steps = gpt2_ladder(results, workload)
+    return {rung: own + layers * (us - theirs) for rung, us in steps.items() if _serves(rung, arch)}
+
+
+def _serves(rung: str, arch: Arch) -> bool:
+    try:
+        LADDER[rung].check_serves(arch)
+    except RecipeError:
+        return False
+    return True
+
+
+def mean_step_us(results: Results, model: str, workload: str) -> float:
+    """µs of the mean decode step of a model's recorded whole run. Raises ``RecordError``."""
+    (run,) = Results(results.folder / model).load(workload)["results"].values()
+    return run["medians"]["decode_step_mean_s"] * 1e6
+
+
+def rest_a_layer(results: Results, model: str, arch: Arch, workload: str) -> tuple[float, float]:
+    """µs a layer that a step takes above its floor: ours, and the rival's, whose step is of its whole run.
+
+    Raises ``RecordError``.
+    """
+    tokens_a_second = modern_rivals(model).get(RIVAL, {}).get(workload)
+    if tokens_a_second is None:
+        raise RecordError(f"no {workload} of {RIVAL} with {model} is recorded")
+    theirs = step_shape(MODEL_WORKLOADS[workload])[0] / tokens_a_second * 1e6
+    ours, least = mean_step_us(results, model, workload), step_floor_us(results, arch, workload)
+    return (ours - least) / arch.n_layers, (theirs - least) / arch.n_layers
+
+
+def recorded_ledgers(results: Results, model: str) -> dict[str, Ledger]:
+    """Workload → its ledger, without those that the profiler disturbed. Raises ``RecordError``."""
+    asked = "--ledgers D1,D8,D64,L8K,L32K,PRE"
+    figures = _of(results, model, "ledgers", asked).load("ledgers")["figures"]
+    ledgers = {workload: Ledger.from_dict(one) for workload, one in figures.items()}
+    return {workload: one for workload, one in ledgers.items() if not one.is_disturbed}
+
+
+def if_recorded(read: Callable[..., dict[str, T]], *given: Any) -> dict[str, T]:
+    """What ``read`` finds; where its record is missing nothing, and a line that says how to make it."""
+    try:
+        return read(*given)
+    except RecordError as missing:
+        print(missing)
+        return {}
+
+
+def _of(results: Results, model: str, record: str, option: str) -> Results:
+    """The model's records, if ``record`` is among them."""
+    own = Results(results.folder / model)
+    if record not in own.names():
+        (full,) = [name for name in KNOWN_SHAPES if short_name(name) == model]
+        command = f"python -m rosellm.lab.records.model_runs --model {full} --workloads '' {option}"
+        raise RecordError(f"{model} has no record {record!r} yet; on its GPU make it with: {command}")
+    return own
+
+
+class RoleTime(NamedTuple):
+    """µs of a step, and the least that they could be; None where that is not known."""
+
+    us: float
+    floor_us: float | None
+
+
+def by_role(ledger: Ledger) -> dict[str, RoleTime]:
+    """Role → its time, in the order of ``ROLES``, then other work and idle time; none of no time."""
+    us = dict.fromkeys([*ROLES, OTHER_WORK, IDLE], 0.0)
+    floors: dict[str, list[float]] = {role: [] for role in us}
+    for row in ledger.rows:
+        role = next((role for role, causes in ROLES.items() if row.cause in causes), OTHER_WORK)
+        role = role if row.kind in WORKING else IDLE
+        us[role] += row.us
+        floors[role] += [] if row.floor_us is None else [row.floor_us]
+    return {role: RoleTime(spent, sum(floors[role]) or None) for role, spent in us.items() if spent}

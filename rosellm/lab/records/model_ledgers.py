@@ -1,0 +1,107 @@
+"""Where the time of modern models' workloads goes: a ledger of their decode steps, or of their prefills."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from torch.profiler import record_function
+
+from rosellm.lab.records.account import PROFILED_STEP, LedgerError
+from rosellm.lab.records.bench import Bench, make_prompts
+from rosellm.lab.records.floors import prefill_floors_us
+from rosellm.lab.records.ledger import Ledger, step_ledger, take_ledger, tokens_before_profile, tokens_needed
+from rosellm.lab.records.step_records import step_shape
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.bench.workloads import Workload
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
+from rosellm.roseinfer.steps.resident import RUN_AHEAD
+
+STEPS, PREFILLS = 8, 4
+
+
+def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
+    """Of a decode step at mid-run, or of a prefill if each request has one new token.
+
+    Raises ``LedgerError`` if its requests are of unequal lengths, or the model has too few positions.
+    """
+    if workload.min_prompt_tokens is not None or workload.min_new_tokens is not None:
+        raise LedgerError(f"{workload.id} has requests of unequal lengths; a ledger's are alike")
+    needed = positions_needed(workload)
+    if needed > model.config.n_positions:
+        raise LedgerError(f"{workload.id} needs {needed} positions; the model has {model.config.n_positions}")
+    return (_prefill_ledger if workload.max_new_tokens == 1 else _decode_ledger)(model, rung, workload)
+
+
+def positions_needed(workload: Workload) -> int:
+    """The longest that a sequence of a workload's ledger grows."""
+    if workload.max_new_tokens == 1:
+        return (workload.prompt_tokens or 1) + 1
+    return _prompt_length(workload) + _room()
+
+
+def _decode_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
+    prompts = make_prompts(workload.max_batch_size, _prompt_length(workload), model.config.vocab_size)
+    return step_ledger(Bench(model, rung, prompts, _room()), STEPS)
+
+
+def _prompt_length(workload: Workload) -> int:
+    return max(1, step_shape(workload)[1] - tokens_before_profile(STEPS))
+
+
+def _room() -> int:
+    return tokens_needed(STEPS) + 1
+
+
+def _prefill_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
+    """Of one iteration's prompts: as many as the scheduler's budget has room for."""
+    length = workload.prompt_tokens or 1
+    prompts = min(workload.num_requests, max(1, SchedulerConfig().prefill_token_budget // length))
+    prefills = Prefills(model, rung, prompts, length)
+    floors = partial(prefill_floors_us, model.config, prompts, length, model.dtype.itemsize)
+    return take_ledger(prefills.run, prefills.engine, PREFILLS, prompts, length, floors)
+
+
+class Prefills:
+    """An engine that prefills ``prompts`` of ``length`` tokens at a time; each gets one token and leaves."""
+
+    def __init__(self, model: Transformer, rung: str, prompts: int, length: int) -> None:
+        self._together = make_prompts(prompts, length, model.config.vocab_size)
+        self._config = SchedulerConfig(prefill_token_budget=prompts * length)
+        in_flight = prompts * (RUN_AHEAD + 2)
+        self.engine = Engine(
+            model,
+            recipe=rung,
+            max_batch_size=in_flight,
+            max_model_len=length + 1,
+            num_kv_blocks=in_flight * blocks_for(length + 1, 64),
+        )
+
+    def run(self, steps: int) -> list[float]:
+        """So many prefills, ahead of the host where the engine can; when each was seen to end."""
+        scheduler = _Timed(self.engine, self._config)
+        one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        scheduler.add_requests(steps * self._together, one_token)
+        for _ in range(steps):
+            with record_function(PROFILED_STEP):
+                scheduler.step()
+        while scheduler.has_unfinished:
+            scheduler.step()
+        return scheduler.ends
+
+
+class _Timed(OnlineScheduler):
+    """Keeps the time at which the host saw each step end."""
+
+    def __init__(self, engine: Engine, config: SchedulerConfig) -> None:
+        super().__init__(engine, config)
+        self.ends: list[float] = []
+
+    def record_step(self, done: Done, n_tokens: int) -> None:
+        super().record_step(done, n_tokens)
+        self.ends.append(time.perf_counter())

@@ -1,0 +1,143 @@
+"""When requests arrive, at random times or as a trace says, and how many are served within limits."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rosellm.command_line import INT32_MAX
+from rosellm.roseinfer.request import RequestMetrics
+
+N_SAMPLES = 200  # of the queue's length over a run
+FIELDS = ("seconds", "prompt_tokens", "new_tokens")
+
+
+class Arrival(NamedTuple):
+    """A request of a trace: seconds after the start, and its numbers of tokens."""
+
+    seconds: float
+    prompt_tokens: int
+    new_tokens: int
+
+
+def poisson_times(rate: float, n_requests: int, seed: int) -> list[float]:
+    """Arrival times in seconds, the first at 0, of a Poisson process of ``rate`` requests a second."""
+    gaps = np.random.default_rng([seed, n_requests]).exponential(1 / rate, size=n_requests)
+    return (np.cumsum(gaps) - gaps[0]).tolist()
+
+
+def read_trace(text: str) -> list[Arrival]:
+    """An argparse type: a file's arrivals, in order of time.
+
+    Each line is a JSON object with the FIELDS, or the file is CSV with a header line of them.
+    """
+    path = Path(text)
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        told = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ArgumentTypeError(f"cannot read {text}: {told}") from None
+    if not lines:
+        raise ArgumentTypeError(f"{text} has no arrivals")
+    rows = _json_rows(lines) if lines[0].lstrip().startswith("{") else _csv_rows(lines)
+    arrivals: list[Arrival] = []
+    try:
+        arrivals.extend(_arrival(number, row) for number, row in rows)
+    except (ValueError, csv.Error) as error:
+        raise ArgumentTypeError(f"{text}{error}") from None
+    if not arrivals:
+        raise ArgumentTypeError(f"{text} has no arrivals")
+    return sorted(arrivals, key=lambda arrival: arrival.seconds)
+
+
+def _json_rows(lines: list[str]) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(lines, 1):
+        try:
+            yield number, json.loads(line)
+        except json.JSONDecodeError:
+            yield number, None
+
+
+def _csv_rows(lines: list[str]) -> Iterator[tuple[int, Any]]:
+    header, *rows = csv.reader(lines)
+    names = [name.strip() for name in header]
+    if not set(names) >= set(FIELDS):
+        raise ValueError(f": the header is {','.join(names)}; it must name {', '.join(FIELDS)}")
+    for number, row in enumerate(rows, 2):
+        yield number, dict(zip(names, row, strict=False))
+
+
+def _arrival(number: int, row: object) -> Arrival:
+    here = f", line {number}"
+    if not isinstance(row, dict) or any(row.get(name) is None for name in FIELDS):
+        raise ValueError(f"{here}: it must give {', '.join(FIELDS)}")
+    try:
+        seconds, (prompt, new) = float(row["seconds"]), (int(row[name]) for name in FIELDS[1:])
+    except (TypeError, ValueError):
+        raise ValueError(f"{here}: {', '.join(FIELDS)} must be numbers") from None
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{here}: seconds is {seconds}; it must be 0 or more")
+    if not (1 <= prompt <= INT32_MAX and 1 <= new <= INT32_MAX):
+        raise ValueError(f"{here}: prompt_tokens and new_tokens must be whole numbers, 1 or more")
+    return Arrival(seconds, prompt, new)
+
+
+def submit_by_deadline(
+    times: Iterable[float],
+    submit: Callable[[int], None],
+    clock: Callable[[], float] = perf_counter,
+    pause: Callable[[float], object] = sleep,
+) -> list[float]:
+    """Call ``submit(i)`` at ``times[i]`` seconds from now; by how many seconds each call was late.
+
+    A late one is made at once, and does not delay those after it.
+    """
+    start, lags = clock(), []
+    for i, due in enumerate(times):
+        while (left := start + due - clock()) > 0:
+            pause(left)
+        lags.append(clock() - start - due)
+        submit(i)
+    return lags
+
+
+def queue_over_time(requests: list[RequestMetrics], start: float, end: float) -> dict[str, list[float]]:
+    """How many requests wait for their first token, and how many are in flight, N_SAMPLES times a run.
+
+    start, end: of the run, ``perf_counter`` seconds; ``queue_times_s`` count from the start.
+    """
+    samples = np.linspace(start, end, N_SAMPLES)
+    columns = zip(*((one.arrival, one.token_times[0], one.token_times[-1]) for one in requests), strict=True)
+    arrived, begun, ended = (np.searchsorted(np.sort(times), samples, side="right") for times in columns)
+    return {
+        "queue_times_s": (samples - start).tolist(),
+        "queue_waiting": (arrived - begun).tolist(),
+        "queue_in_flight": (arrived - ended).tolist(),
+    }
+
+
+def goodput(
+    requests: list[RequestMetrics],
+    lags: list[float],
+    seconds: float,
+    ttft_limit: float = math.inf,
+    itl_limit: float = math.inf,
+) -> dict[str, float]:
+    """Requests a second, and the share of all, that keep both limits (seconds).
+
+    The first token is timed from when the request was due, ``lags`` before it was submitted; every gap
+    between two tokens counts.
+    """
+    good = 0
+    for one, lag in zip(requests, lags, strict=True):
+        slow = max(one.itl, default=0.0) > itl_limit
+        good += not slow and one.token_times[0] - one.arrival + lag <= ttft_limit
+    return {"goodput_req_s": good / seconds, "within_limits_share": good / len(requests)}

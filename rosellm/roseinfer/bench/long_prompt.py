@@ -1,0 +1,47 @@
+"""A long prompt that arrives while other requests run: how long they wait between two tokens meanwhile."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from rosellm.errors import RoseError
+from rosellm.roseinfer.bench.arrivals import Arrival
+from rosellm.roseinfer.bench.record import distribution
+from rosellm.roseinfer.outputs import RequestOutput
+
+PERCENTS = (50, 99)
+
+
+def joined_by(
+    long_tokens: int, after_s: float, n_requests: int, prompt_tokens: int, new_tokens: int
+) -> list[Arrival]:
+    """``n_requests`` at once, and ``after_s`` seconds later one of ``long_tokens`` for a single token."""
+    running = Arrival(0.0, prompt_tokens, new_tokens)
+    return [running] * n_requests + [Arrival(after_s, long_tokens, 1)]
+
+
+def gap_figures(outputs: list[RequestOutput]) -> dict[str, Any]:
+    """Inter-token latencies, seconds, beside the last request's prefill and apart from it.
+
+    A gap that has any moment in common with the time from that request's arrival to its token is beside it.
+    Raises ``RoseError`` if there is none.
+    """
+    *running, long = outputs
+    begin, end = long.metrics.arrival, long.metrics.token_times[0]
+    beside: list[float] = []
+    apart: list[float] = []
+    for output in running:
+        for before, after in pairwise(output.metrics.token_times):
+            (beside if after > begin and before < end else apart).append(after - before)
+    if not beside:
+        raise RoseError(
+            "no request was running when the long prompt came: give more --max-new-tokens, or a smaller "
+            "--long-prompt-after-ms"
+        )
+    return {
+        **distribution("itl_beside", beside, PERCENTS),
+        **distribution("itl_apart", apart, PERCENTS),
+        "itl_beside_max_s": max(beside),
+        "long_prompt_ttft_s": end - begin,
+    }

@@ -1,0 +1,107 @@
+"""Partial results of rows that are cut into pieces, and the kernel that combines them.
+
+(Dao, Haziza, Massa & Sizov 2023, Flash-Decoding.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.attention_plan import Plan
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.triton_or_none import tl, triton
+
+ROLES = {"_combine_pieces_kernel": "attention"}
+COMBINED_AT_ONCE = 64  # partial results
+ONE_WARP_COMBINES = 1024  # elements of them
+
+
+class PartialRows(NamedTuple):
+    """Partial results, fp32: maximum and sum ``[PIECES + B, H]``, accumulator ``[PIECES + B, H, D]``.
+
+    That of a piece and a row is at the sum of their indices: none share it, a row's are adjacent.
+    """
+
+    m_i: Tensor
+    l_i: Tensor
+    acc: Tensor
+
+
+def new_partial(q: Tensor, parts: int) -> PartialRows:
+    """Room for ``parts`` partial results of q's heads ``[B, H, D]``."""
+    sizes = (parts, q.shape[1]), (parts, q.shape[1]), (parts, *q.shape[1:])
+    return PartialRows(*(q.new_empty(size, dtype=torch.float32) for size in sizes))
+
+
+@triton.jit
+def store_heads(out_ptr, row, kv_head, x, shape: tl.constexpr, M: tl.constexpr):
+    """A group's outputs ``[M, D]`` into ``[…, H, D]``."""
+    m = tl.arange(0, M)[:, None]
+    d = tl.arange(0, shape.D_PADDED)[None, :]
+    place = out_ptr + (row * shape.H + kv_head * shape.GROUP + m) * shape.D + d
+    tl.store(place, x.to(out_ptr.dtype.element_ty), mask=(m < shape.GROUP) & (d < shape.D))
+
+
+@triton.jit
+def store_partial(partial, part, kv_head, m_i, l_i, acc, shape: tl.constexpr, M: tl.constexpr):
+    m = tl.arange(0, M)
+    place = part * shape.H + kv_head * shape.GROUP + m
+    tl.store(partial.m_i + place, m_i, mask=m < shape.GROUP)
+    tl.store(partial.l_i + place, l_i, mask=m < shape.GROUP)
+    store_heads(partial.acc, part, kv_head, acc, shape, M)
+
+
+@triton.jit
+def _combine_pieces_kernel(
+    out_ptr, partial, covers_ptr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per (row, query head): the weighted mean of the partial results of a row that was cut."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, D)
+    first = tl.load(covers_ptr + 2 * row)
+    last = tl.load(covers_ptr + 2 * row + 1)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    if first < last:
+        m_i = tl.full((), float("-inf"), tl.float32)
+        l_i = tl.full((), 0.0, tl.float32)
+        acc = tl.zeros((D,), tl.float32)
+        for start in range(first, last + 1, PARTS):
+            piece = start + tl.arange(0, PARTS)
+            exists = piece <= last
+            part = (row + piece) * H + head
+            m = tl.load(partial.m_i + part, mask=exists, other=float("-inf"))
+            sums = tl.load(partial.l_i + part, mask=exists, other=0.0)
+            place = partial.acc + part[:, None] * HEAD_DIM + d[None, :]
+            mask = exists[:, None] & (d < HEAD_DIM)[None, :]
+            values = tl.load(place, mask=mask, other=0.0)
+            m_new = tl.maximum(m_i, tl.max(m, axis=0))
+            alpha = tl.exp2(m_i - m_new)
+            weights = tl.exp2(m - m_new)
+            acc = acc * alpha + tl.sum(values * weights[:, None], axis=0)
+            l_i = l_i * alpha + tl.sum(sums * weights, axis=0)
+            m_i = m_new
+        place = out_ptr + (row * H + head) * HEAD_DIM + d
+        tl.store(place, (acc / l_i).to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+def make_combine(dependent: int) -> Callable[[Tensor, PartialRows, Plan], None]:
+    """The kernel: out ``[B, H, D]`` gets the results of rows that the plan has cut; others stay."""
+    launch = {"DEPENDENT": dependent, **launch_options(dependent)}
+
+    def combine(out: Tensor, partial: PartialRows, plan: Plan) -> None:
+        batch, n_heads, head_dim = out.shape
+        padded = triton.next_power_of_2(head_dim)
+        parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(plan.variant.pieces // batch + 2))
+        warps = 1 if parts * padded <= ONE_WARP_COMBINES else 4
+        _combine_pieces_kernel[(batch, n_heads)](
+            out, partial, plan.covers, n_heads, head_dim, padded, parts, num_warps=warps, **launch
+        )
+
+    return combine

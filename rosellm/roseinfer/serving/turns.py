@@ -1,0 +1,100 @@
+"""Threads that wait for text, woken one after another."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from queue import SimpleQueue
+from threading import Lock
+
+
+class Pieces:
+    """The pieces of one request's text on their way from the worker to its reader; None is the end.
+
+    ``append`` adds one and wakes nobody; :meth:`Turns.call` does.
+    """
+
+    __slots__ = ("_gate", "_items", "_turns", "append", "n_waiting")
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._items: deque[str | None] = deque()
+        self._gate: SimpleQueue[None] = SimpleQueue()
+        self.append = self._items.append
+        self.n_waiting = 0  # readers to be called; guarded by the lock of the turns
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self) -> str | None:
+        """The next piece; waits for it."""
+        while True:
+            try:
+                return self._items.popleft()
+            except IndexError:
+                self._turns.wait(self)
+
+    def open_gate(self) -> None:
+        """Let one waiting reader go on."""
+        self._gate.put(None)
+
+    def wait_at_gate(self) -> None:
+        self._gate.get()
+
+
+class Turns:
+    """Wakes readers in turn: each one, once awake, wakes the next.
+
+    Only one thread at a time runs in the interpreter. Of hundreds of readers woken at once each would come
+    before the worker, which has the next step to begin; this way it competes with one or two. A reader whose
+    turn comes late finds several pieces and takes them all.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._line: deque[Pieces] = deque()
+        self._is_moving = False  # a reader has been woken and will wake the next
+
+    def call(self, many: Iterable[Pieces]) -> None:
+        """Line up whoever waits for one of these; each has something to read."""
+        with self._lock:
+            for pieces in many:
+                if pieces.n_waiting:
+                    self._line.extend([pieces] * pieces.n_waiting)
+                    pieces.n_waiting = 0
+            if self._is_moving or not self._line:
+                return
+            self._is_moving = True
+        self._next()
+
+    def wait(self, pieces: Pieces) -> None:
+        """Until ``pieces`` may have something to read."""
+        with self._lock:
+            if pieces:
+                return
+            pieces.n_waiting += 1
+        try:
+            pieces.wait_at_gate()
+        except BaseException:
+            self._give_up(pieces)
+            raise
+        self._next()
+
+    def _next(self) -> None:
+        with self._lock:
+            if not self._line:
+                self._is_moving = False
+                return
+            pieces = self._line.popleft()
+        pieces.open_gate()
+
+    def _give_up(self, pieces: Pieces) -> None:
+        """A reader was interrupted; if its turn has come already, it is passed on."""
+        with self._lock:
+            if pieces.n_waiting:
+                pieces.n_waiting -= 1
+                return
+            if pieces in self._line:
+                self._line.remove(pieces)
+                return
+        self._next()

@@ -1,0 +1,126 @@
+"""What a packed prefill needs from the host: one int32 buffer, sent in one copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.cache.device_state import FIELDS, INERT, POSITION
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.steps.rows import write_tables
+
+A = TypeVar("A", Tensor, np.ndarray)
+
+
+class Chunks(NamedTuple):
+    """Chunks of prompts in packed order, those that complete their prompts first.
+
+    starts, counts: cached and new tokens of each; n_whole: how many complete their prompts.
+    """
+
+    sequences: list[Sequence]
+    starts: list[int]
+    counts: list[int]
+    n_whole: int
+
+    @classmethod
+    def of(cls, sequences: list[Sequence], counts: list[int]) -> Chunks:
+        pairs = list(zip(sequences, counts, strict=True))
+        whole = [pair for pair in pairs if pair[0].completes_prefill(pair[1])]
+        parts = [pair for pair in pairs if not pair[0].completes_prefill(pair[1])]
+        ordered = whole + parts
+        starts = [s.n_cached for s, _ in ordered]
+        return cls([s for s, _ in ordered], starts, [n for _, n in ordered], len(whole))
+
+    @property
+    def whole(self) -> list[Sequence]:
+        """The sequences that are fully cached after these chunks."""
+        return self.sequences[: self.n_whole]
+
+
+NO_CHUNKS = Chunks([], [], [], 0)
+
+
+class Shape(NamedTuple):
+    """Room for tokens, their attention's tiles, and places: a sequence each, with a row of so many words."""
+
+    tokens: int
+    tiles: int
+    places: int
+    row_words: int
+
+    @property
+    def place_words(self) -> int:
+        """Words of the places, which come first."""
+        return self.places * (4 + self.row_words)
+
+    @property
+    def words(self) -> int:
+        return self.place_words + 2 * self.tokens + 6 * self.tiles
+
+
+@dataclass(frozen=True)
+class PromptInputs(Generic[A]):
+    """Views of one int32 buffer, in its order.
+
+    Of each place: last ``[B]`` int64, the packed row of its last token; slots ``[B]`` int64, its row of the
+    device state; rows ``[B, FIELDS + W]``, what that row becomes. Then ids, positions ``[N]`` and columns
+    ``[6, T]`` of the attention's tiles. Padding is inert: tiles of no rows, positions of −1, and places whose
+    slot is the state's spare row.
+    """
+
+    last: A
+    slots: A
+    rows: A
+    ids: A
+    positions: A
+    columns: A
+
+    @classmethod
+    def of(cls, buffer: A, shape: Shape) -> PromptInputs[A]:
+        """buffer ``[shape.words]``, contiguous and aligned to 64 bits; ``row_words`` is even."""
+        n, tiles, places, row_words = shape
+        ends = accumulate([2 * places, 2 * places, row_words * places, n, n, 6 * tiles], initial=0)
+        last, slots, rows, ids, positions, columns = (buffer[a:b] for a, b in pairwise(ends))
+        wide = torch.int64 if isinstance(buffer, Tensor) else np.int64
+        rows, columns = rows.reshape(places, row_words), columns.reshape(6, tiles)
+        return cls(last.view(wide), slots.view(wide), rows, ids, positions, columns)
+
+
+def fill_inputs(
+    inputs: PromptInputs[np.ndarray],
+    chunks: Chunks,
+    columns: np.ndarray,
+    slots: np.ndarray,
+    fields: np.ndarray,
+    spare: int,
+) -> None:
+    """Write all of ``inputs``: ``slots [n]`` and ``fields [n, FIELDS]`` of the chunks that complete prompts.
+
+    columns: see ``prefill.tile_columns``. spare: the state's row for places without a first token.
+    """
+    _fill_tokens(inputs, chunks)
+    inputs.columns[:, : columns.shape[1]] = columns
+    inputs.columns[:, columns.shape[1] :] = 0
+    n = chunks.n_whole
+    inputs.last[:n] = np.cumsum(chunks.counts[:n]) - 1
+    inputs.slots[:n], inputs.rows[:n, :FIELDS] = slots, fields
+    inputs.last[n:], inputs.slots[n:], inputs.rows[n:, :FIELDS] = 0, spare, 0
+    inputs.rows[n:, POSITION] = INERT
+    write_tables(inputs.rows[:, FIELDS:], chunks.sequences)
+
+
+def _fill_tokens(inputs: PromptInputs[np.ndarray], chunks: Chunks) -> None:
+    sequences, starts, counts, _ = chunks
+    n, added = sum(counts), np.array(counts, np.int64)
+    spans = zip(sequences, starts, counts, strict=True)
+    inputs.ids[:n] = [token for s, start, count in spans for token in s.tokens[start : start + count]]
+    inputs.ids[n:] = 0
+    shift = np.array(starts, np.int64) - np.cumsum(added) + added  # from packed row to position
+    inputs.positions[:n] = np.arange(n) + np.repeat(shift, added)
+    inputs.positions[n:] = INERT

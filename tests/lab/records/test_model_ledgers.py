@@ -1,0 +1,116 @@
+"""The ledgers of modern models' workloads, and the command that records them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rosellm.lab.records import model_ledgers, model_runs
+from rosellm.lab.records.account import LedgerError
+from rosellm.lab.records.bench import get_model
+from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.model_ledgers import Prefills, positions_needed, workload_ledger
+from rosellm.lab.records.step_records import step_shape
+from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, WORKLOADS
+
+MODEL = "rose-tiny-qwen3"
+SHORT = {
+    "D8": replace(MODEL_WORKLOADS["D8"], max_batch_size=3, max_new_tokens=80),
+    "PRE": replace(MODEL_WORKLOADS["PRE"], num_requests=3, prompt_tokens=40),
+}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return get_model(MODEL, "cpu")
+
+
+def record(tmp_path, *asked: str) -> dict:
+    given = [f"--model={MODEL}", "--load-format=auto", "--device=cpu", "--workloads=", f"--output={tmp_path}"]
+    status = model_runs.main([*given, f"--ledgers={','.join(asked)}"])
+    path = tmp_path / MODEL / "ledgers.json"
+    return {"status": status, "figures": json.loads(path.read_text())["figures"] if path.is_file() else {}}
+
+
+def test_mid_run_has_the_prompt_and_half_of_the_new_tokens_cached():
+    shapes = {name: step_shape(MODEL_WORKLOADS[name]) for name in ("D1", "D8", "D64", "L8K", "L32K")}
+    expected = {"D1": (1, 256), "D8": (8, 191), "D64": (64, 256), "L8K": (16, 8319), "L32K": (1, 32127)}
+    assert shapes == expected
+    assert step_shape(WORKLOADS["W2"]) == (64, 256)
+
+
+@pytest.mark.parametrize("name", ["L8K", "L32K", "PRE"])
+def test_no_ledger_needs_more_positions_than_the_workload_itself(name):
+    workload = MODEL_WORKLOADS[name]
+    assert positions_needed(workload) <= workload.prompt_tokens + workload.max_new_tokens
+
+
+def test_a_decode_ledger_is_taken_at_mid_run_with_its_rows_adding_up(tiny):
+    ledger = workload_ledger(tiny, "split_kv", SHORT["D8"])
+    assert (ledger.batch, ledger.context) == (3, pytest.approx(64 - 1 + 40, abs=1))
+    assert sum(row.us for row in ledger.rows) == pytest.approx(ledger.step_us)
+    assert {"GEMM", "attention", "norm", "head"} <= {row.cause for row in ledger.rows}
+
+
+@pytest.mark.parametrize("rung", ["split_kv", "resident_step", "dense"])
+def test_a_prefill_ledger_is_of_one_iterations_prompts(tiny, rung):
+    ledger = workload_ledger(tiny, rung, SHORT["PRE"])
+    assert (ledger.batch, ledger.context, ledger.steps) == (3, 40, model_ledgers.PREFILLS)
+    assert sum(row.us for row in ledger.rows) == pytest.approx(ledger.step_us)
+    assert {"GEMM", "attention", "norm"} <= {row.cause for row in ledger.rows}
+
+
+def test_each_prefill_is_seen_to_end_once_and_leaves_no_block_behind(tiny):
+    prefills = Prefills(tiny, "split_kv", prompts=2, length=30)
+    ends = prefills.run(7)
+    assert len(ends) == 7 and ends == sorted(ends)
+    prefills.engine.check_integrity()
+    assert prefills.engine.budget.free == prefills.engine.num_kv_blocks
+
+
+def test_a_model_with_too_few_positions_is_told(tiny):
+    with pytest.raises(LedgerError, match="PRE needs 2049 positions; the model has 1024"):
+        workload_ledger(tiny, "split_kv", MODEL_WORKLOADS["PRE"])
+
+
+def test_requests_of_unequal_lengths_are_refused(tiny):
+    with pytest.raises(LedgerError, match="MIX has requests of unequal lengths"):
+        workload_ledger(tiny, "split_kv", MODEL_WORKLOADS["MIX"])
+
+
+def test_the_command_records_ledgers_that_read_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_runs, "MODEL_WORKLOADS", MODEL_WORKLOADS | SHORT)
+    found = record(tmp_path, "D8", "PRE")
+    assert found["status"] == 0
+    ledgers = {name: Ledger.from_dict(one) for name, one in found["figures"].items()}
+    assert {name: one.batch for name, one in ledgers.items()} == {"D8": 3, "PRE": 3}
+    assert ledgers["D8"].name == "split_kv" and not ledgers["D8"].on_gpu
+
+
+def test_a_ledger_that_fails_is_told_and_the_others_are_recorded(tmp_path, monkeypatch, capsys):
+    def out_of_memory(model, rung, workload):
+        if workload.id == "D1":
+            raise RuntimeError("out of memory\nand a long story")
+        return workload_ledger(model, rung, workload)
+
+    monkeypatch.setattr(model_runs, "workload_ledger", out_of_memory)
+    monkeypatch.setattr(model_runs, "MODEL_WORKLOADS", MODEL_WORKLOADS | SHORT)
+    found = record(tmp_path, "D1", "L32K", "D8")
+    said = capsys.readouterr()
+    assert found["status"] != 0 and set(found["figures"]) == {"D8"}
+    assert "D1: no ledger: RuntimeError: out of memory\n" in said.out and "L32K needs" in said.out
+    assert said.err.count("\n") == 1 and "no ledger of D1, L32K" in said.err
+
+
+def test_an_unknown_workload_is_told_before_anything_runs(tmp_path, capsys):
+    assert record(tmp_path / "out", "W1") == {"status": 2, "figures": {}}
+    assert "'W1' is unknown; use D1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_each_role_stands_beside_its_floor():
+    model = get_model("Qwen/Qwen3-0.6B", "cuda", "auto", "dummy")
+    for name in ("D1", "PRE"):
+        rows = {row.cause: row for row in workload_ledger(model, "split_kv", MODEL_WORKLOADS[name]).rows}
+        assert all(rows[cause].floor_us for cause in ("GEMM", "attention", "head"))

@@ -1,0 +1,174 @@
+"""When requests arrive: seeded, read from a trace, submitted by their deadlines, judged by limits."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from rosellm.roseinfer import benchmark_streaming
+from rosellm.roseinfer.bench.arrivals import (
+    Arrival,
+    goodput,
+    poisson_times,
+    queue_over_time,
+    read_trace,
+    submit_by_deadline,
+)
+from rosellm.roseinfer.request import RequestMetrics
+
+ROWS = [(0.5, 3, 4), (0.0, 2, 6), (1.25, 9, 1)]
+TINY = ["--device=cpu", "--rung=dense", "--max-batch-size=2", "--no-stop-on-eos"]
+TINY += ["--warmup-runs=0", "--repeat-runs=1"]
+
+
+def test_poisson_times_are_seeded_begin_at_0_and_have_the_gaps_of_their_rate() -> None:
+    times = poisson_times(20.0, 5000, seed=1)
+    gaps = np.diff(times)
+    assert times[0] == 0 and (gaps > 0).all()
+    assert gaps.mean() == pytest.approx(1 / 20, rel=0.05)
+    assert gaps.std() == pytest.approx(1 / 20, rel=0.05)  # as of an exponential distribution
+    assert times == poisson_times(20.0, 5000, seed=1) != poisson_times(20.0, 5000, seed=2)
+
+
+def as_json(folder: Path) -> Path:
+    path = folder / "trace.jsonl"
+    names = ("seconds", "prompt_tokens", "new_tokens")
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in ROWS) + "\n")
+    return path
+
+
+def as_csv(folder: Path) -> Path:
+    path = folder / "trace.csv"
+    lines = [f"x,{new},{seconds},{prompt}" for seconds, prompt, new in ROWS]
+    path.write_text("\n".join(["user, new_tokens, seconds, prompt_tokens", *lines]))
+    return path
+
+
+@pytest.mark.parametrize("write", [as_json, as_csv])
+def test_a_trace_is_read_in_order_of_time(tmp_path: Path, write) -> None:
+    assert read_trace(str(write(tmp_path))) == [Arrival(*row) for row in sorted(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no arrivals"),
+        ("seconds,prompt_tokens,new_tokens\n", "has no arrivals"),
+        ("seconds,tokens\n1,2\n", "the header is seconds,tokens; it must name seconds, prompt_tokens"),
+        ("seconds,prompt_tokens,new_tokens\n0,1,2\n1,2\n", "line 3: it must give seconds"),
+        (
+            "seconds,prompt_tokens,new_tokens\n0,1,many\n",
+            "line 2: seconds, prompt_tokens, new_tokens must be",
+        ),
+        ("seconds,prompt_tokens,new_tokens\n-1,1,1\n", "line 2: seconds is -1.0; it must be 0 or more"),
+        ("seconds,prompt_tokens,new_tokens\nnan,1,1\n", "line 2: seconds is nan"),
+        ('{"seconds": 0, "prompt_tokens": 0, "new_tokens": 1}', "line 1: prompt_tokens and new_tokens must"),
+        ('{"seconds": 0', "line 1: it must give"),
+        ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1}\n[]', "line 2: it must give"),
+    ],
+)
+def test_a_broken_trace_is_one_line_that_says_where(tmp_path: Path, capsys, text: str, told: str) -> None:
+    path = tmp_path / "broken"
+    path.write_text(text)
+    with pytest.raises(ArgumentTypeError) as raised:
+        read_trace(str(path))
+    assert told in str(raised.value) and str(path) in str(raised.value)
+    with pytest.raises(SystemExit, match="2"):
+        benchmark_streaming.main(["--trace", str(path)])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and told in error
+
+
+class FakeClock:
+    """Time passes only while one sleeps, a little longer than asked, or while a call takes long."""
+
+    def __init__(self, oversleep: float) -> None:
+        self.now, self.oversleep = 100.0, oversleep
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds + self.oversleep
+
+
+@given(
+    gaps=st.lists(st.floats(0, 3), max_size=20),
+    costs=st.lists(st.floats(0, 5), min_size=20, max_size=20),
+    oversleep=st.floats(0, 0.1),
+)
+def test_each_submission_is_at_its_time_or_as_soon_as_those_before_are_done(gaps, costs, oversleep) -> None:
+    clock, made = FakeClock(oversleep), []
+
+    def submit(i: int) -> None:
+        made.append((i, clock.now - 100.0))
+        clock.now += costs[i]
+
+    times = np.cumsum(gaps).tolist()
+    lags = submit_by_deadline(times, submit, clock, clock.sleep)
+    assert [i for i, _ in made] == list(range(len(times)))
+    free = 0.0
+    for due, (i, at), lag in zip(times, made, lags, strict=True):
+        assert lag == pytest.approx(at - due, abs=1e-9)
+        assert max(due, free) - 1e-9 <= at <= max(due, free) + oversleep + 1e-9
+        free = at + costs[i]
+
+
+SERVED = [RequestMetrics(0.0, [1.0, 1.5, 2.0]), RequestMetrics(0.0, [2.0, 5.0]), RequestMetrics(4.0, [5.0])]
+
+
+@pytest.mark.parametrize(
+    ("ttft", "itl", "n_good"),
+    [(math.inf, math.inf, 3), (1.0, math.inf, 1), (1.2, math.inf, 2), (2.0, 1.0, 2), (0.5, 1.0, 0)],
+)
+def test_goodput_counts_requests_that_keep_both_limits_from_when_they_were_due(ttft, itl, n_good) -> None:
+    figures = goodput(SERVED, [0.0, 0.0, 0.1], 10.0, ttft, itl)
+    assert figures == {"goodput_req_s": n_good / 10, "within_limits_share": n_good / 3}
+
+
+def test_the_queue_is_counted_over_the_run() -> None:
+    queue = queue_over_time(SERVED, 0.0, 5.0)
+    at = {round(t, 2): i for i, t in enumerate(queue["queue_times_s"])}
+    near = {t: at[min(at, key=lambda sample: abs(sample - t))] for t in (0.5, 1.7, 3.0, 4.5, 5.0)}
+    assert [queue["queue_waiting"][i] for i in near.values()] == [2, 1, 0, 1, 0]
+    assert [queue["queue_in_flight"][i] for i in near.values()] == [2, 2, 1, 2, 0]
+
+
+def test_a_user_replays_a_trace_and_the_record_tells_all(tmp_path: Path, capsys) -> None:
+    record = tmp_path / "record.json"
+    argv = [*TINY, "--trace", str(as_csv(tmp_path)), "--json", str(record), "--ttft-limit-ms", "60000"]
+    assert benchmark_streaming.main(argv) == 0
+    told = capsys.readouterr().out
+    assert "Goodput (requests within the limits): " in told and "Submission lag p50/p95/p99: " in told
+    read = json.loads(record.read_text())
+    (repeat,) = read["results"]["streaming"]["repeats"]
+    assert read["options"]["trace"] == [list(row) for row in sorted(ROWS)]
+    assert repeat["completion_tokens"] == 11 and repeat["total_time_s"] > 1.25
+    assert repeat["within_limits_share"] == 1 and 0 <= repeat["lag_p50_s"] < 1.0
+    assert max(repeat["queue_in_flight"]) >= 1 and repeat["queue_in_flight"][-1] == 0
+
+
+def test_a_user_asks_for_a_rate(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    sizes = ["--num-requests", "4", "--max-new-tokens", "2", "--request-rate", "20", "--json", str(record)]
+    assert benchmark_streaming.main([*TINY, *sizes]) == 0
+    (repeat,) = json.loads(record.read_text())["results"]["streaming"]["repeats"]
+    assert repeat["total_time_s"] >= poisson_times(20.0, 4, seed=0)[-1]
+
+
+def test_only_one_option_says_when_requests_arrive_and_inf_says_all_at_once(tmp_path: Path, capsys) -> None:
+    trace = ["--trace", str(as_json(tmp_path))]
+    assert benchmark_streaming.main([*TINY, *trace, "--request-rate", "3"]) == 2
+    assert "--request-rate and --trace both say when requests arrive" in capsys.readouterr().err
+    for bad in ("0", "-1", "nan", "often"):
+        with pytest.raises(SystemExit, match="2"):
+            benchmark_streaming.main(["--request-rate", bad])
+        assert f"'{bad}' is not a number of requests a second above 0, or inf" in capsys.readouterr().err
+    assert benchmark_streaming.BENCHMARK.parse_options(["--request-rate", "inf"]).request_rate is None

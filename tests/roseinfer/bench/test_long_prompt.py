@@ -1,0 +1,58 @@
+"""What running requests feel of a long prompt that arrives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rosellm.errors import RoseError
+from rosellm.roseinfer import benchmark_streaming
+from rosellm.roseinfer.bench.long_prompt import gap_figures
+from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.request import RequestMetrics
+
+RUN = ["--device=cpu", "--rung=packed_prefill", "--max-batch-size=4", "--no-stop-on-eos", "--num-requests=3"]
+RUN += [
+    "--max-new-tokens=60",
+    "--prompt-tokens=4",
+    "--warmup-runs=1",
+    "--repeat-runs=1",
+    "--prefill-chunk=32",
+]
+LONG = ["--long-prompt-tokens=420", "--long-prompt-after-ms=60"]
+
+
+def output_of(arrival: float, times: list[float]) -> RequestOutput:
+    return RequestOutput(1, [1], [1] * len(times), "length", RequestMetrics(arrival, times), str)
+
+
+def test_gaps_are_beside_a_prefill_if_they_share_a_moment_with_it() -> None:
+    running = output_of(0.0, [1.0, 2.0, 5.0, 6.0, 8.0])
+    figures = gap_figures([running, output_of(2.5, [5.5])])
+    assert figures["itl_beside_max_s"] == 3 and figures["itl_beside_mean_s"] == 2  # 2 to 5, 5 to 6
+    assert figures["itl_apart_mean_s"] == 1.5 and figures["long_prompt_ttft_s"] == 3
+    with pytest.raises(RoseError, match="no request was running"):
+        gap_figures([running, output_of(8.5, [9.0])])
+
+
+def test_a_user_compares_chunks_with_a_whole_prompt(tmp_path: Path, capsys) -> None:
+    record = tmp_path / "record.json"
+    assert benchmark_streaming.main([*RUN, *LONG, "--json", str(record)]) == 0
+    told = capsys.readouterr().out
+    assert (
+        told.count("ITL beside the long prompt p50/p99: ") == told.count("ITL apart from it p50/p99: ") == 2
+    )
+    results = json.loads(record.read_text())["results"]
+    chunked, whole = (results[mode]["repeats"][0] for mode in ("chunked", "whole"))
+    assert chunked["tokens_sha256"] == whole["tokens_sha256"]
+    assert chunked["itl_beside_max_s"] < whole["itl_beside_max_s"]
+
+
+@pytest.mark.parametrize("more", [["--request-rate=2"], ["--submit-interval-ms=5"]])
+def test_a_long_prompt_is_the_only_word_on_arrivals(more: list[str], capsys) -> None:
+    assert benchmark_streaming.main([*RUN, *LONG, *more]) == 2
+    assert "give no other arrivals" in capsys.readouterr().err
+    assert benchmark_streaming.main(["--device=cpu", *LONG]) == 2
+    assert "give --prefill-chunk" in capsys.readouterr().err

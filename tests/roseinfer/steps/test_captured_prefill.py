@@ -1,0 +1,295 @@
+"""Prefills as they are captured, on the CPU: padded, from one buffer, by one copy; tokens are the host's."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from rosellm.roseinfer.cache.staging import StagingBuffer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.steps.captured_prefill import PLACES, CapturedPrefill, places_for
+from tests.helpers import (
+    MODERN,
+    TRITON_DEVICES,
+    decode_all,
+    greedy_sequences,
+    random_model,
+    random_prompts,
+    small_config,
+    small_engine,
+    uncached_greedy,
+)
+from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
+
+__all__ = ["captured"]
+WISHES = (
+    {"temperature": 0.0},
+    {"temperature": 1.2},
+    {"temperature": 0.9, "top_k": 9},
+    {"temperature": 1.1, "top_p": 0.7},
+    {"temperature": 1.0, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.4, "presence_penalty": 0.5},
+    {"temperature": 0.0, "frequency_penalty": 1.5, "logprobs": 3},
+)
+MODEL = random_model(0)
+RUNGS = ["packed_prefill", BEST_RUNG]
+GARBAGE = 0x7F7F7F7F
+shared = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def random_requests(draw: random.Random, n: int, wishes=WISHES) -> list[tuple[list[int], SamplingParams]]:
+    prompts = random_prompts([draw.randint(1, 40) for _ in range(n)], seed=draw.randrange(1000))
+    seeds = [draw.randrange(1000) for _ in range(n)]
+    chosen = [draw.choice(wishes) for _ in range(n)]
+    return [
+        (prompt, SamplingParams(max_tokens=draw.randint(1, 5), seed=seed, **wish))
+        for prompt, seed, wish in zip(prompts, seeds, chosen, strict=True)
+    ]
+
+
+def run_program(engine: Engine, requests, seed: int) -> list[list[int]]:
+    """Prompts in random chunks, some together with others' last chunks, then all decoded together."""
+    draw = random.Random(seed)
+    sequences = [engine.make_sequence(*request) for request in requests]
+    waiting = list(sequences)
+    while waiting:
+        some = draw.sample(waiting, draw.randint(1, len(waiting)))
+        engine.begin_prefill(some, [draw.randint(1, s.n_prompt - s.n_cached) for s in some])
+        waiting = [s for s in waiting if s.n_cached < s.n_prompt]
+    list(engine.step.collect())
+    outputs = decode_all(engine, sequences)
+    for sequence in sequences:
+        engine.release(sequence)
+    engine.check_integrity()
+    return outputs
+
+
+def poison(engine: Engine) -> None:
+    """What no run has sent yet must not matter."""
+    prompts = engine.step.prompts
+    prompts._buffer.fill_(GARBAGE)
+    prompts._hidden.fill_(float("nan"))
+    prompts.packed.state.rows[-1, 1:] = -1  # the spare row
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@shared
+@given(st.integers(0, 10**9))
+def test_tokens_are_those_of_the_host_driven_step_whatever_the_buffers_held(captured, rung, seed):
+    requests = random_requests(random.Random(seed), 6)
+    expected = run_program(small_engine(MODEL, recipe="one_table"), requests, seed)
+    engine = small_engine(MODEL, recipe=rung)
+    assert isinstance(engine.step.prompts, CapturedPrefill)
+    for _ in range(2):
+        poison(engine)
+        assert run_program(engine, requests, seed) == expected
+    assert engine.late_captures == 0
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_prefill_captured_at_first_use_writes_nothing_of_the_one_before_it(captured, rung):
+    """Warming up must not repeat the latest prefill: its blocks may be another sequence's by then."""
+    engine = small_engine(MODEL, recipe=rung, warm_up=False)
+    kept = greedy_sequences(engine, random_prompts([9, 3], seed=2), 6)
+    engine.prefill(kept)
+    for sequence in kept:
+        engine.release(sequence)
+    engine.blocks.k_cache.fill_(float("nan"))
+    (other,) = greedy_sequences(engine, random_prompts([30], seed=3), 6)
+    engine.prefill([other])  # another bucket
+    written = ~engine.blocks.k_cache[0].isnan().any(dim=-1).any(dim=1)  # [N_BLOCKS, BLOCK_SIZE]
+    assert written.sum() == 30
+    assert engine.late_captures == engine.step.n_captured > 0
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("n", [1, 5, 16])
+def test_a_prefill_sends_one_copy_and_replays_two_runs(captured, monkeypatch, rung, n):
+    engine = small_engine(MODEL, recipe=rung)
+    sends, send = [], StagingBuffer.send
+    monkeypatch.setattr(StagingBuffer, "send", lambda self, *out: (sends.append(out), send(self, *out))[1])
+    engine.begin_prefill(greedy_sequences(engine, random_prompts([4] * n), 3))
+    assert len(sends) == 1 and engine.late_captures == 0
+
+
+def test_places_without_a_first_token_change_no_row_and_no_place_in_the_ring(captured):
+    engine = small_engine(MODEL, recipe=BEST_RUNG)
+    running = greedy_sequences(engine, random_prompts([5, 7, 9]), 9)
+    engine.prefill(running)
+    state = engine.step.state
+    rows, ring = state.rows.clone(), state.ring.clone()
+    late = greedy_sequences(engine, random_prompts([12, 6], seed=4), 9)
+    engine.begin_prefill(late, [12, 2])  # one completes its prompt, in a choice for 16
+    own = engine.step.rows.batch(late[:1]).indices.tolist()
+    others = [i for i in range(len(state.rows)) if i not in own]
+    assert torch.equal(state.rows[others], rows[others])
+    assert torch.equal(state.ring[:, others], ring[:, others])
+    assert state.positions[own].tolist() == [12]
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_chunks_that_complete_no_prompt_choose_no_token(captured, rung):
+    engine = small_engine(MODEL, recipe=rung)
+    (sequence,) = greedy_sequences(engine, random_prompts([20]), 3)
+    before = engine.step.state.rows.clone()
+    engine.begin_prefill([sequence], [8])
+    assert torch.equal(engine.step.state.rows, before) and sequence.n_cached == 8
+    engine.prefill([sequence])
+    assert sequence.n_output == 1
+
+
+@pytest.mark.parametrize(("lengths", "most"), [([50] * 3, 128), ([2] * 5, 4096)])
+def test_more_tokens_or_sequences_than_are_captured_run_uncaptured(captured, monkeypatch, lengths, most):
+    monkeypatch.setattr("rosellm.roseinfer.steps.captured_prefill.CAPTURED_TOKENS", most)
+    monkeypatch.setattr("rosellm.roseinfer.steps.captured_prefill.PLACES", (1, 4))
+    engine = small_engine(MODEL, recipe=BEST_RUNG)
+    prompts = random_prompts(lengths)
+    sequences = greedy_sequences(engine, prompts, 4)
+    engine.step.prompts._layer_runs.clear()  # a replay would capture again
+    engine.prefill(sequences)
+    assert engine.late_captures == 0
+    expected = small_engine(MODEL, recipe="dense")
+    others = greedy_sequences(expected, prompts, 4)
+    expected.prefill(others)
+    assert decode_all(engine, sequences) == decode_all(expected, others)
+
+
+def test_last_logits_are_those_of_the_prompts_in_their_order(captured):
+    results = []
+    for rung in ("dense", BEST_RUNG):
+        engine = small_engine(MODEL, recipe=rung)
+        sequences = greedy_sequences(engine, random_prompts([5, 20, 9]), 3)
+        engine.begin_prefill(sequences, [5, 4, 9])
+        results.append(engine.step.last_logits())
+    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-4)
+
+
+def test_every_number_of_sequences_has_the_smallest_choice_that_holds_it():
+    assert [places_for(n) for n in (1, 2, 16, 17, 64, 65, 256)] == [1, 16, 16, 64, 64, 256, 256]
+    assert list(PLACES) == sorted(PLACES)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
+def test_the_kernels_give_the_same_tokens_padded(captured, device, config):
+    model, prompts = random_model(0, config), random_prompts([3, 9, 5])
+    expected = [uncached_greedy(model, prompt, 2) for prompt in prompts]
+    options = {"recipe": BEST_RUNG, "kernels": "triton", "max_batch_size": 4, "max_model_len": 16}
+    engine = small_engine(model.to(device), warm_up=device == "cuda", **options)
+    first, *others = greedy_sequences(engine, prompts, 2)
+    engine.prefill([first])
+    engine.begin_prefill(others, [4, 5])
+    engine.prefill(others[:1])
+    assert decode_all(engine, [first, *others]) == expected
+    assert engine.late_captures == 0 or device == "cpu"
+
+
+# What is captured, and when.
+
+
+def test_an_engine_without_warm_up_captures_at_first_use(captured):
+    engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
+    assert engine.step.n_captured == engine.late_captures == 0
+    run_program(engine, random_requests(random.Random(1), 4), 1)
+    assert engine.late_captures > 0
+    engine.warm_up()
+    assert engine.late_captures == 0
+
+
+@pytest.mark.parametrize("rung", ["cuda_graph", "one_table", "resident_step", *RUNGS, "persistent_kernel"])
+@pytest.mark.parametrize("sizes", [{"max_batch_size": 6}, {"max_batch_size": 20, "max_model_len": 50}])
+def test_no_request_waits_for_a_capture(captured, rung, sizes):
+    engine = small_engine(MODEL, recipe=rung, **sizes)
+    assert engine.step.captures() == [] and engine.step.n_captured > 0
+    for seed in range(6):
+        requests = random_requests(random.Random(seed), 6, WISHES[seed % 3 : seed % 3 + 2])
+        run_program(engine, requests, seed)
+    assert engine.late_captures == 0
+
+
+def test_a_steps_layers_run_once_before_their_captures_in_all_modes(captured):
+    engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
+    step, runs, bind = engine.step, [], engine.step.bind
+    step.bind = lambda state, variant: (runs.append(variant), bind(state, variant))[1]
+    step.bind.variant = bind.variant
+    captures = [capture for capture in step.captures() if capture.func == step._step]
+    for capture in captures:
+        capture()
+    modes = len(step.next_tokens.chooser.modes)
+    assert modes > 1 and len(runs) == len(captures) // modes
+
+
+def test_a_warm_up_for_some_rows_captures_only_their_steps(captured):
+    engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
+    engine.warm_up(5)
+    assert {(bucket, mode) for bucket, mode, _ in engine.step._steps} == {
+        (8, "greedy"),
+        (8, "drawn"),
+        (8, "penalised"),
+    }
+    assert engine.step.prompts._layer_runs == {}
+
+
+def test_a_host_driven_step_warmed_up_for_some_rows_has_their_graph_alone(captured):
+    engine = small_engine(MODEL, recipe="cuda_graph", warm_up=False)
+    engine.warm_up(5)
+    assert list(engine.step.runner._captured) == [8]
+
+
+@pytest.mark.parametrize("heads", [(12, 12), (16, 8)])
+def test_the_graphs_of_a_large_engine_are_few_and_have_every_variant_of_attention(captured, heads):
+    """At most a few hundred: a capture takes 10 to 40 ms."""
+    n_heads, n_kv_heads = heads
+    config = small_config(n_positions=1024, n_heads=n_heads, n_kv_heads=n_kv_heads, d_model=16 * n_heads)
+    sizes = {"max_batch_size": 256, "num_kv_blocks": 4, "block_size": 64}
+    engine = small_engine(random_model(0, config), recipe=BEST_RUNG, kernels="triton", warm_up=False, **sizes)
+    bind, step = engine.step.bind, engine.step
+    bind.num_sms = 132
+    keys = {capture.args for capture in step.captures() if capture.func == step._step}
+    assert len(step.captures()) < 260
+    for bucket in {bucket for bucket, _, _ in keys}:
+        for longest in range(1, 1025):
+            for mode in step.next_tokens.chooser.modes:
+                assert (bucket, mode, bind.variant(bucket, longest)) in keys
+
+
+def test_kernels_are_warmed_up_with_as_many_stop_tokens_as_their_captures_have(captured):
+    model = random_model(0, small_config(eos_token_ids=(3, 5, 7)))
+    engine = small_engine(model, recipe=BEST_RUNG, warm_up=False)
+    numbers, advance = set(), engine.step.next_tokens.advance
+
+    def counting(*, state, **arguments) -> None:
+        numbers.add(len(state.stop_tokens))
+        advance(state=state, **arguments)
+
+    engine.step.next_tokens.advance = counting
+    engine.warm_up()
+    assert numbers == {3}
+
+
+def test_in_deterministic_mode_padding_changes_no_bit_of_the_logits(captured, monkeypatch):
+    results = []
+    for graphs in (None, FakeGraphs()):
+        monkeypatch.setattr("rosellm.roseinfer.recipe.graphs_on", lambda _device, own=graphs: own)
+        engine = small_engine(MODEL, deterministic=True)
+        assert isinstance(engine.step.prompts, CapturedPrefill) == (graphs is not None)
+        sequences = greedy_sequences(engine, random_prompts([5, 20, 9, 33, 2]), 3)
+        engine.begin_prefill(sequences)
+        results.append(engine.step.last_logits())
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.6, True), (0.0, False)])
+def test_a_warm_up_of_more_than_a_second_tells_how_long_it_takes(
+    captured, monkeypatch, capsys, seconds, told
+):
+    engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
+    monkeypatch.setattr(engine.step, "captures", lambda _rows: [lambda: time.sleep(seconds)] * 3)
+    engine.warm_up()
+    printed = capsys.readouterr().err
+    assert ("warm-up" in printed and "3/3 [00:01" in printed) == told and (told or not printed)

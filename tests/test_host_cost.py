@@ -1,0 +1,16 @@
+"""The command that tells what the host costs runs what users run."""
+
+import pytest
+
+from rosellm.roseinfer.steps import in_flight
+from tests import host_cost
+
+
+def test_it_reports_every_way_to_ask_for_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(in_flight, "Clock", in_flight.Clock)  # which the command replaces
+    host_cost.main(["--rows", "4", "--new-tokens", "6", "--repeats", "1", "--step-us", "200"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == ["offline", "generate", "inbox", "readers"]
+    assert all(float(line[1]) > 200 * 5 / 6 for line in lines)
