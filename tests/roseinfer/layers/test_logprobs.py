@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from rosellm.errors import SamplingError
+from rosellm.roseinfer.cache.device_state import ROUNDS
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.layers.logprobs import likely_of, likely_tokens
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
-from tests.helpers import random_model, random_prompts, small_engine, uncached_logits
+from tests.helpers import greedy_sequences, random_model, random_prompts, small_engine, uncached_logits
+from tests.roseinfer.steps.fake_graphs import captured
 
+__all__ = ["captured"]
 RUNGS = ["dense", "cuda_graph", "one_table", "resident_step", "split_kv"]
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
 
@@ -37,6 +43,16 @@ def test_the_token_comes_first_then_the_most_likely_others():
 @pytest.mark.parametrize("rung", RUNGS)
 def test_log_probabilities_are_the_models_own_whatever_the_token_was_chosen_by(rung):
     """And those of a request that asks do not change what others get, nor how many of them run together."""
+    check_log_probabilities_of_some(rung)
+
+
+@pytest.mark.parametrize("rung", ["resident_step", BEST_RUNG])
+def test_so_they_are_if_they_come_from_captured_runs(captured, rung):
+    engine = check_log_probabilities_of_some(rung)
+    assert engine.late_captures == 0 < len(engine.step.logprobs._runs)
+
+
+def check_log_probabilities_of_some(rung: str) -> Engine:
     model, prompts = random_model(0), random_prompts([3, 9, 1, 5])
     wishes = [
         {"temperature": 0.0, "logprobs": 3},
@@ -45,13 +61,15 @@ def test_log_probabilities_are_the_models_own_whatever_the_token_was_chosen_by(r
         {"seed": 7, "logprobs": 20, "temperature": 3.0},
     ]
     params = [SamplingParams(max_tokens=6, ignore_eos=True, **wish) for wish in wishes]
-    outputs = OfflineScheduler(small_engine(model, recipe=rung, max_batch_size=3)).run(prompts, params)
+    engine = small_engine(model, recipe=rung, max_batch_size=3)
+    outputs = OfflineScheduler(engine).run(prompts, params)
     assert outputs[2].logprobs is None and outputs[2].cumulative_logprob is None
     for prompt, output, own in zip(prompts, outputs, params, strict=True):
         if own.logprobs is not None:
             assert_logprobs(
                 uncached_logits(model, prompt + output.token_ids), len(prompt), output, own.logprobs
             )
+    return engine
 
 
 def assert_logprobs(logits: torch.Tensor, n_prompt: int, output: RequestOutput, n: int) -> None:
@@ -68,14 +86,46 @@ def assert_logprobs(logits: torch.Tensor, n_prompt: int, output: RequestOutput, 
     assert output.cumulative_logprob == pytest.approx(own, abs=1e-3)
 
 
-def test_log_probabilities_survive_preemption():
+@pytest.mark.parametrize("deterministic", [False, True], ids=["prefilled again", "decoded again"])
+def test_log_probabilities_survive_preemption(deterministic):
     model, prompts = random_model(0), random_prompts([9, 9, 9])
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=1)
-    scheduler = OfflineScheduler(small_engine(model, num_kv_blocks=8))
+    scheduler = OfflineScheduler(small_engine(model, num_kv_blocks=8, deterministic=deterministic))
     outputs = scheduler.run(prompts, params)
     assert scheduler.preemptions
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_logprobs(uncached_logits(model, prompt + output.token_ids), len(prompt), output, 1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 64, 65, 150])
+def test_any_number_of_rows_is_found_and_unused_places_change_nothing(captured, n):
+    """Rows in any order, from any places, at any rounds; more of them than one run takes."""
+    engine = small_engine(random_model(0), max_batch_size=160)
+    ring, state, draw = engine.step.logprobs, engine.step.state, np.random.default_rng(n)
+    hidden = torch.from_numpy(draw.standard_normal((200, 32), np.float32))
+    state.tokens[:] = torch.from_numpy(draw.integers(0, 101, 160))
+    places, slots = draw.permutation(200)[:n], draw.permutation(160)[:n]
+    rounds = draw.integers(0, ROUNDS, n)
+    ring._words.fill_(-7)
+    ring.begin(hidden, places, slots, rounds)
+    logits = engine.step.next_tokens.chooser.logits(hidden[places])
+    expected, found = likely_tokens(logits, state.tokens[slots]), ring.read(rounds, slots)
+    n_words = (expected.shape[1] - 1) // 2
+    assert torch.equal(found[:, :n_words], expected[:, :n_words]) and torch.equal(found[:, -1], expected[:, -1])
+    values = (words[:, n_words:-1].contiguous().view(torch.float32) for words in (found, expected))
+    torch.testing.assert_close(*values)
+    ring._words[rounds, slots] = -7
+    assert (ring._words[:ROUNDS] == -7).all()
+    assert engine.late_captures == 0
+
+
+def test_rows_in_which_nobody_asks_are_left_out(captured, monkeypatch):
+    engine, begun = small_engine(random_model(0)), []
+    monkeypatch.setattr(engine.step.logprobs, "begin", lambda *arguments: begun.append(arguments))
+    sequences = greedy_sequences(engine, random_prompts([3, 4]), 3)
+    engine.begin_prefill(sequences)
+    engine.begin_decode(sequences)
+    assert not begun
 
 
 # Several completions.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rosellm.errors import PromptError, SamplingError
-from rosellm.roseinfer.cache.token_counts import seen_tokens
+from rosellm.roseinfer.cache.token_counts import counts_of
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw, penalised_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise, gumbel_noise_triton
 from rosellm.roseinfer.layers.sampler import Sampler
@@ -288,13 +288,13 @@ PENALTIES = [
 def test_penalties_are_those_of_the_definitions(params, output):
     one, logits = sequence(prompt=(3, 4, 3), **params), random_logits(1)
     one.tokens += output
-    seen = seen_tokens(one, len(one.tokens), 50, torch.device("cpu"))
+    seen = counts_of([one], 50, torch.device("cpu"))
     by = [
         torch.tensor([getattr(one.params, f"{name}_penalty")])
         for name in ("repetition", "presence", "frequency")
     ]
     expected = penalised_by_hand(logits[0].tolist(), one.prompt, output, one.params)
-    assert penalised_ref(logits, seen[None], *by)[0].tolist() == pytest.approx(expected, rel=1e-5)
+    assert penalised_ref(logits, seen, *by)[0].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_penalties_change_greedy_and_drawn_tokens_of_their_own_row_only():

@@ -189,6 +189,24 @@ def test_the_kernels_give_the_same_tokens_padded(captured, device, config):
     assert engine.late_captures == 0 or device == "cpu"
 
 
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("wish", WISHES[2:], ids=["top_k", "top_p", "penalised", "greedy, penalised"])
+def test_the_kernels_choose_first_tokens_as_the_host_does_padded(captured, device, wish):
+    """Of one prompt, and of three in a choice for 16; other requests' counts and places stay."""
+    model, prompts = random_model(0).to(device), random_prompts([5, 3, 9, 4])
+    params = [SamplingParams(max_tokens=3, seed=9 + i, **wish) for i in range(len(prompts))]
+    outputs = []
+    for rung in ("one_table", BEST_RUNG):
+        options = {"recipe": rung, "kernels": "triton", "max_batch_size": 4, "max_model_len": 16}
+        engine = small_engine(model, warm_up=device == "cuda", **options)
+        first, *others = map(engine.make_sequence, prompts, params)
+        engine.prefill([first])
+        engine.prefill(others)
+        outputs.append(decode_all(engine, [first, *others]))
+        assert engine.late_captures == 0 or device == "cpu"
+    assert outputs[0] == outputs[1]
+
+
 # What is captured, and when.
 
 
@@ -206,8 +224,8 @@ def test_an_engine_without_warm_up_captures_at_first_use(captured):
 def test_no_request_waits_for_a_capture(captured, rung, sizes):
     engine = small_engine(MODEL, recipe=rung, **sizes)
     assert engine.step.captures() == [] and engine.step.n_captured > 0
-    for seed in range(6):
-        requests = random_requests(random.Random(seed), 6, WISHES[seed % 3 : seed % 3 + 2])
+    for seed in range(len(WISHES)):
+        requests = random_requests(random.Random(seed), 6, WISHES[seed : seed + 2])
         run_program(engine, requests, seed)
     assert engine.late_captures == 0
 
