@@ -10,8 +10,8 @@ import torch
 from rosellm.roseinfer import engine as engine_module
 from rosellm.roseinfer.cache.device_state import ROUNDS
 from rosellm.roseinfer.recipe import BEST_RUNG
-from rosellm.roseinfer.trial import DRIVER_BYTES, working_bytes
 from rosellm.roseinfer.steps.logprob_ring import SIZES
+from rosellm.roseinfer.trial import DRIVER_BYTES, working_bytes
 from tests.fake_memory import FakeMemory, GiB, MiB
 from tests.helpers import random_model, small_engine
 from tests.roseinfer.steps.fake_graphs import captured
