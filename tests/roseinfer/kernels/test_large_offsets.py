@@ -40,6 +40,8 @@ def test_a_product_reads_inputs_that_many_rows_and_columns_put_far_away(tmp_path
     linear._some_rows_kernel[(1, 2, 1)](
         far_apart(tmp_path, x),
         weight,
+        None,
+        None,
         x,
         out,
         17,
