@@ -61,8 +61,8 @@ class LogprobRing:
     def read(self, rounds: np.ndarray, indices: np.ndarray) -> Tensor:
         """``[n, W]`` on the CPU; their step has ended, and steps begun since are not waited for."""
         with torch.cuda.stream(self._stream):
-            places = torch.from_numpy(rounds).to(self._words.device), torch.from_numpy(indices)
-            return self._words[places[0], places[1].to(self._words.device)].cpu()
+            places = torch.from_numpy(np.stack((rounds, indices))).to(self._words.device)
+            return self._words[places[0], places[1]].cpu()
 
     def captures(self) -> list[Callable[[], object]]:
         """See ``step.Step.captures``; the largest first."""

@@ -132,6 +132,21 @@ def test_places_without_a_first_token_change_no_row_and_no_place_in_the_ring(cap
     assert state.positions[own].tolist() == [12]
 
 
+def test_a_penalised_first_token_changes_the_counts_of_its_own_request_alone(captured):
+    engine, params = small_engine(MODEL, recipe=BEST_RUNG), SamplingParams(seed=1, frequency_penalty=0.5)
+    running, late = ([engine.make_sequence(p, params) for p in random_prompts(n)] for n in ([5, 7], [4, 6]))
+    engine.prefill(running)
+    engine.decode(running)
+    counts = engine.step.rows.counts
+    before = counts.table.clone()
+    engine.begin_prefill(late, [4, 2])  # one completes its prompt, in a choice for 16
+    own = counts._place_of[late[0]]
+    seen = [int(token in late[0].prompt) for token in range(MODEL.config.vocab_size)]
+    assert before[own].tolist() != seen == counts.table[own].tolist()
+    before[own] = counts.table[own]
+    assert torch.equal(before, counts.table) and before.any(dim=1).sum() == 3
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_chunks_that_complete_no_prompt_choose_no_token(captured, rung):
     engine = small_engine(MODEL, recipe=rung)
