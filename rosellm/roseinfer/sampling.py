@@ -30,7 +30,8 @@ class SamplingParams:
     the end-of-sequence token. stop: a string or list of strings at which the text ends, excluding the stop
     string. logprobs: with each token return its log-probability and those of as many of the most likely ones,
     0 to 20, by the model's own logits, before penalties and temperature; None returns none. n: completions
-    of the prompt; each has a seed of its own, the i-th ``seed + i``. Raises ``SamplingError``.
+    of the prompt, by ``LLM.generate`` and ``LLM.chat`` alone; each has a seed of its own, the i-th
+    ``seed + i``. Raises ``SamplingError``.
     """
 
     temperature: float = 1.0
