@@ -77,7 +77,7 @@ def instant_engine(rows: int, step_s: float = 0.0) -> Engine:
     step = engine.step
     step.__class__, step.device = InstantStep, Device(step_s)
     in_flight.Clock = step.device.clock
-    step._in_flight = in_flight.StepsInFlight(step.rows)
+    step._in_flight = in_flight.StepsInFlight(step.rows, step.logprobs)
     step.prompts.layers = lambda inputs: torch.zeros(len(inputs.ids), config.d_model)
     step.next_tokens.chooser = _FirstTokens()
     return engine

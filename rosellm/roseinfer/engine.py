@@ -172,6 +172,8 @@ class Engine:
         """
         if not isinstance(params, SamplingParams):
             raise SamplingError(f"params is {params!r}; give SamplingParams")
+        if params.n > 1:
+            raise SamplingError(f"n is {params.n}; only LLM.generate and LLM.chat make several completions")
         _check_token_ids(prompt, self.config.vocab_size)
         self._n_requests += 1
         pools, eos = self.blocks.num_pools, self.config.eos_token_ids

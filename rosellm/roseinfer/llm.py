@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import chain, islice
 from threading import Lock
 from typing import Any, NoReturn, cast
 
@@ -91,19 +92,24 @@ class LLM:
 
         Prompts may be any iterable, token ids any sequence, array or tensor of integers. sampling_params: one
         for all, one each, or None for the defaults. Everything is validated before anything runs: raises
-        ``PromptError`` or ``SamplingError``. A result's completion is its ``outputs[0]``, with ``token_ids``,
-        ``text`` and ``finish_reason``: "stop", "length", or "failed" if the model's logits gave no token,
-        with the reason in ``error``; other completions are unaffected. A second thread waits for its turn;
+        ``PromptError`` or ``SamplingError``. A result's completions are its ``outputs``, as many as
+        ``SamplingParams.n``, each with ``token_ids``, ``text``, ``logprobs`` if asked for, and
+        ``finish_reason``: "stop", "length", or "failed" if the model's logits gave no token, with the reason
+        in ``error``; other completions are unaffected. A second thread waits for its turn;
         raises ``BusyError`` while a streaming manager owns the engine.
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
         ids = self.engine.encode_many(many)
+        each = [own.each() for own in params]
+        copies = [prompt for prompt, own in zip(ids, each, strict=True) for _ in own]
         with self._lock:
-            outputs = self._run(ids, params, use_tqdm)
-        for prompt, output in zip(many, outputs, strict=True):
-            output.prompt = prompt if isinstance(prompt, str) else None
-        return outputs
+            outputs = iter(self._run(copies, list(chain.from_iterable(each)), use_tqdm))
+        grouped = [RequestOutput.group(list(islice(outputs, len(own)))) for own in each]
+        for prompt, output in zip(many, grouped, strict=True):
+            for completion in output.outputs:
+                completion.prompt = prompt if isinstance(prompt, str) else None
+        return grouped
 
     def chat(
         self,
@@ -122,7 +128,8 @@ class LLM:
         ids = self.engine.encode_many(texts, special=False)
         outputs = self.generate(ids, sampling_params, use_tqdm)
         for text, output in zip(texts, outputs, strict=True):
-            output.prompt = text
+            for completion in output.outputs:
+                completion.prompt = text
         return outputs
 
     def _run(self, ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:

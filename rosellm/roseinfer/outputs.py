@@ -27,14 +27,26 @@ class Done:
     failed: list[Sequence] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's natural log-probability, its rank among all tokens from 1, and its text, if there is one."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
 @dataclass
 class RequestOutput:
-    """A finished request and its one completion.
+    """A finished request and its completion, or the first of several.
 
-    ``token_ids`` are the generated ones, including an end-of-sequence token. ``finish_reason`` is "stop" (end
-    of sequence or a stop string), "length", "cancelled", or "failed" with the reason in ``error``. ``prompt``
-    is the text given to ``LLM.generate``, None if it got token ids. Outputs with the same prompt, tokens and
-    finish reason are equal, whatever their requests.
+    ``outputs`` are all its completions, of this form each. ``token_ids`` are the generated ones, including an
+    end-of-sequence token. ``finish_reason`` is "stop" (end of sequence or a stop string), "length",
+    "cancelled", or "failed" with the reason in ``error``. ``prompt`` is the text given to ``LLM.generate``,
+    None if it got token ids. ``logprobs``: for each token a dictionary from token id to :class:`Logprob`, the
+    token itself first, then the most likely ones; ``cumulative_logprob``: the sum over the tokens themselves;
+    both None if the request did not ask. Outputs with the same prompt, tokens and finish reason are equal,
+    whatever their requests.
     """
 
     request_id: int = field(compare=False)
@@ -45,6 +57,16 @@ class RequestOutput:
     decode: Callable[[], str | None] = field(repr=False, compare=False)
     error: str | None = None
     prompt: str | None = None
+    logprobs: list[dict[int, Logprob]] | None = field(default=None, repr=False, compare=False)
+    cumulative_logprob: float | None = field(default=None, compare=False)
+    others: list[RequestOutput] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def group(cls, completions: list[RequestOutput]) -> RequestOutput:
+        """The first of a prompt's completions, with all of them as its ``outputs``."""
+        first = completions[0]
+        first.others = completions[1:]
+        return first
 
     @classmethod
     def of(cls, sequence: Sequence, tokenizer: AnyTokenizer | None) -> RequestOutput:
@@ -60,6 +82,8 @@ class RequestOutput:
             metrics=sequence.metrics,
             decode=_decoder(sequence, tokenizer),
             error=sequence.error,
+            logprobs=_decoded(sequence, tokenizer) if sequence.logprobs is not None else None,
+            cumulative_logprob=_cumulative(sequence),
         )
 
     @cached_property
@@ -72,8 +96,8 @@ class RequestOutput:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The completions of the prompt: this one."""
-        return [self]
+        """The completions of the prompt, this one first."""
+        return [self, *self.others]
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the text, not its decoder."""
@@ -89,3 +113,25 @@ def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[],
         return lambda: None
     ends_with_eos = sequence.finish_reason == "stop"  # stop strings were not searched for
     return partial(tokenizer.decode, sequence.output[:-1] if ends_with_eos else sequence.output)
+
+
+def _decoded(sequence: Sequence, tokenizer: AnyTokenizer | None) -> list[dict[int, Logprob]]:
+    """The sequence's log-probabilities, with the text of each token."""
+    texts: dict[int, str | None] = {}
+
+    def text(token: int) -> str | None:
+        if token not in texts:
+            texts[token] = None if tokenizer is None else tokenizer.decode([token])
+        return texts[token]
+
+    return [
+        {token: Logprob(logprob, rank, text(token)) for token, logprob, rank in likely}
+        for likely in sequence.logprobs or []
+    ]
+
+
+def _cumulative(sequence: Sequence) -> float | None:
+    """The sum of the log-probabilities of the sequence's own tokens."""
+    if sequence.logprobs is None:
+        return None
+    return sum(likely[0][1] for likely in sequence.logprobs)

@@ -14,6 +14,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
 from rosellm.roseinfer.layers.attention import Binder, build_binder
@@ -25,6 +26,7 @@ from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
 from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.host import MASKS, HostStep
 from rosellm.roseinfer.steps.kv_append import AppendGate, build_append
+from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.next_tokens import NextTokens
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prefill import Prefill
@@ -277,18 +279,19 @@ def _resident_step(
     recipe: Recipe, model: Transformer, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
 ) -> ResidentStep:
     bind: Binder
+    counts = TokenCounts(n_rows, model.config.vocab_size, model.device)
     if recipe.numerics == "invariant":
         dependent = recipe.launch == "dependent" and model.device.type == "cuda"
         kernels = batch_invariant.invariant_kernels(kernels, dependent)
         layers_for, prefill_layers_for = batch_invariant.invariant_layers(model, kernels)
         bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks, model)
-        chooser = batch_invariant.invariant_chooser(model, kernels)
+        chooser = batch_invariant.invariant_chooser(model, kernels, counts)
     else:
         layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
         bind = build_binder(recipe.attention, recipe.append, kernels, blocks, model)
-        prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels)
+        prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels, counts)
     state = DeviceState(n_rows + 1, width, model.device, model.config.eos_token_ids)  # the last is a spare
-    rows, next_tokens = Rows(state.first(n_rows), blocks), NextTokens(chooser, kernels.advance)
+    rows, next_tokens = Rows(state.first(n_rows), blocks, counts), NextTokens(chooser, kernels.advance)
     graphs = graphs_on(model.device) if recipe.runner == "graph" else None
     prompts: Prompts = PromptsByHost(Prefill(model, blocks), rows, next_tokens)
     if recipe.prefill == "packed":
@@ -299,5 +302,11 @@ def _resident_step(
         exhibit = load_exhibit("persistent_layers")
         layers_for = exhibit.persistent_for_few(layers_for, model, kernels)
     return ResidentStep(
-        rows=rows, layers_for=layers_for, bind=bind, next_tokens=next_tokens, prompts=prompts, graphs=graphs
+        rows=rows,
+        layers_for=layers_for,
+        bind=bind,
+        next_tokens=next_tokens,
+        prompts=prompts,
+        logprobs=LogprobRing(state.first(n_rows), chooser.logits, model.config, model.dtype, graphs),
+        graphs=graphs,
     )

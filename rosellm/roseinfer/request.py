@@ -11,6 +11,9 @@ from rosellm.errors import RoseError
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.text import IncrementalText
 
+# A token's log-probability and those of the most likely ones: token, log-probability, rank.
+Likely = list[tuple[int, float, int]]
+
 
 @dataclass
 class RequestMetrics:
@@ -54,12 +57,13 @@ class Sequence:
     global block ids. ``finish_reason``: None while running, "stop", "length", "cancelled", or "failed" with
     its reason in ``error``. ``seed`` and a token's index determine its random numbers. any of ``stop_tokens``
     ends it. ``replays``: after preemption its output is decoded again, token by token, as the first time;
-    otherwise it is prefilled, like the prompt. A scheduler updates ``metrics`` and, with stop strings,
-    ``text``.
+    otherwise it is prefilled, like the prompt. ``logprobs``: of each output token, if the request asks. A
+    scheduler updates ``metrics`` and, with stop strings, ``text``.
     """
 
     __slots__ = (
-        "block_ids", "error", "finish_reason", "max_length", "metrics", "n_cached", "n_prompt", "params",
+        "block_ids", "error", "finish_reason", "logprobs", "max_length", "metrics", "n_cached", "n_prompt",
+        "params",
         "replays", "request_id", "seed", "stop_tokens", "text", "tokens",
     )  # fmt: skip
 
@@ -82,6 +86,7 @@ class Sequence:
         self.text: IncrementalText | None = None
         self.replays = replays
         self.stop_tokens = () if params.ignore_eos else eos_token_ids
+        self.logprobs: list[Likely] | None = None if params.logprobs is None else []
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
 
     @property

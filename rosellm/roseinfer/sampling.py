@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rosellm.errors import SamplingError, told
 
 INT64_MAX = 2**63 - 1
+MOST_LOGPROBS = 20
 NOT_FINITE = -2  # in place of a token id
 NO_TOKEN = "the model's logits are not finite; nothing can be chosen from them"
 
@@ -19,10 +20,18 @@ class SamplingParams:
 
     temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k most likely tokens; 0
     keeps all. top_p: keep the smallest set of most likely tokens whose probability reaches it (Holtzman et
-    al. 2020); 1 keeps all. max_tokens: the most new tokens. seed: the same seed and logits give the same
-    tokens whatever shares the batch; None draws a fresh one. ignore_eos: continue past the end-of-sequence
-    token. stop: a string or list of strings at which the text ends, excluding the stop string. Raises
-    ``SamplingError``.
+    al. 2020); 1 keeps all. min_p: keep tokens at least that many times as likely as the most likely one
+    (Nguyen et al. 2024); 0 keeps all. min_p comes first and top_p last; the most likely token always stays.
+    repetition_penalty: the logit of a token of prompt or output is divided by it if positive, else multiplied
+    (Keskar et al. 2019); 1 is none. frequency_penalty: subtracted from a token's logit for each time that it
+    is in the output; presence_penalty: once if it is there at all; 0 is none. Penalties come before the
+    temperature, and change greedy choices, too. max_tokens: the most new tokens. seed: the same seed and
+    logits give the same tokens whatever shares the batch; None draws a fresh one. ignore_eos: continue past
+    the end-of-sequence token. stop: a string or list of strings at which the text ends, excluding the stop
+    string. logprobs: with each token return its log-probability and those of as many of the most likely ones,
+    0 to 20, by the model's own logits, before penalties and temperature; None returns none. n: completions
+    of the prompt, by ``LLM.generate`` and ``LLM.chat`` alone; each has a seed of its own, the i-th
+    ``seed + i``. Raises ``SamplingError``.
     """
 
     temperature: float = 1.0
@@ -32,14 +41,29 @@ class SamplingParams:
     seed: int | None = None
     ignore_eos: bool = False
     stop: str | list[str] | tuple[str, ...] | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         self._number("temperature", 0.0, sys.float_info.max, "a number from 0 (greedy) to 1.79e308")
         self._number("top_p", math.ulp(0.0), 1.0, "a number above 0 and at most 1")
+        self._number("min_p", 0.0, 1.0, "a number from 0 to 1")
+        self._number("repetition_penalty", math.ulp(0.0), sys.float_info.max, "a number above 0 (1: none)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._number(name, -2.0, 2.0, "a number from -2 to 2")
         self._whole("top_k", 0, INT64_MAX)
         self._whole("max_tokens", 1)
         if self.seed is not None:
             self._whole("seed", 0, INT64_MAX)
+        if self.logprobs is not None:
+            self._whole("logprobs", 0, MOST_LOGPROBS)
+        self._whole("n", 1)
+        if self.n > 1 and self.is_greedy:
+            raise SamplingError(f"n is {self.n}; it must be 1 at temperature 0, where completions are equal")
         if not isinstance(self.ignore_eos, bool):
             raise SamplingError(f"ignore_eos is {self.ignore_eos!r}; use True or False")
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -62,6 +86,24 @@ class SamplingParams:
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def each(self) -> list[SamplingParams]:
+        """The parameters of each of the n completions."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else (self.seed + i) & INT64_MAX for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are drawn from some tokens only."""
+        return not self.is_greedy and bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
+    def is_penalised(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        return any(penalties)
 
     @property
     def is_greedy(self) -> bool:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from rosellm.roseinfer import engine as engine_module
+from rosellm.roseinfer.cache.device_state import ROUNDS
 from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.steps.logprob_ring import SIZES
 from rosellm.roseinfer.trial import DRIVER_BYTES, working_bytes
 from tests.fake_memory import FakeMemory, GiB, MiB
 from tests.helpers import random_model, small_engine
@@ -80,6 +82,8 @@ def test_rehearsals_and_captures_write_no_block_and_no_row_but_the_spare_one(cap
     for tensor in (cache.k_cache, cache.v_cache):
         tensor.fill_(float("nan"))
     rows, ring = step.state.rows.clone(), step.state.ring.clone()
+    step.rows.counts.table.fill_(-5)
+    step.logprobs._words.fill_(-5)
     runs = step.rehearsals(300) + step.largest_captures() + step.captures()
     with torch.inference_mode():
         for run in runs:
@@ -88,6 +92,7 @@ def test_rehearsals_and_captures_write_no_block_and_no_row_but_the_spare_one(cap
     assert torch.equal(step.state.rows, rows)
     own = slice(0, len(step.rows))
     assert torch.equal(step.state.ring[:, own], ring[:, own])
+    assert (step.rows.counts.table == -5).all() and (step.logprobs._words[:ROUNDS] == -5).all()
 
 
 @pytest.mark.parametrize("rung", ["packed_prefill", BEST_RUNG])
@@ -105,3 +110,4 @@ def test_an_engine_tries_the_largest_prefill_and_decode_steps_on_one_block(captu
         assert max(step.prompts._layer_runs) == 512  # 5 sequences of 64 tokens
         assert {bucket for bucket, _, _ in step._steps} == {5}
         assert {mode for _, mode, _ in step._steps} == set(step.next_tokens.chooser.modes)
+        assert max(step.logprobs._runs) == SIZES[-1]

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.errors import RecipeError
@@ -25,7 +26,7 @@ from rosellm.roseinfer.kernels.attention_plan import Plan, Variant
 from rosellm.roseinfer.kernels.dependent_launch import AT_END
 from rosellm.roseinfer.kernels.table import Kernels, triton_kernels
 from rosellm.roseinfer.layers.attention import AppendAndAttend
-from rosellm.roseinfer.layers.choosers import FusedChooser, LogitsChooser
+from rosellm.roseinfer.layers.choosers import LogitsChooser
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, Recipe
 from rosellm.roseinfer.steps.host import HostStep
 from rosellm.roseinfer.steps.resident import ResidentStep
@@ -133,9 +134,11 @@ def _head(model: Transformer, bench: Callable[..., Bench], batch: int, context: 
     """All logits still, from a head whose vocabulary is padded to a multiple of 64."""
 
     def pad(engine: Engine) -> None:
-        kernels = engine.kernels
-        padded = FusedChooser(model, kernels).logits
-        cast(ResidentStep, engine.step).next_tokens.chooser = LogitsChooser(padded, kernels.gumbel_noise)
+        kernels, step = engine.kernels, cast(ResidentStep, engine.step)
+        padded, vocab = model.padded_head, len(model.lm_head.weight)
+        step.next_tokens.chooser = LogitsChooser(
+            lambda hidden: F.linear(hidden, padded)[:, :vocab], kernels, step.rows.counts
+        )
 
     return {"vocabulary padded": partial(bench, BEFORE["fused_head"], prepare=pad)}
 

@@ -154,7 +154,7 @@ def _room(memory: GPUMemory, utilization: float) -> int:
 
 
 def _working_bytes(gpt: Transformer, n_rows: int) -> int:
-    """What the largest prefill and the sampling of ``n_rows`` rows of logits hold at once, by estimate."""
+    """What the largest prefill, and the sampling and counts of ``n_rows`` rows, hold at once, by estimate."""
     config, size = gpt.config, gpt.dtype.itemsize
     widths = 4 * config.d_model + config.qkv_width + config.attention_width + config.up_width + config.d_ff
-    return GPU_CONTEXT_BYTES + PREFILL_TOKENS * widths * size + 6 * n_rows * config.vocab_size * 4
+    return GPU_CONTEXT_BYTES + PREFILL_TOKENS * widths * size + 7 * n_rows * config.vocab_size * 4

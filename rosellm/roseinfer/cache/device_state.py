@@ -13,14 +13,15 @@ from torch import Tensor
 
 from rosellm.roseinfer.request import Sequence
 
-TOKEN, POSITION, LIMIT, STOP, ROUND, TOP_K, SEED, TEMPERATURE, TOP_P, FIELDS = 0, 1, 2, 3, 4, 5, 6, 8, 9, 10
+TOKEN, POSITION, LIMIT, STOP, ROUND, TOP_K, SEED, TEMPERATURE, TOP_P, MIN_P = 0, 1, 2, 3, 4, 5, 6, 8, 9, 10
+REPETITION, PRESENCE, FREQUENCY, COUNTS, PROMPT, FIELDS = 11, 12, 13, 14, 15, 16
 INERT = NO_STOP = -1
 ROUNDS = 64
 # The words that the end of a step reads or writes, as constants of its kernel.
 ADVANCED = {"TOKEN": TOKEN, "POSITION": POSITION, "LIMIT": LIMIT, "STOP": STOP, "ROUND": ROUND}
 INT32_MAX = 2**31 - 1
-FLOAT32_MAX = torch.finfo(torch.float32).max
-_ROW = struct.Struct("<6iq2f")
+FLOAT32_MAX, FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_ROW = struct.Struct("<6iq6f2i")
 
 
 class DeviceState:
@@ -29,9 +30,11 @@ class DeviceState:
     The ring is host memory that the device writes to (pinned if there is a GPU): a row's token of its round
     r, modulo ROUNDS, is at ``ring[r, row]``: INERT if the row was inert, NOT_FINITE if no token could be
     chosen. S: rows; W: blocks a sequence may hold. The attributes are views: tokens, positions, limits
-    (number of tokens at full length), stops (a token that ends a row, or -1), top_k int32, seeds int64,
-    temperatures and top_p fp32 ``[S]``, table ``[S, W]``. stop_tokens ``[E]`` int32 end every row that has a
-    stop: models have several ends of sequence, the same for all rows.
+    (number of tokens at full length), stops (a token that ends a row, or -1), top_k, counts (1 + the row's
+    place in ``TokenCounts``, 0: none), prompts (tokens of the prompt) int32, seeds int64, temperatures,
+    top_p, min_p, repetition, presence and frequency fp32 ``[S]``, table ``[S, W]``. stop_tokens ``[E]`` int32
+    end every row that has a stop: models have several ends of sequence, the same for all rows. Views that few
+    steps need are made when they are read.
     """
 
     def __init__(
@@ -52,6 +55,35 @@ class DeviceState:
         self.temperatures, self.top_p = floats[:, TEMPERATURE], floats[:, TOP_P]
         self.table = rows[:, FIELDS : FIELDS + width]
 
+    @property
+    def min_p(self) -> Tensor:
+        return self.rows.view(torch.float32)[:, MIN_P]
+
+    @property
+    def repetition(self) -> Tensor:
+        return self.rows.view(torch.float32)[:, REPETITION]
+
+    @property
+    def presence(self) -> Tensor:
+        return self.rows.view(torch.float32)[:, PRESENCE]
+
+    @property
+    def frequency(self) -> Tensor:
+        return self.rows.view(torch.float32)[:, FREQUENCY]
+
+    @property
+    def counts(self) -> Tensor:
+        return self.rows[:, COUNTS]
+
+    @property
+    def prompts(self) -> Tensor:
+        return self.rows[:, PROMPT]
+
+    @property
+    def filtered(self) -> Tensor:
+        """The rows that are drawn from some tokens only, ``[S]`` bool."""
+        return (self.temperatures > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
+
     def first(self, n_rows: int) -> DeviceState:
         """A view of the first rows; shares the ring."""
         return self.of(self.rows[:n_rows])
@@ -68,10 +100,13 @@ class DeviceState:
         return part
 
 
-def row_bytes(sequence: Sequence, position: int, rounds: int) -> bytes:
-    """The FIELDS words of a sequence's row, little-endian."""
+def row_bytes(sequence: Sequence, position: int, rounds: int, counts: int = 0) -> bytes:
+    """The FIELDS words of a sequence's row, little-endian; counts: 1 + its place in ``TokenCounts``, or 0."""
     params, token = sequence.params, sequence.tokens[position]
     stop = sequence.stop_tokens[0] if sequence.stop_tokens else NO_STOP
     top_k, temperature = min(params.top_k, INT32_MAX), min(params.temperature, FLOAT32_MAX)
-    counts = position, sequence.max_length, stop, rounds
-    return _ROW.pack(token, *counts, top_k, sequence.seed, temperature, params.top_p)
+    numbers = position, sequence.max_length, stop, rounds
+    filters = temperature, params.top_p, params.min_p
+    repetition = min(max(params.repetition_penalty, FLOAT32_TINY), FLOAT32_MAX)
+    penalties = repetition, params.presence_penalty, params.frequency_penalty
+    return _ROW.pack(token, *numbers, top_k, sequence.seed, *filters, *penalties, counts, sequence.n_prompt)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
-from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise
+from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise, row_key
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_best_tokens_kernel": "head"}
@@ -73,11 +73,12 @@ def _best_tokens_kernel(
     if SAMPLED:
         temperatures = tl.load(temperature_ptr + rows * state_stride, mask=held_rows, other=0.0)
         temperatures = tl.minimum(temperatures, MAX_TEMPERATURE)
-        seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
-        positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
-        every = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
-        noise = gumbel(seeds[:, None] + every, positions[:, None] + every, columns[None, :] + every)
-        logits = tl.where(temperatures[:, None] > 0, logits + temperatures[:, None] * noise, logits)
+        if tl.max(temperatures, axis=0) > 0:
+            seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
+            positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
+            first, second = row_key(seeds, positions)
+            noise = gumbel(first[:, None], second[:, None], columns[None, :].to(tl.uint32))
+            logits = tl.where(temperatures[:, None] > 0, logits + temperatures[:, None] * noise, logits)
     best, index = tl.max(logits, axis=1, return_indices=True)
     tl.store(values_ptr + rows * TILES + tile, best, mask=held_rows)
     tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=held_rows)

@@ -1,7 +1,9 @@
 """Counter-based random numbers: a draw's noise is a function of seed, position and vocabulary index.
 
 There is no generator state: a draw can be captured in a CUDA graph, and a preempted request that is
-recomputed gets the same noise.
+recomputed gets the same noise. A row's seed and position are mixed once, by Philox, into two key words; each
+vocabulary index is then mixed with them by a hash of two multiplications: ten rounds of Philox for each of
+50,000 tokens would take longer than the product that makes their logits.
 """
 
 from __future__ import annotations
@@ -10,15 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rosellm.triton_or_none import tl, triton
+from rosellm.triton_or_none import has_triton, tl, triton
 
 ROLES = {"_gumbel_noise_kernel": "sampling"}
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
+SPREAD, MIXERS = 0x9E3779B1, (0x21F0AAAD, 0x735A2D97)
 COLUMNS = 1024
 BELOW_ONE = 1 - 2**-24
+INTERPRETED = has_triton and tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def philox4x32(
@@ -43,30 +47,60 @@ def philox4x32(
     return c0, c1 & WORD, c2, c3 & WORD
 
 
+def hashed_words(column: Tensor, key: tuple[Tensor, Tensor]) -> Tensor:
+    """A random word for each vocabulary index: words 0..2**32-1 in int64 tensors that broadcast together.
+
+    Shifts, exclusive ors and odd multipliers (Steele et al. 2014, "Fast splittable pseudorandom number
+    generators") with constants found by Wellons' search (hash-prospector), the second key word between them.
+    """
+    word = (column * SPREAD + key[0]) & WORD
+    word = ((word ^ (word >> 16)) * MIXERS[0]) & WORD
+    word = (((word ^ (word >> 15)) + key[1]) * MIXERS[1]) & WORD
+    return word ^ (word >> 15)
+
+
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, the specification: seeds ``[B]`` int64, positions ``[B]`` int → ``[B, V]`` fp32.
 
-    A row's noise depends only on its own seed and position. Key: the seed's low and high word; counter:
-    (vocabulary index, position, 0, 0). The first output word gives a uniform number of 32 bits, halfway
-    between multiples of 2**-32, through its distance from 1, which fp32 holds exactly where noise is large:
-    values from -2.8 to 22.9.
+    A row's noise depends only on its own seed and position. Its key is the first two words that Philox makes
+    of the counter (position, 0, 0, 0), keyed by the seed's low and high word. A vocabulary index's word gives
+    a uniform number of 32 bits, halfway between multiples of 2**-32, through its distance from 1, which fp32
+    holds exactly where noise is large: values from -2.8 to 22.9.
     """
     column = torch.arange(vocab_size, device=seeds.device)  # [V]
     seeds, position = seeds[:, None], positions.long()[:, None]  # [B, 1]
     zero = torch.zeros_like(position)
-    word = philox4x32((column, position, zero, zero), (seeds & WORD, (seeds >> 32) & WORD))[0]  # [B, V]
-    from_one = (WORD - word).float().add_(0.5).mul_(2**-32).clamp_max_(BELOW_ONE)
+    first, second, _, _ = philox4x32((position, zero, zero, zero), (seeds & WORD, (seeds >> 32) & WORD))
+    from_one = hashed_words(column, (first, second)).float()  # [B, V]
+    from_one = from_one.add_(0.5).mul_(2**-32).clamp_max_(BELOW_ONE)
     return from_one.neg_().log1p_().neg_().log_().neg_()
 
 
 @triton.jit
-def gumbel(seed, position, column):
-    """:func:`gumbel_noise` inside a kernel: seed int64, position and column any integers, all broadcast."""
-    column = column.to(tl.uint32)
-    word, _, _, _ = tl.philox(seed, column, position.to(tl.uint32), column * 0, column * 0, n_rounds=10)
-    v = tl.minimum((~word).to(tl.float32) * (1 / 4294967296) + (0.5 / 4294967296), 1 - 1 / 16777216)
+def row_key(seed, position):
+    """The key of a row's noise: two words; seed int64, position any integer, of one shape."""
+    position = position.to(tl.uint32)
+    first, second, _, _ = tl.philox(seed, position, position * 0, position * 0, position * 0, n_rounds=10)
+    return first, second
+
+
+@triton.jit
+def log2(x):
+    """To base 2, by one instruction: ``tl.log2`` takes twenty, and tells subnormal numbers apart."""
+    return tl.log2(x) if INTERPRETED else tl.extra.cuda.libdevice.fast_log2f(x)
+
+
+@triton.jit
+def gumbel(first, second, column):
+    """:func:`gumbel_noise` inside a kernel: a row's key and columns uint32, broadcast together."""
+    word = column * 0x9E3779B1 + first
+    word = (word ^ (word >> 16)) * 0x21F0AAAD
+    word = ((word ^ (word >> 15)) + second) * 0x735A2D97
+    word = word ^ (word >> 15)
+    v = tl.minimum(word.to(tl.float32) * (1 / 4294967296) + (0.5 / 4294967296), 1 - 1 / 16777216)
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5)))))
-    return -tl.log(tl.where(v < 1 / 32, series, -tl.log(1 - v)))  # -log1p(-v), which has no operator
+    exponential = tl.where(v < 1 / 32, series, -0.6931471805599453 * log2(1 - v))  # -log1p(-v)
+    return -0.6931471805599453 * log2(exponential)
 
 
 @triton.jit
@@ -76,7 +110,8 @@ def _gumbel_noise_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     seed, position = tl.load(seeds_ptr + row * seed_stride), tl.load(positions_ptr + row * position_stride)
-    noise = gumbel(seed, position, column)
+    first, second = row_key(seed, position)
+    noise = gumbel(first, second, column.to(tl.uint32))
     tl.store(out_ptr + row * vocab_size + column, noise, mask=column < vocab_size)
 
 

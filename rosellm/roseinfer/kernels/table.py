@@ -19,11 +19,14 @@ from rosellm.roseinfer.kernels import (
     attention,
     attention_plan,
     few_rows,
+    filtered,
+    filtered_head,
     head,
     linear,
     noise,
     norm,
     partial_rows,
+    penalties,
     prefill,
     rotary,
 )
@@ -38,11 +41,14 @@ SOURCES = (
     attention,
     attention_plan,
     few_rows,
+    filtered,
+    filtered_head,
     head,
     linear,
     noise,
     norm,
     partial_rows,
+    penalties,
     prefill,
     rotary,
 )
@@ -69,6 +75,9 @@ class Kernels:
     few_rows_linear: Callable[..., torch.Tensor]
     some_rows_linear: Callable[..., torch.Tensor]
     best_tokens: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    filtered_tiles: Callable[..., filtered_head.Tiles]
+    choose_filtered: Callable[..., None]
+    count_tokens: Callable[..., None]
     advance: Callable[..., None]
 
 
@@ -91,6 +100,9 @@ def triton_kernels(dependent: int) -> Kernels:
         few_rows.make_few_rows_linear(dependent),
         linear.make_some_rows_linear(dependent),
         head.make_best_tokens(dependent),
+        filtered_head.make_filtered_tiles(dependent),
+        filtered.make_choose_filtered(dependent),
+        penalties.make_count_tokens(dependent),
         advance.make_advance(dependent),
     )
 
@@ -113,6 +125,9 @@ TORCH = Kernels(
     few_rows.few_rows_linear_ref,
     linear.some_rows_linear_ref,
     head.best_tokens_ref,
+    filtered_head.filtered_tiles_ref,
+    filtered.choose_filtered_ref,
+    penalties.count_tokens_ref,
     advance.advance_ref,
 )
 

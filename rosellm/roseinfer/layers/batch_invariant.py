@@ -22,8 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.models.model import Transformer
+from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Variant
+from rosellm.roseinfer.kernels.filtered_head import filtered_shape, make_filtered_tiles
 from rosellm.roseinfer.kernels.head import make_best_tokens
 from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, prefill_attention_ref
@@ -59,6 +61,11 @@ def head_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     if dtype == torch.float32:
         return 32, 64, 32, 4, 3
     return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)
+
+
+def filtered_head_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """The same for a batch with filtered rows, whose masses are sums over a tile's columns, too."""
+    return filtered_shape(max(rows, 17), dtype)
 
 
 def decode_parts(rows: int, n: int, k: int) -> int:
@@ -122,6 +129,7 @@ def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
         kernels,
         some_rows_linear=make_some_rows_linear(dependent, linear_shape, copies=False),
         best_tokens=make_best_tokens(dependent, head_shape),
+        filtered_tiles=make_filtered_tiles(dependent, filtered_head_shape),
     )
 
 
@@ -134,23 +142,23 @@ class InvariantAppendAndAttend(AppendAndAttend):
 
 
 class InvariantChooser(FusedChooser):
-    """Full logits, too, come from the kernel with a fixed summation order."""
+    """Full logits, too, come from the kernel with a fixed summation order; its partial sums are fp32."""
 
-    def __init__(self, model: Transformer, kernels: Kernels) -> None:
-        super().__init__(model, kernels)
+    def __init__(self, model: Transformer, kernels: Kernels, counts: TokenCounts) -> None:
+        super().__init__(model, kernels, counts)
         self.linear = kernels.some_rows_linear
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.linear(x=hidden, weight=self.padded)[:, : len(self.weight)]
+        return self.linear(x=hidden, weight=self.padded, parts=2).sum(dim=0)[:, : len(self.weight)]
 
 
-def invariant_chooser(model: Transformer, kernels: Kernels) -> Chooser:
+def invariant_chooser(model: Transformer, kernels: Kernels, counts: TokenCounts) -> Chooser:
     if kernels.name == "torch":
         weight = model.lm_head.weight
         return LogitsChooser(
-            lambda hidden: kernels.some_rows_linear(x=hidden, weight=weight), kernels.gumbel_noise
+            lambda hidden: kernels.some_rows_linear(x=hidden, weight=weight), kernels, counts
         )
-    return InvariantChooser(model, kernels)
+    return InvariantChooser(model, kernels, counts)
 
 
 def invariant_layers(

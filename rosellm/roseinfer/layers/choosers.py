@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -12,9 +11,11 @@ from torch import Tensor
 
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.token_counts import TokenCounts
+from rosellm.roseinfer.kernels.draw import draw, likeliest
+from rosellm.roseinfer.kernels.filtered_head import penalised_rows_ref
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.products import can_pack, packed_head
-from rosellm.roseinfer.layers.sampler import draw, likeliest
 from rosellm.roseinfer.sampling import SamplingParams
 
 
@@ -35,48 +36,69 @@ class Chooser(Protocol):
         """Values and indices as ``advance.advance`` takes them; the state's rows match those of hidden."""
 
 
+MODES = "greedy", "drawn", "filtered", "penalised"  # each serves the requests of those before it
+
+
+def mode_of(params: list[SamplingParams]) -> str:
+    """The first of ``MODES`` that serves all these requests."""
+    if any(p.is_penalised for p in params):
+        return "penalised"
+    drawn = [p for p in params if not p.is_greedy]
+    if not drawn:
+        return "greedy"
+    return "filtered" if any(p.is_filtered for p in drawn) else "drawn"
+
+
 class LogitsChooser:
-    """All logits, then an argmax, or a draw if any request is not greedy."""
+    """All logits, then an argmax, or a draw if any request is not greedy.
 
-    modes: tuple[str, ...] = ("greedy", "drawn")
+    counts: of the tokens that penalised requests have seen.
+    """
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], noise: Callable[..., Tensor]) -> None:
-        self.logits, self.noise = logits, noise
+    modes: tuple[str, ...] = ("greedy", "drawn", "penalised")
+
+    def __init__(self, logits: Callable[[Tensor], Tensor], kernels: Kernels, counts: TokenCounts) -> None:
+        self.logits, self.counts = logits, counts
+        self.noise, self.count_tokens = kernels.gumbel_noise, kernels.count_tokens
 
     def mode(self, params: list[SamplingParams]) -> str:
-        return "greedy" if all(p.is_greedy for p in params) else "drawn"
+        mode = mode_of(params)
+        return "drawn" if mode == "filtered" else mode
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
         logits = self.logits(hidden)
+        if mode == "penalised":
+            self.count_tokens(state=state, table=self.counts.table)
+            logits = penalised_rows_ref(logits, state, self.counts.table)
         tokens = likeliest(logits) if mode == "greedy" else draw_for(state, logits, self.noise)
         return None, tokens[:, None]
 
 
 class FusedChooser:
-    """The head's product keeps only the best token; rows with top-k or top-p get full logits.
+    """The head's product keeps only the best token, and the logits of rows with top-k, top-p or min-p.
 
-    How a row's token is chosen depends on its own request, not on its batch. Full logits come from the head
-    with its padding rows: with the odd row length of GPT-2's logits the GEMM could not use aligned stores.
+    How a row's token is chosen depends on its own request, not on its batch. Full logits, for who asks to see
+    them, are sums in fp32 like those that tokens are chosen by, and come from the head with its padding rows:
+    with the odd row length of GPT-2's logits the GEMM could not use aligned stores.
     """
 
-    modes: tuple[str, ...] = ("greedy", "drawn", "filtered")
+    modes: tuple[str, ...] = MODES
 
-    def __init__(self, model: Transformer, kernels: Kernels) -> None:
-        self.best_tokens, self.noise = kernels.best_tokens, kernels.gumbel_noise
+    def __init__(self, model: Transformer, kernels: Kernels, counts: TokenCounts) -> None:
+        self.kernels, self.counts = kernels, counts
         self.weight = model.lm_head.weight
         self.padded = model.padded_head
 
     def mode(self, params: list[SamplingParams]) -> str:
-        drawn = [p for p in params if not p.is_greedy]
-        if not drawn:
-            return "greedy"
-        return "filtered" if any(p.top_k or p.top_p < 1 for p in drawn) else "drawn"
+        return mode_of(params)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.padded)[:, : len(self.weight)]
+        return fp32_product(hidden, self.padded)[:, : len(self.weight)]
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
-        values, indices = self.best_tokens(
+        if mode in ("filtered", "penalised"):
+            return self._filtered(hidden, state, self._counted(state) if mode == "penalised" else None)
+        return self.kernels.best_tokens(
             hidden=hidden,
             weight=self.weight,
             temperature=state.temperatures,
@@ -84,25 +106,34 @@ class FusedChooser:
             positions=state.positions,
             sampled=mode != "greedy",
         )
-        if mode != "filtered":
-            return values, indices
-        filtered = (state.temperatures > 0) & ((state.top_k > 0) | (state.top_p < 1))  # [n]
-        tokens = draw_for(state, self.logits(hidden), self.noise)[:, None]
-        only = torch.where(filtered[:, None], 0.0, -math.inf)  # makes those rows take the extra column
-        values = torch.where(filtered[:, None], -math.inf, values)
-        return torch.cat((values, only), dim=1), torch.cat((indices, tokens), dim=1)
+
+    def _filtered(self, hidden: Tensor, state: DeviceState, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        tiles = self.kernels.filtered_tiles(hidden=hidden, weight=self.weight, state=state, counts=counts)
+        self.kernels.choose_filtered(tiles=tiles, state=state)
+        return tiles.values, tiles.indices
+
+    def _counted(self, state: DeviceState) -> Tensor:
+        self.kernels.count_tokens(state=state, table=self.counts.table)
+        return self.counts.table
+
+
+def fp32_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x ``[n, K]`` by weight ``[N, K]`` → ``[n, N]`` fp32, not rounded to their 16-bit type on the way."""
+    if x.dtype == torch.float32 or not x.is_cuda:
+        return F.linear(x.float(), weight.float())
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def draw_for(state: DeviceState, logits: Tensor, noise: Callable[..., Tensor]) -> Tensor:
-    """``sampler.draw`` with the requests' settings from the device state; ``[n]`` int32."""
-    positions = state.positions + 1  # of the tokens drawn
-    return draw(logits, state.temperatures, state.top_k, state.top_p, state.seeds, positions, noise)
+    """``draw.draw`` with the requests' settings from the device state; ``[n]`` int32."""
+    filters = state.temperatures, state.top_k, state.top_p, state.min_p
+    return draw(logits, *filters, state.seeds, state.positions + 1, noise)  # positions of the tokens drawn
 
 
-def build_chooser(head: str, model: Transformer, kernels: Kernels) -> Chooser:
+def build_chooser(head: str, model: Transformer, kernels: Kernels, counts: TokenCounts) -> Chooser:
     """The chooser of a recipe's ``head``. On a CPU "fused" packs the head's weights for oneDNN instead."""
     if head == "logits":
-        return LogitsChooser(model.logits, kernels.gumbel_noise)
+        return LogitsChooser(model.logits, kernels, counts)
     if kernels.name == "torch" and can_pack(model):
-        return LogitsChooser(packed_head(model), kernels.gumbel_noise)
-    return FusedChooser(model, kernels)
+        return LogitsChooser(packed_head(model), kernels, counts)
+    return FusedChooser(model, kernels, counts)

@@ -25,7 +25,7 @@ from rosellm.roseinfer.steps.rows import NOBODY, Batch
 
 CAPTURED_TOKENS = 4096
 # Sequences whose first tokens one graph chooses. The head reads all its weights for one row as for many, in
-# tiles of 16 and of 64 rows; but with top-k or top-p, every row's logits are sorted.
+# tiles of 16 and of 64 rows.
 PLACES = 1, 16, 64, 256
 
 

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from rosellm.errors import RoseError
 from rosellm.roseinfer.cache.block_tables import Tables
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, Slots
+from rosellm.roseinfer.layers.logprobs import likely_of, likely_tokens, tell
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
@@ -80,12 +81,14 @@ class HostStep:
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.n_cached += count
         got, failed = commit_tokens(whole, tokens, n_cached=0)
+        self._tell(whole, got)
         self._ended.append(Done("prefill", got, perf_counter() - start, failed))
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
         """See :class:`Step`."""
         start = perf_counter()
         got, failed = self(sequences)
+        self._tell(sequences, got)
         self._ended.append(Done("decode", got, perf_counter() - start, failed))
         return len(sequences)
 
@@ -139,6 +142,16 @@ class HostStep:
                 tokens = self.sampler(self._logits, sequences)
             with record_function(f"{STEP_RANGE}.commit"):
                 return commit_tokens(sequences, tokens, n_cached=1)
+
+    def _tell(self, sequences: list[Sequence], got: list[Sequence]) -> None:
+        """Log-probabilities of their new tokens for those that ask; logits are in the order of sequences."""
+        asking = {s for s in got if s.logprobs is not None}
+        rows = [row for row, s in enumerate(sequences) if s in asking]
+        if self._logits is None or not rows:
+            return
+        own = [sequences[row] for row in rows]
+        tokens = torch.tensor([s.last_token for s in own], device=self._logits.device)
+        tell(own, likely_of(likely_tokens(self._logits[rows], tokens).cpu(), own))
 
     def _reserve(self, sequences: list[Sequence]) -> tuple[list[Slots], list[list[list[int]]]]:
         with record_function(f"{STEP_RANGE}.reserve"):

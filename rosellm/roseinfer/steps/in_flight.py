@@ -12,7 +12,10 @@ import numpy as np
 import torch
 
 from rosellm.roseinfer.cache.device_state import ROUNDS
+from rosellm.roseinfer.layers.logprobs import likely_of, tell
 from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.rows import GIVEN_UP, Batch, Rows
 from rosellm.roseinfer.steps.step import commit_tokens
 
@@ -43,20 +46,24 @@ class Clock:
 
 @dataclass(slots=True)
 class _Begun:
-    """A step in flight: its rows, their rounds in the ring, the end of the previous step, and its own end."""
+    """A step in flight: its rows, their rounds in the ring, the end of the previous step, and its own end.
+
+    tells: whether it tells log-probabilities.
+    """
 
     kind: Literal["prefill", "decode"]
     batch: Batch
     rounds: np.ndarray
     since: Clock
     clock: Clock
+    tells: bool
 
 
 class StepsInFlight:
     """Steps in order: begun, then committed once they have ended, then collected."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+    def __init__(self, rows: Rows, logprobs: LogprobRing) -> None:
+        self._rows, self._logprobs = rows, logprobs
         self._ring = rows.state.ring.numpy()
         self._on_gpu = rows.state.rows.is_cuda
         self._begun: deque[_Begun] = deque()
@@ -76,10 +83,10 @@ class StepsInFlight:
         elif len(self._begun) >= ROUNDS - 1:
             self.settle(leave=ROUNDS // 2)
 
-    def note(self, kind: Literal["prefill", "decode"], batch: Batch) -> None:
-        """Call after a step's work has been submitted to the device."""
+    def note(self, kind: Literal["prefill", "decode"], batch: Batch, tells: bool) -> None:
+        """Call after a step's work has been submitted to the device; tells: log-probabilities."""
         since, self._clock = self._clock, Clock(self._on_gpu)
-        self._begun.append(_Begun(kind, batch, self._rows.round[batch.indices], since, self._clock))
+        self._begun.append(_Begun(kind, batch, self._rows.round[batch.indices], since, self._clock, tells))
 
     def settle(self, leave: int = 0) -> None:
         """Wait until at most ``leave`` steps are in flight; commit the others, to be collected later."""
@@ -105,6 +112,15 @@ class StepsInFlight:
             rows, sequences = [rows[i] for i in live], [sequences[i] for i in live]
             tokens = [tokens[i] for i in live]
         got, failed = commit_tokens(sequences, tokens, n_cached=int(begun.kind == "decode"))
+        if begun.tells:
+            self._tell(begun, live, set(got))
         for row in [row for row in rows if row.sequence.finish_reason is not None]:
             self._rows.vacate(row)
         return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
+
+    def _tell(self, begun: _Begun, live: list[int], got: set[Sequence]) -> None:
+        """Log-probabilities of new tokens; live: whose rows have not been released meanwhile."""
+        sequences = begun.batch.sequences
+        there = [i for i in live if sequences[i] in got and sequences[i].logprobs is not None]
+        own = [sequences[i] for i in there]
+        tell(own, likely_of(self._logprobs.read(begun.rounds[there], begun.batch.indices[there]), own))

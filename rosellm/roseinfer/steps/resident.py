@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import Graphs, batch_bucket, batch_buckets
 from rosellm.roseinfer.steps.in_flight import StepsInFlight
+from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.next_tokens import NextTokens
 from rosellm.roseinfer.steps.prompts import Prompts
 from rosellm.roseinfer.steps.rows import NOBODY, Batch, Rows
@@ -35,11 +37,20 @@ from rosellm.roseinfer.steps.step import STEP_RANGE
 RUN_AHEAD = 3
 
 
+class Wishes(NamedTuple):
+    """What the sequences of a step want: the chooser's mode, and which of them ask for log-probabilities."""
+
+    batch: Batch
+    mode: str
+    asking: np.ndarray
+
+
 class ResidentStep:
     """Prefill and decode for as many sequences as there are ``rows``; for one engine and one thread.
 
     layers_for: rows → layers. bind: state and variant → attention that appends. prompts: caches prompts and
-    chooses their first tokens. graphs: captures the steps; None: each kernel is launched from Python.
+    chooses their first tokens. logprobs: finds log-probabilities of both kinds of token. graphs: captures the
+    steps; None: each kernel is launched from Python.
     """
 
     run_ahead = RUN_AHEAD
@@ -51,10 +62,11 @@ class ResidentStep:
         bind: Binder,
         next_tokens: NextTokens,
         prompts: Prompts,
+        logprobs: LogprobRing,
         graphs: Graphs | None,
     ) -> None:
         self.rows, self.state, self.prompts, self.graphs = rows, rows.state, prompts, graphs
-        self.layers_for, self.bind, self.next_tokens = layers_for, bind, next_tokens
+        self.layers_for, self.bind, self.next_tokens, self.logprobs = layers_for, bind, next_tokens, logprobs
         n_rows, width = self.state.table.shape
         device = self.state.rows.device
         self._longest = width * rows.blocks.block_size
@@ -63,9 +75,9 @@ class ResidentStep:
         self._every_row = torch.arange(n_rows, device=device)
         self._steps: dict[tuple[int, str, str], Callable[[], Tensor]] = {}  # by bucket, mode and variant
         self._warm_hidden: dict[int, Tensor] = {}  # of inert rows, by bucket
-        self._in_flight = StepsInFlight(self.rows)
+        self._in_flight = StepsInFlight(self.rows, logprobs)
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
-        self._mode: tuple[Batch, str] = NOBODY, next_tokens.chooser.mode([])
+        self._wishes = self._wishes_of(NOBODY)
         self._latest: tuple[Tensor, list[Sequence], Batch] | None = None
 
     @torch.inference_mode()
@@ -83,7 +95,9 @@ class ResidentStep:
         if whole:
             self._listed = None
             self._latest = hidden, whole, batch._replace(indices=np.arange(len(whole)))
-        self._in_flight.note("prefill", batch)
+        wishes = self._wishes_of(batch)
+        self._find_logprobs(hidden, wishes, np.arange(len(batch.rows)))
+        self._in_flight.note("prefill", batch, tells=bool(wishes.asking.size))
         self.rows.begin_step(batch, batch.indices)
 
     @torch.inference_mode()
@@ -104,8 +118,11 @@ class ResidentStep:
             self._in_flight.start()
             with record_function(f"{STEP_RANGE}.model"):
                 variant = self.bind.variant(bucket, int(self.rows.position[batch.indices].max()))
-                hidden = self._step(bucket, self._mode_of(batch), variant)()
-            self._in_flight.note("decode", batch)
+                if batch is not self._wishes.batch:
+                    self._wishes = self._wishes_of(batch)
+                hidden = self._step(bucket, self._wishes.mode, variant)()
+                self._find_logprobs(hidden, self._wishes, batch.indices)
+            self._in_flight.note("decode", batch, tells=bool(self._wishes.asking.size))
             self.rows.begin_step(batch, slice(bucket))
             self._latest = hidden, sequences, batch
         return len(batch.rows)
@@ -128,11 +145,12 @@ class ResidentStep:
             return self._steps_of(min(batch_bucket(rows), most), chooser.modes)
         buckets = sorted({min(bucket, most) for bucket in batch_buckets(most)}, reverse=True)
         steps = [step for bucket in buckets for step in self._steps_of(bucket, chooser.modes)]
-        return self.prompts.captures() + steps
+        return self.prompts.captures() + steps + self.logprobs.captures()
 
     def largest_captures(self) -> list[Callable[[], object]]:
         """See :class:`Step`."""
-        return self.prompts.captures()[:1] + self.captures(len(self.rows))
+        largest = self.prompts.captures()[:1] + self.captures(len(self.rows))
+        return largest + self.logprobs.captures()[:1]
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
         """See :class:`Step`."""
@@ -181,10 +199,16 @@ class ResidentStep:
         if edited:
             self.rows.attach(edited, [s.n_cached for s in edited])
 
-    def _mode_of(self, batch: Batch) -> str:
-        if batch is not self._mode[0]:
-            self._mode = batch, self.next_tokens.chooser.mode([s.params for s in batch.sequences])
-        return self._mode[1]
+    def _wishes_of(self, batch: Batch) -> Wishes:
+        mode = self.next_tokens.chooser.mode([s.params for s in batch.sequences])
+        asking = np.flatnonzero([s.logprobs is not None for s in batch.sequences])
+        return Wishes(batch, mode, asking)
+
+    def _find_logprobs(self, hidden: Tensor, wishes: Wishes, places: np.ndarray) -> None:
+        """Those that are asked for; places ``[n]``: the batch's rows of hidden."""
+        if wishes.asking.size:
+            indices = wishes.batch.indices[wishes.asking]
+            self.logprobs.begin(hidden, places[wishes.asking], indices, self.rows.round[indices])
 
     def _step(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
         key = bucket, mode, variant

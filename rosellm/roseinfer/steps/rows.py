@@ -14,6 +14,7 @@ from rosellm.errors import OptionError
 from rosellm.roseinfer.cache.device_state import FIELDS, INERT, ROUNDS, DeviceState, row_bytes
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.cache.staging import StagingBuffer
+from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import batch_bucket
 
@@ -53,8 +54,8 @@ class Rows:
     slots; round: its place in the ring of tokens. Each is int64 ``[S]``.
     """
 
-    def __init__(self, state: DeviceState, blocks: KVBlockManager) -> None:
-        self.state, self.blocks = state, blocks
+    def __init__(self, state: DeviceState, blocks: KVBlockManager, counts: TokenCounts) -> None:
+        self.state, self.blocks, self.counts = state, blocks, counts
         n_rows = len(state.rows)
         self.left, self.position, self.reserved, self.round = np.zeros((4, n_rows), np.int64)
         self._staging = StagingBuffer(state.rows.device, torch.int32)
@@ -114,7 +115,8 @@ class Rows:
         self._left_behind.difference_update(indices.tolist())
         self._running = None
         rounds = self.round[indices].tolist()
-        words = b"".join(map(row_bytes, sequences, positions, rounds))
+        counts = self.counts.hold(sequences, positions)
+        words = b"".join(map(row_bytes, sequences, positions, rounds, counts))
         return indices, np.frombuffer(words, np.int32).reshape(-1, FIELDS)
 
     def vacate(self, row: Row) -> None:
@@ -122,6 +124,7 @@ class Rows:
         heapq.heappush(self._free, row.index)
         self._at[row.index], self.left[row.index], row.index = None, 0, GIVEN_UP
         del self._row_of[row.sequence]
+        self.counts.drop(row.sequence)
         self._running = None
 
     def release(self, sequence: Sequence) -> None:

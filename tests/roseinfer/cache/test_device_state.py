@@ -49,7 +49,7 @@ def test_fresh_rows_are_inert_and_nothing_is_in_the_ring(width):
 def test_the_views_are_separate_words_of_a_row(width):
     state = DeviceState(3, width, CPU)
     views = ["tokens", "positions", "limits", "stops", "rounds", "top_k", "seeds", "temperatures", "top_p"]
-    views.append("table")
+    views += ["min_p", "repetition", "presence", "frequency", "counts", "prompts", "table"]
     state.rows.zero_()
     for i, name in enumerate(views):
         getattr(state, name)[1] = i + 1
@@ -100,6 +100,14 @@ def as_float32(x: float) -> float:
     rounds=st.integers(0, ROUNDS - 1),
     temperature=st.floats(0, 1.79e308) | st.sampled_from([0, 1, 1e-300, 1e308, 3.4028235677973366e38]),
     top_p=st.floats(5e-324, 1),
+    floats=st.fixed_dictionaries(
+        {
+            "min_p": st.floats(0, 1),
+            "repetition_penalty": st.floats(1e-30, 1e300),
+            "presence_penalty": st.floats(-2, 2),
+            "frequency_penalty": st.floats(-2, 2),
+        }
+    ),
     integers=st.fixed_dictionaries(
         {
             "top_k": st.integers(0, LARGEST) | st.just(LARGEST),
@@ -108,15 +116,20 @@ def as_float32(x: float) -> float:
         }
     ),
 )
-def test_a_row_holds_what_the_sequence_says(prompt, eos, position, rounds, temperature, top_p, integers):
-    sequence = make_sequence(prompt, eos, temperature=temperature, top_p=top_p, **integers)
+def test_a_row_holds_what_the_sequence_says(
+    prompt, eos, position, rounds, temperature, top_p, floats, integers
+):
+    sequence = make_sequence(prompt, eos, temperature=temperature, top_p=top_p, **floats, **integers)
     row = row_of(sequence, position, rounds)
     assert (row.tokens, row.positions, row.rounds) == (prompt[position], position, rounds)
     assert row.limits == len(prompt) + integers["max_tokens"]
     assert row.stops == (eos[0] if eos else NO_STOP)
     assert row.top_k == min(integers["top_k"], INT32_MAX) and row.seeds == integers["seed"]
     assert row.temperatures.item() == as_float32(temperature) < math.inf
-    assert row.top_p.item() == as_float32(top_p)
+    assert row.top_p.item() == as_float32(top_p) and row.prompts == len(prompt) and row.counts == 0
+    for name in ("repetition", "presence", "frequency"):
+        assert getattr(row, name).item() == as_float32(floats[f"{name}_penalty"])
+    assert row.min_p.item() == as_float32(floats["min_p"])
 
 
 def test_a_row_that_ignores_the_end_has_no_stop_token():

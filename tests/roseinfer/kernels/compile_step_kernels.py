@@ -119,6 +119,7 @@ def launch_large_tiles(kernels: Kernels, sizes: Sizes) -> None:
     drawing = {"temperature": state.temperatures, "seeds": state.seeds, "positions": state.positions}
     head = {"hidden": sizes.empty(256, width), "weight": sizes.empty(VOCAB, width)}
     kernels.best_tokens(**head, sampled=False, **drawing)
+    kernels.filtered_tiles(**head, state=state)
 
 
 def launch_prefill(kernels: Kernels, sizes: Sizes) -> None:
@@ -161,6 +162,10 @@ def launch_around_the_layers(kernels: Kernels, sizes: Sizes) -> None:
     for sampled in (False, True):
         head = {"hidden": sizes.empty(8, sizes.width), "weight": table, "sampled": sampled}
         values, indices = kernels.best_tokens(**head, **drawing)
+    for counts in (None, torch.empty(8, VOCAB, dtype=torch.int32)):
+        tiles = kernels.filtered_tiles(hidden=head["hidden"], weight=table, state=state, counts=counts)
+        kernels.choose_filtered(tiles=tiles, state=state)
+    kernels.count_tokens(state=state, table=counts)
     for chosen in (values, None):
         kernels.advance(state=state, slots=torch.arange(8), values=chosen, indices=indices)
 

@@ -25,7 +25,8 @@ from tests.roseinfer.kernels.kernel_checks import assert_replays_equal_ordinary_
 ROOT = Path(__file__).parents[3]
 COMPILED = pytest.mark.timeout(2000)  # the first test compiles all kernels: minutes on a busy machine
 KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_silu_mul", "_position_heads", "_plan"}
-KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance"}
+KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance", "_choose_filtered"}
+KERNELS |= {"_count_tokens", "_filtered_tiles"}
 
 
 def test_only_dependent_launches_ask_the_driver_for_anything():

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import INERT, DeviceState
 from rosellm.roseinfer.kernels.advance import advance_ref, make_advance
+from rosellm.roseinfer.kernels.draw import draw
 from rosellm.roseinfer.kernels.head import best_tokens_ref, make_best_tokens
 from rosellm.roseinfer.kernels.noise import gumbel_noise
-from rosellm.roseinfer.layers.sampler import draw
 from rosellm.roseinfer.sampling import NOT_FINITE
 from tests.helpers import TRITON_DEVICES
 from tests.roseinfer.kernels.kernel_checks import (
@@ -109,7 +109,13 @@ def test_the_spec_draws_the_tokens_of_the_sampler(seed):
     rows = len(case["hidden"])
     nothing, everything = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
     expected = draw(
-        logits_of(case), case["temperature"], nothing, everything, case["seeds"], case["positions"] + 1
+        logits_of(case),
+        case["temperature"],
+        nothing,
+        everything,
+        nothing,
+        case["seeds"],
+        case["positions"] + 1,
     )
     sure = scores_of(case).topk(2).values.diff(dim=1)[:, 0].abs() > 1e-4
     assert sure.float().mean() > 0.98

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from rosellm.errors import PromptError, SamplingError
+from rosellm.roseinfer.cache.token_counts import counts_of
+from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw, penalised_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise, gumbel_noise_triton
-from rosellm.roseinfer.layers.sampler import Sampler, allowed_log_probs, draw
+from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
 from tests.helpers import (
@@ -35,10 +37,13 @@ def random_logits(rows: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def allowed_by_hand(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+def allowed_by_hand(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float = 0.0
+) -> dict[int, float]:
     """Token → probability, by the definitions, one token at a time."""
     exponentials = [math.exp(x / temperature) for x in logits]
-    ranked = sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None]
+    ranked = sorted(range(len(logits)), key=lambda i: -logits[i])
+    ranked = [i for i in ranked if exponentials[i] >= min_p * max(exponentials)][: top_k or None]
     total, kept, mass = sum(exponentials[i] for i in ranked), [], 0.0
     for token in ranked:
         kept.append(token)
@@ -53,9 +58,10 @@ def allowed_by_hand(logits: list[float], temperature: float, top_k: int, top_p: 
 @pytest.mark.parametrize("seed", range(4))
 def test_allowed_tokens_are_those_of_the_definitions(seed, device):
     rules = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (1.0, 10, 0.5), (2.0, 1, 0.9), (1.0, 99, 1e-9)]
+    rules = [(*rule, min_p) for rule in rules for min_p in (0.0, 0.05, 0.4, 1.0)]
     logits = random_logits(len(rules), seed=seed)
-    temperature, top_k, top_p = (torch.tensor(column, device=device) for column in zip(*rules, strict=True))
-    found = allowed_log_probs(logits.to(device), temperature, top_k, top_p.float()).cpu()
+    columns = [torch.tensor(column, device=device) for column in zip(*rules, strict=True)]
+    found = allowed_log_probs(logits.to(device), *columns).cpu()
     for row, rule in enumerate(rules):
         expected = allowed_by_hand(logits[row].tolist(), *rule)
         kept = {i: p for i, p in enumerate(found[row].exp().tolist()) if p > 0}
@@ -142,6 +148,16 @@ def test_draws_follow_the_allowed_distribution(device):
         {"top_p": 1.1},
         {"top_p": False},
         {"top_p": math.nan},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"min_p": math.nan},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1},
+        {"repetition_penalty": math.inf},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": "0"},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": math.nan},
         {"max_tokens": 0},
         {"max_tokens": True},
         {"max_tokens": None},
@@ -208,7 +224,7 @@ def test_however_small_the_temperature_the_likeliest_token_is_drawn(temperature,
 @pytest.mark.parametrize("temperature", [1e39, sys.float_info.max, 10**300], ids=float)
 def test_however_large_the_temperature_all_tokens_become_equally_likely(temperature):
     logits, params = random_logits(1, vocab=4), sequence(temperature=temperature).params
-    rule = [torch.tensor([float(x)]) for x in (params.temperature, params.top_k, params.top_p)]
+    rule = [torch.tensor([float(x)]) for x in (params.temperature, params.top_k, params.top_p, params.min_p)]
     assert allowed_log_probs(logits, *rule).exp().tolist() == [[0.25] * 4]
     assert set(
         Sampler()(logits.expand(100, -1), [sequence(temperature=temperature) for _ in range(100)])
@@ -241,6 +257,67 @@ def test_a_token_that_logits_rule_out_is_never_drawn(temperature):
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0]]).expand(50, -1)
     rows = [sequence(seed=i, temperature=temperature) for i in range(50)]
     assert set(Sampler()(logits, rows)) == {1, 3}
+
+
+# Penalties
+
+
+def penalised_by_hand(logits: list[float], prompt: list[int], output: list[int], params) -> list[float]:
+    """By the definitions, one token at a time."""
+    found = list(logits)
+    for token in range(len(logits)):
+        if token in prompt or token in output:
+            by = params.repetition_penalty
+            found[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
+        if token in output:
+            found[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    return found
+
+
+PENALTIES = [
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.6},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -0.7},
+    {"repetition_penalty": 2.0, "presence_penalty": -2.0, "frequency_penalty": 0.9},
+]
+
+
+@pytest.mark.parametrize("params", PENALTIES, ids=str)
+@pytest.mark.parametrize("output", [[], [4], [9, 4, 9, 30, 9]], ids=str)
+def test_penalties_are_those_of_the_definitions(params, output):
+    one, logits = sequence(prompt=(3, 4, 3), **params), random_logits(1)
+    one.tokens += output
+    seen = counts_of([one], 50, torch.device("cpu"))
+    by = [
+        torch.tensor([getattr(one.params, f"{name}_penalty")])
+        for name in ("repetition", "presence", "frequency")
+    ]
+    expected = penalised_by_hand(logits[0].tolist(), one.prompt, output, one.params)
+    assert penalised_ref(logits, seen, *by)[0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_penalties_change_greedy_and_drawn_tokens_of_their_own_row_only():
+    logits = torch.zeros(4, 20)
+    logits[:, 5], logits[:, 6] = 4.0, 3.0
+    prompt = (5,)
+    rows = [
+        sequence(prompt, temperature=0.0),
+        sequence(prompt, temperature=0.0, repetition_penalty=2.0),
+        sequence(prompt, top_k=1, repetition_penalty=2.0),
+        sequence(prompt, temperature=0.0, presence_penalty=2.0),
+    ]
+    assert Sampler()(logits, rows) == [5, 6, 6, 5]
+    for row in rows:
+        row.tokens.append(5)
+    assert Sampler()(logits, rows) == [5, 6, 6, 6]
+
+
+@pytest.mark.parametrize("extreme", [5e-324, 1e-40, 1e39, sys.float_info.max])
+def test_the_most_extreme_repetition_penalties_leave_a_token_to_choose(extreme):
+    logits = torch.tensor([[0.5, -1.0, 0.25]])
+    (token,) = Sampler()(logits, [sequence((0, 1), temperature=0.0, repetition_penalty=extreme)])
+    assert token == (0 if extreme < 1 else 2)
 
 
 # Exactness: draws against the distribution
@@ -277,8 +354,10 @@ def chi_squared_excess(tokens: torch.Tensor, probs: torch.Tensor) -> float:
     return statistic / CRITICAL[int(possible.sum()) - 2]
 
 
-def columns(n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> list[torch.Tensor]:
-    return [torch.full((n,), temperature), torch.full((n,), top_k), torch.full((n,), top_p)]
+def columns(
+    n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[torch.Tensor]:
+    return [torch.full((n,), setting) for setting in (temperature, top_k, top_p, min_p)]
 
 
 def draw_many(
@@ -301,6 +380,8 @@ def draw_many(
         {"temperature": 1.3, "top_k": 4},
         {"top_p": 0.7},
         {"temperature": 2.0, "top_k": 7, "top_p": 0.8},
+        {"temperature": 1.5, "min_p": 0.2},
+        {"temperature": 2.0, "top_p": 0.9, "min_p": 0.1},
     ],
     ids=str,
 )
@@ -370,13 +451,13 @@ def test_a_request_computed_again_draws_the_same_tokens():
 
 def test_the_sampler_draws_with_the_seed_and_the_position_of_the_new_token():
     logits = random_logits(3) / 3
-    rules = [(0.7, 9, 0.9), (1.0, 0, 1.0), (0.0, 0, 1.0)]
+    rules = [(0.7, 9, 0.9, 0.1), (1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
     rows = [
-        sequence(prompt=(0,) * n, seed=40 + n, temperature=t, top_k=k, top_p=p)
-        for n, (t, k, p) in enumerate(rules, start=5)
+        sequence(prompt=(0,) * n, seed=40 + n, temperature=t, top_k=k, top_p=p, min_p=m)
+        for n, (t, k, p, m) in enumerate(rules, start=5)
     ]
-    temperature, top_k, top_p = (torch.tensor(column) for column in zip(*rules, strict=True))
-    expected = draw(logits, temperature, top_k, top_p, torch.tensor([45, 46, 47]), torch.tensor([5, 6, 7]))
+    settings = [torch.tensor(column) for column in zip(*rules, strict=True)]
+    expected = draw(logits, *settings, torch.tensor([45, 46, 47]), torch.tensor([5, 6, 7]))
     assert Sampler()(logits, rows) == expected.tolist()
 
 
@@ -395,7 +476,7 @@ def test_rows_of_temperature_zero_get_the_first_of_their_largest_logits(dtype, d
     logits = random_logits(4, vocab=5000).to(device, dtype)
     logits[0, [4000, 17, 900]] = 50.0
     logits[2] = 0.0
-    inputs = [*columns(4, 0.0, 3, 0.5), torch.arange(4), torch.arange(4)]
+    inputs = [*columns(4, 0.0, 3, 0.5, 0.2), torch.arange(4), torch.arange(4)]
     tokens = draw(logits, *(x.to(device) for x in inputs))
     assert tokens.dtype == torch.int32
     assert tokens.tolist() == logits.argmax(dim=-1).tolist()
@@ -441,7 +522,8 @@ def test_the_kernels_noise_draws_the_same_tokens(device):
 @pytest.mark.parametrize("batch", [1, 7, 300])
 def test_a_draw_captured_in_a_cuda_graph_goes_on_with_new_inputs(noise, batch):
     mixed = torch.arange(batch) % 3
-    parts = (random_logits(batch, vocab=50257), mixed / 2, 5 * mixed, 1 - mixed / 8, mixed, mixed)
+    filters = mixed / 2, 5 * mixed, 1 - mixed / 8, mixed / 50
+    parts = (random_logits(batch, vocab=50257), *filters, mixed, mixed)
     inputs = [x.cuda() for x in parts]
     draw(*inputs, noise)
     torch.cuda.synchronize()
@@ -450,8 +532,8 @@ def test_a_draw_captured_in_a_cuda_graph_goes_on_with_new_inputs(noise, batch):
         tokens = draw(*inputs, noise)
     for step in range(3):
         inputs[0].copy_(random_logits(batch, vocab=50257, seed=step))
-        inputs[4].add_(2**40)
-        inputs[5].add_(1)
+        inputs[5].add_(2**40)
+        inputs[6].add_(1)
         graph.replay()
         assert torch.equal(tokens, draw(*inputs, noise))
 

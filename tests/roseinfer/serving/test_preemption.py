@@ -38,7 +38,15 @@ def tokens_of(outputs) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("wish", [greedy(), SamplingParams(temperature=1.2, max_tokens=N_TOKENS, seed=4)])
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.6}
+WISHES = {
+    "greedy": greedy(),
+    "drawn": SamplingParams(temperature=1.2, max_tokens=N_TOKENS, seed=4),
+    "penalised": SamplingParams(temperature=1.2, max_tokens=N_TOKENS, seed=4, top_k=30, **PENALTIES),
+}
+
+
+@pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("n_blocks", [5, 8])
 def test_requests_that_outgrow_the_pool_finish_with_the_tokens_of_an_ample_one(rung, wish, n_blocks):
@@ -48,6 +56,13 @@ def test_requests_that_outgrow_the_pool_finish_with_the_tokens_of_an_ample_one(r
     assert tight.preemptions > 0 == ample.preemptions
     assert sum(output.metrics.preemptions for output in outputs) == tight.preemptions
     assert [len(output.metrics.token_times) for output in outputs] == [N_TOKENS] * len(PROMPTS)
+
+
+def test_tokens_that_are_decoded_again_are_penalised_as_the_first_time():
+    options = {"recipe": BEST_RUNG, "deterministic": True}
+    _, expected = run(small_engine(Transformer, num_kv_blocks=AMPLE, **options), PROMPTS, WISHES["penalised"])
+    tight, outputs = run(small_engine(Transformer, num_kv_blocks=8, **options), PROMPTS, WISHES["penalised"])
+    assert tokens_of(outputs) == tokens_of(expected) and tight.preemptions > 0
 
 
 def test_the_youngest_is_preempted_and_the_oldest_never(monkeypatch):

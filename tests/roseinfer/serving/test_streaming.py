@@ -312,6 +312,16 @@ def test_a_bad_prompt_is_told_where_it_is_tokenised(engine: Engine) -> None:
                 list(pooled.stream_text(request))
 
 
+@pytest.mark.parametrize("prompt", [[1, 2], "a"], ids=["token ids", "text"])
+def test_several_completions_of_a_streamed_prompt_are_refused(engine: Engine, prompt) -> None:
+    params, told = SamplingParams(n=3), r"^n is 3; only LLM\.generate and LLM\.chat make several completions$"
+    with StreamingManager(engine) as manager:
+        with pytest.raises(SamplingError, match=told):
+            manager.add_request(prompt, params)
+        assert not manager._in_flight
+    assert_all_free(engine)
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "error"),
     [(7, greedy(), PromptError), (None, greedy(), PromptError), ("a", None, SamplingError)],

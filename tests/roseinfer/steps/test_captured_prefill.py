@@ -33,6 +33,8 @@ WISHES = (
     {"temperature": 1.2},
     {"temperature": 0.9, "top_k": 9},
     {"temperature": 1.1, "top_p": 0.7},
+    {"temperature": 1.0, "top_k": 20, "min_p": 0.02, "repetition_penalty": 1.4, "presence_penalty": 0.5},
+    {"temperature": 0.0, "frequency_penalty": 1.5, "logprobs": 3},
 )
 MODEL = random_model(0)
 RUNGS = ["packed_prefill", BEST_RUNG]
@@ -130,6 +132,21 @@ def test_places_without_a_first_token_change_no_row_and_no_place_in_the_ring(cap
     assert state.positions[own].tolist() == [12]
 
 
+def test_a_penalised_first_token_changes_the_counts_of_its_own_request_alone(captured):
+    engine, params = small_engine(MODEL, recipe=BEST_RUNG), SamplingParams(seed=1, frequency_penalty=0.5)
+    running, late = ([engine.make_sequence(p, params) for p in random_prompts(n)] for n in ([5, 7], [4, 6]))
+    engine.prefill(running)
+    engine.decode(running)
+    counts = engine.step.rows.counts
+    before = counts.table.clone()
+    engine.begin_prefill(late, [4, 2])  # one completes its prompt, in a choice for 16
+    own = counts._place_of[late[0]]
+    seen = [int(token in late[0].prompt) for token in range(MODEL.config.vocab_size)]
+    assert before[own].tolist() != seen == counts.table[own].tolist()
+    before[own] = counts.table[own]
+    assert torch.equal(before, counts.table) and before.any(dim=1).sum() == 3
+
+
 @pytest.mark.parametrize("rung", RUNGS)
 def test_chunks_that_complete_no_prompt_choose_no_token(captured, rung):
     engine = small_engine(MODEL, recipe=rung)
@@ -187,6 +204,24 @@ def test_the_kernels_give_the_same_tokens_padded(captured, device, config):
     assert engine.late_captures == 0 or device == "cpu"
 
 
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("wish", WISHES[2:], ids=["top_k", "top_p", "penalised", "greedy, penalised"])
+def test_the_kernels_choose_first_tokens_as_the_host_does_padded(captured, device, wish):
+    """Of one prompt, and of three in a choice for 16; other requests' counts and places stay."""
+    model, prompts = random_model(0).to(device), random_prompts([5, 3, 9, 4])
+    params = [SamplingParams(max_tokens=3, seed=9 + i, **wish) for i in range(len(prompts))]
+    outputs = []
+    for rung in ("one_table", BEST_RUNG):
+        options = {"recipe": rung, "kernels": "triton", "max_batch_size": 4, "max_model_len": 16}
+        engine = small_engine(model, warm_up=device == "cuda", **options)
+        first, *others = map(engine.make_sequence, prompts, params)
+        engine.prefill([first])
+        engine.prefill(others)
+        outputs.append(decode_all(engine, [first, *others]))
+        assert engine.late_captures == 0 or device == "cpu"
+    assert outputs[0] == outputs[1]
+
+
 # What is captured, and when.
 
 
@@ -204,8 +239,8 @@ def test_an_engine_without_warm_up_captures_at_first_use(captured):
 def test_no_request_waits_for_a_capture(captured, rung, sizes):
     engine = small_engine(MODEL, recipe=rung, **sizes)
     assert engine.step.captures() == [] and engine.step.n_captured > 0
-    for seed in range(6):
-        requests = random_requests(random.Random(seed), 6, WISHES[seed % 3 : seed % 3 + 2])
+    for seed in range(len(WISHES)):
+        requests = random_requests(random.Random(seed), 6, WISHES[seed : seed + 2])
         run_program(engine, requests, seed)
     assert engine.late_captures == 0
 
@@ -225,7 +260,11 @@ def test_a_steps_layers_run_once_before_their_captures_in_all_modes(captured):
 def test_a_warm_up_for_some_rows_captures_only_their_steps(captured):
     engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
     engine.warm_up(5)
-    assert {(bucket, mode) for bucket, mode, _ in engine.step._steps} == {(8, "greedy"), (8, "drawn")}
+    assert {(bucket, mode) for bucket, mode, _ in engine.step._steps} == {
+        (8, "greedy"),
+        (8, "drawn"),
+        (8, "penalised"),
+    }
     assert engine.step.prompts._layer_runs == {}
 
 

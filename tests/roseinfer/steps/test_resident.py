@@ -12,6 +12,7 @@ from rosellm.errors import KVCacheExhausted, OptionError
 from rosellm.roseinfer.cache.device_state import ROUNDS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import (
     TRITON_DEVICES,
@@ -30,6 +31,14 @@ N_TOKENS = 12
 Transformer = random_model(0)
 EXPECTED = [uncached_greedy(Transformer, prompt, N_TOKENS) for prompt in PROMPTS]
 RESIDENT = ["resident_step", "packed_prefill", BEST_RUNG]
+PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7}
+WISHES = {
+    "drawn": {},
+    "filtered": {"top_k": 20, "top_p": 0.9},
+    "min_p": {"min_p": 0.1},
+    "penalised": {"top_p": 0.9, **PENALTIES},
+    "greedy, penalised": {"temperature": 0.0, **PENALTIES},
+}
 
 
 def started(engine: Engine, which: list[int], max_tokens: int | list[int] = N_TOKENS):
@@ -160,9 +169,10 @@ def test_an_edited_last_token_is_what_the_next_step_starts_from():
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("wish", [{}, {"top_k": 20, "top_p": 0.9}], ids=["drawn", "filtered"])
-def test_drawn_tokens_are_those_of_the_host_driven_step(wish, device):
-    own = [SamplingParams(temperature=1.3, max_tokens=3, seed=5 + i // 2, **wish) for i in range(3)]
+@pytest.mark.parametrize("wish", WISHES, ids=WISHES)
+def test_chosen_tokens_are_those_of_the_host_driven_step(wish, device):
+    settings = {"temperature": 1.3, "max_tokens": 3} | WISHES[wish]
+    own = [SamplingParams(seed=5 + i // 2, **settings) for i in range(3)]
     outputs = []
     for rung in ("one_table", "resident_step", BEST_RUNG):
         engine = small_engine(random_model(0).to(device), recipe=rung, kernels="triton")
@@ -171,6 +181,34 @@ def test_drawn_tokens_are_those_of_the_host_driven_step(wish, device):
         outputs.append(decode_all(engine, sequences))
     assert outputs[0] == outputs[1] == outputs[2]
     assert len({tuple(tokens) for tokens in outputs[0]}) == 3
+
+
+def penalised(engine: Engine, prompts: list[list[int]], n: int) -> list[Sequence]:
+    """Greedy but for the first, under penalties that leave no token as likely as it was."""
+    wishes = [PENALTIES | {"temperature": float(i == 0), "top_k": 9} for i in range(len(prompts))]
+    params = [SamplingParams(seed=3, max_tokens=n, ignore_eos=True, **wish) for wish in wishes]
+    return [engine.make_sequence(*pair) for pair in zip(prompts, params, strict=True)]
+
+
+def test_penalties_count_a_requests_own_tokens_as_rows_come_and_go():
+    """Rows that leave, move, come back and are edited; the host counts afresh before every token."""
+    outputs = []
+    for rung in ("one_table", "resident_step", BEST_RUNG):
+        engine = small_engine(random_model(0), recipe=rung)
+        sequences = penalised(engine, PROMPTS, N_TOKENS)
+        engine.prefill(sequences)
+        for _ in range(3):
+            engine.decode(sequences)
+        engine.release(sequences[0])
+        engine.decode(sequences[3:])
+        engine.decode(sequences[1:])
+        sequences[2].tokens[-1] = 50
+        late = penalised(engine, PROMPTS[:2], N_TOKENS)
+        engine.prefill(late)
+        decode_all(engine, sequences[1:] + late)
+        outputs.append([s.output for s in sequences + late])
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert all(mine != plain for mine, plain in zip(outputs[0][3:], EXPECTED[3:], strict=False))
 
 
 @pytest.mark.parametrize("rung", ["dense", "one_table", *RESIDENT])

@@ -1,0 +1,90 @@
+"""From logits to tokens, the specification: penalties, temperature, min-p, top-k, top-p, and a draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.noise import gumbel_noise
+from rosellm.roseinfer.sampling import NOT_FINITE
+
+FLOAT32 = torch.finfo(torch.float32)
+Noise = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def penalised_ref(
+    logits: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    """Logits after penalties, ``[B, V]`` → ``[B, V]`` fp32.
+
+    seen ``[B, V]`` int: twice the number of times that a token is in the output, plus 1 if it is in the
+    prompt. repetition, presence, frequency ``[B]``. Of a token in either, a positive logit is divided by
+    repetition (Keskar et al. 2019, "CTRL"), a negative one multiplied; then frequency for each time that it
+    is in the output and presence, if it is there at all, are subtracted.
+    """
+    logits, times = logits.float(), seen >> 1
+    by = repetition[:, None]
+    repeated = torch.where(logits > 0, logits / by, logits * by)
+    logits = torch.where(seen > 0, repeated, logits)
+    return logits - frequency[:, None] * times - torch.where(times > 0, presence[:, None], 0.0)
+
+
+def allowed_log_probs(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """Log-probabilities after temperature, min-p, top-k and top-p: ``[B, V]`` → ``[B, V]``, −inf if excluded.
+
+    temperature, top_k, top_p, min_p ``[B]``, applied in vLLM's order: top-p counts the probabilities of what
+    the others leave. The most likely token always stays, the first of equals. Subtracting a row's maximum
+    before dividing changes no probability and avoids +inf at small temperatures; a temperature beyond float32
+    is clamped to its largest number.
+    """
+    below_best = logits.float() - logits.amax(dim=-1, keepdim=True).float()
+    scaled = below_best / temperature[:, None].clamp(FLOAT32.tiny, FLOAT32.max)
+    scaled = scaled.masked_fill(scaled < min_p[:, None].log(), -math.inf)
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[1], device=logits.device)[None, :]
+    limit = torch.where(top_k > 0, top_k, logits.shape[1])[:, None]
+    ordered = ordered.masked_fill(rank >= limit, -math.inf)
+    probs = ordered.softmax(dim=-1)
+    mass_before = probs.cumsum(dim=-1) - probs
+    beyond = (mass_before >= top_p[:, None]) & (rank > 0) & (top_p[:, None] < 1)
+    ordered = ordered.masked_fill(beyond, -math.inf)
+    return torch.empty_like(ordered).scatter_(1, order, ordered).log_softmax(dim=-1)
+
+
+def draw(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    noise: Noise = gumbel_noise,
+) -> Tensor:
+    """The next token of every row: logits ``[B, V]`` → ``[B]`` int32; nothing waits for the host.
+
+    temperature, top_p, min_p ``[B]`` float32, top_k ``[B]`` int, seeds ``[B]`` int64; positions ``[B]`` int,
+    the new token's index in its sequence. At temperature 0 (to which float32 rounds anything below 1e-45) the
+    largest raw logit wins, the first of equals. Otherwise the Gumbel-max trick (Gumbel 1954): the argmax of
+    log-probabilities plus noise is a draw. ``NOT_FINITE`` for a row without probabilities: with NaN, with
+    +inf, or all −inf.
+    """
+    best, likeliest = logits.max(dim=-1)
+    log_probs = allowed_log_probs(logits, temperature, top_k, top_p, min_p)
+    drawn = log_probs.add_(noise(seeds, positions, logits.shape[1])).argmax(dim=-1)
+    return finite_only(best, torch.where(temperature > 0, drawn, likeliest)).int()
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The greedy choice of every row, as in :func:`draw`: logits ``[B, V]`` → ``[B]`` int32."""
+    return finite_only(*logits.max(dim=-1)).int()
+
+
+def finite_only(best: Tensor, tokens: Tensor) -> Tensor:
+    """``tokens`` of the rows whose largest logit ``best`` is finite, ``NOT_FINITE`` for the others."""
+    return torch.where(best.abs() < math.inf, tokens, NOT_FINITE)

@@ -1,0 +1,175 @@
+"""The LM head of a batch in which rows ask for top-k, top-p or min-p, or are penalised: spec and kernel.
+
+Like ``head.best_tokens``, but of the rows that are drawn from some tokens only (filtered rows) it also stores
+the logits, for ``filtered.choose_filtered``, and penalises what a row's request has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.draw import FLOAT32, penalised_ref
+from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE, Shape
+from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
+from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise, row_key
+from rosellm.triton_or_none import tl, triton
+
+ROLES = {"_filtered_tiles_kernel": "head"}
+
+
+class Tiles(NamedTuple):
+    """What the head leaves for rows that are drawn from some tokens only.
+
+    values, indices ``[M, TILES]`` as of ``head.best_tokens_ref``; of a filtered row values are the largest
+    logits.
+    masses ``[M, TILES]`` fp32: of filtered rows, a tile's sum of ``exp((logit - largest) / temperature)``.
+    logits ``[M, TILES * width]`` fp32: of filtered rows, −inf past the vocabulary.
+    """
+
+    values: Tensor
+    indices: Tensor
+    masses: Tensor
+    logits: Tensor
+    width: int
+
+
+def filtered_tiles_ref(
+    *, hidden: Tensor, weight: Tensor, state: DeviceState, counts: Tensor | None = None
+) -> Tiles:
+    """The specification, with a single tile, of the head for a batch with filtered rows.
+
+    hidden ``[M, K]``, weight ``[N, K]``, and a state of M rows. counts ``[S, N]`` int32 (``token_counts``):
+    penalises the rows that have one; None if there are none.
+    """
+    logits = hidden.float() @ weight.float().t()
+    if counts is not None:
+        logits = penalised_rows_ref(logits, state, counts)
+    logits = torch.where(logits.isnan(), float("inf"), logits)
+    amounts = torch.where(state.filtered, 0.0, state.temperatures.clamp_max(MAX_TEMPERATURE))[:, None]
+    noise = gumbel_noise(state.seeds, state.positions + 1, weight.shape[0])
+    values, indices = torch.where(amounts > 0, logits + amounts * noise, logits).max(dim=1, keepdim=True)
+    below = logits - logits.amax(dim=1, keepdim=True)
+    masses = (below / state.temperatures[:, None].clamp_min(FLOAT32.tiny)).exp().sum(dim=1, keepdim=True)
+    return Tiles(values, indices.int(), masses, logits, weight.shape[0])
+
+
+def penalised_rows_ref(logits: Tensor, state: DeviceState, counts: Tensor) -> Tensor:
+    """``draw.penalised_ref`` for the rows that have counts: ``[M, V]`` → ``[M, V]`` fp32."""
+    own = state.counts
+    seen = torch.where(own[:, None] > 0, counts[(own - 1).clamp_min(0).long()], 0)
+    repetition = torch.where(own > 0, state.repetition, 1.0)
+    return penalised_ref(logits, seen, repetition, state.presence, state.frequency)
+
+
+@triton.jit
+def penalised(logits, seen, repetition, presence, frequency):
+    """``draw.penalised_ref`` of a tile; the last three broadcast with it."""
+    times = seen >> 1
+    repeated = tl.where(logits > 0, logits / repetition, logits * repetition)
+    logits = tl.where(seen > 0, repeated, logits)
+    return logits - frequency * times.to(tl.float32) - tl.where(times > 0, presence, 0.0)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _filtered_tiles_kernel(
+    hidden_ptr, weight_ptr, temperature_ptr, seeds_ptr, positions_ptr, values_ptr, indices_ptr,
+    top_k_ptr, top_p_ptr, min_p_ptr, masses_ptr, logits_ptr,
+    own_counts_ptr, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr,
+    state_stride, seed_stride, M, N, TILES,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PENALISED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    first_row = tl.program_id(0) * BLOCK_M
+    tile_rows = tl.arange(0, BLOCK_M)
+    held_rows = first_row + tile_rows < M
+    hidden_ptr += first_row.to(tl.int64) * K
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    logits = tile_product(
+        hidden_ptr, weight_ptr, tile_rows, held_rows, columns, 0, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    rows = first_row.to(tl.int64) + tile_rows
+    if PENALISED:
+        own = tl.load(own_counts_ptr + rows * state_stride, mask=held_rows, other=0)
+        repetition = tl.load(repetition_ptr + rows * state_stride, mask=own > 0, other=1.0)
+        presence = tl.load(presence_ptr + rows * state_stride, mask=own > 0, other=0.0)
+        frequency = tl.load(frequency_ptr + rows * state_stride, mask=own > 0, other=0.0)
+        counted = (own > 0)[:, None] & (columns < N)[None, :]
+        counts_of = counts_ptr + (own - 1).to(tl.int64) * N
+        seen = tl.load(counts_of[:, None] + columns[None, :], mask=counted, other=0)
+        logits = penalised(logits, seen, repetition[:, None], presence[:, None], frequency[:, None])
+    logits = logits + tl.where(columns < N, 0.0, float("-inf"))[None, :]
+    logits = tl.where(logits == logits, logits, float("inf"))
+    temperatures = tl.load(temperature_ptr + rows * state_stride, mask=held_rows, other=0.0)
+    top_k = tl.load(top_k_ptr + rows * state_stride, mask=held_rows, other=0)
+    top_p = tl.load(top_p_ptr + rows * state_stride, mask=held_rows, other=1.0)
+    min_p = tl.load(min_p_ptr + rows * state_stride, mask=held_rows, other=0.0)
+    kept = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
+    amounts = tl.where(kept, 0.0, tl.minimum(temperatures, MAX_TEMPERATURE))
+    # The padding's -inf is stored, too: a reader of whole tiles needs no bound.
+    logits_ptr += first_row.to(tl.int64) * TILES * BLOCK_N
+    target = logits_ptr + (tile_rows * TILES * BLOCK_N)[:, None] + columns[None, :]
+    tl.store(target, logits, mask=kept[:, None])
+    largest = tl.max(logits, axis=1)
+    largest = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
+    temperatures = tl.where(kept, tl.maximum(temperatures, 1.1754943508222875e-38), 1.0)
+    shares = tl.exp((logits - largest[:, None]) / temperatures[:, None])
+    tl.store(masses_ptr + rows * TILES + tile, tl.sum(shares, axis=1), mask=kept)
+    if tl.max(amounts, axis=0) > 0:
+        seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
+        positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
+        first, second = row_key(seeds, positions)
+        noise = gumbel(first[:, None], second[:, None], columns[None, :].to(tl.uint32))
+        logits = tl.where(amounts[:, None] > 0, logits + amounts[:, None] * noise, logits)
+    best, index = tl.max(logits, axis=1, return_indices=True)
+    tl.store(values_ptr + rows * TILES + tile, best, mask=held_rows)
+    tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=held_rows)
+
+
+def filtered_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Tile sizes, warps and pipeline stages; as many columns a tile for any number of rows."""
+    if dtype == torch.float32:
+        return 32, 64, 32, 4, 3
+    if rows <= 16:
+        return 16, 128, 128, 4, 4
+    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 128, 64, 8, 3)
+
+
+def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -> Callable[..., Tiles]:
+    """The Triton kernel, called like :func:`filtered_tiles_ref`, but with many tiles.
+
+    hidden, weight and counts contiguous. Logits and masses of rows that are not filtered are left unwritten.
+    shape: rows and dtype → tile sizes, warps and pipeline stages.
+    """
+    launch = launch_options(dependent)
+
+    def filtered_tiles(*, hidden, weight, state: DeviceState, counts=None) -> Tiles:
+        (rows, width), vocab = hidden.shape, len(weight)
+        block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
+        stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
+        n_tiles = triton.cdiv(vocab, block_n)
+        values, masses = (torch.empty(rows, n_tiles, device=hidden.device) for _ in range(2))
+        indices = torch.empty(rows, n_tiles, device=hidden.device, dtype=torch.int32)
+        logits = torch.empty(rows, n_tiles * block_n, device=hidden.device)
+        drawing = state.temperatures, state.seeds, state.positions, values, indices
+        filters = state.top_k, state.top_p, state.min_p, masses, logits
+        penalties = state.counts, state.repetition, state.presence, state.frequency
+        table = indices if counts is None else counts
+        sizes = state.positions.stride(0), state.seeds.stride(0), rows, vocab, n_tiles
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "PENALISED": counts is not None}
+        options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
+        _filtered_tiles_kernel[(triton.cdiv(rows, block_m), n_tiles)](
+            hidden, weight, *drawing, *filters, *penalties, table, *sizes,
+            K=width, MAX_TEMPERATURE=MAX_TEMPERATURE, **blocks, **options,
+        )  # fmt: skip
+        return Tiles(values, indices, masses, logits, block_n)
+
+    return filtered_tiles

@@ -1,0 +1,91 @@
+"""Log-probabilities of new tokens: found on the device after a step, for who asks, and read later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.models.arch import Arch
+from rosellm.roseinfer.cache.device_state import ROUNDS, DeviceState
+from rosellm.roseinfer.cache.staging import StagingBuffer
+from rosellm.roseinfer.layers.logprobs import likely_tokens, likely_words
+from rosellm.roseinfer.steps.cuda_graph import Graphs
+
+SIZES = 1, 16, 64  # rows of a run; more rows take several, so that their logits take no more memory
+
+
+class LogprobRing:
+    """What ``likely_tokens`` tells of the latest rounds of every row, ``[ROUNDS, S, W]`` on the device.
+
+    A row's of its round r, modulo ROUNDS, are at ``[r, row]``, like its token in the state's ring. They are
+    found by runs of their own, so that a step in which nobody asks is not a kernel longer. logits: final
+    hidden states ``[n, C]`` of that dtype → ``[n, V]``. graphs: captures the runs; None: each kernel is
+    launched from Python.
+    """
+
+    def __init__(
+        self,
+        state: DeviceState,
+        logits: Callable[[Tensor], Tensor],
+        config: Arch,
+        dtype: torch.dtype,
+        graphs: Graphs | None,
+    ) -> None:
+        self._tokens, self._logits, self._graphs = state.tokens, logits, graphs
+        device, words = state.rows.device, likely_words(config.vocab_size)
+        # Unused places write past the last round.
+        self._words = torch.zeros(ROUNDS + 1, len(state.rows), words, dtype=torch.int32, device=device)
+        self._hidden = torch.zeros(SIZES[-1], config.d_model, dtype=dtype, device=device)
+        self._inputs = torch.zeros(3 * SIZES[-1], dtype=torch.int64, device=device)
+        self._staging = StagingBuffer(device, torch.int64)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._runs: dict[int, Callable[[], object]] = {}
+
+    def begin(self, hidden: Tensor, places: np.ndarray, slots: np.ndarray, rounds: np.ndarray) -> None:
+        """After tokens were chosen from rows ``places [n]`` of hidden ``[m, C]``, by rows ``slots [n]``.
+
+        rounds ``[n]``: of these rows, when the step began. Nothing waits for the device.
+        """
+        for first in range(0, len(places), SIZES[-1]):
+            part = slice(first, first + SIZES[-1])
+            size = next(size for size in SIZES if len(places[part]) <= size)
+            run = self._run(size)
+            inputs = self._send(size, places[part], slots[part], rounds[part])
+            torch.index_select(hidden, 0, inputs[0], out=self._hidden[:size])
+            run()
+
+    def read(self, rounds: np.ndarray, indices: np.ndarray) -> Tensor:
+        """``[n, W]`` on the CPU; their step has ended, and steps begun since are not waited for."""
+        with torch.cuda.stream(self._stream):
+            places = torch.from_numpy(np.stack((rounds, indices))).to(self._words.device)
+            return self._words[places[0], places[1]].cpu()
+
+    def captures(self) -> list[Callable[[], object]]:
+        """See ``step.Step.captures``; the largest first."""
+        sizes = SIZES if self._graphs is not None else ()
+        return [partial(self._run, size) for size in reversed(sizes) if size not in self._runs]
+
+    def _run(self, size: int) -> Callable[[], object]:
+        if size not in self._runs:
+            run: Callable[[], object] = partial(self._find, size)
+            if self._graphs is not None:
+                nobody = np.zeros(0, np.int64)
+                self._send(size, nobody, nobody, nobody)
+                run = self._graphs.capture(run, run)
+            self._runs[size] = run
+        return self._runs[size]
+
+    def _send(self, size: int, *columns: np.ndarray) -> Tensor:
+        """Places, slots and rounds, ``[3, size]``; unused places are inert."""
+        host = self._staging.host(3, size)
+        host[:, : len(columns[0])] = columns
+        host[:, len(columns[0]) :] = [[0], [0], [ROUNDS]]
+        return self._staging.send(self._inputs)
+
+    def _find(self, size: int) -> None:
+        _, slots, rounds = self._inputs[: 3 * size].view(3, size)
+        self._words[rounds, slots] = likely_tokens(self._logits(self._hidden[:size]), self._tokens[slots])

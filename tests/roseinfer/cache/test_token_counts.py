@@ -1,0 +1,84 @@
+"""The counts of penalised requests: whose they are, and what they say."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings, strategies as st
+
+from rosellm.roseinfer.cache.token_counts import TokenCounts, counts_of, seen_tokens
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from tests.helpers import CPU
+
+ROWS, VOCAB = 4, 6
+TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
+JOINERS = st.dictionaries(st.integers(0, ROWS - 1), st.tuples(TOKENS, TOKENS, st.booleans()))
+MOVES = st.lists(st.tuples(st.sets(st.integers(0, ROWS - 1)), JOINERS), max_size=20)
+
+
+def make_sequence(prompt: list[int], output: list[int], **params) -> Sequence:
+    sequence = Sequence(1, prompt, SamplingParams(**params), 1)
+    sequence.tokens += output
+    return sequence
+
+
+def by_hand(prompt: list[int], output: list[int]) -> list[int]:
+    return [2 * output.count(token) + (token in prompt) for token in range(VOCAB)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(moves=MOVES)
+def test_every_holder_has_a_row_of_its_own_that_says_what_it_has_seen(moves):
+    """Several join together, some of them without penalties."""
+    counts = TokenCounts(ROWS, VOCAB, CPU)
+    held: dict[int, tuple[Sequence, int, list[int]]] = {}
+    for leaving, joining in moves:
+        for who in leaving & held.keys():
+            counts.drop(held.pop(who)[0])
+        new = {who: wish for who, wish in joining.items() if who not in held}
+        sequences = [make_sequence(p, o, presence_penalty=0.5 * own) for p, o, own in new.values()]
+        places = counts.hold(sequences, [len(s.tokens) - 1 for s in sequences])
+        for (who, (prompt, output, own)), sequence, place in zip(new.items(), sequences, places, strict=True):
+            assert bool(place) == own
+            if own:
+                held[who] = sequence, place, by_hand(prompt, output[:-1])
+        taken = [place for _, place, _ in held.values()]
+        assert len(set(taken)) == len(taken) and all(1 <= place <= ROWS for place in taken)
+        assert all(counts.table[place - 1].tolist() == seen for _, place, seen in held.values())
+
+
+def test_a_sequence_that_is_held_again_keeps_its_place_and_is_counted_afresh():
+    counts, sequence = TokenCounts(ROWS, VOCAB, CPU), make_sequence([1, 1], [2], frequency_penalty=1.0)
+    (place,) = counts.hold([sequence], [2])
+    counts.table[place - 1] += 7
+    sequence.tokens.append(3)
+    assert counts.hold([sequence], [3]) == [place]
+    assert counts.table[place - 1].tolist() == by_hand([1], [2])
+
+
+def test_the_table_stays_where_captured_steps_read_it():
+    counts = TokenCounts(ROWS, VOCAB, CPU)
+    table, address = counts.table, counts.table.data_ptr()
+    for token in range(VOCAB):
+        sequence = make_sequence([token], [0], frequency_penalty=1.0)
+        counts.hold([sequence], [1])
+        counts.drop(sequence)
+    assert counts.table is table and table.data_ptr() == address
+
+
+def test_positions_of_the_prompt_leave_nothing_of_the_output():
+    sequence = make_sequence([5, 0, 5], [0, 0])
+    for position in range(4):
+        assert numbers_at(sequence, position) == by_hand([5, 0], [])
+    assert numbers_at(sequence, 5) == by_hand([5, 0], [0, 0])
+
+
+def test_the_host_counts_every_token_that_each_sequence_has_seen():
+    sequences = [make_sequence([5, 0, 5], [0, 0]), make_sequence([1], [])]
+    assert counts_of(sequences, VOCAB, CPU).tolist() == [by_hand([5, 0], [0, 0]), by_hand([1], [])]
+
+
+def numbers_at(sequence: Sequence, position: int) -> list[int]:
+    found = [0] * VOCAB
+    for token, number in zip(*seen_tokens(sequence, position), strict=True):
+        found[token] = int(number)
+    return found

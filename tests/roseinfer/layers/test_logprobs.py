@@ -1,0 +1,173 @@
+"""Log-probabilities and several completions: what a request gets, on every kind of step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rosellm.errors import SamplingError
+from rosellm.roseinfer.cache.device_state import ROUNDS
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.layers.logprobs import likely_of, likely_tokens
+from rosellm.roseinfer.llm import LLM
+from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
+from tests.helpers import greedy_sequences, random_model, random_prompts, small_engine, uncached_logits
+from tests.roseinfer.steps.fake_graphs import captured
+
+__all__ = ["captured"]
+RUNGS = ["dense", "cuda_graph", "one_table", "resident_step", "split_kv"]
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
+
+
+def asking(n: int | None) -> Sequence:
+    return Sequence(1, [0], SamplingParams(logprobs=n), 1)
+
+
+def test_the_token_comes_first_then_the_most_likely_others():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4, 1)
+    expected = logits[0].log_softmax(dim=0).tolist()
+    words = likely_tokens(logits, torch.tensor([2, 1, 0, 3]))
+    third, first, last, silent = likely_of(words, [asking(2), asking(2), asking(0), asking(None)])
+    assert [(token, rank) for token, _, rank in third] == [(2, 3), (1, 1), (3, 2)]
+    assert [(token, rank) for token, _, rank in first] == [(1, 1), (3, 2)]
+    assert [(token, rank) for token, _, rank in last] == [(0, 4)] and silent is None
+    for token, logprob, _ in (*third, *first, *last):
+        assert logprob == pytest.approx(expected[token], abs=1e-6)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_log_probabilities_are_the_models_own_whatever_the_token_was_chosen_by(rung):
+    """And those of a request that asks do not change what others get, nor how many of them run together."""
+    check_log_probabilities_of_some(rung)
+
+
+@pytest.mark.parametrize("rung", ["resident_step", BEST_RUNG])
+def test_so_they_are_if_they_come_from_captured_runs(captured, rung):
+    engine = check_log_probabilities_of_some(rung)
+    assert engine.late_captures == 0 < len(engine.step.logprobs._runs)
+
+
+def check_log_probabilities_of_some(rung: str) -> Engine:
+    model, prompts = random_model(0), random_prompts([3, 9, 1, 5])
+    wishes = [
+        {"temperature": 0.0, "logprobs": 3},
+        {"seed": 4, "top_k": 5, "logprobs": 0, **PENALTIES},
+        {"temperature": 0.0},
+        {"seed": 7, "logprobs": 20, "temperature": 3.0},
+    ]
+    params = [SamplingParams(max_tokens=6, ignore_eos=True, **wish) for wish in wishes]
+    engine = small_engine(model, recipe=rung, max_batch_size=3)
+    outputs = OfflineScheduler(engine).run(prompts, params)
+    assert outputs[2].logprobs is None and outputs[2].cumulative_logprob is None
+    for prompt, output, own in zip(prompts, outputs, params, strict=True):
+        if own.logprobs is not None:
+            assert_logprobs(
+                uncached_logits(model, prompt + output.token_ids), len(prompt), output, own.logprobs
+            )
+    return engine
+
+
+def assert_logprobs(logits: torch.Tensor, n_prompt: int, output: RequestOutput, n: int) -> None:
+    expected = logits[n_prompt - 1 : -1].log_softmax(dim=-1)
+    assert len(output.logprobs) == len(output.token_ids)
+    for token, row, found in zip(output.token_ids, expected, output.logprobs, strict=True):
+        assert next(iter(found)) == token and n <= len(found) <= n + 1
+        assert found[token].rank == 1 + (row > row[token]).sum()
+        most = row.topk(n).indices.tolist() if n else []
+        assert set(found) == {token, *most}
+        for one, told in found.items():
+            assert told.logprob == pytest.approx(row[one].item(), abs=1e-4)
+    own = expected.gather(1, torch.tensor(output.token_ids)[:, None]).sum().item()
+    assert output.cumulative_logprob == pytest.approx(own, abs=1e-3)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["prefilled again", "decoded again"])
+def test_log_probabilities_survive_preemption(deterministic):
+    model, prompts = random_model(0), random_prompts([9, 9, 9])
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=1)
+    scheduler = OfflineScheduler(small_engine(model, num_kv_blocks=8, deterministic=deterministic))
+    outputs = scheduler.run(prompts, params)
+    assert scheduler.preemptions
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_logprobs(uncached_logits(model, prompt + output.token_ids), len(prompt), output, 1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 16, 17, 64, 65, 150])
+def test_any_number_of_rows_is_found_and_unused_places_change_nothing(captured, n):
+    """Rows in any order, from any places, at any rounds; more of them than one run takes."""
+    engine = small_engine(random_model(0), max_batch_size=160)
+    ring, state, draw = engine.step.logprobs, engine.step.state, np.random.default_rng(n)
+    hidden = torch.from_numpy(draw.standard_normal((200, 32), np.float32))
+    state.tokens[:] = torch.from_numpy(draw.integers(0, 101, 160))
+    places, slots = draw.permutation(200)[:n], draw.permutation(160)[:n]
+    rounds = draw.integers(0, ROUNDS, n)
+    ring._words.fill_(-7)
+    ring.begin(hidden, places, slots, rounds)
+    logits = engine.step.next_tokens.chooser.logits(hidden[places])
+    expected, found = likely_tokens(logits, state.tokens[slots]), ring.read(rounds, slots)
+    half = (expected.shape[1] - 1) // 2
+    values = (words[:, half:-1].contiguous().view(torch.float32) for words in (found, expected))
+    torch.testing.assert_close(*values)
+    found[:, half:-1] = expected[:, half:-1]
+    assert torch.equal(found, expected)
+    ring._words[rounds, slots] = -7
+    assert (ring._words[:ROUNDS] == -7).all()
+    assert engine.late_captures == 0
+
+
+def test_rows_in_which_nobody_asks_are_left_out(captured, monkeypatch):
+    engine, begun = small_engine(random_model(0)), []
+    monkeypatch.setattr(engine.step.logprobs, "begin", lambda *arguments: begun.append(arguments))
+    sequences = greedy_sequences(engine, random_prompts([3, 4]), 3)
+    engine.begin_prefill(sequences)
+    engine.begin_decode(sequences)
+    assert not begun
+
+
+# Several completions.
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(max_batch_size=4)
+
+
+def test_each_of_n_completions_is_that_of_its_own_seed(llm):
+    params = SamplingParams(seed=5, n=3, max_tokens=5, logprobs=1)
+    several, one = llm.generate(["import os", "def"], [params, SamplingParams(seed=1, max_tokens=5)], False)
+    assert len(several.outputs) == 3 and several.outputs[0] is several and len(one.outputs) == 1
+    alone = [llm.generate("import os", SamplingParams(seed=5 + i, max_tokens=5), False)[0] for i in range(3)]
+    assert [output.token_ids for output in several.outputs] == [output.token_ids for output in alone]
+    assert len({tuple(output.token_ids) for output in alone}) == 3
+    assert all(len(output.logprobs) == len(output.token_ids) for output in several.outputs)
+    assert several.logprobs[0].popitem()[1].decoded_token
+    assert one == llm.generate("def", SamplingParams(seed=1, max_tokens=5), False)[0]
+
+
+def test_without_a_seed_completions_differ(llm):
+    (output,) = llm.generate("x", SamplingParams(n=4, max_tokens=8, temperature=3.0), False)
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 4
+
+
+@pytest.mark.parametrize(
+    "bad", [{"n": 0}, {"n": 1.5}, {"logprobs": -1}, {"logprobs": 21}, {"logprobs": True}], ids=str
+)
+def test_other_numbers_are_refused_by_name_and_value(bad):
+    ((name, value),) = bad.items()
+    with pytest.raises(SamplingError, match=f"^{name} is {value}; it must be a whole number"):
+        SamplingParams(**bad)
+
+
+def test_equal_completions_are_refused():
+    with pytest.raises(SamplingError, match="n is 2; it must be 1 at temperature 0"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_a_scheduler_makes_one_completion_of_a_request():
+    with pytest.raises(SamplingError, match=r"n is 2; only LLM.generate and LLM.chat"):
+        OfflineScheduler(small_engine(random_model(0))).add_request([1], SamplingParams(n=2))
