@@ -177,7 +177,7 @@ def _add_product(acc, total, squares, w, x, scale, BLOCK_N: tl.constexpr, NORM: 
         wide = x.to(tl.float32)
         total += _sums_of_8(wide)
         squares += _sums_of_8(wide * wide)
-        x = (wide * scale.to(tl.float32)).to(w.dtype)
+        x *= scale
     if BLOCK_N >= 16:  # which operand provides the matrix instruction's 16 rows
         acc = tl.dot(w, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
     else:

@@ -279,7 +279,7 @@ def _choose_filtered_kernel(
         scaled = scaled_logit(maxima, best, temperature)
         masses = tl.load(masses_ptr + row * TILES + tile, mask=inside, other=0.0)
         mass = tl.sum(masses * tl.exp(scaled), axis=0)
-        floor = tl.where(min_p > 0, log2(tl.maximum(min_p, 1e-38)) * 0.6931471805599453, float("-inf"))
+        floor = tl.where(min_p > 0, log2(tl.maximum(min_p, 1e-37)) * 0.6931471805599453, float("-inf"))
         by_number = (top_k > 0) & (top_k <= TILES)
         by_mass = (top_k == 0) & (top_p < 1) & (min_p <= 0)
         nothing = ordered_bits(tl.full((), float("-inf"), tl.float32))
