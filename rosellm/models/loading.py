@@ -57,8 +57,8 @@ def load_parts(
     """A checkpoint (``rose-tiny``, a folder or a hub id) and its tokenizer.
 
     dtype: "auto", or a name, as in :func:`resolve_dtype`. load_format: "auto", or "dummy" for seeded random
-    weights in the checkpoint's shape and a tokenizer that needs no download. part: load only what one rank has.
-    Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be cut so.
+    weights in the checkpoint's shape and a tokenizer that needs no download. part: load only what one rank
+    has. Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be cut so.
     """
     if not isinstance(model, (str, PathLike)):
         raise CheckpointError(f"model is {model!r}; give '{SHIPPED}', a folder or a hub id")

@@ -12,12 +12,12 @@ from tqdm import tqdm
 from rosellm.errors import PromptError, RecipeError, RoseError
 from rosellm.models.chat import Message, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
-from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, one_each
+from rosellm.roseinfer.tensor_parallel import load_engine
 
 Prompt = str | Sequence[int]  # text, or token ids
 
@@ -26,12 +26,14 @@ class LLM:
     """A model, ready to generate.
 
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
-    best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None. device: "auto",
-    "cuda" or "cpu". dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "float16" or
-    "bfloat16". load_format: "auto", or "dummy" for random weights. prefix_cache: keep the keys and values of
-    prompts, for prompts that begin alike, in this call or a later one. prefill_chunk: the most prompt tokens
-    between two tokens of running requests, as in ``SchedulerConfig``. The sizes, ``deterministic`` and
-    ``warm_up`` are those of ``Engine``.
+    best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None.
+    tensor_parallel_size: how many GPUs run the model together, or on a CPU processes, each with its part of
+    every layer (``tensor_parallel.load_engine``); the rungs from ``packed_prefill`` on can, but not
+    ``persistent_kernel``. device: "auto", "cuda" or "cpu". dtype: "auto" (the checkpoint's own on a GPU,
+    float32 on a CPU), "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for random weights.
+    prefix_cache: keep the keys and values of prompts, for prompts that begin alike, in this call or a later
+    one. prefill_chunk: the most prompt tokens between two tokens of running requests, as in
+    ``SchedulerConfig``. The sizes, ``deterministic`` and ``warm_up`` are those of ``Engine``.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class LLM:
         *,
         rung: str | None = None,
         recipe: Recipe | None = None,
+        tensor_parallel_size: int = 1,
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
@@ -56,8 +59,9 @@ class LLM:
         if rung is not None and recipe is not None:
             raise RecipeError("both a rung and a recipe are given; give one of them")
         self._config = SchedulerConfig(prefill_chunk=prefill_chunk)
-        self.engine = Engine.load(
+        self.engine = load_engine(
             model,
+            tensor_parallel_size=tensor_parallel_size,
             device=device,
             dtype=dtype,
             load_format=load_format,

@@ -24,14 +24,12 @@ class TokenCounts:
     the KV cache (S = 256, V = 151,936: 156 MB).
     """
 
-    def __init__(
-        self, n_rows: int, vocab_size: int, device: torch.device, group: Group = ALONE
-    ) -> None:
+    def __init__(self, n_rows: int, vocab_size: int, device: torch.device, group: Group = ALONE) -> None:
         self.table = torch.zeros(n_rows, vocab_size, dtype=torch.int32, device=device)
         self._staging = StagingBuffer(device, torch.int32)
         self._place_of: dict[Sequence, int] = {}
         self._free = list(range(n_rows))  # a heap: the lowest first
-        self._replace = group.command("counts", self._replaced)
+        self._write = group.command("counts", self._written)
 
     def hold(self, sequences: list[Sequence], positions: list[int]) -> list[int]:
         """1 + the place of each sequence's counts, of the tokens before its position; 0 if it needs none.
@@ -67,9 +65,9 @@ class TokenCounts:
         cells[0] = np.repeat(places, lengths)
         for row, arrays in zip(cells[1:], zip(*seen, strict=True), strict=True):
             np.concatenate(arrays, out=row)
-        self._replace(host, n)
+        self._write(host, n)
 
-    def _replaced(self, host: np.ndarray, n: int) -> None:
+    def _written(self, host: np.ndarray, n: int) -> None:
         """The part on the device: n rows."""
         sent = self._staging.put(host).send()
         place, token, number = sent[n:].view(3, -1)

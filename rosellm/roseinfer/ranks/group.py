@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rosellm.models.part import WHOLE, Part
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Group(Protocol):

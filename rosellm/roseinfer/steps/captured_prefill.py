@@ -50,9 +50,7 @@ class CapturedPrefill:
     prefill has more; larger graphs are not captured.
     """
 
-    def __init__(
-        self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, group: Group = ALONE
-    ) -> None:
+    def __init__(self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, group: Group = ALONE) -> None:
         self.packed, self._graphs = packed, graphs
         self._most_tokens = min(bucket_of(most_tokens), CAPTURED_TOKENS)
         largest = self._shape(self._most_tokens, PLACES[-1])
