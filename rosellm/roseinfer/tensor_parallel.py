@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from threading import RLock
 from time import sleep
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as mp
@@ -28,13 +28,16 @@ from tqdm import tqdm
 
 from rosellm.errors import DeviceError, OptionError, told
 from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.loading import arch_of, load_parts, resolve_device
-from rosellm.models.part import Part
+from rosellm.models.loading import AnyTokenizer, arch_of, load_parts, resolve_device
+from rosellm.models.model import Transformer
+from rosellm.models.part import WHOLE, Part
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen
 from rosellm.roseinfer.ranks.members import Follower, Leader
 from rosellm.roseinfer.ranks.watch import Beats, Watch, kill, watch_rank_0
 from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
+from rosellm.roseinfer.steps.cuda_graph import Graphs
+from rosellm.roseinfer.steps.resident import ResidentStep
 
 MOST_RANKS = 64
 ENDS_WITHIN_S = 3.0
@@ -49,7 +52,7 @@ class Load:
     dtype: str = "auto"
     load_format: str = "auto"
 
-    def part(self, part: Part) -> tuple:
+    def part(self, part: Part) -> tuple[Transformer, AnyTokenizer]:
         """The part and the tokenizer."""
         return load_parts(self.model, self.device, self.dtype, self.load_format, part)
 
@@ -70,14 +73,31 @@ def load_engine(
     has no device, and ``RankError`` if a rank fails, here or whenever the engine is used.
     """
     load = Load(model, device, dtype, load_format)
-    recipe, deterministic = options.get("recipe"), options.get("deterministic", False)
-    check_ranks(tensor_parallel_size, load, recipe, deterministic)
     if tensor_parallel_size == 1:
         return Engine.load(**asdict(load), **options)
-    leader = start_ranks(tensor_parallel_size, load)
+    recipe, deterministic = options.get("recipe"), options.get("deterministic", False)
+    loaded = load_ranks(tensor_parallel_size, load, recipe, deterministic)
+    return loaded.build(loaded.model, loaded.tokenizer, **options)
+
+
+class Loaded(NamedTuple):
+    """A model, or rank 0's part of it, and what builds an engine over it, called like ``Engine``."""
+
+    build: Callable[..., Engine]
+    model: Transformer
+    tokenizer: AnyTokenizer
+
+
+def load_ranks(
+    n_ranks: int, load: Load, recipe: str | Recipe | None = None, deterministic: bool = False
+) -> Loaded:
+    """The model on ``n_ranks`` ranks, for one engine of that recipe; raises as :func:`load_engine` does."""
+    check_ranks(n_ranks, load, recipe, deterministic)
+    if n_ranks == 1:
+        return Loaded(Engine, *load.part(WHOLE))
+    leader = start_ranks(n_ranks, load)
     with leader.guarded():
-        parts = load.part(leader.part)
-    return build_engine(leader, *parts, **options)
+        return Loaded(partial(build_engine, leader), *load.part(leader.part))
 
 
 def check_ranks(n_ranks: int, load: Load, recipe: str | Recipe | None, deterministic: bool = False) -> None:
@@ -131,8 +151,17 @@ def build_engine(leader: Leader, *parts: Any, **options: Any) -> Engine:
     leader.tell(options)
     with leader.guarded():
         engine = Engine(*parts, **options, group=leader)
-    weakref.finalize(engine, leader.close)
+    graphs = engine.step.graphs if isinstance(engine.step, ResidentStep) else None
+    weakref.finalize(engine, _close, leader, graphs)
     return engine
+
+
+def _close(leader: Leader, graphs: Graphs | None) -> None:
+    """End the other ranks. NCCL's communicator can go only after the graphs that have captured it."""
+    leader.close()
+    if graphs is not None:
+        graphs.reset()
+        leader.abort()
 
 
 @dataclass(frozen=True)

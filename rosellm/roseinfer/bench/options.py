@@ -22,6 +22,7 @@ from rosellm.roseinfer.bench.workloads import (
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
+from rosellm.roseinfer.tensor_parallel import MOST_RANKS
 
 PROFILED_STEPS = 20
 MOST_REQUESTS = MOST_TOKENS = 1 << 20
@@ -94,6 +95,8 @@ def add_engine_options(parser: ArgumentParser) -> None:
     blocks = "KV blocks per layer; default: what --max-batch-size requests need, capped by memory"
     add("--num-kv-blocks", **count(None), help=blocks)
     add("--prefix-cache", **switch(True), help="reuse the KV of shared prompt prefixes")
+    ranks = "GPUs that run the model together, each with its part; on a CPU: processes"
+    add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help=ranks)
     alone = "a request's logits are bitwise the same whatever shares its batch; on the late rungs"
     add("--deterministic", action="store_true", help=alone)
 
@@ -176,7 +179,7 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
     preset, dtype = workload.flags(), engine.config.dtype or DTYPE
     if workload.model is not None:
         preset["hf_model_id"], dtype = workload.model, DTYPE
-    preset |= {"load_format": LOAD_FORMAT, "deterministic": False}
+    preset |= {"load_format": LOAD_FORMAT, "deterministic": False, "tensor_parallel_size": 1}
     here = {name: getattr(options, name) for name in preset} | {"dtype": dtype_name(engine)}
     told = [
         f"{name}={here[name]} for {value}"

@@ -73,7 +73,10 @@ class Collectives:
         return int(numbers)
 
     def abort(self) -> None:
-        """End what waits for ranks that will not come; for a thread other than the one that waits."""
+        """End what waits for ranks that will not come, in whatever thread; nothing works after that.
+
+        NCCL's returns once no graph is left that has captured it.
+        """
         if self._on_device is not self._gloo:  # gloo's connections end with the other ranks' processes
             self._on_device.abort()
 
@@ -93,6 +96,7 @@ def _gloo(store: dist.Store, part: Part) -> Any:
 
 def _nccl(store: dist.Store, part: Part) -> Any:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # an error ends the engine, not the process
+    for ends_the_process in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING"):
+        os.environ.setdefault(f"TORCH_NCCL_{ends_the_process}", "0")
     options = c10d.ProcessGroupNCCL.Options()
     return c10d.ProcessGroupNCCL(store, part.rank, part.size, options)
