@@ -73,9 +73,10 @@ def load_engine(
     has no device, and ``RankError`` if a rank fails, here or whenever the engine is used.
     """
     load = Load(model, device, dtype, load_format)
+    recipe, deterministic = options.get("recipe"), options.get("deterministic", False)
+    check_ranks(tensor_parallel_size, load, recipe, deterministic)
     if tensor_parallel_size == 1:
         return Engine.load(**asdict(load), **options)
-    recipe, deterministic = options.get("recipe"), options.get("deterministic", False)
     loaded = load_ranks(tensor_parallel_size, load, recipe, deterministic)
     return loaded.build(loaded.model, loaded.tokenizer, **options)
 
