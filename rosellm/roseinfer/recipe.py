@@ -59,6 +59,7 @@ class Recipe:
     head: Literal["logits", "fused"] = "logits"
     gemm: Literal["library", "small_m", "persistent"] = "library"
     numerics: Literal["fast", "invariant"] = "fast"
+    all_reduce: Literal["library", "symmetric", "one_shot"] = "library"  # of several ranks only
 
     def __post_init__(self) -> None:
         for name, allowed in recipe_choices().items():
@@ -154,6 +155,8 @@ _RULES = (
     _rule("gemm=persistent", "its one kernel holds whole layers", append="fused"),
     _rule("launch=dependent", "a chain of kernels overlaps within one captured step", step="resident"),
     _rule("numerics=invariant", _ONE_ORDER, prefill="packed", attention="paged", append="fused"),
+    _rule("all_reduce=symmetric", "the plain model sums where its projections are", norm="fused"),
+    _rule("all_reduce=one_shot", "its kernel takes the norm, too", norm="fused"),
     _rule("numerics=invariant", _ONE_ORDER, head="fused", gemm="small_m"),
 )
 
@@ -313,7 +316,8 @@ def _resident_step(
         chooser = batch_invariant.invariant_chooser(model, kernels, counts)
     elif group is not ALONE:
         ranks = cast(Ranks, group)
-        layers_for = cut_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels, ranks)
+        fields = recipe.norm, recipe.activation, recipe.gemm, recipe.all_reduce
+        layers_for = cut_layers(*fields, model, kernels, ranks)
         bind = build_binder(recipe.attention, recipe.append, kernels, blocks, model)
         prefill_layers_for, chooser = layers_for, cut_chooser(recipe.head, model, kernels, counts, ranks)
     else:

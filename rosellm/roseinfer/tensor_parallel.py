@@ -114,6 +114,8 @@ def check_ranks(n_ranks: int, load: Load, recipe: str | Recipe | None, determini
         raise DeviceError(
             f"tensor_parallel_size {n_ranks} needs as many GPUs; this machine has {torch.cuda.device_count()}"
         )
+    if device.type == "cuda" and torch.cuda.current_device() != 0:
+        raise DeviceError(f"rank 0 has GPU 0; the current device is {torch.cuda.current_device()}")
     chosen = recipe if isinstance(recipe, Recipe) else LADDER[get_rung(recipe, device)]
     (chosen.invariant() if deterministic else chosen).check_ranks(n_ranks)
     Part(0, n_ranks).check(arch_of(load.model, load.load_format))

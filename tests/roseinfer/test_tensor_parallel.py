@@ -175,3 +175,13 @@ def _can(recipe) -> bool:
 def test_the_whole_of_a_loaded_model_is_itself():
     model, _ = load_parts("rose-tiny", "cpu")
     assert model.config is model.whole
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+def test_a_sum_by_one_kernel_over_shared_memory_gives_the_tokens_of_one_rank(tmp_path):
+    model = saved(GROUPED, tmp_path)
+    prompts, wish = random_prompts([1, 5, 70], vocab_size=500), replace(GREEDY, max_tokens=3)
+    expected = tokens_of(run(alone(model), prompts, wish)[1])
+    recipe = replace(LADDER["split_kv"], all_reduce="one_shot")
+    several = ranks_of(model, 2, recipe=recipe, kernels="triton", max_batch_size=3)
+    assert tokens_of(run(several, prompts, wish)[1]) == expected

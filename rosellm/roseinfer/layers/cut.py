@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rosellm.errors import RecipeError
 from rosellm.models.model import Block, Projection, Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.linear import some_rows
-from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.kernels.peer_sums import SymmetricSums, make_sum_add_norm, peer_bytes
+from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.layers.choosers import Chooser, LogitsChooser, fp32_product
 from rosellm.roseinfer.layers.fused import FusedLayers, Layers, plain_layers
 from rosellm.roseinfer.layers.products import (
@@ -36,6 +38,7 @@ from rosellm.roseinfer.layers.products import (
 )
 from rosellm.roseinfer.ranks.group import Ranks
 
+SUMMED_ROWS = 64  # up to which every rank reads all of a sum's rows, 512 KB at most for a width of 4,096
 Logits = Callable[[Tensor], Tensor]
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,23 +77,69 @@ def _twin(module: M) -> M:
     return twin
 
 
-def summing_add_norm(add_norm: Callable[..., Tensor], ranks: Ranks) -> Callable[..., Tensor]:
-    """``norm.add_norm`` after a sum of ``delta`` over the ranks."""
+AddNorm = Callable[..., Tensor]
 
+
+def library_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
+    """``norm.add_norm`` after a sum of ``delta [1, M, C]`` over the ranks by NCCL, or gloo."""
+    return _after_sums(kernels.add_norm, ranks.summed)
+
+
+def symmetric_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
+    """The same with torch's one-shot sum over symmetric memory for few rows; more are the library's."""
+    if model.device.type != "cuda":
+        raise RecipeError("all_reduce='symmetric' needs GPUs; use 'library' or 'one_shot'")
+    n_bytes = SUMMED_ROWS * model.config.d_model * model.dtype.itemsize
+    few = _after_sums(kernels.add_norm, SymmetricSums(ranks.peers(n_bytes), n_bytes))
+    return _by_rows(few, library_sums(model, kernels, ranks))
+
+
+def one_shot_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
+    """Sum, residual and norm in one kernel for few rows; more are the library's."""
+    if kernels.name != "triton":
+        raise RecipeError("all_reduce='one_shot' is a Triton kernel; kernels='torch' have 'library'")
+    width, itemsize = model.config.d_model, model.dtype.itemsize
+    peers = ranks.peers(peer_bytes(SUMMED_ROWS, width, itemsize, ranks.part.size))
+    dependent = kernels is TRITON_DEPENDENT
+    few = make_sum_add_norm(peers, SUMMED_ROWS, dependent)
+    return _by_rows(_or_without_sum(few, kernels.add_norm), library_sums(model, kernels, ranks))
+
+
+def _after_sums(add_norm: AddNorm, summed: Callable[[Tensor], Tensor]) -> AddNorm:
     def add_summed(*, x: Tensor, delta: Tensor | None = None, **norm: Any) -> Tensor:
-        return add_norm(x=x, delta=delta if delta is None else ranks.summed(delta), **norm)
+        return add_norm(x=x, delta=None if delta is None else summed(delta), **norm)
 
     return add_summed
 
 
+def _or_without_sum(with_sum: AddNorm, without: AddNorm) -> AddNorm:
+    """The first norm of a model has nothing to add."""
+
+    def add(*, x: Tensor, delta: Tensor | None = None, **norm: Any) -> Tensor:
+        return without(x=x, **norm) if delta is None else with_sum(x=x, delta=delta, **norm)
+
+    return add
+
+
+def _by_rows(few: AddNorm, many: AddNorm) -> AddNorm:
+    return lambda *, x, **norm: (few if len(x) <= SUMMED_ROWS else many)(x=x, **norm)
+
+
+SUMS: dict[str, Callable[[Transformer, Kernels, Ranks], AddNorm]] = {
+    "library": library_sums,
+    "symmetric": symmetric_sums,
+    "one_shot": one_shot_sums,
+}
+
+
 def cut_layers(
-    norm: str, activation: str, gemm: str, model: Transformer, kernels: Kernels, ranks: Ranks
+    norm: str, activation: str, gemm: str, all_reduce: str, model: Transformer, kernels: Kernels, ranks: Ranks
 ) -> Callable[[int], Layers]:
-    """What ``fused.build_layers`` is for a whole model."""
+    """What ``fused.build_layers`` is for a whole model; ``all_reduce`` is a field of a recipe, too."""
     if norm == "separate":
         plain = plain_layers(summing(model, ranks))
         return lambda rows: plain
-    kernels = replace(kernels, add_norm=summing_add_norm(kernels.add_norm, ranks))
+    kernels = replace(kernels, add_norm=SUMS[all_reduce](model, kernels, ranks))
     fused = activation_fused(model, kernels)
     activated = fused if activation == "epilogue" else activation_apart(model.config)
     library = FusedLayers(model, LibraryProducts(model, activated), kernels)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
+from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from rosellm.models.part import Part
+from rosellm.roseinfer.ranks.peer_memory import PeerMemory, share_files, share_gpus
 
 LOOPBACK = "127.0.0.1"
+RELEASED_WITHIN_S = 2.0
 PATIENCE = timedelta(minutes=30)  # it is ``watch`` that notices ranks that have ended or hang
 
 
@@ -41,7 +45,8 @@ class Collectives:
     """What ranks compute together; all of them call the same, in the same order. Made when all are there."""
 
     def __init__(self, store: dist.Store, part: Part, device: torch.device) -> None:
-        self._size = part.size
+        self._store, self._part, self._device, self._size = store, part, device, part.size
+        self._peers: dict[int, PeerMemory] = {}
         self._gloo: Any = _gloo(dist.PrefixStore("gloo", store), part)
         self._on_device = self._gloo
         if device.type == "cuda":
@@ -72,13 +77,27 @@ class Collectives:
         _wait(self._gloo.allreduce([numbers], options))
         return int(numbers)
 
+    def peers(self, n_bytes: int) -> PeerMemory:
+        """So many bytes that the ranks share: the same ones whenever that many are asked for."""
+        if n_bytes not in self._peers:
+            store = dist.PrefixStore(f"peers-{n_bytes}", self._store)
+            share = partial(share_gpus, device=self._device) if self._device.type == "cuda" else share_files
+            self._peers[n_bytes] = share(store, self._part, n_bytes)
+            self.least(0)  # nobody uses it before all have it
+        return self._peers[n_bytes]
+
     def abort(self) -> None:
         """End what waits for ranks that will not come, in whatever thread; nothing works after that.
 
         NCCL's returns once no graph is left that has captured it.
         """
-        if self._on_device is not self._gloo:  # gloo's connections end with the other ranks' processes
-            self._on_device.abort()
+        if self._on_device is self._gloo:  # its connections end with the other ranks' processes
+            return
+        late = monotonic() + RELEASED_WITHIN_S
+        while self._peers and monotonic() < late and not torch.cuda.current_stream(self._device).query():
+            for peers in self._peers.values():
+                peers.release()
+        self._on_device.abort()
 
 
 def _wait(work: Any) -> None:

@@ -12,6 +12,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from torch import Tensor
 
 from rosellm.models.part import WHOLE, Part
+from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,6 +44,9 @@ class Ranks(Group, Protocol):
 
     def gathered(self, x: Tensor) -> Tensor:
         """The ranks' contiguous tensors, by rank: ``[size, *x.shape]``."""
+
+    def peers(self, n_bytes: int) -> PeerMemory:
+        """So many bytes that the ranks share; all ranks call it."""
 
 
 class Alone:

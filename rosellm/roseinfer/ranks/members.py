@@ -13,6 +13,7 @@ from torch import Tensor
 from rosellm.errors import RankError, RoseError, told
 from rosellm.models.part import Part
 from rosellm.roseinfer.ranks.collectives import Collectives
+from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 from rosellm.roseinfer.ranks.watch import Watch
 
 P = ParamSpec("P")
@@ -41,6 +42,10 @@ class _Member:
     def gathered(self, x: Tensor) -> Tensor:
         """See ``group.Ranks``."""
         return self.collectives.gathered(x)
+
+    def peers(self, n_bytes: int) -> PeerMemory:
+        """See ``group.Ranks``."""
+        return self.collectives.peers(n_bytes)
 
     def least(self, number: int) -> int:
         """See ``group.Group``."""
