@@ -32,12 +32,18 @@ def _flags_end(rows: int, n_ranks: int) -> int:
 
 
 def _half_bytes(rows: int, width: int, itemsize: int, n_ranks: int) -> int:
-    return _flags_end(rows, n_ranks) + rows * width * itemsize
+    return _flags_end(rows, n_ranks) + -(-rows * width * itemsize // 128) * 128
 
 
 def sum_add_norm_ref(*, partial: Tensor, x: Tensor, **norm) -> Tensor:
     """The specification: ``norm.add_norm_ref`` of the sum of all ranks' partial sums ``[ranks, M, C]``."""
     return add_norm_ref(x=x, delta=partial, **norm)
+
+
+@triton.jit
+def rows_of(address, rows_at, like_ptr):
+    """A pointer of like_ptr's type, known to be aligned to 16 bytes."""
+    return tl.multiple_of((address + rows_at).to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
 
 
 @triton.jit
@@ -60,7 +66,7 @@ def _sum_add_norm_kernel(
     launch_dependents(DEPENDENT)
     own = tl.load(addresses_ptr + RANK)
     y = tl.load(y_ptr + row * C + c, mask=inside, other=0.0)
-    tl.store((own + rows_at).to(tl.pointer_type(y_ptr.dtype.element_ty)) + row * C + c, y, mask=inside)
+    tl.store(rows_of(own, rows_at, y_ptr) + row * C + c, y, mask=inside)
     tl.debug_barrier()
     for rank in tl.static_range(RANKS):
         if rank != RANK:  # a flag is 1 from when its row is there until its reader has seen that
@@ -75,8 +81,11 @@ def _sum_add_norm_kernel(
     tl.debug_barrier()
     total = tl.zeros((WIDTH,), tl.float32)
     for rank in tl.static_range(RANKS):
-        theirs = (tl.load(addresses_ptr + rank) + rows_at).to(tl.pointer_type(y_ptr.dtype.element_ty))
-        total += tl.load(theirs + row * C + c, mask=inside, other=0.0, volatile=True).to(tl.float32)
+        if rank == RANK:
+            total += y.to(tl.float32)
+        else:
+            theirs = rows_of(tl.load(addresses_ptr + rank), rows_at, y_ptr) + row * C + c
+            total += tl.load(theirs, mask=inside, other=0.0, volatile=True).to(tl.float32)
     x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
     rounded = (x + (total + added)).to(x_ptr.dtype.element_ty)
     tl.store(x_ptr + row * C + c, rounded, mask=inside)
