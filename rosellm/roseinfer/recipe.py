@@ -19,7 +19,8 @@ from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
 from rosellm.roseinfer.layers.attention import Binder, build_binder
 from rosellm.roseinfer.layers.choosers import build_chooser
-from rosellm.roseinfer.layers.cut import cut_chooser, cut_layers
+from rosellm.roseinfer.layers.cut import cut_layers
+from rosellm.roseinfer.layers.cut_head import cut_chooser
 from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import build_layers
 from rosellm.roseinfer.layers.sampler import Sampler

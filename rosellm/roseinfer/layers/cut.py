@@ -1,8 +1,7 @@
-"""Layers and head of one rank's part of a model: as for a whole one, with sums and gathers over the ranks.
+"""Layers of one rank's part of a model: as for a whole one, with sums over the ranks.
 
 ``out`` and ``down`` are cut by columns, so their products are partial sums: each is summed over the ranks
-before the residual takes it (Shoeybi et al. 2019). Of the head each rank has some words: it finds its best of
-them, and the ranks' best are gathered.
+before the residual takes it (Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -12,19 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rosellm.errors import RecipeError
 from rosellm.models.model import Block, Projection, Transformer
-from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.linear import some_rows
 from rosellm.roseinfer.kernels.peer_sums import SymmetricSums, make_sum_add_norm, peer_bytes
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, Kernels
-from rosellm.roseinfer.layers.choosers import Chooser, LogitsChooser, fp32_product
 from rosellm.roseinfer.layers.fused import FusedLayers, Layers, plain_layers
 from rosellm.roseinfer.layers.products import (
     FewRowsProducts,
@@ -34,12 +29,10 @@ from rosellm.roseinfer.layers.products import (
     activation_apart,
     activation_fused,
     can_pack,
-    packed_head,
 )
 from rosellm.roseinfer.ranks.group import Ranks
 
 SUMMED_ROWS = 64  # up to which every rank reads all of a sum's rows, 512 KB at most for a width of 4,096
-Logits = Callable[[Tensor], Tensor]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -152,62 +145,3 @@ def cut_layers(
     some = SomeRowsProducts(model, kernels, lambda *_: 1)  # one sum, not one for each range of K
     few_layers, some_layers = FusedLayers(model, few, kernels), FusedLayers(model, some, kernels)
     return lambda rows: few_layers if rows <= FEW_ROWS else some_layers if rows <= most else library
-
-
-class GatheredLogits:
-    """All logits ``[n, V]`` of hidden states ``[n, C]``; own: those of this rank's words."""
-
-    def __init__(self, own: Logits, model: Transformer, ranks: Ranks) -> None:
-        self._own, self._ranks = own, ranks
-        self._vocabulary = model.config.vocab_size
-        self._missing = ranks.part.share(model.whole) - len(model.words)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        own = F.pad(self._own(hidden), (0, self._missing))  # [n, share]
-        gathered = self._ranks.gathered(own.contiguous())  # [ranks, n, share]
-        return gathered.transpose(0, 1).flatten(1)[:, : self._vocabulary]
-
-
-class CutChooser(LogitsChooser):
-    """Greedy tokens from each rank's best token and one small gather; others from all logits."""
-
-    def __init__(
-        self, model: Transformer, kernels: Kernels, counts: TokenCounts, own: Logits, ranks: Ranks
-    ) -> None:
-        super().__init__(GatheredLogits(own, model, ranks), kernels, counts)
-        self._best, self._ranks = kernels.best_tokens, ranks
-        self._weight, self._first = model.lm_head.weight, model.words.start
-
-    def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
-        """See ``choosers.Chooser``."""
-        if mode != "greedy":
-            return super().__call__(hidden, state, mode)
-        values, indices = self._best(
-            hidden=hidden,
-            weight=self._weight,
-            temperature=state.temperatures,
-            seeds=state.seeds,
-            positions=state.positions,
-            sampled=False,
-        )
-        return self._gathered(values, indices)
-
-    def _gathered(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Tiles ``[n, TILES]`` of this rank → the best of each rank, ``[n, ranks]``."""
-        best, tile = values.max(dim=1)
-        token = indices.gather(1, tile[:, None])[:, 0] + self._first
-        gathered = self._ranks.gathered(torch.stack((best.view(torch.int32), token)))  # [ranks, 2, n]
-        values, indices = gathered.permute(1, 2, 0).contiguous()
-        return values.view(torch.float32), indices
-
-
-def cut_chooser(
-    head: str, model: Transformer, kernels: Kernels, counts: TokenCounts, ranks: Ranks
-) -> Chooser:
-    """What ``choosers.build_chooser`` is for a whole model."""
-    if head == "logits":
-        return LogitsChooser(GatheredLogits(model.logits, model, ranks), kernels, counts)
-    if kernels.name == "torch" and can_pack(model):
-        return CutChooser(model, kernels, counts, packed_head(model), ranks)
-    weight, n_words = model.padded_head, len(model.words)
-    return CutChooser(model, kernels, counts, lambda hidden: fp32_product(hidden, weight)[:, :n_words], ranks)
