@@ -89,6 +89,13 @@ class Recipe:
                     f"not {getattr(self, name)!r}: {reason}"
                 )
 
+    def check_sums(self, device: torch.device, kernels: Kernels) -> None:
+        """Raise ``RecipeError``, with the reason, if several ranks cannot sum so on such a device."""
+        if self.all_reduce == "symmetric" and device.type != "cuda":
+            raise RecipeError("all_reduce='symmetric' is of GPUs' memory; on a CPU use 'library'")
+        if self.all_reduce == "one_shot" and kernels.name != "triton":
+            raise RecipeError("all_reduce='one_shot' is a Triton kernel; kernels='torch' have 'library'")
+
     def invariant(self) -> Recipe:
         """The same with one order of its sums; contexts are not cut, since where depends on the others."""
         whole = "paged" if self.attention == "split" else self.attention

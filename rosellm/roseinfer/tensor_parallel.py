@@ -12,7 +12,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -32,6 +32,7 @@ from rosellm.models.loading import AnyTokenizer, arch_of, load_parts, resolve_de
 from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen
 from rosellm.roseinfer.ranks.members import Follower, Leader
 from rosellm.roseinfer.ranks.watch import Beats, Watch, kill, watch_rank_0
@@ -73,11 +74,11 @@ def load_engine(
     has no device, and ``RankError`` if a rank fails, here or whenever the engine is used.
     """
     load = Load(model, device, dtype, load_format)
-    recipe, deterministic = options.get("recipe"), options.get("deterministic", False)
-    check_ranks(tensor_parallel_size, load, recipe, deterministic)
+    kinds = options.get("recipe"), options.get("deterministic", False), options.get("kernels", "auto")
+    check_ranks(tensor_parallel_size, load, *kinds)
     if tensor_parallel_size == 1:
         return Engine.load(**asdict(load), **options)
-    loaded = load_ranks(tensor_parallel_size, load, recipe, deterministic)
+    loaded = load_ranks(tensor_parallel_size, load, *kinds)
     return loaded.build(loaded.model, loaded.tokenizer, **options)
 
 
@@ -90,10 +91,14 @@ class Loaded(NamedTuple):
 
 
 def load_ranks(
-    n_ranks: int, load: Load, recipe: str | Recipe | None = None, deterministic: bool = False
+    n_ranks: int,
+    load: Load,
+    recipe: str | Recipe | None = None,
+    deterministic: bool = False,
+    kernels: str | Kernels = "auto",
 ) -> Loaded:
     """The model on ``n_ranks`` ranks, for one engine of that recipe; raises as :func:`load_engine` does."""
-    check_ranks(n_ranks, load, recipe, deterministic)
+    check_ranks(n_ranks, load, recipe, deterministic, kernels)
     if n_ranks == 1:
         return Loaded(Engine, *load.part(WHOLE))
     leader = start_ranks(n_ranks, load)
@@ -101,7 +106,13 @@ def load_ranks(
         return Loaded(partial(build_engine, leader), *load.part(leader.part))
 
 
-def check_ranks(n_ranks: int, load: Load, recipe: str | Recipe | None, deterministic: bool = False) -> None:
+def check_ranks(
+    n_ranks: int,
+    load: Load,
+    recipe: str | Recipe | None,
+    deterministic: bool = False,
+    kernels: str | Kernels = "auto",
+) -> None:
     """Raise for what ``n_ranks`` ranks cannot run: see :func:`load_engine`."""
     if not isinstance(n_ranks, int) or isinstance(n_ranks, bool) or not 1 <= n_ranks <= MOST_RANKS:
         raise OptionError(
@@ -118,6 +129,7 @@ def check_ranks(n_ranks: int, load: Load, recipe: str | Recipe | None, determini
         raise DeviceError(f"rank 0 has GPU 0; the current device is {torch.cuda.current_device()}")
     chosen = recipe if isinstance(recipe, Recipe) else LADDER[get_rung(recipe, device)]
     (chosen.invariant() if deterministic else chosen).check_ranks(n_ranks)
+    chosen.check_sums(device, choose_kernels(kernels, chosen.launch, device))
     Part(0, n_ranks).check(arch_of(load.model, load.load_format))
 
 
@@ -185,7 +197,8 @@ def _work(seat: _Seat, load: Load) -> None:
         watch_rank_0(seat.beats, seat.part.rank)
         _follow(seat, load)
     except BaseException as error:
-        seat.pipe.send_bytes(told(error).encode())
+        with suppress(OSError):  # rank 0 may have hung up for the same reason
+            seat.pipe.send_bytes(told(error).encode())
         os._exit(1)
     os._exit(0)  # what a library may wait for at its end, such as other ranks, is not waited for
 

@@ -12,6 +12,7 @@ from rosellm.errors import DeviceError, OptionError, RecipeError
 from rosellm.roseinfer import benchmark_scheduler, tensor_parallel
 from rosellm.roseinfer.recipe import LADDER
 
+BEST = LADDER["split_kv"]
 PADDED = replace(LADDER["packed_prefill"], prefill="padded")
 REFUSED = {
     "three": (OptionError, "3 does not divide the model's 4 attention heads", {"tensor_parallel_size": 3}),
@@ -29,6 +30,8 @@ REFUSED = {
         "needs prefill=",
         {"recipe": replace(LADDER["packed_prefill"], prefill="padded")},
     ),
+    "symmetric": (RecipeError, "is of GPUs' memory", {"recipe": replace(BEST, all_reduce="symmetric")}),
+    "one_shot": (RecipeError, "is a Triton kernel", {"recipe": replace(BEST, all_reduce="one_shot")}),
     "rung": (RecipeError, "rung 'fast' is unknown", {"rung": "fast"}),
     "device": (DeviceError, "device 'tpu' is unknown", {"device": "tpu"}),
     **{

@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rosellm.errors import RecipeError
 from rosellm.models.model import Block, Projection, Transformer
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.linear import some_rows
@@ -80,8 +79,6 @@ def library_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
 
 def symmetric_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
     """The same with torch's one-shot sum over symmetric memory for few rows; more are the library's."""
-    if model.device.type != "cuda":
-        raise RecipeError("all_reduce='symmetric' needs GPUs; use 'library' or 'one_shot'")
     n_bytes = SUMMED_ROWS * model.config.d_model * model.dtype.itemsize
     few = _after_sums(kernels.add_norm, SymmetricSums(ranks.peers(n_bytes), n_bytes))
     return _by_rows(few, library_sums(model, kernels, ranks))
@@ -89,8 +86,6 @@ def symmetric_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNor
 
 def one_shot_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
     """Sum, residual and norm in one kernel for few rows; more are the library's."""
-    if kernels.name != "triton":
-        raise RecipeError("all_reduce='one_shot' is a Triton kernel; kernels='torch' have 'library'")
     width, itemsize = model.config.d_model, model.dtype.itemsize
     peers = ranks.peers(peer_bytes(SUMMED_ROWS, width, itemsize, ranks.part.size))
     dependent = kernels is TRITON_DEPENDENT
