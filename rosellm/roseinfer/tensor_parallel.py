@@ -35,7 +35,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen
 from rosellm.roseinfer.ranks.members import Follower, Leader
-from rosellm.roseinfer.ranks.watch import Beats, Watch, kill, watch_rank_0
+from rosellm.roseinfer.ranks.watch import Beats, Watch, join, kill, watch_rank_0
 from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.resident import ResidentStep
@@ -240,6 +240,5 @@ def _end(processes: list[BaseProcess], pipes: list[Connection]) -> None:
     """Hang up, and kill those that do not end by themselves."""
     for pipe in pipes:
         pipe.close()
-    for process in processes:
-        process.join(ENDS_WITHIN_S)
+    join(processes, ENDS_WITHIN_S)
     kill(processes)

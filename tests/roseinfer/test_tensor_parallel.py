@@ -12,6 +12,7 @@ from rosellm import LLM, SamplingParams
 from rosellm.models.loading import load_parts
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.serving.streaming import StreamingManager
 from tests.helpers import MODERN, random_prompts, small_config
 from tests.roseinfer.ranks import ranks_of, run, saved, tokens_of
 
@@ -110,6 +111,16 @@ def test_the_latest_logits_are_those_of_one_rank(pair):
             engine.release(sequence)
     for theirs, ours in zip(*logits, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
+
+
+def test_a_streaming_manager_runs_ranks_from_its_own_thread(pair):
+    one, several = pair
+    texts = []
+    for engine in one, several:
+        with StreamingManager(engine) as manager:
+            ids = [manager.add_request(prompt, GREEDY) for prompt in PROMPTS[:3]]
+            texts.append(["".join(manager.stream_text(request_id)) for request_id in ids])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("rung", ["packed_prefill", "fused_norm"])

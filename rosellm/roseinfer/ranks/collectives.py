@@ -115,6 +115,7 @@ def _gloo(store: dist.Store, part: Part) -> Any:
 
 def _nccl(store: dist.Store, part: Part) -> Any:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which not every host's NVLink has
     for ends_the_process in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING"):
         os.environ.setdefault(f"TORCH_NCCL_{ends_the_process}", "0")
     options = c10d.ProcessGroupNCCL.Options()

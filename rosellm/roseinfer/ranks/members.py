@@ -6,6 +6,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from threading import Thread
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from rosellm.roseinfer.ranks.watch import Watch
 
 P = ParamSpec("P")
 T = TypeVar("T")
-A_REASON_WITHIN_S = 2.0
+A_REASON_WITHIN_S, ABORTED_WITHIN_S = 2.0, 3.0
 
 
 class _Result(NamedTuple):
@@ -139,13 +140,16 @@ class Leader(_Member):
         if consequence:
             self._watch.ended.wait(A_REASON_WITHIN_S)
         self.close(f"rank 0 failed: {told(error)}")
+        self.abort()
         if consequence and self._watch.failed:
             self._raise_reason(error)
 
     def abort(self) -> None:
-        """End what this rank's device waits for; the watch calls it."""
+        """End what this rank's device waits for; returns before that if a graph holds it up for long."""
         if hasattr(self, "collectives"):
-            self.collectives.abort()
+            aborting = Thread(target=self.collectives.abort, daemon=True)
+            aborting.start()
+            aborting.join(ABORTED_WITHIN_S)
 
     def close(self, reason: str = "it was closed") -> None:
         """End the other ranks; later commands raise ``RankError``."""

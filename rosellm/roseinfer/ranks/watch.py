@@ -14,10 +14,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from threading import Event, Thread
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 LOOK_S = 0.25
+KILLED_WITHIN_S = 1.0
 HUNG_AFTER = 28  # looks at a count that stays the same
 
 Beats = Any  # a shared array of int64, one count a rank
@@ -110,8 +111,14 @@ def kill(processes: list[BaseProcess]) -> None:
     """End processes that may be stopped or deep in a library."""
     for process in processes:
         process.kill()
+    join(processes, KILLED_WITHIN_S)
+
+
+def join(processes: list[BaseProcess], within_s: float) -> None:
+    """Wait for all of them, so long at most."""
+    late = monotonic() + within_s
     for process in processes:
-        process.join()
+        process.join(max(0.0, late - monotonic()))
 
 
 def watch_rank_0(beats: Beats, rank: int) -> None:
