@@ -7,6 +7,7 @@ name, with its numbers and the array that rank 0 has staged.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
@@ -19,9 +20,11 @@ T = TypeVar("T")
 
 
 class Group(Protocol):
-    """One rank's view of its group. ``part``: what of the model it has."""
+    """One rank's view of its group."""
 
-    part: Part
+    @property
+    def part(self) -> Part:
+        """What of the model it has."""
 
     def command(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
         """``run``, a method, as rank 0 is to call it: every rank runs its own of that name, in this order.
@@ -49,10 +52,11 @@ class Ranks(Group, Protocol):
         """So many bytes that the ranks share; all ranks call it."""
 
 
+@dataclass(frozen=True)
 class Alone:
     """The group of an engine that runs on one device."""
 
-    part = WHOLE
+    part: Part = WHOLE
 
     def command(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
         """``run`` itself."""
