@@ -19,6 +19,7 @@ PROCESSES = {
     "test_new_notebook.py",
     "test_notebooks.py",
     "test_open_lab.py",
+    "test_ranks_end.py",
     "test_readme.py",
     "test_run_notebooks.py",
 }
@@ -27,6 +28,7 @@ NOT_QUICK = PROCESSES | {
     "test_atomic.py",
     "test_bad_input.py",
     "test_bench.py",
+    "test_captured_ranks.py",
     "test_benchmark_rivals.py",
     "test_dependent_launch.py",
     "test_ledger.py",
@@ -35,6 +37,8 @@ NOT_QUICK = PROCESSES | {
     "test_refresh.py",
     "test_state_machines.py",
     "test_streaming_load.py",
+    "test_tensor_parallel.py",
+    "test_told_ranks.py",
     "test_train.py",
     "test_widgets.py",
 }

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from rosellm.models.arch import Arch
-from rosellm.models.tokenizer import load_dummy_tokenizer
+from rosellm.models.tokenizer import train_tokenizer
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
@@ -32,7 +32,7 @@ def ranks_of(model: str, n_ranks: int, **options: Any) -> Engine:
 def saved(arch: Arch, folder: Path) -> str:
     """A checkpoint of random weights."""
     save_model(random_model(1, arch), folder)
-    load_dummy_tokenizer(arch)
+    train_tokenizer(["some text"], 258).save(folder)
     return str(folder)
 
 

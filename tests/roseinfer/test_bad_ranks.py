@@ -69,3 +69,5 @@ def test_a_benchmark_refuses_them_likewise(capsys: pytest.CaptureFixture):
     assert "does not divide" in capsys.readouterr().err
     assert benchmark_scheduler.main(["--device", "cpu", "--tensor-parallel-size", "2"]) == 2
     assert "needs step='resident'" in capsys.readouterr().err
+    assert benchmark_scheduler.main([*asked[:4], "--all-reduce", "one_shot"]) == 2
+    assert "needs a --tensor-parallel-size of 2 or more" in capsys.readouterr().err

@@ -23,7 +23,7 @@ OPTIONS = {"block_size": 16, "max_batch_size": 4, "max_model_len": 120, "num_kv_
 def test_ranks_that_capture_their_steps_give_the_tokens_of_one(warm_up):
     wishes = [GREEDY, DRAWN, GREEDY, replace(DRAWN, repetition_penalty=1.2)]
     expected = [tokens_of(run(ranks_of("rose-tiny", 1, **OPTIONS), PROMPTS, w)[1]) for w in (GREEDY, wishes)]
-    with threaded_ranks("rose-tiny", **OPTIONS, warm_up=warm_up) as engine:
+    with threaded_ranks("rose-tiny", **OPTIONS, warm_up=warm_up) as (engine, _):
         assert (engine.step.n_captured > 0) == warm_up
         assert [tokens_of(run(engine, PROMPTS, wish)[1]) for wish in (GREEDY, wishes)] == expected
         assert (engine.late_captures > 0) != warm_up
@@ -31,7 +31,7 @@ def test_ranks_that_capture_their_steps_give_the_tokens_of_one(warm_up):
 
 @pytest.mark.usefixtures("captured")
 def test_a_later_warm_up_is_one_of_all_ranks():
-    with threaded_ranks("rose-tiny", **OPTIONS, warm_up=False) as engine:
+    with threaded_ranks("rose-tiny", **OPTIONS, warm_up=False) as (engine, _):
         engine.warm_up()
         run(engine, PROMPTS, GREEDY)
         assert engine.step.n_captured > engine.late_captures == 0

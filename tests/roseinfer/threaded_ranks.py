@@ -20,31 +20,31 @@ from tests.helpers import CPU
 
 
 @contextmanager
-def threaded_ranks(model: str, **options: Any) -> Iterator[Engine]:
-    """Rank 0's engine; at the end the other rank's thread has ended."""
+def threaded_ranks(model: str, **options: Any) -> Iterator[tuple[Engine, list[Engine]]]:
+    """Rank 0's engine and, once that has run something, the other's, whose thread ends at the end."""
     store, port = listen()
     ours, theirs = Pipe()
     errors: list[BaseException] = []
+    others: list[Engine] = []
 
     @torch.inference_mode()
     def follow() -> None:
         try:
             follower = Follower(Part(1, 2), theirs)
             follower.collectives = Collectives(connect(port), follower.part, CPU)
-            engine = Engine(load_parts(model, "cpu", part=follower.part)[0], **options, group=follower)
+            others.append(Engine(load_parts(model, "cpu", part=follower.part)[0], **options, group=follower))
             follower.follow()
-            del engine
         except BaseException as error:
             errors.append(error)
             raise
 
-    thread = Thread(target=follow)
+    thread = Thread(target=follow, daemon=True)
     thread.start()
     leader = Leader(Part(0, 2), [ours], Watch([], [], [0, 0], lambda: None), ours.close)
     leader.collectives = Collectives(store, leader.part, CPU)
     parts = load_parts(model, "cpu", part=leader.part)
     try:
-        yield Engine(*parts, **options, group=leader)
+        yield Engine(*parts, **options, group=leader), others
     finally:
         leader.close()
         thread.join(10)

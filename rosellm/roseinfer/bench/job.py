@@ -55,7 +55,19 @@ def make_job(
 
 
 def choose_recipe(options: Namespace) -> str | Recipe:
-    """``--rung``; else dense without flags, or the best recipe of ``--device``, eager or with its runner."""
+    """``--rung``; else dense without flags, or the best recipe of ``--device``, eager or with its runner.
+
+    With an ``--all-reduce`` other than the library's it is no rung.
+    """
+    recipe = _recipe_of_flags(options)
+    if options.all_reduce == "library":
+        return recipe
+    if options.tensor_parallel_size == 1:
+        raise RecipeError(f"--all-reduce {options.all_reduce} needs a --tensor-parallel-size of 2 or more")
+    return replace(LADDER[recipe] if isinstance(recipe, str) else recipe, all_reduce=options.all_reduce)
+
+
+def _recipe_of_flags(options: Namespace) -> str | Recipe:
     if options.rung is not None:
         return get_rung(options.rung)
     if options.cuda_graph and not options.paged_attn:

@@ -20,7 +20,7 @@ from rosellm.roseinfer.bench.workloads import (
     get_workload,
 )
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.recipe import LADDER, recipe_choices
 from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
 from rosellm.roseinfer.tensor_parallel import MOST_RANKS
 
@@ -97,6 +97,9 @@ def add_engine_options(parser: ArgumentParser) -> None:
     add("--prefix-cache", **switch(True), help="reuse the KV of shared prompt prefixes")
     ranks = "GPUs that run the model together, each with its part; on a CPU: processes"
     add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help=ranks)
+    add(
+        "--all-reduce", choices=recipe_choices()["all_reduce"], default="library", help="how several GPUs sum"
+    )
     alone = "a request's logits are bitwise the same whatever shares its batch; on the late rungs"
     add("--deterministic", action="store_true", help=alone)
 
