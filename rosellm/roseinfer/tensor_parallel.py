@@ -194,8 +194,9 @@ def _work(seat: _Seat, load: Load) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; rank 0 decides
     tqdm.set_lock(RLock())  # its default is a semaphore, which a killed process would leave behind
     try:
-        watch_rank_0(seat.beats, seat.part.rank)
-        _follow(seat, load)
+        follower = Follower(seat.part, seat.pipe)
+        watch_rank_0(seat.beats, seat.part.rank, lambda: follower.is_busy)
+        _follow(follower, seat, load)
     except BaseException as error:
         with suppress(OSError):  # rank 0 may have hung up for the same reason
             seat.pipe.send_bytes(told(error).encode())
@@ -204,13 +205,12 @@ def _work(seat: _Seat, load: Load) -> None:
 
 
 @torch.inference_mode()
-def _follow(seat: _Seat, load: Load) -> None:
+def _follow(follower: Follower, seat: _Seat, load: Load) -> None:
     device = resolve_device(load.device)
     if device.type == "cuda":
         torch.cuda.set_device(seat.part.rank)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // seat.part.size))
-    follower = Follower(seat.part, seat.pipe)
     follower.collectives = Collectives(connect(seat.port), seat.part, device)
     model, _ = load.part(seat.part)
     engine = Engine(model, None, **follower.told(), group=follower)

@@ -43,7 +43,7 @@ def test_a_rank_that_dies_or_hangs_while_it_runs_ends_the_engine_with_its_error(
         os.kill(pids[0], how)
 
     threading.Timer(0.5, end).start()
-    said = "was ended by SIGKILL" if how == signal.SIGKILL else "has not moved for 7 seconds"
+    said = "was ended by SIGKILL" if how == signal.SIGKILL else "has not moved for 6 seconds"
     with pytest.raises(RankError, match=f"rank 1 of 2 {said}"):
         while True:
             llm.generate(["import os"] * 4, LONG, use_tqdm=False)
@@ -100,6 +100,21 @@ def test_a_dropped_llm_ends_its_ranks():
     assert len(pids) == 1
     del llm
     seconds_until(lambda: have_ended(pids))
+
+
+BUSY = """
+from rosellm import LLM, SamplingParams
+import ctypes, multiprocessing
+llm = LLM(tensor_parallel_size=2, device="cpu")
+print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+ctypes.PyDLL(None).sleep(8)  # holding the lock of the interpreter
+print(len(llm.generate("import os", SamplingParams(max_tokens=4), use_tqdm=False)), flush=True)
+"""
+
+
+def test_a_program_that_keeps_rank_0_from_counting_between_requests_ends_nothing():
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[1:] == ["1"], done.stderr
 
 
 @pytest.fixture

@@ -54,11 +54,11 @@ class _Member:
 
 
 class Follower(_Member):
-    """Another rank than 0: it runs what it is told, until rank 0 hangs up."""
+    """Another rank than 0: it runs what it is told, until rank 0 hangs up; ``is_busy`` while it does."""
 
     def __init__(self, part: Part, pipe: Connection) -> None:
         super().__init__(part)
-        self._pipe = pipe
+        self._pipe, self.is_busy = pipe, False
         self._runs: dict[str, weakref.WeakMethod] = {}
         self._results: dict[str, Any] = {}
 
@@ -82,7 +82,9 @@ class Follower(_Member):
             except EOFError:
                 return
             given = [self._results[a.name] if isinstance(a, _Result) else a for a in arguments]
+            self.is_busy = True
             self._results[name] = self._run(name)(*given)
+            self.is_busy = False
 
     def _run(self, name: str) -> Callable[..., Any]:
         run = self._runs[name]()

@@ -17,9 +17,11 @@ from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
 
+import psutil
+
 LOOK_S = 0.25
 KILLED_WITHIN_S = 1.0
-HUNG_AFTER = 28  # looks at a count that stays the same
+HUNG_AFTER = 24  # looks at a count that stays the same
 
 Beats = Any  # a shared array of int64, one count a rank
 
@@ -121,13 +123,20 @@ def join(processes: list[BaseProcess], within_s: float) -> None:
         process.join(max(0.0, late - monotonic()))
 
 
-def watch_rank_0(beats: Beats, rank: int) -> None:
-    """In another rank's process: count, and end it once rank 0 has died or hangs."""
-    parent = os.getppid()
+def watch_rank_0(beats: Beats, rank: int, is_busy: Callable[[], bool]) -> None:
+    """In another rank's process: count, and end it once rank 0 has died or hangs.
+
+    is_busy: whether this rank waits for rank 0 in the midst of a command. Between commands rank 0 may be kept
+    from counting by its program, and hangs only if it is stopped.
+    """
+    parent = psutil.Process(os.getppid())
     counts = _Counts(beats, range(1))
 
+    def hangs() -> bool:
+        return counts.look() is not None and (is_busy() or parent.status() == psutil.STATUS_STOPPED)
+
     def look() -> None:
-        while os.getppid() == parent and counts.look() is None:
+        while os.getppid() == parent.pid and not hangs():
             beats[rank] += 1
             sleep(LOOK_S)
         print(f"rank {rank}: rank 0 has ended, and so do I", file=sys.stderr, flush=True)
