@@ -12,7 +12,6 @@ import torch
 from torch.utils import deterministic as deterministic_settings
 
 from rosellm.errors import RoseError
-from rosellm.lab.records.records import find
 from rosellm.lab.running import readme
 
 ROOT = Path(__file__).parents[1]
@@ -114,4 +113,4 @@ def test_every_linked_file_exists():
 
 def test_a_missing_section_is_told():
     with pytest.raises(RoseError, match="<!-- results -->"):
-        readme.updated("<!-- notebooks -->\n<!-- /notebooks -->", find())
+        readme.updated("<!-- record: nvidia-h200 -->\n<!-- notebooks -->\n<!-- /notebooks -->")

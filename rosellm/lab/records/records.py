@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER
 
+REFERENCE = "nvidia-h200"  # the device that sentences are about: notebooks', README.md's
 RIVALS_FILE = "rivals-h200.json"
 BYTES_FP16 = 2
 SHORT_NAMES = {"decode_tok_s": "decode_throughput_tok_s", "total_tok_s": "total_throughput_tok_s"}
@@ -79,9 +81,16 @@ class Results:
         return self.load(f"{workload}-{rung}")
 
     def rungs(self, workload: str) -> list[str]:
-        """The rungs measured on a workload, in the ladder's order."""
+        """The rungs measured on a workload, in the ladder's order.
+
+        Without records that say how they depart from it, unless by a dtype, which is the device's.
+        """
         prefix = f"{workload}-"
-        found = [name.removeprefix(prefix) for name in self.names() if name.startswith(prefix)]
+        found = [
+            path.stem.removeprefix(prefix)
+            for path in sorted(self.folder.glob(f"{prefix}*.json"))
+            if _is_of_its_workload(path, path.stat().st_mtime_ns)
+        ]
         return sorted(found, key=lambda rung: list(LADDER).index(rung) if rung in LADDER else len(LADDER))
 
     def value(self, workload: str, rung: str, figure: str = "total_tok_s") -> float:
@@ -104,6 +113,11 @@ class Results:
         """As the driver calls it: ``NVIDIA H200``."""
         return self._environment(None)["device_name"]
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the device is a GPU; a CPU's records have models in fp32."""
+        return self._environment(None).get("device_memory_bytes") is not None
+
     def environment_line(self, name: str | None = None) -> str:
         """Where and when a record was measured, in one line; by default the newest one."""
         env = self._environment(name)
@@ -122,7 +136,12 @@ class Results:
         return max(known, key=lambda env: env["time_utc"])
 
 
-def find(device: str = "nvidia-h200", folder: Path | None = None) -> Results:
+@cache
+def _is_of_its_workload(path: Path, _modified_ns: int) -> bool:
+    return all(told.startswith("dtype=") for told in _read(path).get("not_comparable", []))
+
+
+def find(device: str = REFERENCE, folder: Path | None = None) -> Results:
     """The records of a device, by its folder's name in ``folder`` (by default :func:`results_folder`)."""
     folder = folder or results_folder()
     devices = sorted(path.name for path in folder.iterdir() if path.is_dir())
