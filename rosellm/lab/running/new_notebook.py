@@ -45,10 +45,11 @@ device: str = "auto"
 dtype: str = "auto"
 batch: int = 4  # sequences that decode together
 prompt_lengths: list[int] = [2, 40]  # tokens, taken in turn
-new_tokens: int = 16  # a sequence"""
+new_tokens: int = 16  # a sequence
+record: str = "nvidia-h200"  # and machines to show beside it, such as "here\""""
 START = """loading = {{"model": model, "load_format": load_format, "device": device, "dtype": dtype}}
 sizes = {{"batch": batch, "prompt_lengths": prompt_lengths, "new_tokens": new_tokens}}
-nb = open_rung("{after}", **loading, **sizes)
+nb = open_rung("{after}", **loading, **sizes, record=record)
 nb.change"""
 STUB = """def twice(n):
     \"\"\"Your exercise.\"\"\"
