@@ -14,7 +14,7 @@ export NB P
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help setup notebooks test test-quick test-browser check soak lint lab new-notebook refresh clean
+.PHONY: help setup notebooks test test-quick test-browser check soak lint lab new-notebook measure refresh clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ lab: $(STAMP) ## open a working copy of the notebooks in JupyterLab, on 127.0.0.
 
 new-notebook: $(STAMP) ## write a notebook that works (NAME=30_my_idea)
 	@exec $(PY) -m rosellm.lab.running.new_notebook $(NAME)
+
+measure: $(STAMP) ## record this machine in ten minutes, to be shown beside the H200; again: what is missing (MINUTES=30)
+	@exec $(PY) -m rosellm.lab.records.quick --minutes $(or $(MINUTES),10)
 
 refresh: $(STAMP) ## execute the notebooks in place, add PNGs and normalise them (NB selects)
 	@exec $(PY) -m rosellm.lab.running.refresh_notebooks --select "$$NB"

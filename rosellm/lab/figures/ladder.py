@@ -178,7 +178,7 @@ def _add_panel(chart: Chart, i: int, panel: Panel, rungs: list[str]) -> None:
 def _name_machines(chart: Chart, panels: Sequence[Panel], top: float) -> None:
     """A line above the columns for each machine beside the first, in its dots' colour."""
     for i, (name, colour) in enumerate(zip(panels[0].beside, BESIDE * 9, strict=False)):
-        measured = any(panel.beside[name] for panel in panels)
+        measured = any(panel.beside.get(name) for panel in panels)
         chart.add_annotation(
             x=0,
             xref="paper",

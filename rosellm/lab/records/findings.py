@@ -64,8 +64,8 @@ def _gains(results: Results, rung: str) -> str:
 
 
 def _span(results: Results) -> str:
-    values = results.values("W3")
-    return f"W3: {number(values['dense'])} → {number(values[BEST_RUNG])} tok/s up the ladder"
+    first, best = (number(results.value("W3", rung)) for rung in ("dense", BEST_RUNG))
+    return f"W3: {first} → {best} tok/s up the ladder"
 
 
 def _split(results: Results) -> str:
@@ -117,13 +117,15 @@ def _long(results: Results) -> str:
 def _layers(results: Results) -> str:
     shapes = {short_name(name): arch for name, arch in KNOWN_SHAPES.items()}
     rests = [rest_a_layer(results, name, shapes[name], "D1") for name in recorded_models(results)]
+    if not rests:
+        raise RecordError(f"{results.folder.name} has no D1 of a modern model")
     ours, theirs = (f"{min(us):.0f} to {max(us):.0f}" for us in zip(*rests, strict=True))
     return f"D1, above the floor: {ours} µs a layer, whichever the model; vLLM {theirs}"
 
 
 def _climbed(results: Results) -> str:
-    values, theirs = results.values("W2"), rivals("W2")[TRANSFORMERS]["W2"]
-    ours = f"`dense` {number(values['dense'])}, `{BEST_RUNG}` {number(values[BEST_RUNG])}"
+    theirs = rivals("W2")[TRANSFORMERS]["W2"]
+    ours = ", ".join(f"`{rung}` {number(results.value('W2', rung))}" for rung in ("dense", BEST_RUNG))
     return f"W2, tok/s: transformers {number(theirs)}, {ours}"
 
 

@@ -68,10 +68,13 @@ class Results:
 
     def load(self, name: str) -> dict[str, Any]:
         """The whole file ``name``, such as ``kv_append``; raises RecordError, listing what exists."""
+        return _read(self._path(name))
+
+    def _path(self, name: str) -> Path:
         path = self.folder / f"{name}.json"
         if not path.is_file():
             raise RecordError(f"{self.folder.name} has no record {name!r}: there are {_listed(self.names())}")
-        return _read(path)
+        return path
 
     def record(self, workload: str, rung: str) -> dict[str, Any]:
         """A benchmark's whole record; raises RecordError, listing the rungs measured on this workload."""
@@ -89,7 +92,7 @@ class Results:
         found = [
             path.stem.removeprefix(prefix)
             for path in sorted(self.folder.glob(f"{prefix}*.json"))
-            if _is_of_its_workload(path, path.stat().st_mtime_ns)
+            if _facts(path)[1]
         ]
         return sorted(found, key=lambda rung: list(LADDER).index(rung) if rung in LADDER else len(LADDER))
 
@@ -130,15 +133,22 @@ class Results:
 
     def _environment(self, name: str | None) -> dict[str, Any]:
         wanted = self.names() if name is None else [name]
-        known = [env for env in (self.load(one).get("environment") for one in wanted) if env]
+        known = [env for env in (_facts(self._path(one))[0] for one in wanted) if env]
         if not known:
             raise RecordError(f"no record of {self.folder.name} tells its environment: {_listed(wanted)}")
         return max(known, key=lambda env: env["time_utc"])
 
 
+def _facts(path: Path) -> tuple[dict[str, Any] | None, bool]:
+    """A record's environment, and whether it is of its workload; read anew when the file has changed."""
+    return _read_facts(path, path.stat().st_mtime_ns)
+
+
 @cache
-def _is_of_its_workload(path: Path, _modified_ns: int) -> bool:
-    return all(told.startswith("dtype=") for told in _read(path).get("not_comparable", []))
+def _read_facts(path: Path, _modified_ns: int) -> tuple[dict[str, Any] | None, bool]:
+    record = _read(path)
+    departures = record.get("not_comparable", [])
+    return record.get("environment"), all(told.startswith("dtype=") for told in departures)
 
 
 def find(device: str = REFERENCE, folder: Path | None = None) -> Results:
