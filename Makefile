@@ -22,12 +22,14 @@ help: ## list these targets
 setup: $(STAMP) ## make .venv, or take the active conda environment, and install the project, once (CPU=1: torch without CUDA)
 
 $(STAMP): pyproject.toml
+	$(eval BEGAN := $(shell date +%s))
 	@$(if $(CONDA),$(PY),$(PYTHON)) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("RoseLLM needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(if $(CPU),$(PIP) uv)
 	$(if $(CPU),$(PY) -m uv pip install --quiet --python $(PY) --torch-backend cpu '$(TORCH)')
 	$(PIP) -e '.[notebooks,test]'
 	@touch $@
+	@echo "$(VENV) is ready, after $$(($$(date +%s) - $(BEGAN))) s"
 
 $(STAMP)-browser: $(STAMP)
 	$(PIP) -e '.[browser]'

@@ -22,20 +22,23 @@ PROCESSES = {
     "test_readme.py",
     "test_run_notebooks.py",
 }
-LONG = PROCESSES | {"test_dependent_launch.py", "test_types.py"}
+LONG = PROCESSES | {"test_dependent_launch.py", "test_machine_folder.py", "test_types.py", "test_wheel.py"}
 NOT_QUICK = PROCESSES | {
     "test_atomic.py",
     "test_bad_input.py",
     "test_bench.py",
     "test_benchmark_rivals.py",
     "test_dependent_launch.py",
+    "test_held_interrupt.py",
     "test_ledger.py",
+    "test_machine_folder.py",
     "test_measure.py",
     "test_persistent_layers.py",
     "test_refresh.py",
     "test_state_machines.py",
     "test_streaming_load.py",
     "test_train.py",
+    "test_wheel.py",
     "test_widgets.py",
 }
 

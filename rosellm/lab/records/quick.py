@@ -41,6 +41,7 @@ EFFORT = {  # of a rung's steps, measured one rung after the other
     "cuda": {"engines": 1, "seconds": 0.3, "turns": 3},
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 1},
 }
+LEAVING_S = 15.0  # for the step that runs when the time is up, and the interpreter's end
 REPEATS = {"cuda": (1, 3), "cpu": (0, 1)}  # runs that are not measured, and that are
 
 
@@ -175,7 +176,7 @@ def main(argv: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     jobs = Recorder(device, folder).jobs()
     taken = time.time() - psutil.Process().create_time()
-    left = work_off(jobs, max(1.0, 60 * arguments.minutes - taken))
+    left = work_off(jobs, max(1.0, 60 * arguments.minutes - taken - LEAVING_S))
     done = len(jobs) - len(left)
     print(f"{done} records made in {folder}; show them with: make notebooks P=record={folder.name}")
     if left:
