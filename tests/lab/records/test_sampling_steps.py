@@ -1,0 +1,124 @@
+"""What sampling costs a step: whole steps of every mode, in turns on one engine."""
+
+import json
+import time
+
+import pytest
+
+from rosellm.lab.records import sampling_steps
+from rosellm.lab.records.bench import Bench
+from rosellm.lab.records.records import Results, find
+from rosellm.lab.records.sampling_steps import GREEDY, MODES, measure_modes, modes_of, recorded_modes
+from rosellm.roseinfer.layers.choosers import mode_of
+from rosellm.roseinfer.steps.logprob_ring import LogprobRing
+from rosellm.roseinfer.steps.resident import ResidentStep
+from tests.helpers import random_model
+
+CHOOSERS = {
+    GREEDY: "greedy",
+    "temperature": "drawn",
+    "top-p": "filtered",
+    "top-k, top-p": "filtered",
+    "+ penalties": "penalised",
+    "logprobs": "greedy",
+    "top-k, top-p: one row": "filtered",
+    "logprobs: one row": "greedy",
+}
+MODEL_S, LOGPROBS_S = 0.004, 0.006
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(0)
+
+
+def slowed(function, seconds: float):
+    def run(*arguments):
+        time.sleep(seconds)
+        return function(*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_asks_the_chooser_for_what_its_name_says_in_all_rows_or_in_the_first(name):
+    params = MODES[name].params(5, 9)
+    assert mode_of(params) == CHOOSERS[name]
+    greedy = MODES[GREEDY].params(5, 9)
+    changed = [one != plain for one, plain in zip(params, greedy, strict=True)]
+    assert changed == [name != GREEDY] + 4 * [name != GREEDY and not MODES[name].only_first]
+    assert {one.max_tokens for one in params} == {9} and len({one.seed for one in params}) == 5
+
+
+def test_each_mode_costs_a_whole_step_and_log_probabilities_come_on_top(model, monkeypatch):
+    monkeypatch.setattr(ResidentStep, "_hidden", slowed(ResidentStep._hidden, MODEL_S))
+    monkeypatch.setattr(LogprobRing, "begin", slowed(LogprobRing.begin, LOGPROBS_S))
+    turns_us = measure_modes(model, "split_kv", 2, 20, turns=1, seconds=0.0)
+    assert list(turns_us) == list(MODES)
+    both, alone = (MODEL_S + LOGPROBS_S) * 1e6, MODEL_S * 1e6
+    for name, (us,) in turns_us.items():
+        assert us > (both if "logprobs" in name else alone), name
+
+
+def test_modes_take_turns_on_one_engine_and_the_first_turn_is_not_counted(model, monkeypatch):
+    asked, engines = [], set()
+    monkeypatch.setattr(sampling_steps, "turn_us", lambda bench, seconds: told(bench, seconds))
+
+    def told(bench: Bench, seconds: float) -> float:
+        engines.add(bench.engine)
+        asked.append((bench.params, seconds))
+        return float(len(asked))
+
+    turns_us = measure_modes(model, "split_kv", 1, 20, turns=2, seconds=3.0)
+    names = list(modes_of(1))
+    assert len(engines) == 1 and [seconds for _, seconds in asked] == [0.0] * 6 + [3.0] * 12
+    assert [params for params, _ in asked] == 3 * [MODES[name].params(1, 34) for name in names]
+    assert turns_us == {name: [7.0 + i, 13.0 + i] for i, name in enumerate(names)}
+
+
+def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tmp_path, capsys):
+    asked = ["--model", "rose-tiny-qwen3", "--load-format", "auto", "--device", "cpu", "--batches", "1,3"]
+    asked += ["--context", "20", "--repeats", "3", "--output", str(tmp_path)]
+    assert sampling_steps.main(asked) == 0
+    record = json.loads((tmp_path / "rose-tiny-qwen3" / "sampling_steps.json").read_text())
+    assert record["environment"]["device_name"] and record["model"] == "rose-tiny-qwen3"
+    figures = record["figures"]
+    assert figures["context"] == 20 and figures["modes"]["top-p"]["wish"]["top_p"] == 0.9
+    for batch, modes in figures["batches"].items():
+        assert list(modes) == list(modes_of(int(batch)))
+        for one in modes.values():
+            assert len(one["turns_us"]) == 3 and one["median_us"] == sorted(one["turns_us"])[1] > 0
+    (steps,) = recorded_modes(Results(tmp_path)).values()
+    assert list(steps) == [1, 3] and steps[3]["top-p"] == figures["batches"]["3"]["top-p"]["turns_us"]
+    assert capsys.readouterr().out.count("greedy") == 2 * 2
+
+
+def test_models_without_a_record_are_left_out(tmp_path):
+    (tmp_path / "gpt2").mkdir()
+    assert recorded_modes(Results(tmp_path)) == {}
+
+
+def test_a_committed_record_has_every_mode_of_every_batch():
+    for model_name, batches in recorded_modes(find()).items():
+        for batch, modes in batches.items():
+            assert list(modes) == list(modes_of(batch)), f"{model_name}, {batch}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--batches", "1,0"], "'0' is not a whole number"),
+        (["--context", "500"], "a context of 500 tokens needs 518 positions; the model has 512"),
+        (["--rung", "fastest"], "invalid choice"),
+        (["--model", "nobody/knows"], "nobody/knows"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(asked, told, tmp_path, capsys):
+    plain = ["--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--output", str(tmp_path)]
+    try:
+        status = sampling_steps.main([*plain, *asked])
+    except SystemExit as left:
+        status = left.code
+    said = capsys.readouterr().err
+    assert status == 2 and said.count("\n") == 1 and told in said
+    assert not any(tmp_path.iterdir())
