@@ -119,7 +119,11 @@ def measure(arguments: argparse.Namespace) -> None:
         batches[str(batch)] = {
             name: {"median_us": median(turns), "turns_us": turns} for name, turns in turns_us.items()
         }
-        facts = {"model": arguments.model, "load_format": arguments.load_format, "dtype": str(model.dtype)}
+        facts = {
+            "model": arguments.model,
+            "load_format": arguments.load_format,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
         write_record(folder / f"{NAME}.json", new_record(NAME, model.device, **facts, figures=figures))
         print(_told(batch, turns_us), flush=True)
         _free()
