@@ -1,8 +1,8 @@
 """Measure what sampling costs a decode step: greedy, drawn, filtered, penalised, with log-probabilities.
 
 A step is a whole one, as ``step_time`` defines it: the model, the choice, and for log-probabilities also
-their way to the host. The modes take turns on one engine for each batch size. The record is
-DIR/MODEL/sampling_steps.json, renewed after each batch size.
+their way to the host. The modes of a batch size take turns, on the same engine but for those that make all
+logits and sort them. The record is DIR/MODEL/sampling_steps.json, renewed after each batch size.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import argparse
 import gc
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,7 +28,7 @@ from rosellm.models.loading import LOAD_FORMATS, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import LOAD_FORMAT
-from rosellm.roseinfer.recipe import LADDER, get_rung
+from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
 from rosellm.roseinfer.sampling import SamplingParams
 
 NAME = "sampling_steps"
@@ -38,10 +38,14 @@ CONTEXT, TURNS, SECONDS = 256, 7, 0.1  # cached tokens a sequence, turns of each
 
 @dataclass(frozen=True)
 class Mode:
-    """What rows ask for beside ``temperature`` 0: all rows of the batch, or only its first one."""
+    """What rows ask for beside ``temperature`` 0: all rows of the batch, or only its first one.
+
+    head: instead of the rung's own.
+    """
 
     wish: Mapping[str, float]
     only_first: bool = False
+    head: Literal["logits"] | None = None
 
     def params(self, rows: int, new_tokens: int) -> list[SamplingParams]:
         """Of each row; each has a seed of its own."""
@@ -65,6 +69,8 @@ MODES = {
     "logprobs": Mode(LOGPROBS),
     "top-k, top-p: one row": Mode(FILTERED, only_first=True),
     "logprobs: one row": Mode(LOGPROBS, only_first=True),
+    "greedy, all logits": Mode({}, head="logits"),
+    "top-k, top-p, sorted": Mode(FILTERED, head="logits"),
 }
 
 
@@ -81,14 +87,21 @@ def measure_modes(
     context: cached tokens a sequence, in the middle of a turn's steps. seconds: of measured steps a turn.
     """
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
-    bench, modes = Bench(model, rung, prompts, room()), modes_of(batch)
+    modes = modes_of(batch)
+    heads = dict.fromkeys(mode.head for mode in modes.values())
+    benches = {head: Bench(model, _recipe(rung, head), prompts, room()) for head in heads}
     turns_us: dict[str, list[float]] = {name: [] for name in modes}
     for turn in range(turns + 1):
         for name, mode in modes.items():
+            bench = benches[mode.head]
             bench.params = mode.params(batch, room())
             us = turn_us(bench, seconds if turn else 0.0)
             turns_us[name] += [round(us, 3)] if turn else []
     return turns_us
+
+
+def _recipe(rung: str, head: Literal["logits"] | None) -> str | Recipe:
+    return rung if head is None else replace(LADDER[rung], head=head)
 
 
 def recorded_modes(results: Results) -> dict[str, dict[int, dict[str, list[float]]]]:

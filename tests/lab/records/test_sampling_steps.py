@@ -23,6 +23,8 @@ CHOOSERS = {
     "logprobs": "greedy",
     "top-k, top-p: one row": "filtered",
     "logprobs: one row": "greedy",
+    "greedy, all logits": "greedy",
+    "top-k, top-p, sorted": "filtered",
 }
 MODEL_S, LOGPROBS_S = 0.004, 0.006
 
@@ -46,7 +48,8 @@ def test_a_mode_asks_the_chooser_for_what_its_name_says_in_all_rows_or_in_the_fi
     assert mode_of(params) == CHOOSERS[name]
     greedy = MODES[GREEDY].params(5, 9)
     changed = [one != plain for one, plain in zip(params, greedy, strict=True)]
-    assert changed == [name != GREEDY] + 4 * [name != GREEDY and not MODES[name].only_first]
+    plain = "greedy" in name
+    assert changed == [not plain] + 4 * [not (plain or MODES[name].only_first)]
     assert {one.max_tokens for one in params} == {9} and len({one.seed for one in params}) == 5
 
 
@@ -60,20 +63,22 @@ def test_each_mode_costs_a_whole_step_and_log_probabilities_come_on_top(model, m
         assert us > (both if "logprobs" in name else alone), name
 
 
-def test_modes_take_turns_on_one_engine_and_the_first_turn_is_not_counted(model, monkeypatch):
-    asked, engines = [], set()
+def test_modes_take_turns_on_one_engine_a_head_and_the_first_turn_is_not_counted(model, monkeypatch):
+    asked, engines = [], []
     monkeypatch.setattr(sampling_steps, "turn_us", lambda bench, seconds: told(bench, seconds))
 
     def told(bench: Bench, seconds: float) -> float:
-        engines.add(bench.engine)
+        engines.append(bench.engine)
         asked.append((bench.params, seconds))
         return float(len(asked))
 
     turns_us = measure_modes(model, "split_kv", 1, 20, turns=2, seconds=3.0)
     names = list(modes_of(1))
-    assert len(engines) == 1 and [seconds for _, seconds in asked] == [0.0] * 6 + [3.0] * 12
+    assert [seconds for _, seconds in asked] == [0.0] * 8 + [3.0] * 16
+    heads = [[engine.recipe.head for engine in engines[i::8]] for i in range(8)]
+    assert heads == 6 * [3 * ["fused"]] + 2 * [3 * ["logits"]] and len(set(engines)) == 2
     assert [params for params, _ in asked] == 3 * [MODES[name].params(1, 34) for name in names]
-    assert turns_us == {name: [7.0 + i, 13.0 + i] for i, name in enumerate(names)}
+    assert turns_us == {name: [9.0 + i, 17.0 + i] for i, name in enumerate(names)}
 
 
 def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tmp_path, capsys):
@@ -90,7 +95,7 @@ def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tm
             assert len(one["turns_us"]) == 3 and one["median_us"] == sorted(one["turns_us"])[1] > 0
     (steps,) = recorded_modes(Results(tmp_path)).values()
     assert list(steps) == [1, 3] and steps[3]["top-p"] == figures["batches"]["3"]["top-p"]["turns_us"]
-    assert capsys.readouterr().out.count("greedy") == 2 * 2
+    assert capsys.readouterr().out.count("B=") == 2
 
 
 def test_models_without_a_record_are_left_out(tmp_path):
