@@ -39,8 +39,9 @@ def threshold_chart(
     _scatter(chart, "candidate that is not kept", others, _marker(BLUE, "x", 7))
     _scatter(chart, "candidate that is kept", kept, _marker(GREEN, "circle", 7))
     _number(chart, tried)
-    _level(chart, bound, "bound", "dash")
-    _level(chart, lowest_kept, "last kept", "dot")
+    _level(chart, bound, "bound", "dash", "top")
+    _level(chart, lowest_kept, "last kept", "dot", "bottom")
+    chart.update_layout(margin_r=100)
     chart.update_xaxes(title_text=f"tile of {width} tokens", showgrid=False)
     chart.update_yaxes(title_text="logit")
     chart.table = text_table(
@@ -71,15 +72,14 @@ def _scatter(chart: Chart, name: str, points: Sequence[Point], marker: dict, **m
 def _number(chart: Chart, tried: Sequence[Point]) -> None:
     """Rings around the drawn tokens, with their numbers."""
     ring = {"color": "rgba(0,0,0,0)", "size": 17, "line": {"color": ORANGE, "width": 2}}
-    texts = [f"  {i}" for i in range(1, len(tried) + 1)]
+    texts = [f"<b>{i}</b>" for i in range(1, len(tried) + 1)]
     font = {"color": ORANGE, "size": 14}
-    texted = {"mode": "markers+text", "text": texts, "textposition": "middle right", "textfont": font}
+    texted = {"mode": "markers+text", "text": texts, "textposition": "top center", "textfont": font}
     _scatter(chart, DRAWN, tried, ring, **texted)
 
 
-def _level(chart: Chart, level: float, name: str, dash: str) -> None:
-    chart.add_hline(
-        level,
-        line={"color": TEXT, "dash": dash, "width": 1.2},
-        annotation={"text": f"{name} {number(level)}", "font": {"size": 11, "color": TEXT}},
-    )
+def _level(chart: Chart, level: float, name: str, dash: str, yanchor: str) -> None:
+    """A line across, named right of the plot."""
+    chart.add_hline(level, line={"color": TEXT, "dash": dash, "width": 1.2})
+    place = {"x": 1, "xref": "paper", "xanchor": "left", "xshift": 6, "y": level, "yanchor": yanchor}
+    chart.add_annotation(**place, text=f"{name} {number(level)}", font_size=11, showarrow=False)

@@ -24,14 +24,18 @@ from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.model_runs import short_name
 from rosellm.lab.records.records import Results, number
 from rosellm.lab.records.step_time import prompt_length, room, turn_us
+from rosellm.models.arch import Arch
+from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import LOAD_FORMATS, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import LOAD_FORMAT
 from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.steps.logprob_ring import SIZES
 
 NAME = "sampling_steps"
+SHAPES = {short_name(name): KNOWN_SHAPES[name] for name in ("gpt2", "Qwen/Qwen3-0.6B")}  # to be recorded
 BATCHES, MOST_ROWS = (1, 8, 64, 256), 4096
 CONTEXT, TURNS, SECONDS = 256, 7, 0.1  # cached tokens a sequence, turns of each mode, seconds of each turn
 
@@ -115,6 +119,30 @@ def recorded_modes(results: Results) -> dict[str, dict[int, dict[str, list[float
         }
         for model, own in figures.items()
     }
+
+
+def extra_bytes(arch: Arch, batch: int) -> dict[str, int]:
+    """Mode → bytes that a step of ``batch`` rows moves beside those of a greedy one, by how it is computed.
+
+    Weights have 16 bits, logits and counts 32. Tiles' maxima and what is read of few tiles are left out.
+    """
+    row, head = 4 * arch.vocab_size, 2 * arch.vocab_size * arch.d_model
+    runs = -(-batch // SIZES[-1])  # of log-probabilities; each reads the head's weights again
+    return {
+        "temperature": 0,
+        "top-p": 3 * batch * row,  # logits: written, read to draw, read to count what is ahead
+        "top-k, top-p": batch * row,  # written
+        "+ penalties": 2 * batch * row,  # and counts are read
+        "logprobs": runs * head + 5 * batch * row,  # logits and their logarithms: written, read; and ranks
+        "top-k, top-p: one row": row,
+        "logprobs: one row": head + 5 * row,
+    }
+
+
+def extra_us(turns_us: Mapping[str, list[float]]) -> dict[str, float]:
+    """Mode → µs by which the median step exceeds the greedy one's."""
+    greedy = median(turns_us[GREEDY])
+    return {mode: median(turns) - greedy for mode, turns in turns_us.items() if mode != GREEDY}
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ def test_each_tile_and_each_candidate_is_drawn_once_and_draws_are_numbered():
         [(1, 5.0), (3, 4.0)],
         [(1, 3.5), (3, 4.0)],
     ]
-    assert [text.strip() for text in chart_of().data[-1].text] == ["1", "2"]
+    assert list(chart_of().data[-1].text) == ["<b>1</b>", "<b>2</b>"]
 
 
 def test_its_table_counts_what_is_left_at_each_stage():

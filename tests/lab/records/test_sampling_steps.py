@@ -4,15 +4,28 @@ import json
 import time
 
 import pytest
+import torch
 
 from rosellm.lab.records import sampling_steps
 from rosellm.lab.records.bench import Bench
+from rosellm.lab.records.findings import finding
 from rosellm.lab.records.records import Results, find
-from rosellm.lab.records.sampling_steps import GREEDY, MODES, measure_modes, modes_of, recorded_modes
+from rosellm.lab.records.sampling_steps import (
+    GREEDY,
+    MODES,
+    extra_bytes,
+    extra_us,
+    measure_modes,
+    modes_of,
+    recorded_modes,
+)
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.token_counts import TokenCounts
+from rosellm.roseinfer.kernels.filtered_head import filtered_tiles_ref
 from rosellm.roseinfer.layers.choosers import mode_of
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.resident import ResidentStep
-from tests.helpers import random_model
+from tests.helpers import CPU, random_model, small_config
 
 CHOOSERS = {
     GREEDY: "greedy",
@@ -127,3 +140,42 @@ def test_bad_input_is_one_line_and_nothing_is_written(asked, told, tmp_path, cap
     said = capsys.readouterr().err
     assert status == 2 and said.count("\n") == 1 and told in said
     assert not any(tmp_path.iterdir())
+
+
+def test_a_filtered_row_moves_its_logits_and_a_penalised_one_its_counts_too():
+    arch = small_config(vocab_size=128)
+    state = DeviceState(6, 2, CPU)
+    state.temperatures.fill_(1.0)
+    state.top_k.fill_(3)
+    tiles = filtered_tiles_ref(hidden=torch.ones(6, 32), weight=torch.ones(128, 32), state=state)
+    counts = TokenCounts(6, arch.vocab_size, CPU).table
+    logits_bytes = tiles.logits.numel() * 4
+    found = extra_bytes(arch, 6)
+    assert found["top-k, top-p"] == 6 * found["top-k, top-p: one row"] == logits_bytes
+    assert found["+ penalties"] == logits_bytes + counts[:6].numel() * counts.itemsize
+    assert found["temperature"] == 0
+
+
+@pytest.mark.parametrize(("batch", "runs"), [(1, 1), (64, 1), (65, 2), (256, 4)])
+def test_log_probabilities_read_the_head_once_a_run(batch, runs):
+    arch = small_config()
+    one, many = (extra_bytes(arch, n)["logprobs"] for n in (1, batch))
+    logits = (one - 2 * 101 * 32) * batch
+    assert many - logits == runs * 2 * 101 * 32
+    assert extra_bytes(arch, batch)["logprobs: one row"] == one
+
+
+def test_what_a_mode_adds_is_the_difference_of_medians():
+    turns = {GREEDY: [9.0, 10.0, 30.0], "top-p": [1.0, 14.0, 15.0]}
+    assert extra_us(turns) == {"top-p": 4.0}
+
+
+def test_the_finding_tells_of_the_largest_batch_and_of_nothing_without_a_record(tmp_path):
+    assert finding(Results(tmp_path), "31_sampling") == "–"
+    steps = {GREEDY: 100.0, "top-k, top-p": 103.0, "top-k, top-p, sorted": 250.0}
+    modes = {name: {"turns_us": [us]} for name, us in steps.items()}
+    figures = {"batches": {"8": {}, "64": modes}}
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "sampling_steps.json").write_text(json.dumps({"figures": figures}))
+    told = "top-k and top-p, gpt2, 64 rows: +3.0 % a step, sorted +150.0 %"
+    assert finding(Results(tmp_path), "31_sampling") == told

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rosellm.lab.trying.chi_squared import DrawsError, fit
+from rosellm.lab.records.chi_squared import DrawsError, fit
 
 PROBS = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])
 # 0.1% points of chi-squared by degrees of freedom, from tables.
