@@ -151,7 +151,6 @@ def measure(arguments: argparse.Namespace) -> None:
     _check_positions(model, arguments.context)
     rung = get_rung(arguments.rung, model.device)
     folder = arguments.output / short_name(arguments.model)
-    folder.mkdir(parents=True, exist_ok=True)
     batches: dict[str, Any] = {}
     figures: dict[str, Any] = {"rung": rung, "context": arguments.context, "batches": batches}
     figures["modes"] = {name: asdict(mode) for name, mode in MODES.items()}
@@ -165,6 +164,7 @@ def measure(arguments: argparse.Namespace) -> None:
             "load_format": arguments.load_format,
             "dtype": str(model.dtype).removeprefix("torch."),
         }
+        folder.mkdir(parents=True, exist_ok=True)
         write_record(folder / f"{NAME}.json", new_record(NAME, model.device, **facts, figures=figures))
         print(_told(batch, turns_us), flush=True)
         _free()
