@@ -43,6 +43,14 @@ class Size:
             shared_prefix_tokens=min(w.shared_prefix_tokens, self.prompt),
         )
 
+    def options(self, workload: Workload) -> dict[str, Any]:
+        """A benchmark command's options that run the workload no larger than this."""
+        whole, sized = workload.flags(), self.of(workload).flags()
+        smaller = {key: value for key, value in sized.items() if value != whole[key]}
+        return {"--workload": workload.id} | {
+            f"--{key.replace('_', '-')}": value for key, value in smaller.items()
+        }
+
     def batches(self, *wanted: int) -> list[int]:
         """Without those that are too large; the largest that is allowed if all are."""
         return [n for n in wanted if n <= self.rows] or [self.rows]

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rosellm.lab.records import measure, recordings, step_records
+from rosellm.lab.records.sizes import SIZES
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import WORKLOADS
@@ -82,12 +83,12 @@ def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turn
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
 def test_a_full_size_changes_no_workload(workload):
-    assert measure.SIZES["full"].of(workload) == workload
+    assert SIZES["full"].of(workload) == workload
 
 
 def test_every_job_of_either_size_fits_the_model_that_is_its_default():
     for size, shape in (("full", KNOWN_SHAPES["gpt2"]), ("small", load_config(checkpoint_folder(SHIPPED)))):
-        assert max(measure.positions_needed(measure.SIZES[size]).values()) <= shape.n_positions
+        assert max(measure.positions_needed(SIZES[size]).values()) <= shape.n_positions
 
 
 @pytest.mark.gpu
