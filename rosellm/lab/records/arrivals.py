@@ -39,7 +39,7 @@ SWITCHES = ("--paged-attn", "--cuda-graph", "--no-prefix-cache", "--no-stop-on-e
 SHARES = (0.5, 0.8, 0.95)
 ROUNDS = 4  # how often each place is taken in the run that tells the capacity
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # whose steps are timed
-LONG_TOKENS, LONG_CHUNK, BLOCK_SIZE = 16_000, 512, 64
+LONG_TOKENS, LONG_CHUNK, LONG_AFTER_MS, BLOCK_SIZE = 16_000, 512, 200, 64
 LONG_RUNNING = Workload("long", 32, 256, max_batch_size=33, prompt_tokens=64)  # beside the long prompt
 
 
@@ -132,7 +132,7 @@ def long_prompt_options(tokens: int = LONG_TOKENS, chunk: int = LONG_CHUNK) -> l
     )
     given = {
         "--long-prompt-tokens": tokens,
-        "--long-prompt-after-ms": 200,
+        "--long-prompt-after-ms": LONG_AFTER_MS,
         "--prefill-chunk": chunk,
         "--num-kv-blocks": blocks,
         "--warmup-runs": 1,

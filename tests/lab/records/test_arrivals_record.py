@@ -44,7 +44,8 @@ def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(tmp_p
 
 
 def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(arrivals, "LONG_RUNNING", Workload("long", 3, 40, 4, prompt_tokens=8))
+    monkeypatch.setattr(arrivals, "LONG_RUNNING", Workload("long", 3, 80, 4, prompt_tokens=8))
+    monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)
     monkeypatch.setattr(arrivals, "LONG_TOKENS", 400)
     monkeypatch.setattr(arrivals.long_prompt_options, "__defaults__", (400, 64))
     assert arrivals.main([*SMALL, f"--output={tmp_path}"]) == 0
