@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from rosellm.lab.records import first_request
 from rosellm.lab.records.model_ladder import rest_a_layer
 from rosellm.lab.records.model_runs import recorded_models, short_name, table
 from rosellm.lab.records.records import RecordError, Results, number, results_folder, rivals
@@ -127,6 +128,16 @@ def _climbed(results: Results) -> str:
     return f"W2, tok/s: transformers {number(theirs)}, {ours}"
 
 
+def _first(results: Results) -> str:
+    if not (processes := first_request.recorded(results)):
+        raise RecordError(f"{results.folder.name} has no first request")
+    found = {one.told: one.found for one in first_request.verdicts(processes)}
+    empty, filled = (found[f"construction, {cache} cache"] for cache in first_request.AIMS_S)
+    share = min(value for told, value in found.items() if told.startswith("first run"))
+    built = f"an engine is built in {number(empty)} s, with compiled kernels in {number(filled)} s"
+    return f"{built}; first W8 run: {number(share)} % of the third's tok/s"
+
+
 OTHERS: dict[str, Callable[[Results], str]] = {
     "00_map": _span,
     "21_split_kv": _split,
@@ -137,4 +148,5 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "27_long_contexts": _long,
     "28_modern_ladder": _layers,
     "29_why_is_it_slow": _climbed,
+    "32_first_request": _first,
 }

@@ -13,16 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
+from rosellm.lab.records.parameters import model_path
+from rosellm.lab.records.records import Results
+from rosellm.lab.records.sizes import Size
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 
@@ -69,6 +72,43 @@ def measure(options: Sequence[str]) -> Iterator[dict[str, Any]]:
                 yield {"warm_up": warm_up, "cache": cache, **found}
 
 
+def recorded(results: Results) -> list[dict[str, Any]]:
+    """The recorded processes, none if there are none yet."""
+    name = "first_request"
+    return results.load(name)["figures"]["processes"] if name in results.names() else []
+
+
+def run_ratio(process: dict[str, Any]) -> float:
+    """The first run's throughput over the third's."""
+    first, *_, third = process["runs"]
+    return first["throughput_tok_s"] / third["throughput_tok_s"]
+
+
+class Verdict(NamedTuple):
+    """An aim, in ``unit``, and what was found: the median over the processes."""
+
+    told: str
+    aim: float
+    found: float
+    unit: str
+
+    @property
+    def is_kept(self) -> bool:
+        return self.found <= self.aim if self.unit == "s" else self.found >= self.aim
+
+
+def verdicts(processes: Iterable[dict[str, Any]]) -> list[Verdict]:
+    """What came of the aims, in processes with a warm-up, by the cache of compiled kernels."""
+    warm = [one for one in processes if one["warm_up"]]
+    found: list[Verdict] = []
+    for cache, aim in AIMS_S.items():
+        some = [one for one in warm if one["cache"] == cache]
+        seconds, share = median(map(construction_s, some)), median(map(run_ratio, some))
+        found.append(Verdict(f"construction, {cache} cache", aim, seconds, "s"))
+        found.append(Verdict(f"first run of the third, {cache} cache", AIM_SHARE * 100, share * 100, "%"))
+    return found
+
+
 def told(process: dict[str, Any]) -> str:
     """A process in one line."""
     runs = ", ".join(f"{run['throughput_tok_s']:,.0f}" for run in process["runs"])
@@ -80,11 +120,15 @@ def told(process: dict[str, Any]) -> str:
     )
 
 
-def _options(arguments: Namespace) -> list[str]:
-    options = arguments.size.options(WORKLOAD) | {
-        "--hf-model-id": arguments.model,
-        "--load-format": arguments.load_format,
-        "--device": arguments.device,
+def process_options(
+    size: Size, model: str, load_format: str = "auto", device: str = "auto", dtype: str = "auto"
+) -> list[str]:
+    """As typed for the scheduler's benchmark: W8, no larger than ``size``."""
+    options = size.options(WORKLOAD) | {
+        "--hf-model-id": model_path(model),
+        "--load-format": load_format,
+        "--device": device,
+        "--dtype": dtype,
     }
     return [str(text) for pair in options.items() for text in pair]
 
@@ -103,7 +147,8 @@ def _parser() -> OneLineParser:
 def main(argv: list[str] | None = None) -> None:
     """Start the processes one after the other, and write what they found."""
     arguments = settle(_parser().parse_args(argv), WORKLOAD)
-    options, processes = _options(arguments), []
+    named = (arguments.model, arguments.load_format, arguments.device)
+    options, processes = process_options(arguments.size, *named), []
     for _ in range(arguments.repeats):
         for process in measure(options):
             processes.append(process)

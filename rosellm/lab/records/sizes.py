@@ -34,6 +34,8 @@ class Size:
         w, tokens = workload, workload.prompt_tokens
         if w.min_new_tokens is not None:
             w = replace(w, min_new_tokens=min(w.min_new_tokens, self.new_tokens))
+        if w.min_prompt_tokens is not None:
+            w = replace(w, min_prompt_tokens=min(w.min_prompt_tokens, self.prompt))
         return replace(
             w,
             num_requests=min(w.num_requests, self.requests),
