@@ -21,7 +21,9 @@ import torch
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
-from rosellm.lab.records.serving_times import measure_serving_times
+from rosellm.lab.records.records import Results
+from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, measure_serving_times
+from rosellm.lab.records.watched_step import watched
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
@@ -63,7 +65,7 @@ def arrivals_of(options: Sequence[str]) -> list[Arrival]:
 
 def streaming_engine(gpt: Transformer, tokenizer: AnyTokenizer, options: Sequence[str]) -> Engine:
     """The engine that the benchmark would build for these options."""
-    asked = BENCHMARK.parse_options(list(options))
+    asked = BENCHMARK.parse_options([*options, "--device", gpt.device.type])
     return make_engine(asked, choose_recipe(asked), gpt, tokenizer, asked.prompt_tokens)
 
 
@@ -78,6 +80,34 @@ def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, floa
     times = tuple(arrival.seconds for arrival in arrivals_of(options))
     load = StreamingLoad(times=times, ttft_limit_s=limits_s[0], itl_limit_s=limits_s[1])
     return run_streaming_benchmark(job, load, warmup_runs=0, repeat_runs=1)["repeats"][0]
+
+
+def watched_run(
+    engine: Engine, options: Sequence[str], limits_s: tuple[float, float]
+) -> tuple[dict[str, Any], ServingTimes]:
+    """A live run, and the times of the very steps that it took."""
+    most = engine.max_batch_size
+    with watched(engine) as steps:
+        run = live_run(engine, options, limits_s)
+    return run, fit_serving_times(engine, [steps], batches_to(most) if most > 8 else list(range(1, most + 1)))
+
+
+def batches_to(most: int) -> list[int]:
+    """Batch sizes whose steps are timed."""
+    return [rows for rows in BATCHES if rows <= most]
+
+
+def recorded(results: Results) -> dict[str, Any]:
+    """The recorded figures of ``measure``; empty if there are none yet."""
+    name = "arrivals"
+    return results.load(name)["figures"] if name in results.names() else {}
+
+
+def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
+    """Model → the medians of its recorded runs beside a long prompt: ``chunked`` and ``whole``."""
+    paths = sorted(results.folder.glob("*/long_prompt.json"))
+    found = {path.parent.name: Results(path.parent).load(path.stem)["results"] for path in paths}
+    return {model: {way: result["medians"] for way, result in both.items()} for model, both in found.items()}
 
 
 def requests_s(run: dict[str, Any], options: Sequence[str]) -> float:
@@ -103,8 +133,8 @@ def measure(
         run = live_run(engine, options, limits_s)
         runs.append({"share": share, "rate": rate, "options": options, **run})
         print(told(runs[-1]), flush=True)
-    batches = [rows for rows in BATCHES if rows <= most]
-    times = measure_serving_times(engine, arrivals_of(streaming_options(workload, most)), batches)
+    requests = arrivals_of(streaming_options(workload, most))
+    times = measure_serving_times(engine, requests, batches_to(most))
     return {
         "capacity_req_s": capacity,
         "at_once": at_once,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence as SequenceOf
 from dataclasses import asdict, dataclass
-from itertools import pairwise
-from statistics import median
+from itertools import chain, pairwise
+from statistics import mean
 from typing import Any
 
 import numpy as np
 
+from rosellm.errors import RoseError
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.roseinfer.bench.arrivals import Arrival
 from rosellm.roseinfer.bench.job import Job
@@ -19,8 +21,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 Coefficients = tuple[float, float, float]
-FULL = 0.9  # of a batch's rows: the steps that tell its times
-UNDISTURBED = 0.9  # of these
+LEAST_STEPS = 8  # of a batch that tell its times
 HOST_BOUND = 1.1  # a round takes so many times its steps: the device waits for the host
 
 
@@ -79,37 +80,63 @@ def streaming_job(
 def measure_serving_times(
     engine: Engine, requests: SequenceOf[Arrival], batches: SequenceOf[int], rounds: int = 3
 ) -> ServingTimes:
-    """Watch the idle engine stream to such requests, all at once, at each batch size in turn.
+    """Watch the idle engine stream to such requests, all at once, at each batch size in turn, and fit.
 
-    rounds: how often a place is taken. What a step takes the engine's own clock tells: on a GPU the device's.
+    rounds: how often a place is taken.
     """
-    decode_s, host_s, prefills = [], [], []
+    runs = []
     for rows in batches:
         several = [requests[i % len(requests)] for i in range(rounds * rows)]
         job = streaming_job(engine, several, SchedulerConfig(max_batch_size=rows))
         with watched(engine) as steps:
             run_streaming_benchmark(job, StreamingLoad(), warmup_runs=0, repeat_runs=1)
-        full = [one for one in steps if one.kind == "decode" and one.rows >= FULL * rows]
-        prefills += [one for one in steps if one.kind == "prefill"]
-        decode_s.append(fitted([(1.0, one.cached / one.rows, one.longest, one.seconds) for one in full]))
-        host_s.append(_host_s(list(_rounds(steps, FULL * rows)), _run_ahead(engine)))
-    prefill_s = fitted([(1.0, one.rows, one.tokens, one.seconds) for one in prefills])
-    return ServingTimes(tuple(batches), tuple(decode_s), tuple(host_s), prefill_s, _run_ahead(engine))
+        runs.append(steps)
+    return fit_serving_times(engine, runs, batches)
 
 
-def _rounds(steps: list[Begun], least: float) -> Iterator[tuple[float, float]]:
-    """Of each decode of ``least`` rows or more: seconds of it and the prefills after it, and of the round."""
+def fit_serving_times(
+    engine: Engine, runs: SequenceOf[list[Begun]], batches: SequenceOf[int]
+) -> ServingTimes:
+    """The times of watched runs; a step counts for the nearest of ``batches``, which some may not have.
+
+    What a step takes the engine's own clock tells: on a GPU the device's. Raises ``RoseError`` if there are
+    too few steps of every batch.
+    """
+    decodes: dict[int, list[Begun]] = defaultdict(list)
+    rounds: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    prefills = [one for steps in runs for one in steps if one.kind == "prefill"]
+    for step, whole in chain.from_iterable(map(_rounds, runs)):
+        nearest = min(batches, key=lambda rows: abs(rows - step[0].rows))
+        decodes[nearest].append(step[0])
+        if len(step) == 1:  # before a prefill the engine may have waited for requests
+            rounds[nearest].append((step[0].seconds, whole))
+    known = [rows for rows in sorted(rounds) if len(rounds[rows]) >= LEAST_STEPS]
+    if not known or not prefills:
+        raise RoseError(f"too few steps to tell their times by: {LEAST_STEPS} of a batch are needed")
+    return ServingTimes(
+        tuple(known),
+        tuple(
+            fitted([(1.0, one.cached / one.rows, one.longest, one.seconds) for one in decodes[rows]])
+            for rows in known
+        ),
+        tuple(_host_s(rounds[rows], _run_ahead(engine)) for rows in known),
+        fitted([(1.0, one.rows, one.tokens, one.seconds) for one in prefills]),
+        _run_ahead(engine),
+    )
+
+
+def _rounds(steps: list[Begun]) -> Iterator[tuple[list[Begun], float]]:
+    """Each decode with the prefills after it, and the seconds until the next decode began."""
     at = [i for i, one in enumerate(steps) if one.kind == "decode"]
     for begin, end in pairwise(at):
-        if steps[begin].rows >= least:
-            yield sum(one.seconds for one in steps[begin:end]), steps[end].began - steps[begin].began
+        yield steps[begin:end], steps[end].began - steps[begin].began
 
 
 def _host_s(rounds: list[tuple[float, float]], run_ahead: int) -> float:
-    """See ``ServingTimes``."""
+    """See ``ServingTimes``. rounds: seconds of the steps, and in all."""
+    steps, whole = (mean(column) for column in zip(*rounds, strict=True))
     if not run_ahead:
-        return max(0.0, median(whole - steps for steps, whole in rounds))
-    steps, whole = (median(column) for column in zip(*rounds, strict=True))
+        return max(0.0, whole - steps)
     return whole if whole > HOST_BOUND * steps else 0.0
 
 
@@ -119,21 +146,11 @@ def _run_ahead(engine: Engine) -> int:
 
 
 def fitted(rows: Iterable[tuple[float, ...]]) -> Coefficients:
-    """Of the last column over the three others, none of them negative, by least squares.
+    """Of the last column over the three others, by least squares: as a mean, disturbed steps count.
 
-    Steps that were disturbed, by other work on the host, would count most: the slowest beside the first fit
-    are left out of a second.
+    A column whose coefficient would be negative is left out.
     """
     table = np.array(list(rows))
-    for _ in range(2):
-        fixed, each, other = _not_negative(table)
-        late = table[:, -1] - table[:, :-1] @ (fixed, each, other)
-        table = table[late <= np.quantile(late, UNDISTURBED)]
-    return fixed, each, other
-
-
-def _not_negative(table: np.ndarray) -> Coefficients:
-    """Least squares; a column whose coefficient would be negative is left out."""
     kept = list(range(table.shape[1] - 1))
     while True:
         found = np.linalg.lstsq(table[:, kept], table[:, -1], rcond=None)[0]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.roseinfer.bench.arrivals import Arrival
+from rosellm.roseinfer.bench.arrivals import Arrival, goodput, queue_over_time
+from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.request import RequestMetrics
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+
+PERCENTS = (50, 95, 99)
 
 
 @dataclass(slots=True)
@@ -37,13 +42,37 @@ def simulate(
         _Request(RequestMetrics(a.seconds), a.prompt_tokens, a.new_tokens)
         for a in sorted(arrivals, key=lambda arrival: arrival.seconds)
     ]
-    server = _Server(times, config, max_batch_size, deque(requests))
+    server = Server(times, config, max_batch_size, deque(requests))
     while server.is_busy:
         server.round()
     return [one.metrics for one in requests]
 
 
-class _Server:
+def simulated_run(
+    arrivals: Sequence[Arrival],
+    times: ServingTimes,
+    max_batch_size: int,
+    limits_s: tuple[float, float] = (math.inf, math.inf),
+    config: SchedulerConfig | None = None,
+) -> dict[str, Any]:
+    """The figures of ``simulate``, called and defined as those of a live run of ``benchmark_streaming``.
+
+    limits_s: goodput's, of TTFT and ITL.
+    """
+    made = simulate(arrivals, times, config or SchedulerConfig(), max_batch_size)
+    seconds = max(one.token_times[-1] for one in made)
+    n_tokens = sum(len(one.token_times) for one in made)
+    return {
+        "total_time_s": seconds,
+        "total_throughput_tok_s": n_tokens / seconds,
+        **distribution("ttft", [one.ttft for one in made], PERCENTS),
+        **distribution("itl", [gap for one in made for gap in one.itl], PERCENTS),
+        **goodput(made, [0.0] * len(made), seconds, *limits_s),
+        **queue_over_time(made, 0.0, seconds),
+    }
+
+
+class Server:
     """A scheduler at the host's time ``now``, and the steps in flight: when each ends, and for whom."""
 
     def __init__(
