@@ -23,7 +23,7 @@ from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, measure_serving_times
-from rosellm.lab.records.watched_step import watched
+from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
@@ -41,6 +41,7 @@ SWITCHES = ("--paged-attn", "--cuda-graph", "--no-prefix-cache", "--no-stop-on-e
 SHARES = (0.5, 0.8, 0.95)
 ROUNDS = 4  # how often each place is taken in the run that tells the capacity
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # whose steps are timed
+FEW_PLACES = 16
 LONG_TOKENS, LONG_CHUNK, LONG_AFTER_MS, BLOCK_SIZE = 16_000, 512, 200, 64
 LONG_RUNNING = Workload("long", 32, 256, max_batch_size=33, prompt_tokens=64)  # beside the long prompt
 
@@ -84,12 +85,16 @@ def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, floa
 
 def watched_run(
     engine: Engine, options: Sequence[str], limits_s: tuple[float, float]
-) -> tuple[dict[str, Any], ServingTimes]:
-    """A live run, and the times of the very steps that it took."""
-    most = engine.max_batch_size
+) -> tuple[dict[str, Any], list[Begun]]:
+    """A live run, and the steps that it took."""
     with watched(engine) as steps:
-        run = live_run(engine, options, limits_s)
-    return run, fit_serving_times(engine, [steps], batches_to(most) if most > 8 else list(range(1, most + 1)))
+        return live_run(engine, options, limits_s), steps
+
+
+def times_of(engine: Engine, *runs: list[Begun]) -> ServingTimes:
+    """The times of watched runs' steps: of a few places for each number of rows, of many for ``BATCHES``."""
+    most = engine.max_batch_size
+    return fit_serving_times(engine, runs, range(1, most + 1) if most <= FEW_PLACES else batches_to(most))
 
 
 def batches_to(most: int) -> list[int]:
@@ -98,9 +103,11 @@ def batches_to(most: int) -> list[int]:
 
 
 def recorded(results: Results) -> dict[str, Any]:
-    """The recorded figures of ``measure``; empty if there are none yet."""
-    name = "arrivals"
-    return results.load(name)["figures"] if name in results.names() else {}
+    """The recorded figures of ``measure``, and the engine's ``max_batch_size``; empty if there are none."""
+    if "arrivals" not in results.names():
+        return {}
+    record = results.load("arrivals")
+    return {"max_batch_size": record["max_batch_size"], **record["figures"]}
 
 
 def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from rosellm.lab.records import first_request
+from rosellm.lab.records import arrivals, first_request
 from rosellm.lab.records.model_ladder import rest_a_layer
 from rosellm.lab.records.model_runs import recorded_models, short_name, table
 from rosellm.lab.records.records import RecordError, Results, number, results_folder, rivals
@@ -138,6 +138,13 @@ def _first(results: Results) -> str:
     return f"{built}; first W8 run: {number(share)} % of the third's tok/s"
 
 
+def _rates(results: Results) -> str:
+    if not (figures := arrivals.recorded(results)):
+        raise RecordError(f"{results.folder.name} has no arrivals")
+    ms = [f"{number(run['ttft_p99_s'] * 1e3)} ms at {run['share']:.0%}" for run in figures["runs"]]
+    return f"TTFT p99 {', '.join(ms)} of {number(figures['capacity_req_s'])} requests a second"
+
+
 OTHERS: dict[str, Callable[[Results], str]] = {
     "00_map": _span,
     "21_split_kv": _split,
@@ -149,4 +156,5 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "28_modern_ladder": _layers,
     "29_why_is_it_slow": _climbed,
     "32_first_request": _first,
+    "33_arrivals": _rates,
 }

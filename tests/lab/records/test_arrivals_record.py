@@ -7,7 +7,11 @@ import json
 import pytest
 
 from rosellm.lab.records import arrivals
+from rosellm.lab.records.findings import UNTOLD, finding
+from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes
+from rosellm.lab.records.simulation import simulated_run
+from rosellm.lab.records.sizes import Size
 from rosellm.roseinfer.bench.arrivals import poisson_times
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.benchmark_streaming import BENCHMARK
@@ -66,3 +70,32 @@ def test_bad_limits_are_told_in_one_line(limits: str, tmp_path, capsys) -> None:
         arrivals.main(["--output", str(tmp_path), "--limits-ms", limits])
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and limits in said
+
+
+def test_a_watched_run_is_simulated_from_its_own_steps() -> None:
+    """Its throughput, which waiting for requests and steps both make; the machine may be busy."""
+    workload = Size(rows=4, requests=4, new_tokens=16, prompt=48).of(WORKLOADS["W8"])
+    gpt, tokenizer = arrivals.load_parts("rose-tiny", "cpu")
+    engine = arrivals.streaming_engine(gpt, tokenizer, arrivals.streaming_options(workload, 4))
+    options = arrivals.streaming_options(workload, 24)
+    live, steps = arrivals.watched_run(engine, options, (60.0, 60.0))
+    assert sum(one.rows for one in steps if one.kind == "decode") == live["completion_tokens"] - 24
+    times = arrivals.times_of(engine, steps)
+    made = simulated_run(arrivals.arrivals_of(options), times, 4)
+    assert made["total_throughput_tok_s"] == pytest.approx(live["total_throughput_tok_s"], rel=0.3)
+
+
+def test_what_is_recorded_is_found_and_told_and_before_that_nothing(tmp_path) -> None:
+    assert arrivals.recorded(Results(tmp_path)) == {} == arrivals.recorded_long_prompt(Results(tmp_path))
+    assert finding(Results(tmp_path), "33_arrivals") == UNTOLD
+    runs = [{"share": share, "ttft_p99_s": share / 10} for share in (0.5, 0.95)]
+    figures = {"capacity_req_s": 400.0, "runs": runs}
+    (tmp_path / "arrivals.json").write_text(json.dumps({"max_batch_size": 256, "figures": figures}))
+    assert arrivals.recorded(Results(tmp_path)) == {"max_batch_size": 256, **figures}
+    told = finding(Results(tmp_path), "33_arrivals")
+    assert told == "TTFT p99 50.0 ms at 50%, 95.0 ms at 95% of 400 requests a second"
+    (tmp_path / "Qwen3").mkdir()
+    both = {way: {"medians": {"itl_beside_p50_s": 0.01}} for way in ("chunked", "whole")}
+    (tmp_path / "Qwen3" / "long_prompt.json").write_text(json.dumps({"results": both}))
+    long = arrivals.recorded_long_prompt(Results(tmp_path))
+    assert long == {"Qwen3": {way: {"itl_beside_p50_s": 0.01} for way in ("chunked", "whole")}}

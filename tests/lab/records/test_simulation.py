@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, strategies as st
 
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.records.simulation import simulate
+from rosellm.lab.records.simulation import simulate, simulated_run
 from rosellm.roseinfer.bench.arrivals import Arrival
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
@@ -81,3 +82,13 @@ def test_every_request_gets_its_tokens_in_order_after_it_came(
     for _, change in sorted(running):
         together += change
         assert together <= rows
+
+
+def test_a_simulated_run_has_a_live_runs_figures() -> None:
+    """Two requests at 0: first tokens at 1.0 and 4.0, the gaps 1.0 and 2.0 between."""
+    arrivals = [Arrival(0.0, 10, 3), Arrival(0.0, 10, 1)]
+    made = simulated_run(arrivals, PLAIN, max_batch_size=1, limits_s=(1.5, 3.0))
+    assert made["ttft_p50_s"] == pytest.approx(2.5) and made["itl_mean_s"] == pytest.approx(1.5)
+    assert made["total_time_s"] == pytest.approx(4.0) and made["total_throughput_tok_s"] == pytest.approx(1.0)
+    assert made["within_limits_share"] == 0.5 and made["goodput_req_s"] == pytest.approx(0.25)
+    assert max(made["queue_waiting"]) == 2 and made["queue_in_flight"][-1] == 0
