@@ -14,6 +14,7 @@ from rosellm.errors import RecipeError, RoseError
 from rosellm.lab.records import experiments, robustness, step_records
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.floors import measure_ceilings
+from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps
 from rosellm.lab.records.sizes import GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.timelines import TIMELINES, timeline
@@ -23,7 +24,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 
-NEEDS_GPU = ("autotune", "ceilings")
+NEEDS_GPU = ("autotune", "ceilings", "lengths")
 
 T = TypeVar("T")
 
@@ -129,6 +130,16 @@ def grid(arguments: argparse.Namespace) -> dict:
     }
 
 
+def lengths(arguments: argparse.Namespace) -> dict:
+    """Step time at equal and unequal contexts of the same sum, rows whole and cut, by batch size."""
+    model, size = _model(arguments), arguments.size
+    mean = min(MEAN, size.prompt // TIMES)
+    return {
+        str(n): step_records.figures_of(n, mean, length_steps(model, n, mean, **size.effort))
+        for n in each("lengths, batch", size.batches(*BATCHES))
+    }
+
+
 def cold_start(arguments: argparse.Namespace) -> dict:
     """Time to the first tokens of a fresh process."""
     best = _best_rung(arguments)
@@ -201,6 +212,7 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "ledger": ledger,
     "ledger_w6": ledger_w6,
     "grid": grid,
+    "lengths": lengths,
     "cold_start": cold_start,
     "kv_pressure": kv_pressure,
     "determinism": determinism,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rosellm.lab.records import step_records
+from rosellm.lab.records import lengths, step_records
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 
@@ -67,6 +67,7 @@ def positions_needed(size: Size) -> dict[str, int]:
         "ledger": max(half[name] for name in LEDGER_WORKLOADS),
         "ledger_w6": half["W6"],
         "grid": max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM,
+        "lengths": lengths.positions_for(min(lengths.MEAN, size.prompt // lengths.TIMES)),
         "timelines": half["W1"],
         "kv_pressure": max(whole["W6"], whole["W7"]),
         "determinism": max(whole.values()),

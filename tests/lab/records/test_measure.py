@@ -1,10 +1,12 @@
 """The command that makes the committed records."""
 
 import json
+from argparse import Namespace
 
 import pytest
 
 from rosellm.lab.records import measure, recordings, step_records
+from rosellm.lab.records.step_time import StepTimes
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import WORKLOADS
@@ -78,6 +80,25 @@ def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turn
     left_out = figures["leave_one_out-W1"]
     assert {"none", "head", "runner"} <= set(left_out["tok_s"]) and "norm" in left_out["refused"]
     assert all(value > 0 for values in left_out["tok_s"].values() for value in values)
+
+
+def test_unequal_contexts_are_recorded_by_batch_and_need_a_gpu(tmp_path, capsys, monkeypatch):
+    options = ["--device=cpu", f"--output={tmp_path}", "--workloads=", "--experiments=lengths"]
+    assert measure.main(options) == 2 and "'lengths' needs a GPU" in capsys.readouterr().err
+    for size, batches, mean in (("full", (8, 64, 128, 256), 240), ("small", (4,), 24)):
+        asked = Namespace(model=SHIPPED, device="cpu", load_format="auto", size=measure.SIZES[size])
+        monkeypatch.setattr(recordings, "length_steps", lambda *sizes, **effort: {"cut": noted(sizes[1:])})
+        figures = recordings.lengths(asked)
+        assert list(figures) == list(map(str, batches))
+        assert all(one == figured(int(n), mean) for n, one in figures.items())
+
+
+def noted(sizes: tuple[int, ...]) -> StepTimes:
+    return StepTimes((tuple(map(float, sizes)),))
+
+
+def figured(batch: int, mean: int) -> dict:
+    return {"batch": batch, "context": mean, "turns_us": {"cut": [[batch, mean]]}}
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))

@@ -1,0 +1,159 @@
+"""Attention's programs on a GPU over time: which processor runs which, and who waits for the longest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from typing import NamedTuple
+
+import numpy as np
+
+from rosellm.lab.figures.charts import Chart, ChartError, finish, text_table
+from rosellm.lab.figures.models import pieces_of
+from rosellm.lab.figures.palette import BLUE, ORANGE, SKY, TEXT
+from rosellm.lab.records.records import number
+from rosellm.roseinfer.kernels.attention_plan import Variant
+
+LANE_PIXELS, MOST_PIXELS, GAP = 12, 230, 28  # of a lane, of a panel, between panels
+LONGEST, OTHERS = "reads the longest row", "reads other rows only"
+
+Parts = Sequence[tuple[int, int]]  # (row, cached tokens read of it)
+
+
+class Program(NamedTuple):
+    """One program: its processor, when it starts there, and the tokens of each row that it reads."""
+
+    processor: int
+    start: int
+    parts: Parts
+
+    @property
+    def tokens(self) -> int:
+        return sum(n for _, n in self.parts)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A launch's programs, dealt out to processors. Time is counted in tokens that a processor reads."""
+
+    variant: Variant
+    lengths: Sequence[int]
+    programs: Sequence[Program]
+    processors: int
+
+    @property
+    def end(self) -> int:
+        """When the last processor is done."""
+        return max(one.end for one in self.programs)
+
+    @property
+    def fair(self) -> float:
+        """When all would be done, had each the same to read."""
+        return sum(one.tokens for one in self.programs) / self.processors
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest program reads."""
+        return max(one.tokens for one in self.programs)
+
+
+def programs_of(lengths: Sequence[int], variant: Variant, kv_heads: int) -> list[list[tuple[int, int]]]:
+    """What each program of a launch reads, as (row, tokens), in the order of the launch: head by head.
+
+    lengths: cached tokens of each row, at least one.
+    """
+    if not variant.combine:
+        return [[(row, n)] for row, n in enumerate(lengths)] * kv_heads
+    cut, _ = pieces_of(lengths, variant.tile, variant.pieces)
+    return [[_tokens(lengths, variant.tile, *span) for span in spans] for spans in cut] * kv_heads
+
+
+def _tokens(lengths: Sequence[int], tile: int, row: int, first: int, tiles: int) -> tuple[int, int]:
+    """A row's last tile may not be full."""
+    return row, min(lengths[row], (first + tiles) * tile) - first * tile
+
+
+def deal(lengths: Sequence[int], variant: Variant, kv_heads: int, processors: int) -> Dealt:
+    """A launch's programs, each on the processor that is free first, one at a time, all equally fast.
+
+    That is a model: a GPU's processor runs several programs at once, and all share its memory.
+    """
+    free = [(0, processor) for processor in range(processors)]
+    programs = []
+    for parts in programs_of(lengths, variant, kv_heads):
+        start, processor = free[0]
+        programs.append(Program(processor, start, parts))
+        heapreplace(free, (programs[-1].end, processor))
+    return Dealt(variant, lengths, programs, processors)
+
+
+def timeline(ways: Mapping[str, Dealt], title: str) -> Chart:
+    """A panel for each way, a lane for each processor, a bar for each program; empty space is waiting.
+
+    Programs that read of a row longer than all or some others have a colour of their own; the dashed line is
+    where all would end, had each processor the same to read. Raises ``ChartError``.
+    """
+    if not ways:
+        raise ChartError("there is no launch to draw")
+    processors = max(one.processors for one in ways.values())
+    pixels = min(LANE_PIXELS * processors, MOST_PIXELS)
+    pitch = processors + GAP * processors / pixels  # in lanes
+    chart = Chart()
+    for i, (name, dealt) in enumerate(ways.items()):
+        _add_programs(chart, dealt, i * pitch, legend=i == 0)
+        chart.add_annotation(x=0, y=i * pitch - 0.1 * (pitch - processors), text=_told(name, dealt))
+        line = {"color": TEXT, "dash": "dash", "width": 1.5}
+        ends = {"y0": i * pitch, "y1": i * pitch + dealt.processors, "x0": dealt.fair, "x1": dealt.fair}
+        chart.add_shape(type="line", line=line, **ends)
+    chart.update_annotations(showarrow=False, xanchor="left", yanchor="bottom", font={"size": 12})
+    latest = max(one.end for one in ways.values())
+    chart.update_xaxes(range=[0, latest * 1.01], title_text="cached tokens that a processor has read")
+    last = pitch * (len(ways) - 1) + processors
+    chart.update_yaxes(range=[last, processors - pitch], visible=False)
+    chart.update_layout(barmode="overlay", barcornerradius=0)
+    chart.table = _table(ways)
+    return finish(chart, title, round(pixels * (last + pitch - processors) / processors), (LONGEST, OTHERS))
+
+
+def _told(name: str, dealt: Dealt) -> str:
+    times, programs = number(dealt.end / dealt.fair), f"{len(dealt.programs):,} programs"
+    return f"<b>{name}</b>: {programs}, all done at {dealt.end:,}, {times} × the mean of {number(dealt.fair)}"
+
+
+def _add_programs(chart: Chart, dealt: Dealt, top: float, legend: bool) -> None:
+    """Every second program of a processor is lighter, so that neighbours can be told apart."""
+    most, least = max(dealt.lengths), min(dealt.lengths)
+    marked = {row for row, n in enumerate(dealt.lengths) if n == most > least}
+    long = [any(row in marked for row, _ in one.parts) for one in dealt.programs]
+    turns, shades = [0] * dealt.processors, []
+    for one in dealt.programs:
+        shades.append(turns[one.processor] % 2)
+        turns[one.processor] += 1
+    kinds = {(True, 0): ORANGE, (True, 1): "#f78b42", (False, 0): BLUE, (False, 1): SKY}
+    for (is_long, shade), colour in kinds.items():
+        mine = [p for p, *key in zip(dealt.programs, long, shades, strict=True) if key == [is_long, shade]]
+        chart.add_bar(
+            x=np.array([one.tokens for one in mine], np.int32),  # typed arrays are stored packed
+            y=np.array([top + one.processor + 0.5 for one in mine], np.float32),
+            base=np.array([one.start for one in mine], np.int32),
+            width=1,
+            orientation="h",
+            name=LONGEST if is_long else OTHERS,
+            marker={"color": colour, "line": {"width": 0}},
+            showlegend=legend and not shade,
+            hovertemplate="%{x} tokens, from %{base} on<extra></extra>",
+        )
+
+
+def _table(ways: Mapping[str, Dealt]) -> str:
+    rows = [
+        [name, str(one.variant), len(one.programs), one.longest, one.end, one.fair, one.end / one.fair]
+        for name, one in ways.items()
+    ]
+    headers = ["", "variant", "programs", "longest, tokens", "last ends at", "mean", "×"]
+    return text_table(headers, rows)
