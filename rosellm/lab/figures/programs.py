@@ -15,8 +15,10 @@ from rosellm.lab.figures.palette import BLUE, ORANGE, SKY, TEXT
 from rosellm.lab.records.records import number
 from rosellm.roseinfer.kernels.attention_plan import Variant
 
-LANE_PIXELS, MOST_PIXELS, GAP = 12, 230, 28  # of a lane, of a panel, between panels
+LANE_PIXELS, MOST_PIXELS, GAP = 12, 264, 28  # of a lane, of a panel, between panels
 LONGEST, OTHERS = "reads the longest row", "reads other rows only"
+COLOURS = (BLUE, SKY, ORANGE, "#f78b42")  # of others, every second one, of the longest, every second one
+SCALE = [[i / 3, colour] for i, colour in enumerate(COLOURS)]
 
 Parts = Sequence[tuple[int, int]]  # (row, cached tokens read of it)
 
@@ -102,22 +104,24 @@ def timeline(ways: Mapping[str, Dealt], title: str) -> Chart:
         raise ChartError("there is no launch to draw")
     processors = max(one.processors for one in ways.values())
     pixels = min(LANE_PIXELS * processors, MOST_PIXELS)
-    pitch = processors + GAP * processors / pixels  # in lanes
-    chart = Chart()
+    gap = round(GAP * processors / pixels)  # in lanes, as all that follows
+    pitch, chart = processors + gap, Chart()
     for i, (name, dealt) in enumerate(ways.items()):
-        _add_programs(chart, dealt, i * pitch, legend=i == 0)
-        chart.add_annotation(x=0, y=i * pitch - 0.1 * (pitch - processors), text=_told(name, dealt))
+        _add_programs(chart, dealt, i * pitch)
+        chart.add_annotation(x=0, y=i * pitch - 0.6 - gap / 8, text=_told(name, dealt))
         line = {"color": TEXT, "dash": "dash", "width": 1.5}
-        ends = {"y0": i * pitch, "y1": i * pitch + dealt.processors, "x0": dealt.fair, "x1": dealt.fair}
-        chart.add_shape(type="line", line=line, **ends)
+        ends = {"y0": i * pitch - 0.5, "y1": i * pitch + dealt.processors - 0.5}
+        chart.add_shape(type="line", line=line, x0=dealt.fair, x1=dealt.fair, **ends)
     chart.update_annotations(showarrow=False, xanchor="left", yanchor="bottom", font={"size": 12})
+    for name, colour in ((LONGEST, ORANGE), (OTHERS, BLUE)):
+        chart.add_bar(x=[None], y=[None], orientation="h", name=name, marker_color=colour)  # for the legend
     latest = max(one.end for one in ways.values())
     chart.update_xaxes(range=[0, latest * 1.01], title_text="cached tokens that a processor has read")
-    last = pitch * (len(ways) - 1) + processors
-    chart.update_yaxes(range=[last, processors - pitch], visible=False)
-    chart.update_layout(barmode="overlay", barcornerradius=0)
+    lanes = pitch * len(ways)
+    chart.update_yaxes(range=[lanes - gap - 0.5, -gap - 0.5], visible=False)
+    chart.update_layout(barmode="stack", barcornerradius=0)
     chart.table = _table(ways)
-    return finish(chart, title, round(pixels * (last + pitch - processors) / processors), (LONGEST, OTHERS))
+    return finish(chart, title, round(pixels * lanes / processors), (LONGEST, OTHERS))
 
 
 def _told(name: str, dealt: Dealt) -> str:
@@ -125,29 +129,28 @@ def _told(name: str, dealt: Dealt) -> str:
     return f"<b>{name}</b>: {programs}, all done at {dealt.end:,}, {times} × the mean of {number(dealt.fair)}"
 
 
-def _add_programs(chart: Chart, dealt: Dealt, top: float, legend: bool) -> None:
-    """Every second program of a processor is lighter, so that neighbours can be told apart."""
+def _add_programs(chart: Chart, dealt: Dealt, top: int) -> None:
+    """Bars in one lane are stacked in their order; every second one is lighter, to be told apart."""
     most, least = max(dealt.lengths), min(dealt.lengths)
-    marked = {row for row, n in enumerate(dealt.lengths) if n == most > least}
-    long = [any(row in marked for row, _ in one.parts) for one in dealt.programs]
-    turns, shades = [0] * dealt.processors, []
+    turns, kinds = [0] * dealt.processors, []
     for one in dealt.programs:
-        shades.append(turns[one.processor] % 2)
+        is_long = most > least and any(dealt.lengths[row] == most for row, _ in one.parts)
+        kinds.append(2 * is_long + turns[one.processor] % 2)
         turns[one.processor] += 1
-    kinds = {(True, 0): ORANGE, (True, 1): "#f78b42", (False, 0): BLUE, (False, 1): SKY}
-    for (is_long, shade), colour in kinds.items():
-        mine = [p for p, *key in zip(dealt.programs, long, shades, strict=True) if key == [is_long, shade]]
-        chart.add_bar(
-            x=np.array([one.tokens for one in mine], np.int32),  # typed arrays are stored packed
-            y=np.array([top + one.processor + 0.5 for one in mine], np.float32),
-            base=np.array([one.start for one in mine], np.int32),
-            width=1,
-            orientation="h",
-            name=LONGEST if is_long else OTHERS,
-            marker={"color": colour, "line": {"width": 0}},
-            showlegend=legend and not shade,
-            hovertemplate="%{x} tokens, from %{base} on<extra></extra>",
-        )
+    chart.add_bar(
+        x=_packed([one.tokens for one in dealt.programs]),
+        y=_packed([top + one.processor for one in dealt.programs]),
+        width=1,
+        orientation="h",
+        marker={"color": _packed(kinds), "colorscale": SCALE, "cmin": 0, "cmax": 3, "line": {"width": 0}},
+        showlegend=False,
+        hovertemplate="%{value} tokens<extra></extra>",
+    )
+
+
+def _packed(values: Sequence[int]) -> np.ndarray:
+    """Typed arrays are stored packed, the narrower the shorter."""
+    return np.array(values, np.min_scalar_type(max(values)))
 
 
 def _table(ways: Mapping[str, Dealt]) -> str:

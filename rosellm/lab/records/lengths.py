@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -114,3 +114,11 @@ def recorded_lengths(results: Results) -> dict[int, dict[str, StepTimes]]:
         return {}
     figures = results.load("lengths")["figures"]
     return {int(batch): step_times(one["turns_us"]) for batch, one in figures.items()}
+
+
+def faster_way(steps: Mapping[str, StepTimes], share: str) -> str:
+    """Whose step takes less at contexts so shared: "whole", "cut", or "either" if their engines overlap."""
+    whole, cut = (steps[f"{share}, {way}"].range_us for way in WAYS)
+    if whole[1] < cut[0]:
+        return "whole"
+    return "cut" if cut[1] < whole[0] else "either"

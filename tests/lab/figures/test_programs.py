@@ -1,14 +1,14 @@
 """Attention's programs over time: every token is read once, nobody idles while a program waits."""
 
 import json
+from collections import Counter
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
-from rosellm.lab.figures.programs import LONGEST, OTHERS, deal, programs_of, timeline
+from rosellm.lab.figures.programs import COLOURS, LONGEST, OTHERS, deal, programs_of, timeline
 from rosellm.roseinfer.kernels.attention_plan import Variant, cut_rows, whole_rows
 
 some_lengths = st.lists(st.integers(1, 200), min_size=1, max_size=9)
@@ -45,38 +45,38 @@ def test_a_long_row_keeps_a_whole_launch_waiting_and_pieces_end_together():
     assert cut.longest <= 32 and cut.end < 1.15 * cut.fair
 
 
-def bars(chart):
-    """Lane, start and end of every bar, and its legend's name."""
-    return [
-        (float(y), int(base), int(base + x), bar.name)
-        for bar in chart.data
-        for y, base, x in zip(np.array(bar.y), np.array(bar.base), np.array(bar.x), strict=True)
-    ]
+def bars(panel):
+    """Lane, start, end and colour of every bar of a panel, whose lanes are stacked in the order given."""
+    until, drawn = Counter(), []
+    for lane, tokens, kind in zip(panel.y, panel.x, panel.marker.color, strict=True):
+        drawn.append((int(lane), until[lane], until[lane] + int(tokens), COLOURS[kind]))
+        until[lane] += int(tokens)
+    return drawn
 
 
 def test_every_program_is_a_bar_in_the_lane_of_its_processor_and_the_longest_row_stands_out():
     lengths, heads, processors = [40, 200, 30], 2, 4
-    ways = {
-        name: deal(lengths, variant, heads, processors)
-        for name, variant in {"whole": Variant(16), "cut": Variant(16, 5)}.items()
-    }
+    variants = {"whole": Variant(16), "cut": Variant(16, 5)}
+    ways = {name: deal(lengths, variant, heads, processors) for name, variant in variants.items()}
     chart = timeline(ways, "t")
-    drawn = bars(chart)
-    assert len(drawn) == sum(len(one.programs) for one in ways.values()) == 6 + 10
-    lowest = max(y for y, *_ in drawn[: len(ways["whole"].programs)])
-    assert lowest < processors  # the second panel is below the first
-    assert [y for y, *_ in drawn].count(0.5) == sum(one.processor == 0 for one in ways["whole"].programs)
-    for (y, _, end, _), (lane, start, _, _) in pairwise(sorted(drawn)):
-        assert lane > y or start >= end  # bars do not overlap
-    long = sorted((start, end) for y, start, end, name in drawn if name == LONGEST and y < processors)
-    assert long == sorted((p.start, p.end) for p in ways["whole"].programs if p.parts[0][0] == 1)
-    assert [bar.name for bar in chart.data if bar.showlegend] == [LONGEST, OTHERS]
+    assert chart.layout.barmode == "stack"
+    for panel, dealt in zip(chart.data, ways.values(), strict=False):
+        drawn, top = bars(panel), min(panel.y)
+        assert [(lane - top, start, end) for lane, start, end, _ in drawn] == [
+            (one.processor, one.start, one.end) for one in dealt.programs
+        ]
+        for (*_, colour), one in zip(drawn, dealt.programs, strict=True):
+            assert (colour in COLOURS[2:]) == any(row == 1 for row, _ in one.parts)
+        for (lane, *_, colour), (other, *_, next_colour) in pairwise(sorted(drawn, key=lambda bar: bar[:2])):
+            assert lane != other or colour != next_colour  # neighbours can be told apart
+    assert max(chart.data[0].y) < min(chart.data[1].y)  # one panel below the other
+    assert [bar.name for bar in chart.data if bar.showlegend is None] == [LONGEST, OTHERS]
     assert all(line.x0 == line.x1 == ways["cut"].fair for line in chart.layout.shapes)
 
 
 def test_rows_of_one_length_have_none_that_is_the_longest():
     chart = timeline({"whole": deal([50, 50], Variant(16), 3, 2)}, "t")
-    assert {name for *_, name in bars(chart)} == {OTHERS}
+    assert {colour for *_, colour in bars(chart.data[0])} == set(COLOURS[:2])
 
 
 def test_a_timeline_tells_its_numbers_in_a_table_and_stays_small():
@@ -88,7 +88,7 @@ def test_a_timeline_tells_its_numbers_in_a_table_and_stays_small():
     chart = timeline(ways, "t")
     first, second = chart.table.splitlines()[2:]
     assert first.split()[:2] == ["whole", "rows"] and "3,072" in first and "1,056" in second
-    assert len(json.dumps(bundle(chart)[PLOTLY])) < 90_000
+    assert len(json.dumps(bundle(chart)[PLOTLY])) < 30_000
 
 
 def test_nothing_to_draw_is_told():

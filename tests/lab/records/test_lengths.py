@@ -105,6 +105,23 @@ def test_steps_of_every_share_and_way_are_measured_and_read_back(device, monkeyp
     assert read[3]["equal, cut"].us == pytest.approx(steps["equal, cut"].us, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("whole", "cut", "faster"),
+    [
+        ((5, 6), (7, 8), "whole"),
+        ((5, 6), (3, 4), "cut"),
+        ((5, 7), (6, 9), "either"),
+        ((5, 5), (5, 5), "either"),
+    ],
+)
+def test_a_way_is_faster_if_all_its_engines_are(whole, cut, faster):
+    steps = {
+        f"spread, {way}": step_time.StepTimes(tuple((float(us),) for us in engines))
+        for way, engines in (("whole", whole), ("cut", cut))
+    }
+    assert lengths.faster_way(steps, "spread") == faster
+
+
 def test_a_gpu_without_that_record_has_no_figures(tmp_path):
     assert recorded_lengths(Results(tmp_path)) == {}
 
