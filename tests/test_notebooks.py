@@ -252,8 +252,8 @@ def mixed_lengths(tmp_path) -> Path:
         shutil.copy(find().folder / "W7-split_kv.json", tmp_path / f"{name}-split_kv.json")
     shutil.copy(find().folder / "ceilings.json", tmp_path)
     turns = {f"{share}, {way}": [[500.0 + 9 * i]] for i, share in enumerate(contexts_of(8)) for way in WAYS}
-    figures = {str(batch): {"turns_us": turns} for batch in BATCHES}
-    (tmp_path / "lengths.json").write_text(json.dumps({"figures": figures}))
+    for batch in BATCHES:
+        (tmp_path / f"lengths-{batch}.json").write_text(json.dumps({"figures": {"turns_us": turns}}))
     return tmp_path
 
 

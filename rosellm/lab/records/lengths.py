@@ -109,11 +109,9 @@ def _bench(model: Transformer, lengths: list[int], choose: Callable[..., Variant
 
 
 def recorded_lengths(results: Results) -> dict[int, dict[str, StepTimes]]:
-    """Batch → what ``length_steps`` found on the recorded GPU; empty if that was not recorded."""
-    if "lengths" not in results.names():
-        return {}
-    figures = results.load("lengths")["figures"]
-    return {int(batch): step_times(one["turns_us"]) for batch, one in figures.items()}
+    """Batch → what ``length_steps`` found on the recorded GPU, for the batches that were recorded."""
+    there = [batch for batch in BATCHES if f"lengths-{batch}" in results.names()]
+    return {n: step_times(results.load(f"lengths-{n}")["figures"]["turns_us"]) for n in there}
 
 
 def faster_way(steps: Mapping[str, StepTimes], share: str) -> str:

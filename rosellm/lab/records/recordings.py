@@ -24,7 +24,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 
-NEEDS_GPU = ("autotune", "ceilings", "lengths")
+NEEDS_GPU = ("autotune", "ceilings", *(f"lengths-{batch}" for batch in BATCHES))
 
 T = TypeVar("T")
 
@@ -130,14 +130,11 @@ def grid(arguments: argparse.Namespace) -> dict:
     }
 
 
-def lengths(arguments: argparse.Namespace) -> dict:
-    """Step time at equal and unequal contexts of the same sum, rows whole and cut, by batch size."""
-    model, size = _model(arguments), arguments.size
-    mean = min(MEAN, size.prompt // TIMES)
-    return {
-        str(n): step_records.figures_of(n, mean, length_steps(model, n, mean, **size.effort))
-        for n in each("lengths, batch", size.batches(*BATCHES))
-    }
+def lengths(arguments: argparse.Namespace, batch: int) -> dict:
+    """Step time at equal and unequal contexts of the same sum, rows whole and cut."""
+    size, model = arguments.size, _model(arguments)
+    rows, mean = min(batch, size.rows), min(MEAN, size.prompt // TIMES)
+    return step_records.figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
 
 
 def cold_start(arguments: argparse.Namespace) -> dict:
@@ -212,10 +209,10 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "ledger": ledger,
     "ledger_w6": ledger_w6,
     "grid": grid,
-    "lengths": lengths,
     "cold_start": cold_start,
     "kv_pressure": kv_pressure,
     "determinism": determinism,
+    **{f"lengths-{batch}": partial(lengths, batch=batch) for batch in BATCHES},
     **_of_workloads(steps, STEP_WORKLOADS),
     **_of_workloads(ablations, STEP_WORKLOADS),
     **_of_workloads(leave_one_out, step_records.WHOLE_RUNS),

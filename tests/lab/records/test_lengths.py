@@ -99,10 +99,10 @@ def test_steps_of_every_share_and_way_are_measured_and_read_back(device, monkeyp
     names = [f"{share}, {way}" for share in ("equal", "spread", "one long") for way in ("whole", "cut")]
     assert list(steps) == names and all(one.us > 0 for one in steps.values())
     assert {way for way, *_ in seen} == {"whole", "cut"}
-    (tmp_path / "lengths.json").write_text(json.dumps({"figures": {"3": figures_of(3, 8, steps)}}))
+    (tmp_path / "lengths-64.json").write_text(json.dumps({"figures": figures_of(3, 8, steps)}))
     read = recorded_lengths(Results(tmp_path))
-    assert list(read) == [3] and list(read[3]) == names
-    assert read[3]["equal, cut"].us == pytest.approx(steps["equal, cut"].us, abs=1e-3)
+    assert list(read) == [64] and list(read[64]) == names
+    assert read[64]["equal, cut"].us == pytest.approx(steps["equal, cut"].us, abs=1e-3)
 
 
 @pytest.mark.parametrize(

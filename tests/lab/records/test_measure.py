@@ -37,6 +37,7 @@ def test_an_experiment_is_recorded_with_its_figures_and_environment(tmp_path):
         (["--workloads", "W1,W0", "--model", "rose-tiny"], "W0: 1 prompt tokens and 512 new ones exceed"),
         (["--workloads", "W1", "--rungs", "dense,autotune"], "rung 'autotune' needs a GPU"),
         (["--experiments", "bookkeeping,autotune"], "experiment 'autotune' needs a GPU"),
+        (["--experiments", "lengths-64"], "experiment 'lengths-64' needs a GPU"),
         (["--experiments", "bookkeeping,grid", "--model", "rose-tiny"], "grid needs 1014 positions"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -82,23 +83,16 @@ def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turn
     assert all(value > 0 for values in left_out["tok_s"].values() for value in values)
 
 
-def test_unequal_contexts_are_recorded_by_batch_and_need_a_gpu(tmp_path, capsys, monkeypatch):
-    options = ["--device=cpu", f"--output={tmp_path}", "--workloads=", "--experiments=lengths"]
-    assert measure.main(options) == 2 and "'lengths' needs a GPU" in capsys.readouterr().err
-    for size, batches, mean in (("full", (8, 64, 128, 256), 240), ("small", (4,), 24)):
-        asked = Namespace(model=SHIPPED, device="cpu", load_format="auto", size=measure.SIZES[size])
-        monkeypatch.setattr(recordings, "length_steps", lambda *sizes, **effort: {"cut": noted(sizes[1:])})
-        figures = recordings.lengths(asked)
-        assert list(figures) == list(map(str, batches))
-        assert all(one == figured(int(n), mean) for n, one in figures.items())
-
-
-def noted(sizes: tuple[int, ...]) -> StepTimes:
-    return StepTimes((tuple(map(float, sizes)),))
-
-
-def figured(batch: int, mean: int) -> dict:
-    return {"batch": batch, "context": mean, "turns_us": {"cut": [[batch, mean]]}}
+@pytest.mark.parametrize(("size", "sizes"), [("full", (64, 240)), ("small", (4, 24))])
+def test_unequal_contexts_are_recorded_in_a_size_that_fits(size, sizes, monkeypatch):
+    asked = Namespace(model=SHIPPED, device="cpu", load_format="auto", size=measure.SIZES[size])
+    measured = {"equal, cut": StepTimes(((7.0, 8.0),))}
+    monkeypatch.setattr(
+        recordings, "length_steps", lambda _model, *given, **_effort: measured if given == sizes else {}
+    )
+    batch, context = sizes
+    expected = {"batch": batch, "context": context, "turns_us": {"equal, cut": [[7.0, 8.0]]}}
+    assert recordings.EXPERIMENTS["lengths-64"](asked) == expected
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
