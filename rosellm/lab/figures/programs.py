@@ -11,13 +11,13 @@ import numpy as np
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, text_table
 from rosellm.lab.figures.models import pieces_of
-from rosellm.lab.figures.palette import BLUE, ORANGE, SKY, TEXT
+from rosellm.lab.figures.palette import BLUE, ORANGE, PEACH, SKY, TEXT
 from rosellm.lab.records.records import number
 from rosellm.roseinfer.kernels.attention_plan import Variant
 
 LANE_PIXELS, MOST_PIXELS, GAP = 12, 264, 28  # of a lane, of a panel, between panels
 LONGEST, OTHERS = "reads the longest row", "reads other rows only"
-COLOURS = (BLUE, SKY, ORANGE, "#f78b42")  # of others, every second one, of the longest, every second one
+COLOURS = (BLUE, SKY, ORANGE, PEACH)  # of others, every second one, of the longest, every second one
 SCALE = [[i / 3, colour] for i, colour in enumerate(COLOURS)]
 
 Parts = Sequence[tuple[int, int]]  # (row, cached tokens read of it)
@@ -83,8 +83,11 @@ def _tokens(lengths: Sequence[int], tile: int, row: int, first: int, tiles: int)
 def deal(lengths: Sequence[int], variant: Variant, kv_heads: int, processors: int) -> Dealt:
     """A launch's programs, each on the processor that is free first, one at a time, all equally fast.
 
-    That is a model: a GPU's processor runs several programs at once, and all share its memory.
+    That is a model: a GPU's processor runs several programs at once, and all share its memory. Raises
+    ``ChartError`` for rows without tokens, or no processor.
     """
+    if min(lengths, default=0) < 1 or processors < 1:
+        raise ChartError(f"give rows of one token or more, and processors: {list(lengths)}, {processors}")
     free = [(0, processor) for processor in range(processors)]
     programs = []
     for parts in programs_of(lengths, variant, kv_heads):
@@ -97,8 +100,8 @@ def deal(lengths: Sequence[int], variant: Variant, kv_heads: int, processors: in
 def timeline(ways: Mapping[str, Dealt], title: str) -> Chart:
     """A panel for each way, a lane for each processor, a bar for each program; empty space is waiting.
 
-    Programs that read of a row longer than all or some others have a colour of their own; the dashed line is
-    where all would end, had each processor the same to read. Raises ``ChartError``.
+    Programs that read of the longest row, if there is one, have a colour of their own. The dashed line is
+    where all would end, had each processor the same to read. Raises ``ChartError`` without any way.
     """
     if not ways:
         raise ChartError("there is no launch to draw")
@@ -108,10 +111,8 @@ def timeline(ways: Mapping[str, Dealt], title: str) -> Chart:
     pitch, chart = processors + gap, Chart()
     for i, (name, dealt) in enumerate(ways.items()):
         _add_programs(chart, dealt, i * pitch)
+        _mark_fair(chart, dealt, i * pitch - 0.5)
         chart.add_annotation(x=0, y=i * pitch - 0.6 - gap / 8, text=_told(name, dealt))
-        line = {"color": TEXT, "dash": "dash", "width": 1.5}
-        ends = {"y0": i * pitch - 0.5, "y1": i * pitch + dealt.processors - 0.5}
-        chart.add_shape(type="line", line=line, x0=dealt.fair, x1=dealt.fair, **ends)
     chart.update_annotations(showarrow=False, xanchor="left", yanchor="bottom", font={"size": 12})
     for name, colour in ((LONGEST, ORANGE), (OTHERS, BLUE)):
         chart.add_bar(x=[None], y=[None], orientation="h", name=name, marker_color=colour)  # for the legend
@@ -122,6 +123,12 @@ def timeline(ways: Mapping[str, Dealt], title: str) -> Chart:
     chart.update_layout(barmode="stack", barcornerradius=0)
     chart.table = _table(ways)
     return finish(chart, title, round(pixels * lanes / processors), (LONGEST, OTHERS))
+
+
+def _mark_fair(chart: Chart, dealt: Dealt, top: float) -> None:
+    line = {"color": TEXT, "dash": "dash", "width": 1.5}
+    ends = {"x0": dealt.fair, "x1": dealt.fair, "y0": top, "y1": top + dealt.processors}
+    chart.add_shape(type="line", line=line, **ends)
 
 
 def _told(name: str, dealt: Dealt) -> str:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -104,8 +104,8 @@ def length_steps(model: Transformer, batch: int, mean: int = MEAN, **effort: Any
 def _bench(model: Transformer, lengths: list[int], choose: Callable[..., Variant]) -> Bench:
     """``lengths`` are those in the middle of a stretch."""
     prompts = make_prompts(len(lengths), [prompt_length(n) for n in lengths], model.config.vocab_size)
-    options = {"kernels": attention_kernels(model.device), "prepare": launched(choose)}
-    return Bench(model, RUNG, prompts, room(), **cast(dict[str, Any], options))
+    kernels, prepare = attention_kernels(model.device), launched(choose)
+    return Bench(model, RUNG, prompts, room(), kernels=kernels, prepare=prepare)
 
 
 def recorded_lengths(results: Results) -> dict[int, dict[str, StepTimes]]:

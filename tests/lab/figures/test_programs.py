@@ -91,6 +91,12 @@ def test_a_timeline_tells_its_numbers_in_a_table_and_stays_small():
     assert len(json.dumps(bundle(chart)[PLOTLY])) < 30_000
 
 
+@pytest.mark.parametrize(("lengths", "processors"), [([], 4), ([3, 0], 4), ([3], 0)])
+def test_rows_without_tokens_and_no_processors_are_told(lengths, processors):
+    with pytest.raises(ChartError, match="give rows of one token or more"):
+        deal(lengths, Variant(16), 1, processors)
+
+
 def test_nothing_to_draw_is_told():
     with pytest.raises(ChartError, match="no launch"):
         timeline({}, "t")
