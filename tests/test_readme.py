@@ -54,6 +54,10 @@ def made_small(command: list[str], folder: Path) -> list[str]:
             *("--workloads", "TTFT64", "--ladder", "", "--ledgers", "", "--output", str(folder)),
         ],
         "loading_record": ["--model", "rose-tiny-qwen3", "--device", "cpu", "--output", str(folder)],
+        "sampling_steps": [
+            *("--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--batches", "2"),
+            *("--context", "20", "--repeats", "1", "--output", str(folder)),
+        ],
         "train": [
             "--smoke",
             "--epochs",

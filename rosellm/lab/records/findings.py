@@ -6,10 +6,20 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 from rosellm.lab.records.model_ladder import rest_a_layer
 from rosellm.lab.records.model_runs import RIVAL, recorded_models, short_name, table
-from rosellm.lab.records.records import RecordError, Results, floor_tok_s, number, results_folder, rivals
+from rosellm.lab.records.records import (
+    RecordError,
+    Results,
+    floor_tok_s,
+    number,
+    percent_change,
+    results_folder,
+    rivals,
+)
+from rosellm.lab.records.sampling_steps import GREEDY, recorded_modes
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
@@ -137,6 +147,19 @@ def _climbed(results: Results) -> str:
     return f"W2, tok/s: transformers {number(theirs)}, {ours}"
 
 
+def _filters(results: Results) -> str:
+    told = []
+    for model, batches in recorded_modes(results).items():
+        us = {mode: median(turns) for mode, turns in batches[max(batches)].items()}
+        counted, by_sorting = (
+            percent_change(us[GREEDY], us[mode]) for mode in ("top-k, top-p", "top-k, top-p, sorted")
+        )
+        told.append(f"{model}, {max(batches)} rows: {counted} a step, sorted {by_sorting}")
+    if not told:
+        raise RecordError(f"{results.folder.name} has no step times of sampling")
+    return f"top-k and top-p, {'; '.join(told)}"
+
+
 OTHERS: dict[str, Callable[[Results], str]] = {
     "00_map": _span,
     "21_split_kv": _split,
@@ -148,4 +171,5 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "28_modern_ladder": _layers,
     "29_why_is_it_slow": _climbed,
     "30_mixed_lengths": _mixed,
+    "31_sampling": _filters,
 }
