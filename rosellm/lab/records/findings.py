@@ -9,8 +9,16 @@ from pathlib import Path
 from statistics import median
 
 from rosellm.lab.records.model_ladder import rest_a_layer
-from rosellm.lab.records.model_runs import recorded_models, short_name, table
-from rosellm.lab.records.records import RecordError, Results, number, percent_change, results_folder, rivals
+from rosellm.lab.records.model_runs import RIVAL, recorded_models, short_name, table
+from rosellm.lab.records.records import (
+    RecordError,
+    Results,
+    floor_tok_s,
+    number,
+    percent_change,
+    results_folder,
+    rivals,
+)
 from rosellm.lab.records.sampling_steps import GREEDY, recorded_modes
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.families.table import KNOWN_SHAPES
@@ -123,6 +131,16 @@ def _layers(results: Results) -> str:
     return f"D1, above the floor: {ours} µs a layer, whichever the model; vLLM {theirs}"
 
 
+def _mixed(results: Results) -> str:
+    values = results.values("W8")
+    if not values:
+        raise RecordError(f"{results.folder.name} has no W8")
+    best, theirs = max(values.values()), rivals("W8")[RIVAL]["W8"]
+    share = best / floor_tok_s(results, "W8") * 100
+    times, percent = f"{number(best / theirs)} times vLLM's", f"{number(share)} % of the floor"
+    return f"W8: {number(best)} tok/s, {times}, {percent}"
+
+
 def _climbed(results: Results) -> str:
     values, theirs = results.values("W2"), rivals("W2")[TRANSFORMERS]["W2"]
     ours = f"`dense` {number(values['dense'])}, `{BEST_RUNG}` {number(values[BEST_RUNG])}"
@@ -152,5 +170,6 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "27_long_contexts": _long,
     "28_modern_ladder": _layers,
     "29_why_is_it_slow": _climbed,
+    "30_mixed_lengths": _mixed,
     "31_sampling": _filters,
 }
