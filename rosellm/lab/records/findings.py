@@ -6,11 +6,21 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 
 from rosellm.lab.records import arrivals, first_request
 from rosellm.lab.records.model_ladder import rest_a_layer
-from rosellm.lab.records.model_runs import recorded_models, short_name, table
-from rosellm.lab.records.records import RecordError, Results, number, results_folder, rivals
+from rosellm.lab.records.model_runs import RIVAL, recorded_models, short_name, table
+from rosellm.lab.records.records import (
+    RecordError,
+    Results,
+    floor_tok_s,
+    number,
+    percent_change,
+    results_folder,
+    rivals,
+)
+from rosellm.lab.records.sampling_steps import GREEDY, recorded_modes
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG
@@ -122,10 +132,33 @@ def _layers(results: Results) -> str:
     return f"D1, above the floor: {ours} µs a layer, whichever the model; vLLM {theirs}"
 
 
+def _mixed(results: Results) -> str:
+    values = results.values("W8")
+    if not values:
+        raise RecordError(f"{results.folder.name} has no W8")
+    best, theirs = max(values.values()), rivals("W8")[RIVAL]["W8"]
+    share = best / floor_tok_s(results, "W8") * 100
+    times, percent = f"{number(best / theirs)} times vLLM's", f"{number(share)} % of the floor"
+    return f"W8: {number(best)} tok/s, {times}, {percent}"
+
+
 def _climbed(results: Results) -> str:
     values, theirs = results.values("W2"), rivals("W2")[TRANSFORMERS]["W2"]
     ours = f"`dense` {number(values['dense'])}, `{BEST_RUNG}` {number(values[BEST_RUNG])}"
     return f"W2, tok/s: transformers {number(theirs)}, {ours}"
+
+
+def _filters(results: Results) -> str:
+    told = []
+    for model, batches in recorded_modes(results).items():
+        us = {mode: median(turns) for mode, turns in batches[max(batches)].items()}
+        counted, by_sorting = (
+            percent_change(us[GREEDY], us[mode]) for mode in ("top-k, top-p", "top-k, top-p, sorted")
+        )
+        told.append(f"{model}, {max(batches)} rows: {counted} a step, sorted {by_sorting}")
+    if not told:
+        raise RecordError(f"{results.folder.name} has no step times of sampling")
+    return f"top-k and top-p, {'; '.join(told)}"
 
 
 def _first(results: Results) -> str:
@@ -155,6 +188,8 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "27_long_contexts": _long,
     "28_modern_ladder": _layers,
     "29_why_is_it_slow": _climbed,
+    "30_mixed_lengths": _mixed,
+    "31_sampling": _filters,
     "32_first_request": _first,
     "33_arrivals": _rates,
 }

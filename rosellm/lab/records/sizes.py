@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rosellm.lab.records import step_records
+from rosellm.lab.records import lengths, step_records
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 
@@ -71,6 +71,7 @@ def positions_needed(size: Size) -> dict[str, int]:
     prompts = {name: w.shared_prefix_tokens + (w.prompt_tokens or 1) for name, w in sized.items()}
     whole = {name: prompts[name] + w.max_new_tokens for name, w in sized.items()}
     half = {name: whole[name] - w.max_new_tokens // 2 + LEDGER_ROOM for name, w in sized.items()}
+    unequal = lengths.positions_for(min(lengths.MEAN, size.prompt // lengths.TIMES))
     return {
         "counts": 8 + min(32, size.new_tokens),
         "autotune": min(LONGEST_TUNED, size.prompt),
@@ -80,6 +81,7 @@ def positions_needed(size: Size) -> dict[str, int]:
         "timelines": half["W1"],
         "kv_pressure": max(whole["W6"], whole["W7"]),
         "determinism": max(whole.values()),
+        **{f"lengths-{batch}": unequal for batch in lengths.BATCHES},
         **{f"leave_one_out-{name}": whole[name] for name in step_records.WHOLE_RUNS},
         **{f"{kind}-{name}": half[name] for kind in ("steps", "ablations") for name in LEDGER_WORKLOADS},
     }

@@ -79,7 +79,7 @@ def measure_steps(
         own: dict[str, list[float]] = {name: [] for name in makers}
         for _ in range(turns):
             for name, bench in benches.items():
-                own[name].append(_turn(bench, seconds / engines / turns))
+                own[name].append(turn_us(bench, seconds / engines / turns))
         for name, means in own.items():
             found[name].append(tuple(means))
         del benches, bench
@@ -87,8 +87,11 @@ def measure_steps(
     return {name: StepTimes(tuple(one)) for name, one in found.items()}
 
 
-def _turn(bench: Bench, seconds: float) -> float:
-    """Mean µs a step of stretches that take ``seconds`` together, or of one if that takes longer."""
+def turn_us(bench: Bench, seconds: float) -> float:
+    """Mean µs a step of stretches that take ``seconds`` together, or of one if that takes longer.
+
+    The bench has ``room()`` new tokens a prompt.
+    """
     stretches: list[float] = []
     while not stretches or sum(stretches) < seconds:
         stretches.append(_stretch(bench))

@@ -1,11 +1,13 @@
 """The command that makes the committed records."""
 
 import json
+from argparse import Namespace
 
 import pytest
 
 from rosellm.lab.records import measure, recordings, step_records
 from rosellm.lab.records.sizes import SIZES
+from rosellm.lab.records.step_time import StepTimes
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import WORKLOADS
@@ -36,6 +38,7 @@ def test_an_experiment_is_recorded_with_its_figures_and_environment(tmp_path):
         (["--workloads", "W1,W0", "--model", "rose-tiny"], "W0: 1 prompt tokens and 512 new ones exceed"),
         (["--workloads", "W1", "--rungs", "dense,autotune"], "rung 'autotune' needs a GPU"),
         (["--experiments", "bookkeeping,autotune"], "experiment 'autotune' needs a GPU"),
+        (["--experiments", "lengths-64"], "experiment 'lengths-64' needs a GPU"),
         (["--experiments", "bookkeeping,grid", "--model", "rose-tiny"], "grid needs 1014 positions"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -79,6 +82,18 @@ def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turn
     left_out = figures["leave_one_out-W1"]
     assert {"none", "head", "runner"} <= set(left_out["tok_s"]) and "norm" in left_out["refused"]
     assert all(value > 0 for values in left_out["tok_s"].values() for value in values)
+
+
+@pytest.mark.parametrize(("size", "sizes"), [("full", (64, 240)), ("small", (4, 24))])
+def test_unequal_contexts_are_recorded_in_a_size_that_fits(size, sizes, monkeypatch):
+    asked = Namespace(model=SHIPPED, device="cpu", load_format="auto", size=SIZES[size])
+    measured = {"equal, cut": StepTimes(((7.0, 8.0),))}
+    monkeypatch.setattr(
+        recordings, "length_steps", lambda _model, *given, **_effort: measured if given == sizes else {}
+    )
+    batch, context = sizes
+    expected = {"batch": batch, "context": context, "turns_us": {"equal, cut": [[7.0, 8.0]]}}
+    assert recordings.EXPERIMENTS["lengths-64"](asked) == expected
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
