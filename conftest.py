@@ -7,6 +7,7 @@ from pathlib import Path
 import nbval.plugin
 import pytest
 import torch
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests import quick_interpreter
@@ -43,6 +44,8 @@ NOT_QUICK = PROCESSES | {
 }
 
 quick_interpreter.install()
+settings.register_profile("shared", deadline=None)  # other processes may slow any example
+settings.load_profile("shared")
 nbval.plugin.RunningKernel = WarmKernel
 
 

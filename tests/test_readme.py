@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 SMALL = ["--hf-model-id", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--num-requests", "2"]
+SHIPPED = ["--model", "rose-tiny", "--load-format", "auto", "--device", "cpu"]
 SMALL += ["--max-new-tokens", "4", "--warmup-runs", "0", "--repeat-runs", "1"]
 
 
@@ -52,6 +53,8 @@ def made_small(command: list[str], folder: Path) -> list[str]:
             *("--model", "rose-tiny-qwen3", "--load-format", "auto", "--device", "cpu", "--repeats", "1"),
             *("--workloads", "TTFT64", "--ladder", "", "--ledgers", "", "--output", str(folder)),
         ],
+        "first_request": [*SHIPPED, "--output", str(folder)],
+        "arrivals": [*SHIPPED, "--seconds", "1", "--output", str(folder)],
         "loading_record": ["--model", "rose-tiny-qwen3", "--device", "cpu", "--output", str(folder)],
         "sampling_steps": [
             *("--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--batches", "2"),
