@@ -42,6 +42,7 @@ EFFORT = {  # of a rung's steps, measured one rung after the other
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 1},
 }
 LEAVING_S = 15.0  # for the step that runs when the time is up, and the interpreter's end
+AGAIN_S = 2.0  # an exception is lost if it comes while the garbage collector calls a finalizer
 REPEATS = {"cuda": (1, 3), "cpu": (0, 1)}  # runs that are not measured, and that are
 
 
@@ -130,7 +131,7 @@ def limited_to(seconds: float) -> Iterator[None]:
         raise TimeIsUp
 
     before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
     try:
         yield
     finally:
