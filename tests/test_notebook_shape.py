@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from statistics import median_low
+from statistics import median
 
 import nbformat
 import pytest
@@ -23,27 +23,18 @@ each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def shape(notebook: NotebookNode) -> dict[str, float]:
-    """Cells; words of Markdown; lines of code without blanks: all, a cell's median and most; import lines.
-
-    The median, the lower of two, leaves out the parameters, which are nearly the same in all notebooks.
-    """
+    """Cells; words of Markdown; lines of code without blanks: all, a cell's median and most; import lines."""
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    given = [cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
-    lines = [n for source in code if (n := _lines(source))]
-    read = [n for source in code if source not in given and (n := _lines(source))]
+    lines = [n for source in code if (n := sum(map(bool, map(str.strip, source.splitlines()))))]
     text = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     return {
         "cells": len(notebook.cells),
         "words": sum(len(source.split()) for source in text),
         "code": sum(lines),
-        "median": median_low(read),
+        "median": median(lines),
         "longest": max(lines),
         "imports": sum(map(_import_lines, code)),
     }
-
-
-def _lines(source: str) -> int:
-    return sum(map(bool, map(str.strip, source.splitlines())))
 
 
 def _import_lines(source: str) -> int:
@@ -141,8 +132,7 @@ def test_the_shape_of_a_notebook_is_counted():
         nbformat.v4.new_markdown_cell("one two\nthree"),
         nbformat.v4.new_code_cell("from a import (\n    b,\n    c,\n)\n\nx = 1"),
         nbformat.v4.new_code_cell("y = 2"),
-        nbformat.v4.new_code_cell("a = 1\nb = 2\nc = 3\nd = 4", metadata={"tags": ["parameters"]}),
         nbformat.v4.new_code_cell(""),
     ]
     counted = shape(nbformat.v4.new_notebook(cells=cells))
-    assert counted == {"cells": 5, "words": 3, "code": 10, "median": 1, "longest": 5, "imports": 4}
+    assert counted == {"cells": 4, "words": 3, "code": 6, "median": 3, "longest": 5, "imports": 4}
