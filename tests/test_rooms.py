@@ -42,6 +42,7 @@ FLOORS = (
     ("lab/records/*",),
     ("lab/figures/*",),
     ("lab/trying/*",),
+    ("lab/recorded",),
     ("lab/rung",),
     ("lab/diagnose/*",),
     ("lab/running/*",),

@@ -16,6 +16,7 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.held_interrupt import held_interrupt
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, one_each
 from rosellm.roseinfer.tensor_parallel import load_engine
 
@@ -99,15 +100,16 @@ class LLM:
         ``PromptError`` or ``SamplingError``. A result's completions are its ``outputs``, as many as
         ``SamplingParams.n``, each with ``token_ids``, ``text``, ``logprobs`` if asked for, and
         ``finish_reason``: "stop", "length", or "failed" if the model's logits gave no token, with the reason
-        in ``error``; other completions are unaffected. A second thread waits for its turn;
-        raises ``BusyError`` while a streaming manager owns the engine.
+        in ``error``; other completions are unaffected. Ctrl-C ends all of them after the step that runs, and
+        the engine is as before. A second thread waits for its turn; raises ``BusyError`` while a streaming
+        manager owns the engine.
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
         ids = self.engine.encode_many(many)
         each = [own.each() for own in params]
         copies = [prompt for prompt, own in zip(ids, each, strict=True) for _ in own]
-        with self._lock:
+        with self._lock, held_interrupt():
             outputs = iter(self._run(copies, list(chain.from_iterable(each)), use_tqdm))
         grouped = [RequestOutput.group(list(islice(outputs, len(own)))) for own in each]
         for prompt, output in zip(many, grouped, strict=True):

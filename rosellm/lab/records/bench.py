@@ -49,7 +49,8 @@ class Bench:
 
     prompts: token ids, one list a sequence. new_tokens: room for this many. gate_from: batch size from which
     Triton appends are used; None reads the environment as a command would. prepare: changes a part of the
-    engine before its steps are captured.
+    engine before its steps are captured. The attribute ``params``: each sequence's from the next restart on,
+    at first greedy.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class Bench:
         if prepare is not None:
             prepare(self.engine)
         self._prompts = prompts
-        self._params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        greedy = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        self.params = [greedy] * len(prompts)
         self.sequences: list[Sequence] = []
         self.engine.warm_up(len(prompts))
         self.restart()
@@ -88,7 +90,8 @@ class Bench:
         """The same prompts again, prefilled into an empty cache."""
         for sequence in self.sequences:
             self.engine.release(sequence)
-        self.sequences = [self.engine.make_sequence(prompt, self._params) for prompt in self._prompts]
+        pairs = zip(self._prompts, self.params, strict=True)
+        self.sequences = [self.engine.make_sequence(prompt, params) for prompt, params in pairs]
         waiting = self.sequences
         while waiting:
             counts = _within_budget([s.n_to_prefill for s in waiting])

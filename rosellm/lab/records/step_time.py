@@ -18,7 +18,7 @@ import torch
 
 from rosellm.lab.records.bench import Bench
 from rosellm.lab.records.ledger import drive
-from rosellm.lab.records.records import Results
+from rosellm.lab.records.records import RecordError, Results
 
 STRETCH = 32  # steps
 TURNS = 5  # for each engine
@@ -47,6 +47,17 @@ class StepTimes:
 def recorded_steps(results: Results, workload: str) -> dict[str, StepTimes]:
     """Rung → its recorded step at a workload's batch size and mid-run context."""
     return step_times(results.load(f"steps-{workload}")["figures"]["turns_us"])
+
+
+def steps_of(results: Results, workload: str, *rungs: str) -> list[StepTimes]:
+    """The recorded steps of some rungs. Raises RecordError, listing the rungs there are."""
+    steps = recorded_steps(results, workload)
+    for rung in rungs:
+        if rung not in steps:
+            raise RecordError(
+                f"{results.folder.name} has no step of {rung!r} at {workload}: there are {', '.join(steps)}"
+            )
+    return [steps[rung] for rung in rungs]
 
 
 def step_times(turns_us: Mapping[str, list[list[float]]]) -> dict[str, StepTimes]:
@@ -79,7 +90,7 @@ def measure_steps(
         own: dict[str, list[float]] = {name: [] for name in makers}
         for _ in range(turns):
             for name, bench in benches.items():
-                own[name].append(_turn(bench, seconds / engines / turns))
+                own[name].append(turn_us(bench, seconds / engines / turns))
         for name, means in own.items():
             found[name].append(tuple(means))
         del benches, bench
@@ -87,8 +98,11 @@ def measure_steps(
     return {name: StepTimes(tuple(one)) for name, one in found.items()}
 
 
-def _turn(bench: Bench, seconds: float) -> float:
-    """Mean µs a step of stretches that take ``seconds`` together, or of one if that takes longer."""
+def turn_us(bench: Bench, seconds: float) -> float:
+    """Mean µs a step of stretches that take ``seconds`` together, or of one if that takes longer.
+
+    The bench has ``room()`` new tokens a prompt.
+    """
     stretches: list[float] = []
     while not stretches or sum(stretches) < seconds:
         stretches.append(_stretch(bench))

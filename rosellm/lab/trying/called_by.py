@@ -68,7 +68,7 @@ CALLERS = {
     "kv_append_identity_pos": Caller(lambda r: r.append == "identity_pos", _stored_by),
     "prefill_attention": Caller(lambda r: r.prefill == "packed", _padded),
     "position_heads": Caller(lambda r: r.prefill == "packed", _padded),
-    "gumbel_noise": Caller(lambda r: True, lambda r: ""),
+    "gumbel_noise": Caller(lambda r: r.head != "fused", lambda r: "the fused head makes its own"),
     "append_and_attend": Caller(lambda r: r.append == "fused", _stored_by),
     "plan_attention": Caller(lambda r: r.append == "fused", lambda r: "only a fused append has a plan"),
     "embed": Caller(lambda r: r.norm == "fused", _by_model),

@@ -24,7 +24,8 @@ from rosellm.roseinfer.kernels.table import TORCH, Kernels
 from rosellm.triton_or_none import has_triton, triton
 
 MAKERS = CACHED | ROWS
-NAMES = tuple(one.name for one in fields(Kernels) if one.name != "name")
+UNTRIED = ("filtered_tiles", "choose_filtered", "count_tokens")  # no request of a trial filters or penalises
+NAMES = tuple(one.name for one in fields(Kernels) if one.name not in ("name", *UNTRIED))
 EXACT = {"kv_append", "kv_append_full_batch", "kv_append_identity_pos", "plan_attention", "advance"}
 BY_POSITION = {"gumbel_noise", "plan_attention"}  # as the engine calls them
 COPIED = torch.float32, torch.float16, torch.bfloat16  # whatever the model's type: bits are bits
@@ -105,6 +106,8 @@ def check_kernel(
 
 def check_name(name: str, kernel: object) -> None:
     """Raises KernelError unless there is a kernel ``name`` and ``kernel`` can be called in its place."""
+    if name in UNTRIED:
+        raise KernelError(f"{name} serves requests with filters or penalties, which a trial does not run")
     if name not in NAMES:
         raise KernelError(f"there is no kernel {name!r} to replace: there are {', '.join(NAMES)}")
     if not callable(kernel):

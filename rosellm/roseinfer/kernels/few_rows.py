@@ -354,10 +354,15 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
     if k <= 1024:
         wide = (rows > 8 and n > k) or (n >= WIDE and dtype != torch.float32)
         columns = 32 if wide else 16
+        if k % 256 == 0 and dtype != torch.float32:
+            return FewRowsShape(columns, 4, 64, k // 256, 4, 1)
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
     if n < 2048:
-        return FewRowsShape(8, 8, 128, 1, 4, 4) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
+        warps = 8 if rows <= 8 else 4
+        return FewRowsShape(8, 8, 64, 4, warps, 1) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
     if n > k:
+        if k <= 2048 and n < WIDE:
+            return FewRowsShape(16, 4, 64, 8, 4, 1) if rows <= 8 else FewRowsShape(32, 8, 64, 4, 8, 1)
         return FewRowsShape(32, 4, 64, 2, 4, 4)
     if k <= 2048:
         return FewRowsShape(16, 8, 128, 2, 8, 1)
@@ -374,11 +379,11 @@ def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
         return FewRowsShape(4, 2, 256, 4, 2, 1)
     if n > k:
         return FewRowsShape(8, 4, 256, 2, 4, 1)
-    return (
-        FewRowsShape(4, 1, 256, 4, 4, 1)
-        if k <= 2048
-        else FewRowsShape(4, 4, 256, 2 if k >= 8192 else 4, 4, 1)
-    )
+    if 1024 <= n < 2048 and k <= 4096 and k % 256 == 0:
+        return FewRowsShape(4, 1, 256, k // 256, 4, 1)  # all of K at once
+    if k <= 2048:
+        return FewRowsShape(4, 1, 256, 4, 4, 1)
+    return FewRowsShape(4, 4, 256, 2 if k >= 8192 else 4, 4, 1)
 
 
 def _plain_one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:

@@ -31,7 +31,7 @@ from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_choose_filtered_kernel": "sampling"}
 BLOCK, FEWER, FEW = 4096, 1024, 256  # candidates at a time: in a pass, by pivots, each with all
-PIVOTS, WARPS = 16, 16
+PIVOTS, WARPS = 16, 8
 COPIED = 4  # candidates are copied if they are in at most one tile of so many
 
 

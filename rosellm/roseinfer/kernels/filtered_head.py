@@ -140,7 +140,7 @@ def filtered_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, i
         return 32, 64, 32, 4, 3
     if rows <= 16:
         return 16, 128, 128, 4, 4
-    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 128, 64, 8, 3)
+    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 128, 64, 4, 3)
 
 
 def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -> Callable[..., Tiles]:

@@ -265,6 +265,8 @@ def test_unknown_kernels_and_what_cannot_be_called_are_refused():
         KernelError, match="no kernel 'norm' to replace: there are paged_attention_decode, .*advance"
     ):
         check_kernel("norm", add_norm)
+    with pytest.raises(KernelError, match="choose_filtered serves requests with filters .* does not run"):
+        check_kernel("choose_filtered", nothing, device="cpu")
     with pytest.raises(KernelError, match="add_norm=3 cannot be called"):
         check_kernel("add_norm", 3)
 

@@ -1,0 +1,213 @@
+"""Measure what sampling costs a decode step: greedy, drawn, filtered, penalised, with log-probabilities.
+
+A step is a whole one, as ``step_time`` defines it: the model, the choice, and for log-probabilities also
+their way to the host. The modes of a batch size take turns, on the same engine but for those that make all
+logits and sort them. The record is DIR/MODEL/sampling_steps.json, renewed after each batch size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+from rosellm.command_line import OneLineParser, command, whole_number, whole_numbers
+from rosellm.errors import PromptError
+from rosellm.lab.records.bench import Bench, make_prompts
+from rosellm.lab.records.model_runs import short_name
+from rosellm.lab.records.records import Results, number
+from rosellm.lab.records.step_time import prompt_length, room, turn_us
+from rosellm.models.arch import Arch
+from rosellm.models.families.table import KNOWN_SHAPES
+from rosellm.models.loading import LOAD_FORMATS, load_parts
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.bench.record import new_record, write_record
+from rosellm.roseinfer.bench.workloads import LOAD_FORMAT
+from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.steps.logprob_ring import SIZES
+
+NAME = "sampling_steps"
+SHAPES = {short_name(name): KNOWN_SHAPES[name] for name in ("gpt2", "Qwen/Qwen3-0.6B")}  # to be recorded
+BATCHES, MOST_ROWS = (1, 8, 64, 256), 4096
+CONTEXT, TURNS, SECONDS = 256, 7, 0.1  # cached tokens a sequence, turns of each mode, seconds of each turn
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What rows ask for beside ``temperature`` 0: all rows of the batch, or only its first one.
+
+    head: instead of the rung's own.
+    """
+
+    wish: Mapping[str, float]
+    only_first: bool = False
+    head: Literal["logits"] | None = None
+
+    def params(self, rows: int, new_tokens: int) -> list[SamplingParams]:
+        """Of each row; each has a seed of its own."""
+        plain: dict[str, Any] = {"temperature": 0.0, "max_tokens": new_tokens, "ignore_eos": True}
+        asking = 1 if self.only_first else rows
+        wishes = [{**plain, **self.wish}] * asking + [plain] * (rows - asking)
+        return [SamplingParams(seed=i, **wish) for i, wish in enumerate(wishes)]
+
+
+TOP_P = {"temperature": 0.8, "top_p": 0.9}
+FILTERED: dict[str, float] = {**TOP_P, "top_k": 50}
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3}
+LOGPROBS = {"logprobs": 5}
+GREEDY = "greedy"
+MODES = {
+    GREEDY: Mode({}),
+    "temperature": Mode({"temperature": 0.8}),
+    "top-p": Mode(TOP_P),
+    "top-k, top-p": Mode(FILTERED),
+    "+ penalties": Mode({**FILTERED, **PENALTIES}),
+    "logprobs": Mode(LOGPROBS),
+    "top-k, top-p: one row": Mode(FILTERED, only_first=True),
+    "logprobs: one row": Mode(LOGPROBS, only_first=True),
+    "greedy, all logits": Mode({}, head="logits"),
+    "top-k, top-p, sorted": Mode(FILTERED, head="logits"),
+}
+
+
+def modes_of(batch: int) -> dict[str, Mode]:
+    """The modes to measure; of a batch of one its only row is all rows."""
+    return {name: mode for name, mode in MODES.items() if batch > 1 or not mode.only_first}
+
+
+def measure_modes(
+    model: Transformer, rung: str, batch: int, context: int, turns: int = TURNS, seconds: float = SECONDS
+) -> dict[str, list[float]]:
+    """Mode → µs a decode step of ``batch`` sequences, the mean of each turn, after a turn that warms up.
+
+    context: cached tokens a sequence, in the middle of a turn's steps. seconds: of measured steps a turn.
+    """
+    prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
+    modes = modes_of(batch)
+    heads = dict.fromkeys(mode.head for mode in modes.values())
+    benches = {head: Bench(model, _recipe(rung, head), prompts, room()) for head in heads}
+    turns_us: dict[str, list[float]] = {name: [] for name in modes}
+    for turn in range(turns + 1):
+        for name, mode in modes.items():
+            bench = benches[mode.head]
+            bench.params = mode.params(batch, room())
+            us = turn_us(bench, seconds if turn else 0.0)
+            turns_us[name] += [round(us, 3)] if turn else []
+    return turns_us
+
+
+def _recipe(rung: str, head: Literal["logits"] | None) -> str | Recipe:
+    return rung if head is None else replace(LADDER[rung], head=head)
+
+
+def recorded_modes(results: Results) -> dict[str, dict[int, dict[str, list[float]]]]:
+    """Model → batch → mode → µs a step of each turn, of every model that has a record."""
+    models = sorted(path.parent.name for path in results.folder.glob(f"*/{NAME}.json"))
+    figures = {model: Results(results.folder / model).load(NAME)["figures"] for model in models}
+    return {
+        model: {
+            int(batch): {mode: one["turns_us"] for mode, one in modes.items()}
+            for batch, modes in own["batches"].items()
+        }
+        for model, own in figures.items()
+    }
+
+
+def extra_bytes(arch: Arch, batch: int) -> dict[str, int]:
+    """Mode → bytes that a step of ``batch`` rows moves beside those of a greedy one, by how it is computed.
+
+    Weights have 16 bits, logits and counts 32. Tiles' maxima and what is read of few tiles are left out.
+    """
+    row, head = 4 * arch.vocab_size, 2 * arch.vocab_size * arch.d_model
+    runs = -(-batch // SIZES[-1])  # of log-probabilities; each reads the head's weights again
+    return {
+        "temperature": 0,
+        "top-p": 3 * batch * row,  # logits: written, read to draw, read to count what is ahead
+        "top-k, top-p": batch * row,  # written
+        "+ penalties": 2 * batch * row,  # and counts are read
+        "logprobs": runs * head + 5 * batch * row,  # logits and their logarithms: written, read; and ranks
+        "top-k, top-p: one row": row,
+        "logprobs: one row": head + 5 * row,
+    }
+
+
+def extra_us(turns_us: Mapping[str, list[float]]) -> dict[str, float]:
+    """Mode → µs by which the median step exceeds the greedy one's."""
+    greedy = median(turns_us[GREEDY])
+    return {mode: median(turns) - greedy for mode, turns in turns_us.items() if mode != GREEDY}
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure every batch size; write and tell what was found after each. Raises ``PromptError``."""
+    model, _ = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
+    _check_positions(model, arguments.context)
+    rung = get_rung(arguments.rung, model.device)
+    folder = arguments.output / short_name(arguments.model)
+    batches: dict[str, Any] = {}
+    figures: dict[str, Any] = {"rung": rung, "context": arguments.context, "batches": batches}
+    figures["modes"] = {name: asdict(mode) for name, mode in MODES.items()}
+    for batch in arguments.batches:
+        turns_us = measure_modes(model, rung, batch, arguments.context, arguments.repeats)
+        batches[str(batch)] = {
+            name: {"median_us": median(turns), "turns_us": turns} for name, turns in turns_us.items()
+        }
+        facts = {
+            "model": arguments.model,
+            "load_format": arguments.load_format,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        write_record(folder / f"{NAME}.json", new_record(NAME, model.device, **facts, figures=figures))
+        print(_told(batch, turns_us), flush=True)
+        _free()
+
+
+def _check_positions(model: Transformer, context: int) -> None:
+    needed, there = prompt_length(context) + room(), model.config.n_positions
+    if needed > there:
+        raise PromptError(f"a context of {context} tokens needs {needed} positions; the model has {there}")
+
+
+def _told(batch: int, turns_us: Mapping[str, list[float]]) -> str:
+    """The medians, and how much longer than greedy each is."""
+    greedy = median(turns_us[GREEDY])
+    told = (f"{name} {number(us := median(own))} ({us / greedy:.2f})" for name, own in turns_us.items())
+    return f"B={batch}, µs (of greedy): {' · '.join(told)}"
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="gpt2", help="hub id, local folder or shipped model")
+    add("--load-format", choices=LOAD_FORMATS, default=LOAD_FORMAT, help="dummy: random weights")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
+    add("--rung", choices=tuple(LADDER), metavar="NAME", help="default: the device's best")
+    add("--batches", type=whole_numbers(MOST_ROWS), default=BATCHES, metavar="B,B", help="batch sizes")
+    add("--context", type=whole_number(1), default=CONTEXT, metavar="N", help="cached tokens a sequence")
+    add("--repeats", type=whole_number(1), default=TURNS, metavar="N", help="measured turns of each mode")
+    add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Measure and record."""
+    measure(_parser().parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

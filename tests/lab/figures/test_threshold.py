@@ -1,0 +1,51 @@
+"""The figure of a draw without sorting."""
+
+import json
+
+import pytest
+
+from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
+from rosellm.lab.figures.threshold import threshold_chart
+
+MAXIMA = [1.0, 5.0, 2.0, 4.0]
+CANDIDATES = [(1, 5.0), (1, 3.5), (3, 4.0)]
+
+
+def chart_of(**changes):
+    given = {"bound": 3.0, "candidates": CANDIDATES, "tried": [(1, 3.5), (3, 4.0)], "lowest_kept": 4.0}
+    return threshold_chart(MAXIMA, 64, title="Where?", **given | changes)
+
+
+def test_each_tile_and_each_candidate_is_drawn_once_and_draws_are_numbered():
+    drawn = {trace.name: list(zip(trace.x, trace.y, strict=True)) for trace in chart_of().data}
+    assert list(drawn.values()) == [
+        [(0, 1.0), (2, 2.0)],
+        [(1, 3.5)],
+        [(1, 5.0), (3, 4.0)],
+        [(1, 3.5), (3, 4.0)],
+    ]
+    assert list(chart_of().data[-1].text) == ["<b>1</b>", "<b>2</b>"]
+
+
+def test_its_table_counts_what_is_left_at_each_stage():
+    rows = [line.split() for line in chart_of().table.splitlines()[2:]]
+    assert [int(row[-2]) for row in rows] == [256, 128, 3, 2, 2]
+    assert [row[-1] for row in rows] == ["–", "–", "3.00", "4.00", "3.50"]
+
+
+def test_what_is_empty_is_left_out_of_the_legend():
+    names = [trace.name for trace in chart_of(bound=0.0, lowest_kept=0.0).data]
+    assert names == ["candidate that is kept", "drawn, in order"]
+
+
+def test_a_real_vocabulary_is_a_small_figure():
+    chart = threshold_chart(
+        [i / 7 for i in range(1187)], 128, 169.0, [(1186, 169.3)], [(1186, 169.3)], 169.3, "t"
+    )
+    assert len(json.dumps(bundle(chart)[PLOTLY])) < 25_000
+
+
+@pytest.mark.parametrize("changes", [{"bound": 6.0}, {"tried": []}, {"lowest_kept": 2.0}], ids=str)
+def test_what_cannot_be_is_refused(changes):
+    with pytest.raises(ChartError, match="the bound must be reached"):
+        chart_of(**changes)

@@ -1,0 +1,70 @@
+"""Pearson's test: it accepts fair draws as often as it says, and finds each kind of unfair ones."""
+
+import math
+
+import pytest
+import torch
+
+from rosellm.lab.records.chi_squared import DrawsError, fit
+
+PROBS = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])
+# 0.1% points of chi-squared by degrees of freedom, from tables.
+CRITICAL = {1: 10.828, 2: 13.816, 3: 16.266, 5: 20.515, 9: 27.877}
+
+
+def counted(*counts: int) -> torch.Tensor:
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+
+
+def test_exact_counts_have_a_statistic_of_zero_and_any_chance():
+    assert fit(counted(40, 30, 20, 10, 0), PROBS) == (pytest.approx(0), 3, 0, pytest.approx(1))
+
+
+def test_the_statistic_is_the_sum_of_squares_over_what_is_expected():
+    found = fit(counted(50, 20, 20, 10), PROBS)
+    assert found.statistic == pytest.approx(100 / 40 + 100 / 30) and found.excluded == 0
+
+
+@pytest.mark.parametrize("degrees", CRITICAL)
+def test_the_chance_is_that_of_tables(degrees):
+    """Two of equal probability are moved apart until the statistic is the table's."""
+    n = 2_000_000
+    each = n // (degrees + 1) // 2 * 2
+    moved = round((CRITICAL[degrees] * each / 2) ** 0.5)
+    counts = [each + moved, each - moved, *[each] * (degrees - 1)]
+    probs = torch.full((degrees + 1,), 1 / (degrees + 1), dtype=torch.float64)
+    assert fit(counted(*counts), probs).chance == pytest.approx(1e-3, rel=0.02)
+
+
+def test_fair_draws_are_refused_as_often_as_the_chance_says():
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(PROBS, 500 * 400, replacement=True, generator=generator).view(400, 500)
+    chances = torch.tensor([fit(tokens, PROBS).chance for tokens in drawn])
+    assert 0.06 < (chances < 0.1).float().mean() < 0.14 and 0.4 < chances.median() < 0.6
+
+
+def test_one_excluded_draw_is_enough():
+    assert fit(counted(40, 30, 20, 10, 1), PROBS) == (math.inf, 3, 1, 0.0)
+
+
+def test_a_token_that_never_comes_is_missed():
+    assert fit(counted(90, 66, 44, 0), PROBS).chance < 1e-3
+
+
+def test_the_only_allowed_token_always_fits():
+    assert fit(counted(0, 9), torch.tensor([0.0, 1.0])) == (0, 0, 0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "told"),
+    [
+        (counted(20, 15, 10, 4), "49 draws are too few to judge a token so rare; draw 50 or more"),
+        (torch.tensor([], dtype=torch.int64), "0 draws are too few"),
+        (torch.tensor([0, 5]), "tokens from 0 to 5, of 5"),
+        (torch.tensor([-2, 1]), "tokens from -2 to 1, of 5"),
+    ],
+)
+def test_draws_that_cannot_be_judged_are_refused_in_one_line(tokens, told):
+    with pytest.raises(DrawsError, match=told) as caught:
+        fit(tokens, PROBS)
+    assert "\n" not in str(caught.value)
