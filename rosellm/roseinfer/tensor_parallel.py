@@ -222,7 +222,7 @@ def _follow(follower: Follower, seat: _Seat, load: Load) -> None:
 def _spawning() -> Iterator[None]:
     """New processes import nothing of the program's main module, and show no progress bars.
 
-    They run functions of this package only: a script needs no ``if __name__ == "__main__"``.
+    They run functions of this package only: a script needs no guard of its main part.
     """
     main, bars = sys.modules["__main__"], os.environ.get("TQDM_DISABLE")
     sys.modules["__main__"], os.environ["TQDM_DISABLE"] = ModuleType("__main__"), "1"

@@ -26,7 +26,7 @@ from rosellm.roseinfer.tensor_parallel import MOST_RANKS
 
 PROFILED_STEPS = 20
 MOST_REQUESTS = MOST_TOKENS = 1 << 20
-DETAILS = ("KV cache", "prompts", "sampling", "scheduler", "arrivals")  # groups
+DETAILS = ("KV cache", "several GPUs", "prompts", "sampling", "scheduler", "arrivals")  # groups
 NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id")
 
 
@@ -102,15 +102,16 @@ def add_engine_options(parser: ArgumentParser) -> None:
     add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
     alone = "bitwise the same logits in any batch; late rungs"
     add("--deterministic", action="store_true", help=alone)
-    ranks = "GPUs that share the model; on a CPU: processes"
-    add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help=ranks)
-    sums = recipe_choices()["all_reduce"]
-    add("--all-reduce", choices=sums, default="library", help="how several GPUs sum")
     add = parser.add_argument_group("KV cache").add_argument
     add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
     blocks = "KV blocks per layer; default: what --max-batch-size requests need, capped by memory"
     add("--num-kv-blocks", **count(None), help=blocks)
     add("--prefix-cache", **switch(True), help="reuse the KV of shared prompt prefixes")
+    add = parser.add_argument_group("several GPUs").add_argument
+    ranks = "GPUs that share the model; on a CPU: processes"
+    add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help=ranks)
+    sums = recipe_choices()["all_reduce"]
+    add("--all-reduce", choices=sums, default="library", help="how several GPUs sum")
 
 
 def add_request_options(parser: ArgumentParser) -> None:
