@@ -96,16 +96,9 @@ def _best_tokens_kernel(
         temperatures = tl.load(temperature_ptr + rows * state_stride, mask=held_rows, other=0.0)
         temperatures = tl.minimum(temperatures, MAX_TEMPERATURE)
         logits = with_noise(
-            logits,
-            temperatures,
-            rows,
-            held_rows,
-            columns,
-            seeds_ptr,
-            positions_ptr,
-            seed_stride,
-            state_stride,
-        )
+            logits, temperatures, rows, held_rows, columns,
+            seeds_ptr, positions_ptr, seed_stride, state_stride,
+        )  # fmt: skip
     store_best(values_ptr, indices_ptr, logits, rows, held_rows, tile, TILES, BLOCK_N)
 
 
