@@ -34,6 +34,7 @@ FLOORS = (
     ("roseinfer/trial",),
     ("roseinfer/engine",),
     ("roseinfer/serving/*",),
+    ("roseinfer/cluster/*",),
     ("roseinfer/llm",),
     ("roseinfer/bench/*",),
     ("roseinfer/benchmark_*",),
