@@ -122,6 +122,7 @@ def _connect(ray: Any, address: str | None, n_actors: int) -> None:
             num_cpus=max(n_actors, os.cpu_count() or 1),
             include_dashboard=False,
             object_store_memory=STORE_BYTES,
+            _system_config={"prestart_worker_first_driver": False},  # a process a core, for tasks: none come
         )
 
 

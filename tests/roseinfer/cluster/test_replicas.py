@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from threading import Timer
 from time import monotonic, sleep
 
@@ -19,6 +21,9 @@ from rosellm.roseinfer.cluster import replicas as replicas_module
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 
+OPTION = re.search(r"`LLM\((data_parallel_size=2)\)`", (Path(__file__).parents[3] / "README.md").read_text())[
+    1
+]
 PROMPTS = ["import os\n", "def main(", [5, 6, 7], "class A:", "for i in range(", "return"]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, logprobs=2),
@@ -41,7 +46,7 @@ def llm() -> Iterator[LLM]:
     """The first one starts the cluster, with room for those of other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "cpu_count", lambda: CPUS)
-        first = LLM(device="cpu", data_parallel_size=2)
+        first = LLM(device="cpu", **eval(f"dict({OPTION})"))
     yield first
     ray.shutdown()
 
@@ -246,17 +251,9 @@ import sys
 from rosellm import LLM, SamplingParams
 llm = LLM(device="cpu", data_parallel_size=1, ray_address=sys.argv[1])
 llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
-import ray
-assert ray.is_initialized()
-del llm
-assert not ray.is_initialized()
-ray.init(address=sys.argv[1], log_to_driver=False)
-one, other = (LLM(device="cpu", data_parallel_size=1, ray_address="auto") for _ in range(2))
-del other
-assert ray.is_initialized()
 print("ready", flush=True)
 while True:
-    one.generate(["a"] * 64, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
+    llm.generate(["a"] * 64, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -10,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 from time import monotonic
 from tomllib import loads
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,3 +141,87 @@ def test_what_ray_itself_refuses_is_one_line(monkeypatch):
     monkeypatch.setattr(ray, "init", init)
     wanted = "Ray cannot be used: RuntimeError: Version mismatch: the cluster was started with Ray 2.61"
     assert refused(ClusterError) == wanted
+
+
+class FakeRay:
+    """What a share needs of Ray, and what was done with it."""
+
+    def __init__(self, runs: bool = False) -> None:
+        self.runs, self.calls = runs, []
+        self._private = SimpleNamespace(ray_constants=SimpleNamespace(ENABLE_RAY_CLUSTER=True))
+
+    def is_initialized(self) -> bool:
+        return self.runs
+
+    def init(self, **options: object) -> None:
+        self.calls.append(options["address"])
+        self.told = {name: os.environ.get(name) for name in runtime.LOCAL}
+        self.loopback = not self._private.ray_constants.ENABLE_RAY_CLUSTER
+        self.runs = True
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+        self.runs = False
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 4.0}
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 1.0}
+
+
+def share_of(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, address: str | None = None) -> runtime.Runtime:
+    monkeypatch.setattr(runtime, "import_ray", lambda: ray)
+    return runtime.Runtime(address, 2)
+
+
+def test_the_last_share_ends_what_the_first_one_started(monkeypatch):
+    ray = FakeRay()
+    first, second = (share_of(ray, monkeypatch) for _ in range(2))
+    first.leave()
+    first.leave()
+    assert ray.calls == ["local"] and second.check_running() is None
+    second.leave()
+    assert ray.calls == ["local", "shutdown"]
+    with pytest.raises(ClusterError, match="Ray was shut down, and the replicas with it; make another LLM"):
+        second.check_running()
+
+
+def test_a_runtime_that_was_there_is_never_ended(monkeypatch):
+    ray = FakeRay(runs=True)
+    shares = [share_of(ray, monkeypatch) for _ in range(2)]
+    for share in shares:
+        share.leave()
+    assert ray.calls == [] and ray.runs
+
+
+def test_a_cluster_of_ours_is_told_to_stay_on_the_loopback_and_report_to_nobody(monkeypatch):
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    ray = FakeRay()
+    share_of(ray, monkeypatch).leave()
+    assert ray.told == runtime.LOCAL and ray.loopback
+    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1" and not set(runtime.LOCAL) <= set(os.environ)
+
+
+def test_a_start_that_fails_keeps_no_share(monkeypatch):
+    ray = FakeRay()
+    with pytest.raises(ClusterError):
+        share_of(ray, monkeypatch, "nowhere")
+    share_of(ray, monkeypatch).leave()
+    assert ray.calls == ["local", "shutdown"]
+
+
+def test_more_replicas_than_the_cluster_has_or_has_free_are_refused(monkeypatch):
+    monkeypatch.setattr(runtime, "FREE_WITHIN_S", 0.2)
+    share = share_of(FakeRay(), monkeypatch)
+    share.check_free("CPU", 1)
+    with pytest.raises(
+        DeviceError, match="data_parallel_size 2 needs 2 CPUs; 1 of the Ray cluster's 4 are free"
+    ):
+        share.check_free("CPU", 2)
+    with pytest.raises(DeviceError, match="data_parallel_size 5 needs 5 CPUs; the Ray cluster has 4"):
+        share.check_free("CPU", 5)
+    with pytest.raises(DeviceError, match="data_parallel_size 1 needs 1 GPUs; the Ray cluster has 0"):
+        share.check_free("GPU", 1)
+    share.leave()
