@@ -125,7 +125,7 @@ class Replicas:
             device = "cuda" if self._runtime.has_gpu() else "cpu"
         on_gpu = device == "cuda"
         self._runtime.check_free("GPU" if on_gpu else "CPU", len(self._seats))
-        remote = self._ray.remote(num_cpus=1, num_gpus=int(on_gpu), max_restarts=0)(Replica)
+        remote = self._ray.remote(num_cpus=int(not on_gpu), num_gpus=int(on_gpu), max_restarts=0)(Replica)
         return lambda: remote.remote(model, config, options | {"device": device})
 
     def _load_all(self) -> Facts:
@@ -265,7 +265,7 @@ def _raised(error: Any) -> BaseException:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(told(error).split())
+    return told(error).partition("\n")[0] + " (see Ray's logs)"
 
 
 def _check_count(n: int) -> None:

@@ -16,12 +16,14 @@ from typing import Any
 from rosellm.errors import ClusterError, DeviceError, told
 
 EXTRA = "pip install 'rosellm[cluster]'"
-OLDEST = (2, 60)
+OLDEST = (2, 50)
 ANSWERS_WITHIN_S = 3.0
 FREE_WITHIN_S = 10.0
 STORE_BYTES = 128 * 2**20
 # Of a cluster that we start: nobody else reaches it, and it reports to nobody.
 LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+# No process a core for tasks, of which none come; and an engine's process is no background work.
+SYSTEM = {"prestart_worker_first_driver": False, "worker_niceness": 0}
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # RFC 9113, 3.4
 SETTINGS_FRAME = 4
 
@@ -122,7 +124,7 @@ def _connect(ray: Any, address: str | None, n_actors: int) -> None:
             num_cpus=max(n_actors, os.cpu_count() or 1),
             include_dashboard=False,
             object_store_memory=STORE_BYTES,
-            _system_config={"prestart_worker_first_driver": False},  # a process a core, for tasks: none come
+            _system_config=SYSTEM,
         )
 
 

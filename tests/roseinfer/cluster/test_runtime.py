@@ -53,10 +53,10 @@ def test_a_missing_ray_is_told_with_the_way_to_get_it(monkeypatch):
     assert refused(ClusterError, data_parallel_size=1, ray_address="auto") == told
 
 
-@pytest.mark.parametrize("old", ["1.13.0", "2.9.3", "2.59.1"])
+@pytest.mark.parametrize("old", ["1.13.0", "2.9.3", "2.49.2"])
 def test_an_old_ray_is_told_with_the_version_needed(monkeypatch, old):
     monkeypatch.setattr(runtime, "version", lambda _name: old)
-    assert refused(ClusterError).startswith(f"Ray {old} is too old; 2.60 or newer is needed")
+    assert refused(ClusterError).startswith(f"Ray {old} is too old; 2.50 or newer is needed")
 
 
 def test_the_oldest_ray_is_that_of_the_extra():
