@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 from time import monotonic, sleep
 
 import psutil
@@ -16,7 +18,9 @@ import pytest
 
 from rosellm import LLM, SamplingParams
 from rosellm.errors import ClusterError, DeviceError, OptionError, PromptError, RoseError
+from rosellm.models.checkpoint import checkpoint_folder
 from rosellm.roseinfer.cluster import replicas as replicas_module
+from rosellm.roseinfer.outputs import RequestOutput
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 
@@ -32,7 +36,7 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=40, stop="("),
     SamplingParams(temperature=0.7, min_p=0.1, max_tokens=1, seed=4, ignore_eos=True),
 ]
-LONG = [SamplingParams(max_tokens=200, seed=i, ignore_eos=True) for i in range(12)]
+LONG = [SamplingParams(max_tokens=80, seed=i, ignore_eos=True) for i in range(12)]
 CPUS = 6
 ENDS_WITHIN_S = 20.0
 
@@ -92,6 +96,15 @@ def until(holds: Callable[[], bool]) -> None:
         sleep(0.05)
 
 
+@pytest.fixture(scope="module")
+def expected(one: LLM) -> list[RequestOutput]:
+    return one.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def assert_answers(llm: LLM, expected: list[RequestOutput]) -> None:
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+
+
 def assert_same(outputs, expected) -> None:
     assert outputs == expected
     for output, other in zip(outputs, expected, strict=True):
@@ -105,8 +118,8 @@ def assert_same(outputs, expected) -> None:
             )
 
 
-def test_outputs_are_those_of_one_engine_in_the_order_of_the_requests(llm, one):
-    outputs, expected = (each.generate(PROMPTS, PARAMS, use_tqdm=False) for each in (llm, one))
+def test_outputs_are_those_of_one_engine_in_the_order_of_the_requests(llm, one, expected):
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert_same(outputs, expected)
     assert [len(output.outputs) for output in outputs] == [1, 3, 1, 1, 1, 1]
     for logprobs, others in zip(outputs[0].logprobs, expected[0].logprobs, strict=True):
@@ -130,7 +143,9 @@ def test_no_prompts_give_no_results_and_the_bar_counts_every_token(llm, capfd):
     assert "100%" in capfd.readouterr().err
 
 
-def test_a_replica_killed_in_mid_run_comes_back_and_every_request_is_answered_once(llm, one, monkeypatch):
+def test_a_replica_killed_in_mid_run_comes_back_and_every_request_is_answered_once(
+    llm, one, expected, monkeypatch
+):
     victim, other = settled()
     counted = []
 
@@ -147,10 +162,12 @@ def test_a_replica_killed_in_mid_run_comes_back_and_every_request_is_answered_on
     assert sum(counted) == sum(own.max_tokens for own in LONG)
     assert victim not in settled()
     os.kill(other, signal.SIGKILL)  # the new one is left
-    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), one.generate(PROMPTS, PARAMS, use_tqdm=False))
+    assert_answers(llm, expected)
 
 
-def test_when_all_replicas_stay_dead_one_error_says_so_and_the_next_call_starts_anew(llm, one, monkeypatch):
+def test_when_all_replicas_stay_dead_one_error_says_so_and_the_next_call_starts_anew(
+    llm, expected, monkeypatch
+):
     monkeypatch.setattr(replicas_module, "MOST_DEATHS", 0)
     for victim in settled():
         os.kill(victim, signal.SIGKILL)
@@ -162,7 +179,11 @@ def test_when_all_replicas_stay_dead_one_error_says_so_and_the_next_call_starts_
         "The actor died unexpectedly before finishing this task. (see Ray's logs)"
     )
     assert "\n" not in str(told.value)
-    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), one.generate(PROMPTS, PARAMS, use_tqdm=False))
+    with monkeypatch.context() as patch:
+        patch.setattr(replicas_module, "LOADS_WITHIN_S", 0.05)
+        with pytest.raises(ClusterError, match="all replicas have died, and none is back within 0.05 s"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_answers(llm, expected)
 
 
 def test_bad_requests_are_refused_before_anything_runs(llm, one):
@@ -181,7 +202,7 @@ def test_bad_requests_are_refused_before_anything_runs(llm, one):
         _ = llm.engine
 
 
-def test_an_interrupted_call_leaves_nothing_behind(llm, one, monkeypatch):
+def test_an_interrupted_call_leaves_nothing_behind(llm, expected, monkeypatch):
     class Interrupted(Bar):
         def update(self, n: int) -> None:
             raise KeyboardInterrupt
@@ -190,10 +211,10 @@ def test_an_interrupted_call_leaves_nothing_behind(llm, one, monkeypatch):
         patch.setattr("rosellm.roseinfer.llm.tqdm", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS * 2, LONG)
-    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), one.generate(PROMPTS, PARAMS, use_tqdm=False))
+    assert_answers(llm, expected)
 
 
-def test_an_engine_that_fails_ends_the_call_with_its_error_and_is_replaced(llm, one, monkeypatch):
+def test_an_engine_that_fails_ends_the_call_with_its_error_and_is_replaced(llm, expected, monkeypatch):
     class Broken(SamplingParams):
         """Refused by an engine's checks only once it runs."""
 
@@ -204,7 +225,7 @@ def test_an_engine_that_fails_ends_the_call_with_its_error_and_is_replaced(llm, 
     before = settled()
     with pytest.raises(Exception, match="on purpose"):
         llm.generate("a", Broken(), use_tqdm=False)
-    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), one.generate(PROMPTS, PARAMS, use_tqdm=False))
+    assert_answers(llm, expected)
     assert len(settled() - before) == 1
 
 
@@ -219,10 +240,29 @@ def test_bad_options_are_one_line_each_and_leave_no_process(llm):
     until(lambda: actors() == before)
 
 
+def test_a_replica_that_cannot_be_loaded_is_told_and_leaves_no_process(llm, monkeypatch):
+    before = settled()
+
+    def kill_the_new_one() -> None:
+        until(lambda: actors() - before)
+        for pid in actors() - before:
+            os.kill(pid, signal.SIGKILL)
+
+    killer = Thread(target=kill_the_new_one)
+    killer.start()
+    with pytest.raises(ClusterError, match="a replica died as it was loaded: .* The actor died unexpectedly"):
+        LLM(device="cpu", data_parallel_size=1, ray_address="auto")
+    killer.join()
+    monkeypatch.setattr(replicas_module, "LOADS_WITHIN_S", 0.05)
+    with pytest.raises(ClusterError, match="the replicas have not loaded within 0.05 s"):
+        LLM(device="cpu", data_parallel_size=1, ray_address="auto")
+    until(lambda: actors() == before)
+
+
 def test_a_dropped_llm_ends_its_actors_and_no_others(llm, one):
     before = settled()
-    second = LLM(device="cpu", data_parallel_size=2, prefix_cache=True, block_size=16)
-    assert len(actors()) == 4
+    second = LLM(device="cpu", data_parallel_size=1, ray_address="auto", prefix_cache=True, block_size=16)
+    assert len(actors()) == 3
     prompts = [[3] * 40 + [i] for i in range(4)] + [[4] * 40 + [i] for i in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=5)
     with pytest.raises(PromptError):
@@ -234,6 +274,20 @@ def test_a_dropped_llm_ends_its_actors_and_no_others(llm, one):
     del second
     until(lambda: actors() == before)
     assert ray.is_initialized()
+
+
+def test_a_replica_whose_checkpoint_is_gone_when_it_comes_back_stays_dead(llm, monkeypatch, tmp_path):
+    before = settled()
+    copy = shutil.copytree(checkpoint_folder("rose-tiny"), tmp_path / "model")
+    lone = LLM(str(copy), device="cpu", data_parallel_size=1, ray_address="auto")
+    shutil.rmtree(copy)
+    monkeypatch.setattr(replicas_module, "MOST_DEATHS", 1)
+    for victim in actors() - before:
+        os.kill(victim, signal.SIGKILL)
+    told = "all 1 replicas have died 2 times in this call; the last one: .*CheckpointError: "
+    with pytest.raises(ClusterError, match=told):
+        lone.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+    until(lambda: actors() == before)
 
 
 SERVERS = ("gcs_server", "raylet", "dashboard.py", "DashboardAgent", "RuntimeEnvAgent", "monitor.py")
@@ -265,7 +319,7 @@ while True:
 """
 
 
-def test_ctrl_c_leaves_no_orphan_and_a_cluster_that_we_did_not_start_goes_on(llm, one):
+def test_ctrl_c_leaves_no_orphan_and_a_cluster_that_we_did_not_start_goes_on(llm, expected):
     before, address = settled(), ray.get_runtime_context().gcs_address
     environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # it is on the loopback
     command = [sys.executable, "-c", DRIVER, address]
@@ -278,4 +332,4 @@ def test_ctrl_c_leaves_no_orphan_and_a_cluster_that_we_did_not_start_goes_on(llm
         driver.send_signal(signal.SIGINT)
         assert "KeyboardInterrupt" in driver.communicate(timeout=30)[1]
     until(lambda: actors() == before)
-    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), one.generate(PROMPTS, PARAMS, use_tqdm=False))
+    assert_answers(llm, expected)
