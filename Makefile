@@ -14,7 +14,7 @@ export NB P
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help setup notebooks test test-quick test-browser check soak lint lab new-notebook refresh clean
+.PHONY: help setup notebooks test test-quick test-browser check soak lint lab new-notebook measure refresh clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,12 +22,14 @@ help: ## list these targets
 setup: $(STAMP) ## make .venv, or take the active conda environment, and install the project, once (CPU=1: torch without CUDA)
 
 $(STAMP): pyproject.toml
+	$(eval BEGAN := $(shell date +%s))
 	@$(if $(CONDA),$(PY),$(PYTHON)) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("RoseLLM needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(if $(CPU),$(PIP) uv)
 	$(if $(CPU),$(PY) -m uv pip install --quiet --python $(PY) --torch-backend cpu '$(TORCH)')
 	$(PIP) -e '.[cluster,notebooks,test]'
 	@touch $@
+	@echo "$(VENV) is ready, after $$(($$(date +%s) - $(BEGAN))) s"
 
 $(STAMP)-browser: $(STAMP)
 	$(PIP) -e '.[browser]'
@@ -63,8 +65,11 @@ lint: $(STAMP) ## check the style of the Python files (ruff) and the package's t
 lab: $(STAMP) ## open a working copy of the notebooks in JupyterLab, on 127.0.0.1 with its token (LAB="--port 9000" adds options)
 	@exec $(PY) -P rosellm/lab/running/open_lab.py $(LAB)
 
-new-notebook: $(STAMP) ## write a notebook that works (NAME=30_my_idea)
+new-notebook: $(STAMP) ## write a notebook that works (NAME=40_my_idea)
 	@exec $(PY) -m rosellm.lab.running.new_notebook $(NAME)
+
+measure: $(STAMP) ## record this machine in ten minutes, to be shown beside the H200; again: what is missing (MINUTES=30)
+	@exec $(PY) -m rosellm.lab.records.quick --minutes $(or $(MINUTES),10)
 
 refresh: $(STAMP) ## execute the notebooks in place, add PNGs and normalise them (NB selects)
 	@exec $(PY) -m rosellm.lab.running.refresh_notebooks --select "$$NB"

@@ -7,6 +7,7 @@ from pathlib import Path
 import nbval.plugin
 import pytest
 import torch
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 from tests import quick_interpreter
@@ -19,28 +20,43 @@ PROCESSES = {
     "test_new_notebook.py",
     "test_notebooks.py",
     "test_open_lab.py",
+    "test_ranks_end.py",
     "test_readme.py",
     "test_run_notebooks.py",
 }
-LONG = PROCESSES | {"test_dependent_launch.py", "test_replicas.py", "test_types.py"}
+LONG = PROCESSES | {
+    "test_dependent_launch.py",
+    "test_machine_folder.py",
+    "test_replicas.py",
+    "test_types.py",
+    "test_wheel.py",
+}
 NOT_QUICK = PROCESSES | {
     "test_atomic.py",
     "test_bad_input.py",
     "test_bench.py",
+    "test_captured_ranks.py",
     "test_benchmark_rivals.py",
     "test_dependent_launch.py",
+    "test_held_interrupt.py",
     "test_ledger.py",
+    "test_machine_folder.py",
     "test_measure.py",
     "test_persistent_layers.py",
     "test_refresh.py",
     "test_replicas.py",
     "test_state_machines.py",
     "test_streaming_load.py",
+    "test_tensor_parallel.py",
+    "test_told_ranks.py",
     "test_train.py",
+    "test_wheel.py",
     "test_widgets.py",
 }
 
 quick_interpreter.install()
+settings.register_profile("shared", deadline=None)  # other processes may slow any example
+settings.load_profile("shared")
 nbval.plugin.RunningKernel = WarmKernel
 
 

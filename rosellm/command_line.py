@@ -52,6 +52,33 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"error: {' '.join(message.split())}\n")
 
 
+class ScreenParser(OneLineParser):
+    """``--help`` fits a screen: without the groups ``details`` and the epilog, which ``--help-all`` shows."""
+
+    def __init__(self, details: tuple[str, ...], **options: Any) -> None:
+        super().__init__(**options)
+        self._details = details
+        self.add_argument(
+            "--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="tell every option"
+        )
+
+    def format_help(self) -> str:
+        parts = self.format_whole_help().rstrip().split("\n\n")
+        kept = parts[:-1] if self.epilog else parts
+        left_out = tuple(f"{title}:\n" for title in self._details)
+        return "\n\n".join(part for part in kept if not part.startswith(left_out)) + "\n"
+
+    def format_whole_help(self) -> str:
+        return super().format_help()
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_given: object) -> NoReturn:
+        assert isinstance(parser, ScreenParser)
+        print(parser.format_whole_help(), end="")
+        parser.exit()
+
+
 def whole_number(low: int, high: int = INT32_MAX) -> Callable[[str], int]:
     """An argparse type: an integer from ``low`` to ``high``."""
 

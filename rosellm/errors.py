@@ -41,6 +41,10 @@ class BusyError(RoseError):
     """The engine is in use by another scheduler; only one may run it at a time."""
 
 
+class RankError(RoseError):
+    """A rank of a tensor-parallel engine has died, hangs or failed: the engine has ended."""
+
+
 class KVCacheExhausted(RoseError):
     """No free KV block is left; the cache is unchanged."""
 

@@ -135,7 +135,7 @@ FAULTS = (
     Fault(
         "captured prefill",
         "captured_prefill.py",
-        "self._send(NO_CHUNKS, shape.tokens, shape.places)",
+        "self.packed.send_filled(self._filled(NO_CHUNKS, shape.tokens, shape.places), self._part(shape))",
         "pass",
         ("test_captured_prefill.py",),
     ),

@@ -72,6 +72,17 @@ def test_an_exercise_is_empty_and_has_a_solution_of_its_name_below_it(path):
         assert all(isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) for node in empty.body)
 
 
+@each
+def test_a_notebook_takes_the_machines_whose_records_it_shows_and_passes_them_on(path):
+    notebook = nbformat.read(path, 4)
+    (given,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    assert 'record: str = "nvidia-h200"' in given.source
+    calls = [
+        node for source in _code(path) for node in ast.walk(ast.parse(source)) if _called(node) == "open_rung"
+    ]
+    assert calls and all("record" in [keyword.arg for keyword in call.keywords] for call in calls)
+
+
 def verdicts_told(path: Path) -> list[str]:
     """The rungs that a notebook opens against the rung that each changes, and gives a verdict on."""
     nodes = [node for source in _code(path) for node in ast.walk(ast.parse(source))]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
+from rosellm.lab.records.lengths import BATCHES, WAYS, contexts_of
+from rosellm.lab.records.records import find
 from rosellm.lab.running.run_notebooks import run
 from rosellm.models.families.table import write_arch
 from tests.exercises import solved
@@ -89,6 +92,10 @@ def _import_faults(code: list[NotebookNode]) -> Iterator[str]:
     )
     if "rosellm" not in imported or imported[0] != "rosellm":
         yield "rosellm not imported, or not before transformers and triton"
+
+
+def _code(path: Path) -> list[str]:
+    return [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
 
 
 def _joined(cells: list[NotebookNode]) -> str:
@@ -236,6 +243,30 @@ def test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own(pa
     assert told == "ParameterError: batch is 0; give a whole number, 1 or more"
     assert not any(before)
     assert errors(kernel, path, other_parameters(path)) == []
+
+
+@pytest.fixture
+def mixed_lengths(tmp_path) -> Path:
+    """Records of unequal contexts, all alike, and of W8 to W10, which are W7's."""
+    for name in ("W8", "W9", "W10"):
+        shutil.copy(find().folder / "W7-split_kv.json", tmp_path / f"{name}-split_kv.json")
+    for name in ("W6-split_kv", "ceilings"):
+        shutil.copy(find().folder / f"{name}.json", tmp_path)
+    turns = {f"{share}, {way}": [[500.0 + 9 * i]] for i, share in enumerate(contexts_of(8)) for way in WAYS}
+    for batch in BATCHES:
+        (tmp_path / f"lengths-{batch}.json").write_text(json.dumps({"figures": {"turns_us": turns}}))
+    return tmp_path
+
+
+def test_mixed_lengths_are_told_as_soon_as_they_are_recorded(kernel, mixed_lengths):
+    (path,) = [path for path in NOTEBOOKS if path.stem.startswith("30")]
+    told_of_here = re.compile(r"\bdecoded\(|\bon_gpu\b")
+    sources = [source for source in _code(path) if not told_of_here.search(source)]
+    opened = next(i for i, source in enumerate(sources) if "open_rung(" in source and "import" not in source)
+    planted = f"from pathlib import Path\nnb.results = records.Results(Path({str(mixed_lengths)!r}))"
+    sources.insert(opened + 1, planted)
+    assert [told for source in sources if (told := kernel.run(source))] == []
+    assert kernel.run("assert missing == ['W7'] and len(recorded) == 4") == ""
 
 
 @pytest.mark.parametrize("number", ["01", "14"])

@@ -19,6 +19,7 @@ FLOORS = (
     ("errors", "atomic", "command_line", "environment", "triton_or_none"),
     ("models/*",),
     ("rosetrainer/*",),
+    ("roseinfer/ranks/*",),
     (
         "roseinfer/text",
         "roseinfer/request",
@@ -33,6 +34,7 @@ FLOORS = (
     ("roseinfer/recipe",),
     ("roseinfer/trial",),
     ("roseinfer/engine",),
+    ("roseinfer/tensor_parallel",),
     ("roseinfer/serving/*",),
     ("roseinfer/cluster/*",),
     ("roseinfer/llm",),
@@ -41,6 +43,7 @@ FLOORS = (
     ("lab/records/*",),
     ("lab/figures/*",),
     ("lab/trying/*",),
+    ("lab/recorded",),
     ("lab/rung",),
     ("lab/diagnose/*",),
     ("lab/running/*",),

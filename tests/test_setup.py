@@ -42,6 +42,11 @@ def installs(folder: Path) -> int:
     return (folder / "calls").read_text().count("pip install")
 
 
+def test_setup_says_how_long_it_took_and_nothing_when_there_is_nothing_to_do(copy):
+    assert re.search(r"^\.venv is ready, after \d+ s$", make("setup", folder=copy).stdout, re.MULTILINE)
+    assert "ready" not in make("setup", folder=copy).stdout
+
+
 def test_setup_installs_once_and_again_only_after_pyproject_changed(copy):
     assert make("setup", folder=copy).returncode == 0
     assert installs(copy) == 1
@@ -54,7 +59,7 @@ def test_setup_installs_once_and_again_only_after_pyproject_changed(copy):
     assert installs(copy) == 2
 
 
-@pytest.mark.parametrize("target", ["notebooks", "test", "test-quick", "lint", "lab", "refresh"])
+@pytest.mark.parametrize("target", ["notebooks", "test", "test-quick", "lint", "lab", "measure", "refresh"])
 def test_every_command_may_come_first_and_then_only_runs(copy, target):
     assert make(target, folder=copy).returncode == 0
     assert make(target, folder=copy).returncode == 0

@@ -1,14 +1,15 @@
 """What every notebook of a rung shows, each in one call: ``nb = open_rung("cuda_graph", batch=6)``.
 
 A rung is told against the one before it: the change in the recipe, the figure of the data flow, both
-sources, a prediction, a run of both here, proof of equal tokens, and the records of a named GPU.
+sources, a prediction, a run of both here, proof of equal tokens, and the records of a named GPU, beside them
+those of any other machine that the reader chose.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -21,23 +22,24 @@ from rosellm.lab.figures import compare as pair
 from rosellm.lab.figures.charts import show, text_table
 from rosellm.lab.figures.compare import say
 from rosellm.lab.figures.flow import flow
-from rosellm.lab.figures.ledger import waterfall
 from rosellm.lab.figures.source import show_pair, show_source
-from rosellm.lab.figures.timeline import timeline
 from rosellm.lab.figures.widgets import Control, explore
+from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records.bench import Bench, Run, compare, get_model, make_prompts
 from rosellm.lab.records.experiments import equality
-from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.machines import find_machines, name_of
 from rosellm.lab.records.parameters import check_parameters
-from rosellm.lab.records.records import RecordError, Results, find, number, read_us, results_folder
-from rosellm.lab.records.step_records import STEP_WORKLOADS
-from rosellm.lab.records.step_time import StepTimes, recorded_steps, step_times
-from rosellm.lab.records.timelines import STEPS
-from rosellm.lab.records.trace import Trace
-from rosellm.lab.records.verdicts import Verdict, verdicts
+from rosellm.lab.records.records import REFERENCE, RecordError, number, results_folder
+from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import BEFORE, LADDER, get_rung
+
+__all__ = [  # what notebooks take from here
+    "BEFORE", "LADDER", "WORKLOADS", "Bench", "ClaimError", "Control", "Rung", "exercise", "explore",
+    "get_model", "make_prompts", "median", "name_of", "number", "open_rung", "partial", "say", "show",
+    "text_table", "torch", "verdicts",
+]  # fmt: skip
 
 CLOSEST_CALL = 1e-3  # of two logits in fp32: below that, the order of a sum may decide
 
@@ -46,30 +48,21 @@ class ClaimError(RoseError, AssertionError):
     """A sentence that the figures no longer bear out."""
 
 
-@dataclass
-class Rung:
+@dataclass(kw_only=True)
+class Rung(RecordedPair):
     """A rung, the one before it, and what a notebook's parameters made: model, prompts, records."""
 
-    before: str
-    after: str
     gpt: Transformer
     exact: Callable[[], Transformer]  # the same model in fp32
     prompt_lengths: list[int]
     batch: int
     new_tokens: int
-    results: Results
     runs: tuple[Run, Run] | None = None
-    predicted: dict[str, float] = field(default_factory=dict)
 
     @property
     def prompts(self) -> list[list[int]]:
         """Seeded random token ids, ``batch`` prompts."""
         return make_prompts(self.batch, self.prompt_lengths, self.gpt.config.vocab_size)
-
-    @property
-    def change(self) -> dict[str, tuple[str, str]]:
-        """The recipe's fields that differ: name → (before, after)."""
-        return LADDER[self.before].difference(LADDER[self.after])
 
     @property
     def refusal(self) -> str:
@@ -96,59 +89,6 @@ class Rung:
     def sources(self, before: Any, after: Any) -> None:
         """Two sources side by side."""
         show_pair(before, after)
-
-    def predict(self, **saved_us: float) -> None:
-        """By workload, the µs a step that the change should save, beside the recorded step before it."""
-        self.predicted = saved_us
-        rows = []
-        for workload, us in saved_us.items():
-            before = self.step_us(workload)[0].us
-            rows.append([workload, before, us, us / before * 100])
-        print(text_table(["", "step before, µs", "predicted to save, µs", "%"], rows))
-
-    def outcome(self) -> None:
-        """What the recorded steps really saved, beside the prediction.
-
-        Also the saving that single engines show, from the least favourable pair to the most, and the one that
-        the whole runs imply, which another session recorded.
-        """
-        rows = []
-        for workload, us in self.predicted.items():
-            old, new = self.step_us(workload)
-            least, most = old.range_us[0] - new.range_us[1], old.range_us[1] - new.range_us[0]
-            engines = f"{number(least)} to {number(most)}"
-            before, after = self.whole_run_us(workload)
-            rows.append([workload, old.us, new.us, us, old.us - new.us, engines, before - after])
-        headers = ["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs", "single engines"]
-        print(text_table([*headers, "by whole runs"], rows))
-        print("single engines: the least and the most that an engine of each shows")
-        steps, runs = (self.results.environment_line(name)[-10:] for name in self._sessions())
-        if steps != runs:
-            print(f"steps: {steps}; whole runs: {runs}, in another session, perhaps on a faster host")
-
-    def ablation(self) -> None:
-        """Recorded µs a step of the rung before, of what lies between, and of this rung, by workload."""
-        figures = {w: self.results.load(f"ablations-{w}")["figures"][self.after] for w in STEP_WORKLOADS}
-        steps = {w: step_times(one["turns_us"]) for w, one in figures.items()}
-        names = list(steps[STEP_WORKLOADS[0]])
-        rows = [[name, *(steps[w][name].us for w in STEP_WORKLOADS)] for name in names]
-        print(text_table(["µs a step", *STEP_WORKLOADS], rows))
-
-    def step_us(self, workload: str) -> tuple[StepTimes, StepTimes]:
-        """The recorded decode steps of both rungs at a workload's batch size and mid-run context."""
-        steps = recorded_steps(self.results, workload)
-        return steps[self.before], steps[self.after]
-
-    def whole_run_us(self, workload: str) -> tuple[float, float]:
-        """µs per decode step that the whole runs of both rungs imply: batch over tokens per second."""
-        batch = WORKLOADS[workload].max_batch_size
-        one, other = (batch / self.results.value(workload, rung) * 1e6 for rung in (self.before, self.after))
-        return one, other
-
-    def _sessions(self) -> tuple[str, str]:
-        """The records of a step and of a whole run, by name."""
-        workload = next(iter(self.predicted))
-        return f"steps-{workload}", f"{workload}-{self.after}"
 
     def bench(self, batch: int, prompt_length: int, new_tokens: int, **options: Any) -> Bench:
         """Sequences of this rung that are prefilled and ready to decode; options as for ``Bench``."""
@@ -178,30 +118,10 @@ class Rung:
         else:
             print(text_table(["a step", self.before, self.after], _counted(*self.runs)))
 
-    def timeline(self) -> None:
-        """Consecutive recorded decode steps of both rungs on one time axis: what ran, and who waited."""
-        recorded = self.results.load("timelines")["figures"][self.after]
-        old, new = (Trace.from_dict(recorded[name]) for name in (self.before, self.after))
-        title = f"{STEPS} decode steps of {recorded['batch']} sequences, profiled, {self.results.device_name}"
-        show(timeline(old, new, (self.before, self.after), title))
-
     def tokens_equal(self) -> None:
         """Both rungs' tokens, here in fp32 and as recorded on the GPU. Raises ClaimError."""
         print(self.refusal or self._tokens_equal_here())
-        recorded = {
-            kind: figures
-            for kind, figures in self.results.load("equality")["figures"].items()
-            if self.after in figures
-        }
-        rows = [
-            [
-                kind,
-                f"{figures[self.after]['share_of_tokens_equal']:.1%}",
-                figures[self.after]["max_logit_difference"],
-            ]
-            for kind, figures in recorded.items()
-        ]
-        print(text_table(["recorded", "tokens equal to dense", "logits at most apart"], rows))
+        self.recorded_equality()
 
     def _tokens_equal_here(self) -> str:
         few = min(self.batch, 3), min(self.new_tokens, 8)
@@ -209,75 +129,6 @@ class Rung:
         if not one["tokens_equal"] and one["smallest_gap_of_reference"] >= CLOSEST_CALL:
             raise ClaimError(f"{self.after} gives other tokens than {self.before} in fp32")
         return f"fp32, here: {self.before} and {self.after} generate the same tokens"
-
-    def waterfall(self) -> None:
-        """Where the recorded µs of a step went, by cause; without ledgers that the profiler disturbed."""
-        ledgers = {
-            int(batch): [Ledger.from_dict(rungs[rung]) for rung in (self.before, self.after)]
-            for batch, rungs in self.results.load("ledger")["figures"].items()
-        }
-        usable = {batch: two for batch, two in ledgers.items() if not any(one.is_disturbed for one in two)}
-        if not usable:
-            say("The profiler disturbed every recorded ledger of these two rungs: no waterfall is drawn.")
-            return
-
-        def draw(batch: int) -> None:
-            before, after = usable[batch]
-            show(waterfall(before, after))
-
-        if len(usable) == 1:
-            draw(*usable)
-        else:
-            explore(draw, batch=Control("batch, sequences", list(usable), first=max(usable)))
-
-    def ledger(self, batch: int) -> Ledger:
-        """The recorded ledger of this rung's step. Raises RecordError."""
-        return self._ledger(self.after, batch)
-
-    def ledger_before(self, batch: int) -> Ledger:
-        """The recorded ledger of the step of the rung before. Raises RecordError."""
-        return self._ledger(self.before, batch)
-
-    def _ledger(self, rung: str, batch: int) -> Ledger:
-        """Refuses one that the profiler disturbed: nothing may be computed from it."""
-        recorded = self.results.load("ledger")["figures"]
-        if str(batch) not in recorded or rung not in recorded[str(batch)]:
-            raise RecordError(f"no ledger of {rung} at batch {batch} was recorded; try {', '.join(recorded)}")
-        ledger = Ledger.from_dict(recorded[str(batch)][rung])
-        if ledger.is_disturbed:
-            raise RecordError(f"the profiler disturbed the ledger of {rung} at batch {batch}")
-        return ledger
-
-    def read_us(self, n_bytes: float) -> float:
-        """µs to read so many bytes at the recorded GPU's read bandwidth."""
-        return read_us(self.results, n_bytes)
-
-    def recorded(self) -> None:
-        """Whole-run tokens per second of both rungs on the recorded GPU."""
-        if not self.verdicts():
-            say(f"`{self.before}` and `{self.after}` have no records of {self.results.device_name} yet.")
-            return
-        show(pair.recorded_chart(self.results, self.before, self.after))
-        print(self.results.environment_line(f"{next(iter(self.verdicts()))}-{self.after}"))
-
-    def verdicts(self) -> dict[str, Verdict]:
-        """Workload → what the records allow to be said of it."""
-        return {
-            one.workload: one for one in verdicts(self.results, self.before, self.after) if one.is_measured
-        }
-
-    def verdict(self) -> None:
-        """By workload: tokens per second before and after, the least change that counts, the verdict."""
-        rows = [
-            [one.workload, median(one.before), median(one.after), one.change, f"{one.noise:.1%}", one.word]
-            for one in self.verdicts().values()
-        ]
-        headers = ["", f"{self.before}, tok/s", f"{self.after}, tok/s", "change", "counts from", "verdict"]
-        print(text_table(headers, rows))
-
-    def gain(self, workload: str) -> float:
-        """The recorded whole-run gain: 0.5 is half as many tokens per second again."""
-        return self.verdicts()[workload].ratio - 1
 
     def conclude(self, sentence: str, *claims: bool) -> None:
         """Display a sentence written by hand. Raises ClaimError if a claim that it rests on does not hold."""
@@ -298,19 +149,31 @@ def open_rung(
     batch: int = 6,
     prompt_lengths: list[int] | None = None,
     new_tokens: int = 24,
-    record: str = "nvidia-h200",
+    record: str = REFERENCE,
 ) -> Rung:
     """A rung for its notebook, against ``before`` (by default the rung that it changes).
 
     batch: sequences that decode together; prompt_lengths: tokens, taken in turn; new_tokens: a sequence.
-    record: the folder of records. Raises ParameterError, RecipeError, RecordError.
+    record: folders of records to show beside ``nvidia-h200``, which sentences rest on, separated by commas;
+    ``here`` is this machine's. Raises ParameterError, RecipeError, RecordError.
     """
     after, lengths = get_rung(rung), [2, 40, 90] if prompt_lengths is None else prompt_lengths
     gpt = get_model(model, device, dtype, load_format)
     check_parameters(gpt, batch=batch, prompt_lengths=lengths, new_tokens=new_tokens)
     exact = partial(get_model, model, device, "float32", load_format)
     before = get_rung(before or BEFORE[after])
-    return Rung(before, after, gpt, exact, lengths, batch, new_tokens, find(record))
+    results, *others = find_machines(record)
+    return Rung(
+        before=before,
+        after=after,
+        results=results,
+        others=tuple(others),
+        gpt=gpt,
+        exact=exact,
+        prompt_lengths=lengths,
+        batch=batch,
+        new_tokens=new_tokens,
+    )
 
 
 def exercise(answer: Callable[..., Any], check: Callable[[Callable[..., Any]], bool]) -> None:

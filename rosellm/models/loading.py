@@ -10,6 +10,7 @@ from rosellm.errors import CheckpointError, DeviceError
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
+from rosellm.models.part import WHOLE, Part
 from rosellm.models.tokenizer import DummyTokenizer, Tokenizer, load_dummy_tokenizer, load_tokenizer
 from rosellm.models.weights import dummy_model, dummy_shape, load_model
 
@@ -51,22 +52,26 @@ def arch_of(model: str, load_format: str = "auto") -> Arch:
 
 
 def load_parts(
-    model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto"
+    model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto", part: Part = WHOLE
 ) -> tuple[Transformer, AnyTokenizer]:
     """A checkpoint (``rose-tiny``, a folder or a hub id) and its tokenizer.
 
     dtype: "auto", or a name, as in :func:`resolve_dtype`. load_format: "auto", or "dummy" for seeded random
-    weights in the checkpoint's shape and a tokenizer that needs no download. Raises ``CheckpointError`` or
-    ``DeviceError``.
+    weights in the checkpoint's shape and a tokenizer that needs no download. part: load only what one rank
+    has. Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be cut so.
     """
     _check_source(model, load_format)
     where = resolve_device(device)
     resolve_dtype(dtype, where)  # an unknown one is refused before anything is fetched
     if load_format == "dummy":
-        gpt = dummy_model(model, where, resolve_dtype(dtype, where, dummy_shape(model)))
+        shape = dummy_shape(model)
+        part.check(shape)
+        gpt = dummy_model(model, where, resolve_dtype(dtype, where, shape), part=part)
         return gpt, load_dummy_tokenizer(gpt.config)
     folder = checkpoint_folder(model)
-    gpt = load_model(str(folder), where, resolve_dtype(dtype, where, load_config(folder)))
+    config = load_config(folder)
+    part.check(config)
+    gpt = load_model(str(folder), where, resolve_dtype(dtype, where, config), part)
     return gpt, load_tokenizer(folder, gpt.config)
 
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
+from rosellm.models.part import ALIGNMENT, WHOLE, Part
 from rosellm.models.rope import Rotary, rotate
-
-ALIGNMENT = 64  # of the vocabulary, in rows: the head's product needs aligned stores
 
 
 class Projection(nn.Module):
@@ -96,20 +95,23 @@ def _embedding(n: int, width: int) -> nn.Embedding:
 class Transformer(nn.Module):
     """Token ids and positions ``[N]`` → hidden states ``[N, C]``; :meth:`logits` maps those to ``[N, V]``.
 
-    cos_sin: the angles of every position, ``[P, D]`` fp32, or None with learned positions.
+    cos_sin: the angles of every position, ``[P, D]`` fp32, or None with learned positions. A part of a model
+    has ``config``'s heads and MLP, and the logits of its own words; ``whole`` is the shape of the model.
     """
 
     cos_sin: Tensor | None
 
-    def __init__(self, config: Arch) -> None:
+    def __init__(self, whole: Arch, part: Part = WHOLE) -> None:
         super().__init__()
-        self.config = config
+        self.whole, self.part = whole, part
+        self.config = config = part.arch(whole)
         self.token_embedding = _embedding(config.vocab_size, config.d_model)
         self.position_embedding = None if config.rope else _embedding(config.n_positions, config.d_model)
         blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.blocks = cast(Sequence[Block], blocks)
         self.norm = _norm(config, config.d_model)
-        self.lm_head = Projection(config.vocab_size, config.d_model, bias=False)
+        self.words = part.words(whole)
+        self.lm_head = Projection(len(self.words), config.d_model, bias=False)
         self.register_buffer("cos_sin", None, persistent=False)
         if self.lm_head.weight.device.type != "meta":
             self._tabulate(self.lm_head.weight.device)
@@ -117,17 +119,22 @@ class Transformer(nn.Module):
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:
-            self.lm_head.weight = cast(nn.Parameter, self.token_embedding.weight)
+            shared = cast(nn.Parameter, self.token_embedding.weight)
+            first, last = self.words.start, self.words.stop
+            whole = len(self.words) == len(shared)
+            self.lm_head.weight = shared if whole else nn.Parameter(shared.data[first:last], False)
 
     def _tabulate(self, device: torch.device) -> None:
         if self.config.rope is not None:
             self.cos_sin = self.config.rope.table(self.config.n_positions, self.config.head_dim, device)
 
     @classmethod
-    def allocate(cls, config: Arch, device: torch.device, dtype: torch.dtype) -> Transformer:
+    def allocate(
+        cls, whole: Arch, device: torch.device, dtype: torch.dtype, part: Part = WHOLE
+    ) -> Transformer:
         """An inference model with uninitialised weights; the vocabulary's matrices end in rows of zeros."""
         with torch.device("meta"):
-            model = cls(config)
+            model = cls(whole, part)
         vocabulary = (model.token_embedding, model.lm_head)
         for module in model.modules():
             make: Callable[..., Tensor] = _padded if module in vocabulary else torch.empty
@@ -195,20 +202,41 @@ class Transformer(nn.Module):
         rows, width = self.lm_head.weight.shape
         return self.lm_head.weight.as_strided((_aligned(rows), width), (width, 1))
 
+    @property
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by name; a tied head is left out."""
+        named = dict(self.named_parameters())
+        if self.config.tie_embeddings:
+            named.pop("lm_head.weight", None)
+        return named
+
+    @torch.no_grad()
     def initialise(self, seed: int, std: float = 0.02) -> Transformer:
-        """GPT-2's seeded initialisation: normal, deviation ``std``, residual outputs times 1/sqrt(2 L)."""
+        """GPT-2's seeded initialisation: normal, deviation ``std``, residual outputs times 1/sqrt(2 L).
+
+        A part gets its part of the values that the whole would get, one whole parameter in memory at a time.
+        """
         generator = torch.Generator(device=self.device).manual_seed(seed)
-        residual = std / (2 * self.config.n_layers) ** 0.5
-        for name, parameter in self.named_parameters():
+        with torch.device("meta"):
+            shapes = Transformer(self.whole).own_parameters
+        for name, parameter in self.own_parameters.items():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif "norm" in name:
                 nn.init.ones_(parameter)
             else:
-                scale = residual if name.endswith(("out.weight", "down.weight")) else std
-                with torch.no_grad():
-                    parameter.normal_(0.0, scale, generator=generator)
+                self._draw(name, parameter, shapes[name].shape, std, generator)
         return self
+
+    def _draw(
+        self, name: str, parameter: Tensor, shape: torch.Size, std: float, generator: torch.Generator
+    ) -> None:
+        residual = name.endswith(("out.weight", "down.weight"))
+        scale = std / (2 * self.config.n_layers) ** 0.5 if residual else std
+        drawn = parameter if parameter.shape == shape else parameter.new_empty(shape)
+        drawn.normal_(0.0, scale, generator=generator)
+        if drawn is not parameter:
+            parameter.copy_(torch.cat(list(self.part.of(name, drawn, self.whole))))
 
 
 def _aligned(rows: int) -> int:

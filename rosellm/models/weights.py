@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder, load_config
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
 from rosellm.models.model import Transformer
+from rosellm.models.part import WHOLE, Part
 from rosellm.models.shards import opened, shards_of
 
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -35,23 +37,25 @@ TABLES = 3  # of angles, in memory while one is made
 TOLD_FROM = 256 << 20  # bytes of a checkpoint whose loading shows its progress
 
 
-def load_model(model: str, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """The checkpoint ``model`` (shipped name, folder or hub id) on ``device`` in ``dtype``."""
+def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part = WHOLE) -> Transformer:
+    """The checkpoint ``model`` (shipped name, folder or hub id), or a part, on ``device`` in ``dtype``."""
     folder = checkpoint_folder(model)
     config, shards = load_config(folder), shards_of(folder)
     _check_extent(config, shards, folder)
     config = _with_its_head(config, shards)
-    _check_memory(config, device, dtype)
-    gpt = Transformer.allocate(config, device, dtype)
+    _check_memory(part.arch(config), device, dtype)
+    gpt = Transformer.allocate(config, device, dtype, part)
     _copy_weights(gpt, shards, folder)
     return gpt
 
 
-def dummy_model(model: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Transformer:
+def dummy_model(
+    model: str, device: torch.device, dtype: torch.dtype, seed: int = 0, part: Part = WHOLE
+) -> Transformer:
     """The real shape of ``model`` with seeded random weights, made on ``device``; nothing is downloaded."""
     config = dummy_shape(model)
-    _check_memory(config, device, dtype)
-    return Transformer.allocate(config, device, dtype).initialise(seed)
+    _check_memory(part.arch(config), device, dtype)
+    return Transformer.allocate(config, device, dtype, part).initialise(seed)
 
 
 def dummy_shape(model: str) -> Arch:
@@ -80,11 +84,16 @@ def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float1
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor of a checkpoint belongs: a parameter's rows, and whether it is stored transposed."""
+    """Where one tensor of a checkpoint belongs: a parameter's rows, and whether it is stored transposed.
+
+    shape: the whole tensor's, as the parameter has it. cut: such a tensor → what of it belongs there.
+    """
 
     name: str
     rows: Tensor
     transposed: bool
+    shape: tuple[int, ...]
+    cut: Callable[[Tensor], Iterable[Tensor]]
 
     def stored(self, rows: Tensor) -> Tensor:
         return rows.t() if self.transposed else rows
@@ -93,26 +102,32 @@ class Place:
 def places(gpt: Transformer) -> Iterator[Place]:
     """The places of all parameters; a tied head is left out."""
     family = FAMILIES[gpt.config.family]
-    for name, parameter in gpt.named_parameters():
+    with torch.device("meta"):
+        shapes = Transformer(gpt.whole).own_parameters
+    for name, parameter in gpt.own_parameters.items():
         number, template = _split_name(name)
         theirs = [source.format(number) for source in family.tensors[template]]
         transposed = template in family.transposed
-        parts = parameter.split(_row_counts(len(theirs), len(parameter), gpt.config))
-        for source, rows in zip(theirs, parts, strict=True):
-            yield Place(source, rows, transposed)
+        n_rows, *width = shapes[name].shape
+        pieces = gpt.part.pieces(name, gpt.whole, n_rows)
+        if len(theirs) == 1:
+            cut = partial(gpt.part.of, name, whole=gpt.whole)
+            yield Place(theirs[0], parameter, transposed, (n_rows, *width), cut)
+            continue
+        parts = parameter.split([len(piece.kept) for piece in pieces])
+        for source, rows, piece in zip(theirs, parts, pieces, strict=True):
+            one = partial(_only, partial(gpt.part.cut, name, piece=piece))
+            yield Place(source, rows, transposed, (piece.n_rows, *width), one)
+
+
+def _only(cut: Callable[[Tensor], Tensor], value: Tensor) -> tuple[Tensor]:
+    return (cut(value),)
 
 
 def _split_name(name: str) -> tuple[str, str]:
     """A parameter's layer, empty outside the layers, and its name with ``{}`` for the layer."""
     found = _LAYER.match(name)
     return (found[1], _LAYER.sub("blocks.{}.", name)) if found else ("", name)
-
-
-def _row_counts(n_parts: int, n_rows: int, config: Arch) -> list[int]:
-    """How many rows of a weight each of its parts has: three are q, k and v, two gate and up."""
-    if n_parts == 3:
-        return [config.attention_width, *2 * [config.n_kv_heads * config.head_dim]]
-    return n_parts * [n_rows // n_parts]
 
 
 def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype) -> None:
@@ -216,17 +231,23 @@ def _find(name: str, prefix: str, available: set[str]) -> str | None:
 
 
 def _copy(place: Place, value: Tensor, shard: Path) -> None:
-    target, where = place.stored(place.rows), f"{place.name} in {shard.name}"
+    where = f"{place.name} in {shard.name}"
     if value.dtype not in STORED_DTYPES:
         known = ", ".join(map(dtype_name, STORED_DTYPES))
         raise CheckpointError(f"{where} is stored as {dtype_name(value.dtype)}; use {known}")
-    if target.shape != value.shape:
-        shape, wanted = list(value.shape), list(target.shape)
-        raise CheckpointError(f"{where} has shape {shape}; the config asks for {wanted}")
-    target.copy_(value)
-    extremes = torch.stack(target.aminmax())  # NaN if any value is; unlike isfinite it needs no memory
+    whole = place.stored(value)
+    if whole.shape != place.shape:
+        shape, wanted = list(value.shape), list(place.shape)
+        raise CheckpointError(
+            f"{where} has shape {shape}; the config asks for {wanted[::-1] if place.transposed else wanted}"
+        )
+    first = 0
+    for rows in place.cut(whole):
+        place.rows[first : first + len(rows)].copy_(rows)
+        first += len(rows)
+    extremes = torch.stack(place.rows.aminmax())  # NaN if any value is; unlike isfinite it needs no memory
     if not extremes.isfinite().all():
-        raise CheckpointError(f"{where} holds values that are not finite in {dtype_name(target.dtype)}")
+        raise CheckpointError(f"{where} holds values that are not finite in {dtype_name(place.rows.dtype)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

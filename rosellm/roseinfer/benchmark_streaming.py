@@ -1,14 +1,15 @@
 """Measure streaming under load.
 
-Requests are submitted to a streaming manager all at once, at the times of a Poisson process (--request-rate)
-or as a trace says; one thread consumes all of their text, as a server's event loop would. TTFT, TPOT and ITL
-run from submission to delivery by the manager; with a stream interval of N, tokens are delivered N at a time.
-Total throughput is all completion tokens over the time from the first submission to the last token. Goodput
-counts only the requests, a second, whose first token comes within --ttft-limit-ms of the time they were due,
-and every further one within --itl-limit-ms of the one before. The record also has how late each submission
-was, and the length of the queue over the run. With --long-prompt-tokens one more request, of that many prompt
-tokens, arrives while the others run; their ITL beside and apart from its prefill is measured twice: in chunks
-of --prefill-chunk, and as one whole.
+Requests are submitted to a streaming manager; one thread consumes all of their text, as a server's event loop
+would. TTFT, TPOT and ITL run from submission to delivery by the manager.
+
+Requests arrive all at once, at the times of a Poisson process (--request-rate) or as a trace says. With a
+stream interval of N, tokens are delivered N at a time. Total throughput is all completion tokens over the
+time from the first submission to the last token. Goodput counts only the requests, a second, whose first
+token comes within --ttft-limit-ms of the time they were due, and every further one within --itl-limit-ms of
+the one before. The record also has how late each submission was, and the length of the queue over the run.
+With --long-prompt-tokens one more request, of that many prompt tokens, arrives while the others run; their
+ITL beside and apart from its prefill is measured twice: in chunks of --prefill-chunk, and as one whole.
 """
 
 from __future__ import annotations
@@ -231,7 +232,7 @@ def _seconds(milliseconds: float | None) -> float:
 
 
 def _add_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("streaming").add_argument
+    add = parser.add_argument_group("arrivals").add_argument
     load = StreamingLoad
     add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: done by the submitter")
     add("--stream-interval", **count(load.stream_interval), help="tokens delivered at a time")

@@ -17,11 +17,13 @@ from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.budget import PREFILL_TOKENS, BlockBudget, kv_blocks_within_memory
+from rosellm.roseinfer.cache.commanded_blocks import CommandedBlocks
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.layers.batch_invariant import ALIGNMENT
+from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.recipe import LADDER, Recipe, build_step, check_launch, get_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
@@ -51,7 +53,8 @@ class Engine:
     are bitwise the same whatever shares its batch or the cache (``batch_invariant``); prompts are then cut
     only at multiples of ``prefill_alignment`` tokens.
     warm_up: capture at once every CUDA graph that these options allow, so that no request waits for one (see
-    :meth:`warm_up`); False: each at its first use. On a CPU there is none.
+    :meth:`warm_up`); False: each at its first use. On a CPU there is none. group: the ranks that run the
+    engine together, each with its part of the model (:mod:`tensor_parallel`).
     """
 
     def __init__(
@@ -70,15 +73,17 @@ class Engine:
         prefix_cache: bool = False,
         deterministic: bool = False,
         warm_up: bool = True,
+        group: Group = ALONE,
     ) -> None:
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         _check_share(gpu_memory_utilization)
-        self.model, self.tokenizer, self.config = model, tokenizer, model.config
+        self.model, self.tokenizer, self.config, self.group = model, tokenizer, model.whole, group
         self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
         self.recipe.check_serves(model.config)
         if deterministic:
             self.recipe = self.recipe.invariant()
+        self.recipe.check_ranks(group.part.size)
         self.deterministic = self.recipe.numerics == "invariant"
         self.max_batch_size, self.block_size = max_batch_size, block_size
         self.max_model_len = _model_len(max_model_len, self.config)
@@ -91,8 +96,9 @@ class Engine:
         self.step = self._step_on(self.blocks)
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
         self._n_warmed = 0
+        group.command("warm_up", self._warm_up)  # known to ranks that are told; kept, it would be a circle
         if warm_up:
-            self.warm_up()
+            self._warm_up()
         self._n_requests = 0
         self._holders: set[Sequence] = set()
         self._owner: tuple[object, str] | None = None  # the only scheduler that may run it, and its name
@@ -125,13 +131,16 @@ class Engine:
         """CUDA graphs captured since the latest warm-up, while requests waited for them."""
         return self.step.n_captured - self._n_warmed
 
-    @torch.inference_mode()
     def warm_up(self, rows: int | None = None) -> None:
         """Compile kernels and capture graphs: every decode step and prefill, in every mode, that may be run.
 
         rows: only decode steps of so many sequences. If that takes longer than a second, a progress bar on
         stderr tells how long.
         """
+        self.group.command("warm_up", self._warm_up)(rows)
+
+    @torch.inference_mode()
+    def _warm_up(self, rows: int | None = None) -> None:
         runs = self.step.captures(rows)
         if self.device.type == "cuda" and rows is None:
             runs = self.step.rehearsals(min(self._most_prefill_tokens, CAPTURED_TOKENS + 1)) + runs
@@ -296,19 +305,19 @@ class Engine:
         return min(PREFILL_TOKENS, self.max_batch_size * self.max_model_len)
 
     def _cache_of(self, n_blocks: int) -> KVBlockManager:
-        c, model = self.config, self.model
+        c, model = self.model.config, self.model
         shape = c.n_layers, c.n_kv_heads, c.head_dim, self.block_size, n_blocks
-        kinds = self.recipe.block_info, self.recipe.pool
-        return KVBlockManager(*shape, model.device, model.dtype, *kinds)
+        parts = *shape, model.device, model.dtype, self.recipe.block_info, self.recipe.pool
+        return KVBlockManager(*parts) if self.group is ALONE else CommandedBlocks(self.group, *parts)
 
     def _step_on(self, blocks: KVBlockManager) -> Step:
         sizes = self.max_batch_size, self.max_model_len
-        return build_step(self.recipe, self.model, blocks, self.kernels, *sizes, self.gate)
+        return build_step(self.recipe, self.model, blocks, self.kernels, *sizes, self.gate, self.group)
 
     @torch.inference_mode()
     def _working_bytes(self) -> int:
         """What steps take beside the cache, by trial on a cache of one block."""
-        memory = GPUMemory(self.device)
+        memory = GPUMemory(self.device, self.group.least)
         return working_bytes(lambda: self._step_on(self._cache_of(1)), self._most_prefill_tokens, memory)
 
     def _finish(self) -> None:
@@ -320,7 +329,8 @@ class Engine:
         one = blocks_for(self.max_model_len, self.block_size)
         wanted, size = self.max_batch_size * one, self.block_size
         measure = self._working_bytes if self.recipe.prefill == "packed" else None  # inputs may be inert
-        there = kv_blocks_within_memory(self.model, wanted, size, self.max_batch_size, utilization, measure)
+        sizes = wanted, size, self.max_batch_size
+        there = kv_blocks_within_memory(self.model, *sizes, utilization, measure, self.group.least)
         if there < one:
             fits = (
                 f"max_model_len={there * size} is the most that fits" if there else "not even one token fits"

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 from tqdm import tqdm
 
-from rosellm.errors import PromptError, RecipeError, RoseError
+from rosellm.errors import OptionError, PromptError, RecipeError, RoseError
 from rosellm.models.chat import Message, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 from rosellm.roseinfer.cluster.replicas import Replicas
@@ -18,8 +18,10 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.held_interrupt import held_interrupt
 from rosellm.roseinfer.serving.one_engine import OneEngine
 from rosellm.roseinfer.serving.scheduler import one_each
+from rosellm.roseinfer.tensor_parallel import load_engine
 
 Prompt = str | Sequence[int]  # text, or token ids
 
@@ -28,17 +30,20 @@ class LLM:
     """A model, ready to generate.
 
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
-    best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None. device: "auto",
-    "cuda" or "cpu". dtype: "auto" (the checkpoint's own on a GPU, float32 on a CPU), "float32", "float16" or
-    "bfloat16". load_format: "auto", or "dummy" for random weights. prefix_cache: keep the keys and values of
-    prompts, for prompts that begin alike, in this call or a later one. prefill_chunk: the most prompt tokens
-    between two tokens of running requests, as in ``SchedulerConfig``. The sizes, ``deterministic`` and
-    ``warm_up`` are those of ``Engine``.
+    best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None.
+    tensor_parallel_size: how many GPUs run the model together, or on a CPU processes, each with its part of
+    every layer (``tensor_parallel.load_engine``); the rungs from ``packed_prefill`` on can, but not
+    ``persistent_kernel``. device: "auto", "cuda" or "cpu". dtype: "auto" (the checkpoint's own on a GPU,
+    float32 on a CPU), "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for random weights.
+    prefix_cache: keep the keys and values of prompts, for prompts that begin alike, in this call or a later
+    one. prefill_chunk: the most prompt tokens between two tokens of running requests, as in
+    ``SchedulerConfig``. The sizes, ``deterministic`` and ``warm_up`` are those of ``Engine``.
 
     data_parallel_size: how many engines share the prompts, each with a GPU of its own, or on a CPU a core and
-    a thread (``cluster.replicas.Replicas``); more than one needs the extra ``cluster`` (Ray). ray_address:
-    the Ray cluster that runs them, "auto" or "host:port"; None: the one that this process is connected to,
-    else a local one, which ends with the last such ``LLM``. The sizes are each engine's.
+    a thread (``cluster.replicas.Replicas``); more than one needs the extra ``cluster`` (Ray), and
+    ``tensor_parallel_size`` 1. ray_address: the Ray cluster that runs them, "auto" or "host:port"; None: the
+    one that this process is connected to, else a local one, which ends with the last such ``LLM``. The sizes
+    are each engine's.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class LLM:
         *,
         rung: str | None = None,
         recipe: Recipe | None = None,
+        tensor_parallel_size: int = 1,
         data_parallel_size: int = 1,
         ray_address: str | None = None,
         device: str = "auto",
@@ -81,7 +87,10 @@ class LLM:
         }
         self._runner: OneEngine | Replicas
         if data_parallel_size == 1 and ray_address is None:
-            self._runner = OneEngine(Engine.load(model, **options), config)
+            engine = load_engine(model, tensor_parallel_size=tensor_parallel_size, **options)
+            self._runner = OneEngine(engine, config)
+        elif tensor_parallel_size != 1:
+            raise OptionError("a replica has one GPU: tensor_parallel_size must be 1 with replicas")
         else:
             self._runner = Replicas(model, data_parallel_size, ray_address, config, options)
         self._folder = None if load_format == "dummy" else checkpoint_folder(model)
@@ -113,15 +122,16 @@ class LLM:
         ``PromptError`` or ``SamplingError``. A result's completions are its ``outputs``, as many as
         ``SamplingParams.n``, each with ``token_ids``, ``text``, ``logprobs`` if asked for, and
         ``finish_reason``: "stop", "length", or "failed" if the model's logits gave no token, with the reason
-        in ``error``; other completions are unaffected. A second thread waits for its turn;
-        raises ``BusyError`` while a streaming manager owns the engine.
+        in ``error``; other completions are unaffected. Ctrl-C ends all of them after the step that runs, and
+        the engine is as before. A second thread waits for its turn; raises ``BusyError`` while a streaming
+        manager owns the engine.
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
         ids = self._runner.encode_many(many)
         each = [own.each() for own in params]
         copies = [prompt for prompt, own in zip(ids, each, strict=True) for _ in own]
-        with self._lock:
+        with self._lock, held_interrupt():
             outputs = iter(self._run(copies, list(chain.from_iterable(each)), use_tqdm))
         grouped = [RequestOutput.group(list(islice(outputs, len(own)))) for own in each]
         for prompt, output in zip(many, grouped, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 import torch
 
@@ -19,10 +19,14 @@ from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
 from rosellm.roseinfer.layers.attention import Binder, build_binder
 from rosellm.roseinfer.layers.choosers import build_chooser
+from rosellm.roseinfer.layers.cut import cut_layers
+from rosellm.roseinfer.layers.cut_head import cut_chooser
 from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import build_layers
 from rosellm.roseinfer.layers.sampler import Sampler
+from rosellm.roseinfer.ranks.group import ALONE, Group, Ranks
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
+from rosellm.roseinfer.steps.commanded_prefill import CommandedPrefill
 from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.host import MASKS, HostStep
 from rosellm.roseinfer.steps.kv_append import AppendGate, build_append
@@ -56,6 +60,7 @@ class Recipe:
     head: Literal["logits", "fused"] = "logits"
     gemm: Literal["library", "small_m", "persistent"] = "library"
     numerics: Literal["fast", "invariant"] = "fast"
+    all_reduce: Literal["library", "symmetric", "one_shot"] = "library"  # of several ranks only
 
     def __post_init__(self) -> None:
         for name, allowed in recipe_choices().items():
@@ -74,6 +79,22 @@ class Recipe:
         for name, value, reason, serves in _OF_SOME_MODELS:
             if getattr(self, name) == value and not serves(config):
                 raise RecipeError(f"{name}={value!r} cannot run a model of family {config.family}: {reason}")
+
+    def check_ranks(self, n_ranks: int) -> None:
+        """Raise ``RecipeError``, with the reason, if a variant cannot run on several ranks."""
+        for name, allowed, reason in _OF_RANKS:
+            if n_ranks > 1 and getattr(self, name) not in allowed:
+                raise RecipeError(
+                    f"tensor_parallel_size {n_ranks} needs {name}={' or '.join(map(repr, allowed))}, "
+                    f"not {getattr(self, name)!r}: {reason}"
+                )
+
+    def check_sums(self, device: torch.device, kernels: Kernels) -> None:
+        """Raise ``RecipeError``, with the reason, if several ranks cannot sum so on such a device."""
+        if self.all_reduce == "symmetric" and device.type != "cuda":
+            raise RecipeError("all_reduce='symmetric' is of GPUs' memory; on a CPU use 'library'")
+        if self.all_reduce == "one_shot" and kernels.name != "triton":
+            raise RecipeError("all_reduce='one_shot' is a Triton kernel; kernels='torch' have 'library'")
 
     def invariant(self) -> Recipe:
         """The same with one order of its sums; contexts are not cut, since where depends on the others."""
@@ -97,6 +118,12 @@ def _is_plain(config: Arch) -> bool:
 
 _ONE_KERNEL = "its one kernel has LayerNorm, GELU and biases, and no rotary embeddings"
 _OF_SOME_MODELS = (("gemm", "persistent", _ONE_KERNEL, _is_plain),)
+_OF_RANKS = (
+    ("step", ("resident",), "rank 0 tells the others what to run, not what its host computes"),
+    ("prefill", ("packed",), "all inputs of a prefill are told in one array"),
+    ("gemm", ("library", "small_m"), "its one kernel does not sum over ranks"),
+    ("numerics", ("fast",), "a sum over ranks has another order of its own"),
+)
 
 
 class _Rule(NamedTuple):
@@ -136,6 +163,8 @@ _RULES = (
     _rule("gemm=persistent", "its one kernel holds whole layers", append="fused"),
     _rule("launch=dependent", "a chain of kernels overlaps within one captured step", step="resident"),
     _rule("numerics=invariant", _ONE_ORDER, prefill="packed", attention="paged", append="fused"),
+    _rule("all_reduce=symmetric", "the plain model sums where its projections are", norm="fused"),
+    _rule("all_reduce=one_shot", "its kernel takes the norm, too", norm="fused"),
     _rule("numerics=invariant", _ONE_ORDER, head="fused", gemm="small_m"),
 )
 
@@ -254,6 +283,7 @@ def build_step(
     n_rows: int,
     max_model_len: int,
     gate: AppendGate,
+    group: Group = ALONE,
 ) -> HostStep | ResidentStep:
     """The step that ``recipe`` names, for ``n_rows`` sequences of at most ``max_model_len`` tokens.
 
@@ -261,7 +291,7 @@ def build_step(
     """
     width = blocks_for(max_model_len, blocks.block_size)
     if recipe.step == "resident":
-        return _resident_step(recipe, model, blocks, kernels, width, n_rows)
+        return _resident_step(recipe, model, blocks, kernels, width, n_rows, group)
     attention = ATTENTION[recipe.attention](kernels.paged_attention_decode, model.config)
     return HostStep(
         blocks=blocks,
@@ -276,28 +306,41 @@ def build_step(
 
 
 def _resident_step(
-    recipe: Recipe, model: Transformer, blocks: KVBlockManager, kernels: Kernels, width: int, n_rows: int
+    recipe: Recipe,
+    model: Transformer,
+    blocks: KVBlockManager,
+    kernels: Kernels,
+    width: int,
+    n_rows: int,
+    group: Group,
 ) -> ResidentStep:
     bind: Binder
-    counts = TokenCounts(n_rows, model.config.vocab_size, model.device)
+    counts = TokenCounts(n_rows, model.config.vocab_size, model.device, group)
     if recipe.numerics == "invariant":
         dependent = recipe.launch == "dependent" and model.device.type == "cuda"
         kernels = batch_invariant.invariant_kernels(kernels, dependent)
         layers_for, prefill_layers_for = batch_invariant.invariant_layers(model, kernels)
         bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks, model)
         chooser = batch_invariant.invariant_chooser(model, kernels, counts)
+    elif group is not ALONE:
+        ranks = cast(Ranks, group)
+        fields = recipe.norm, recipe.activation, recipe.gemm, recipe.all_reduce
+        layers_for = cut_layers(*fields, model, kernels, ranks)
+        bind = build_binder(recipe.attention, recipe.append, kernels, blocks, model)
+        prefill_layers_for, chooser = layers_for, cut_chooser(recipe.head, model, kernels, counts, ranks)
     else:
         layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
         bind = build_binder(recipe.attention, recipe.append, kernels, blocks, model)
         prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels, counts)
     state = DeviceState(n_rows + 1, width, model.device, model.config.eos_token_ids)  # the last is a spare
-    rows, next_tokens = Rows(state.first(n_rows), blocks, counts), NextTokens(chooser, kernels.advance)
+    rows, next_tokens = Rows(state.first(n_rows), blocks, counts, group), NextTokens(chooser, kernels.advance)
     graphs = graphs_on(model.device) if recipe.runner == "graph" else None
     prompts: Prompts = PromptsByHost(Prefill(model, blocks), rows, next_tokens)
     if recipe.prefill == "packed":
-        packed = PackedPrefill(model, kernels, prefill_layers_for, state, rows, next_tokens)
+        parts = model, kernels, prefill_layers_for, state, rows, next_tokens
+        packed = PackedPrefill(*parts) if group is ALONE else CommandedPrefill(*parts, group)
         most_tokens = n_rows * width * blocks.block_size
-        prompts = packed if graphs is None else CapturedPrefill(packed, graphs, most_tokens)
+        prompts = packed if graphs is None else CapturedPrefill(packed, graphs, most_tokens, group)
     if recipe.gemm == "persistent":
         exhibit = load_exhibit("persistent_layers")
         layers_for = exhibit.persistent_for_few(layers_for, model, kernels)
@@ -309,4 +352,5 @@ def _resident_step(
         prompts=prompts,
         logprobs=LogprobRing(state.first(n_rows), chooser.logits, model.config, model.dtype, graphs),
         graphs=graphs,
+        group=group,
     )

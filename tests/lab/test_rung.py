@@ -83,7 +83,7 @@ def test_disturbed_ledgers_are_not_drawn(rung, tmp_path, capsys):
     disturbed = Rung(**vars(rung) | {"results": type(rung.results)(tmp_path / "gpu")})
     shown = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rosellm.lab.rung.say", shown.append)
+        patch.setattr("rosellm.lab.recorded.say", shown.append)
         disturbed.waterfall()
     assert "disturbed every recorded ledger" in shown[0]
     with pytest.raises(RecordError, match="disturbed the ledger of cuda_graph at batch 8"):
@@ -107,7 +107,7 @@ def test_reading_takes_as_long_as_the_recorded_bandwidth_says(rung):
 def test_recorded_steps_of_both_rungs_share_a_time_axis(rung):
     shown = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rosellm.lab.rung.show", shown.append)
+        patch.setattr("rosellm.lab.recorded.show", shown.append)
         rung.timeline()
     assert "2 decode steps of 8 sequences, profiled, NVIDIA H200" in shown[0].layout.title.text
     assert "pinned_h2d" in shown[0].table and "GPU kernels" in shown[0].table

@@ -138,5 +138,5 @@ def test_what_a_dropped_engine_held_is_free_for_the_next(monkeypatch):
     gpt = SimpleNamespace(device=torch.device("cuda"), config=small_config(), dtype=torch.float16)
     total = 64 << 30
     memory = FakeMemory(total, held=lambda: 0 if held() is None else total)
-    monkeypatch.setattr(budget, "GPUMemory", lambda _device: memory)
+    monkeypatch.setattr(budget, "GPUMemory", lambda *_: memory)
     assert kv_blocks_within_memory(gpt, 100, 8) == 100

@@ -57,7 +57,7 @@ def test_a_cpu_takes_the_best_rung_whatever_gpu_there_is(gpu_of):
 @pytest.mark.parametrize("rung", [name for name in LADDER if LADDER[name].launch == "dependent"])
 def test_a_rung_of_dependent_launches_is_refused_before_hopper(rung, gpu_of):
     gpu_of(8, 6)
-    gpu = SimpleNamespace(device=CUDA, config=small_config())
+    gpu = SimpleNamespace(device=CUDA, config=small_config(), whole=small_config())
     with pytest.raises(RecipeError, match=r"9\.0 or more, cuda has 8\.6: use rung='small_gemm'") as raised:
         Engine(gpu, recipe=rung)
     assert "\n" not in str(raised.value)
@@ -66,7 +66,7 @@ def test_a_rung_of_dependent_launches_is_refused_before_hopper(rung, gpu_of):
 def test_a_gpu_that_cannot_run_the_kernels_is_refused(gpu_of):
     gpu_of(6, 1)
     with pytest.raises(DeviceError, match=r"has compute capability 6\.1; kernels need 7\.0") as raised:
-        Engine(SimpleNamespace(device=CUDA, config=small_config()))
+        Engine(SimpleNamespace(device=CUDA, config=small_config(), whole=small_config()))
     assert "\n" not in str(raised.value)
 
 

@@ -85,7 +85,7 @@ def test_blocks_that_are_asked_for_are_not_questioned(room_for):
 
 
 def use_memory(monkeypatch, memory: FakeMemory) -> None:
-    monkeypatch.setattr(budget, "GPUMemory", lambda _device: memory)
+    monkeypatch.setattr(budget, "GPUMemory", lambda *_: memory)
 
 
 class FakeGPU:

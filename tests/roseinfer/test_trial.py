@@ -98,7 +98,7 @@ def test_rehearsals_and_captures_write_no_block_and_no_row_but_the_spare_one(cap
 @pytest.mark.parametrize("rung", ["packed_prefill", BEST_RUNG])
 def test_an_engine_tries_the_largest_prefill_and_decode_steps_on_one_block(captured, monkeypatch, rung):
     memory = FakeMemory()
-    monkeypatch.setattr(engine_module, "GPUMemory", lambda _device: memory)
+    monkeypatch.setattr(engine_module, "GPUMemory", lambda *_: memory)
     engine = small_engine(random_model(0), recipe=rung, max_batch_size=5, warm_up=False)
     tried, build = [], engine._step_on
     monkeypatch.setattr(

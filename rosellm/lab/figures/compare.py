@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 
 from IPython.display import Markdown, display
@@ -9,21 +10,34 @@ from IPython.display import Markdown, display
 from rosellm.lab.figures.bars import before_after
 from rosellm.lab.figures.charts import Chart
 from rosellm.lab.records.bench import Run
+from rosellm.lab.records.machines import names_of
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 
 
-def recorded_chart(results: Results, before: str, after: str) -> Chart:
-    """Whole-run tokens per second of two rungs on each workload that both were measured on, medians."""
-    rows = [row for row in verdicts(results, before, after) if row.is_measured]
+def recorded_chart(machines: Sequence[Results], before: str, after: str) -> Chart:
+    """Whole-run tokens per second of two rungs on each workload that both were measured on, medians.
+
+    Several machines stand one below the other.
+    """
+    names = names_of(machines)
+    each = [verdicts(results, before, after) for results in machines]
+    labelled = [
+        (f"{row.workload}{name}", row)
+        for of_workload in zip(*each, strict=True)
+        for name, row in zip(names, of_workload, strict=True)
+        if row.is_measured
+    ]
+    rows = [row for _, row in labelled]
+    where = " and ".join(results.device_name for results in machines)
     chart = before_after(
-        [row.workload for row in rows],
+        [label for label, _ in labelled],
         [median(row.before) for row in rows],
         [median(row.after) for row in rows],
         ["tok/s"] * len(rows),
         (before, after),
-        title=f"{before} → {after} on {results.device_name}: tokens per second of the whole run",
+        title=f"{before} → {after} on {where}: tokens per second of the whole run",
     )
     legend = [f"{row.workload}: {WORKLOADS[row.workload].described}" for row in rows]
     return chart.update_traces(hovertext=legend, hoverinfo="name+text")

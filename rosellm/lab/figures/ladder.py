@@ -9,8 +9,9 @@ from typing import Any
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, short, text_table
 from rosellm.lab.figures.lines import log_ticks
-from rosellm.lab.figures.palette import BLUE, GREEN, MAGENTA, ORANGE, PALE, TEXT, VIOLET, fill
+from rosellm.lab.figures.palette import BLUE, GREEN, MAGENTA, ORANGE, PALE, SKY, TEXT, VIOLET, fill
 from rosellm.lab.records.findings import NOTEBOOKS
+from rosellm.lab.records.machines import name_of
 from rosellm.lab.records.records import Results, floor_tok_s, number, rivals
 from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
 
@@ -18,6 +19,7 @@ FLOOR, ROW, LABEL = "bytes floor", 19, 0.85
 README_WORKLOADS = {"W1": "8 sequences at a time", "W2": "64 sequences", "W3": "256 sequences"}
 README_RIVALS = ("vLLM 0.22.1", "transformers 5.17 generate")
 README_WIDTH, README_ROW = 1024, 24
+BESIDE = (SKY, VIOLET, ORANGE, MAGENTA)  # of other machines' dots, in turn
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ README_THEMES = {
 class Panel:
     """One column: its heading, its share of the width, values by rung, and their unit.
 
-    Bars, or dots on a logarithmic axis; ``lines``, name → value, are drawn through all rungs of the latter.
+    Bars, or dots on a logarithmic axis; ``lines``, name → value, are drawn through all rungs of the latter,
+    with dots for ``beside``, other machines' values by rung.
     """
 
     head: str
@@ -52,11 +55,13 @@ class Panel:
     suffix: str = ""
     is_log: bool = False
     lines: Mapping[str, float] = field(default_factory=dict)
+    beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def range(self) -> tuple[float, float]:
         """Ends of the axis in plotly's form: exponents if it is logarithmic."""
-        known = [value for value in (*self.values.values(), *self.lines.values()) if value is not None]
+        others = [value for values in self.beside.values() for value in values.values()]
+        known = [v for v in (*self.values.values(), *self.lines.values(), *others) if v is not None]
         if not self.is_log:
             return 0, max(known, default=1) * 1.6
         if not known or min(known) <= 0:
@@ -71,15 +76,17 @@ def ladder_chart(
     floor: float | None = None,
     *,
     title: str,
+    beside: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Chart:
     """A row a rung, linked to its notebook: its value on a log axis, and its share of the floor.
 
     ``rivals`` and the bytes ``floor`` (in the values' unit) are lines through the first column. Side branches
-    are hollow, their shares hatched. None: not measured.
+    are hollow, their shares hatched. None: not measured. beside: other machines' values, by name.
     """
-    rungs = [*values]
+    beside = beside or {}
+    rungs = list(dict.fromkeys(rung for one in (values, *beside.values()) for rung in one))
     lines = {**({FLOOR: floor} if floor else {}), **(rivals or {})}
-    panels = [Panel(unit, 0.0, 0.72, values, BLUE, is_log=True, lines=lines)]
+    panels = [Panel(unit, 0.0, 0.72, values, BLUE, is_log=True, lines=lines, beside=beside)]
     if floor:
         shares = {rung: value and value / floor * 100 for rung, value in values.items()}
         panels.append(Panel("% of the floor", 0.76, 1.0, shares, GREEN, " %"))
@@ -89,26 +96,41 @@ def ladder_chart(
     return chart
 
 
-def readme_chart(results: Results, theme: Theme) -> Chart:
-    """Whole-run tokens per second of every recorded rung on three workloads, with rivals and the floor."""
+def readme_chart(machines: Sequence[Results], theme: Theme) -> Chart:
+    """Whole-run tokens per second of every recorded rung on three workloads, with rivals and the floor.
+
+    machines: the reference, whose rivals and floor are drawn, and others.
+    """
+    results, *others = machines
     panels, share = [], 1 / len(README_WORKLOADS)
     for i, (workload, told) in enumerate(README_WORKLOADS.items()):
-        others = rivals(workload)
-        lines = {FLOOR: floor_tok_s(results, workload)}
-        lines |= {name: others[name][workload] for name in README_RIVALS if name in others}
         place, head = (i * share, (i + 1) * share - 0.025), f"{workload}: {told}"
-        panels.append(Panel(head, *place, results.values(workload), theme.rung, is_log=True, lines=lines))
+        values, lines = results.values(workload), _readme_lines(results, workload)
+        beside = values_beside(others, workload)
+        panels.append(Panel(head, *place, values, theme.rung, is_log=True, lines=lines, beside=beside))
     title = (
         f"Tokens per second of the whole run, GPT-2 small, fp16, on {results.device_name} (logarithmic). "
         "Hollow: side branches, kept off the ladder"
     )
-    rungs = [rung for rung in LADDER if any(rung in panel.values for panel in panels)]
-    chart = _draw(panels, rungs, theme, title, README_ROW)
+    shown = {rung for panel in panels for values in (panel.values, *panel.beside.values()) for rung in values}
+    chart = _draw(panels, [rung for rung in LADDER if rung in shown], theme, title, README_ROW)
     return chart.update_layout(width=README_WIDTH, font_color=theme.text)
+
+
+def _readme_lines(results: Results, workload: str) -> dict[str, float]:
+    others = rivals(workload)
+    lines = {FLOOR: floor_tok_s(results, workload)}
+    return lines | {name: others[name][workload] for name in README_RIVALS if name in others}
+
+
+def values_beside(others: Sequence[Results], workload: str) -> dict[str, dict[str, float]]:
+    """Machine → rung → whole-run tokens per second; nothing by rung for one without records."""
+    return {name_of(results): results.values(workload) for results in others}
 
 
 def _draw(panels: Sequence[Panel], rungs: list[str], theme: Theme, title: str, row: int) -> Chart:
     chart, top = Chart(), -0.6 - LABEL * max(len(panel.lines) for panel in panels)
+    _name_machines(chart, panels, top - 0.9)
     for i, panel in enumerate(panels, 1):
         _add_panel(chart, i, panel, rungs)
         _add_lines(chart, i, panel, len(rungs), theme)
@@ -122,7 +144,7 @@ def _draw(panels: Sequence[Panel], rungs: list[str], theme: Theme, title: str, r
             showarrow=False,
         )
     chart.update_yaxes(
-        range=[len(rungs) - 0.4, top - 0.9],
+        range=[len(rungs) - 0.4, top - 0.9 - LABEL * len(panels[0].beside)],
         tickvals=list(range(len(rungs))),
         ticktext=rungs,
         griddash="dot",
@@ -131,7 +153,8 @@ def _draw(panels: Sequence[Panel], rungs: list[str], theme: Theme, title: str, r
         fixedrange=True,  # otherwise the axis's drag area would cover the links
     )
     chart.update_xaxes(fixedrange=True)
-    finish(chart, title, round(row * (len(rungs) - top + 0.5)), has_axis=False)
+    n_rows = len(rungs) - top + 0.5 + LABEL * len(panels[0].beside)
+    finish(chart, title, round(row * n_rows), has_axis=False)
     return chart.update_layout(margin_b=32, height=chart.layout.height + 22)
 
 
@@ -142,6 +165,7 @@ def _add_panel(chart: Chart, i: int, panel: Panel, rungs: list[str]) -> None:
         hover = f"%{{x:,.4r}}{panel.suffix}<extra>{panel.head}</extra>"
         add = _add_dots if panel.is_log else _add_bars
         add(chart, panel, mine, sides, xaxis=axis, y0=0, hovertemplate=hover, cliponaxis=False)
+    _add_beside(chart, axis, panel, rungs)
     if panel.is_log:
         values = ["\u2002" + _text(panel, panel.values.get(rung)) for rung in rungs]
         left = {"x": [10**low] * len(rungs), "textposition": "middle right", "hoverinfo": "skip"}
@@ -149,6 +173,30 @@ def _add_panel(chart: Chart, i: int, panel: Panel, rungs: list[str]) -> None:
     shown = {"type": "log", **log_ticks(low, high)} if panel.is_log else {"showticklabels": False}
     shown |= {"domain": [panel.start, panel.end], "range": [low, high], "zeroline": False, "ticks": ""}
     chart.update_layout({f"xaxis{i if i > 1 else ''}": shown | {"showgrid": panel.is_log}}, barmode="overlay")
+
+
+def _name_machines(chart: Chart, panels: Sequence[Panel], top: float) -> None:
+    """A line above the columns for each machine beside the first, in its dots' colour."""
+    for i, (name, colour) in enumerate(zip(panels[0].beside, BESIDE * 9, strict=False)):
+        measured = any(panel.beside.get(name) for panel in panels)
+        chart.add_annotation(
+            x=0,
+            xref="paper",
+            xanchor="left",
+            y=top - LABEL * i,
+            text=f"● {name}" if measured else f"{name}: no record",
+            font={"size": 11, "color": colour},
+            showarrow=False,
+        )
+
+
+def _add_beside(chart: Chart, axis: str, panel: Panel, rungs: list[str]) -> None:
+    for (name, values), colour in zip(panel.beside.items(), BESIDE * 9, strict=False):
+        mine = [values.get(rung) for rung in rungs]
+        marker = {"color": colour, "size": 8, "symbol": "circle", "line": {"color": colour, "width": 2}}
+        hover = f"%{{x:,.4r}}{panel.suffix}<extra>{name}</extra>"
+        where = {"xaxis": axis, "y0": 0, "hovertemplate": hover, "cliponaxis": False}
+        chart.add_scatter(x=mine, mode="markers", marker=marker, showlegend=False, **where)
 
 
 def _add_dots(chart: Chart, panel: Panel, values: list[float | None], sides: bool, **options: Any) -> None:
@@ -201,9 +249,12 @@ def _linked(rung: str) -> str:
 
 
 def _table(panels: Sequence[Panel], lines: Mapping[str, float], rungs: list[str]) -> str:
+    """Other machines' columns stand after the column that they belong to."""
+    heads, columns = [], []
+    for panel in panels:
+        heads += [panel.head, *panel.beside]
+        columns += [panel.values, *panel.beside.values()]
     names = [f"{rung} (side branch)" if rung in SIDE_BRANCHES else rung for rung in rungs]
-    rows = [
-        [name, *(panel.values.get(rung) for panel in panels)] for name, rung in zip(names, rungs, strict=True)
-    ]
-    blank = [""] * (len(panels) - 1)
-    return text_table(["", *(p.head for p in panels)], rows + [[n, v, *blank] for n, v in lines.items()])
+    rows = [[name, *(one.get(rung) for one in columns)] for name, rung in zip(names, rungs, strict=True)]
+    blank = [""] * (len(columns) - 1)
+    return text_table(["", *heads], rows + [[n, v, *blank] for n, v in lines.items()])

@@ -92,8 +92,7 @@ class _Page:
     def notes(self) -> Iterator[str]:
         for note in self.layout.annotations:
             x = self.x(note.xref or "x", note.x, is_exponent=True) + (note.xshift or 0)
-            size, text = note.font.size or TEXT_SIZE, note.text.removeprefix("<b>").removesuffix("</b>")
+            ink, size = note.font.color or self.ink, note.font.size or TEXT_SIZE
+            text = note.text.removeprefix("<b>").removesuffix("</b>")
             weight = ' font-weight="bold"' if text != note.text else ""
-            yield texts(
-                [text], x, self.y(note.y) + 4, size, self.ink, anchor=ANCHORS[note.xanchor], extra=weight
-            )
+            yield texts([text], x, self.y(note.y) + 4, size, ink, anchor=ANCHORS[note.xanchor], extra=weight)

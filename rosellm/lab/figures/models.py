@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.lines import log_ticks
 from rosellm.lab.figures.palette import BLUE, GRID, ORANGE, PALETTE, TEXT
+from rosellm.lab.records.machines import name_of
 from rosellm.lab.records.model_runs import RIVAL, Row, recorded_models, short_name, table
 from rosellm.lab.records.records import Results, number
 from rosellm.models.arch import Arch
@@ -52,48 +53,66 @@ def _share(value: float | None, row: Row) -> float | None:
     return row.floor / value if row.unit == "ms" else value / row.floor
 
 
-def against_floor(results: Results, model: str) -> Chart:
-    """A dot for each engine by workload: its share of the floor, on a log axis that all models share."""
+def against_floor(machines: Sequence[Results], model: str) -> Chart:
+    """A dot for each engine by workload: its share of the floor, on a log axis that all models share.
+
+    machines: the first has the rival and the floor; the others' dots are shares of that same floor.
+    """
+    results, *others = machines
     rows = table(results, model)
+    beside = {name_of(other): _ours(other, model) for other in others}
     every = [share for name in recorded_models(results) for row in table(results, name)
              for share in shares_of_floor(row) if share]  # fmt: skip
-    low, high = math.log10(min(every) * 80), math.log10(125)
+    every += [s for own in beside.values() for row in rows if (s := _share(own.get(row.workload), row))]
+    low, high = math.log10(min(every) * 80), math.log10(max(1.0, *every) * 125)
     names, chart = [row.workload for row in rows], Chart()
     for row in rows:
         ours, theirs = shares_of_floor(row)
         if ours and theirs:
             ends = {"x": [ours * 100, theirs * 100], "y": [row.workload] * 2}
             chart.add_scatter(**ends, mode="lines", line={"color": GRID, "width": 3}, hoverinfo="skip")
-    values = [row.ours for row in rows], [row.rival for row in rows]
-    looks = ((OURS, BLUE, "circle"), (RIVAL, ORANGE, "diamond"))
-    for i, (name, colour, symbol) in enumerate(looks):
-        shares = [shares_of_floor(row)[i] for row in rows]
-        chart.add_scatter(
-            x=[share and share * 100 for share in shares],
-            y=names,
-            name=name,
-            mode="markers",
-            marker={"color": colour, "symbol": symbol, "size": 10},
-            hovertext=[
-                f"{number(value)} {row.unit}, floor {number(row.floor)}"
-                for value, row in zip(values[i], rows, strict=True)
-            ],
-            hoverinfo="name+text",
-            showlegend=True,
-        )
-    chart.update_traces(showlegend=False, selector={"mode": "lines"})
+    chart.update_traces(showlegend=False)
+    columns = {OURS: [row.ours for row in rows], RIVAL: [row.rival for row in rows]}
+    columns |= {name: [own.get(row.workload) for row in rows] for name, own in beside.items()}
+    for (name, own), look in zip(columns.items(), _looks(), strict=False):
+        _add_shares(chart, rows, name, own, *look)
     chart.add_vline(x=100, line={"color": TEXT, "dash": "dash", "width": 1.5})
     chart.update_xaxes(type="log", range=[low, high], title_text="% of the floor", **log_ticks(low, high))
     order = {"categoryorder": "array", "categoryarray": names, "autorange": "reversed"}
     chart.update_yaxes(type="category", showgrid=False, ticks="", **order)
-    cells = [[row.workload, row.ours, row.rival, row.floor, row.unit] for row in rows]
-    chart.table = text_table(["", OURS, RIVAL, "floor", "unit"], cells)
-    return finish(
-        chart,
-        f"{model} on {results.device_name}: whole runs; dashed: the floor",
-        24 * len(rows),
-        legend=(OURS, RIVAL),
+    us, them, *rest = columns.values()
+    floors, units = [row.floor for row in rows], [row.unit for row in rows]
+    cells = zip(names, us, them, floors, units, *rest, strict=True)
+    chart.table = text_table(["", OURS, RIVAL, "floor", "unit", *beside], cells)
+    title = f"{model} on {results.device_name}: whole runs; dashed: the floor"
+    return finish(chart, title, 24 * len(rows), legend=[*columns])
+
+
+def _looks() -> Iterator[tuple[str, str]]:
+    """Colour and symbol: this engine's, the rival's, then those of other machines."""
+    yield from ((BLUE, "circle"), (ORANGE, "diamond"))
+    yield from cycle((colour, "square") for colour in PALETTE[2:])
+
+
+def _add_shares(
+    chart: Chart, rows: Sequence[Row], name: str, own: Sequence[float | None], colour: str, symbol: str
+) -> None:
+    shares = [_share(value, row) for value, row in zip(own, rows, strict=True)]
+    told = [f"{number(v)} {row.unit}, floor {number(row.floor)}" for v, row in zip(own, rows, strict=True)]
+    chart.add_scatter(
+        x=[share and share * 100 for share in shares],
+        y=[row.workload for row in rows],
+        name=name,
+        mode="markers",
+        marker={"color": colour, "symbol": symbol, "size": 10},
+        hovertext=told,
+        hoverinfo="name+text",
+        showlegend=True,
     )
+
+
+def _ours(results: Results, model: str) -> dict[str, float | None]:
+    return {row.workload: row.ours for row in table(results, model)}
 
 
 def pieces_of(

@@ -7,6 +7,7 @@ from typing import Any
 # Distinct under deuteranopia, protanopia and tritanopia; contrast of 2.2 or more with white and #111111.
 BLUE, ORANGE, GREEN = "#366fae", "#f35e01", "#1fa46f"
 SKY, MAGENTA, VIOLET, PALE = "#1da7ff", "#ae2e69", "#8a42ff", "#9db2bc"
+PEACH = "#f78b42"  # beside orange only
 PALETTE = (BLUE, ORANGE, GREEN, SKY, MAGENTA, VIOLET, PALE)
 TEXT, GRID, INK, PAPER = "#7a7f87", "rgba(127,127,127,0.25)", "#10151c", "#ffffff"
 HATCHING = {"fillmode": "overlay", "fgcolor": INK, "fgopacity": 0.35, "size": 6, "solidity": 0.25}

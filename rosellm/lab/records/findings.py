@@ -8,9 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
+from rosellm.lab.records import arrivals, first_request
 from rosellm.lab.records.model_ladder import rest_a_layer
-from rosellm.lab.records.model_runs import recorded_models, short_name, table
-from rosellm.lab.records.records import RecordError, Results, number, percent_change, results_folder, rivals
+from rosellm.lab.records.model_runs import RIVAL, recorded_models, short_name, table
+from rosellm.lab.records.records import (
+    RecordError,
+    Results,
+    floor_tok_s,
+    number,
+    percent_change,
+    results_folder,
+    rivals,
+)
 from rosellm.lab.records.sampling_steps import GREEDY, recorded_modes
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.families.table import KNOWN_SHAPES
@@ -66,8 +75,8 @@ def _gains(results: Results, rung: str) -> str:
 
 
 def _span(results: Results) -> str:
-    values = results.values("W3")
-    return f"W3: {number(values['dense'])} → {number(values[BEST_RUNG])} tok/s up the ladder"
+    first, best = (number(results.value("W3", rung)) for rung in ("dense", BEST_RUNG))
+    return f"W3: {first} → {best} tok/s up the ladder"
 
 
 def _split(results: Results) -> str:
@@ -119,13 +128,25 @@ def _long(results: Results) -> str:
 def _layers(results: Results) -> str:
     shapes = {short_name(name): arch for name, arch in KNOWN_SHAPES.items()}
     rests = [rest_a_layer(results, name, shapes[name], "D1") for name in recorded_models(results)]
+    if not rests:
+        raise RecordError(f"{results.folder.name} has no D1 of a modern model")
     ours, theirs = (f"{min(us):.0f} to {max(us):.0f}" for us in zip(*rests, strict=True))
     return f"D1, above the floor: {ours} µs a layer, whichever the model; vLLM {theirs}"
 
 
+def _mixed(results: Results) -> str:
+    values = results.values("W8")
+    if not values:
+        raise RecordError(f"{results.folder.name} has no W8")
+    best, theirs = max(values.values()), rivals("W8")[RIVAL]["W8"]
+    share = best / floor_tok_s(results, "W8") * 100
+    times, percent = f"{number(best / theirs)} times vLLM's", f"{number(share)} % of the floor"
+    return f"W8: {number(best)} tok/s, {times}, {percent}"
+
+
 def _climbed(results: Results) -> str:
-    values, theirs = results.values("W2"), rivals("W2")[TRANSFORMERS]["W2"]
-    ours = f"`dense` {number(values['dense'])}, `{BEST_RUNG}` {number(values[BEST_RUNG])}"
+    theirs = rivals("W2")[TRANSFORMERS]["W2"]
+    ours = ", ".join(f"`{rung}` {number(results.value('W2', rung))}" for rung in ("dense", BEST_RUNG))
     return f"W2, tok/s: transformers {number(theirs)}, {ours}"
 
 
@@ -142,6 +163,23 @@ def _filters(results: Results) -> str:
     return f"top-k and top-p, {'; '.join(told)}"
 
 
+def _first(results: Results) -> str:
+    if not (processes := first_request.recorded(results)):
+        raise RecordError(f"{results.folder.name} has no first request")
+    found = {one.told: one.found for one in first_request.verdicts(processes)}
+    empty, filled = (found[f"construction, {cache} cache"] for cache in first_request.AIMS_S)
+    share = min(value for told, value in found.items() if told.startswith("first run"))
+    built = f"an engine is built in {number(empty)} s, with compiled kernels in {number(filled)} s"
+    return f"{built}; first W8 run: {number(share)} % of the third's tok/s"
+
+
+def _rates(results: Results) -> str:
+    if not (figures := arrivals.recorded(results)):
+        raise RecordError(f"{results.folder.name} has no arrivals")
+    ms = [f"{number(run['ttft_p99_s'] * 1e3)} ms at {run['share']:.0%}" for run in figures["runs"]]
+    return f"TTFT p99 {', '.join(ms)} of {number(figures['capacity_req_s'])} requests a second"
+
+
 OTHERS: dict[str, Callable[[Results], str]] = {
     "00_map": _span,
     "21_split_kv": _split,
@@ -152,5 +190,8 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "27_long_contexts": _long,
     "28_modern_ladder": _layers,
     "29_why_is_it_slow": _climbed,
+    "30_mixed_lengths": _mixed,
     "31_sampling": _filters,
+    "32_first_request": _first,
+    "33_arrivals": _rates,
 }

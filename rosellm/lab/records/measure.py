@@ -23,15 +23,15 @@ from tqdm.contrib import DummyTqdmFile
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import PromptError, RoseError
 from rosellm.lab.records.bench import get_model
+from rosellm.lab.records.measured_model import add_model_options, settle
 from rosellm.lab.records.recordings import EXPERIMENTS, NEEDS_GPU, check_rung, runnable
-from rosellm.lab.records.sizes import SIZES, positions_needed
-from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.loading import LOAD_FORMATS, load_parts, resolve_device
+from rosellm.lab.records.sizes import positions_needed
+from rosellm.models.loading import load_parts, resolve_device
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.bench.job import check_positions
 from rosellm.roseinfer.bench.prompts import encode_prompts, make_prompts
 from rosellm.roseinfer.bench.record import new_record, write_record
-from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, WORKLOADS
+from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
@@ -40,10 +40,7 @@ KV_APPEND = "kv_append"
 
 def benchmark_arguments(name: str, rung: str, arguments: argparse.Namespace) -> list[str]:
     """The options of a workload's benchmark command."""
-    whole, sized = WORKLOADS[name].flags(), arguments.size.of(WORKLOADS[name]).flags()
-    smaller = {key: value for key, value in sized.items() if value != whole[key]}
-    options = {f"--{key.replace('_', '-')}": value for key, value in smaller.items()} | {
-        "--workload": name,
+    options = arguments.size.options(WORKLOADS[name]) | {
         "--rung": rung,
         "--hf-model-id": arguments.model,
         "--load-format": arguments.load_format,
@@ -97,15 +94,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     """The options; what depends on the device is chosen, its model by the size."""
-    arguments = _parser().parse_args(argv)
-    arguments.device = resolve_device(arguments.device).type
-    size = arguments.size or ("full" if arguments.device == "cuda" else "small")
-    arguments.size = SIZES[size]
-    if arguments.model is None:
-        arguments.model = WORKLOADS["W1"].model if size == "full" else SHIPPED
-    if arguments.load_format is None:
-        arguments.load_format = "auto" if arguments.model == SHIPPED else LOAD_FORMAT
-    return arguments
+    return settle(_parser().parse_args(argv), WORKLOADS["W1"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,10 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workloads", default="W0,W1,W2,W3,W4,W5", help="comma-separated; '' for none")
     add("--rungs", help="comma-separated; default: all that can run here")
     add("--experiments", help="comma-separated; '' for none; default: all that can run here")
-    add("--model", help="shape of the model; default: gpt2, of a small size the shipped one")
-    add("--load-format", choices=LOAD_FORMATS, help="default: dummy, of the shipped model auto")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
-    add("--size", choices=tuple(SIZES), help="default: full on a GPU, small on a CPU")
+    add_model_options(parser)
     add("--repeats", type=whole_number(1), default=3, help="measured runs of each benchmark")
     return parser
 

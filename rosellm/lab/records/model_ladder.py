@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from rosellm.errors import RecipeError
 from rosellm.lab.records.account import WORKING
 from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.machines import name_of
 from rosellm.lab.records.model_runs import RIVAL, short_name
 from rosellm.lab.records.records import RecordError, Results, floor_us, modern_rivals, read_us
 from rosellm.lab.records.step_records import step_shape
@@ -38,6 +41,18 @@ def recorded_ladder(results: Results, model: str, workload: str) -> dict[str, fl
     """Rung → µs of a model's recorded step, in the ladder's order. Raises ``RecordError``."""
     steps = recorded_steps(_of(results, model, f"steps-{workload}", f"--ladder {workload}"), workload)
     return {rung: steps[rung].us for rung in LADDER if rung in steps}
+
+
+def speeds_beside(others: Sequence[Results], model: str, workload: str) -> dict[str, dict[str, float]]:
+    """Machine → rung → tokens a second of a model's recorded step; nothing by rung for one without any."""
+    sequences = step_shape(MODEL_WORKLOADS[workload])[0]
+    beside: dict[str, dict[str, float]] = {}
+    for results in others:
+        steps: dict[str, float] = {}
+        with suppress(RecordError):
+            steps = recorded_ladder(results, model, workload)
+        beside[name_of(results)] = {rung: sequences / us * 1e6 for rung, us in steps.items()}
+    return beside
 
 
 def step_floor_us(results: Results, arch: Arch, workload: str) -> float:

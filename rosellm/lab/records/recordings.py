@@ -14,6 +14,7 @@ from rosellm.errors import RecipeError, RoseError
 from rosellm.lab.records import experiments, robustness, step_records
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.floors import measure_ceilings
+from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps
 from rosellm.lab.records.sizes import GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.timelines import TIMELINES, timeline
@@ -23,7 +24,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 
-NEEDS_GPU = ("autotune", "ceilings")
+NEEDS_GPU = ("autotune", "ceilings", *(f"lengths-{batch}" for batch in BATCHES))
 
 T = TypeVar("T")
 
@@ -129,6 +130,13 @@ def grid(arguments: argparse.Namespace) -> dict:
     }
 
 
+def lengths(arguments: argparse.Namespace, batch: int) -> dict:
+    """Step time at equal and unequal contexts of the same sum, rows whole and cut."""
+    size, model = arguments.size, _model(arguments)
+    rows, mean = min(batch, size.rows), min(MEAN, size.prompt // TIMES)
+    return step_records.figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
+
+
 def cold_start(arguments: argparse.Namespace) -> dict:
     """Time to the first tokens of a fresh process."""
     best = _best_rung(arguments)
@@ -204,6 +212,7 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "cold_start": cold_start,
     "kv_pressure": kv_pressure,
     "determinism": determinism,
+    **{f"lengths-{batch}": partial(lengths, batch=batch) for batch in BATCHES},
     **_of_workloads(steps, STEP_WORKLOADS),
     **_of_workloads(ablations, STEP_WORKLOADS),
     **_of_workloads(leave_one_out, step_records.WHOLE_RUNS),

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER
 
+REFERENCE = "nvidia-h200"  # the device that sentences are about: notebooks', README.md's
 RIVALS_FILE = "rivals-h200.json"
 BYTES_FP16 = 2
 SHORT_NAMES = {"decode_tok_s": "decode_throughput_tok_s", "total_tok_s": "total_throughput_tok_s"}
@@ -66,10 +68,13 @@ class Results:
 
     def load(self, name: str) -> dict[str, Any]:
         """The whole file ``name``, such as ``kv_append``; raises RecordError, listing what exists."""
+        return _read(self._path(name))
+
+    def _path(self, name: str) -> Path:
         path = self.folder / f"{name}.json"
         if not path.is_file():
             raise RecordError(f"{self.folder.name} has no record {name!r}: there are {_listed(self.names())}")
-        return _read(path)
+        return path
 
     def record(self, workload: str, rung: str) -> dict[str, Any]:
         """A benchmark's whole record; raises RecordError, listing the rungs measured on this workload."""
@@ -79,9 +84,16 @@ class Results:
         return self.load(f"{workload}-{rung}")
 
     def rungs(self, workload: str) -> list[str]:
-        """The rungs measured on a workload, in the ladder's order."""
+        """The rungs measured on a workload, in the ladder's order.
+
+        Without records that say how they depart from it, unless by a dtype, which is the device's.
+        """
         prefix = f"{workload}-"
-        found = [name.removeprefix(prefix) for name in self.names() if name.startswith(prefix)]
+        found = [
+            path.stem.removeprefix(prefix)
+            for path in sorted(self.folder.glob(f"{prefix}*.json"))
+            if _facts(path)[1]
+        ]
         return sorted(found, key=lambda rung: list(LADDER).index(rung) if rung in LADDER else len(LADDER))
 
     def value(self, workload: str, rung: str, figure: str = "total_tok_s") -> float:
@@ -104,6 +116,11 @@ class Results:
         """As the driver calls it: ``NVIDIA H200``."""
         return self._environment(None)["device_name"]
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether the device is a GPU; a CPU's records have models in fp32."""
+        return self._environment(None).get("device_memory_bytes") is not None
+
     def environment_line(self, name: str | None = None) -> str:
         """Where and when a record was measured, in one line; by default the newest one."""
         env = self._environment(name)
@@ -116,13 +133,25 @@ class Results:
 
     def _environment(self, name: str | None) -> dict[str, Any]:
         wanted = self.names() if name is None else [name]
-        known = [env for env in (self.load(one).get("environment") for one in wanted) if env]
+        known = [env for env in (_facts(self._path(one))[0] for one in wanted) if env]
         if not known:
             raise RecordError(f"no record of {self.folder.name} tells its environment: {_listed(wanted)}")
         return max(known, key=lambda env: env["time_utc"])
 
 
-def find(device: str = "nvidia-h200", folder: Path | None = None) -> Results:
+def _facts(path: Path) -> tuple[dict[str, Any] | None, bool]:
+    """A record's environment, and whether it is of its workload; read anew when the file has changed."""
+    return _read_facts(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _read_facts(path: Path, _modified_ns: int) -> tuple[dict[str, Any] | None, bool]:
+    record = _read(path)
+    departures = record.get("not_comparable", [])
+    return record.get("environment"), all(told.startswith("dtype=") for told in departures)
+
+
+def find(device: str = REFERENCE, folder: Path | None = None) -> Results:
     """The records of a device, by its folder's name in ``folder`` (by default :func:`results_folder`)."""
     folder = folder or results_folder()
     devices = sorted(path.name for path in folder.iterdir() if path.is_dir())

@@ -195,7 +195,7 @@ def _parser() -> OneLineParser:
     add("--model", default="gpt2", help="hub id, local folder or shipped model")
     add("--load-format", choices=LOAD_FORMATS, default=LOAD_FORMAT, help="dummy: random weights")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
-    add("--rung", choices=tuple(LADDER), help="default: the device's best")
+    add("--rung", choices=tuple(LADDER), metavar="NAME", help="default: the device's best")
     add("--batches", type=whole_numbers(MOST_ROWS), default=BATCHES, metavar="B,B", help="batch sizes")
     add("--context", type=whole_number(1), default=CONTEXT, metavar="N", help="cached tokens a sequence")
     add("--repeats", type=whole_number(1), default=TURNS, metavar="N", help="measured turns of each mode")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rosellm.lab.records import step_records
+from rosellm.lab.records import lengths, step_records
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 
@@ -34,6 +34,8 @@ class Size:
         w, tokens = workload, workload.prompt_tokens
         if w.min_new_tokens is not None:
             w = replace(w, min_new_tokens=min(w.min_new_tokens, self.new_tokens))
+        if w.min_prompt_tokens is not None:
+            w = replace(w, min_prompt_tokens=min(w.min_prompt_tokens, self.prompt))
         return replace(
             w,
             num_requests=min(w.num_requests, self.requests),
@@ -42,6 +44,14 @@ class Size:
             prompt_tokens=None if tokens is None else min(tokens, self.prompt),
             shared_prefix_tokens=min(w.shared_prefix_tokens, self.prompt),
         )
+
+    def options(self, workload: Workload) -> dict[str, Any]:
+        """A benchmark command's options that run the workload no larger than this."""
+        whole, sized = workload.flags(), self.of(workload).flags()
+        smaller = {key: value for key, value in sized.items() if value != whole[key]}
+        return {"--workload": workload.id} | {
+            f"--{key.replace('_', '-')}": value for key, value in smaller.items()
+        }
 
     def batches(self, *wanted: int) -> list[int]:
         """Without those that are too large; the largest that is allowed if all are."""
@@ -61,6 +71,7 @@ def positions_needed(size: Size) -> dict[str, int]:
     prompts = {name: w.shared_prefix_tokens + (w.prompt_tokens or 1) for name, w in sized.items()}
     whole = {name: prompts[name] + w.max_new_tokens for name, w in sized.items()}
     half = {name: whole[name] - w.max_new_tokens // 2 + LEDGER_ROOM for name, w in sized.items()}
+    unequal = lengths.positions_for(min(lengths.MEAN, size.prompt // lengths.TIMES))
     return {
         "counts": 8 + min(32, size.new_tokens),
         "autotune": min(LONGEST_TUNED, size.prompt),
@@ -70,6 +81,7 @@ def positions_needed(size: Size) -> dict[str, int]:
         "timelines": half["W1"],
         "kv_pressure": max(whole["W6"], whole["W7"]),
         "determinism": max(whole.values()),
+        **{f"lengths-{batch}": unequal for batch in lengths.BATCHES},
         **{f"leave_one_out-{name}": whole[name] for name in step_records.WHOLE_RUNS},
         **{f"{kind}-{name}": half[name] for kind in ("steps", "ablations") for name in LEDGER_WORKLOADS},
     }

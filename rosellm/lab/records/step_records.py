@@ -37,13 +37,13 @@ def ladder_steps(model: Transformer, rungs: list[str], workload: Workload, **eff
     batch, context = step_shape(workload)
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
     makers = {rung: partial(Bench, model, rung, prompts, room()) for rung in rungs}
-    return _figures(batch, context, measure_steps(makers, **effort))
+    return figures_of(batch, context, measure_steps(makers, **effort))
 
 
 def ablation_steps(model: Transformer, rung: str, workload: Workload, **effort: Any) -> dict[str, Any]:
     """A rung's step, that of the rung before, and of what lies between."""
     batch, context = step_shape(workload)
-    return _figures(batch, context, measure_steps(variants(rung, model, batch, context), **effort))
+    return figures_of(batch, context, measure_steps(variants(rung, model, batch, context), **effort))
 
 
 ABLATED = tuple(BETWEEN)
@@ -86,7 +86,8 @@ def _engine(model: Transformer, workload: Workload, recipe: Recipe) -> Engine:
     return Engine(model, recipe=recipe, max_batch_size=workload.max_batch_size, num_kv_blocks=blocks)
 
 
-def _figures(batch: int, context: int, steps: dict[str, StepTimes]) -> dict[str, Any]:
+def figures_of(batch: int, context: int, steps: dict[str, StepTimes]) -> dict[str, Any]:
+    """Step times for a record; ``context``: cached tokens of a row, on average. Frees the GPU's memory."""
     turns = {name: [[round(us, 3) for us in own] for own in one.turns_us] for name, one in steps.items()}
     gc.collect()
     if torch.cuda.is_available():

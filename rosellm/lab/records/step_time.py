@@ -18,7 +18,7 @@ import torch
 
 from rosellm.lab.records.bench import Bench
 from rosellm.lab.records.ledger import drive
-from rosellm.lab.records.records import Results
+from rosellm.lab.records.records import RecordError, Results
 
 STRETCH = 32  # steps
 TURNS = 5  # for each engine
@@ -47,6 +47,17 @@ class StepTimes:
 def recorded_steps(results: Results, workload: str) -> dict[str, StepTimes]:
     """Rung → its recorded step at a workload's batch size and mid-run context."""
     return step_times(results.load(f"steps-{workload}")["figures"]["turns_us"])
+
+
+def steps_of(results: Results, workload: str, *rungs: str) -> list[StepTimes]:
+    """The recorded steps of some rungs. Raises RecordError, listing the rungs there are."""
+    steps = recorded_steps(results, workload)
+    for rung in rungs:
+        if rung not in steps:
+            raise RecordError(
+                f"{results.folder.name} has no step of {rung!r} at {workload}: there are {', '.join(steps)}"
+            )
+    return [steps[rung] for rung in rungs]
 
 
 def step_times(turns_us: Mapping[str, list[list[float]]]) -> dict[str, StepTimes]:

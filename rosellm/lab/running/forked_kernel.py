@@ -15,6 +15,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from subprocess import Popen
+from threading import RLock
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +24,7 @@ from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning import LocalProvisioner
+from tqdm import tqdm
 
 from rosellm.lab.running.interruption import signals_held_back
 
@@ -127,6 +129,7 @@ def kernel_manager(in_child: Callable[[], object]) -> type[AsyncKernelManager]:
 
 def _serve(connection_file: str, folder: str) -> None:
     gc.freeze()  # the garbage collector then skips all imported objects
+    tqdm.set_lock(RLock())  # instead of one between processes, a semaphore that would outlive the kernel
     np.random.seed()
     os.chdir(folder)
     sys.path[0] = ""

@@ -1,4 +1,4 @@
-"""Write a working notebook: ``python -m rosellm.lab.running.new_notebook 30_my_idea``.
+"""Write a working notebook: ``python -m rosellm.lab.running.new_notebook 40_my_idea``.
 
 It compares the rung of that name with the one below it, or two others if there is no such rung; it has been
 executed and is listed in README.md's index.
@@ -45,10 +45,11 @@ device: str = "auto"
 dtype: str = "auto"
 batch: int = 4  # sequences that decode together
 prompt_lengths: list[int] = [2, 40]  # tokens, taken in turn
-new_tokens: int = 16  # a sequence"""
+new_tokens: int = 16  # a sequence
+record: str = "nvidia-h200"  # and machines to show beside it, such as "here\""""
 START = """loading = {{"model": model, "load_format": load_format, "device": device, "dtype": dtype}}
 sizes = {{"batch": batch, "prompt_lengths": prompt_lengths, "new_tokens": new_tokens}}
-nb = open_rung("{after}", **loading, **sizes)
+nb = open_rung("{after}", **loading, **sizes, record=record)
 nb.change"""
 STUB = """def twice(n):
     \"\"\"Your exercise.\"\"\"
@@ -69,7 +70,7 @@ def draft(name: str) -> NotebookNode:
     """The notebook ``NN_topic``, not yet executed. Raises NotebookError for another kind of name."""
     found = NAME.fullmatch(name)
     if not found:
-        raise NotebookError(f"name is {name!r}; give two digits and a topic, like 30_my_idea")
+        raise NotebookError(f"name is {name!r}; give two digits and a topic, like 40_my_idea")
     number, topic = found.groups()
     after = topic if topic in BEFORE else TO_BEGIN_WITH
     cells = [
@@ -106,7 +107,7 @@ def write(name: str, folder: Path) -> Path:
 def main(argv: list[str] | None = None) -> None:
     """Write the notebook, then renew README.md."""
     parser = OneLineParser(prog="python -m rosellm.lab.running.new_notebook", description=__doc__)
-    parser.add_argument("name", help="two digits and a topic or a rung, like 30_my_idea")
+    parser.add_argument("name", help="two digits and a topic or a rung, like 40_my_idea")
     path = write(parser.parse_args(argv).name, readme.ROOT / "notebooks")
     print(f"{path.relative_to(readme.ROOT)} written and executed")
     readme.main([])

@@ -1,15 +1,16 @@
 """Keep README.md true: ``python -m rosellm.lab.running.readme`` rewrites its computed parts.
 
-With ``--check`` it only reports whether they are up to date. Computed are the ladder's pictures for light and
-dark pages (``notebooks/results/ladder-*.svg``), the table of results, and the notebook index with each
-notebook's finding, and the table of modern models. All but the pictures are between HTML comments with
-their names.
+With ``--check`` it only reports whether they are up to date. ``--record nvidia-h200,my-gpu`` shows other
+machines beside the reference from then on: a comment in README.md keeps the choice. Computed are the
+ladder's pictures for light and dark pages (``notebooks/results/ladder-*.svg``), the table of results, and the
+notebook index with each notebook's finding, and the table of modern models. All but the pictures are between
+HTML comments with their names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import nbformat
 from nbformat import NotebookNode
@@ -20,44 +21,63 @@ from rosellm.errors import RoseError
 from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_chart
 from rosellm.lab.figures.ladder_svg import ladder_svg
 from rosellm.lab.records.findings import finding
+from rosellm.lab.records.machines import beside, find_machines, name_of
 from rosellm.lab.records.model_runs import Row, recorded_models, runs_told, table, unit_of
-from rosellm.lab.records.records import Results, find, floor_tok_s, number, results_folder, rivals
+from rosellm.lab.records.records import RecordError, Results, floor_tok_s, number, results_folder, rivals
 from rosellm.lab.records.verdicts import WORKLOADS
 from rosellm.lab.running.gallery import reading_minutes
 from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS
 from rosellm.roseinfer.recipe import BEST_RUNG, SIDE_BRANCHES
 
 ROOT = results_folder().parent.parent
+RECORD = re.compile(r"<!-- record: ([\w., -]+?) -->")
 PICTURES = {name: f"notebooks/results/ladder-{name}.svg" for name in README_THEMES}
 
 
-def results_table(results: Results) -> str:
-    """Every workload: the ladder's start and best rung, the rivals, and the share of the bytes floor."""
+def results_table(machines: Sequence[Results]) -> str:
+    """Every workload: the ladder's start and best rung, the rivals, and the share of the bytes floor.
+
+    Other machines stand below the reference, whose rivals these are.
+    """
     rows = [
         "| workload | `dense` | best rung | | vLLM 0.22.1 | transformers | of the bytes floor |",
         "|---|--:|--:|---|--:|--:|--:|",
     ]
-    for workload in WORKLOADS:
-        values = results.values(workload)
-        others = [rivals(workload).get(name, {}).get(workload) for name in README_RIVALS]
-        best, share = "–", None
-        if values:
-            best = max(values.keys() - SIDE_BRANCHES, key=values.__getitem__)
-            share = values[best] / floor_tok_s(results, workload) * 100
-        rows.append(
-            f"| {workload} | {number(values.get('dense'))} | **{number(values.get(best))}** | `{best}` "
-            f"| {' | '.join(number(value) for value in others)} | {number(share)} % |"
-        )
+    results = machines[0]
+
+    def cells(of: Results, workload: str) -> list[str]:
+        others = rivals(workload) if of is results else {}
+        return _measured(of, workload, [others.get(name, {}).get(workload) for name in README_RIVALS])
+
+    table, lacking = beside(machines, WORKLOADS, cells)
+    rows += [f"| {' | '.join(row)} |" for row in table]
     where = results.environment_line(f"W3-{BEST_RUNG}")
-    return "\n".join([*rows, "", f"Completion tokens per second of the whole run, medians. {where}."])
+    told = f"Completion tokens per second of the whole run, medians. {where}."
+    return "\n".join([*rows, "", told, *(f"{line[0].upper()}{line[1:]}." for line in lacking)])
 
 
-def notebook_index(results: Results) -> str:
+def _measured(results: Results, workload: str, others: Sequence[float | None]) -> list[str]:
+    values = results.values(workload)
+    if not values:
+        raise RecordError(f"{results.folder.name} has no {workload}")
+    best = max(values.keys() - SIDE_BRANCHES, key=values.__getitem__)
+    try:
+        share = values[best] / floor_tok_s(results, workload) * 100
+    except RecordError:  # without this device's bandwidth
+        share = None
+    told = [number(value) for value in (values.get("dense"), values[best], *others, share)]
+    return [told[0], f"**{told[1]}**", f"`{best}`", *told[2:-1], f"{told[-1]} %"]
+
+
+def notebook_index(machines: Sequence[Results]) -> str:
     """A row per notebook: its title, the minutes to read it, and what the records say about its rung."""
+    results, *others = machines
     rows = ["| notebook | what it is about | min | finding on the recorded GPU |", "|---|---|--:|---|"]
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         notebook = nbformat.read(path, 4)
-        cells = _title(notebook), str(reading_minutes(notebook)), finding(results, path.stem)
+        found = [finding(results, path.stem)]
+        found += [f"{name_of(other)}: {finding(other, path.stem)}" for other in others]
+        cells = _title(notebook), str(reading_minutes(notebook)), "<br>".join(found)
         rows.append(f"| [{path.stem}](notebooks/{path.name}) | {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -69,43 +89,63 @@ def _title(notebook: NotebookNode) -> str:
     return f"{title}: {rest[0]}" if rest and re.fullmatch(r"\*[^*]+\?\*", rest[0]) else title
 
 
-def models_table(results: Results) -> str:
-    """Every workload of modern models: ours in bold, then the rival's and the floor in brackets."""
+def models_table(machines: Sequence[Results]) -> str:
+    """Every workload of modern models: ours in bold, then the rival's and the floor in brackets.
+
+    Other machines have columns of their own, without another's rival and floor.
+    """
+    results, *others = machines
     models = recorded_models(results)
-    columns = [{row.workload: row for row in table(results, model)} for model in models]
-    rows = [f"| | {' | '.join(models)} |", f"|---|{'--:|' * len(models)}"]
+    columns = {model: {row.workload: row for row in table(results, model)} for model in models}
+    for other in others:
+        for model in recorded_models(other):
+            own = (row._replace(rival=None, floor=None) for row in table(other, model))
+            columns[f"{model}, {name_of(other)}"] = {row.workload: row for row in own if row.ours}
+    rows = [f"| | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
     for workload in MODEL_WORKLOADS:
-        cells = [_cell(column.get(workload)) for column in columns]
+        cells = [_cell(column.get(workload)) for column in columns.values()]
         if any(cells):
             rows.append(f"| {workload}, {unit_of(MODEL_WORKLOADS[workload])} | {' | '.join(cells)} |")
     where = Results(results.folder / models[0]).environment_line("D1") if models else ""
     runs = f"medians of whole runs after a first ({runs_told(results)})" if models else "no records yet"
-    return "\n".join([*rows, "", f"**Ours** (vLLM 0.22.1; floor), {runs}. {where}."])
+    lacking = [f" None of {name_of(other)}." for other in others if not recorded_models(other)]
+    return "\n".join([*rows, "", f"**Ours** (vLLM 0.22.1; floor), {runs}. {where}.{''.join(lacking)}"])
 
 
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
     ours = "–" if row.ours is None else f"**{number(row.ours)}**"
+    if row.rival is None and row.floor is None:
+        return ours
     return f"{ours} ({number(row.rival)}; {number(row.floor)})"
 
 
-SECTIONS: dict[str, Callable[[Results], str]] = {
+SECTIONS: dict[str, Callable[[Sequence[Results]], str]] = {
     "results": results_table,
     "notebooks": notebook_index,
     "models": models_table,
 }
 
 
-def updated(text: str, results: Results) -> str:
-    """README text with every computed section renewed."""
+def updated(text: str) -> str:
+    """README text with every computed section renewed, of the machines that it names."""
+    machines = find_machines(chosen(text))
     for name, section in SECTIONS.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         found = pattern.search(text)
         if not found:
             raise RoseError(f"README.md has no section between <!-- {name} --> and <!-- /{name} -->")
-        text = f"{text[: found.end(1)]}{section(results)}\n{text[found.start(2) :]}"
+        text = f"{text[: found.end(1)]}{section(machines)}\n{text[found.start(2) :]}"
     return text
+
+
+def chosen(text: str) -> str:
+    """The machines that README text shows, as the option ``--record`` takes them."""
+    found = RECORD.search(text)
+    if not found:
+        raise RoseError("README.md has no comment like <!-- record: nvidia-h200 -->")
+    return found[1]
 
 
 @command
@@ -117,22 +157,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail if something is out of date"
     )
-    check = parser.parse_args(argv).check
-    stale = stale_files()
-    if check and stale:
+    parser.add_argument("--record", help="folders of records to show, comma-separated; default: as before")
+    arguments = parser.parse_args(argv)
+    stale = stale_files(arguments.record)
+    if arguments.check and stale:
         raise RoseError(f"{', '.join(stale)} out of date: run python -m rosellm.lab.running.readme")
     for name, text in stale.items():
         write_text(ROOT / name, text)
         print(f"{name} renewed")
 
 
-def stale_files() -> dict[str, str]:
-    """File → the text it should have, for files that differ."""
-    results = find()
+def stale_files(record: str | None = None) -> dict[str, str]:
+    """File → the text it should have, for files that differ. record: machines to show instead."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    wanted = {"README.md": updated(readme, results)}
+    if record is not None:
+        folders = ",".join(results.folder.name for results in find_machines(record))
+        readme = RECORD.sub(f"<!-- record: {folders} -->", readme)
+    machines = find_machines(chosen(readme))
+    wanted = {"README.md": updated(readme)}
     wanted |= {
-        PICTURES[name]: ladder_svg(readme_chart(results, theme)) for name, theme in README_THEMES.items()
+        PICTURES[name]: ladder_svg(readme_chart(machines, theme)) for name, theme in README_THEMES.items()
     }
     return {
         name: text

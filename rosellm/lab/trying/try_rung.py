@@ -7,6 +7,7 @@ with it and must give the tokens of the rung below; then the steps of both are t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,8 +22,9 @@ from rosellm.lab.figures.ladder import ladder_chart
 from rosellm.lab.figures.ledger import waterfall
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
 from rosellm.lab.records.ledger import Ledger, step_ledger, tokens_needed
+from rosellm.lab.records.machines import check_same_size, find_machines, name_of
 from rosellm.lab.records.parameters import check_parameters
-from rosellm.lab.records.records import Results, find, percent_change
+from rosellm.lab.records.records import REFERENCE, RecordError, Results, percent_change
 from rosellm.lab.records.roles import Marked
 from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, recorded_steps, room
 from rosellm.lab.trying.called_by import refusal
@@ -88,6 +90,7 @@ class TriedRung:
     models: tuple[str, ...]
     calls: Mapping[str, int]
     results: Results
+    others: tuple[Results, ...] = ()
 
     def __str__(self) -> str:
         called = ", ".join(f"{name} {n:,} times" for name, n in self.calls.items())
@@ -127,7 +130,7 @@ class TriedRung:
     def ladder(self, workload: str = "W1") -> Chart:
         """The recorded ladder's speeds relative to the base rung's, and beside it this one's, measured here.
 
-        An interpreted kernel has a row without a value.
+        Also the ladders of ``others`` relative to their own. An interpreted kernel has a row without a value.
         """
         recorded = {name: one.us for name, one in recorded_steps(self.results, workload).items()}
         if self.base not in recorded:
@@ -143,7 +146,19 @@ class TriedRung:
             f"Steps a second, {self.base} = 1: {workload} recorded on {self.results.device_name}, "
             f"{self.name} against {self.base} on this machine"
         )
-        return ladder_chart(speeds, f"× {self.base}", title=title)
+        return ladder_chart(speeds, f"× {self.base}", title=title, beside=self._beside(workload))
+
+    def _beside(self, workload: str) -> dict[str, dict[str, float]]:
+        """Machine → rung → its speed relative to the base rung's; nothing by rung where that is not known."""
+        beside: dict[str, dict[str, float]] = {}
+        for results in self.others:
+            steps: dict[str, StepTimes] = {}
+            with suppress(RecordError):
+                check_same_size(results, self.results, f"steps-{workload}")
+                steps = recorded_steps(results, workload)
+            known = steps.items() if self.base in steps else ()
+            beside[name_of(results)] = {rung: steps[self.base].us / one.us for rung, one in known}
+        return beside
 
     def show_ladder(self, workload: str = "W1") -> None:
         show(self.ladder(workload))
@@ -225,7 +240,7 @@ def try_rung(
     batch: int = 6,
     context: int = 64,
     seed: int | None = None,
-    record: str = "nvidia-h200",
+    record: str = REFERENCE,
     **kernels: Callable[..., Any],
 ) -> TriedRung:
     """The rung ``base`` with ``kernels`` replaced, under a name of its own, once they have proved right.
@@ -234,8 +249,8 @@ def try_rung(
     Triton or plain torch. First each is checked against its specification (:func:`check_kernel`; seed None
     draws new inputs each time). Then the engine runs with them, in fp32, on the model and on a small one of
     grouped queries, greedily and with sampling: its tokens must be the base rung's, and each kernel must have
-    been called. batch, context: of the steps that are then timed. record: the folder of records to stand
-    beside.
+    been called. batch, context: of the steps that are then timed. record: folders of records to stand
+    beside, as for ``open_rung``.
 
     Raises KernelError for a kernel that is wrong or that the base rung never calls, RecipeError for an
     unknown rung or a base that this device or model cannot run, ParameterError.
@@ -246,7 +261,7 @@ def try_rung(
     check_launch(LADDER[base], transformer.device)
     LADDER[base].check_serves(transformer.config)
     check_parameters(transformer, batch=batch, prompt_tokens=context, new_tokens=room())
-    results = find(record)
+    results, *others = find_machines(record)
     checked: dict[str, Any] = {
         "model": transformer.config,
         "dtype": transformer.dtype,
@@ -264,7 +279,18 @@ def try_rung(
     served = {one: it for one, it in exact.items() if one == model or _serves(base, it)}
     calls = same_tokens(name, base, ours, kernels, served)
     return TriedRung(
-        name, base, transformer, ours, kernels, batch, context, verdicts, tuple(served), calls[model], results
+        name=name,
+        base=base,
+        model=transformer,
+        ours=ours,
+        replaced=kernels,
+        batch=batch,
+        context=context,
+        verdicts=verdicts,
+        models=tuple(served),
+        calls=calls[model],
+        results=results,
+        others=tuple(others),
     )
 
 

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rosellm.command_line import command
-from rosellm.models.loading import AnyTokenizer, load_parts
+from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.job import choose_recipe, make_job
 from rosellm.roseinfer.bench.options import PROFILED_STEPS, benchmark_parser, departures, parse, request_facts
 from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
 from rosellm.roseinfer.bench.runs import Run, repeat, write_trace
 from rosellm.roseinfer.bench.summary import print_summary
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,16 @@ class Benchmark:
         self.add_options(parser)
         return parse(parser, argv, self.form)
 
-    def measure(self, options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> dict[str, Any]:
-        """Measure, print, and return the record; a sweep may share one model."""
+    def measure(
+        self,
+        options: Namespace,
+        gpt: Transformer,
+        tokenizer: AnyTokenizer,
+        build: Callable[..., Engine] = Engine,
+    ) -> dict[str, Any]:
+        """Measure, print, and return the record; a sweep may share one model. build: makes the engine."""
         runs, results = self.runs(options), {}  # refuses what does not go together
-        job = make_job(options, gpt, tokenizer)
+        job = make_job(options, gpt, tokenizer, build)
         for mode, run in runs.items():
             results[mode] = repeat(run, job, mode, options.warmup_runs, options.repeat_runs)
             print_summary(results[mode], self.summary(results[mode]))
@@ -57,8 +65,9 @@ class Benchmark:
 
     def _run(self, argv: list[str] | None) -> None:
         options = self.parse_options(argv)
-        choose_recipe(options)  # reports a wrong choice before the model is loaded
-        parts = load_parts(options.hf_model_id, options.device, options.dtype, options.load_format)
-        record = self.measure(options, *parts)
+        recipe = choose_recipe(options)  # reports a wrong choice before the model is loaded
+        load = Load(options.hf_model_id, options.device, options.dtype, options.load_format)
+        loaded = load_ranks(options.tensor_parallel_size, load, recipe, options.deterministic)
+        record = self.measure(options, loaded.model, loaded.tokenizer, loaded.build)
         if options.json:
             write_record(options.json, record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rosellm.errors import PromptError, RecipeError
@@ -38,21 +39,35 @@ class Job:
         return replace(self, prompts=self.prompts[:num_requests], params=params)
 
 
-def make_job(options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> Job:
+def make_job(
+    options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer, build: Callable[..., Engine] = Engine
+) -> Job:
     """Build what the options ask for, and print what is about to be measured."""
     recipe = choose_recipe(options)
     prompts, params = make_prompts(options, gpt.config.vocab_size), request_params(options)
     encoded = encode_prompts(prompts, tokenizer)
     longest = max(map(len, encoded))
     check_positions(options, longest, gpt.config.n_positions)
-    engine = make_engine(options, recipe, gpt, tokenizer, longest)
+    engine = make_engine(options, recipe, gpt, tokenizer, longest, build)
     print_header(engine, options)
     given = encoded if options.pretok else prompts
     return Job(engine, given, params, scheduler_config(options))
 
 
 def choose_recipe(options: Namespace) -> str | Recipe:
-    """``--rung``; else dense without flags, or the best recipe of ``--device``, eager or with its runner."""
+    """``--rung``; else dense without flags, or the best recipe of ``--device``, eager or with its runner.
+
+    With an ``--all-reduce`` other than the library's it is no rung.
+    """
+    recipe = _recipe_of_flags(options)
+    if options.all_reduce == "library":
+        return recipe
+    if options.tensor_parallel_size == 1:
+        raise RecipeError(f"--all-reduce {options.all_reduce} needs a --tensor-parallel-size of 2 or more")
+    return replace(LADDER[recipe] if isinstance(recipe, str) else recipe, all_reduce=options.all_reduce)
+
+
+def _recipe_of_flags(options: Namespace) -> str | Recipe:
     if options.rung is not None:
         return get_rung(options.rung)
     if options.cuda_graph and not options.paged_attn:
@@ -64,10 +79,15 @@ def choose_recipe(options: Namespace) -> str | Recipe:
 
 
 def make_engine(
-    options: Namespace, recipe: str | Recipe, gpt: Transformer, tokenizer: AnyTokenizer, longest_prompt: int
+    options: Namespace,
+    recipe: str | Recipe,
+    gpt: Transformer,
+    tokenizer: AnyTokenizer,
+    longest_prompt: int,
+    build: Callable[..., Engine] = Engine,
 ) -> Engine:
-    """An engine with a KV cache just large enough for the options."""
-    return Engine(
+    """An engine with a KV cache just large enough for the options; build: makes it."""
+    return build(
         gpt,
         tokenizer,
         recipe=recipe,
@@ -107,7 +127,9 @@ def scheduler_config(options: Namespace) -> SchedulerConfig:
 def print_header(engine: Engine, options: Namespace) -> None:
     """Print what is about to be measured."""
     recipe = engine.rung or " ".join(engine.recipe.as_dict().values())
-    print(f"Model: {options.hf_model_id}, {options.load_format}, {engine.device.type}, {dtype_name(engine)}")
+    n_ranks = engine.group.part.size
+    where = engine.device.type + (f" x {n_ranks}" if n_ranks > 1 else "")
+    print(f"Model: {options.hf_model_id}, {options.load_format}, {where}, {dtype_name(engine)}")
     print(f"Recipe: {recipe} ({engine.kernels.name} kernels)")
     least, most = options.min_new_tokens, options.max_new_tokens
     requests = f"{options.num_requests}, {most if least is None else f'{least} to {most}'} new tokens each"

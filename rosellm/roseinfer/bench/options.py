@@ -6,7 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from pathlib import Path
 from typing import Any
 
-from rosellm.command_line import INT32_MAX, OneLineParser, whole_number, whole_numbers
+from rosellm.command_line import INT32_MAX, OneLineParser, ScreenParser, whole_number, whole_numbers
 from rosellm.errors import PromptError, RoseError
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import DTYPES, LOAD_FORMATS
@@ -20,11 +20,13 @@ from rosellm.roseinfer.bench.workloads import (
     get_workload,
 )
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.recipe import LADDER, recipe_choices
 from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
+from rosellm.roseinfer.tensor_parallel import MOST_RANKS
 
 PROFILED_STEPS = 20
 MOST_REQUESTS = MOST_TOKENS = 1 << 20
+DETAILS = ("KV cache", "several GPUs", "prompts", "sampling", "scheduler", "arrivals")  # groups
 NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id")
 
 
@@ -35,8 +37,14 @@ def command_parser(module: str, doc: str, usage: str = "[options]") -> OneLinePa
 
 
 def benchmark_parser(module: str, doc: str) -> OneLineParser:
-    """The same, with the options shared by both benchmarks of whole runs."""
-    parser = command_parser(module, doc)
+    """The same of a command with the options shared by both benchmarks of whole runs.
+
+    What ``doc`` says after its first paragraph, and the options of ``DETAILS``, only ``--help-all`` shows.
+    """
+    _title, description, *rest = doc.strip().split("\n\n")
+    program = f"python -m rosellm.roseinfer.{module}"
+    texts = {"usage": "%(prog)s [options]", "description": description, "epilog": " ".join(rest) or None}
+    parser = ScreenParser(DETAILS, prog=program, **texts)
     add_model_options(parser)
     add_device_options(parser)
     add_engine_options(parser)
@@ -44,7 +52,7 @@ def benchmark_parser(module: str, doc: str) -> OneLineParser:
     add_scheduler_options(parser)
     add_run_options(parser)
     add_record_option(parser)
-    trace = f"write a Chrome trace of one extra run, of about {PROFILED_STEPS} decode steps"
+    trace = f"write a Chrome trace of {PROFILED_STEPS} more decode steps"
     parser.add_argument("--profile", type=writable_file, metavar="FILE", help=trace)
     return parser
 
@@ -82,20 +90,28 @@ def add_model_options(parser: ArgumentParser) -> None:
 def add_device_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("device").add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: float16 on cuda, float32 on cpu")
+    dtype = "default auto: float16 on cuda, else float32"
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
 
 
 def add_engine_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
-    add("--rung", metavar="NAME", help=f"overrides the two flags below: {', '.join(LADDER)}")
-    add("--paged-attn", action="store_true", help="the best recipe with the eager runner; without it: dense")
+    first, *_, last = LADDER
+    add("--rung", metavar="NAME", help=f"{first} to {last}")
+    add("--paged-attn", action="store_true", help="the best recipe, eager; without it: dense")
     add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
+    alone = "bitwise the same logits in any batch; late rungs"
+    add("--deterministic", action="store_true", help=alone)
+    add = parser.add_argument_group("KV cache").add_argument
     add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
     blocks = "KV blocks per layer; default: what --max-batch-size requests need, capped by memory"
     add("--num-kv-blocks", **count(None), help=blocks)
     add("--prefix-cache", **switch(True), help="reuse the KV of shared prompt prefixes")
-    alone = "a request's logits are bitwise the same whatever shares its batch; on the late rungs"
-    add("--deterministic", action="store_true", help=alone)
+    add = parser.add_argument_group("several GPUs").add_argument
+    ranks = "GPUs that share the model; on a CPU: processes"
+    add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help=ranks)
+    sums = recipe_choices()["all_reduce"]
+    add("--all-reduce", choices=sums, default="library", help="how several GPUs sum")
 
 
 def add_request_options(parser: ArgumentParser) -> None:
@@ -105,6 +121,10 @@ def add_request_options(parser: ArgumentParser) -> None:
     add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens per request")
     add("--prompt", default=Workload.prompt, metavar="TEXT", help="text of every prompt")
     repeats = "how often requests repeat the text, in turn"
+    add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
+    add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
+    add("--pretok", **switch(False), help="tokenize before the clock starts")
+    add = parser.add_argument_group("prompts").add_argument
     add("--prompt-repeats", **counts(Workload.prompt_repeats, MOST_TOKENS), help=repeats)
     random = "prompts of N seeded random token ids instead of text"
     add("--prompt-tokens", **count(Workload.prompt_tokens, high=MOST_TOKENS), help=random)
@@ -113,19 +133,17 @@ def add_request_options(parser: ArgumentParser) -> None:
     add("--min-new-tokens", **count(Workload.min_new_tokens), help=shortest)
     shared = "random token ids with which all those prompts begin"
     add("--shared-prefix-tokens", **count(Workload.shared_prefix_tokens, 0, MOST_TOKENS), help=shared)
+    add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=Workload.temperature, metavar="T", help="0: greedy")
     add("--top-k", **count(Workload.top_k, low=0), help="sample from the N most likely tokens; 0: from all")
     nucleus = "sample from the most likely tokens that reach this probability; 1: from all"
     add("--top-p", type=float, default=Workload.top_p, metavar="P", help=nucleus)
     add("--seed", **count(0, low=0), help="seed of random ids, lengths and each request's sampling")
-    add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
-    add("--pretok", **switch(False), help="tokenize before the clock starts")
 
 
 def add_scheduler_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("scheduler").add_argument
     config = SchedulerConfig
-    add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
     add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts per iteration")
     add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens per iteration")
     chunk = "prompt tokens per iteration while requests decode; default: --prefill-token-budget"
@@ -136,7 +154,7 @@ def add_scheduler_options(parser: ArgumentParser) -> None:
 
 def add_run_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("runs").add_argument
-    add("--warmup-runs", **count(1, low=0), help="whole runs before the measured ones")
+    add("--warmup-runs", **count(1, low=0), help="runs before the measured ones")
     add("--repeat-runs", **count(3), help="measured runs")
 
 
@@ -176,7 +194,7 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
     preset, dtype = workload.flags(), engine.config.dtype or DTYPE
     if workload.model is not None:
         preset["hf_model_id"], dtype = workload.model, DTYPE
-    preset |= {"load_format": LOAD_FORMAT, "deterministic": False}
+    preset |= {"load_format": LOAD_FORMAT, "deterministic": False, "tensor_parallel_size": 1}
     here = {name: getattr(options, name) for name in preset} | {"dtype": dtype_name(engine)}
     told = [
         f"{name}={here[name]} for {value}"

@@ -127,17 +127,19 @@ def kv_blocks_within_memory(
     n_rows: int = 256,
     utilization: float = 0.9,
     measure: Callable[[], int] | None = None,
+    least: Callable[[int], int] = int,
 ) -> int:
     """``wanted`` blocks per layer, or as many as memory has room for; may be 0.
 
     On a GPU that is ``utilization`` of its memory, less what is in use (the weights) and what steps of
     ``n_rows`` sequences and their prefills will need; on a CPU it is ``CPU_KV_BYTES``. measure: finds out
     what they need, and is asked unless ``wanted`` takes less than half of the room; None: it is estimated.
+    least: see ``GPUMemory``.
     """
     block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
     if gpt.device.type != "cuda":
         return max(0, min(wanted, CPU_KV_BYTES // block_bytes))
-    memory = GPUMemory(gpt.device)
+    memory = GPUMemory(gpt.device, least)
     if measure is not None and 2 * wanted * block_bytes <= _room(memory, utilization):
         return wanted
     try:

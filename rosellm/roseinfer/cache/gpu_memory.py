@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import torch
 
 
 class GPUMemory:
-    """Bytes of one device. torch keeps what it has once reserved, until :meth:`settle`."""
+    """Bytes of one device. torch keeps what it has once reserved, until :meth:`settle`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    least: of several ranks' devices the least that is free (``group.Group``).
+    """
+
+    def __init__(self, device: torch.device, least: Callable[[int], int] = int) -> None:
+        self._device, self._least = device, least
 
     def settle(self) -> None:
         """Give unused memory back to the driver; the peak starts anew.
@@ -25,7 +29,7 @@ class GPUMemory:
     @property
     def free(self) -> int:
         """What no process has."""
-        return torch.cuda.mem_get_info(self._device)[0]
+        return self._least(torch.cuda.mem_get_info(self._device)[0])
 
     @property
     def total(self) -> int:

@@ -28,6 +28,7 @@ class StagingBuffer:
         self._taken = torch.empty(0, dtype=dtype)  # the buffer being written
         self._capacity = 0
         self._shape: tuple[int, ...] = (0,)
+        self._given: np.ndarray | None = None
         self._sent: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # oldest first
 
     def host(self, *shape: int) -> np.ndarray:
@@ -39,7 +40,14 @@ class StagingBuffer:
             self._capacity = max(self._capacity, 2 * size)
             self._taken = torch.empty(self._capacity, dtype=self.dtype, pin_memory=self._pin)
         self._shape = shape
-        return self._taken[:size].view(shape).numpy()
+        self._given = self._taken[:size].view(shape).numpy()
+        return self._given
+
+    def put(self, array: np.ndarray) -> StagingBuffer:
+        """Make ``array`` what is sent: copied, unless it is the one that :meth:`host` gave last."""
+        if array is not self._given:
+            self.host(*array.shape)[...] = array
+        return self
 
     def send(self, out: Tensor | None = None) -> Tensor:
         """Copy the array from :meth:`host` to the device, into the front of ``out`` if given; one copy."""

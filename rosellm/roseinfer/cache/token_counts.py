@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.staging import StagingBuffer
+from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.request import Sequence
 
 
@@ -23,11 +24,12 @@ class TokenCounts:
     the KV cache (S = 256, V = 151,936: 156 MB).
     """
 
-    def __init__(self, n_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, n_rows: int, vocab_size: int, device: torch.device, group: Group = ALONE) -> None:
         self.table = torch.zeros(n_rows, vocab_size, dtype=torch.int32, device=device)
         self._staging = StagingBuffer(device, torch.int32)
         self._place_of: dict[Sequence, int] = {}
         self._free = list(range(n_rows))  # a heap: the lowest first
+        self._write = group.command("counts", self._written)
 
     def hold(self, sequences: list[Sequence], positions: list[int]) -> list[int]:
         """1 + the place of each sequence's counts, of the tokens before its position; 0 if it needs none.
@@ -63,7 +65,11 @@ class TokenCounts:
         cells[0] = np.repeat(places, lengths)
         for row, arrays in zip(cells[1:], zip(*seen, strict=True), strict=True):
             np.concatenate(arrays, out=row)
-        sent = self._staging.send()
+        self._write(host, n)
+
+    def _written(self, host: np.ndarray, n: int) -> None:
+        """The part on the device: n rows."""
+        sent = self._staging.put(host).send()
         place, token, number = sent[n:].view(3, -1)
         self.table.index_fill_(0, sent[:n].long(), 0)
         self.table[place.long(), token.long()] = number

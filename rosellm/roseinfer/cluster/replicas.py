@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, NoReturn
 
 from rosellm.errors import ClusterError, OptionError, RoseError, told
@@ -18,9 +19,11 @@ from rosellm.roseinfer.cluster.runtime import Runtime
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.held_interrupt import held_interrupt
 from rosellm.roseinfer.serving.scheduler import Progress
 
 LOADS_WITHIN_S = 600.0
+INTERRUPTED_WITHIN_S = 0.25
 MOST_REPLICAS = 1024
 MOST_DEATHS = 3
 CALLS_AHEAD = 2  # one runs, the next waits in the replica's process: it is never idle
@@ -191,11 +194,7 @@ class Replicas:
     def _hear(self, answers: Answers | None) -> None:
         """Wait for an answer, and take it; answers of one replica are taken in the order of the calls."""
         first = {seat.calls[0]: seat for seat in self._seats if seat.calls}
-        timeout = None if self._router.live else LOADS_WITHIN_S
-        done, _ = self._ray.wait(list(first), timeout=timeout)
-        if not done:
-            raise ClusterError(f"all replicas have died, and none is back within {LOADS_WITHIN_S:g} s")
-        for call in done:
+        for call in self._wait(list(first)):
             seat = first[call]
             try:
                 answer = self._ray.get(call)
@@ -209,6 +208,20 @@ class Replicas:
             else:
                 seat.calls.popleft()
                 self._take(seat, answer, answers)
+
+    def _wait(self, calls: list[Any]) -> list[Any]:
+        """The first of these calls to be answered."""
+        until = monotonic() + LOADS_WITHIN_S
+        with held_interrupt() as let_interrupt_through:
+            while True:
+                done, _ = self._ray.wait(calls, timeout=INTERRUPTED_WITHIN_S)
+                let_interrupt_through()
+                if done:
+                    return done
+                if not self._router.live and monotonic() > until:
+                    raise ClusterError(
+                        f"all replicas have died, and none is back within {LOADS_WITHIN_S:g} s"
+                    )
 
     def _take(self, seat: Seat, answer: Facts | Report, answers: Answers | None) -> None:
         if isinstance(answer, Facts):

@@ -91,6 +91,8 @@ class PagedAttention:
 class AppendAndAttend(Binder):
     """One kernel per layer does all; a program reads a sequence's whole context."""
 
+    choose: Callable[..., Variant] = staticmethod(whole_rows)
+
     def __init__(self, kernels: Kernels, blocks: KVBlockManager, model: Transformer) -> None:
         super().__init__(kernels, blocks, model)
         self.rotary = [model.rotary(layer) for layer in range(self.config.n_layers)]
@@ -99,13 +101,8 @@ class AppendAndAttend(Binder):
 
     def variant(self, rows: int, longest: int) -> str:
         """How the kernel is launched."""
-        return str(self._variant(whole_rows, rows, longest))
-
-    def _variant(self, choose: Callable[..., Variant], rows: int, longest: int) -> Variant:
-        c = self.config
-        return choose(
-            rows, c.n_kv_heads, min(longest, c.window or longest), self.num_sms, c.group, c.head_dim
-        )
+        c, seen = self.config, min(longest, self.config.window or longest)
+        return str(self.choose(rows, c.n_kv_heads, seen, self.num_sms, c.group, c.head_dim))
 
     def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
         plan = self.kernels.plan_attention(state.positions, Variant.parse(variant), self.config.window)
@@ -129,9 +126,7 @@ class TorchAppendAndAttend(Binder):
 class SplitAppendAndAttend(AppendAndAttend):
     """The same, but contexts are cut into equal pieces where that pays (``kernels.attention_plan``)."""
 
-    def variant(self, rows: int, longest: int) -> str:
-        """How the kernel is launched, pieces included."""
-        return str(self._variant(variant_for, rows, longest))
+    choose: Callable[..., Variant] = staticmethod(variant_for)
 
 
 # By a recipe's attention and append fields.

@@ -179,3 +179,25 @@ class SomeRowsProducts:
         weight = self.blocks[layer].down.weight
         parts = self.parts_of(len(x), *weight.shape)
         return self.linear(x=x, weight=weight, parts=parts).view(parts, len(x), -1)
+
+
+class FewRowsProducts:
+    """``few_rows.few_rows_linear`` for all, without norm and residual: a sum over ranks is between them."""
+
+    def __init__(self, model: Transformer, kernels: Kernels) -> None:
+        self.blocks, self.linear = model.blocks, kernels.few_rows_linear
+        self.activation = model.config.mlp
+
+    def qkv(self, layer: int, x: Tensor) -> Tensor:
+        p = self.blocks[layer].qkv
+        return self.linear(x=x, weight=p.weight, bias=p.bias)
+
+    def out(self, layer: int, x: Tensor) -> Tensor:
+        return self.linear(x=x, weight=self.blocks[layer].out.weight)[None]
+
+    def up(self, layer: int, x: Tensor) -> Tensor:
+        p = self.blocks[layer].up
+        return self.linear(x=x, weight=p.weight, bias=p.bias, activation=self.activation)
+
+    def down(self, layer: int, x: Tensor) -> Tensor:
+        return self.linear(x=x, weight=self.blocks[layer].down.weight)[None]

@@ -12,6 +12,7 @@ from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import Room, SchedulerConfig, WaitingQueue
+from rosellm.roseinfer.serving.held_interrupt import held_interrupt
 
 
 class Listeners:
@@ -324,22 +325,24 @@ class OfflineScheduler(OnlineScheduler):
         """Results in the order of ``prompts``. ``progress``, say a tqdm bar, is updated with each token.
 
         Its total is lowered by the unused ``max_tokens`` of requests that end early. If anything raises, all
-        requests are cancelled and forgotten, and their blocks are free again.
+        requests are cancelled and forgotten, and their blocks are free again; Ctrl-C, once a step has ended.
         """
-        ids = self.add_requests(prompts, params)
-        try:
-            while self.has_unfinished:
-                n_tokens, n_spared = self.n_tokens, self.n_spared
-                self.step()
-                if progress is not None:
-                    progress.total -= self.n_spared - n_spared
-                    progress.update(self.n_tokens - n_tokens)
-        except BaseException:
-            self.cancel_all()
-            for request_id in ids:
-                self.finished.pop(request_id, None)
-            raise
-        return [self.take_result(request_id) for request_id in ids]
+        with held_interrupt() as let_interrupt_through:
+            ids = self.add_requests(prompts, params)
+            try:
+                while self.has_unfinished:
+                    n_tokens, n_spared = self.n_tokens, self.n_spared
+                    self.step()
+                    let_interrupt_through()
+                    if progress is not None:
+                        progress.total -= self.n_spared - n_spared
+                        progress.update(self.n_tokens - n_tokens)
+            except BaseException:
+                self.cancel_all()
+                for request_id in ids:
+                    self.finished.pop(request_id, None)
+                raise
+            return [self.take_result(request_id) for request_id in ids]
 
     def record_step(self, done: Done, n_tokens: int) -> None:
         super().record_step(done, n_tokens)

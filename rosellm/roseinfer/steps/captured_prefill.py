@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import tile_columns
+from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
@@ -48,7 +50,7 @@ class CapturedPrefill:
     prefill has more; larger graphs are not captured.
     """
 
-    def __init__(self, packed: PackedPrefill, graphs: Graphs, most_tokens: int) -> None:
+    def __init__(self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, group: Group = ALONE) -> None:
         self.packed, self._graphs = packed, graphs
         self._most_tokens = min(bucket_of(most_tokens), CAPTURED_TOKENS)
         largest = self._shape(self._most_tokens, PLACES[-1])
@@ -59,6 +61,8 @@ class CapturedPrefill:
         self._hidden = torch.zeros(self._most_tokens, width, dtype=model.dtype, device=device)
         self._layer_runs: dict[int, Callable[[], object]] = {}
         self._token_runs: dict[tuple[int, str], Callable[[], Tensor]] = {}
+        self._prepare = group.command("capture_prefill", self._prepared)
+        self._replay = group.command("captured_prefill", self._replayed)
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor, Batch]:
@@ -68,15 +72,11 @@ class CapturedPrefill:
         with record_function(PREFILL_RANGE):
             chunks = self.packed.reserved(sequences, counts)
             tokens, places = bucket_of(sum(counts)), places_for(len(counts))
-            run_layers = self._layer_run(tokens)
-            if not chunks.n_whole:
-                self._send(chunks, tokens, places)
-                run_layers()
-                return self._hidden, NOBODY
-            choose = self._token_run(places, self.packed.mode_of(chunks))
-            self._send(chunks, tokens, places)
-            run_layers()
-            return choose(), self.packed.rows.batch(chunks.whole)
+            mode = self.packed.mode_of(chunks) if chunks.n_whole else None
+            if not self._has(tokens, places, mode):
+                self._prepare(tokens, places, mode)
+            hidden = self._replay(self._filled(chunks, tokens, places), tokens, places, mode)
+            return hidden, self.packed.rows.batch(chunks.whole) if chunks.n_whole else NOBODY
 
     def captures(self) -> list[Callable[[], object]]:
         """Calls that capture what is not captured yet, the largest first."""
@@ -92,11 +92,26 @@ class CapturedPrefill:
         """See ``step.Step.rehearsals``."""
         return self.packed.rehearsals(n_tokens)
 
-    def _send(self, chunks: Chunks, tokens: int, places: int) -> None:
+    def _replayed(self, host: np.ndarray, tokens: int, places: int, mode: str | None) -> Tensor:
+        """The part of :meth:`run` on the device; mode: of choosing first tokens, None if there are none."""
+        self.packed.send_filled(host, self._part(self._shape(tokens, places)))
+        self._layer_run(tokens)()
+        return self._hidden if mode is None else self._token_run(places, mode)()
+
+    def _has(self, tokens: int, places: int, mode: str | None) -> bool:
+        return tokens in self._layer_runs and (mode is None or (places, mode) in self._token_runs)
+
+    def _prepared(self, tokens: int, places: int, mode: str | None) -> None:
+        """Capture what :meth:`_replayed` would; inert inputs are staged for it, so nothing else may be."""
+        self._layer_run(tokens)
+        if mode is not None:
+            self._token_run(places, mode)
+
+    def _filled(self, chunks: Chunks, tokens: int, places: int) -> np.ndarray:
         shape = self._shape(tokens, places)
         table_rows = range(PLACES[-1] - places, PLACES[-1])[: len(chunks.counts)]
         columns = tile_columns(chunks.starts, chunks.counts, table_rows, BLOCK_M)
-        self.packed.send(chunks, columns, shape, self._part(shape))
+        return self.packed.filled(chunks, columns, shape)
 
     def _shape(self, tokens: int, places: int) -> Shape:
         """With room for the tiles of as many sequences as there may be, one for each token."""
@@ -122,7 +137,7 @@ class CapturedPrefill:
 
     def _captured(self, shape: Shape, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Warmed up with inert inputs, which write nothing but the spare row."""
-        self._send(NO_CHUNKS, shape.tokens, shape.places)
+        self.packed.send_filled(self._filled(NO_CHUNKS, shape.tokens, shape.places), self._part(shape))
         return self._graphs.capture(run, run)
 
     def _run_layers(self, shape: Shape) -> Tensor:

@@ -44,12 +44,22 @@ class Graphs:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self.count = 0
+        self._captured: list[torch.cuda.CUDAGraph] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._captured)
 
     def capture(self, run: Callable[[], T], warm_up: Callable[[], object] | None) -> Callable[[], T]:
         """See :func:`record_graph`."""
-        self.count += 1
-        return record_graph(run, warm_up, self._pool)
+        graph = torch.cuda.CUDAGraph()
+        self._captured.append(graph)
+        return record_graph(run, warm_up, self._pool, graph)
+
+    def reset(self) -> None:
+        """Destroy all, as what they have captured of other libraries is about to be; none may run again."""
+        for graph in self._captured:
+            graph.reset()
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
@@ -58,17 +68,21 @@ def graphs_on(device: torch.device) -> Graphs | None:
 
 
 def record_graph(
-    run: Callable[[], T], warm_up: Callable[[], object] | None, pool: GraphPool | None = None
+    run: Callable[[], T],
+    warm_up: Callable[[], object] | None,
+    pool: GraphPool | None = None,
+    graph: torch.cuda.CUDAGraph | None = None,
 ) -> Callable[[], T]:
     """A CUDA graph of ``run``: each call replays it and returns the tensors it was captured with.
 
     Before capture, ``warm_up`` compiles and tunes the kernels of ``run``; None: they have all run before.
-    Only calls from this thread can invalidate the capture; other threads are not restricted.
-    ``torch.cuda.graph`` would also wait for the device and return unused memory to it, for every graph.
+    graph: what is captured, a new one. Only calls from this thread can invalidate the capture; other threads
+    are not restricted. ``torch.cuda.graph`` would also wait for the device and return unused memory to it,
+    for every graph.
     """
     side = _capture_stream()
     side.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph() if graph is None else graph
     shared = {} if pool is None else {"pool": pool}
     with torch.cuda.stream(side):
         if warm_up is not None:

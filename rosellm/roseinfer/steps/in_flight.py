@@ -14,6 +14,7 @@ import torch
 from rosellm.roseinfer.cache.device_state import ROUNDS
 from rosellm.roseinfer.layers.logprobs import likely_of, tell
 from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.rows import GIVEN_UP, Batch, Rows
@@ -62,8 +63,8 @@ class _Begun:
 class StepsInFlight:
     """Steps in order: begun, then committed once they have ended, then collected."""
 
-    def __init__(self, rows: Rows, logprobs: LogprobRing) -> None:
-        self._rows, self._logprobs = rows, logprobs
+    def __init__(self, rows: Rows, logprobs: LogprobRing, group: Group = ALONE) -> None:
+        self._rows, self._logprobs, self._check = rows, logprobs, group.check
         self._ring = rows.state.ring.numpy()
         self._on_gpu = rows.state.rows.is_cuda
         self._begun: deque[_Begun] = deque()
@@ -92,6 +93,7 @@ class StepsInFlight:
         """Wait until at most ``leave`` steps are in flight; commit the others, to be collected later."""
         while len(self._begun) > leave:
             self._begun[0].clock.wait()
+            self._check()
             self._ended.append(self._commit(self._begun.popleft()))
 
     def collect(self, leave: int) -> Iterator[Done]:

@@ -79,13 +79,21 @@ class PackedPrefill:
         """The chooser's mode for the first tokens."""
         return self.next_tokens.chooser.mode([s.params for s in chunks.whole])
 
-    def send(self, chunks: Chunks, columns: np.ndarray, shape: Shape, out: Tensor | None = None) -> Tensor:
-        """Give whole prompts their rows and send all inputs, into ``out`` if given, in one copy."""
+    def send(self, chunks: Chunks, columns: np.ndarray, shape: Shape) -> Tensor:
+        """Give whole prompts their rows and send all inputs in one copy."""
+        return self.send_filled(self.filled(chunks, columns, shape))
+
+    def filled(self, chunks: Chunks, columns: np.ndarray, shape: Shape) -> np.ndarray:
+        """Give whole prompts their rows; all inputs ``[shape.words]``, to be sent."""
         whole = chunks.whole
         slots, fields = self.rows.assign(whole, [s.prefill_length - 1 for s in whole])
-        inputs = PromptInputs.of(self._staging.host(shape.words), shape)
-        fill_inputs(inputs, chunks, columns, slots, fields, self._spare)
-        return self._staging.send(out)
+        host = self._staging.host(shape.words)
+        fill_inputs(PromptInputs.of(host, shape), chunks, columns, slots, fields, self._spare)
+        return host
+
+    def send_filled(self, host: np.ndarray, out: Tensor | None = None) -> Tensor:
+        """Send what :meth:`filled` gave, into ``out`` if given."""
+        return self._staging.put(host).send(out)
 
     def layers(self, inputs: PromptInputs[Tensor]) -> Tensor:
         """Run the model: final hidden states ``[N, C]``; a tile's table row is one of the places."""

@@ -25,6 +25,7 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.layers.attention import Binder
 from rosellm.roseinfer.layers.fused import Layers
 from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import Graphs, batch_bucket, batch_buckets
 from rosellm.roseinfer.steps.in_flight import StepsInFlight
@@ -64,6 +65,7 @@ class ResidentStep:
         prompts: Prompts,
         logprobs: LogprobRing,
         graphs: Graphs | None,
+        group: Group = ALONE,
     ) -> None:
         self.rows, self.state, self.prompts, self.graphs = rows, rows.state, prompts, graphs
         self.layers_for, self.bind, self.next_tokens, self.logprobs = layers_for, bind, next_tokens, logprobs
@@ -75,7 +77,10 @@ class ResidentStep:
         self._every_row = torch.arange(n_rows, device=device)
         self._steps: dict[tuple[int, str, str], Callable[[], Tensor]] = {}  # by bucket, mode and variant
         self._warm_hidden: dict[int, Tensor] = {}  # of inert rows, by bucket
-        self._in_flight = StepsInFlight(self.rows, logprobs)
+        self._in_flight = StepsInFlight(self.rows, logprobs, group)
+        self._decode = group.command("decode", self._decoded)
+        self._begin_logprobs = group.command("logprobs", self._logprobs_begun)
+        self._logits = group.command("logits", self._logits_of)
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
         self._wishes = self._wishes_of(NOBODY)
         self._latest: tuple[Tensor, list[Sequence], Batch] | None = None
@@ -166,7 +171,7 @@ class ResidentStep:
         powers = [1 << k for k in range((self._longest - 1).bit_length() + 1)]
         variants = sorted({self.bind.variant(bucket, min(power, self._longest)) for power in powers})
         keys = [(bucket, mode, variant) for variant in variants for mode in modes]
-        return [partial(self._step, *key) for key in keys if key not in self._steps]
+        return [partial(self._prepared, *key) for key in keys if key not in self._steps]
 
     @torch.inference_mode()
     def last_logits(self) -> Tensor:
@@ -176,7 +181,10 @@ class ResidentStep:
         hidden, sequences, batch = self._latest
         place = dict(zip(batch.sequences, batch.indices.tolist(), strict=True))
         rows = [place[sequence] for sequence in sequences if sequence in place]
-        return self.next_tokens.chooser.logits(hidden[torch.tensor(rows, device=hidden.device)])
+        return self._logits(hidden, np.array(rows))
+
+    def _logits_of(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
+        return self.next_tokens.chooser.logits(hidden[torch.from_numpy(rows).to(hidden.device)])
 
     def _reconcile(self, sequences: list[Sequence]) -> None:
         """Give rows to exactly ``sequences``: others are set aside, and those set aside before come back."""
@@ -208,9 +216,21 @@ class ResidentStep:
         """Those that are asked for; places ``[n]``: the batch's rows of hidden."""
         if wishes.asking.size:
             indices = wishes.batch.indices[wishes.asking]
-            self.logprobs.begin(hidden, places[wishes.asking], indices, self.rows.round[indices])
+            inputs = np.stack((places[wishes.asking], indices, self.rows.round[indices]))
+            self._begin_logprobs(hidden, inputs)
+
+    def _logprobs_begun(self, hidden: Tensor, inputs: np.ndarray) -> None:
+        self.logprobs.begin(hidden, *inputs)
 
     def _step(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
+        return partial(self._decode, bucket, mode, variant)
+
+    def _decoded(self, bucket: int, mode: str, variant: str) -> Tensor:
+        """The part of a step on the device."""
+        return self._prepared(bucket, mode, variant)()
+
+    def _prepared(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
+        """Run or replay a step; what is not captured yet is captured first."""
         key = bucket, mode, variant
         if key not in self._steps:
             run: Callable[[], Tensor] = partial(self._run, self.state.first(bucket), mode, variant)

@@ -15,6 +15,7 @@ from rosellm.roseinfer.cache.device_state import FIELDS, INERT, ROUNDS, DeviceSt
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.cache.token_counts import TokenCounts
+from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import batch_bucket
 
@@ -54,7 +55,9 @@ class Rows:
     slots; round: its place in the ring of tokens. Each is int64 ``[S]``.
     """
 
-    def __init__(self, state: DeviceState, blocks: KVBlockManager, counts: TokenCounts) -> None:
+    def __init__(
+        self, state: DeviceState, blocks: KVBlockManager, counts: TokenCounts, group: Group = ALONE
+    ) -> None:
         self.state, self.blocks, self.counts = state, blocks, counts
         n_rows = len(state.rows)
         self.left, self.position, self.reserved, self.round = np.zeros((4, n_rows), np.int64)
@@ -64,6 +67,9 @@ class Rows:
         self._free = list(range(n_rows))  # a heap: the lowest index first
         self._left_behind: set[int] = set()  # released while the device may still run them
         self._running: Batch | None = None
+        self._write = group.command("write_rows", self._written)
+        self._quiet = group.command("silence_rows", self._silenced)
+        self._shift = group.command("move_rows", self._moved)
 
     def __len__(self) -> int:
         return len(self._at)
@@ -139,7 +145,7 @@ class Rows:
         if self._left_behind:
             host = self._staging.host(len(self._left_behind))
             host[:] = list(self._left_behind)
-            self.state.positions.index_fill_(0, self._staging.send().long(), INERT)
+            self._quiet(host)
             self._left_behind.clear()
 
     def grow(self, batch: Batch) -> None:
@@ -194,11 +200,19 @@ class Rows:
         host[:, 0] = indices
         host[:, 1 : 1 + n_fields] = fields
         write_tables(host[:, 1 + n_fields :], sequences)
-        sent = self._staging.send()
+        return self._write(host, n_fields)
+
+    def _written(self, host: np.ndarray, n_fields: int) -> Tensor:
+        """The part of :meth:`_send` on the device."""
+        sent = self._staging.put(host).send()
         index = sent[:, 0].long()
-        rows = self.state.rows[:, FIELDS - n_fields : FIELDS + width]
+        rows = self.state.rows[:, FIELDS - n_fields : FIELDS - n_fields + host.shape[1] - 1]
         rows.index_copy_(0, index, sent[:, 1:])
         return index
+
+    def _silenced(self, host: np.ndarray) -> None:
+        """The part of :meth:`silence` on the device."""
+        self.state.positions.index_fill_(0, self._staging.put(host).send().long(), INERT)
 
     def _close_ranks(self) -> None:
         """Move the last rows into free ones if a smaller bucket is then enough."""
@@ -214,11 +228,7 @@ class Rows:
         """Move rows to other places; each place keeps its own round."""
         host = self._staging.host(2, len(sources))
         host[:] = sources, targets
-        source, target = self._staging.send().long()
-        rounds = self.state.rounds[target]
-        self.state.rows[target] = self.state.rows[source]
-        self.state.rounds[target] = rounds
-        self.state.positions.index_fill_(0, source, INERT)
+        self._shift(host)
         for book in (self.left, self.position, self.reserved):
             book[targets] = book[sources]
         self.left[sources] = 0
@@ -227,3 +237,11 @@ class Rows:
                 row.index, self._at[old], self._at[new] = new, None, row
         self._left_behind.difference_update(targets.tolist())
         self._free = [index for index, row in enumerate(self._at) if row is None]  # sorted, and so a heap
+
+    def _moved(self, host: np.ndarray) -> None:
+        """The part of :meth:`_move` on the device."""
+        source, target = self._staging.put(host).send().long()
+        rounds = self.state.rounds[target]
+        self.state.rows[target] = self.state.rows[source]
+        self.state.rounds[target] = rounds
+        self.state.positions.index_fill_(0, source, INERT)

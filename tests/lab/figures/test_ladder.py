@@ -91,7 +91,7 @@ def test_the_chart_is_small_enough_for_a_notebook():
 
 
 def drawn(theme: str) -> ElementTree.Element:
-    return ElementTree.fromstring(ladder_svg(readme_chart(find(), README_THEMES[theme])))
+    return ElementTree.fromstring(ladder_svg(readme_chart([find()], README_THEMES[theme])))
 
 
 @pytest.mark.parametrize("theme", README_THEMES)
@@ -118,14 +118,14 @@ def test_the_picture_has_a_dot_for_every_value_where_its_axis_says():
     logs = [math.log10(results.value("W1", rung)) for rung in RECORDED]
     scale = (places[-1] - places[0]) / (logs[-1] - logs[0])
     assert places == pytest.approx([places[0] + scale * (log - logs[0]) for log in logs], abs=0.4)
-    low, high = readme_chart(results, README_THEMES["light"]).layout.xaxis.range
+    low, high = readme_chart([results], README_THEMES["light"]).layout.xaxis.range
     assert 200 < scale * (high - low) < 300
 
 
 def test_a_line_stands_where_a_dot_of_its_value_would():
     results = find()
     value = results.value("W1", "paged")
-    figure = readme_chart(results, README_THEMES["light"])
+    figure = readme_chart([results], README_THEMES["light"])
     figure.layout.shapes[0].update(x0=value, x1=value)
     picture = ElementTree.fromstring(ladder_svg(figure))
     line = next(path for path in picture.iter(f"{SVG}path") if path.get("stroke-dasharray"))

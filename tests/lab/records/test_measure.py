@@ -1,10 +1,13 @@
 """The command that makes the committed records."""
 
 import json
+from argparse import Namespace
 
 import pytest
 
 from rosellm.lab.records import measure, recordings, step_records
+from rosellm.lab.records.sizes import SIZES
+from rosellm.lab.records.step_time import StepTimes
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import WORKLOADS
@@ -35,6 +38,7 @@ def test_an_experiment_is_recorded_with_its_figures_and_environment(tmp_path):
         (["--workloads", "W1,W0", "--model", "rose-tiny"], "W0: 1 prompt tokens and 512 new ones exceed"),
         (["--workloads", "W1", "--rungs", "dense,autotune"], "rung 'autotune' needs a GPU"),
         (["--experiments", "bookkeeping,autotune"], "experiment 'autotune' needs a GPU"),
+        (["--experiments", "lengths-64"], "experiment 'lengths-64' needs a GPU"),
         (["--experiments", "bookkeeping,grid", "--model", "rose-tiny"], "grid needs 1014 positions"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -80,14 +84,26 @@ def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turn
     assert all(value > 0 for values in left_out["tok_s"].values() for value in values)
 
 
+@pytest.mark.parametrize(("size", "sizes"), [("full", (64, 240)), ("small", (4, 24))])
+def test_unequal_contexts_are_recorded_in_a_size_that_fits(size, sizes, monkeypatch):
+    asked = Namespace(model=SHIPPED, device="cpu", load_format="auto", size=SIZES[size])
+    measured = {"equal, cut": StepTimes(((7.0, 8.0),))}
+    monkeypatch.setattr(
+        recordings, "length_steps", lambda _model, *given, **_effort: measured if given == sizes else {}
+    )
+    batch, context = sizes
+    expected = {"batch": batch, "context": context, "turns_us": {"equal, cut": [[7.0, 8.0]]}}
+    assert recordings.EXPERIMENTS["lengths-64"](asked) == expected
+
+
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=list(WORKLOADS))
 def test_a_full_size_changes_no_workload(workload):
-    assert measure.SIZES["full"].of(workload) == workload
+    assert SIZES["full"].of(workload) == workload
 
 
 def test_every_job_of_either_size_fits_the_model_that_is_its_default():
     for size, shape in (("full", KNOWN_SHAPES["gpt2"]), ("small", load_config(checkpoint_folder(SHIPPED)))):
-        assert max(measure.positions_needed(measure.SIZES[size]).values()) <= shape.n_positions
+        assert max(measure.positions_needed(SIZES[size]).values()) <= shape.n_positions
 
 
 @pytest.mark.gpu

@@ -43,7 +43,7 @@ def test_every_recorded_rung_has_three_repeats_of_every_workload():
 def test_of_a_rung_without_records_nothing_is_said():
     rows = verdicts(find(), "dense", "unheard_of")
     assert [(row.change, row.sign, row.word) for row in rows] == [("–", 0, "not measured")] * 6
-    assert "W1" not in recorded_chart(find(), "dense", "unheard_of").table
+    assert "W1" not in recorded_chart([find()], "dense", "unheard_of").table
 
 
 def test_where_no_noise_is_known_no_difference_counts():
@@ -51,7 +51,7 @@ def test_where_no_noise_is_known_no_difference_counts():
 
 
 def test_the_recorded_chart_tells_every_workload_and_change():
-    chart = recorded_chart(find(), "no_mask", "pinned_h2d")
+    chart = recorded_chart([find()], "no_mask", "pinned_h2d")
     table = chart.table
     assert chart.data[0].hovertext[2] == (
         "W2: 64 requests × 512 new tokens, 64 at a time, prompts of one token"

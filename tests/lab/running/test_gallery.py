@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -11,7 +12,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.figures.widgets import FRAMES, WIDGET
 from rosellm.lab.records.findings import NOTEBOOKS, finding
-from rosellm.lab.records.records import find
+from rosellm.lab.records.records import Results, find, number
 from rosellm.lab.running.gallery import Outcome, page, picture, publish_gallery, reading_minutes, title
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
@@ -132,6 +133,14 @@ class TestCards:
         recorded = [name for rung, name in NOTEBOOKS.items() if rung in find().rungs("W3")]
         assert len(recorded) > 20
         assert all(finding(find(), name) != "–" for name in recorded)
+
+    def test_mixed_lengths_have_a_finding_as_soon_as_w8_is_recorded(self, tmp_path):
+        shutil.copy(find().folder / "ceilings.json", tmp_path)
+        assert finding(Results(tmp_path), "30_mixed_lengths") == "–"
+        shutil.copy(find().folder / "W7-split_kv.json", tmp_path / "W8-split_kv.json")
+        told = finding(Results(tmp_path), "30_mixed_lengths")
+        best = number(find().value("W7", "split_kv"))
+        assert re.fullmatch(rf"W8: {best} tok/s, [\d.]+ times vLLM's, [\d.]+ % of the floor", told)
 
     def test_the_notebook_of_two_rungs_has_a_finding_of_each(self):
         told = finding(find(), NOTEBOOKS["identity_pos"])

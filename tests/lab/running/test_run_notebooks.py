@@ -237,6 +237,12 @@ class TestCommand:
         assert process.returncode == 0, err
         assert printed(tmp_path / "build/a.ipynb") == f"{sys.executable} {folder} 1\n"
 
+    def test_a_progress_bar_in_a_notebook_leaves_nothing_behind(self, folder, start):
+        save(folder, "a", "from tqdm import tqdm\nfor _ in tqdm(range(3)):\n    pass")
+        process = start()
+        _, err = process.communicate(timeout=100)
+        assert process.returncode == 0 and "leaked" not in err, err
+
 
 WAITS = "import os, time\nos.open({note!r}, os.O_CREAT)\nwhile True:\n    time.sleep(0.1)"
 

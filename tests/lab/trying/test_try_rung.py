@@ -50,34 +50,34 @@ def triton_append(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx
 def tried():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(module.EFFORT, "cpu", {"engines": 1, "seconds": 0.01, "turns": 1})
-        rung = try_rung("my_idea", base="dependent_launch", add_norm=my_norm, **SMALL)
+        rung = try_rung("tried_one", base="dependent_launch", add_norm=my_norm, **SMALL)
         assert rung.step_times
     return rung
 
 
 def test_a_right_kernel_climbs(tried, capsys):
     assert "add_norm PASSED 13 cases" in str(tried)
-    assert "my_idea gives the tokens of dependent_launch on rose-tiny and rose-tiny-qwen3\n" in str(tried)
+    assert "tried_one gives the tokens of dependent_launch on rose-tiny and rose-tiny-qwen3\n" in str(tried)
     assert tried.calls["add_norm"] > 10 and tried.base == "dependent_launch"
     tried.steps()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:]] == ["dependent_launch", "my_idea", "my_idea:"]
+    assert [line.split()[0] for line in lines[2:]] == ["dependent_launch", "tried_one", "tried_one:"]
 
 
 def test_its_bar_stands_beside_the_recorded_ladder(tried):
     rows = {line.split()[0]: line.split()[-1] for line in tried.ladder("W2").table.splitlines()[2:]}
     names = list(rows)
-    assert names.index("my_idea") == names.index("dependent_launch") + 1
+    assert names.index("tried_one") == names.index("dependent_launch") + 1
     assert float(rows["dependent_launch"]) == 1 and float(rows["dense"]) < 1
     steps = tried.step_times
-    assert float(rows["my_idea"]) == pytest.approx(
-        steps["dependent_launch"].us / steps["my_idea"].us, rel=0.01
+    assert float(rows["tried_one"]) == pytest.approx(
+        steps["dependent_launch"].us / steps["tried_one"].us, rel=0.01
     )
 
 
 def test_its_kernel_has_a_role_of_its_own_in_both_ledgers(tried):
     old, new = tried.ledgers
-    assert (old.name, new.name) == ("dependent_launch", "my_idea")
+    assert (old.name, new.name) == ("dependent_launch", "tried_one")
     for ledger in (old, new):
         rows = {row.cause: row for row in ledger.rows if row.kind == "work"}
         assert rows["kernel add_norm"].us > 0 and "norm" not in rows
@@ -91,8 +91,8 @@ def test_a_waterfall_leads_from_the_base_to_it(tried, monkeypatch):
     tried.waterfall()
     tried.ledger()
     tried.show_ladder()
-    assert "dependent_launch → my_idea" in shown[0].layout.title.text
-    assert shown[1] is tried.ledgers[1] and "my_idea" in shown[2].table
+    assert "dependent_launch → tried_one" in shown[0].layout.title.text
+    assert shown[1] is tried.ledgers[1] and "tried_one" in shown[2].table
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
@@ -123,7 +123,7 @@ def test_a_wrong_kernel_does_not_climb():
     with pytest.raises(
         KernelError, match=r"add_norm FAILED in case 1 \(seed 3\):\n.*x\[0, 0\].*never written"
     ):
-        try_rung("my_idea", base="dependent_launch", add_norm=wrong, **SMALL)
+        try_rung("tried_one", base="dependent_launch", add_norm=wrong, **SMALL)
 
 
 def test_a_kernel_that_only_the_engine_catches_is_refused_with_the_token():
@@ -135,9 +135,9 @@ def test_a_kernel_that_only_the_engine_catches_is_refused_with_the_token():
         return right if len(seen) < 26 else right.zero_()
 
     with pytest.raises(
-        KernelError, match="my_idea on rose-tiny: new token 2 of sequence 0 is .*dependent_launch's is"
+        KernelError, match="tried_one on rose-tiny: new token 2 of sequence 0 is .*dependent_launch's is"
     ):
-        try_rung("my_idea", base="dependent_launch", add_norm=tires, **SMALL)
+        try_rung("tried_one", base="dependent_launch", add_norm=tires, **SMALL)
 
 
 def test_an_error_in_the_engine_names_the_kernel_and_the_call():
@@ -149,7 +149,7 @@ def test_an_error_in_the_engine_names_the_kernel_and_the_call():
     with pytest.raises(
         KernelError, match="embed raised in the engine, in call 1: ValueError: a large vocabulary"
     ):
-        try_rung("my_idea", base="dependent_launch", embed=breaks, **SMALL)
+        try_rung("tried_one", base="dependent_launch", embed=breaks, **SMALL)
 
 
 REFUSED = [
@@ -169,16 +169,16 @@ REFUSED = [
 @pytest.mark.parametrize(("base", "kernel", "reason"), REFUSED)
 def test_a_kernel_that_the_base_never_calls_is_refused_with_the_rung_that_does(base, kernel, reason):
     with pytest.raises(KernelError, match=f"{base} never calls {kernel}: .*{reason}"):
-        try_rung("my_idea", base=base, **{kernel: getattr(TORCH, kernel)}, **SMALL)
+        try_rung("tried_one", base=base, **{kernel: getattr(TORCH, kernel)}, **SMALL)
 
 
 def test_a_kernel_that_only_another_model_calls_is_refused_with_that_model():
     with pytest.raises(
         KernelError, match="never calls position_heads with rose-tiny.*model='rose-tiny-qwen3'"
     ):
-        try_rung("my_idea", base="dependent_launch", position_heads=TORCH.position_heads, **SMALL)
+        try_rung("tried_one", base="dependent_launch", position_heads=TORCH.position_heads, **SMALL)
     grouped = try_rung(
-        "my_idea", base="fused_gelu", model=GROUPED_MODEL, silu_mul=TORCH.silu_mul, **SMALL
+        "tried_one", base="fused_gelu", model=GROUPED_MODEL, silu_mul=TORCH.silu_mul, **SMALL
     )  # fmt: skip
     assert grouped.calls["silu_mul"] > 0 and grouped.models == (GROUPED_MODEL,)
 
@@ -194,7 +194,7 @@ def test_bad_requests_are_refused_in_one_line():
         ({"base": "dependent_launch", **right, "context": 600}, ParameterError, "exceed the model's 512"),
     ):
         with pytest.raises(error, match=message) as caught:
-            try_rung("my_idea", **{"device": "cpu"} | wrong)
+            try_rung("tried_one", **{"device": "cpu"} | wrong)
         assert "\n" not in str(caught.value)
     for name in ("dense", "", 3):
         with pytest.raises(KernelError, match="give your rung a name"):

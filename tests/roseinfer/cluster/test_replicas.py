@@ -226,7 +226,7 @@ def test_an_engine_that_fails_ends_the_call_with_its_error_and_is_replaced(llm, 
     with pytest.raises(Exception, match="on purpose"):
         llm.generate("a", Broken(), use_tqdm=False)
     assert_answers(llm, expected)
-    assert len(settled() - before) == 1
+    until(lambda: len(actors()) == 2 and len(actors() - before) == 1)
 
 
 def test_bad_options_are_one_line_each_and_leave_no_process(llm):

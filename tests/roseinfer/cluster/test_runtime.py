@@ -43,6 +43,11 @@ def test_an_unknown_model_or_device_is_refused_before_ray_is_started():
     assert "load_format 'odd' is unknown" in refused(CheckpointError, load_format="odd")
 
 
+def test_replicas_of_several_gpus_each_are_refused():
+    told = "a replica has one GPU: tensor_parallel_size must be 1 with replicas"
+    assert refused(OptionError, tensor_parallel_size=2) == told
+
+
 def test_a_missing_ray_is_told_with_the_way_to_get_it(monkeypatch):
     def missing(_name: str) -> str:
         raise PackageNotFoundError

@@ -13,6 +13,7 @@ from torch import Tensor
 from rosellm.roseinfer.kernels.attention_plan import (
     Plan,
     Variant,
+    cut_rows,
     make_plan_ref,
     make_planner,
     variant_for,
@@ -114,6 +115,15 @@ def test_whole_rows_stay_whole(rows, group):
     for longest in (0, 1, 300, 32000):
         variant = whole_rows(rows, 8, longest, 132, group=group)
         assert not variant.combine and variant.tile >= 16 and Variant.parse(str(variant)) == variant
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize(("kv_heads", "group"), [(12, 1), (8, 4)])
+def test_the_rule_takes_rows_whole_or_cut_and_nothing_in_between(rows, kv_heads, group):
+    for longest in (1, 300, 1000, 32000):
+        shape = rows, kv_heads, longest, 132, group
+        whole, cut = whole_rows(*shape), cut_rows(*shape)
+        assert cut.combine and not whole.combine and variant_for(*shape) in (whole, cut)
 
 
 # Where an engine chooses to cut.

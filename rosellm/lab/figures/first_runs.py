@@ -1,0 +1,50 @@
+"""What processes do from their start to the end of their first runs, as bars on one axis of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rosellm.lab.figures.charts import Chart, finish, text_table
+from rosellm.lab.figures.palette import BLUE, GREEN, MAGENTA, ORANGE, PALE, SKY, VIOLET, fill
+
+STYLES = {
+    "import": (PALE, ""),
+    "load": (SKY, ""),
+    "build": (VIOLET, ""),
+    "warm up": (ORANGE, ""),
+    "until the first token": (MAGENTA, ""),
+    "rest of run 1": (BLUE, ""),
+    "run 2": (GREEN, ""),
+    "run 3": (GREEN, "/"),
+}
+
+
+def parts_s(process: dict[str, Any]) -> dict[str, float]:
+    """Seconds of each part of a process of ``first_process``, in order."""
+    first, second, third = process["runs"]
+    parts = {name.replace("_", " "): seconds for name, seconds in process["parts_s"].items()}
+    begun = first["first_token_s"]
+    runs = (begun, first["seconds"] - begun, second["seconds"], third["seconds"])
+    return parts | dict(zip(list(STYLES)[4:], runs, strict=True))
+
+
+def first_runs_chart(processes: Mapping[str, dict[str, Any]], title: str) -> Chart:
+    """A bar for each named process; its parts follow each other, seconds."""
+    parts = {name: parts_s(process) for name, process in processes.items()}
+    chart = Chart()
+    for part, style in STYLES.items():
+        chart.add_bar(
+            x=[one[part] for one in parts.values()],
+            y=list(parts),
+            orientation="h",
+            name=part,
+            marker=fill(*style),
+            hovertemplate=f"{part}: %{{x:.3g}} s<extra></extra>",
+        )
+    chart.update_layout(barmode="stack")
+    chart.update_xaxes(title_text="seconds from the start of the process")
+    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    rows = [[part, *(one[part] for one in parts.values())] for part in STYLES]
+    chart.table = text_table(["seconds", *parts], rows)
+    return finish(chart, title, 46 * len(parts), legend=list(STYLES))

@@ -1,0 +1,257 @@
+"""What the records say of two rungs: of the reference machine and, beside it, of any others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from rosellm.lab.figures import compare as pair
+from rosellm.lab.figures.charts import show, text_table
+from rosellm.lab.figures.compare import say
+from rosellm.lab.figures.ledger import waterfall
+from rosellm.lab.figures.timeline import timeline
+from rosellm.lab.figures.widgets import Control, explore
+from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.machines import beside, check_same_size, figures_of, name_of
+from rosellm.lab.records.records import RecordError, Results, number, read_us
+from rosellm.lab.records.step_records import STEP_WORKLOADS
+from rosellm.lab.records.step_time import StepTimes, step_times, steps_of
+from rosellm.lab.records.timelines import STEPS
+from rosellm.lab.records.trace import Trace
+from rosellm.lab.records.verdicts import Verdict, verdicts
+from rosellm.roseinfer.bench.workloads import WORKLOADS
+from rosellm.roseinfer.recipe import LADDER
+
+
+@dataclass(kw_only=True)
+class RecordedPair:
+    """Two rungs in the records. ``results`` are the reference's, which sentences and predictions rest on.
+
+    ``others`` stand beside them in every table and chart; what one of them lacks is told.
+    """
+
+    before: str
+    after: str
+    results: Results
+    others: tuple[Results, ...] = ()
+    predicted: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def machines(self) -> list[Results]:
+        """The reference's records, then the others'."""
+        return [self.results, *self.others]
+
+    @property
+    def change(self) -> dict[str, tuple[str, str]]:
+        """The recipe's fields that differ: name → (before, after)."""
+        return LADDER[self.before].difference(LADDER[self.after])
+
+    def predict(self, **saved_us: float) -> None:
+        """By workload, the µs a step that the change should save, beside the recorded step before it.
+
+        What is predicted is the reference's saving.
+        """
+        self.predicted = saved_us
+
+        def figures(results: Results, workload: str) -> list[Any]:
+            before, us = self.steps_on(results, workload)[0].us, saved_us[workload]
+            return [before, us, us / before * 100] if results is self.results else [before, None, None]
+
+        self.print_table(["", "step before, µs", "predicted to save, µs", "%"], saved_us, figures)
+
+    def outcome(self) -> None:
+        """What the recorded steps really saved, beside the prediction.
+
+        Also the saving that single engines show, from the least favourable pair to the most, and the one that
+        the whole runs imply, which another session recorded.
+        """
+
+        def figures(results: Results, workload: str) -> list[Any]:
+            old, new = self.steps_on(results, workload)
+            least, most = old.range_us[0] - new.range_us[1], old.range_us[1] - new.range_us[0]
+            us = self.predicted[workload] if results is self.results else None
+            engines = f"{number(least)} to {number(most)}"
+            return [old.us, new.us, us, old.us - new.us, engines, self._saved_in_runs(results, workload)]
+
+        headers = ["", f"{self.before}, µs", f"{self.after}, µs", "predicted", "saved, µs", "single engines"]
+        self.print_table([*headers, "by whole runs"], self.predicted, figures)
+        print("single engines: the least and the most that an engine of each shows")
+        steps, runs = (self.results.environment_line(name)[-10:] for name in self._sessions())
+        if steps != runs:
+            print(f"steps: {steps}; whole runs: {runs}, in another session, perhaps on a faster host")
+
+    def ablation(self) -> None:
+        """Recorded µs a step of the rung before, of what lies between, and of this rung, by workload."""
+
+        def steps(results: Results, workload: str) -> dict[str, StepTimes]:
+            return step_times(figures_of(results, f"ablations-{workload}", self.after)["turns_us"])
+
+        def figures(results: Results, name: str) -> list[Any]:
+            return [steps(results, workload)[name].us for workload in STEP_WORKLOADS]
+
+        names = steps(self.results, STEP_WORKLOADS[0])
+        self.print_table(["µs a step", *STEP_WORKLOADS], names, figures)
+
+    def step_us(self, workload: str) -> tuple[StepTimes, StepTimes]:
+        """The recorded decode steps of both rungs at a workload's batch size and mid-run context."""
+        return self.steps_on(self.results, workload)
+
+    def whole_run_us(self, workload: str) -> tuple[float, float]:
+        """µs per decode step that the whole runs of both rungs imply: batch over tokens per second."""
+        return self._whole_run_us(self.results, workload)
+
+    def steps_on(self, results: Results, workload: str) -> tuple[StepTimes, StepTimes]:
+        """The same of one of the machines. Raises RecordError."""
+        if results is not self.results:
+            check_same_size(results, self.results, f"steps-{workload}")
+        old, new = steps_of(results, workload, self.before, self.after)
+        return old, new
+
+    def _whole_run_us(self, results: Results, workload: str) -> tuple[float, float]:
+        batch = WORKLOADS[workload].max_batch_size
+        one, other = (batch / results.value(workload, rung) * 1e6 for rung in (self.before, self.after))
+        return one, other
+
+    def _saved_in_runs(self, results: Results, workload: str) -> float | None:
+        try:
+            before, after = self._whole_run_us(results, workload)
+        except RecordError:
+            if results is self.results:
+                raise
+            return None  # of a machine that has only its steps
+        return before - after
+
+    def print_table(
+        self, headers: list[str], keys: Iterable[str], figures: Callable[[Results, str], list[Any]]
+    ) -> None:
+        """A row for each key and machine, ``figures`` after its label; what a machine lacks is told below."""
+        rows, lacking = beside(self.machines, keys, figures)
+        print("\n".join([text_table(headers, rows), *lacking]))
+
+    def _having(self, record: str) -> list[Results]:
+        """The machines that have ``record`` of both rungs; of the others one line says that they do not."""
+        lacking = [one for one in self.others if not self._has(one, record)]
+        for results in lacking:
+            print(f"no record {record!r} of these rungs, {name_of(results)}")
+        return [results for results in self.machines if results not in lacking]
+
+    def _has(self, results: Results, record: str) -> bool:
+        if record not in results.names():
+            return False
+        recorded = figures_of(results, record)
+        return self.after in recorded or all(
+            {self.before, self.after} <= set(one) for one in recorded.values()
+        )
+
+    def _sessions(self) -> tuple[str, str]:
+        """The records of a step and of a whole run, by name."""
+        workload = next(iter(self.predicted))
+        return f"steps-{workload}", f"{workload}-{self.after}"
+
+    def timeline(self) -> None:
+        """Consecutive recorded decode steps of both rungs on one time axis: what ran, and who waited."""
+        for results in self._having("timelines"):
+            recorded = figures_of(results, "timelines", self.after)
+            old, new = (Trace.from_dict(recorded[name]) for name in (self.before, self.after))
+            title = f"{STEPS} decode steps of {recorded['batch']} sequences, profiled, {results.device_name}"
+            show(timeline(old, new, (self.before, self.after), title))
+
+    def recorded_equality(self) -> None:
+        """By dtype: the share of tokens equal to ``dense``'s, and how far logits are apart at most."""
+        kinds = figures_of(self.results, "equality")
+
+        def figures(results: Results, kind: str) -> list[Any]:
+            recorded = figures_of(results, "equality", kind, self.after)
+            return [f"{recorded['share_of_tokens_equal']:.1%}", recorded["max_logit_difference"]]
+
+        here = [kind for kind in kinds if self.after in kinds[kind]]
+        self.print_table(["recorded", "tokens equal to dense", "logits at most apart"], here, figures)
+
+    def waterfall(self) -> None:
+        """Where the recorded µs of a step went, by cause; without ledgers that the profiler disturbed."""
+        for results in self._having("ledger"):
+            if results is not self.results:
+                say(f"**{name_of(results)}**")
+            self._waterfall(figures_of(results, "ledger"))
+
+    def _waterfall(self, recorded: dict[str, Any]) -> None:
+        ledgers = {
+            int(batch): [Ledger.from_dict(rungs[rung]) for rung in (self.before, self.after)]
+            for batch, rungs in recorded.items()
+        }
+        usable = {batch: two for batch, two in ledgers.items() if not any(one.is_disturbed for one in two)}
+        if not usable:
+            say("The profiler disturbed every recorded ledger of these two rungs: no waterfall is drawn.")
+            return
+
+        def draw(batch: int) -> None:
+            before, after = usable[batch]
+            show(waterfall(before, after))
+
+        if len(usable) == 1:
+            draw(*usable)
+        else:
+            explore(draw, batch=Control("batch, sequences", list(usable), first=max(usable)))
+
+    def ledger(self, batch: int) -> Ledger:
+        """The recorded ledger of this rung's step. Raises RecordError."""
+        return self._ledger(self.after, batch)
+
+    def ledger_before(self, batch: int) -> Ledger:
+        """The recorded ledger of the step of the rung before. Raises RecordError."""
+        return self._ledger(self.before, batch)
+
+    def _ledger(self, rung: str, batch: int) -> Ledger:
+        """Refuses one that the profiler disturbed: nothing may be computed from it."""
+        recorded = figures_of(self.results, "ledger")
+        if str(batch) not in recorded or rung not in recorded[str(batch)]:
+            raise RecordError(f"no ledger of {rung} at batch {batch} was recorded; try {', '.join(recorded)}")
+        ledger = Ledger.from_dict(recorded[str(batch)][rung])
+        if ledger.is_disturbed:
+            raise RecordError(f"the profiler disturbed the ledger of {rung} at batch {batch}")
+        return ledger
+
+    def read_us(self, n_bytes: float) -> float:
+        """µs to read so many bytes at the recorded GPU's read bandwidth."""
+        return read_us(self.results, n_bytes)
+
+    def recorded(self) -> None:
+        """Whole-run tokens per second of both rungs, as recorded."""
+        recorded = {results: self._verdicts(results) for results in self.machines}
+        for results in [results for results, found in recorded.items() if not found]:
+            say(f"`{self.before}` and `{self.after}` have no records of {name_of(results)} yet.")
+        shown = [results for results, found in recorded.items() if found]
+        if shown:
+            show(pair.recorded_chart(shown, self.before, self.after))
+        for results in shown:
+            print(results.environment_line(f"{next(iter(recorded[results]))}-{self.after}"))
+
+    def verdicts(self) -> dict[str, Verdict]:
+        """Workload → what the records allow to be said of it."""
+        return self._verdicts(self.results)
+
+    def _verdicts(self, results: Results) -> dict[str, Verdict]:
+        found = verdicts(results, self.before, self.after)
+        return {one.workload: one for one in found if one.is_measured}
+
+    def verdict(self) -> None:
+        """By workload: tokens per second before and after, the least change that counts, the verdict."""
+        recorded = {results: self._verdicts(results) for results in self.machines}
+
+        def figures(results: Results, workload: str) -> list[Any]:
+            if workload not in recorded[results]:
+                raise RecordError(f"{results.folder.name} has no verdict on {workload}")
+            one = recorded[results][workload]
+            counts_from = "unknown" if math.isinf(one.noise) else f"{one.noise:.1%}"
+            return [median(one.before), median(one.after), one.change, counts_from, one.word]
+
+        headers = ["", f"{self.before}, tok/s", f"{self.after}, tok/s", "change", "counts from", "verdict"]
+        workloads = recorded[self.results] or next(filter(None, recorded.values()), {})
+        self.print_table(headers, workloads, figures)
+
+    def gain(self, workload: str) -> float:
+        """The recorded whole-run gain: 0.5 is half as many tokens per second again."""
+        return self.verdicts()[workload].ratio - 1

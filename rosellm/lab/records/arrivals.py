@@ -1,0 +1,233 @@
+"""Measure requests that come over time: live runs at shares of the engine's capacity, and its steps' times.
+
+Capacity is the requests a second of workload W8's lengths that a streaming engine serves when all come at
+once. Each live run is what ``benchmark_streaming --request-rate`` does, with one engine for all. Where the
+model has the positions, the inter-token latency of running requests is measured beside a prompt of 16,000
+tokens, too, prefilled in chunks and as one whole. The records are DIR/arrivals.json and DIR/long_prompt.json,
+of another model than W8's own in DIR/MODEL.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
+from rosellm.lab.records.records import Results
+from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, measure_serving_times
+from rosellm.lab.records.watched_step import Begun, watched
+from rosellm.models.loading import AnyTokenizer, load_parts
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
+from rosellm.roseinfer.bench.job import Job, choose_recipe, make_engine, scheduler_config
+from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens, request_params
+from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
+from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
+from rosellm.roseinfer.benchmark_streaming import BENCHMARK, StreamingLoad, run_streaming_benchmark
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.engine import Engine
+
+WORKLOAD = WORKLOADS["W8"]
+SIZES = ("prompt_tokens", "min_prompt_tokens", "max_new_tokens", "min_new_tokens", "max_batch_size")
+SWITCHES = ("--paged-attn", "--cuda-graph", "--no-prefix-cache", "--no-stop-on-eos", "--pretok")
+SHARES = (0.5, 0.8, 0.95)
+ROUNDS = 4  # how often each place is taken in the run that tells the capacity
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # whose steps are timed
+FEW_PLACES = 16
+LONG_TOKENS, LONG_CHUNK, LONG_AFTER_MS, BLOCK_SIZE = 16_000, 512, 200, 64
+LONG_RUNNING = Workload("long", 32, 256, max_batch_size=33, prompt_tokens=64)  # beside the long prompt
+
+
+def streaming_options(workload: Workload, num_requests: int, rate: float | None = None) -> list[str]:
+    """As typed for ``benchmark_streaming``: requests of the workload's lengths. rate: None: all at once."""
+    sizes = {name: value for name, value in workload.flags().items() if name in SIZES and value is not None}
+    sizes |= {"num_requests": num_requests, "request_rate": rate or "inf"}
+    given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.items()]
+    return [*chain.from_iterable(given), *SWITCHES]
+
+
+def arrivals_of(options: Sequence[str]) -> list[Arrival]:
+    """The requests that these options ask for; those that come all at once at 0."""
+    asked = BENCHMARK.parse_options(list(options))
+    n, rate = asked.num_requests, asked.request_rate
+    times = [0.0] * n if rate is None else poisson_times(rate, n, asked.seed)
+    prompts = make_prompts(asked, vocab_size=2)
+    rows = zip(times, map(len, prompts), new_tokens(asked), strict=True)
+    return [Arrival(*row) for row in rows]
+
+
+def streaming_engine(gpt: Transformer, tokenizer: AnyTokenizer, options: Sequence[str]) -> Engine:
+    """The engine that the benchmark would build for these options."""
+    asked = BENCHMARK.parse_options([*options, "--device", gpt.device.type])
+    return make_engine(asked, choose_recipe(asked), gpt, tokenizer, asked.prompt_tokens)
+
+
+def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, float]) -> dict[str, Any]:
+    """One run of these requests, its figures as of ``benchmark_streaming``.
+
+    limits_s: goodput's, of TTFT and ITL.
+    """
+    asked = BENCHMARK.parse_options(list(options))
+    prompts = make_prompts(asked, engine.config.vocab_size)
+    job = Job(engine, prompts, request_params(asked), scheduler_config(asked))
+    times = tuple(arrival.seconds for arrival in arrivals_of(options))
+    load = StreamingLoad(times=times, ttft_limit_s=limits_s[0], itl_limit_s=limits_s[1])
+    return run_streaming_benchmark(job, load, warmup_runs=0, repeat_runs=1)["repeats"][0]
+
+
+def watched_run(
+    engine: Engine, options: Sequence[str], limits_s: tuple[float, float]
+) -> tuple[dict[str, Any], list[Begun]]:
+    """A live run, and the steps that it took."""
+    with watched(engine) as steps:
+        return live_run(engine, options, limits_s), steps
+
+
+def times_of(engine: Engine, *runs: list[Begun]) -> ServingTimes:
+    """The times of watched runs' steps: of a few places for each number of rows, of many for ``BATCHES``."""
+    most = engine.max_batch_size
+    return fit_serving_times(engine, runs, range(1, most + 1) if most <= FEW_PLACES else batches_to(most))
+
+
+def batches_to(most: int) -> list[int]:
+    """Batch sizes whose steps are timed."""
+    return [rows for rows in BATCHES if rows <= most]
+
+
+def recorded(results: Results) -> dict[str, Any]:
+    """The recorded figures of ``measure``, and the engine's ``max_batch_size``; empty if there are none."""
+    if "arrivals" not in results.names():
+        return {}
+    record = results.load("arrivals")
+    return {"max_batch_size": record["max_batch_size"], **record["figures"]}
+
+
+def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
+    """Model → the medians of its recorded runs beside a long prompt: ``chunked`` and ``whole``."""
+    paths = sorted(results.folder.glob("*/long_prompt.json"))
+    found = {path.parent.name: Results(path.parent).load(path.stem)["results"] for path in paths}
+    return {model: {way: result["medians"] for way, result in both.items()} for model, both in found.items()}
+
+
+def requests_s(run: dict[str, Any], options: Sequence[str]) -> float:
+    """Requests a second that a run has served."""
+    return len(arrivals_of(options)) / run["total_time_s"]
+
+
+def measure(
+    engine: Engine, workload: Workload, seconds: float, limits_s: tuple[float, float]
+) -> dict[str, Any]:
+    """The capacity, a live run at each of ``SHARES`` of it, and the engine's step times.
+
+    seconds: for how long requests come at each rate.
+    """
+    most = workload.max_batch_size
+    live_run(engine, streaming_options(workload, most), limits_s)  # the first run is no measurement
+    options = streaming_options(workload, ROUNDS * most)
+    at_once = live_run(engine, options, limits_s)
+    capacity, runs = requests_s(at_once, options), []
+    for share in SHARES:
+        rate = share * capacity
+        options = streaming_options(workload, max(1, round(seconds * rate)), rate)
+        run = live_run(engine, options, limits_s)
+        runs.append({"share": share, "rate": rate, "options": options, **run})
+        print(told(runs[-1]), flush=True)
+    requests = arrivals_of(streaming_options(workload, most))
+    times = measure_serving_times(engine, requests, batches_to(most))
+    return {
+        "capacity_req_s": capacity,
+        "at_once": at_once,
+        "limits_s": limits_s,
+        "runs": runs,
+        "times": times.as_dict(),
+    }
+
+
+def told(run: dict[str, Any]) -> str:
+    """A live run in one line."""
+    ms = {name: run[f"{name}_s"] * 1e3 for name in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")}
+    return (
+        f"{run['share']:.0%} of capacity, {run['rate']:.1f} requests/s: "
+        + ", ".join(f"{name} {value:.2f} ms" for name, value in ms.items())
+        + f"; within limits {run['within_limits_share']:.0%}"
+    )
+
+
+def long_prompt_options(tokens: int = LONG_TOKENS, chunk: int = LONG_CHUNK) -> list[str]:
+    """As typed for ``benchmark_streaming``: so long a prompt joins ``LONG_RUNNING``."""
+    running = LONG_RUNNING.max_new_tokens + (LONG_RUNNING.prompt_tokens or 1)
+    blocks = blocks_for(tokens + 1, BLOCK_SIZE) + 2 * LONG_RUNNING.num_requests * blocks_for(
+        running, BLOCK_SIZE
+    )
+    given = {
+        "--long-prompt-tokens": tokens,
+        "--long-prompt-after-ms": LONG_AFTER_MS,
+        "--prefill-chunk": chunk,
+        "--num-kv-blocks": blocks,
+        "--warmup-runs": 1,
+        "--repeat-runs": 2,
+    }
+    own = [str(text) for pair in given.items() for text in pair]
+    return streaming_options(LONG_RUNNING, LONG_RUNNING.num_requests) + own
+
+
+def _limits(text: str) -> tuple[float, float]:
+    """An argparse type: milliseconds of TTFT and of ITL, as seconds."""
+    try:
+        ttft, itl = map(float, text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not two numbers of milliseconds, such as 100,20") from None
+    if not (ttft > 0 and itl > 0):
+        raise ArgumentTypeError(f"{text!r}: both limits must be above 0")
+    return ttft / 1e3, itl / 1e3
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="python -m rosellm.lab.records.arrivals", description=__doc__)
+    add_model_options(parser)
+    add = parser.add_argument
+    add("--seconds", type=whole_number(1), default=5, metavar="N", help="requests come so long at each rate")
+    limits = "goodput's limits of TTFT and ITL, milliseconds; default: 100,20"
+    add("--limits-ms", type=_limits, default=(0.1, 0.02), metavar="TTFT,ITL", help=limits)
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of the records")
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Measure and write the record of arrivals, then, if the model has the positions, of a long prompt."""
+    arguments = settle(_parser().parse_args(argv), WORKLOAD)
+    workload = arguments.size.of(WORKLOAD)
+    gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
+    folder = folder_of(arguments.output, arguments.model, WORKLOAD)
+    write_record(folder / "arrivals.json", _arrivals_record(arguments, workload, gpt, tokenizer))
+    if gpt.config.n_positions < LONG_TOKENS + LONG_RUNNING.max_new_tokens:
+        print(f"long prompt: left out, the model has {gpt.config.n_positions} positions")
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    of_model = ["--hf-model-id", arguments.model, "--load-format", arguments.load_format]
+    options = [*long_prompt_options(), *of_model, "--device", arguments.device]
+    record = BENCHMARK.measure(BENCHMARK.parse_options(options), gpt, tokenizer)
+    write_record(folder / "long_prompt.json", record)
+
+
+def _arrivals_record(
+    arguments: Namespace, workload: Workload, gpt: Transformer, tokenizer: AnyTokenizer
+) -> dict[str, Any]:
+    engine = streaming_engine(gpt, tokenizer, streaming_options(workload, workload.max_batch_size))
+    figures = measure(engine, workload, arguments.seconds, arguments.limits_ms)
+    facts = {"model": arguments.model, "lengths_of": WORKLOAD.id, **engine_facts(engine)}
+    return new_record("arrivals", gpt.device, **facts, figures=figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Measure what the first request of a process waits for, with and without a warm-up.
+
+Fresh processes load a model, build its engine and run workload W8 three times: with an empty cache of
+compiled Triton kernels and with the one so filled. The record is DIR/first_request.json, of another model
+than W8's own in DIR/MODEL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.errors import RoseError
+from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
+from rosellm.lab.records.parameters import model_path
+from rosellm.lab.records.records import Results
+from rosellm.lab.records.sizes import Size
+from rosellm.roseinfer.bench.record import new_record, write_record
+from rosellm.roseinfer.bench.workloads import WORKLOADS
+
+WORKLOAD = WORKLOADS["W8"]
+CHILD = (sys.executable, "-m", "rosellm.lab.records.first_process")
+# A user waits no longer than this for the constructor, by the cache of compiled kernels; and the first run
+# has at least this share of the third one's throughput.
+AIMS_S, AIM_SHARE = {"empty": 20.0, "filled": 6.0}, 0.95
+
+
+def first_process(
+    options: Sequence[str], warm_up: bool = True, kernel_cache: Path | None = None
+) -> dict[str, Any]:
+    """What ``first_process.first_figures`` finds in a process of its own.
+
+    options: of the scheduler's benchmark, as typed. kernel_cache: where Triton keeps compiled kernels; None:
+    where it always does. Raises ``RoseError`` with what the process said if it fails.
+    """
+    own = {} if kernel_cache is None else {"TRITON_CACHE_DIR": str(kernel_cache)}
+    switch = "--warm-up" if warm_up else "--no-warm-up"
+    done = subprocess.run(
+        [*CHILD, "--started", repr(time.time()), switch, *options],
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise RoseError(f"the new process failed: {said[-1].removeprefix('error: ')}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def construction_s(process: dict[str, Any]) -> float:
+    """Seconds of ``LLM(...)``: loading, building, warming up."""
+    return sum(process["parts_s"][part] for part in ("load", "build", "warm_up"))
+
+
+def measure(options: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """With and without a warm-up, a process that finds no compiled kernels and one that finds them all."""
+    for warm_up in (True, False):
+        with tempfile.TemporaryDirectory(prefix="rosellm-kernels-") as folder:
+            for cache in AIMS_S:
+                found = first_process(options, warm_up, Path(folder))
+                yield {"warm_up": warm_up, "cache": cache, **found}
+
+
+def recorded(results: Results) -> list[dict[str, Any]]:
+    """The recorded processes, none if there are none yet."""
+    name = "first_request"
+    return results.load(name)["figures"]["processes"] if name in results.names() else []
+
+
+def run_ratio(process: dict[str, Any]) -> float:
+    """The first run's throughput over the third's."""
+    first, *_, third = process["runs"]
+    return first["throughput_tok_s"] / third["throughput_tok_s"]
+
+
+class Verdict(NamedTuple):
+    """An aim, in ``unit``, and what was found: the median over the processes."""
+
+    told: str
+    aim: float
+    found: float
+    unit: str
+
+    @property
+    def is_kept(self) -> bool:
+        return self.found <= self.aim if self.unit == "s" else self.found >= self.aim
+
+
+def verdicts(processes: Iterable[dict[str, Any]]) -> list[Verdict]:
+    """What came of the aims, in processes with a warm-up, by the cache of compiled kernels."""
+    warm = [one for one in processes if one["warm_up"]]
+    found: list[Verdict] = []
+    for cache, aim in AIMS_S.items():
+        some = [one for one in warm if one["cache"] == cache]
+        seconds, share = median(map(construction_s, some)), median(map(run_ratio, some))
+        found.append(Verdict(f"construction, {cache} cache", aim, seconds, "s"))
+        found.append(Verdict(f"first run of the third, {cache} cache", AIM_SHARE * 100, share * 100, "%"))
+    return found
+
+
+def told(process: dict[str, Any]) -> str:
+    """A process in one line."""
+    runs = ", ".join(f"{run['throughput_tok_s']:,.0f}" for run in process["runs"])
+    late = sum(run["late_captures"] for run in process["runs"])
+    way = "warm-up" if process["warm_up"] else "no warm-up"
+    return (
+        f"{way}, {process['cache']} cache: {construction_s(process):.1f} s of construction, "
+        f"{process['graphs']} graphs; runs of {runs} tok/s, {late} late captures"
+    )
+
+
+def process_options(
+    size: Size, model: str, load_format: str = "auto", device: str = "auto", dtype: str = "auto"
+) -> list[str]:
+    """As typed for the scheduler's benchmark: W8, no larger than ``size``."""
+    options = size.options(WORKLOAD) | {
+        "--hf-model-id": model_path(model),
+        "--load-format": load_format,
+        "--device": device,
+        "--dtype": dtype,
+    }
+    return [str(text) for pair in options.items() for text in pair]
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="python -m rosellm.lab.records.first_request", description=__doc__)
+    add_model_options(parser)
+    parser.add_argument(
+        "--repeats", type=whole_number(1), default=1, metavar="N", help="processes of each kind"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder of the records")
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Start the processes one after the other, and write what they found."""
+    arguments = settle(_parser().parse_args(argv), WORKLOAD)
+    named = (arguments.model, arguments.load_format, arguments.device)
+    options, processes = process_options(arguments.size, *named), []
+    for _ in range(arguments.repeats):
+        for process in measure(options):
+            processes.append(process)
+            print(told(process), flush=True)
+    facts = {"model": arguments.model, "workload": WORKLOAD.id, "options": options}
+    figures = {"aims_s": AIMS_S, "aim_share": AIM_SHARE, "processes": processes}
+    record = new_record("first_request", torch.device(arguments.device), **facts, figures=figures)
+    write_record(folder_of(arguments.output, arguments.model, WORKLOAD) / "first_request.json", record)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

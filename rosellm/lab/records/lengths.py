@@ -1,0 +1,122 @@
+"""Decode steps of equal and of unequal contexts of the same sum, with rows whole and cut into pieces."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from rosellm.errors import OptionError, RecipeError
+from rosellm.lab.records.bench import Bench, make_prompts
+from rosellm.lab.records.records import Results
+from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, room, step_times
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels.attention_plan import Variant, cut_rows, whole_rows
+from rosellm.roseinfer.kernels.table import TORCH, Kernels, choose_kernels
+from rosellm.roseinfer.layers.attention import AppendAndAttend
+from rosellm.roseinfer.steps.resident import ResidentStep
+
+RUNG = "split_kv"
+BATCHES = (8, 64, 128, 256)
+MEAN, TIMES = 240, 4  # cached tokens of a row; by how much one long row exceeds it
+EQUAL, SPREAD, ONE_LONG = "equal", "spread", "one long"
+WAYS: dict[str, Callable[..., Variant]] = {"whole": whole_rows, "cut": cut_rows}
+
+
+def contexts_of(batch: int, mean: int = MEAN) -> dict[str, list[int]]:
+    """Cached tokens of each row, by how they are shared out: ``batch * mean`` in all.
+
+    "spread": evenly from an eighth of ``mean`` up; "one long": one row has ``TIMES`` the mean, in fewer than
+    ``TIMES + 1`` rows as much as leaves the others a share. Both in a seeded order. Raises ``OptionError``
+    for a mean below ``TIMES``.
+    """
+    if mean < TIMES:
+        raise OptionError(f"mean is {mean}; give {TIMES} or more")
+    half, least = batch // 2, max(1, mean // 8)
+    low = [least + (mean - least) * i // half for i in range(half)]
+    spread = [*low, *(2 * mean - n for n in low), *[mean] * (batch % 2)]
+    long = mean * max(1, min(TIMES, batch - 1))
+    each, more = divmod(batch * mean - long, max(1, batch - 1))
+    others = [each + (i < more) for i in range(batch - 1)]
+    shares = {EQUAL: [mean] * batch, SPREAD: spread, ONE_LONG: [long, *others]}
+    return {name: random.Random(0).sample(lengths, batch) for name, lengths in shares.items()}
+
+
+def positions_for(mean: int) -> int:
+    """What the longest row of a stretch needs."""
+    return mean * TIMES + room()
+
+
+def mean_within(n_positions: int) -> int:
+    """``MEAN``, or as many tokens as the positions of a model allow. Raises ``OptionError`` for too few."""
+    fits = (n_positions - room()) // TIMES
+    if fits < TIMES:
+        needed = positions_for(TIMES)
+        raise OptionError(f"rows of unequal lengths need {needed} positions; there are {n_positions}")
+    return min(MEAN, fits)
+
+
+def attention_kernels(device: torch.device) -> Kernels:
+    """Kernels whose attention is Triton's: an engine's own on a GPU, on a CPU in its interpreter.
+
+    There all else is torch's. Raises ``RecipeError`` where Triton cannot run.
+    """
+    if device.type == "cuda":
+        return choose_kernels("triton", "dependent", device)
+    triton = choose_kernels("triton", "fixed", device)
+    own = {"append_and_attend": triton.append_and_attend, "plan_attention": triton.plan_attention}
+    return replace(TORCH, name="torch, attention by Triton", **own)
+
+
+def launched(choose: Callable[..., Variant]) -> Callable[[Engine], None]:
+    """For ``prepare`` of :class:`Bench`: attention as ``choose`` says, which is called like ``variant_for``.
+
+    Raises ``RecipeError`` where attention is not launched in variants.
+    """
+
+    def prepare(engine: Engine) -> None:
+        step = engine.step
+        if not (isinstance(step, ResidentStep) and isinstance(step.bind, AppendAndAttend)):
+            raise RecipeError(f"attention of kernels {engine.kernels.name!r} is not launched in variants")
+        step.bind.choose = choose
+
+    return prepare
+
+
+def length_steps(model: Transformer, batch: int, mean: int = MEAN, **effort: Any) -> dict[str, StepTimes]:
+    """Step times of ``contexts_of``, with rows whole and cut, in turns: "equal, whole", "equal, cut", …
+
+    effort: as for ``measure_steps``.
+    """
+    makers = {
+        f"{name}, {way}": partial(_bench, model, lengths, choose)
+        for name, lengths in contexts_of(batch, mean).items()
+        for way, choose in WAYS.items()
+    }
+    return measure_steps(makers, **effort)
+
+
+def _bench(model: Transformer, lengths: list[int], choose: Callable[..., Variant]) -> Bench:
+    """``lengths`` are those in the middle of a stretch."""
+    prompts = make_prompts(len(lengths), [prompt_length(n) for n in lengths], model.config.vocab_size)
+    kernels, prepare = attention_kernels(model.device), launched(choose)
+    return Bench(model, RUNG, prompts, room(), kernels=kernels, prepare=prepare)
+
+
+def recorded_lengths(results: Results) -> dict[int, dict[str, StepTimes]]:
+    """Batch → what ``length_steps`` found on the recorded GPU, for the batches that were recorded."""
+    there = [batch for batch in BATCHES if f"lengths-{batch}" in results.names()]
+    return {n: step_times(results.load(f"lengths-{n}")["figures"]["turns_us"]) for n in there}
+
+
+def faster_way(steps: Mapping[str, StepTimes], share: str) -> str:
+    """Whose step takes less at contexts so shared: "whole", "cut", or "either" if their engines overlap."""
+    whole, cut = (steps[f"{share}, {way}"].range_us for way in WAYS)
+    if whole[1] < cut[0]:
+        return "whole"
+    return "cut" if cut[1] < whole[0] else "either"

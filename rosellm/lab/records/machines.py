@@ -1,0 +1,97 @@
+"""Machines side by side: the one that the notebooks' sentences are about, and others that a reader chooses.
+
+A machine is a folder of records, named after its device. Adding the folder is all that it takes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rosellm.environment import environment
+from rosellm.lab.records.records import REFERENCE, RecordError, Results, find
+
+HERE = "here"
+
+
+def folder_name(device_name: str) -> str:
+    """``NVIDIA H200`` → ``nvidia-h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def this_machine(device: torch.device) -> str:
+    """The folder of this machine's records: its GPU's name or, of a CPU device, its CPU's."""
+    return folder_name(environment(device)["device_name"])
+
+
+def find_machines(record: str = REFERENCE, folder: Path | None = None) -> list[Results]:
+    """The reference's records, then those of each other folder that ``record`` names, once each.
+
+    record: names, separated by commas; ``here`` stands for this machine's own. Raises RecordError.
+    """
+    asked = [name.strip() for name in record.split(",")]
+    return [find(name, folder) for name in dict.fromkeys([REFERENCE, *map(_folder, asked)])]
+
+
+def _folder(name: str) -> str:
+    return (
+        this_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")) if name == HERE else name
+    )
+
+
+def name_of(results: Results) -> str:
+    """The device's name, of a CPU with the dtype of its models; the folder's if no record tells it."""
+    try:
+        return f"{results.device_name}{'' if results.is_gpu else ', fp32'}"
+    except RecordError:
+        return results.folder.name
+
+
+def names_of(machines: Sequence[Results]) -> list[str]:
+    """What to add to a label, machine by machine; nothing where there is only one."""
+    return [f", {name_of(results)}" for results in machines] if len(machines) > 1 else [""]
+
+
+def beside(
+    machines: Sequence[Results], keys: Iterable[str], figures: Callable[[Results, str], list[Any]]
+) -> tuple[list[list[Any]], list[str]]:
+    """A table's rows, the machines of a key below one another; and for each machine what it lacks.
+
+    figures: the cells of a key after its label. Raises its RecordError only where there is one machine.
+    """
+    rows: list[list[Any]] = []
+    lacking: dict[str, list[str]] = {}
+    names = names_of(machines)
+    for key in keys:
+        for results, name in zip(machines, names, strict=True):
+            try:
+                rows.append([f"{key}{name}", *figures(results, key)])
+            except RecordError:
+                if len(machines) == 1:
+                    raise
+                lacking.setdefault(name, []).append(key)
+    return rows, [f"no such record{name}: {' '.join(keys)}" for name, keys in lacking.items()]
+
+
+def figures_of(results: Results, record: str, *keys: str) -> Any:
+    """What a record's figures hold under ``keys``, each within the one before. Raises RecordError."""
+    found = results.load(record)["figures"]
+    for key in keys:
+        if key not in found:
+            raise RecordError(f"{record} of {results.folder.name} has no {key!r}: it has {', '.join(found)}")
+        found = found[key]
+    return found
+
+
+def check_same_size(results: Results, reference: Results, record: str) -> None:
+    """Raises RecordError unless both measured ``record`` with the same model, batch and context."""
+    one, other = (
+        {"model": record["model"], **{key: record["figures"].get(key) for key in ("batch", "context")}}
+        for record in (results.load(record), reference.load(record))
+    )
+    if one != other:
+        raise RecordError(f"{record} of {results.folder.name} was measured with {one}, not {other}")

@@ -1,0 +1,39 @@
+"""Which model a command that makes records measures, on which device and at what size."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from rosellm.lab.records.sizes import SIZES
+from rosellm.models.checkpoint import SHIPPED, SHIPPED_MODELS
+from rosellm.models.loading import LOAD_FORMATS, resolve_device
+from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, Workload
+
+
+def add_model_options(parser: ArgumentParser) -> None:
+    """``--model``, ``--load-format``, ``--device`` and ``--size``, which :func:`settle` completes."""
+    add = parser.add_argument
+    add("--model", help="shape of the model; default: gpt2, of a small size the shipped one")
+    add("--load-format", choices=LOAD_FORMATS, help="default: dummy, of a shipped model auto")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
+    add("--size", choices=tuple(SIZES), help="default: full on a GPU, small on a CPU")
+
+
+def settle(arguments: Namespace, workload: Workload) -> Namespace:
+    """Choose what depends on the device, and the model, ``workload``'s own, by the size."""
+    arguments.device = resolve_device(arguments.device).type
+    size = arguments.size or ("full" if arguments.device == "cuda" else "small")
+    arguments.size = SIZES[size]
+    if arguments.model is None:
+        arguments.model = workload.model if size == "full" else SHIPPED
+    if arguments.load_format is None:
+        arguments.load_format = "auto" if arguments.model in SHIPPED_MODELS else LOAD_FORMAT
+    return arguments
+
+
+def folder_of(output: Path, model: str, workload: Workload) -> Path:
+    """Where its records go: ``output`` for the workload's own model, a folder in it for any other; made."""
+    folder = output if model == workload.model else output / Path(model).name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

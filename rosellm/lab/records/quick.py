@@ -1,0 +1,197 @@
+"""Record this machine in at most ten minutes: ``make measure``, or ``python -m rosellm.lab.records.quick``.
+
+The workloads of the recorded GPU, at full size: a decode step of every rung, and whole runs, the most
+telling first, each a file of ``notebooks/results/<device>``. When the time is up, the next call continues
+there. A CPU runs the same workloads in fp32, once each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.errors import RoseError, told
+from rosellm.lab.records.floors import measure_ceilings
+from rosellm.lab.records.machines import this_machine
+from rosellm.lab.records.measure import BENCHMARKS, benchmark_arguments
+from rosellm.lab.records.recordings import each, runnable
+from rosellm.lab.records.records import Results, results_folder
+from rosellm.lab.records.sizes import SIZES
+from rosellm.lab.records.step_records import ladder_steps
+from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.bench.record import new_record, write_record
+from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, WORKLOADS
+from rosellm.roseinfer.recipe import LADDER, get_rung
+
+MODEL = "gpt2"
+EFFORT = {  # of a rung's steps, measured one rung after the other
+    "cuda": {"engines": 1, "seconds": 0.3, "turns": 3},
+    "cpu": {"engines": 1, "seconds": 0.0, "turns": 1},
+}
+LEAVING_S = 15.0  # for the step that runs when the time is up, and the interpreter's end
+AGAIN_S = 2.0  # an exception is lost if it comes while the garbage collector calls a finalizer
+REPEATS = {"cuda": (1, 3), "cpu": (0, 1)}  # runs that are not measured, and that are
+
+
+class TimeIsUp(KeyboardInterrupt):
+    """Raised wherever the process is when its minutes are over; what it was at is left out."""
+
+
+class Job(NamedTuple):
+    """A record to make: its file's name without suffix, and what writes it."""
+
+    name: str
+    run: Callable[[], None]
+
+
+class Recorder:
+    """Makes one device's records in ``folder``, with one model loaded for all."""
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        self.device, self.folder = device, folder
+        self.ends = ["dense", get_rung(None, device)]
+        others = [rung for rung in runnable(argparse.Namespace(device=device.type)) if rung not in self.ends]
+        self.rungs = [*self.ends, *others]
+        self.gpt: Transformer
+        self.tokenizer: AnyTokenizer
+        self.gpt, self.tokenizer = load_parts(MODEL, device.type, "auto", LOAD_FORMAT)
+
+    def jobs(self) -> list[Job]:
+        """What is not recorded yet: steps and the ladder's ends first, short runs before long ones."""
+        short, longer = ("W0", "W1", "W3"), ("W2", "W4", "W5")
+        jobs = [Job("ceilings", self.ceilings)] if self.device.type == "cuda" else []
+        jobs += [self._steps("W0"), *self._runs(short, self.ends), self._steps("W1")]
+        jobs += [self._steps("W3"), self._steps("W2"), *self._runs(longer, self.ends)]
+        jobs += self._runs((*short, *longer), self.rungs[len(self.ends) :])
+        return [job for job in jobs if not self._is_done(job.name)]
+
+    def ceilings(self) -> None:
+        """What the GPU sustains of reading, copying and multiplying."""
+        self._write("ceilings", measure_ceilings(self.device, self.gpt.dtype))
+
+    def steps(self, workload: str) -> None:
+        """Every rung's decode step at the workload's size; the record grows by a rung at a time."""
+        name = f"steps-{workload}"
+        known = self._recorded_turns(name)
+        for rung in each(name, [rung for rung in self.rungs if rung not in known]):
+            figures = ladder_steps(self.gpt, [rung], WORKLOADS[workload], **EFFORT[self.device.type])
+            known |= figures["turns_us"]
+            self._write(name, figures | {"turns_us": {one: known[one] for one in LADDER if one in known}})
+
+    def whole_run(self, workload: str, rung: str) -> None:
+        """A workload's benchmark on a rung."""
+        warmups, repeats = REPEATS[self.device.type]
+        asked = argparse.Namespace(
+            size=SIZES["full"], model=MODEL, load_format=LOAD_FORMAT, device=self.device.type, repeats=repeats
+        )
+        given = [*benchmark_arguments(workload, rung, asked), "--warmup-runs", str(warmups)]
+        benchmark = BENCHMARKS[WORKLOADS[workload].form]
+        with redirect_stdout(io.StringIO()):  # its summary: one line for each job is enough
+            record = benchmark.measure(benchmark.parse_options(given), self.gpt, self.tokenizer)
+        write_record(self.folder / f"{workload}-{rung}.json", record)
+
+    def _steps(self, workload: str) -> Job:
+        return Job(f"steps-{workload}", partial(self.steps, workload))
+
+    def _runs(self, workloads: tuple[str, ...], rungs: list[str]) -> list[Job]:
+        return [Job(f"{w}-{rung}", partial(self.whole_run, w, rung)) for w in workloads for rung in rungs]
+
+    def _is_done(self, name: str) -> bool:
+        if name.startswith("steps-"):
+            return set(self.rungs) <= self._recorded_turns(name).keys()
+        return (self.folder / f"{name}.json").is_file()
+
+    def _recorded_turns(self, name: str) -> dict[str, Any]:
+        path = self.folder / f"{name}.json"
+        return Results(self.folder).load(name)["figures"]["turns_us"] if path.is_file() else {}
+
+    def _write(self, name: str, figures: dict[str, Any]) -> None:
+        record = new_record(name, self.device, model=MODEL, figures=figures)
+        write_record(self.folder / f"{name}.json", record)
+
+
+@contextmanager
+def limited_to(seconds: float) -> Iterator[None]:
+    """Raises TimeIsUp inside after so many seconds; needs a POSIX system and the main thread."""
+
+    def end(_number: int, _frame: object) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def work_off(jobs: list[Job], seconds: float) -> list[str]:
+    """Run the jobs until the time is up, a line for each; the names of those that are not done.
+
+    A job that fails, as on a GPU with too little memory, is told and the next one begins.
+    """
+    left = [job.name for job in jobs]
+    try:
+        with limited_to(seconds):
+            for job in jobs:
+                if _succeeds(job):
+                    left.remove(job.name)
+                gc.collect()
+    except TimeIsUp:
+        pass
+    return left
+
+
+def _succeeds(job: Job) -> bool:
+    start = time.perf_counter()
+    try:
+        job.run()
+    except (RoseError, RuntimeError, MemoryError) as error:
+        why = str(error) if isinstance(error, RoseError) else told(error)
+        print(f"{job.name}: not recorded: {why.splitlines()[0]}", flush=True)
+        return False
+    print(f"[{time.perf_counter() - start:6.1f} s] {job.name}", flush=True)
+    return True
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Record what is missing of this machine until the time is up."""
+    arguments = _parser().parse_args(argv)
+    device = resolve_device(arguments.device)
+    folder = (arguments.results or results_folder()) / this_machine(device)
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = Recorder(device, folder).jobs()
+    taken = time.time() - psutil.Process().create_time()
+    left = work_off(jobs, max(1.0, 60 * arguments.minutes - taken - LEAVING_S))
+    done = len(jobs) - len(left)
+    print(f"{done} records made in {folder}; show them with: make notebooks P=record={folder.name}")
+    if left:
+        print(f"{len(left)} left, {left[0]} first: make measure continues there")
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="python -m rosellm.lab.records.quick", description=__doc__)
+    add = parser.add_argument
+    add("--minutes", type=whole_number(1, 1440), default=10, metavar="N", help="after which it ends")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
+    add("--results", type=Path, metavar="DIR", help="folder of the machines; default: notebooks/results")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

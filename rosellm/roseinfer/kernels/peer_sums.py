@@ -1,0 +1,141 @@
+"""A sum over ranks, residual and norm in one kernel, over memory that the ranks share: spec and kernel.
+
+Each rank stores its partial sums where the others can read them, and tells them so; each then adds up all of
+them, in the order of ranks, so that all get the same bits ("one shot": every rank reads everything). One
+program has one row, and waits only for the programs of that row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.norm import add_norm_ref
+from rosellm.roseinfer.ranks.peer_memory import PeerMemory
+from rosellm.triton_or_none import tl, triton
+
+ROLES = {"_sum_add_norm_kernel": "norm"}
+HALVES = 2  # used in turns: a rank is at most one sum ahead of another
+FLAG_BYTES = 4
+
+
+def peer_bytes(rows: int, width: int, itemsize: int, n_ranks: int) -> int:
+    """Bytes a rank shares for sums of up to ``rows`` rows: in each half flags, by row and rank, then rows."""
+    return HALVES * _half_bytes(rows, width, itemsize, n_ranks)
+
+
+def _flags_end(rows: int, n_ranks: int) -> int:
+    return -(-rows * n_ranks * FLAG_BYTES // 128) * 128
+
+
+def _half_bytes(rows: int, width: int, itemsize: int, n_ranks: int) -> int:
+    return _flags_end(rows, n_ranks) + -(-rows * width * itemsize // 128) * 128
+
+
+def sum_add_norm_ref(*, partial: Tensor, x: Tensor, **norm) -> Tensor:
+    """The specification: ``norm.add_norm_ref`` of the sum of all ranks' partial sums ``[ranks, M, C]``."""
+    return add_norm_ref(x=x, delta=partial, **norm)
+
+
+@triton.jit
+def rows_of(address, rows_at, like_ptr):
+    """A pointer of like_ptr's type, known to be aligned to 16 bytes."""
+    return tl.multiple_of((address + rows_at).to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
+
+
+@triton.jit
+def _sum_add_norm_kernel(
+    y_ptr, addresses_ptr, x_ptr, bias_ptr, scale_ptr, shift_ptr, out_ptr, eps, flags_at, rows_at,
+    C: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BIAS: tl.constexpr,
+    SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One row per program; flags_at, rows_at: bytes into each rank's memory."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, WIDTH)
+    inside = c < C
+    scale = tl.load(scale_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    if SHIFT:
+        shift = tl.load(shift_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    added = tl.zeros((WIDTH,), tl.float32)
+    if BIAS:
+        added = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
+    own = tl.load(addresses_ptr + RANK)
+    y = tl.load(y_ptr + row * C + c, mask=inside, other=0.0)
+    tl.store(rows_of(own, rows_at, y_ptr) + row * C + c, y, mask=inside)
+    tl.debug_barrier()
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:  # a flag is 1 from when its row is there until its reader has seen that
+            flags = (tl.load(addresses_ptr + rank) + flags_at).to(tl.pointer_type(tl.int32))
+            while tl.atomic_cas(flags + row * RANKS + RANK, 0, 1, sem="release", scope="sys") != 0:
+                pass
+    for rank in tl.static_range(RANKS):
+        if rank != RANK:
+            flags = (own + flags_at).to(tl.pointer_type(tl.int32))
+            while tl.atomic_cas(flags + row * RANKS + rank, 1, 0, sem="acquire", scope="sys") != 1:
+                pass
+    tl.debug_barrier()
+    total = tl.zeros((WIDTH,), tl.float32)
+    for rank in tl.static_range(RANKS):
+        if rank == RANK:
+            total += y.to(tl.float32)
+        else:
+            theirs = rows_of(tl.load(addresses_ptr + rank), rows_at, y_ptr) + row * C + c
+            total += tl.load(theirs, mask=inside, other=0.0, volatile=True).to(tl.float32)
+    x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
+    rounded = (x + (total + added)).to(x_ptr.dtype.element_ty)
+    tl.store(x_ptr + row * C + c, rounded, mask=inside)
+    x = rounded.to(tl.float32)
+    if SHIFT:
+        mean = tl.sum(x, axis=0) / C
+        centred = tl.where(inside, x - mean, 0.0)
+        variance = tl.sum(centred * centred, axis=0) / C
+        normed = centred * tl.rsqrt(variance + eps) * scale + shift
+    else:
+        normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps) * scale
+    tl.store(out_ptr + row * C + c, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def make_sum_add_norm(peers: PeerMemory, most_rows: int, dependent: int = False) -> Callable[..., Tensor]:
+    """The Triton kernel, called like ``norm.add_norm`` with this rank's partial sum ``delta [1, M, C]``.
+
+    M is at most ``most_rows``, and all tensors are contiguous. All ranks call it alike, and an even number of
+    times in whatever they capture: halves alternate. peers: of ``peer_bytes`` for such rows.
+    """
+    launch, turn = launch_options(dependent), [0]
+    rank, n_ranks = peers.part.rank, peers.part.size
+
+    def sum_add_norm(*, x, delta, bias=None, scale, shift, eps) -> Tensor:
+        rows, width = x.shape
+        half = turn[0] * _half_bytes(most_rows, width, x.dtype.itemsize, n_ranks)
+        turn[0] = (turn[0] + 1) % HALVES
+        places = half, half + _flags_end(most_rows, n_ranks)
+        out = x.new_empty(rows, width)
+        padded = triton.next_power_of_2(width)
+        given = {"BIAS": bias is not None, "SHIFT": shift is not None, "RANK": rank, "RANKS": n_ranks}
+        bias, shift = (x if it is None else it for it in (bias, shift))
+        options = {"DEPENDENT": dependent, "num_warps": max(1, min(16, padded // 256)), **launch}
+        _sum_add_norm_kernel[(rows,)](
+            delta, peers.addresses, x, bias, scale, shift, out, eps, *places,
+            C=width, WIDTH=padded, **given, **options,
+        )  # fmt: skip
+        return out
+
+    return sum_add_norm
+
+
+class SymmetricSums:
+    """torch's one-shot all-reduce over symmetric memory, for contiguous tensors of at most so many bytes."""
+
+    def __init__(self, peers: PeerMemory, n_bytes: int) -> None:
+        self._own, self._name = peers.own[:n_bytes], peers.name
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, a new one."""
+        shared = self._own[: x.nbytes].view(x.dtype).view(x.shape)
+        shared.copy_(x)
+        return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._name)

@@ -1,0 +1,101 @@
+"""The head of one rank's part of a model, which has some of the words.
+
+Each rank finds its best of them, and the ranks' best are gathered; or all logits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.token_counts import TokenCounts
+from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE
+from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.layers.choosers import MODES, Chooser, LogitsChooser, fp32_product, mode_of
+from rosellm.roseinfer.layers.products import can_pack, packed_head
+from rosellm.roseinfer.ranks.group import Ranks
+from rosellm.roseinfer.sampling import SamplingParams
+
+Logits = Callable[[Tensor], Tensor]
+
+
+class GatheredLogits:
+    """All logits ``[n, V]`` of hidden states ``[n, C]``; own: those of this rank's words."""
+
+    def __init__(self, own: Logits, model: Transformer, ranks: Ranks) -> None:
+        self._own, self._ranks = own, ranks
+        self._vocabulary = model.config.vocab_size
+        self._missing = ranks.part.share(model.whole) - len(model.words)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        own = F.pad(self._own(hidden), (0, self._missing))  # [n, share]
+        gathered = self._ranks.gathered(own.contiguous())  # [ranks, n, share]
+        return gathered.transpose(0, 1).flatten(1)[:, : self._vocabulary]
+
+
+class CutChooser(LogitsChooser):
+    """Tokens from each rank's best one and one small gather; filtered and penalised ones from all logits."""
+
+    modes: tuple[str, ...] = MODES
+
+    def __init__(
+        self, model: Transformer, kernels: Kernels, counts: TokenCounts, own: Logits, ranks: Ranks
+    ) -> None:
+        super().__init__(GatheredLogits(own, model, ranks), kernels, counts)
+        self._best, self._own, self._ranks = kernels.best_tokens, own, ranks
+        self._weight, self._words, self._vocabulary = (
+            model.lm_head.weight,
+            model.words,
+            model.config.vocab_size,
+        )
+
+    def mode(self, params: list[SamplingParams]) -> str:
+        return mode_of(params)
+
+    def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
+        """See ``choosers.Chooser``."""
+        if mode == "greedy":
+            return self._gathered(*self._likeliest(hidden, state))
+        if mode == "drawn":
+            return self._gathered(*self._drawn(hidden, state))
+        return super().__call__(hidden, state, mode)
+
+    def _likeliest(self, hidden: Tensor, state: DeviceState) -> tuple[Tensor, Tensor]:
+        """As ``head.best_tokens_ref`` says, of this rank's words."""
+        drawing = {"seeds": state.seeds, "positions": state.positions, "temperature": state.temperatures}
+        return self._best(hidden=hidden, weight=self._weight, sampled=False, **drawing)
+
+    def _drawn(self, hidden: Tensor, state: DeviceState) -> tuple[Tensor, Tensor]:
+        """The same with the noise of these words, which depends on their place in the vocabulary."""
+        logits = self._own(hidden).float()
+        logits = torch.where(logits.isnan(), float("inf"), logits)
+        noise = self.noise(state.seeds, state.positions + 1, self._vocabulary)
+        noise = noise[:, self._words.start : self._words.stop]
+        amounts = state.temperatures.clamp_max(MAX_TEMPERATURE)[:, None]
+        values, indices = torch.where(amounts > 0, logits + amounts * noise, logits).max(dim=1, keepdim=True)
+        return values, indices.int()
+
+    def _gathered(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Tiles ``[n, TILES]`` of this rank → the best of each rank, ``[n, ranks]``."""
+        best, tile = values.max(dim=1)
+        token = indices.gather(1, tile[:, None])[:, 0] + self._words.start
+        gathered = self._ranks.gathered(torch.stack((best.view(torch.int32), token)))  # [ranks, 2, n]
+        values, indices = gathered.permute(1, 2, 0).contiguous()
+        return values.view(torch.float32), indices
+
+
+def cut_chooser(
+    head: str, model: Transformer, kernels: Kernels, counts: TokenCounts, ranks: Ranks
+) -> Chooser:
+    """What ``choosers.build_chooser`` is for a whole model."""
+    if head == "logits":
+        return LogitsChooser(GatheredLogits(model.logits, model, ranks), kernels, counts)
+    if kernels.name == "torch" and can_pack(model):
+        return CutChooser(model, kernels, counts, packed_head(model), ranks)
+    weight, n_words = model.padded_head, len(model.words)
+    return CutChooser(model, kernels, counts, lambda hidden: fp32_product(hidden, weight)[:, :n_words], ranks)

@@ -1,0 +1,122 @@
+"""Sums and gathers among the ranks of one host, by ``torch.distributed``: NCCL on GPUs, gloo on a CPU.
+
+Process groups belong to an engine, not to the process: several engines may each have one. All that listens,
+listens on the loopback.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from rosellm.models.part import Part
+from rosellm.roseinfer.ranks.peer_memory import PeerMemory, share_files, share_gpus
+
+LOOPBACK = "127.0.0.1"
+RELEASED_WITHIN_S = 2.0
+PATIENCE = timedelta(minutes=30)  # it is ``watch`` that notices ranks that have ended or hang
+
+
+def listen() -> tuple[dist.TCPStore, int]:
+    """The store by which ranks find each other, and its port, which was free."""
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+        store = dist.TCPStore(
+            LOOPBACK, port, None, True, PATIENCE, wait_for_workers=False, master_listen_fd=free.detach()
+        )
+    return store, port
+
+
+def connect(port: int) -> dist.TCPStore:
+    """The store that rank 0 listens for."""
+    return dist.TCPStore(LOOPBACK, port, None, False, PATIENCE, wait_for_workers=False)
+
+
+class Collectives:
+    """What ranks compute together; all of them call the same, in the same order. Made when all are there."""
+
+    def __init__(self, store: dist.Store, part: Part, device: torch.device) -> None:
+        self._store, self._part, self._device, self._size = store, part, device, part.size
+        self._peers: dict[int, PeerMemory] = {}
+        self._gloo: Any = _gloo(dist.PrefixStore("gloo", store), part)
+        self._on_device = self._gloo
+        if device.type == "cuda":
+            self._on_device = _nccl(dist.PrefixStore("nccl", store), part)
+            self.summed(torch.zeros(1, device=device))  # makes it, which cannot be captured
+            torch.cuda.synchronize(device)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' contiguous tensors, in place, on the current stream."""
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        _wait(self._on_device.allreduce([x], options))
+        return x
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The ranks' contiguous tensors, by rank: ``[size, *x.shape]``."""
+        out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
+        options = c10d.AllgatherOptions()
+        options.asyncOp = False
+        _wait(self._on_device._allgather_base(out, x, options))
+        return out.view(self._size, *x.shape)
+
+    def least(self, number: int) -> int:
+        """The smallest of the ranks' numbers, by the host."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        numbers = torch.tensor([number])
+        _wait(self._gloo.allreduce([numbers], options))
+        return int(numbers)
+
+    def peers(self, n_bytes: int) -> PeerMemory:
+        """So many bytes that the ranks share: the same ones whenever that many are asked for."""
+        if n_bytes not in self._peers:
+            store = dist.PrefixStore(f"peers-{n_bytes}", self._store)
+            share = partial(share_gpus, device=self._device) if self._device.type == "cuda" else share_files
+            self._peers[n_bytes] = share(store, self._part, n_bytes)
+            self.least(0)  # nobody uses it before all have it
+        return self._peers[n_bytes]
+
+    def abort(self) -> None:
+        """End what waits for ranks that will not come, in whatever thread; nothing works after that.
+
+        NCCL's returns once no graph is left that has captured it.
+        """
+        if self._on_device is self._gloo:  # its connections end with the other ranks' processes
+            return
+        late = monotonic() + RELEASED_WITHIN_S
+        while self._peers and monotonic() < late and not torch.cuda.current_stream(self._device).query():
+            for peers in self._peers.values():
+                peers.release()
+        self._on_device.abort()
+
+
+def _wait(work: Any) -> None:
+    if work is not None:  # of what has been put on the current stream there is nothing to wait for
+        work.wait()
+
+
+def _gloo(store: dist.Store, part: Part) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=LOOPBACK)]
+    options._timeout = PATIENCE
+    return gloo(store, part.rank, part.size, options)
+
+
+def _nccl(store: dist.Store, part: Part) -> Any:
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which not every host's NVLink has
+    for ends_the_process in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING"):
+        os.environ.setdefault(f"TORCH_NCCL_{ends_the_process}", "0")
+    options = c10d.ProcessGroupNCCL.Options()
+    return c10d.ProcessGroupNCCL(store, part.rank, part.size, options)

@@ -1,0 +1,84 @@
+"""Memory that every rank of a group reads and writes: of GPUs over NVLink, of processes in shared files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rosellm.models.part import Part
+
+SHARED = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """own: this rank's bytes, uint8, zeros at first. addresses: of all ranks' bytes, int64 ``[size]``.
+
+    others: the other ranks' bytes. name: by which torch's operators on symmetric memory know the group; empty
+    on a CPU. pads: with it, this rank's and the others' flags of those operators.
+    """
+
+    part: Part
+    own: Tensor
+    addresses: Tensor
+    others: list[Tensor]
+    name: str = ""
+    pads: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def release(self) -> None:
+        """Let one wait of this GPU's kernels for other ranks end, whatever they then read.
+
+        A kernel waits for a flag of its own to become 1, or for another rank's to become 0.
+        """
+        with torch.cuda.stream(torch.cuda.Stream(self.own.device)):
+            for ours in (self.own, *self.pads[0]):
+                ours.view(torch.int32).fill_(1)
+            for theirs in (*self.others, *self.pads[1]):
+                theirs.view(torch.int32).zero_()
+            torch.cuda.current_stream().synchronize()
+
+
+def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
+    """On a CPU: each rank's bytes are a file in memory. They have no name left once all ranks have met."""
+    handle, path = tempfile.mkstemp(prefix="rosellm-", dir=SHARED if SHARED.is_dir() else None)
+    os.truncate(handle, n_bytes)
+    os.close(handle)
+    store.set(f"file-{part.rank}", path)
+    paths = [store.get(f"file-{rank}").decode() for rank in range(part.size)]
+    mapped = [torch.from_file(one, shared=True, size=n_bytes, dtype=torch.uint8) for one in paths]
+    met = store.add("mapped", 1)
+    if met == part.size:
+        for one in paths:
+            os.unlink(one)
+    addresses = torch.tensor([one.data_ptr() for one in mapped], dtype=torch.int64)
+    return PeerMemory(part, mapped[part.rank], addresses, _others(mapped, part))
+
+
+def share_gpus(store: dist.Store, part: Part, n_bytes: int, device: torch.device) -> PeerMemory:
+    """On GPUs: torch's symmetric memory, without NVLink's multicast. The ranks meet before anyone uses it."""
+    from torch.distributed._symmetric_memory import _SymmetricMemory as Symmetric
+
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    if part.rank == 0:
+        store.set("name", f"rosellm-{os.urandom(8).hex()}")
+    name = store.get("name").decode()
+    Symmetric.set_group_info(name, part.rank, part.size, store)
+    own = Symmetric.empty_strided_p2p((n_bytes,), (1,), torch.uint8, device, name)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    met = Symmetric.rendezvous(own, name)
+    theirs = [met.get_buffer(rank, (n_bytes,), torch.uint8) for rank in range(part.size)]
+    addresses = torch.tensor([one.data_ptr() for one in theirs], dtype=torch.int64, device=device)
+    pads = [met.get_signal_pad(rank) for rank in range(part.size)]
+    flags = [pads[part.rank]], _others(pads, part)
+    return PeerMemory(part, own, addresses, _others(theirs, part), name, flags)
+
+
+def _others(each: list[Tensor], part: Part) -> list[Tensor]:
+    return [one for rank, one in enumerate(each) if rank != part.rank]

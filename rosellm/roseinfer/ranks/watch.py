@@ -1,0 +1,145 @@
+"""Ranks watch each other: one that has died, or has not moved for seconds, ends the others.
+
+Every process counts up in memory that all of them share, from a thread of its own. Time is counted in looks,
+not in seconds: a machine that slept, or a terminal that stopped all of them, has not lost a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from threading import Event, Thread
+from time import monotonic, sleep
+from typing import Any
+
+import psutil
+
+LOOK_S = 0.25
+KILLED_WITHIN_S = 1.0
+HUNG_AFTER = 24  # looks at a count that stays the same
+
+Beats = Any  # a shared array of int64, one count a rank
+
+
+class _Counts:
+    """How often each rank's count has been seen unchanged since it last moved."""
+
+    def __init__(self, beats: Beats, ranks: range) -> None:
+        self._beats, self._last, self._still = beats, list(beats), dict.fromkeys(ranks, 0)
+
+    def look(self) -> int | None:
+        """A rank that hangs. One that has not begun to count yet is not waited for."""
+        for rank in self._still:
+            moved = self._beats[rank] != self._last[rank] or not self._beats[rank]
+            self._last[rank] = self._beats[rank]
+            self._still[rank] = 0 if moved else self._still[rank] + 1
+            if self._still[rank] >= HUNG_AFTER:
+                return rank
+        return None
+
+
+class Watch(Thread):
+    """Rank 0's, until ``ended``; why is in ``reason``. ``failed``: another rank did, and all are killed.
+
+    processes, pipes: of ranks 1, 2, …; a rank tells by its pipe what it died of. on_failure: is called after
+    that.
+    """
+
+    def __init__(
+        self,
+        processes: list[BaseProcess],
+        pipes: list[Connection],
+        beats: Beats,
+        on_failure: Callable[[], object],
+    ) -> None:
+        super().__init__(name="ranks", daemon=True)
+        self._processes, self._pipes, self._beats, self._on_failure = processes, pipes, beats, on_failure
+        self._counts = _Counts(beats, range(1, len(beats)))
+        self._words: dict[int, str] = {}
+        self.ended, self.failed, self.reason = Event(), False, ""
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            dead = wait([process.sentinel for process in self._processes], LOOK_S)
+            self._beats[0] += 1
+            if self.ended.is_set():
+                return
+            if reason := self._death(dead) or self._hang():
+                self.failed, self.reason = True, reason
+                kill(self._processes)
+                self.ended.set()
+                self._on_failure()
+
+    def stop(self, reason: str) -> None:
+        """The other ranks are about to be ended."""
+        if not self.ended.is_set():
+            self.reason = reason
+            self.ended.set()
+
+    def _death(self, sentinels: list) -> str | None:
+        dead = [i for i, process in enumerate(self._processes) if process.sentinel in sentinels]
+        if not dead:
+            return None
+        silent = [i for i in dead if not self._told(i)]  # those who tell may have died of their ends
+        first = (silent or dead)[0]
+        return f"rank {first + 1} of {len(self._beats)} {self._told(first) or self._ended_by(first)}"
+
+    def _told(self, index: int) -> str:
+        if index not in self._words:
+            self._words[index] = ""
+            with suppress(EOFError, OSError):
+                if self._pipes[index].poll():
+                    self._words[index] = f"failed: {self._pipes[index].recv_bytes().decode()}"
+        return self._words[index]
+
+    def _ended_by(self, index: int) -> str:
+        self._processes[index].join()
+        code = self._processes[index].exitcode or 0
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+    def _hang(self) -> str | None:
+        rank = self._counts.look()
+        if rank is None:
+            return None
+        return f"rank {rank} of {len(self._beats)} has not moved for {HUNG_AFTER * LOOK_S:.0f} seconds"
+
+
+def kill(processes: list[BaseProcess]) -> None:
+    """End processes that may be stopped or deep in a library."""
+    for process in processes:
+        process.kill()
+    join(processes, KILLED_WITHIN_S)
+
+
+def join(processes: list[BaseProcess], within_s: float) -> None:
+    """Wait for all of them, so long at most."""
+    late = monotonic() + within_s
+    for process in processes:
+        process.join(max(0.0, late - monotonic()))
+
+
+def watch_rank_0(beats: Beats, rank: int, is_busy: Callable[[], bool]) -> None:
+    """In another rank's process: count, and end it once rank 0 has died or hangs.
+
+    is_busy: whether this rank waits for rank 0 in the midst of a command. Between commands rank 0 may be kept
+    from counting by its program, and hangs only if it is stopped.
+    """
+    parent = psutil.Process(os.getppid())
+    counts = _Counts(beats, range(1))
+
+    def hangs() -> bool:
+        return counts.look() is not None and (is_busy() or parent.status() == psutil.STATUS_STOPPED)
+
+    def look() -> None:
+        while os.getppid() == parent.pid and not hangs():
+            beats[rank] += 1
+            sleep(LOOK_S)
+        print(f"rank {rank}: rank 0 has ended, and so do I", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    Thread(target=look, name="rank 0", daemon=True).start()

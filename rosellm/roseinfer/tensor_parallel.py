@@ -1,0 +1,244 @@
+"""One engine on several GPUs of a host, or on several processes of a CPU: tensor parallelism.
+
+This process is rank 0. It starts the other ranks as processes, each of which loads its part of the model,
+builds the same engine over it, and then runs what rank 0's engine runs on its own device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from threading import RLock
+from time import sleep
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.multiprocessing as mp
+from tqdm import tqdm
+
+from rosellm.errors import DeviceError, OptionError, told
+from rosellm.models.checkpoint import SHIPPED
+from rosellm.models.loading import AnyTokenizer, arch_of, load_parts, resolve_device
+from rosellm.models.model import Transformer
+from rosellm.models.part import WHOLE, Part
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
+from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen
+from rosellm.roseinfer.ranks.members import Follower, Leader
+from rosellm.roseinfer.ranks.watch import Beats, Watch, join, kill, watch_rank_0
+from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
+from rosellm.roseinfer.steps.cuda_graph import Graphs
+from rosellm.roseinfer.steps.resident import ResidentStep
+
+MOST_RANKS = 64
+ENDS_WITHIN_S = 3.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every rank loads its part of: the arguments of ``loading.load_parts``."""
+
+    model: str = SHIPPED
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+
+    def part(self, part: Part) -> tuple[Transformer, AnyTokenizer]:
+        """The part and the tokenizer."""
+        return load_parts(self.model, self.device, self.dtype, self.load_format, part)
+
+
+def load_engine(
+    model: str = SHIPPED,
+    *,
+    tensor_parallel_size: int = 1,
+    device: str = "auto",
+    dtype: str = "auto",
+    load_format: str = "auto",
+    **options: Any,
+) -> Engine:
+    """An engine on ``tensor_parallel_size`` ranks; the rest as for ``Engine.load``, which is for one.
+
+    On GPUs rank r has GPU r; on a CPU ranks share its cores. The other ranks end with the engine. Raises
+    ``OptionError``, ``DeviceError`` or ``RecipeError``, before any process starts, for what cannot be cut or
+    has no device, and ``RankError`` if a rank fails, here or whenever the engine is used.
+    """
+    load = Load(model, device, dtype, load_format)
+    kinds = options.get("recipe"), options.get("deterministic", False), options.get("kernels", "auto")
+    check_ranks(tensor_parallel_size, load, *kinds)
+    if tensor_parallel_size == 1:
+        return Engine.load(**asdict(load), **options)
+    loaded = load_ranks(tensor_parallel_size, load, *kinds)
+    return loaded.build(loaded.model, loaded.tokenizer, **options)
+
+
+class Loaded(NamedTuple):
+    """A model, or rank 0's part of it, and what builds an engine over it, called like ``Engine``."""
+
+    build: Callable[..., Engine]
+    model: Transformer
+    tokenizer: AnyTokenizer
+
+
+def load_ranks(
+    n_ranks: int,
+    load: Load,
+    recipe: str | Recipe | None = None,
+    deterministic: bool = False,
+    kernels: str | Kernels = "auto",
+) -> Loaded:
+    """The model on ``n_ranks`` ranks, for one engine of that recipe; raises as :func:`load_engine` does."""
+    check_ranks(n_ranks, load, recipe, deterministic, kernels)
+    if n_ranks == 1:
+        return Loaded(Engine, *load.part(WHOLE))
+    leader = start_ranks(n_ranks, load)
+    with leader.guarded():
+        return Loaded(partial(build_engine, leader), *load.part(leader.part))
+
+
+def check_ranks(
+    n_ranks: int,
+    load: Load,
+    recipe: str | Recipe | None,
+    deterministic: bool = False,
+    kernels: str | Kernels = "auto",
+) -> None:
+    """Raise for what ``n_ranks`` ranks cannot run: see :func:`load_engine`."""
+    if not isinstance(n_ranks, int) or isinstance(n_ranks, bool) or not 1 <= n_ranks <= MOST_RANKS:
+        raise OptionError(
+            f"tensor_parallel_size is {told(n_ranks)}; it must be a whole number from 1 to {MOST_RANKS}"
+        )
+    if n_ranks == 1:
+        return
+    device = resolve_device(load.device)
+    if device.type == "cuda" and n_ranks > torch.cuda.device_count():
+        raise DeviceError(
+            f"tensor_parallel_size {n_ranks} needs as many GPUs; this machine has {torch.cuda.device_count()}"
+        )
+    if device.type == "cuda" and torch.cuda.current_device() != 0:
+        raise DeviceError(f"rank 0 has GPU 0; the current device is {torch.cuda.current_device()}")
+    chosen = recipe if isinstance(recipe, Recipe) else LADDER[get_rung(recipe, device)]
+    (chosen.invariant() if deterministic else chosen).check_ranks(n_ranks)
+    chosen.check_sums(device, choose_kernels(kernels, chosen.launch, device))
+    Part(0, n_ranks).check(arch_of(load.model, load.load_format))
+
+
+def start_ranks(n_ranks: int, load: Load) -> Leader:
+    """Start the other ranks, which begin to load their parts; returns once all have met."""
+    device = resolve_device(load.device)
+    store, port = listen()
+    context = mp.get_context("spawn")
+    beats = context.RawArray(ctypes.c_int64, n_ranks)
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    with _spawning():
+        for rank in range(1, n_ranks):
+            ours, theirs = context.Pipe()
+            seat = _Seat(Part(rank, n_ranks), theirs, beats, port)
+            process = context.Process(target=_work, args=(seat, load), name=f"rank {rank}", daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+    watch = Watch(processes, pipes, beats, lambda: leader.abort())
+    leader = Leader(Part(0, n_ranks), pipes, watch, partial(_end, processes, pipes))
+    watch.start()
+    with leader.guarded():
+        while not all(beats[1:]):
+            leader.check()
+            sleep(0.01)
+        leader.collectives = Collectives(store, leader.part, device)
+    return leader
+
+
+def build_engine(leader: Leader, *parts: Any, **options: Any) -> Engine:
+    """Every rank's engine over its part, with the same options; rank 0's is returned."""
+    leader.tell(options)
+    with leader.guarded():
+        engine = Engine(*parts, **options, group=leader)
+    graphs = engine.step.graphs if isinstance(engine.step, ResidentStep) else None
+    weakref.finalize(engine, _close, leader, graphs)
+    return engine
+
+
+def _close(leader: Leader, graphs: Graphs | None) -> None:
+    """End the other ranks. NCCL's communicator can go only after the graphs that have captured it."""
+    leader.close()
+    if graphs is not None:
+        graphs.reset()
+        leader.abort()
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Where another rank sits: its part, the pipe to rank 0, the counts of all, and the store's port."""
+
+    part: Part
+    pipe: Connection
+    beats: Beats
+    port: int
+
+
+def _work(seat: _Seat, load: Load) -> None:
+    """The life of another rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; rank 0 decides
+    tqdm.set_lock(RLock())  # its default is a semaphore, which a killed process would leave behind
+    try:
+        follower = Follower(seat.part, seat.pipe)
+        watch_rank_0(seat.beats, seat.part.rank, lambda: follower.is_busy)
+        _follow(follower, seat, load)
+    except BaseException as error:
+        with suppress(OSError):  # rank 0 may have hung up for the same reason
+            seat.pipe.send_bytes(told(error).encode())
+        os._exit(1)
+    os._exit(0)  # what a library may wait for at its end, such as other ranks, is not waited for
+
+
+@torch.inference_mode()
+def _follow(follower: Follower, seat: _Seat, load: Load) -> None:
+    device = resolve_device(load.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(seat.part.rank)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // seat.part.size))
+    follower.collectives = Collectives(connect(seat.port), seat.part, device)
+    model, _ = load.part(seat.part)
+    engine = Engine(model, None, **follower.told(), group=follower)
+    follower.follow()
+    del engine
+
+
+@contextmanager
+def _spawning() -> Iterator[None]:
+    """New processes import nothing of the program's main module, and show no progress bars.
+
+    They run functions of this package only: a script needs no guard of its main part.
+    """
+    main, bars = sys.modules["__main__"], os.environ.get("TQDM_DISABLE")
+    sys.modules["__main__"], os.environ["TQDM_DISABLE"] = ModuleType("__main__"), "1"
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        if bars is None:
+            del os.environ["TQDM_DISABLE"]
+        else:
+            os.environ["TQDM_DISABLE"] = bars
+
+
+def _end(processes: list[BaseProcess], pipes: list[Connection]) -> None:
+    """Hang up, and kill those that do not end by themselves."""
+    for pipe in pipes:
+        pipe.close()
+    join(processes, ENDS_WITHIN_S)
+    kill(processes)

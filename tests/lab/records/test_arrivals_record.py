@@ -1,0 +1,101 @@
+"""The command that records arrivals: rates follow from the capacity, a run from its options."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rosellm.lab.records import arrivals
+from rosellm.lab.records.findings import UNTOLD, finding
+from rosellm.lab.records.records import Results
+from rosellm.lab.records.serving_times import ServingTimes
+from rosellm.lab.records.simulation import simulated_run
+from rosellm.lab.records.sizes import Size
+from rosellm.roseinfer.bench.arrivals import poisson_times
+from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
+from rosellm.roseinfer.benchmark_streaming import BENCHMARK
+
+SMALL = ["--device=cpu", "--seconds=1"]
+
+
+def test_the_requests_of_a_rate_have_w8s_lengths_and_poisson_times() -> None:
+    options = arrivals.streaming_options(WORKLOADS["W8"], 50, 20.0)
+    made = arrivals.arrivals_of(options)
+    assert [one.seconds for one in made] == poisson_times(20.0, 50, seed=0)
+    assert all(16 <= one.prompt_tokens <= 512 and 16 <= one.new_tokens <= 512 for one in made)
+    assert len({one.prompt_tokens for one in made}) > 30 and len({one.new_tokens for one in made}) > 30
+    at_once = arrivals.arrivals_of(arrivals.streaming_options(WORKLOADS["W8"], 50))
+    assert [one._replace(seconds=0.0) for one in made] == at_once
+
+
+def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(tmp_path, capsys) -> None:
+    assert arrivals.main([*SMALL, f"--output={tmp_path}", "--limits-ms=60000,60000"]) == 0
+    record = json.loads((tmp_path / "rose-tiny" / "arrivals.json").read_text())
+    figures = record["figures"]
+    assert record["kind"] == "arrivals" and record["rung"] and figures["limits_s"] == [60.0, 60.0]
+    capacity, tokens = figures["capacity_req_s"], figures["at_once"]["completion_tokens"]
+    assert capacity == pytest.approx(16 / figures["at_once"]["total_time_s"]) and tokens == 16 * 8
+    assert [run["rate"] for run in figures["runs"]] == [capacity * share for share in arrivals.SHARES]
+    for run in figures["runs"]:
+        requests = arrivals.arrivals_of(run["options"])
+        assert len(requests) == max(1, round(run["rate"]))
+        assert run["completion_tokens"] == 8 * len(requests) and run["within_limits_share"] == 1
+    assert ServingTimes.from_dict(figures["times"]).rows == (1, 2, 4)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("50% of capacity") and said[-1].endswith("the model has 512 positions")
+    assert not (tmp_path / "rose-tiny" / "long_prompt.json").exists()
+
+
+def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(arrivals, "LONG_RUNNING", Workload("long", 3, 80, 4, prompt_tokens=8))
+    monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)
+    monkeypatch.setattr(arrivals, "LONG_TOKENS", 400)
+    monkeypatch.setattr(arrivals.long_prompt_options, "__defaults__", (400, 64))
+    assert arrivals.main([*SMALL, f"--output={tmp_path}"]) == 0
+    record = json.loads((tmp_path / "rose-tiny" / "long_prompt.json").read_text())
+    assert record["options"]["long_prompt_tokens"] == 400 and set(record["results"]) == {"chunked", "whole"}
+    assert all("itl_beside_p99_s" in result["medians"] for result in record["results"].values())
+
+
+def test_the_long_prompt_and_what_it_joins_fit_into_the_blocks_that_are_asked_for() -> None:
+    asked = BENCHMARK.parse_options(arrivals.long_prompt_options())
+    assert asked.prompt_tokens == 16_000 and asked.num_requests == 33 and asked.max_batch_size == 33
+    assert asked.num_kv_blocks * asked.block_size >= 16_000 + 1 + 32 * (64 + 256)
+
+
+@pytest.mark.parametrize("limits", ["5", "a,b", "0,4", "1,2,3", "nan,1"])
+def test_bad_limits_are_told_in_one_line(limits: str, tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        arrivals.main(["--output", str(tmp_path), "--limits-ms", limits])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and limits in said
+
+
+def test_a_watched_run_is_simulated_from_its_own_steps() -> None:
+    """Its throughput, which waiting for requests and steps both make; the machine may be busy."""
+    workload = Size(rows=4, requests=4, new_tokens=16, prompt=48).of(WORKLOADS["W8"])
+    gpt, tokenizer = arrivals.load_parts("rose-tiny", "cpu")
+    engine = arrivals.streaming_engine(gpt, tokenizer, arrivals.streaming_options(workload, 4))
+    options = arrivals.streaming_options(workload, 24)
+    live, steps = arrivals.watched_run(engine, options, (60.0, 60.0))
+    assert sum(one.rows for one in steps if one.kind == "decode") == live["completion_tokens"] - 24
+    times = arrivals.times_of(engine, steps)
+    made = simulated_run(arrivals.arrivals_of(options), times, 4)
+    assert made["total_throughput_tok_s"] == pytest.approx(live["total_throughput_tok_s"], rel=0.3)
+
+
+def test_what_is_recorded_is_found_and_told_and_before_that_nothing(tmp_path) -> None:
+    assert arrivals.recorded(Results(tmp_path)) == {} == arrivals.recorded_long_prompt(Results(tmp_path))
+    assert finding(Results(tmp_path), "33_arrivals") == UNTOLD
+    runs = [{"share": share, "ttft_p99_s": share / 10} for share in (0.5, 0.95)]
+    figures = {"capacity_req_s": 400.0, "runs": runs}
+    (tmp_path / "arrivals.json").write_text(json.dumps({"max_batch_size": 256, "figures": figures}))
+    assert arrivals.recorded(Results(tmp_path)) == {"max_batch_size": 256, **figures}
+    told = finding(Results(tmp_path), "33_arrivals")
+    assert told == "TTFT p99 50.0 ms at 50%, 95.0 ms at 95% of 400 requests a second"
+    (tmp_path / "Qwen3").mkdir()
+    both = {way: {"medians": {"itl_beside_p50_s": 0.01}} for way in ("chunked", "whole")}
+    (tmp_path / "Qwen3" / "long_prompt.json").write_text(json.dumps({"results": both}))
+    long = arrivals.recorded_long_prompt(Results(tmp_path))
+    assert long == {"Qwen3": {way: {"itl_beside_p50_s": 0.01} for way in ("chunked", "whole")}}

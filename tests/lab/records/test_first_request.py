@@ -1,0 +1,119 @@
+"""What the first request of a process waits for: parts timed in fresh processes, late captures counted."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rosellm.errors import RoseError
+from rosellm.lab.records import first_request
+from rosellm.lab.records.findings import finding
+from rosellm.lab.records.first_process import first_run
+from rosellm.lab.records.measured_model import folder_of, settle
+from rosellm.lab.records.records import Results
+from rosellm.roseinfer.bench.prompts import new_tokens
+from rosellm.roseinfer.bench.workloads import WORKLOADS
+from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
+from rosellm.roseinfer.engine import Engine
+from tests.helpers import random_model
+
+SMALL = ["--workload=W8", "--device=cpu", "--num-requests=3", "--max-new-tokens=5", "--min-new-tokens=2"]
+SMALL += ["--prompt-tokens=20", "--max-batch-size=2"]
+
+
+def test_a_fresh_process_tells_the_seconds_of_its_parts_and_of_three_equal_runs() -> None:
+    found = first_request.first_process([*SMALL, "--hf-model-id=rose-tiny", "--load-format=auto"])
+    parts = found["parts_s"]
+    assert list(parts) == ["import", "load", "build", "warm_up"]
+    assert 0.1 < parts["import"] < 60 and all(seconds >= 0 for seconds in parts.values())
+    assert len(found["runs"]) == 3 and len({run["tokens_sha256"] for run in found["runs"]}) == 1
+    assert all(0 < run["first_token_s"] < run["seconds"] for run in found["runs"])
+    assert found["graphs"] == 0 and found["engine"]["max_batch_size"] == 2  # a CPU has no graphs
+
+
+def test_a_process_that_fails_says_why_in_one_line() -> None:
+    with pytest.raises(RoseError, match="the new process failed: .*no shape is known") as raised:
+        first_request.first_process([*SMALL, "--hf-model-id=nobody/knows", "--load-format=dummy"])
+    assert "\n" not in str(raised.value)
+
+
+def test_captures_during_a_run_are_that_runs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, options = Engine(random_model(0), max_batch_size=2), BENCHMARK.parse_options(SMALL)
+    captured = iter([3, 10])
+    monkeypatch.setattr(Engine, "late_captures", property(lambda _: next(captured)))
+    run = first_run(engine, options)
+    assert run["late_captures"] == 7
+    assert run["throughput_tok_s"] * run["seconds"] == pytest.approx(sum(new_tokens(options)))
+
+
+def process(options: list[str], warm_up: bool, cache: Path) -> dict[str, Any]:
+    """Finds compiled kernels if one before it has left some, as Triton does."""
+    compiled = cache / "kernel"
+    build = 0.5 if compiled.exists() else 2.5
+    compiled.touch()
+    runs = [{"throughput_tok_s": 100.0 * n, "late_captures": 0 if warm_up else 4 - n} for n in (1, 2, 3)]
+    parts = {"import": 9.0, "load": 1.0, "build": build, "warm_up": 3.0 * warm_up}
+    return {"parts_s": parts, "graphs": 40 * warm_up, "runs": runs}
+
+
+def test_the_record_has_each_process_with_an_empty_and_with_the_filled_cache(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(first_request, "first_process", process)
+    assert first_request.main(["--device=cpu", f"--output={tmp_path}", "--repeats=2"]) == 0
+    record = json.loads((tmp_path / "rose-tiny" / "first_request.json").read_text())
+    assert record["kind"] == "first_request" and record["environment"]["device_name"]
+    found = record["figures"]["processes"]
+    kinds = [(one["warm_up"], one["cache"], first_request.construction_s(one)) for one in found]
+    assert kinds == 2 * [
+        (True, "empty", 6.5),
+        (True, "filled", 4.5),
+        (False, "empty", 3.5),
+        (False, "filled", 1.5),
+    ]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 8 and said[3].startswith("no warm-up, filled cache: 1.5 s of construction, 0 graphs")
+    assert said[3].endswith("runs of 100, 200, 300 tok/s, 6 late captures")
+
+
+def test_a_records_model_and_folder_follow_from_the_size_and_the_workload(tmp_path) -> None:
+    def settled(**given: object) -> tuple[str, str]:
+        asked = {"device": "cpu", "size": None, "model": None, "load_format": None} | given
+        made = settle(Namespace(**asked), WORKLOADS["W8"])
+        return made.model, made.load_format
+
+    assert settled() == ("rose-tiny", "auto")
+    assert settled(size="full") == ("gpt2", "dummy")
+    assert settled(model="rose-tiny-qwen3") == ("rose-tiny-qwen3", "auto")
+    assert settled(model="Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", "dummy")
+    assert folder_of(tmp_path, "gpt2", WORKLOADS["W8"]) == tmp_path
+    assert folder_of(tmp_path, "Qwen/Qwen3-0.6B", WORKLOADS["W8"]) == tmp_path / "Qwen3-0.6B"
+    assert (tmp_path / "Qwen3-0.6B").is_dir()
+
+
+def test_the_aims_are_judged_by_the_processes_with_a_warm_up(tmp_path) -> None:
+    assert first_request.recorded(Results(tmp_path)) == []
+    runs = [{"throughput_tok_s": rate} for rate in (90.0, 95.0, 100.0)]
+
+    def made(warm_up: bool, cache: str, seconds: float) -> dict[str, Any]:
+        parts = {"import": 50.0, "load": seconds, "build": 0.0, "warm_up": 0.0}
+        return {"warm_up": warm_up, "cache": cache, "parts_s": parts, "runs": runs}
+
+    several = [made(True, "empty", 19.0), made(True, "filled", 7.0), made(False, "filled", 1.0)]
+    figures = {"figures": {"processes": several}}
+    (tmp_path / "first_request.json").write_text(json.dumps(figures))
+    found = first_request.verdicts(first_request.recorded(Results(tmp_path)))
+    assert [(one.found, one.is_kept) for one in found] == [
+        (19.0, True),
+        (90.0, False),
+        (7.0, False),
+        (90.0, False),
+    ]
+    told = finding(Results(tmp_path), "32_first_request")
+    assert told.startswith(
+        "an engine is built in 19.0 s, with compiled kernels in 7.00 s; first W8 run: 90.0 %"
+    )

@@ -1,0 +1,188 @@
+"""Machines side by side: folders that a reader names, each beside the reference on the same workload."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rosellm.environment import environment
+from rosellm.lab.figures.ladder import README_THEMES, ladder_chart, readme_chart, values_beside
+from rosellm.lab.figures.ladder_svg import ladder_svg
+from rosellm.lab.figures.models import against_floor
+from rosellm.lab.records.machines import (
+    HERE,
+    beside,
+    check_same_size,
+    figures_of,
+    find_machines,
+    folder_name,
+    name_of,
+    names_of,
+    this_machine,
+)
+from rosellm.lab.records.model_ladder import speeds_beside
+from rosellm.lab.records.records import REFERENCE, RecordError, Results, number, results_folder
+from rosellm.lab.rung import open_rung
+from tests.lab.made_up_machine import FOLDER, LACKING, NAME, add_made_up_machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Devices' folders: the committed ones and a made-up one."""
+    copy = tmp_path_factory.mktemp("results") / "results"
+    shutil.copytree(results_folder(), copy)
+    add_made_up_machine(copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def machines(folder) -> list[Results]:
+    return find_machines(FOLDER, folder)
+
+
+def test_a_folder_bears_its_devices_name_in_small_letters():
+    assert folder_name("NVIDIA H200") == REFERENCE
+    assert folder_name("Intel(R) Xeon(R) CPU @ 2.20GHz") == "intel-r-xeon-r-cpu-2-20ghz"
+    cpu = torch.device("cpu")
+    assert this_machine(cpu) == folder_name(environment(cpu)["device_name"])
+
+
+@pytest.mark.parametrize(
+    "record, found",
+    [
+        (REFERENCE, [REFERENCE]),
+        (FOLDER, [REFERENCE, FOLDER]),
+        (f"{REFERENCE}, {FOLDER}", [REFERENCE, FOLDER]),
+        (f"cpu,{FOLDER},cpu", [REFERENCE, "cpu", FOLDER]),
+    ],
+)
+def test_the_reference_comes_first_and_each_machine_once(folder, record, found):
+    assert [results.folder.name for results in find_machines(record, folder)] == found
+
+
+def test_this_machine_is_named_here_and_an_unknown_one_refused(folder):
+    own = this_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    with pytest.raises(RecordError, match=f"no records of device '{own}'"):
+        find_machines(HERE, folder)
+    (folder / own).mkdir()
+    assert [results.folder.name for results in find_machines(HERE, folder)] == [REFERENCE, own]
+    (folder / own).rmdir()
+    with pytest.raises(RecordError, match="no records of device 'abacus'"):
+        find_machines(f"{FOLDER},abacus", folder)
+
+
+def test_a_cpu_is_named_with_its_dtype_and_a_folder_without_records_by_itself(machines, tmp_path):
+    assert names_of(machines[:1]) == [""] and names_of(machines) == [", NVIDIA H200", f", {NAME}"]
+    assert name_of(Results(tmp_path)) == tmp_path.name
+    told = {"environment": {"device_name": "Abacus", "device_memory_bytes": None, "time_utc": "2026"}}
+    (tmp_path / "W1-dense.json").write_text(json.dumps(told))
+    assert name_of(Results(tmp_path)) == "Abacus, fp32"
+
+
+def test_rows_of_a_key_stand_below_one_another_and_what_a_machine_lacks_is_told(machines):
+    rows, lacking = beside(machines, ("W2", LACKING), lambda one, w: [one.value(w, "dense")])
+    assert [label for label, _ in rows] == ["W2, NVIDIA H200", f"W2, {NAME}", f"{LACKING}, NVIDIA H200"]
+    assert rows[0][1] == 2 * rows[1][1]
+    assert lacking == [f"no such record, {NAME}: {LACKING}"]
+    with pytest.raises(RecordError, match="has no W1 of 'nothing'"):
+        beside(machines[:1], ["W1"], lambda one, w: [one.value(w, "nothing")])
+
+
+def test_a_figure_that_a_record_lacks_is_refused_with_those_it_has(machines):
+    assert figures_of(machines[1], "steps-W1", "batch") == 8
+    with pytest.raises(RecordError, match="steps-W1 of made-up-gpu-9 has no 'nothing': it has batch"):
+        figures_of(machines[1], "steps-W1", "nothing")
+
+
+def test_steps_of_another_size_are_not_compared(machines, tmp_path):
+    check_same_size(machines[1], machines[0], "steps-W1")
+    record = machines[1].load("steps-W1")
+    record["figures"]["batch"] = 4
+    (tmp_path / "steps-W1.json").write_text(json.dumps(record))
+    with pytest.raises(RecordError, match="'batch': 4"):
+        check_same_size(Results(tmp_path), machines[0], "steps-W1")
+
+
+@pytest.mark.parametrize(
+    "departs, is_shown", [(["dtype=float32 for float16"], True), (["max_batch_size=4 for 8"], False)]
+)
+def test_a_run_that_departs_from_its_workload_is_none_of_it_unless_by_its_dtype(
+    machines, tmp_path, departs, is_shown
+):
+    record = machines[0].load("W1-dense") | {"not_comparable": departs}
+    (tmp_path / "W1-dense.json").write_text(json.dumps(record))
+    assert Results(tmp_path).rungs("W1") == (["dense"] if is_shown else [])
+
+
+def test_a_rungs_tables_and_chart_show_the_machine_beside_the_reference(machines, capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr("rosellm.lab.recorded.show", shown.append)
+    rung = open_rung("fused_head", device="cpu", batch=2, prompt_lengths=[2], new_tokens=4)
+    rung.others = (machines[1],)
+    rung.predict(W1=100.0, W3=100.0)
+    rung.outcome()
+    rung.verdict()
+    rung.ablation()
+    said = capsys.readouterr().out
+    old, new = rung.steps_on(machines[1], "W1")
+    assert old.us == 2 * rung.step_us("W1")[0].us
+    assert said.count(f"W1, {NAME} ") == 3 and number(old.us - new.us) in said
+    assert said.count(f"no such record, {NAME}: {LACKING}\n") == 3
+    assert f"no such record, {NAME}: fused_gelu" in said  # of ablations it has none
+    rung.recorded()
+    (chart,) = shown
+    assert f"NVIDIA H200 and {NAME}" in chart.layout.title.text
+    assert f"W2, {NAME}" in chart.table and f"{LACKING}, {NAME}" not in chart.table
+
+
+def test_a_machine_without_timelines_or_ledgers_says_so(machines, capsys, monkeypatch):
+    monkeypatch.setattr("rosellm.lab.recorded.show", lambda chart: None)
+    monkeypatch.setattr("rosellm.lab.recorded.explore", lambda draw, **controls: None)
+    rung = open_rung("cuda_graph", device="cpu", batch=2, prompt_lengths=[2], new_tokens=4)
+    rung.others = (machines[1],)
+    rung.timeline()
+    rung.waterfall()
+    told = [f"no record {name!r} of these rungs, {NAME}" for name in ("timelines", "ledger")]
+    assert capsys.readouterr().out.splitlines() == told
+
+
+def test_the_ladder_has_a_dot_for_each_of_a_machines_values_and_names_it(machines):
+    values = values_beside(machines[1:], "W1")
+    chart = ladder_chart(machines[0].values("W1"), "tok/s", title="t", beside=values)
+    dots = [trace for trace in chart.data if trace.mode == "markers" and NAME in trace.hovertemplate]
+    assert [list(trace.x) for trace in dots] == [list(values[NAME].values())]
+    assert f"● {NAME}" in [note.text for note in chart.layout.annotations]
+    assert NAME in chart.table.splitlines()[0]
+    lacking = ladder_chart({"dense": 1.0}, "tok/s", title="t", beside=values_beside(machines[1:], LACKING))
+    assert f"{NAME}: no record" in [note.text for note in lacking.layout.annotations]
+
+
+def test_a_rung_that_only_another_machine_measured_has_a_row():
+    chart = ladder_chart({"dense": 1.0}, "tok/s", title="t", beside={NAME: {"paged": 2.0}})
+    assert [line.split()[0] for line in chart.table.splitlines()[2:]] == ["dense", "paged"]
+
+
+def test_readmes_picture_names_the_machine_and_has_its_dots(machines):
+    alone, both = (
+        ladder_svg(readme_chart(some, README_THEMES["light"])) for some in (machines[:1], machines)
+    )
+    assert f"● {NAME}" in both and NAME not in alone
+    assert both.count("<circle") - alone.count("<circle") == sum(
+        len(machines[1].values(workload)) for workload in ("W1", "W2", "W3")
+    )
+
+
+def test_a_modern_models_chart_and_ladder_take_machines_with_and_without_it(machines, folder):
+    model = "Qwen3-0.6B"
+    assert speeds_beside(machines[1:], model, "D1") == {NAME: {}}
+    assert NAME in against_floor(machines, model).table.splitlines()[0]
+    shutil.copytree(machines[0].folder / model, machines[1].folder / model)
+    speeds = speeds_beside(machines, model, "D1")
+    assert speeds["NVIDIA H200"] == speeds[NAME] and speeds[NAME]["dense"] > 0
+    own, theirs = (
+        trace.x for trace in against_floor(machines, model).data if trace.name in (NAME, "this engine")
+    )
+    assert own == theirs
+    shutil.rmtree(machines[1].folder / model)

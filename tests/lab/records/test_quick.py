@@ -1,0 +1,96 @@
+"""``make measure``: this machine's records, the most telling first, until the time is up."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from rosellm.errors import RoseError
+from rosellm.lab.records import quick
+from rosellm.lab.records.machines import find_machines, this_machine
+from rosellm.lab.records.quick import Job, Recorder, TimeIsUp, limited_to, work_off
+from rosellm.lab.records.records import REFERENCE
+from rosellm.models.loading import load_parts
+from rosellm.roseinfer.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
+
+CPU = torch.device("cpu")
+TINY = Workload("W0", num_requests=1, max_new_tokens=4, max_batch_size=1)
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch) -> Recorder:
+    """One of three rungs, with the shipped model and a small W0 instead of GPT-2 and the whole one."""
+    monkeypatch.setattr(quick, "runnable", lambda arguments: ["dense", "paged", "split_kv"])
+    monkeypatch.setattr(quick, "load_parts", lambda *asked: load_parts("rose-tiny", "cpu", "auto", "auto"))
+    for known in (WORKLOADS, ALL_WORKLOADS):
+        monkeypatch.setitem(known, "W0", TINY)
+    return Recorder(CPU, tmp_path)
+
+
+def test_the_ends_of_the_ladder_come_before_its_other_rungs_and_short_runs_before_long_ones(recorder):
+    names = [job.name for job in recorder.jobs()]
+    assert names[:3] == ["steps-W0", "W0-dense", "W0-split_kv"]
+    assert names.index("W1-split_kv") < names.index("W2-dense") < names.index("W0-paged")
+    assert sorted(names) == sorted(
+        [f"steps-W{i}" for i in range(4)] + [f"W{i}-{rung}" for i in range(6) for rung in recorder.rungs]
+    )
+
+
+def test_a_record_is_that_of_the_benchmark_itself_and_is_not_made_twice(recorder, capsys):
+    jobs = recorder.jobs()
+    assert work_off([jobs[1]], 60.0) == []
+    record = json.loads((recorder.folder / "W0-dense.json").read_text())
+    assert record["workload"] == "W0" and record["rung"] == "dense"
+    assert record["results"]["online"]["repeat_runs"] == 1
+    assert "W0-dense" not in [job.name for job in recorder.jobs()]
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and said.endswith("s] W0-dense\n")
+
+
+def test_a_record_of_steps_goes_on_at_the_rungs_that_it_lacks(recorder):
+    recorder.rungs = ["dense"]
+    recorder.steps("W0")
+    first = json.loads((recorder.folder / "steps-W0.json").read_text())["figures"]["turns_us"]
+    recorder.rungs = ["dense", "paged"]
+    assert "steps-W0" in [job.name for job in recorder.jobs()]
+    recorder.steps("W0")
+    both = json.loads((recorder.folder / "steps-W0.json").read_text())["figures"]["turns_us"]
+    assert list(both) == ["dense", "paged"] and both["dense"] == first["dense"]
+    assert "steps-W0" not in [job.name for job in recorder.jobs()]
+
+
+def test_the_time_ends_a_job_in_its_middle_and_the_rest_is_left():
+    done = []
+    jobs = [Job("one", lambda: done.append(1)), Job("two", lambda: time.sleep(30)), Job("three", done.clear)]
+    start = time.monotonic()
+    assert work_off(jobs, 0.2) == ["two", "three"]
+    assert time.monotonic() - start < 5 and done == [1]
+
+
+def test_a_job_that_fails_is_told_and_the_next_one_begins(capsys):
+    def fail():
+        raise RoseError("no room for it\nat all")
+
+    assert work_off([Job("one", fail), Job("two", lambda: None)], 60.0) == ["one"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "one: not recorded: no room for it" and lines[1].endswith("two")
+
+
+def test_a_limit_does_not_outlive_its_block():
+    with limited_to(0.05):
+        pass
+    time.sleep(0.1)
+    with pytest.raises(TimeIsUp), limited_to(0.05):
+        time.sleep(5)
+
+
+def test_the_command_writes_this_machines_folder_beside_the_others_and_says_how_to_show_it(
+    recorder, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "results" / REFERENCE).mkdir(parents=True)
+    monkeypatch.setattr(Recorder, "jobs", lambda self: [self._steps("W0")])
+    assert quick.main(["--device", "cpu", "--results", str(tmp_path / "results")]) == 0
+    folder = this_machine(CPU)
+    assert f"1 records made in {tmp_path / 'results' / folder}; show them" in capsys.readouterr().out
+    assert find_machines(folder, tmp_path / "results")[1].names() == ["steps-W0"]

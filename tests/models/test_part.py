@@ -1,0 +1,116 @@
+"""Parts of a model: together they are the whole, and what cannot be cut is refused in a line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from rosellm.errors import OptionError
+from rosellm.models.arch import Arch, Norm
+from rosellm.models.model import Transformer
+from rosellm.models.part import ALIGNMENT, WHOLE, Part
+from rosellm.models.rope import Rope
+from rosellm.models.weights import load_model, save_model
+from tests.helpers import CPU, FAMILIES, random_model, small_config
+
+SIZES = {"n_heads": 8, "d_model": 64, "head_dim": 8, "d_ff": 64, "vocab_size": 500}
+SHAPES = {
+    "gpt2": small_config(**SIZES),
+    **{name: small_config(**change | SIZES, family=name) for name, change in FAMILIES.items()},
+}
+
+
+def parts_of(whole: Arch, n: int) -> list[Part]:
+    return [Part(rank, n) for rank in range(n)]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, Arch]:
+    """A number of ranks, and a model that they may be able to run."""
+    size, n_kv, group, share = (draw(st.integers(1, most)) for most in (6, 4, 4, 6))
+    vocab, mlp = draw(st.integers(1, 700)), draw(st.sampled_from(("gelu", "swiglu")))
+    heads = vocab, 8, 1, n_kv * group, 16, n_kv, 4
+    return size, Arch(*heads, share * size, Norm("rms"), Rope(), mlp)
+
+
+@settings(deadline=None)
+@given(shapes())
+def test_what_parts_have_is_the_whole_once_and_key_value_heads_as_often_as_there_are_too_few(shape):
+    size, arch = shape
+    parts = parts_of(arch, size)
+    try:
+        parts[0].check(arch)
+    except OptionError:
+        return
+    assert [word for part in parts for word in part.words(arch)] == list(range(arch.vocab_size))
+    for name in "qkv", "up":
+        whole = torch.arange(arch.shapes[name][0])
+        kept = [list(part.of(f"blocks.0.{name}.bias", whole, arch)) for part in parts]
+        rows = [part.arch(arch).shapes[name][0] for part in parts]
+        assert [sum(map(len, own)) for own in kept] == rows
+        times = torch.bincount(torch.cat([piece for own in kept for piece in own]))
+        n_queries = arch.attention_width if name == "qkv" else len(whole)
+        assert (times[:n_queries] == 1).all()
+        assert (times[n_queries:] == max(1, size // arch.n_kv_heads)).all()
+
+
+def test_every_query_head_of_a_part_has_its_own_key_value_head():
+    arch = SHAPES["llama"]
+    for part in parts_of(arch, 8):
+        queries, keys, _ = part.of("blocks.0.qkv.bias", torch.arange(arch.qkv_width), arch)
+        head = int(queries[0]) // arch.head_dim
+        assert (int(keys[0]) - arch.attention_width) // arch.head_dim == head // arch.group
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_part_is_loaded_as_it_is_cut_from_the_whole(tmp_path, name, size):
+    whole = random_model(0, SHAPES[name])
+    save_model(whole, tmp_path, torch.float32)
+    for part in parts_of(whole.config, size):
+        loaded = load_model(str(tmp_path), CPU, torch.float32, part)
+        for parameter, value in whole.own_parameters.items():
+            cut = torch.cat(list(part.of(parameter, value, whole.config)))
+            assert torch.equal(loaded.own_parameters[parameter], cut)
+        assert torch.equal(loaded.lm_head.weight, whole.lm_head.weight[list(loaded.words)])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_random_weights_of_a_part_are_those_of_the_whole(name):
+    arch = SHAPES[name]
+    whole = Transformer.allocate(arch, CPU, torch.float16).initialise(3)
+    part = Part(1, 2)
+    drawn = Transformer.allocate(arch, CPU, torch.float16, part).initialise(3)
+    for parameter, value in whole.own_parameters.items():
+        assert torch.equal(drawn.own_parameters[parameter], torch.cat(list(part.of(parameter, value, arch))))
+
+
+def test_a_tied_head_of_a_part_takes_no_memory_of_its_own():
+    model = Transformer.allocate(SHAPES["llama"], CPU, torch.float32, Part(1, 2))
+    embedding = model.token_embedding.weight
+    offset = model.lm_head.weight.data_ptr() - embedding.data_ptr()
+    assert offset == model.words.start * embedding.shape[1] * 4
+    assert model.words.start % ALIGNMENT == 0
+
+
+def test_the_whole_is_the_part_of_one():
+    assert Part(0, 1) == WHOLE
+    assert WHOLE.arch(SHAPES["gpt2"]) is SHAPES["gpt2"]
+
+
+@pytest.mark.parametrize(
+    "size, change, said",
+    [
+        (3, {}, "3 does not divide the model's 8 attention heads"),
+        (4, {"d_ff": 66}, "4 does not divide the model's 66 intermediate size"),
+        (6, {"n_heads": 12, "n_kv_heads": 4, "d_ff": 66}, "6 neither divides the model's 4 key/value heads"),
+        (8, {"vocab_size": 448}, "8 leaves a rank without any of the model's 448 words"),
+        (2, {"vocab_size": 64}, "2 leaves a rank without any of the model's 64 words"),
+    ],
+)
+def test_what_cannot_be_cut_is_told_in_a_line(size, change, said):
+    arch = small_config(**FAMILIES["llama"] | SIZES | change)
+    with pytest.raises(OptionError, match=said) as raised:
+        Part(0, size).check(arch)
+    assert "\n" not in str(raised.value)

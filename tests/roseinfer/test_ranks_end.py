@@ -1,0 +1,144 @@
+"""However a rank ends, so do the others: with its error, within seconds, and no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from rosellm import LLM, SamplingParams
+from rosellm.errors import RankError
+from tests.roseinfer.ranks import WITHIN_S, have_ended, other_ranks, ranks_of, run, seconds_until
+
+LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+ENDS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP]
+SCRIPT = """
+from rosellm import LLM, SamplingParams
+import multiprocessing, sys
+llm = LLM(tensor_parallel_size=2, device="cpu")
+print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+while True:
+    llm.generate("import os", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return LLM(tensor_parallel_size=2, device="cpu", max_batch_size=4)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+def test_a_rank_that_dies_or_hangs_while_it_runs_ends_the_engine_with_its_error(llm, how):
+    pids, sent = other_ranks(), []
+
+    def end() -> None:
+        sent.append(time.monotonic())
+        os.kill(pids[0], how)
+
+    threading.Timer(0.5, end).start()
+    said = "was ended by SIGKILL" if how == signal.SIGKILL else "has not moved for 6 seconds"
+    with pytest.raises(RankError, match=f"rank 1 of 2 {said}"):
+        while True:
+            llm.generate(["import os"] * 4, LONG, use_tqdm=False)
+    assert time.monotonic() - sent[0] < WITHIN_S
+    assert have_ended(pids)
+    with pytest.raises(RankError, match=said):
+        llm.generate("again", LONG, use_tqdm=False)
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_told_at_the_next_request(llm):
+    pids = other_ranks()
+    os.kill(pids[0], signal.SIGKILL)
+    seconds_until(lambda: have_ended(pids))
+    with pytest.raises(RankError, match="rank 1 of 2 was ended by SIGKILL"):
+        llm.generate("import os", LONG, use_tqdm=False)
+
+
+def test_a_rank_that_dies_ends_the_other_three():
+    engine = ranks_of("rose-tiny", 4)
+    pids = other_ranks()
+    assert len(pids) == 3
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RankError, match="was ended by SIGKILL"):
+        run(engine, [[1, 2, 3]] * 4, replace(LONG, max_tokens=200))
+    assert have_ended(pids)
+
+
+def test_an_error_of_a_rank_is_told_by_its_words(llm):
+    with pytest.raises(RankError, match="rank 1 of 2 failed: .*no_such_command"):
+        llm.engine.group.tell(("no_such_command", []))
+        llm.generate("import os", LONG, use_tqdm=False)
+    assert not other_ranks()
+
+
+def test_an_error_of_rank_0_ends_the_others_and_is_itself_raised(llm, monkeypatch):
+    class Broken(Exception):
+        pass
+
+    def broken(*_: object) -> None:
+        raise Broken
+
+    monkeypatch.setattr(llm.engine.step, "layers_for", broken)
+    with pytest.raises(Broken):
+        llm.generate("import os", LONG, use_tqdm=False)
+    assert not other_ranks()
+    with pytest.raises(RankError, match="rank 0 failed"):
+        llm.generate("import os", LONG, use_tqdm=False)
+
+
+def test_a_dropped_llm_ends_its_ranks():
+    llm = LLM(tensor_parallel_size=2, device="cpu")
+    llm.generate("import os", SamplingParams(max_tokens=4), use_tqdm=False)
+    pids = other_ranks()
+    assert len(pids) == 1
+    del llm
+    seconds_until(lambda: have_ended(pids))
+
+
+BUSY = """
+from rosellm import LLM, SamplingParams
+import ctypes, multiprocessing
+llm = LLM(tensor_parallel_size=2, device="cpu")
+print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+ctypes.PyDLL(None).sleep(8)  # holding the lock of the interpreter
+print(len(llm.generate("import os", SamplingParams(max_tokens=4), use_tqdm=False)), flush=True)
+"""
+
+
+def test_a_program_that_keeps_rank_0_from_counting_between_requests_ends_nothing():
+    done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[1:] == ["1"], done.stderr
+
+
+@pytest.fixture
+def script() -> Iterator[subprocess.Popen]:
+    """A program of a few lines whose LLM runs for ever."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
+def test_when_rank_0_ends_or_hangs_no_other_rank_is_left(script, how):
+    pids = [int(pid) for pid in script.stdout.readline().split()]
+    assert len(pids) == 1
+    time.sleep(0.5)
+    to_all = how == signal.SIGINT  # as a terminal sends Ctrl-C
+    (os.killpg if to_all else os.kill)(script.pid, how)
+    seconds_until(lambda: have_ended(pids))
+    if to_all:
+        assert "KeyboardInterrupt" in script.communicate(timeout=WITHIN_S)[1]
