@@ -15,9 +15,9 @@ from torch import Tensor
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.draw import FLOAT32, penalised_ref
-from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE, Shape
+from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE, Shape, store_best, with_noise
 from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
-from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise, row_key
+from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_filtered_tiles_kernel": "head"}
@@ -123,15 +123,10 @@ def _filtered_tiles_kernel(
     temperatures = tl.where(kept, tl.maximum(temperatures, 1.1754943508222875e-38), 1.0)
     shares = tl.exp((logits - largest[:, None]) / temperatures[:, None])
     tl.store(masses_ptr + rows * TILES + tile, tl.sum(shares, axis=1), mask=kept)
-    if tl.max(amounts, axis=0) > 0:
-        seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
-        positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
-        first, second = row_key(seeds, positions)
-        noise = gumbel(first[:, None], second[:, None], columns[None, :].to(tl.uint32))
-        logits = tl.where(amounts[:, None] > 0, logits + amounts[:, None] * noise, logits)
-    best, index = tl.max(logits, axis=1, return_indices=True)
-    tl.store(values_ptr + rows * TILES + tile, best, mask=held_rows)
-    tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=held_rows)
+    logits = with_noise(
+        logits, amounts, rows, held_rows, columns, seeds_ptr, positions_ptr, seed_stride, state_stride
+    )
+    store_best(values_ptr, indices_ptr, logits, rows, held_rows, tile, TILES, BLOCK_N)
 
 
 def filtered_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:

@@ -49,6 +49,28 @@ def best_tokens_ref(
     return values, indices.int()
 
 
+@triton.jit
+def with_noise(
+    logits, amounts, rows, held_rows, columns, seeds_ptr, positions_ptr, seed_stride, state_stride
+):
+    """A tile's logits, each row's with ``amounts`` times the noise of its next token."""
+    if tl.max(amounts, axis=0) > 0:
+        seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
+        positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
+        first, second = row_key(seeds, positions)
+        noise = gumbel(first[:, None], second[:, None], columns[None, :].to(tl.uint32))
+        logits = tl.where(amounts[:, None] > 0, logits + amounts[:, None] * noise, logits)
+    return logits
+
+
+@triton.jit
+def store_best(values_ptr, indices_ptr, logits, rows, held_rows, tile, TILES, BLOCK_N: tl.constexpr):
+    """A tile's best of each row, and its token."""
+    best, index = tl.max(logits, axis=1, return_indices=True)
+    tl.store(values_ptr + rows * TILES + tile, best, mask=held_rows)
+    tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=held_rows)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _best_tokens_kernel(
     hidden_ptr, weight_ptr, temperature_ptr, seeds_ptr, positions_ptr, values_ptr, indices_ptr,
@@ -73,15 +95,18 @@ def _best_tokens_kernel(
     if SAMPLED:
         temperatures = tl.load(temperature_ptr + rows * state_stride, mask=held_rows, other=0.0)
         temperatures = tl.minimum(temperatures, MAX_TEMPERATURE)
-        if tl.max(temperatures, axis=0) > 0:
-            seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
-            positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
-            first, second = row_key(seeds, positions)
-            noise = gumbel(first[:, None], second[:, None], columns[None, :].to(tl.uint32))
-            logits = tl.where(temperatures[:, None] > 0, logits + temperatures[:, None] * noise, logits)
-    best, index = tl.max(logits, axis=1, return_indices=True)
-    tl.store(values_ptr + rows * TILES + tile, best, mask=held_rows)
-    tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=held_rows)
+        logits = with_noise(
+            logits,
+            temperatures,
+            rows,
+            held_rows,
+            columns,
+            seeds_ptr,
+            positions_ptr,
+            seed_stride,
+            state_stride,
+        )
+    store_best(values_ptr, indices_ptr, logits, rows, held_rows, tile, TILES, BLOCK_N)
 
 
 def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:

@@ -21,9 +21,9 @@ from rosellm.roseinfer.kernels.peer_sums import SymmetricSums, make_sum_add_norm
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.layers.fused import FusedLayers, Layers, plain_layers
 from rosellm.roseinfer.layers.products import (
-    FewRowsProducts,
     LibraryProducts,
     PackedProducts,
+    PlainProducts,
     SomeRowsProducts,
     activation_apart,
     activation_fused,
@@ -136,7 +136,7 @@ def cut_layers(
     if kernels.name == "torch":
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
         return lambda rows: packed
-    few, most = FewRowsProducts(model, kernels), some_rows(model.config.n_layer_parameters)
+    few, most = PlainProducts(model, kernels.few_rows_linear), some_rows(model.config.n_layer_parameters)
     some = SomeRowsProducts(model, kernels, lambda *_: 1)  # one sum, not one for each range of K
     few_layers, some_layers = FusedLayers(model, few, kernels), FusedLayers(model, some, kernels)
     return lambda rows: few_layers if rows <= FEW_ROWS else some_layers if rows <= most else library

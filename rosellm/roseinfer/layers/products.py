@@ -157,35 +157,11 @@ class LayerWeights:
         return cls(NormedWeights.of(block.qkv, block.norm_1), NormedWeights.of(block.up, block.norm_2))
 
 
-class SomeRowsProducts:
-    """``linear.some_rows_linear`` for all; ``down``, whose inputs are wide, is split along K."""
+class PlainProducts:
+    """One kernel for all, without norm and residual, called like ``linear.some_rows_linear``."""
 
-    def __init__(self, model: Transformer, kernels: Kernels, parts_of: Parts = parts_of) -> None:
-        self.blocks, self.linear, self.parts_of = model.blocks, kernels.some_rows_linear, parts_of
-        self.activation = model.config.mlp
-
-    def qkv(self, layer: int, x: Tensor) -> Tensor:
-        p = self.blocks[layer].qkv
-        return self.linear(x=x, weight=p.weight, bias=p.bias)
-
-    def out(self, layer: int, x: Tensor) -> Tensor:
-        return self.linear(x=x, weight=self.blocks[layer].out.weight)[None]
-
-    def up(self, layer: int, x: Tensor) -> Tensor:
-        p = self.blocks[layer].up
-        return self.linear(x=x, weight=p.weight, bias=p.bias, activation=self.activation)
-
-    def down(self, layer: int, x: Tensor) -> Tensor:
-        weight = self.blocks[layer].down.weight
-        parts = self.parts_of(len(x), *weight.shape)
-        return self.linear(x=x, weight=weight, parts=parts).view(parts, len(x), -1)
-
-
-class FewRowsProducts:
-    """``few_rows.few_rows_linear`` for all, without norm and residual: a sum over ranks is between them."""
-
-    def __init__(self, model: Transformer, kernels: Kernels) -> None:
-        self.blocks, self.linear = model.blocks, kernels.few_rows_linear
+    def __init__(self, model: Transformer, linear: Callable[..., Tensor]) -> None:
+        self.blocks, self.linear = model.blocks, linear
         self.activation = model.config.mlp
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
@@ -201,3 +177,16 @@ class FewRowsProducts:
 
     def down(self, layer: int, x: Tensor) -> Tensor:
         return self.linear(x=x, weight=self.blocks[layer].down.weight)[None]
+
+
+class SomeRowsProducts(PlainProducts):
+    """``linear.some_rows_linear`` for all; ``down``, whose inputs are wide, is split along K."""
+
+    def __init__(self, model: Transformer, kernels: Kernels, parts_of: Parts = parts_of) -> None:
+        super().__init__(model, kernels.some_rows_linear)
+        self.parts_of = parts_of
+
+    def down(self, layer: int, x: Tensor) -> Tensor:
+        weight = self.blocks[layer].down.weight
+        parts = self.parts_of(len(x), *weight.shape)
+        return self.linear(x=x, weight=weight, parts=parts).view(parts, len(x), -1)
