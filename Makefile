@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(if $(CPU),$(PIP) uv)
 	$(if $(CPU),$(PY) -m uv pip install --quiet --python $(PY) --torch-backend cpu '$(TORCH)')
-	$(PIP) -e '.[notebooks,test]'
+	$(PIP) -e '.[cluster,notebooks,test]'
 	@touch $@
 	@echo "$(VENV) is ready, after $$(($$(date +%s) - $(BEGAN))) s"
 

@@ -24,7 +24,13 @@ PROCESSES = {
     "test_readme.py",
     "test_run_notebooks.py",
 }
-LONG = PROCESSES | {"test_dependent_launch.py", "test_machine_folder.py", "test_types.py", "test_wheel.py"}
+LONG = PROCESSES | {
+    "test_dependent_launch.py",
+    "test_machine_folder.py",
+    "test_replicas.py",
+    "test_types.py",
+    "test_wheel.py",
+}
 NOT_QUICK = PROCESSES | {
     "test_atomic.py",
     "test_bad_input.py",
@@ -38,6 +44,7 @@ NOT_QUICK = PROCESSES | {
     "test_measure.py",
     "test_persistent_layers.py",
     "test_refresh.py",
+    "test_replicas.py",
     "test_state_machines.py",
     "test_streaming_load.py",
     "test_tensor_parallel.py",

@@ -49,6 +49,10 @@ class KVCacheExhausted(RoseError):
     """No free KV block is left; the cache is unchanged."""
 
 
+class ClusterError(RoseError):
+    """Ray is missing, too old or does not answer, or all replicas on it have died."""
+
+
 def told(value: object) -> str:
     """``value`` for an error message; of an exception its type and message, even if its ``__str__`` fails.
 

@@ -50,7 +50,8 @@ def imported(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("room", "extras"), [("models", ()), ("roseinfer", ()), ("rosetrainer", ()), ("lab", ("notebooks",))]
+    ("room", "extras"),
+    [("models", ()), ("roseinfer", ("cluster",)), ("rosetrainer", ()), ("lab", ("notebooks",))],
 )
 def test_each_package_that_a_room_imports_is_declared(room: str, extras: tuple[str, ...]) -> None:
     known = declared(*extras)
@@ -70,7 +71,7 @@ def test_the_lab_without_its_extra_says_which_extra_and_the_engine_needs_none() 
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition('.')[0] in ('plotly', 'papermill'):
+        if name.partition('.')[0] in ('plotly', 'papermill', 'ray'):
             raise ModuleNotFoundError(name=name)
 sys.meta_path.insert(0, Absent())
 import importlib.util

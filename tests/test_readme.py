@@ -103,12 +103,12 @@ def test_every_python_command_runs(command, tmp_path, monkeypatch, capsys, in_th
     assert leaving.value.code == 0, capsys.readouterr().err
 
 
-def test_the_python_examples_run_without_the_compiler_of_pytorch():
-    """Whose import takes a second, and sympy's, which it needs, half of one."""
+def test_the_python_examples_run_without_ray_and_the_compiler_of_pytorch():
+    """Whose import takes a second, and sympy's, which it needs, half of one; Ray's takes another."""
     code = "\n".join(block for language, block in BLOCKS if language == "python")
     if torch.cuda.device_count() == 1:
         code = code.replace("tensor_parallel_size=2", 'tensor_parallel_size=2, device="cpu"')
-    code += "\nimport sys\nassert not {'torch._dynamo', 'sympy'} & set(sys.modules)"
+    code += "\nimport sys\nassert not {'torch._dynamo', 'sympy', 'ray'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 20

@@ -36,6 +36,7 @@ FLOORS = (
     ("roseinfer/engine",),
     ("roseinfer/tensor_parallel",),
     ("roseinfer/serving/*",),
+    ("roseinfer/cluster/*",),
     ("roseinfer/llm",),
     ("roseinfer/bench/*",),
     ("roseinfer/benchmark_*",),

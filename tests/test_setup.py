@@ -114,7 +114,7 @@ def test_setup_for_a_cpu_takes_torch_without_cuda_and_once(copy):
     (torch,) = [requirement for requirement in PROJECT["dependencies"] if requirement.startswith("torch")]
     _uv, first, then = [call for call in calls if "pip install" in call]
     assert first.endswith(f" --torch-backend cpu {torch}")
-    assert then.endswith(" -e .[notebooks,test]")
+    assert then.endswith(" -e .[cluster,notebooks,test]")
     assert "torch-backend" not in commands("setup")
 
 

@@ -60,10 +60,7 @@ def load_parts(
     weights in the checkpoint's shape and a tokenizer that needs no download. part: load only what one rank
     has. Raises ``CheckpointError``, ``DeviceError``, or ``OptionError`` if the model cannot be cut so.
     """
-    if not isinstance(model, (str, PathLike)):
-        raise CheckpointError(f"model is {model!r}; give '{SHIPPED}', a folder or a hub id")
-    if load_format not in LOAD_FORMATS:
-        raise CheckpointError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")
+    _check_source(model, load_format)
     where = resolve_device(device)
     resolve_dtype(dtype, where)  # an unknown one is refused before anything is fetched
     if load_format == "dummy":
@@ -76,3 +73,21 @@ def load_parts(
     part.check(config)
     gpt = load_model(str(folder), where, resolve_dtype(dtype, where, config), part)
     return gpt, load_tokenizer(folder, gpt.config)
+
+
+def load_tokenizer_of(model: str, load_format: str = "auto") -> AnyTokenizer:
+    """The tokenizer of what :func:`load_parts` loads. Raises ``CheckpointError``."""
+    _check_source(model, load_format)
+    arch = arch_of(model, load_format)
+    return (
+        load_dummy_tokenizer(arch)
+        if load_format == "dummy"
+        else load_tokenizer(checkpoint_folder(model), arch)
+    )
+
+
+def _check_source(model: str, load_format: str) -> None:
+    if not isinstance(model, (str, PathLike)):
+        raise CheckpointError(f"model is {model!r}; give '{SHIPPED}', a folder or a hub id")
+    if load_format not in LOAD_FORMATS:
+        raise CheckpointError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")

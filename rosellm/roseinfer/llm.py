@@ -9,15 +9,18 @@ from typing import Any, NoReturn, cast
 
 from tqdm import tqdm
 
-from rosellm.errors import PromptError, RecipeError, RoseError
+from rosellm.errors import OptionError, PromptError, RecipeError, RoseError
 from rosellm.models.chat import Message, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
+from rosellm.roseinfer.cluster.replicas import Replicas
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.held_interrupt import held_interrupt
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, one_each
+from rosellm.roseinfer.serving.one_engine import OneEngine
+from rosellm.roseinfer.serving.scheduler import one_each
 from rosellm.roseinfer.tensor_parallel import load_engine
 
 Prompt = str | Sequence[int]  # text, or token ids
@@ -35,6 +38,12 @@ class LLM:
     prefix_cache: keep the keys and values of prompts, for prompts that begin alike, in this call or a later
     one. prefill_chunk: the most prompt tokens between two tokens of running requests, as in
     ``SchedulerConfig``. The sizes, ``deterministic`` and ``warm_up`` are those of ``Engine``.
+
+    data_parallel_size: how many engines share the prompts, each with a GPU of its own, or on a CPU a core and
+    a thread (``cluster.replicas.Replicas``); more than one needs the extra ``cluster`` (Ray), and
+    ``tensor_parallel_size`` 1. ray_address: the Ray cluster that runs them, "auto" or "host:port"; None: the
+    one that this process is connected to, else a local one, which ends with the last such ``LLM``. The sizes
+    are each engine's.
     """
 
     def __init__(
@@ -44,6 +53,8 @@ class LLM:
         rung: str | None = None,
         recipe: Recipe | None = None,
         tensor_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        ray_address: str | None = None,
         device: str = "auto",
         dtype: str = "auto",
         load_format: str = "auto",
@@ -59,23 +70,29 @@ class LLM:
     ) -> None:
         if rung is not None and recipe is not None:
             raise RecipeError("both a rung and a recipe are given; give one of them")
-        self._config = SchedulerConfig(prefill_chunk=prefill_chunk)
-        self.engine = load_engine(
-            model,
-            tensor_parallel_size=tensor_parallel_size,
-            device=device,
-            dtype=dtype,
-            load_format=load_format,
-            recipe=rung if recipe is None else recipe,
-            max_batch_size=max_batch_size,
-            max_model_len=max_model_len,
-            num_kv_blocks=num_kv_blocks,
-            gpu_memory_utilization=gpu_memory_utilization,
-            block_size=block_size,
-            prefix_cache=prefix_cache,
-            deterministic=deterministic,
-            warm_up=warm_up,
-        )
+        config = SchedulerConfig(prefill_chunk=prefill_chunk)
+        options: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "load_format": load_format,
+            "recipe": rung if recipe is None else recipe,
+            "max_batch_size": max_batch_size,
+            "max_model_len": max_model_len,
+            "num_kv_blocks": num_kv_blocks,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "block_size": block_size,
+            "prefix_cache": prefix_cache,
+            "deterministic": deterministic,
+            "warm_up": warm_up,
+        }
+        self._runner: OneEngine | Replicas
+        if data_parallel_size == 1 and ray_address is None:
+            engine = load_engine(model, tensor_parallel_size=tensor_parallel_size, **options)
+            self._runner = OneEngine(engine, config)
+        elif tensor_parallel_size != 1:
+            raise OptionError("a replica has one GPU: tensor_parallel_size must be 1 with replicas")
+        else:
+            self._runner = Replicas(model, data_parallel_size, ray_address, config, options)
         self._folder = None if load_format == "dummy" else checkpoint_folder(model)
         self._lock = Lock()
 
@@ -85,7 +102,12 @@ class LLM:
     @property
     def rung(self) -> str | None:
         """The rung that runs: the one requested, or the device's best; None for a custom recipe."""
-        return self.engine.rung
+        return self._runner.rung
+
+    @property
+    def engine(self) -> Engine:
+        """The engine in this process; raises ``RoseError`` where replicas have one each."""
+        return self._runner.engine
 
     def generate(
         self,
@@ -106,7 +128,7 @@ class LLM:
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
-        ids = self.engine.encode_many(many)
+        ids = self._runner.encode_many(many)
         each = [own.each() for own in params]
         copies = [prompt for prompt, own in zip(ids, each, strict=True) for _ in own]
         with self._lock, held_interrupt():
@@ -131,7 +153,7 @@ class LLM:
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         many = cast("list[list[Message]]", messages if several else [messages])
         texts = [render_chat(self._folder, one) for one in many]
-        ids = self.engine.encode_many(texts, special=False)
+        ids = self._runner.encode_many(texts, special=False)
         outputs = self.generate(ids, sampling_params, use_tqdm)
         for text, output in zip(texts, outputs, strict=True):
             for completion in output.outputs:
@@ -139,14 +161,9 @@ class LLM:
         return outputs
 
     def _run(self, ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        scheduler = OfflineScheduler(self.engine, self._config)
-        self.engine.own(scheduler, "LLM.generate")
-        try:
-            n_tokens = sum(own.max_tokens for own in params)
-            with tqdm(total=n_tokens, desc="tokens", unit=" tok", disable=not use_tqdm) as progress:
-                return scheduler.run(ids, params, progress)
-        finally:
-            self.engine.disown(scheduler)
+        n_tokens = sum(own.max_tokens for own in params)
+        with tqdm(total=n_tokens, desc="tokens", unit=" tok", disable=not use_tqdm) as progress:
+            return self._runner.run(ids, params, progress)
 
 
 def _as_many(prompts: Any) -> list[str | list[int]]:

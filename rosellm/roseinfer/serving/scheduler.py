@@ -85,6 +85,12 @@ class OnlineScheduler:
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[int]:
         """Queue all of them, or none: every prompt is checked first. ``params``: one for all, or one each."""
+        return [self.submit(sequence) for sequence in self.make_sequences(prompts, params)]
+
+    def make_sequences(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[Sequence]:
+        """What :meth:`add_requests` would queue; raises as it does."""
         if not isinstance(prompts, (list, tuple)):
             raise PromptError(f"the prompts are {told(prompts)}; give a list of lists of token ids")
         self._check_room(len(prompts))
@@ -94,7 +100,7 @@ class OnlineScheduler:
                 sequences.append(self.engine.make_sequence(prompt, own))
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}") from error
-        return [self.submit(sequence) for sequence in sequences]
+        return sequences
 
     def submit(self, sequence: Sequence) -> int:
         """Queue a sequence made by this engine; its ``text``, if any, is kept up to date with its tokens."""

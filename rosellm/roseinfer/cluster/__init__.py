@@ -1,0 +1,1 @@
+"""Data parallelism: replicas of an engine as Ray actors, and who gets which request."""

@@ -1,0 +1,196 @@
+"""Ray in this process: the one that runs already, a cluster joined by its address, or a local one of ours."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from threading import RLock
+from time import monotonic, sleep
+from typing import Any
+
+from rosellm.errors import ClusterError, DeviceError, told
+
+EXTRA = "pip install 'rosellm[cluster]'"
+OLDEST = (2, 50)
+ANSWERS_WITHIN_S = 3.0
+FREE_WITHIN_S = 10.0
+STORE_BYTES = 128 * 2**20
+# Of a cluster that we start: nobody else reaches it, and it reports to nobody.
+LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+# No process a core for tasks, of which none come; and an engine's process is no background work.
+SYSTEM = {"prestart_worker_first_driver": False, "worker_niceness": 0}
+HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # RFC 9113, 3.4
+SETTINGS_FRAME = 4
+
+_lock = RLock()  # a dropped LLM may be collected, and leave, at any time
+_users = 0  # LLMs on the runtime that this process has started or joined here
+
+
+def import_ray() -> Any:
+    """The module ``ray``. Raises ``ClusterError`` if it is missing or too old."""
+    wanted = ".".join(map(str, OLDEST))
+    try:
+        found = version("ray")
+    except PackageNotFoundError:
+        raise ClusterError(f"data_parallel_size and ray_address need Ray: {EXTRA}") from None
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
+        raise ClusterError(f"Ray {found} is too old; {wanted} or newer is needed: {EXTRA}")
+    import ray
+
+    return ray
+
+
+class Runtime:
+    """A share in this process's Ray runtime.
+
+    Ray allows one runtime a process. If it runs already, it is used, and never ended. Otherwise the first
+    share joins the cluster at ``address`` ("auto": the one that Ray finds; "host:port"), or for None starts a
+    local one, bound to the loopback, and the last :meth:`leave` disconnects from the former or ends the
+    latter. n_actors: how many the local one has room for. Raises ``ClusterError``.
+    """
+
+    def __init__(self, address: str | None, n_actors: int) -> None:
+        global _users
+        self.ray = import_ray()
+        self._left = False
+        with _lock:
+            self._is_user = _users > 0 or not self.ray.is_initialized()
+            _users += self._is_user
+        try:
+            self._join(address, n_actors)
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Give the share back; may be called again."""
+        global _users
+        with _lock:
+            if self._left or not self._is_user:
+                return
+            self._left = True
+            _users -= 1
+            if not _users and self.ray.is_initialized():
+                self.ray.shutdown()
+
+    def check_running(self) -> None:
+        """Raises ``ClusterError`` if somebody has shut Ray down."""
+        if not self.ray.is_initialized():
+            raise ClusterError("Ray was shut down, and the replicas with it; make another LLM")
+
+    def check_free(self, kind: str, n: int) -> None:
+        """Wait a little until ``n`` of ``kind``, "GPU" or "CPU", are free. Raises ``DeviceError``."""
+        there = int(self.ray.cluster_resources().get(kind, 0))
+        if there < n:
+            raise DeviceError(f"data_parallel_size {n} needs {n} {kind}s; the Ray cluster has {there}")
+        until = monotonic() + FREE_WITHIN_S
+        while (free := int(self.ray.available_resources().get(kind, 0))) < n:
+            if monotonic() > until:
+                raise DeviceError(
+                    f"data_parallel_size {n} needs {n} {kind}s; {free} of the Ray cluster's {there} are free"
+                )
+            sleep(0.1)
+
+    def has_gpu(self) -> bool:
+        return self.ray.cluster_resources().get("GPU", 0) >= 1
+
+    def _join(self, address: str | None, n_actors: int) -> None:
+        with _lock:
+            if not self.ray.is_initialized():
+                _connect(self.ray, address, n_actors)
+            elif address is not None:
+                self._check_same(address)
+
+    def _check_same(self, address: str) -> None:
+        joined = self.ray.get_runtime_context().gcs_address
+        if address != "auto" and _host_and_port(address) != _host_and_port(joined):
+            raise ClusterError(
+                f"Ray is connected to {joined} in this process, and cannot be to {address!r} too"
+            )
+
+
+def _connect(ray: Any, address: str | None, n_actors: int) -> None:
+    if address is not None:
+        return _init(ray, address=_answering(address))
+    with _local_settings(ray):
+        _init(
+            ray,
+            address="local",
+            num_cpus=max(n_actors, os.cpu_count() or 1),
+            include_dashboard=False,
+            object_store_memory=STORE_BYTES,
+            _system_config=SYSTEM,
+        )
+
+
+def _init(ray: Any, **options: Any) -> None:
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception as error:  # of many types: versions that differ, no token, no room in memory
+        raise ClusterError(f"Ray cannot be used: {_first_line(error)}") from error
+
+
+@contextmanager
+def _local_settings(ray: Any) -> Iterator[None]:
+    """The environment of a cluster that we start, and the constant that Ray made of it when imported."""
+    before = {name: os.environ.get(name) for name in LOCAL}
+    constants = ray._private.ray_constants
+    was, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    os.environ.update(LOCAL)
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = was
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _answering(address: str) -> str:
+    """The "host:port" of a cluster, once something there has answered as Ray's head does.
+
+    Ray itself would try for a minute, and then end the process.
+    """
+    where = _found() if address == "auto" else address
+    host, port = _host_and_port(where)
+    if not _speaks_http2(host, port):
+        raise ClusterError(f"no Ray cluster answers at {where!r} within {ANSWERS_WITHIN_S:g} s")
+    return where
+
+
+def _found() -> str:
+    """The address that "auto" stands for."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        return canonicalize_bootstrap_address("auto")
+    except (ConnectionError, ValueError):
+        raise ClusterError(
+            "ray_address 'auto' finds no running Ray cluster; give its host:port, or none for a local one"
+        ) from None
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not colon or not host or "/" in host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ClusterError(f"ray_address is {told(address)}; give 'auto', or the host:port of a Ray head")
+    return host.strip("[]"), int(port)
+
+
+def _speaks_http2(host: str, port: int) -> bool:
+    """Whether a server there begins HTTP/2, as gRPC's do."""
+    try:
+        with socket.create_connection((host, port), ANSWERS_WITHIN_S) as connection:
+            connection.sendall(HTTP2_HELLO)
+            frame = connection.recv(4)
+    except OSError:
+        return False
+    return len(frame) == 4 and frame[3] == SETTINGS_FRAME
+
+
+def _first_line(error: BaseException) -> str:
+    return told(error).partition("\n")[0]

@@ -1,0 +1,37 @@
+"""One engine in this process: it runs one call's requests after another's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, Progress
+
+
+class OneEngine:
+    """Prompts of one call to ``LLM.generate`` on ``engine``, which is that call's own meanwhile."""
+
+    def __init__(self, engine: Engine, config: SchedulerConfig) -> None:
+        self.engine, self._config = engine, config
+
+    @property
+    def rung(self) -> str | None:
+        return self.engine.rung
+
+    def encode_many(self, prompts: Sequence[str | list[int]], special: bool = True) -> list[list[int]]:
+        """As ``Engine.encode_many``."""
+        return self.engine.encode_many(prompts, special)
+
+    def run(
+        self, prompts: list[list[int]], params: list[SamplingParams], progress: Progress | None = None
+    ) -> list[RequestOutput]:
+        """As ``OfflineScheduler.run``. Raises ``BusyError`` while another scheduler owns the engine."""
+        scheduler = OfflineScheduler(self.engine, self._config)
+        self.engine.own(scheduler, "LLM.generate")
+        try:
+            return scheduler.run(prompts, params, progress)
+        finally:
+            self.engine.disown(scheduler)

@@ -1,0 +1,335 @@
+"""``LLM(data_parallel_size=2)`` on Ray's local cluster, shared: one engine's answers, whoever dies."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from time import monotonic, sleep
+
+import psutil
+import pytest
+
+from rosellm import LLM, SamplingParams
+from rosellm.errors import ClusterError, DeviceError, OptionError, PromptError, RoseError
+from rosellm.models.checkpoint import checkpoint_folder
+from rosellm.roseinfer.cluster import replicas as replicas_module
+from rosellm.roseinfer.outputs import RequestOutput
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
+
+OPTION = re.search(r"`LLM\((data_parallel_size=2)\)`", (Path(__file__).parents[3] / "README.md").read_text())[
+    1
+]
+PROMPTS = ["import os\n", "def main(", [5, 6, 7], "class A:", "for i in range(", "return"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=20, logprobs=2),
+    SamplingParams(max_tokens=30, seed=1, n=3),
+    SamplingParams(temperature=0.8, top_k=50, top_p=0.9, max_tokens=10, seed=2),
+    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.3, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, max_tokens=40, stop="("),
+    SamplingParams(temperature=0.7, min_p=0.1, max_tokens=1, seed=4, ignore_eos=True),
+]
+LONG = [SamplingParams(max_tokens=80, seed=i, ignore_eos=True) for i in range(12)]
+CPUS = 6
+ENDS_WITHIN_S = 20.0
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads process titles as Linux has them")
+pytestmark = needs_linux
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """The first one starts the cluster, with room for those of other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: CPUS)
+        first = LLM(device="cpu", **eval(f"dict({OPTION})"))
+    yield first
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def one() -> LLM:
+    return LLM(device="cpu")
+
+
+class Bar:
+    """In place of tqdm's; what a test does is done in the middle of a run."""
+
+    total = 0
+
+    def __init__(self, **_options: object) -> None: ...
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exception: object) -> None: ...
+
+
+def actors() -> set[int]:
+    """Processes of replicas on the cluster, which is this process's child."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[0].startswith("ray::Replica"):
+                found.add(process.pid)
+        except (psutil.NoSuchProcess, IndexError):
+            continue
+    return found
+
+
+def settled() -> set[int]:
+    """The two of ``llm``, once each is there."""
+    until(lambda: len(actors()) == 2)
+    return actors()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = monotonic() + ENDS_WITHIN_S
+    while not holds():
+        assert monotonic() < end
+        sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def expected(one: LLM) -> list[RequestOutput]:
+    return one.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def assert_answers(llm: LLM, expected: list[RequestOutput]) -> None:
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+
+
+def assert_same(outputs, expected) -> None:
+    assert outputs == expected
+    for output, other in zip(outputs, expected, strict=True):
+        assert (output.prompt, output.text) == (other.prompt, other.text)
+        assert len(output.outputs) == len(other.outputs)
+        for own, its in zip(output.outputs, other.outputs, strict=True):
+            assert (own.token_ids, own.text, own.finish_reason) == (
+                its.token_ids,
+                its.text,
+                its.finish_reason,
+            )
+
+
+def test_outputs_are_those_of_one_engine_in_the_order_of_the_requests(llm, one, expected):
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_same(outputs, expected)
+    assert [len(output.outputs) for output in outputs] == [1, 3, 1, 1, 1, 1]
+    for logprobs, others in zip(outputs[0].logprobs, expected[0].logprobs, strict=True):
+        assert list(logprobs) == list(others)
+        for token, logprob in logprobs.items():
+            assert logprob.logprob == pytest.approx(others[token].logprob, abs=1e-4)
+            assert logprob.decoded_token == others[token].decoded_token
+    assert 0 < outputs[0].metrics.ttft <= outputs[0].metrics.latency < 60
+    assert llm.rung == one.rung
+
+
+def test_unseeded_requests_draw_differently_each_time(llm):
+    first, second = llm.generate(["def "] * 2, SamplingParams(max_tokens=12), use_tqdm=False)
+    (third,) = llm.generate("def ", SamplingParams(max_tokens=12), use_tqdm=False)
+    assert len({tuple(output.token_ids) for output in (first, second, third)}) == 3
+
+
+def test_no_prompts_give_no_results_and_the_bar_counts_every_token(llm, capfd):
+    assert llm.generate([], use_tqdm=False) == []
+    llm.generate("import", SamplingParams(max_tokens=7, ignore_eos=True))
+    assert "100%" in capfd.readouterr().err
+
+
+def test_a_replica_killed_in_mid_run_comes_back_and_every_request_is_answered_once(
+    llm, one, expected, monkeypatch
+):
+    victim, other = settled()
+    counted = []
+
+    class Killer(Bar):
+        def update(self, n: int) -> None:
+            if not counted:
+                os.kill(victim, signal.SIGKILL)
+            counted.append(n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rosellm.roseinfer.llm.tqdm", Killer)
+        outputs = llm.generate(PROMPTS * 2, LONG)
+    assert_same(outputs, one.generate(PROMPTS * 2, LONG, use_tqdm=False))
+    assert sum(counted) == sum(own.max_tokens for own in LONG)
+    assert victim not in settled()
+    os.kill(other, signal.SIGKILL)  # the new one is left
+    assert_answers(llm, expected)
+
+
+def test_when_all_replicas_stay_dead_one_error_says_so_and_the_next_call_starts_anew(
+    llm, expected, monkeypatch
+):
+    monkeypatch.setattr(replicas_module, "MOST_DEATHS", 0)
+    for victim in settled():
+        os.kill(victim, signal.SIGKILL)
+    with pytest.raises(
+        ClusterError, match="all 2 replicas have died 1 times in this call; the last one: "
+    ) as told:
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert str(told.value).endswith(
+        "The actor died unexpectedly before finishing this task. (see Ray's logs)"
+    )
+    assert "\n" not in str(told.value)
+    with monkeypatch.context() as patch:
+        patch.setattr(replicas_module, "LOADS_WITHIN_S", 0.05)
+        with pytest.raises(ClusterError, match="all replicas have died, and none is back within 0.05 s"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_answers(llm, expected)
+
+
+def test_bad_requests_are_refused_before_anything_runs(llm, one):
+    for prompts, params in (
+        (["a", [9999]], SamplingParams()),
+        ("a", SamplingParams(max_tokens=10**6)),
+        (["a", []], SamplingParams()),
+    ):
+        errors = []
+        for each in (llm, one):
+            with pytest.raises(PromptError) as told:
+                each.generate(prompts, params, use_tqdm=False)
+            errors.append(str(told.value))
+        assert errors[0] == errors[1]
+    with pytest.raises(RoseError, match="an LLM of 2 replicas has no engine in this process"):
+        _ = llm.engine
+
+
+def test_an_interrupted_call_leaves_nothing_behind(llm, expected, monkeypatch):
+    class Interrupted(Bar):
+        def update(self, n: int) -> None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rosellm.roseinfer.llm.tqdm", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS * 2, LONG)
+    assert_answers(llm, expected)
+
+
+def test_an_engine_that_fails_ends_the_call_with_its_error_and_is_replaced(llm, expected, monkeypatch):
+    class Broken(SamplingParams):
+        """Refused by an engine's checks only once it runs."""
+
+        @property
+        def is_penalised(self) -> bool:
+            raise ZeroDivisionError("on purpose")
+
+    before = settled()
+    with pytest.raises(Exception, match="on purpose"):
+        llm.generate("a", Broken(), use_tqdm=False)
+    assert_answers(llm, expected)
+    until(lambda: len(actors()) == 2 and len(actors() - before) == 1)
+
+
+def test_bad_options_are_one_line_each_and_leave_no_process(llm):
+    before = settled()
+    with pytest.raises(OptionError, match="block_size is 3; it must be a power of two"):
+        LLM(device="cpu", data_parallel_size=1, ray_address="auto", block_size=3)
+    with pytest.raises(DeviceError, match=f"data_parallel_size 9 needs 9 CPUs; the Ray cluster has {CPUS}"):
+        LLM(device="cpu", data_parallel_size=9)
+    with pytest.raises(ClusterError, match="cannot be to '127.0.0.1:1' too"):
+        LLM(device="cpu", data_parallel_size=2, ray_address="127.0.0.1:1")
+    until(lambda: actors() == before)
+
+
+def test_a_replica_that_cannot_be_loaded_is_told_and_leaves_no_process(llm, monkeypatch):
+    before = settled()
+
+    def kill_the_new_one() -> None:
+        until(lambda: actors() - before)
+        for pid in actors() - before:
+            os.kill(pid, signal.SIGKILL)
+
+    killer = Thread(target=kill_the_new_one)
+    killer.start()
+    with pytest.raises(ClusterError, match="a replica died as it was loaded: .* The actor died unexpectedly"):
+        LLM(device="cpu", data_parallel_size=1, ray_address="auto")
+    killer.join()
+    monkeypatch.setattr(replicas_module, "LOADS_WITHIN_S", 0.05)
+    with pytest.raises(ClusterError, match="the replicas have not loaded within 0.05 s"):
+        LLM(device="cpu", data_parallel_size=1, ray_address="auto")
+    until(lambda: actors() == before)
+
+
+def test_a_dropped_llm_ends_its_actors_and_no_others(llm, one):
+    before = settled()
+    second = LLM(device="cpu", data_parallel_size=1, ray_address="auto", prefix_cache=True, block_size=16)
+    assert len(actors()) == 3
+    prompts = [[3] * 40 + [i] for i in range(4)] + [[4] * 40 + [i] for i in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    with pytest.raises(PromptError):
+        second.generate([9999], use_tqdm=False)
+    for _ in range(2):
+        assert_same(
+            second.generate(prompts, params, use_tqdm=False), one.generate(prompts, params, use_tqdm=False)
+        )
+    del second
+    until(lambda: actors() == before)
+    assert ray.is_initialized()
+
+
+def test_a_replica_whose_checkpoint_is_gone_when_it_comes_back_stays_dead(llm, monkeypatch, tmp_path):
+    before = settled()
+    copy = shutil.copytree(checkpoint_folder("rose-tiny"), tmp_path / "model")
+    lone = LLM(str(copy), device="cpu", data_parallel_size=1, ray_address="auto")
+    shutil.rmtree(copy)
+    monkeypatch.setattr(replicas_module, "MOST_DEATHS", 1)
+    for victim in actors() - before:
+        os.kill(victim, signal.SIGKILL)
+    told = "all 1 replicas have died 2 times in this call; the last one: .*CheckpointError: "
+    with pytest.raises(ClusterError, match=told):
+        lone.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+    until(lambda: actors() == before)
+
+
+SERVERS = ("gcs_server", "raylet", "dashboard.py", "DashboardAgent", "RuntimeEnvAgent", "monitor.py")
+
+
+def process_id(name: str) -> int:
+    """Of a process of the cluster, the first one so named."""
+    return next(p.pid for p in psutil.Process().children(recursive=True) if name in " ".join(p.cmdline()[:3]))
+
+
+def test_everything_listens_on_the_loopback_only(llm):
+    places = {
+        connection.laddr.ip.removeprefix("::ffff:")
+        for pid in {*settled(), *map(process_id, SERVERS)}
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert places and places <= {"127.0.0.1", "::1"}
+
+
+DRIVER = """
+import sys
+from rosellm import LLM, SamplingParams
+llm = LLM(device="cpu", data_parallel_size=1, ray_address=sys.argv[1])
+llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+print("ready", flush=True)
+while True:
+    llm.generate(["a"] * 64, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
+"""
+
+
+def test_ctrl_c_leaves_no_orphan_and_a_cluster_that_we_did_not_start_goes_on(llm, expected):
+    before, address = settled(), ray.get_runtime_context().gcs_address
+    environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # it is on the loopback
+    command = [sys.executable, "-c", DRIVER, address]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdout.readline() == "ready\n", driver.stderr.read()
+        until(lambda: len(actors() - before) == 1)
+        sleep(0.5)
+        driver.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in driver.communicate(timeout=30)[1]
+    until(lambda: actors() == before)
+    assert_answers(llm, expected)
