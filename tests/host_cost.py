@@ -24,6 +24,7 @@ from rosellm.models.tokenizer import load_dummy_tokenizer
 from rosellm.roseinfer.cache.device_state import ROUND, ROUNDS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.one_engine import OneEngine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.roseinfer.steps import in_flight
@@ -102,7 +103,7 @@ class Work:
 
     def generate(self, texts: bool = True) -> None:
         llm = object.__new__(LLM)
-        llm.engine, llm._lock, llm._config = self.engine, threading.Lock(), SchedulerConfig()
+        llm._runner, llm._lock = OneEngine(self.engine, SchedulerConfig()), threading.Lock()
         outputs = llm.generate(["Hello"] * len(self.prompts), self.params, use_tqdm=True)
         if texts:
             [output.outputs[0].text for output in outputs]
