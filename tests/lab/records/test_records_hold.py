@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from rosellm.lab.figures.models import recorded_shapes, speed_up, table
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.records import find, rivals
 from rosellm.lab.records.verdicts import Verdict, run_to_run
@@ -106,6 +107,16 @@ def test_the_best_rung_reaches_what_it_was_meant_to(workload, least):
 def test_the_best_rung_is_past_vllm_on_every_workload(workload):
     vllm = next(figures for name, figures in rivals().items() if name.startswith("vLLM"))
     assert min(RESULTS.repeats(workload, BEST_RUNG)) > vllm[workload]
+
+
+def test_the_modern_runs_that_readme_calls_behind_vllm_or_close_to_it_are_those():
+    rows = {(name, row.workload): row for name in recorded_shapes(RESULTS) for row in table(RESULTS, name)}
+    ratios = {one: speed_up(row) for one, row in rows.items()}
+    large = "Llama-3.1-8B"
+    assert [one for one, ratio in ratios.items() if ratio < 1] == [(large, "L8K")]
+    assert round(1 - ratios[large, "L8K"], 2) == 0.03
+    close = {one for one, ratio in ratios.items() if 1 <= ratio < 1.05}
+    assert close == {(large, "PRE"), (large, "MIX")}
 
 
 @pytest.mark.parametrize("workload", ["W2", "W3"])
