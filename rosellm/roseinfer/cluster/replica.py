@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from rosellm.roseinfer.cache.limits import Limits
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import Likely, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -78,18 +79,27 @@ class Replica:
 
     def __init__(self, model: str, n_ranks: int, options: dict[str, Any]) -> None:
         self._model, self._n_ranks, self._options = model, n_ranks, options
+        self._engine: Engine | None = None
         self._running: dict[int, _Running] = {}  # by the driver's request id
 
-    def load(self) -> Facts:
-        """Load the engine. Raises what ``load_engine`` does."""
-        self._engine = engine = load_engine(self._model, tensor_parallel_size=self._n_ranks, **self._options)
-        self._scheduler = OnlineScheduler(engine)
+    def load(self, config: SchedulerConfig) -> Facts:
+        """Load the engine, and serve within these limits. Raises what ``load_engine`` does."""
+        return self.take(
+            config, load_engine(self._model, tensor_parallel_size=self._n_ranks, **self._options)
+        )
+
+    def take(self, config: SchedulerConfig, engine: Engine) -> Facts:
+        """Serve with this engine."""
+        self._engine = engine
+        self.begin(config)
         return Facts(engine.rung, engine.max_batch_size, engine.limits, engine.config.eos_token_ids)
 
     def begin(self, config: SchedulerConfig) -> None:
         """End all requests, and serve the next ones within these limits."""
-        self._scheduler.cancel_all()
-        self._running.clear()
+        if self._engine is None:  # it could not be loaded, as the driver is about to hear
+            return
+        for request_id in list(self._running):
+            self._cancel(request_id)
         self._scheduler = OnlineScheduler(self._engine, replace(config, max_in_flight=None))
 
     def advance(self, orders: list[Order], cancelled: list[int], seconds: float) -> Report:
@@ -105,7 +115,7 @@ class Replica:
         return self._report()
 
     def _begin(self, order: Order) -> None:
-        sequence = self._engine.make_sequence(order.prompt, order.params)
+        sequence = self._scheduler.engine.make_sequence(order.prompt, order.params)
         sequence.resume(order.known, order.logprobs)
         self._scheduler.submit(sequence)
         self._running[order.request_id] = _Running(sequence, len(sequence.tokens))

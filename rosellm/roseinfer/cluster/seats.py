@@ -134,8 +134,7 @@ class Seats:
 
     def _start(self, seat: Seat) -> None:
         seat.actor = self._make(seat.index)
-        seat.calls.append(seat.actor.load.remote())
-        seat.actor.begin.remote(self._config)
+        seat.calls.append(seat.actor.load.remote(self._config))
 
     def _answer(self, seat: Seat) -> Facts | Report | Death:
         try:
