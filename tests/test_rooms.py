@@ -42,6 +42,7 @@ FLOORS = (
     ("roseinfer/bench/*",),
     ("roseinfer/benchmark_*",),
     ("lab/records/*",),
+    ("lab/scale/*",),
     ("lab/figures/*",),
     ("lab/trying/*",),
     ("lab/recorded",),

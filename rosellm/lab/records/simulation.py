@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rosellm.lab.records.serving_times import ServingTimes
+from rosellm.lab.records.serving_times import StepTimes
 from rosellm.roseinfer.bench.arrivals import Arrival, goodput, queue_over_time
 from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.request import RequestMetrics
@@ -30,7 +30,7 @@ class _Request:
 
 
 def simulate(
-    arrivals: Iterable[Arrival], times: ServingTimes, config: SchedulerConfig, max_batch_size: int
+    arrivals: Iterable[Arrival], times: StepTimes, config: SchedulerConfig, max_batch_size: int
 ) -> list[RequestMetrics]:
     """When each request's tokens come, in order of arrival; seconds from the first possible arrival, 0.
 
@@ -50,7 +50,7 @@ def simulate(
 
 def simulated_run(
     arrivals: Sequence[Arrival],
-    times: ServingTimes,
+    times: StepTimes,
     max_batch_size: int,
     limits_s: tuple[float, float] = (math.inf, math.inf),
     config: SchedulerConfig | None = None,
@@ -75,9 +75,7 @@ def simulated_run(
 class Server:
     """A scheduler at the host's time ``now``, and the steps in flight: when each ends, and for whom."""
 
-    def __init__(
-        self, times: ServingTimes, config: SchedulerConfig, most: int, coming: deque[_Request]
-    ) -> None:
+    def __init__(self, times: StepTimes, config: SchedulerConfig, most: int, coming: deque[_Request]) -> None:
         self.times, self.config, self.most, self.coming = times, config, most, coming
         self.waiting: deque[_Request] = deque()
         self.active: list[_Request] = []
