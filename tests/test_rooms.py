@@ -25,6 +25,7 @@ FLOORS = (
         "roseinfer/request",
         "roseinfer/sampling",
         "roseinfer/outputs",
+        "roseinfer/owned",
         "roseinfer/kv_append_triton",
     ),
     ("roseinfer/cache/*",),
