@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if sys.argv[0] == "-m" and sys.orig_argv[sys.orig_argv.index("-m") + 1].startswith("rosellm."):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while a command loads ends it without a traceback
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's profiler about itself
 
 import torch
 

@@ -44,7 +44,8 @@ def idle(p: Profile) -> Finding | None:
             f"launches, each of which takes it {number(p.ceilings.call_us)} µs or more"
         )
         return _removable("launch", share, told)
-    most = max(p.functions, key=lambda function: function.us, default=None)
+    named = [function for function in p.functions if function.is_one]
+    most = max(named, key=lambda function: function.us, default=None)
     told = f"Python: in {percent(share)} of a step no operator runs"
     told += f"; the function that takes most of the host's time is {most.name}" if most else ""
     return _removable("Python", share, told)

@@ -20,6 +20,11 @@ class HostFunction:
     us: float
     calls: float
 
+    @property
+    def is_one(self) -> bool:
+        """Not the rest of all functions, as the last entry is."""
+        return self.name.startswith("`")
+
 
 def host_functions(run: Callable[[], object], steps: int, most: int = MOST) -> tuple[HostFunction, ...]:
     """Runs ``run``, which does ``steps`` steps, under cProfile: the ``most`` costly functions, then the rest.

@@ -65,8 +65,9 @@ def _measured(results: Results, workload: str, others: Sequence[float | None]) -
         share = values[best] / floor_tok_s(results, workload) * 100
     except RecordError:  # without this device's bandwidth
         share = None
-    told = [number(value) for value in (values.get("dense"), values[best], *others, share)]
-    return [told[0], f"**{told[1]}**", f"`{best}`", *told[2:-1], f"{told[-1]} %"]
+    told = [number(value) for value in (values.get("dense"), values[best], *others)]
+    of_floor = "–" if share is None else f"{number(share)} %"
+    return [told[0], f"**{told[1]}**", f"`{best}`", *told[2:], of_floor]
 
 
 def notebook_index(machines: Sequence[Results]) -> str:

@@ -41,16 +41,17 @@ GROUPED = Case(9, 4, 2, 16, 16, 64, 48)
 NARROW = Case(FEW_ROWS, 6, 3, 10, 8, 100, 62)
 GPT2 = Case(33, 12, 12, 64, 64, 768, 96)
 MANY_ROWS = Case(130, 1, 1, 8, 8, 24, 10)
+WIDE = Case(3, 4, 2, 128, 16, 2048, 40)  # heads as Qwen3's and Llama 3's, a width as Llama 3.2's
 MOST_RANDOM, USES = 20, 6
 
 
 def cases(model: Arch | None, dtypes: tuple[torch.dtype, ...], seed: int, n_random: int) -> Iterator[Case]:
-    """From the smallest up to GPT-2's and the model's own sizes, then random ones; each use of a kernel.
+    """From the smallest up to GPT-2's, a Llama's width and the model's own sizes, then random ones; each use of a kernel.
 
     The types are taken in turn.
     """
     rng = np.random.default_rng(seed)
-    sizes = [SMALLEST, ODD, ODD, GROUPED, GROUPED, NARROW, GPT2, MANY_ROWS]
+    sizes = [SMALLEST, ODD, ODD, GROUPED, GROUPED, NARROW, GPT2, MANY_ROWS, WIDE]
     if model is not None:
         heads = model.n_heads, model.n_kv_heads, model.head_dim
         sizes.append(Case(17, *heads, block_size=16, width=model.d_model, outputs=2 * model.d_model))

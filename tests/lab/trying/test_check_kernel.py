@@ -31,6 +31,12 @@ def copies_64_elements(*, k_cache_layer, v_cache_layer, key_new, value_new, bloc
     append(**caches, key_new=key_new[:, :n], value_new=value_new[:, :n], block_idx=block_idx, pos=pos)
 
 
+def copies_64_elements_of_each_head(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos):
+    """Right for GPT-2's heads, not for the wider ones of Qwen3 and Llama 3."""
+    caches = {"k_cache_layer": k_cache_layer[..., :64], "v_cache_layer": v_cache_layer[..., :64]}
+    append(**caches, key_new=key_new[..., :64], value_new=value_new[..., :64], block_idx=block_idx, pos=pos)
+
+
 def writes_nine_rows(*, key_new, value_new, block_idx, pos, **caches):
     rows = {"key_new": key_new, "value_new": value_new, "block_idx": block_idx, "pos": pos}
     append(**caches, **{name: one[:9] for name, one in rows.items()})
@@ -164,6 +170,11 @@ def never_stops(*, state, **operands):
 # Kernel, what is planted, and what the message says of it.
 PLANTED = [
     ("kv_append_identity_pos", copies_64_elements, r"cache_layer\[\d+, .*found poison.*never written"),
+    (
+        "kv_append_identity_pos",
+        copies_64_elements_of_each_head,
+        r"cache_layer\[\d+, \d+, \d+, 64\]: found poison.*never written",
+    ),
     ("kv_append_identity_pos", writes_nine_rows, r"cache_layer\[\d+, .*found poison.*never written"),
     ("kv_append_identity_pos", no_value, r"v_cache_layer\[.*never written, 4 of"),
     ("kv_append_identity_pos", keys_as_values, r"v_cache_layer\[.*a wrong value"),
@@ -222,7 +233,7 @@ def test_the_case_that_failed_is_told_with_shapes_types_and_strides():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_specification_passes_its_own_check(name):
     verdict = check_kernel(name, getattr(TORCH, name), device="cpu")
-    assert verdict.passed and "PASSED 12 cases" in str(verdict), str(verdict)
+    assert verdict.passed and "PASSED 13 cases" in str(verdict), str(verdict)
     assert not verdict.interpreted
 
 
@@ -250,6 +261,7 @@ def test_cases_reach_from_one_row_to_gpt_2_s_sizes_and_further():
     sizes = list(cases(None, (torch.float32,), 0, 3))
     assert min(one.rows for one in sizes) == 1 and max(one.rows for one in sizes) > 128
     assert any((one.heads, one.head_dim, one.block_size, one.rows) == (12, 64, 64, 33) for one in sizes)
+    assert max(one.head_dim for one in sizes) == 128 and max(one.width for one in sizes) == 2048
     assert any(one.width % 2 for one in sizes) and any(one.heads > one.kv_heads for one in sizes)
 
 
