@@ -115,6 +115,14 @@ def test_every_rung_is_told_in_one_notebook_which_bears_the_number_of_its_first(
     assert numbers == sorted(set(numbers))
 
 
+def test_a_notebook_leads_to_the_next_one():
+    """From one of the package: what a reader adds has a number well above."""
+    ends = {path.stem: nbformat.read(path, 4).cells[-1].source for path in NOTEBOOKS[1:]}
+    pairs = [(name, after) for name, after in pairwise(ends) if int(after[:2]) - int(name[:2]) <= 2]
+    assert len(pairs) > 20
+    assert [name for name, after in pairs if f"]({after}.ipynb)" not in ends[name]] == []
+
+
 def _functions(source: str) -> list[ast.FunctionDef]:
     return [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
 

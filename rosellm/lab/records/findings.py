@@ -59,9 +59,12 @@ def finding(results: Results, notebook: str) -> str:
         with suppress(RecordError):
             return OTHERS[notebook](results)
     rungs = RUNGS_OF.get(notebook, [])
-    if len(rungs) > 1:
-        return "; ".join(f"`{rung}`: {_gains(results, rung)}" for rung in rungs)
-    return _gains(results, rungs[0]) if rungs else UNTOLD
+    gains = {rung: _gains(results, rung) for rung in rungs}
+    if set(gains.values()) <= {UNTOLD}:
+        return UNTOLD
+    return (
+        "; ".join(f"`{rung}`: {told}" for rung, told in gains.items()) if len(gains) > 1 else gains[rungs[0]]
+    )
 
 
 def _gains(results: Results, rung: str) -> str:

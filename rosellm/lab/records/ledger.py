@@ -131,6 +131,10 @@ class Ledger:
         lines.append(f"| **the step** | {total} |")
         return "\n".join([*lines, "", self.cross_check])
 
+    def __repr__(self) -> str:
+        """The same Markdown, to be read in a terminal."""
+        return self._repr_markdown_()
+
     def us_by_cause(self) -> dict[str, float]:
         """µs by cause; all of the host together, and all copies."""
         together = {"host": "host", "copies": "copies"}

@@ -178,10 +178,20 @@ def main(argv: list[str] | None = None) -> None:
     jobs = Recorder(device, folder).jobs()
     taken = time.time() - psutil.Process().create_time()
     left = work_off(jobs, max(1.0, 60 * arguments.minutes - taken - LEAVING_S))
-    done = len(jobs) - len(left)
-    print(f"{done} records made in {folder}; show them with: make notebooks P=record={folder.name}")
+    print(_outcome(folder, len(jobs) - len(left), left))
+
+
+def _outcome(folder: Path, done: int, left: list[str]) -> str:
+    """What was made, how to see it, and what to do next."""
+    begun = f" and {left[0]} begun" if left and (folder / f"{left[0]}.json").is_file() else ""
+    told = [f"{done} records made{begun} in {folder}"]
+    if any(folder.glob("*.json")):
+        told[0] += f"; show them with: make notebooks P=record={folder.name}"
     if left:
-        print(f"{len(left)} left, {left[0]} first: make measure continues there")
+        told.append(
+            f"{len(left)} left, {left[0]} first: make measure goes on there (MINUTES=60 takes longer)"
+        )
+    return "\n".join(told)
 
 
 def _parser() -> OneLineParser:

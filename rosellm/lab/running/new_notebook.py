@@ -70,7 +70,9 @@ def draft(name: str) -> NotebookNode:
     """The notebook ``NN_topic``, not yet executed. Raises NotebookError for another kind of name."""
     found = NAME.fullmatch(name)
     if not found:
-        raise NotebookError(f"name is {name!r}; give two digits and a topic: make new-notebook NAME=40_my_idea")
+        raise NotebookError(
+            f"name is {name!r}; give two digits and a topic: make new-notebook NAME=40_my_idea"
+        )
     number, topic = found.groups()
     after = topic if topic in BEFORE else TO_BEGIN_WITH
     cells = [
@@ -107,7 +109,9 @@ def write(name: str, folder: Path) -> Path:
 def main(argv: list[str] | None = None) -> None:
     """Write the notebook, then renew README.md."""
     parser = OneLineParser(prog="python -m rosellm.lab.running.new_notebook", description=__doc__)
-    parser.add_argument("name", nargs="?", default="", help="two digits and a topic or a rung, like 40_my_idea")
+    parser.add_argument(
+        "name", nargs="?", default="", help="two digits and a topic or a rung, like 40_my_idea"
+    )
     path = write(parser.parse_args(argv).name, readme.ROOT / "notebooks")
     print(f"{path.relative_to(readme.ROOT)} written and executed")
     readme.main([])

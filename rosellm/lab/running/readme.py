@@ -20,7 +20,7 @@ from rosellm.command_line import OneLineParser, command
 from rosellm.errors import RoseError
 from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_chart
 from rosellm.lab.figures.ladder_svg import ladder_svg
-from rosellm.lab.records.findings import finding
+from rosellm.lab.records.findings import UNTOLD, finding
 from rosellm.lab.records.machines import beside, find_machines, name_of
 from rosellm.lab.records.model_runs import Row, recorded_models, runs_told, table, unit_of
 from rosellm.lab.records.records import RecordError, Results, floor_tok_s, number, results_folder, rivals
@@ -71,13 +71,17 @@ def _measured(results: Results, workload: str, others: Sequence[float | None]) -
 
 
 def notebook_index(machines: Sequence[Results]) -> str:
-    """A row per notebook: its title, the minutes to read it, and what the records say about its rung."""
+    """A row per notebook: its title, the minutes to read it, and what the records say about its rung.
+
+    Another machine is left out where it has nothing to say.
+    """
     results, *others = machines
     rows = ["| notebook | what it is about | min | finding on the recorded GPU |", "|---|---|--:|---|"]
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         notebook = nbformat.read(path, 4)
         found = [finding(results, path.stem)]
-        found += [f"{name_of(other)}: {finding(other, path.stem)}" for other in others]
+        beside_it = {name_of(other): finding(other, path.stem) for other in others}
+        found += [f"{name}: {told}" for name, told in beside_it.items() if told != UNTOLD]
         cells = _title(notebook), str(reading_minutes(notebook)), "<br>".join(found)
         rows.append(f"| [{path.stem}](notebooks/{path.name}) | {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -46,9 +46,9 @@ MOST_RANDOM, USES = 20, 6
 
 
 def cases(model: Arch | None, dtypes: tuple[torch.dtype, ...], seed: int, n_random: int) -> Iterator[Case]:
-    """From the smallest up to GPT-2's, a Llama's width and the model's own sizes, then random ones; each use of a kernel.
+    """From the smallest up to GPT-2's, a Llama's and the model's own sizes, then random ones.
 
-    The types are taken in turn.
+    Each use of a kernel, and the types, in turn.
     """
     rng = np.random.default_rng(seed)
     sizes = [SMALLEST, ODD, ODD, GROUPED, GROUPED, NARROW, GPT2, MANY_ROWS, WIDE]

@@ -81,8 +81,9 @@ def check_kernel(
 ) -> Verdict:
     """Tries ``kernel`` in place of the kernel ``name``, up to the first case that fails.
 
-    Sizes run from one row of one element over odd ones to GPT-2's (33 rows, 12 heads of 64, blocks of 64),
-    wide ones (heads of 128, 2,048 columns) and the model's, then ``n_random`` random ones. Inputs are new each time; the seed that drew them is told.
+    Sizes run from one row of one element over odd ones to GPT-2's (33 rows, 12 heads of 64, blocks of 64), a
+    Llama's (heads of 128, 2,048 columns) and the model's, then ``n_random`` random ones. Inputs are new each
+    time; the seed that drew them is told.
     Operands are given by name, or by position to ``BY_POSITION``, as the engine does.
 
     dtype: of the model, checked beside fp32; appends are checked in all types. model: whose sizes are tried

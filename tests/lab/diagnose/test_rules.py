@@ -8,6 +8,7 @@ import torch
 
 from rosellm.lab.diagnose.rules import AGAIN, RULES, findings
 from rosellm.lab.diagnose.trials import CURES_ON_CPU, CURES_ON_GPU, rungs_for
+from rosellm.lab.records.host_functions import HostFunction
 from rosellm.roseinfer.recipe import LADDER
 from tests.lab.diagnose.planted import CEILINGS, WORK, profile, shares
 
@@ -81,6 +82,12 @@ def test_a_sentence_tells_the_figures_that_it_comes_from():
     [reread] = findings(profile(products=160.0))
     assert "160 products a step for 20 matrices" in reread.sentence and reread.share == pytest.approx(7 / 8)
     assert "34.0 times" in again.sentence and again.share == pytest.approx(33 / 34)
+
+
+def test_the_rest_of_all_functions_is_not_named_as_the_one_that_takes_most():
+    rest = HostFunction("218 other functions", 900.0, 300)
+    (finding,) = findings(profile(**IDLE, functions=(*profile().functions, rest)))
+    assert "the host's time is `loop.slow`" in finding.sentence
 
 
 def test_only_wide_weights_are_advised_to_become_16_bit():

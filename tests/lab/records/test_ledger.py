@@ -301,6 +301,7 @@ def test_the_table_lists_every_row_and_says_what_the_profiler_adds():
     assert len(table) == 2 + len(ROWS) + 3
     assert "takes 75.0 % of the step, other work 0.0 %; in 25.0 % nothing runs" in table[-1]
     assert "The profiled step took 200 µs (+100.0 %)" in table[-1]
+    assert repr(ledger_of(ROWS)).splitlines() == table  # in a terminal
 
 
 def test_floors_agree_with_the_bytes_floor_of_the_records():

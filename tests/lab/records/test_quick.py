@@ -9,7 +9,7 @@ import torch
 from rosellm.errors import RoseError
 from rosellm.lab.records import quick
 from rosellm.lab.records.machines import find_machines, this_machine
-from rosellm.lab.records.quick import Job, Recorder, TimeIsUp, limited_to, work_off
+from rosellm.lab.records.quick import Job, Recorder, TimeIsUp, _outcome, limited_to, work_off
 from rosellm.lab.records.records import REFERENCE
 from rosellm.models.loading import load_parts
 from rosellm.roseinfer.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
@@ -94,3 +94,18 @@ def test_the_command_writes_this_machines_folder_beside_the_others_and_says_how_
     folder = this_machine(CPU)
     assert f"1 records made in {tmp_path / 'results' / folder}; show them" in capsys.readouterr().out
     assert find_machines(folder, tmp_path / "results")[1].names() == ["steps-W0"]
+
+
+def test_the_outcome_tells_of_a_record_that_is_begun_and_shows_nothing_where_nothing_is(tmp_path):
+    none = _outcome(tmp_path, 0, ["steps-W0", "W0-dense"])
+    assert none.splitlines() == [
+        f"0 records made in {tmp_path}",
+        "2 left, steps-W0 first: make measure goes on there (MINUTES=60 takes longer)",
+    ]
+    (tmp_path / "steps-W0.json").write_text("{}")
+    assert _outcome(tmp_path, 0, ["steps-W0"]).startswith(
+        f"0 records made and steps-W0 begun in {tmp_path}; show"
+    )
+    assert _outcome(tmp_path, 1, []) == (
+        f"1 records made in {tmp_path}; show them with: make notebooks P=record={tmp_path.name}"
+    )

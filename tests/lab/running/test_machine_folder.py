@@ -62,6 +62,7 @@ def test_readmes_command_shows_the_machine_from_then_on(project):
     assert f"<!-- record: nvidia-h200,{FOLDER} -->" in text
     assert f"| W2, {NAME} |" in text and f"No such record, {NAME}: {LACKING}." in text
     assert f"<br>{NAME}: tok/s" in text  # findings
+    assert f"{NAME}: –" not in text and "– %" not in text  # nothing where nothing is known
     assert f"None of {NAME}." in text  # modern models
     assert f"● {NAME}" in (project / "notebooks/results/ladder-dark.svg").read_text()
     assert ran(project, "rosellm.lab.running.readme", "--check") == ""
