@@ -53,7 +53,7 @@ def test_a_missing_ray_is_told_with_the_way_to_get_it(monkeypatch):
         raise PackageNotFoundError
 
     monkeypatch.setattr(runtime, "version", missing)
-    told = "data_parallel_size and ray_address need Ray: pip install 'rosellm[cluster]'"
+    told = "data_parallel_size, ray_address and --cluster need Ray: pip install 'rosellm[cluster]'"
     assert refused(ClusterError) == told
     assert refused(ClusterError, data_parallel_size=1, ray_address="auto") == told
 

@@ -5,8 +5,9 @@ from argparse import Namespace
 
 import pytest
 
-from rosellm.lab.records import measure, recordings, step_records
-from rosellm.lab.records.sizes import SIZES
+from rosellm.lab import measure
+from rosellm.lab.records import recordings, step_records
+from rosellm.lab.records.sizes import SIZES, positions_needed
 from rosellm.lab.records.step_time import StepTimes
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families.table import KNOWN_SHAPES
@@ -63,7 +64,7 @@ def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_
     assert "prompt_tokens=96 for 512" in record["not_comparable"]
     said = capsys.readouterr()
     assert "Not comparable with W2's records: num_requests=6 for 64" in said.out
-    assert "counts, batch 4: paged" in said.err and "W7 dense" in said.err
+    assert "counts, batch 4: paged" in said.err and "W7-dense" in said.err
 
 
 def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turns(tmp_path, monkeypatch):
@@ -103,7 +104,7 @@ def test_a_full_size_changes_no_workload(workload):
 
 def test_every_job_of_either_size_fits_the_model_that_is_its_default():
     for size, shape in (("full", KNOWN_SHAPES["gpt2"]), ("small", load_config(checkpoint_folder(SHIPPED)))):
-        assert max(measure.positions_needed(SIZES[size]).values()) <= shape.n_positions
+        assert max(positions_needed(SIZES[size]).values()) <= shape.n_positions
 
 
 @pytest.mark.gpu
