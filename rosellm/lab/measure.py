@@ -19,7 +19,7 @@ from tqdm.contrib import DummyTqdmFile
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError
-from rosellm.lab.records.jobs import free_memory, make_record, plan
+from rosellm.lab.records.jobs import Job, free_memory, make_record, plan
 from rosellm.lab.records.measured_model import add_model_options
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Sweep, add_cluster_option
@@ -53,17 +53,13 @@ def sweep(arguments: argparse.Namespace) -> None:
     """Every job that has no record yet on a machine of the cluster, and its record written here.
 
     What can run is asked of such a machine too: this one need not have a GPU. Raises ``RoseError`` if jobs
-    have failed, after the others.
+    have failed, after the others, and ``SystemExit`` after an interruption.
     """
-    output = arguments.output
     with Interruption() as interruption, Sweep(arguments.cluster, interruption) as machines:
         on_gpu = machines.takes_gpu(arguments.device)
         arguments.device = "cuda" if on_gpu else "cpu"
         arguments, jobs = machines.call(partial(plan, arguments), on_gpu)
-        output.mkdir(parents=True, exist_ok=True)
-        left = {name: job for name, job in jobs.items() if not (output / f"{name}.json").is_file()}
-        if len(left) < len(jobs):
-            print(f"{len(jobs) - len(left)} of {len(jobs)} records are in {output} already")
+        left = _left(jobs, arguments.output)
         tasks = {name: partial(make_record, name, job, arguments) for name, job in left.items()}
         ended, failed = [], {}
         for name, finished in machines.run(tasks, on_gpu, "record"):
@@ -71,8 +67,9 @@ def sweep(arguments: argparse.Namespace) -> None:
             if finished.error:
                 failed[name] = finished.error
             else:
-                write_record(output / f"{name}.json", finished.value)
-    _tell(failed)
+                write_record(arguments.output / f"{name}.json", finished.value)
+    for name, error in failed.items():
+        print(f"FAILED {name}: {error}", file=sys.stderr)
     if interruption.number is not None:
         print(interruption.told(ended, left), file=sys.stderr)
         raise SystemExit(interruption.exit_code)
@@ -80,9 +77,13 @@ def sweep(arguments: argparse.Namespace) -> None:
         raise RoseError(f"{len(failed)} of {len(jobs)} records are missing; the same command continues there")
 
 
-def _tell(failed: dict[str, str]) -> None:
-    for name, error in failed.items():
-        print(f"FAILED {name}: {error}", file=sys.stderr)
+def _left(jobs: dict[str, Job], output: Path) -> dict[str, Job]:
+    """The jobs whose records are not in the folder, which is made if missing."""
+    output.mkdir(parents=True, exist_ok=True)
+    left = {name: job for name, job in jobs.items() if not (output / f"{name}.json").is_file()}
+    if len(left) < len(jobs):
+        print(f"{len(jobs) - len(left)} of {len(jobs)} records are in {output} already")
+    return left
 
 
 def _parser() -> argparse.ArgumentParser:

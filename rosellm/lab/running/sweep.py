@@ -79,7 +79,7 @@ class Sweep:
         runs again, up to ``RETRIES`` times. After the interruption what has not finished is left out. Raises
         ``ClusterError`` once no machine that could run the rest has been there for ``ABSENT_S``.
         """
-        with tqdm(total=len(tasks), unit=unit) as bar:
+        with tqdm(total=len(tasks), unit=unit, disable=not tasks) as bar:
             for name, finished in self._run(tasks, on_gpu):
                 bar.update()
                 tqdm.write(f"[{finished.seconds:6.1f} s] {name}{_place(finished)}")
