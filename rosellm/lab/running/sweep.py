@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import signal
 import tempfile
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from rosellm.roseinfer.cluster.runtime import Runtime
 RETRIES = 3
 ABSENT_S = 60.0
 INTERRUPTED_WITHIN_S = 0.25
+ENDS_WITHIN_S = 10.0
 NOTEBOOKS = "notebooks"  # their folder, below the working folder of every task
 UNWANTED = shutil.ignore_patterns("__pycache__", ".*")
 
@@ -101,8 +103,14 @@ class Sweep:
             for call in self._finishing(list(calls), "GPU" if on_gpu else "CPU"):
                 yield calls.pop(call), self._taken(call)
         finally:
-            for call in calls:
-                self._ray.cancel(call, force=True)
+            self._end(list(calls))
+
+    def _end(self, calls: list[Any]) -> None:
+        """Interrupt these calls, and wait until they have put things in order."""
+        for call in calls:
+            self._ray.cancel(call)
+        if calls:
+            self._ray.wait(calls, num_returns=len(calls), timeout=ENDS_WITHIN_S)
 
     def _finishing(self, calls: list[Any], resource: str) -> Iterator[Any]:
         """The calls as they finish, until the interruption."""
@@ -139,12 +147,18 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _execute(task: Callable[[], Any]) -> Finished:
-    """Runs on a machine of the cluster."""
+    """Runs on a machine of the cluster, whose Ray sends SIGTERM and soon SIGKILL if this process is to end.
+
+    It then ends at once: put in order by halves, its children would not notice that it has gone.
+    """
     machine, started = platform.node(), monotonic()
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         value = task()
     except Exception as error:  # a task may raise anything, and must not end the others
         return Finished(machine, monotonic() - started, error=in_one_line(error))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return Finished(machine, monotonic() - started, value)
 
 

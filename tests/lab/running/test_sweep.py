@@ -45,16 +45,18 @@ class FakeRay:
         self.options = options
         return lambda function: SimpleNamespace(remote=lambda task: partial(function, task))
 
-    def wait(self, calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        return calls[-1:], calls[:-1]
+    def wait(self, calls: list[Any], timeout: float, num_returns: int = 1) -> tuple[list[Any], list[Any]]:
+        return calls[-num_returns:], calls[:-num_returns]
 
     def get(self, call: Callable[[], Any]) -> Any:
         if call.args[0] is lost:
             raise LostError("The worker died.\nSee the logs.")
+        if call.args[0] is interrupts:
+            os.kill(os.getpid(), signal.SIGTERM)
         return call()
 
-    def cancel(self, call: Callable[[], Any], force: bool) -> None:
-        self.cancelled.append((call.args[0], force))
+    def cancel(self, call: Callable[[], Any]) -> None:
+        self.cancelled.append(call.args[0])
 
     def cluster_resources(self) -> dict[str, float]:
         return self.resources
@@ -86,6 +88,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FakeRay, Swee
 
 
 def lost() -> None: ...
+
+
+def interrupts() -> None: ...
 
 
 def test_each_task_asks_for_a_core_and_one_gpu_or_none_and_may_run_again(joined):
@@ -125,12 +130,11 @@ def test_after_a_signal_no_more_is_waited_for_and_the_rest_is_ended(joined, monk
     monkeypatch.setattr(sweep, "Runtime", partial(FakeRuntime, ray))
     before = signal.getsignal(signal.SIGTERM)
     with Interruption() as interruption, Sweep("head:6379", interruption) as machines:
-        interrupt = partial(os.kill, os.getpid(), signal.SIGTERM)
-        found = dict(machines.run({"a": os.getpid, "b": os.getpid, "c": interrupt}, False, "task"))
+        found = dict(machines.run({"a": os.getpid, "b": os.getpid, "c": interrupts}, False, "task"))
         with pytest.raises(KeyboardInterrupt):
             machines.call(os.getpid, False)
     assert list(found) == ["c"] and interruption.number is signal.SIGTERM
-    assert ray.cancelled == [(os.getpid, True)] * 3
+    assert ray.cancelled == [os.getpid] * 3
     assert machines._runtime.left and signal.getsignal(signal.SIGTERM) is before
 
 
@@ -152,7 +156,7 @@ def test_when_no_machine_for_the_rest_comes_back_the_sweep_ends(joined, monkeypa
     told = "1 tasks are left, and the Ray cluster has had no GPU for 0 s; the same command continues there"
     with pytest.raises(ClusterError, match=told):
         list(machines.run({"a": os.getpid, "b": os.getpid}, True, "task"))
-    assert ray.cancelled == [(os.getpid, True)]
+    assert ray.cancelled == [os.getpid]
 
 
 def test_the_machines_get_this_package_and_the_notebooks_with_what_they_read(joined, tmp_path):

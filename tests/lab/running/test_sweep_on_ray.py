@@ -1,0 +1,173 @@
+"""Records and notebooks over two nodes of a Ray cluster, one of which leaves in mid-sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from time import monotonic, sleep
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+import torch
+from nbformat.v4 import new_code_cell, new_notebook
+
+from rosellm.environment import environment
+from rosellm.lab import measure
+from rosellm.lab.running import sweep
+from rosellm.lab.running.interruption import Interruption, is_running
+from rosellm.lab.running.run_notebooks import main
+from rosellm.lab.running.sweep import Sweep
+from rosellm.roseinfer.cluster import runtime
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
+
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+NODE = {"num_cpus": 1, "object_store_memory": runtime.STORE_BYTES}
+WITHIN_S = 120.0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's test clusters need Linux")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SimpleNamespace]:
+    """Two nodes of one core each, on the loopback, and what takes the second one away."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in runtime.LOCAL.items():
+            patch.setenv(name, value)
+        patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
+        head = {**NODE, "include_dashboard": False, "_system_config": runtime.SYSTEM}
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+        second = nodes.add_node(**NODE)
+        leave = partial(nodes.remove_node, second, allow_graceful=False)
+        yield SimpleNamespace(address=nodes.address, leave=leave)
+        nodes.shutdown()
+
+
+def until(holds: Callable[[], object]) -> None:
+    end = monotonic() + WITHIN_S
+    while not holds():
+        assert monotonic() < end
+        sleep(0.05)
+
+
+@contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Within: ``act`` runs in another thread; its error is raised at the end."""
+    errors = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    assert not errors, errors
+
+
+class Notebooks:
+    """Three that run until they are let go; each kernel leaves a note of its process."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.notes, self.go, self.build = folder / "notes", folder / "go", folder / "build"
+        self.notes.mkdir()
+        source = f"import os, pathlib, time\nnotes = pathlib.Path({str(self.notes)!r})\n"
+        source += "(notes / f'{name} {os.getpid()}').touch()\n"
+        source += f"while not pathlib.Path({str(self.go)!r}).exists():\n    time.sleep(0.05)\nprint(name)"
+        for name in ("a", "b", "c"):
+            cells = [new_code_cell(f"name = {name!r}\n{source}")]
+            notebook = new_notebook(cells=cells, metadata={"kernelspec": KERNEL})
+            nbformat.write(notebook, folder / f"{name}.ipynb")
+        self.command = ["--notebooks", str(folder), "--output", str(self.build), "--cluster", address]
+
+    def begun(self) -> list[str]:
+        return sorted(path.name.split()[0] for path in self.notes.iterdir())
+
+    def kernels(self) -> list[int]:
+        return [int(path.name.split()[1]) for path in self.notes.iterdir()]
+
+    def none_runs(self) -> bool:
+        return not any(map(is_running, self.kernels()))
+
+
+@pytest.fixture
+def notebooks(tmp_path: Path, cluster) -> Notebooks:
+    return Notebooks(tmp_path, cluster.address)
+
+
+def test_records_are_made_by_the_machines_and_written_here_once(cluster, tmp_path, capsys):
+    options = ["--device=cpu", f"--output={tmp_path}", "--workloads=W1", "--rungs=dense", "--repeats=1"]
+    command = [*options, "--experiments=bookkeeping", f"--cluster={cluster.address}"]
+    assert measure.main(command) == 0
+    assert f"W1-dense on {platform.node()}" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"W1-dense.json", "bookkeeping.json"}
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for content in before.values():
+        told = json.loads(content)["environment"]
+        assert told["machine"] == platform.node()
+        assert told["git_commit"] == environment(torch.device("cpu"))["git_commit"]
+    assert measure.main(command) == 0
+    assert f"2 of 2 records are in {tmp_path} already" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_what_cannot_run_on_the_machines_is_one_line_before_anything_is_made(cluster, tmp_path, capsys):
+    command = [f"--output={tmp_path / 'out'}", f"--cluster={cluster.address}", "--experiments="]
+    for wrong, told in (("W99", "workload 'W99' is unknown"), ("W1 --rungs=nope", "rung 'nope' is unknown")):
+        assert measure.main([*command, *f"--workloads={wrong}".split()]) == 2
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and told in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_task_whose_process_dies_each_time_is_told(cluster, monkeypatch):
+    monkeypatch.setattr(sweep, "RETRIES", 0)
+    with Interruption() as interruption, Sweep(cluster.address, interruption) as machines:
+        ((_, finished),) = machines.run({"dies": partial(os._exit, 1)}, False, "task")
+    assert "died unexpectedly" in finished.error and "\n" not in finished.error
+
+
+def test_ctrl_c_ends_what_runs_and_a_machine_s_loss_in_the_next_sweep_loses_nothing(
+    cluster, notebooks, capsys
+):
+    def interrupt() -> None:
+        until(lambda: len(notebooks.begun()) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with meanwhile(interrupt):
+        assert main(notebooks.command) == 130
+    told = "interrupted by SIGINT: finished none; not finished a, b, c"
+    assert capsys.readouterr().err.splitlines()[-1] == told
+    until(notebooks.none_runs)
+    first = notebooks.begun()
+
+    def lose() -> None:
+        until(lambda: len(notebooks.begun()) == len(first) + 2)
+        cluster.leave()
+        notebooks.go.touch()
+
+    with meanwhile(lose):
+        assert main(notebooks.command) == 0
+    assert len(notebooks.begun()) == len(first) + 4  # one of three ran twice
+    for name in ("a", "b", "c"):
+        cell = nbformat.read(notebooks.build / f"{name}.ipynb", as_version=4).cells[0]
+        assert cell.outputs[0].text == f"{name}\n"
+        assert (notebooks.build / f"{name}.html").is_file()
+    assert len(json.loads((notebooks.build / "gallery.json").read_text())) == 3
+    until(notebooks.none_runs)
