@@ -25,7 +25,6 @@ from rosellm.roseinfer.cluster.runtime import Runtime
 RETRIES = 3
 ABSENT_S = 60.0
 INTERRUPTED_WITHIN_S = 0.25
-ENDS_WITHIN_S = 10.0
 NOTEBOOKS = "notebooks"  # their folder, below the working folder of every task
 UNWANTED = shutil.ignore_patterns("__pycache__", ".*")
 
@@ -99,18 +98,8 @@ class Sweep:
         options = {"num_cpus": 1, "num_gpus": int(on_gpu), "max_retries": RETRIES}
         remote = self._ray.remote(scheduling_strategy="SPREAD", **options)(_execute)
         calls = {remote.remote(task): name for name, task in tasks.items()}
-        try:
-            for call in self._finishing(list(calls), "GPU" if on_gpu else "CPU"):
-                yield calls.pop(call), self._taken(call)
-        finally:
-            self._end(list(calls))
-
-    def _end(self, calls: list[Any]) -> None:
-        """Interrupt these calls, and wait until they have put things in order."""
-        for call in calls:
-            self._ray.cancel(call)
-        if calls:
-            self._ray.wait(calls, num_returns=len(calls), timeout=ENDS_WITHIN_S)
+        for call in self._finishing(list(calls), "GPU" if on_gpu else "CPU"):
+            yield calls[call], self._taken(call)
 
     def _finishing(self, calls: list[Any], resource: str) -> Iterator[Any]:
         """The calls as they finish, until the interruption."""

@@ -39,14 +39,14 @@ class FakeRay:
     exceptions = SimpleNamespace(RayError=LostError, RayTaskError=ZeroDivisionError)
 
     def __init__(self, **resources: float) -> None:
-        self.resources, self.options, self.cancelled = resources, {}, []
+        self.resources, self.options = resources, {}
 
     def remote(self, **options: Any) -> Callable[[Callable], Any]:
         self.options = options
         return lambda function: SimpleNamespace(remote=lambda task: partial(function, task))
 
-    def wait(self, calls: list[Any], timeout: float, num_returns: int = 1) -> tuple[list[Any], list[Any]]:
-        return calls[-num_returns:], calls[:-num_returns]
+    def wait(self, calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return calls[-1:], calls[:-1]
 
     def get(self, call: Callable[[], Any]) -> Any:
         if call.args[0] is lost:
@@ -54,9 +54,6 @@ class FakeRay:
         if call.args[0] is interrupts:
             os.kill(os.getpid(), signal.SIGTERM)
         return call()
-
-    def cancel(self, call: Callable[[], Any]) -> None:
-        self.cancelled.append(call.args[0])
 
     def cluster_resources(self) -> dict[str, float]:
         return self.resources
@@ -125,7 +122,7 @@ def test_a_task_that_fails_or_is_lost_is_told_in_one_line_and_ends_no_other(join
     assert machines.call(os.getpid, False) == os.getpid()
 
 
-def test_after_a_signal_no_more_is_waited_for_and_the_rest_is_ended(joined, monkeypatch):
+def test_after_a_signal_no_more_is_waited_for_and_the_cluster_is_left(joined, monkeypatch):
     ray = FakeRay(CPU=1)
     monkeypatch.setattr(sweep, "Runtime", partial(FakeRuntime, ray))
     before = signal.getsignal(signal.SIGTERM)
@@ -134,7 +131,6 @@ def test_after_a_signal_no_more_is_waited_for_and_the_rest_is_ended(joined, monk
         with pytest.raises(KeyboardInterrupt):
             machines.call(os.getpid, False)
     assert list(found) == ["c"] and interruption.number is signal.SIGTERM
-    assert ray.cancelled == [os.getpid] * 3
     assert machines._runtime.left and signal.getsignal(signal.SIGTERM) is before
 
 
@@ -151,12 +147,11 @@ def test_a_signal_s_handler_is_ours_again_once_ray_has_set_its_own(monkeypatch):
 
 
 def test_when_no_machine_for_the_rest_comes_back_the_sweep_ends(joined, monkeypatch):
-    ray, machines = joined(CPU=2, GPU=0)
+    _, machines = joined(CPU=2, GPU=0)
     monkeypatch.setattr(sweep, "ABSENT_S", 0.0)
     told = "1 tasks are left, and the Ray cluster has had no GPU for 0 s; the same command continues there"
     with pytest.raises(ClusterError, match=told):
         list(machines.run({"a": os.getpid, "b": os.getpid}, True, "task"))
-    assert ray.cancelled == [os.getpid]
 
 
 def test_the_machines_get_this_package_and_the_notebooks_with_what_they_read(joined, tmp_path):

@@ -22,10 +22,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from rosellm.environment import environment
 from rosellm.lab import measure
-from rosellm.lab.running import sweep
-from rosellm.lab.running.interruption import Interruption, is_running
+from rosellm.lab.running.interruption import is_running
 from rosellm.lab.running.run_notebooks import main
-from rosellm.lab.running.sweep import Sweep
 from rosellm.roseinfer.cluster import runtime
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
@@ -111,36 +109,16 @@ def notebooks(tmp_path: Path, cluster) -> Notebooks:
     return Notebooks(tmp_path, cluster.address)
 
 
-def test_records_are_made_by_the_machines_and_written_here_once(cluster, tmp_path, capsys):
+def test_records_are_made_by_the_machines_and_written_here(cluster, tmp_path, capsys):
     options = ["--device=cpu", f"--output={tmp_path}", "--workloads=W1", "--rungs=dense", "--repeats=1"]
     command = [*options, "--experiments=bookkeeping", f"--cluster={cluster.address}"]
     assert measure.main(command) == 0
     assert f"W1-dense on {platform.node()}" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"W1-dense.json", "bookkeeping.json"}
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    for content in before.values():
-        told = json.loads(content)["environment"]
+    for path in tmp_path.iterdir():
+        told = json.loads(path.read_text())["environment"]
         assert told["machine"] == platform.node()
         assert told["git_commit"] == environment(torch.device("cpu"))["git_commit"]
-    assert measure.main(command) == 0
-    assert f"2 of 2 records are in {tmp_path} already" in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_what_cannot_run_on_the_machines_is_one_line_before_anything_is_made(cluster, tmp_path, capsys):
-    command = [f"--output={tmp_path / 'out'}", f"--cluster={cluster.address}", "--experiments="]
-    for wrong, told in (("W99", "workload 'W99' is unknown"), ("W1 --rungs=nope", "rung 'nope' is unknown")):
-        assert measure.main([*command, *f"--workloads={wrong}".split()]) == 2
-        message = capsys.readouterr().err
-        assert message.count("\n") == 1 and told in message
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_task_whose_process_dies_each_time_is_told(cluster, monkeypatch):
-    monkeypatch.setattr(sweep, "RETRIES", 0)
-    with Interruption() as interruption, Sweep(cluster.address, interruption) as machines:
-        ((_, finished),) = machines.run({"dies": partial(os._exit, 1)}, False, "task")
-    assert "died unexpectedly" in finished.error and "\n" not in finished.error
 
 
 def test_ctrl_c_ends_what_runs_and_a_machine_s_loss_in_the_next_sweep_loses_nothing(
@@ -155,6 +133,7 @@ def test_ctrl_c_ends_what_runs_and_a_machine_s_loss_in_the_next_sweep_loses_noth
     told = "interrupted by SIGINT: finished none; not finished a, b, c"
     assert capsys.readouterr().err.splitlines()[-1] == told
     until(notebooks.none_runs)
+    print("ENDED", monotonic() - t)
     first = notebooks.begun()
 
     def lose() -> None:
