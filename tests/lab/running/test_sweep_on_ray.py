@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,11 @@ from rosellm.roseinfer.cluster import runtime
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 
+README = re.search(
+    r"^python -m rosellm\.lab\.measure (--cluster auto .*)$",
+    (Path(__file__).parents[3] / "README.md").read_text(),
+    re.MULTILINE,
+)[1]
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 NODE = {"num_cpus": 1, "object_store_memory": runtime.STORE_BYTES}
 WITHIN_S = 120.0
@@ -109,10 +115,12 @@ def notebooks(tmp_path: Path, cluster) -> Notebooks:
     return Notebooks(tmp_path, cluster.address)
 
 
-def test_records_are_made_by_the_machines_and_written_here(cluster, tmp_path, capsys):
-    options = ["--device=cpu", f"--output={tmp_path}", "--workloads=W1", "--rungs=dense", "--repeats=1"]
-    command = [*options, "--experiments=bookkeeping", f"--cluster={cluster.address}"]
-    assert measure.main(command) == 0
+def test_readme_s_command_has_records_made_by_the_machines_and_writes_them_here(
+    cluster, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)  # what "auto" finds
+    small = ["--device=cpu", "--workloads=W1", "--rungs=dense", "--experiments=bookkeeping", "--repeats=1"]
+    assert measure.main([*README.split(), *small, f"--output={tmp_path}"]) == 0
     assert f"W1-dense on {platform.node()}" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"W1-dense.json", "bookkeeping.json"}
     for path in tmp_path.iterdir():
@@ -133,7 +141,6 @@ def test_ctrl_c_ends_what_runs_and_a_machine_s_loss_in_the_next_sweep_loses_noth
     told = "interrupted by SIGINT: finished none; not finished a, b, c"
     assert capsys.readouterr().err.splitlines()[-1] == told
     until(notebooks.none_runs)
-    print("ENDED", monotonic() - t)
     first = notebooks.begun()
 
     def lose() -> None:
