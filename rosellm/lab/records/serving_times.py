@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence as SequenceOf
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
 from statistics import mean
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,6 +21,28 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 Coefficients = tuple[float, float, float]
+
+
+class StepTimes(Protocol):
+    """Seconds of an engine's steps, measured or planned: what a simulation asks for."""
+
+    @property
+    def run_ahead(self) -> int:
+        """Begun steps that the scheduler leaves unfinished."""
+
+    def decode(self, rows: int, cached: int, longest: int) -> float:
+        """cached: tokens of all rows together; longest: of one."""
+
+    def host(self, rows: int) -> float:
+        """Of a round that gave so many requests a token."""
+
+    def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
+        """prompts: of which it computes tokens, whole or in part.
+
+        earlier: the pairs that these tokens make with those of their prompts that are cached already.
+        """
+
+
 LEAST_STEPS = 8  # of a batch that tell its times
 HOST_BOUND = 1.1  # a round takes so many times its steps: the device waits for the host
 
@@ -61,8 +83,8 @@ class ServingTimes:
         """Of a round that gave so many requests a token."""
         return float(np.interp(rows, self.rows, self.host_s))
 
-    def prefill(self, prompts: int, tokens: int) -> float:
-        """prompts: of which it computes tokens, whole or in part."""
+    def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
+        """prompts: of which it computes tokens, whole or in part; one costs the same wherever it stands."""
         fixed, each_prompt, each_token = self.prefill_s
         return max(0.0, fixed + each_prompt * prompts + each_token * tokens)
 
@@ -146,7 +168,13 @@ def _run_ahead(engine: Engine) -> int:
 
 
 def fitted(rows: Iterable[tuple[float, ...]]) -> Coefficients:
-    """Of the last column over the three others, by least squares: as a mean, disturbed steps count.
+    """:func:`non_negative` of three columns: as a mean, disturbed steps count."""
+    fixed, each, other = non_negative(rows)
+    return fixed, each, other
+
+
+def non_negative(rows: Iterable[tuple[float, ...]]) -> list[float]:
+    """Coefficients of the last column over the others, by least squares.
 
     A column whose coefficient would be negative is left out.
     """
@@ -159,5 +187,4 @@ def fitted(rows: Iterable[tuple[float, ...]]) -> Coefficients:
         del kept[found.argmin()]
     made = np.zeros(table.shape[1] - 1)
     made[kept] = found
-    fixed, each, other = made.tolist()
-    return fixed, each, other
+    return made.tolist()

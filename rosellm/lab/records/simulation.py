@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rosellm.lab.records.serving_times import ServingTimes
+from rosellm.lab.records.serving_times import StepTimes
 from rosellm.roseinfer.bench.arrivals import Arrival, goodput, queue_over_time
 from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.request import RequestMetrics
@@ -30,7 +30,7 @@ class _Request:
 
 
 def simulate(
-    arrivals: Iterable[Arrival], times: ServingTimes, config: SchedulerConfig, max_batch_size: int
+    arrivals: Iterable[Arrival], times: StepTimes, config: SchedulerConfig, max_batch_size: int
 ) -> list[RequestMetrics]:
     """When each request's tokens come, in order of arrival; seconds from the first possible arrival, 0.
 
@@ -50,7 +50,7 @@ def simulate(
 
 def simulated_run(
     arrivals: Sequence[Arrival],
-    times: ServingTimes,
+    times: StepTimes,
     max_batch_size: int,
     limits_s: tuple[float, float] = (math.inf, math.inf),
     config: SchedulerConfig | None = None,
@@ -75,9 +75,7 @@ def simulated_run(
 class Server:
     """A scheduler at the host's time ``now``, and the steps in flight: when each ends, and for whom."""
 
-    def __init__(
-        self, times: ServingTimes, config: SchedulerConfig, most: int, coming: deque[_Request]
-    ) -> None:
+    def __init__(self, times: StepTimes, config: SchedulerConfig, most: int, coming: deque[_Request]) -> None:
         self.times, self.config, self.most, self.coming = times, config, most, coming
         self.waiting: deque[_Request] = deque()
         self.active: list[_Request] = []
@@ -113,15 +111,16 @@ class Server:
         whole_budget, chunk = self.config.prefill_token_budget, self.config.prefill_chunk
         budget = min(whole_budget, chunk or whole_budget) if self.active else whole_budget
         whole: list[_Request] = []
-        places, left, prompts = self.most - len(self.active), budget, 0
+        places, left, prompts, earlier = self.most - len(self.active), budget, 0, 0
         while self.waiting and left and len(whole) < min(places, self.config.prefill_max_batch_size):
             first = self.waiting[0]
             count = min(left, first.prompt - first.cached)
+            earlier += count * first.cached
             first.cached, left, prompts = first.cached + count, left - count, prompts + 1
             if first.cached == first.prompt:
                 whole.append(self.waiting.popleft())
         if prompts:
-            self._begin(self.times.prefill(prompts, budget - left), whole, n_cached=0)
+            self._begin(self.times.prefill(prompts, budget - left, earlier), whole, n_cached=0)
             self.active = self.active + whole
         return prompts > 0
 

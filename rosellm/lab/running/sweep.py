@@ -66,7 +66,7 @@ class Sweep:
 
         Raises ``DeviceError`` for "cuda" without one.
         """
-        there = self._runtime.has_gpu()
+        there = self._runtime.device() == "cuda"
         if device == "cuda" and not there:
             raise DeviceError("device 'cuda' is not available: the Ray cluster has no GPU")
         return there and device != "cpu"

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from threading import RLock
-from time import monotonic, sleep
 from typing import Any
 
 from rosellm.errors import ClusterError, DeviceError, told
@@ -42,6 +41,7 @@ def import_ray() -> Any:
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
         raise ClusterError(f"Ray {found} is too old; {wanted} or newer is needed: {EXTRA}")
     import ray
+    import ray.util.scheduling_strategies
 
     return ray
 
@@ -87,21 +87,23 @@ class Runtime:
         if not self.ray.is_initialized():
             raise ClusterError("Ray was shut down, and the replicas with it; make another LLM")
 
-    def check_free(self, kind: str, n: int) -> None:
-        """Wait a little until ``n`` of ``kind``, "GPU" or "CPU", are free. Raises ``DeviceError``."""
-        there = int(self.ray.cluster_resources().get(kind, 0))
-        if there < n:
-            raise DeviceError(f"data_parallel_size {n} needs {n} {kind}s; the Ray cluster has {there}")
-        until = monotonic() + FREE_WITHIN_S
-        while (free := int(self.ray.available_resources().get(kind, 0))) < n:
-            if monotonic() > until:
-                raise DeviceError(
-                    f"data_parallel_size {n} needs {n} {kind}s; {free} of the Ray cluster's {there} are free"
-                )
-            sleep(0.1)
+    def device(self) -> str:
+        """The device of the cluster's engines: "cuda" if it has a GPU, else "cpu"."""
+        return "cuda" if self.ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
-    def has_gpu(self) -> bool:
-        return self.ray.cluster_resources().get("GPU", 0) >= 1
+    def reserve(self, kind: str, n: int, each: int) -> Places:
+        """``n`` places of ``each`` GPUs or CPUs, together or not at all. Raises ``DeviceError``."""
+        there = int(self.ray.cluster_resources().get(kind, 0))
+        wanted = f"data_parallel_size {n}" + (f" times tensor_parallel_size {each}" if each > 1 else "")
+        needs = f"{wanted} needs {n * each} {kind}s" + (f", {each} of a host each" if each > 1 else "")
+        if there < n * each:
+            raise DeviceError(f"{needs}; the Ray cluster has {there}")
+        places = Places(self.ray, kind, n, each)
+        if not places.are_there(FREE_WITHIN_S):
+            places.free()
+            free = int(self.ray.available_resources().get(kind, 0))
+            raise DeviceError(f"{needs}; {free} of the Ray cluster's {there} are free")
+        return places
 
     def _join(self, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:
         with _lock:
@@ -116,6 +118,28 @@ class Runtime:
             raise ClusterError(
                 f"Ray is connected to {joined} in this process, and cannot be to {address!r} too"
             )
+
+
+class Places:
+    """A placement group: each replica's GPUs or CPUs, of one host, also while a dead one is replaced."""
+
+    def __init__(self, ray: Any, kind: str, n: int, each: int) -> None:
+        self._ray, self._util = ray, ray.util
+        self._options = {"max_restarts": 0, "num_cpus": 0, "num_gpus": 0, f"num_{kind.lower()}s": each}
+        self._group = ray.util.placement_group([{kind: each}] * n, strategy="PACK")
+
+    def are_there(self, within_s: float) -> bool:
+        return self._group.wait(within_s)
+
+    def actor(self, index: int, kind: type, *arguments: Any) -> Any:
+        """An actor of that class at a place; whoever had it before is gone."""
+        at = self._util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, index)
+        return self._ray.remote(**self._options, scheduling_strategy=at)(kind).remote(*arguments)
+
+    def free(self) -> None:
+        """Give all places back; Ray may be shut down already."""
+        if self._ray.is_initialized():
+            self._util.remove_placement_group(self._group)
 
 
 def _connect(ray: Any, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:

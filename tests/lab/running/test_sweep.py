@@ -65,8 +65,8 @@ class FakeRuntime:
         folder = Path(environment["working_dir"])
         self.staged = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
-    def has_gpu(self) -> bool:
-        return self.ray.resources.get("GPU", 0) >= 1
+    def device(self) -> str:
+        return "cuda" if self.ray.resources.get("GPU", 0) >= 1 else "cpu"
 
     def leave(self) -> None:
         self.left = True

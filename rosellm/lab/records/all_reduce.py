@@ -1,0 +1,262 @@
+"""Measure how long the ranks of one host take to sum over each other, in each way that a layer can.
+
+What is timed is the sum of a layer's partial products with residual and norm, as a captured step has them;
+``none`` is residual and norm alone. Each way is first checked to give the sum. The record is
+DIR/all_reduce.json.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.errors import DeviceError, RoseError
+from rosellm.lab.records.records import Results
+from rosellm.models.loading import resolve_device
+from rosellm.models.part import Part
+from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
+from rosellm.roseinfer.kernels.peer_sums import SymmetricSums, make_sum_add_norm, peer_bytes
+from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, choose_kernels
+from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen
+from rosellm.roseinfer.recipe import LADDER, best_rung, recipe_choices
+from rosellm.roseinfer.steps.cuda_graph import record_graph
+
+NAME = "all_reduce"
+NONE, LIBRARY = "none", "library"
+WAYS = (NONE, *recipe_choices()["all_reduce"])
+ROW_BYTES = 8192  # of a model 4,096 wide in bf16, as Llama-3.1-8B is
+SIZES_KB = (8, 64, 512, 2048)  # of 1, 8, 64, 256 such rows
+PREFILL_KB = {"cuda": 131072, "cpu": 8192}  # of 16,384 rows, the most of a prefill; on a CPU of 1,024
+MOST_ONE_SHOT_KB = 2048  # more is the library's in every recipe
+CALLS = {"cuda": 40, "cpu": 4}  # a measurement; an even number, since one_shot's memory alternates
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+AddNorm = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank measures: ways, sizes in KB, and how often."""
+
+    n_ranks: int
+    device: str
+    ways: tuple[str, ...]
+    sizes_kb: tuple[int, ...]
+    repeats: int
+
+    def sizes_of(self, way: str) -> list[int]:
+        """Those that are measured in this way."""
+        return [kb for kb in self.sizes_kb if way in (NONE, LIBRARY) or kb <= MOST_ONE_SHOT_KB]
+
+
+def two_gpus(results: Results) -> Results:
+    """Where the records of two GPUs of that device are."""
+    return Results(results.folder.with_name(f"{results.folder.name}-x2"))
+
+
+def recorded(results: Results) -> dict[str, Any]:
+    """The figures of :func:`measure` that two such GPUs have; empty if none are recorded."""
+    pair = two_gpus(results)
+    return pair.load(NAME)["figures"] if NAME in pair.names() else {}
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """µs of a sum by way and KB, ``{"median": …, "raw": […]}``, and what was summed.
+
+    Each rank is a process with a GPU, or on a CPU with a share of its cores. Raises ``RoseError`` if a way
+    does not give the sum or a rank fails.
+    """
+    store, port = listen()
+    answers = mp.get_context("spawn").SimpleQueue()
+    try:
+        mp.spawn(_rank, (port, plan, answers), nprocs=plan.n_ranks)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        raise RoseError(f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}") from None
+    dtype = DTYPES[plan.device]
+    facts = {"ranks": plan.n_ranks, "dtype": str(dtype).removeprefix("torch."), "row_bytes": ROW_BYTES}
+    del store
+    return {**facts, "calls": CALLS[plan.device], "us": answers.get()}
+
+
+@torch.inference_mode()
+def _rank(rank: int, port: int, plan: Plan, answers: Any) -> None:
+    device = torch.device(plan.device, rank) if plan.device == "cuda" else torch.device(plan.device)
+    if plan.device == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // plan.n_ranks))
+    bench = SumBench(Collectives(connect(port), Part(rank, plan.n_ranks), device), rank, device, plan)
+    us = {way: {str(kb): bench.times(way, kb) for kb in plan.sizes_of(way)} for way in plan.ways}
+    if rank == 0:
+        answers.put(us)
+
+
+class SumBench:
+    """One rank's tensors, and the ways to sum them."""
+
+    def __init__(self, collectives: Collectives, rank: int, device: torch.device, plan: Plan) -> None:
+        self._collectives, self._rank, self._device, self._plan = collectives, rank, device, plan
+        name = "triton" if "one_shot" in plan.ways else "auto"
+        self._kernels = choose_kernels(name, LADDER[best_rung(device)].launch, device)
+
+    def times(self, way: str, kb: int) -> dict[str, Any]:
+        """µs of one sum of so many KB."""
+        dtype = DTYPES[self._plan.device]
+        rows, width = kb * 1024 // ROW_BYTES, ROW_BYTES // dtype.itemsize
+        x = torch.zeros(rows, width, dtype=dtype, device=self._device)
+        scale = torch.ones(width, dtype=dtype, device=self._device)
+        add_norm = self._make(way, rows, width, dtype)
+        norm = {"bias": None, "scale": scale, "shift": None, "eps": 1e-5}
+        for _ in range(2):  # both halves of one_shot's memory
+            add_norm(x=x, delta=torch.full_like(x[None], self._rank + 1), **norm)
+        self._check(way, x)
+        run = partial(add_norm, x=x, delta=torch.zeros_like(x[None]), **norm)
+        timed = self._on_gpu if self._plan.device == "cuda" else self._on_cpu
+        raw = timed(run, CALLS[self._plan.device])
+        return {"median": median(raw), "raw": raw}
+
+    def _make(self, way: str, rows: int, width: int, dtype: torch.dtype) -> AddNorm:
+        """As the layers of a model that is cut call it."""
+        add_norm, sums = self._kernels.add_norm, self._collectives
+        if way == "one_shot":
+            n_bytes = peer_bytes(rows, width, dtype.itemsize, self._plan.n_ranks)
+            return make_sum_add_norm(sums.peers(n_bytes), rows, self._kernels is TRITON_DEPENDENT)
+        if way == NONE:
+            return add_norm
+        summed: Callable[[Tensor], Tensor] = sums.summed
+        if way == "symmetric":
+            n_bytes = rows * width * dtype.itemsize
+            summed = SymmetricSums(sums.peers(n_bytes), n_bytes)
+        return lambda *, x, delta, **norm: add_norm(x=x, delta=summed(delta), **norm)
+
+    def _check(self, way: str, x: Tensor) -> None:
+        n = self._plan.n_ranks
+        wanted = 2 * (self._rank + 1 if way == NONE else n * (n + 1) // 2)
+        if not (x == wanted).all():
+            raise RoseError(f"all_reduce={way} of {x.nbytes} bytes gives {x.flatten()[0]:g}, not {wanted}")
+
+    def _on_gpu(self, run: Callable[[], object], calls: int) -> list[float]:
+        """Each repeat follows one that is not timed, in which the GPUs have waited for each other."""
+
+        def several() -> None:
+            for _ in range(calls):
+                run()
+
+        replay = record_graph(several, _twice(run))
+        self._collectives.least(0)
+        return [self._replayed(replay) / calls for _ in range(self._plan.repeats)]
+
+    def _replayed(self, replay: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        replay()
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    def _on_cpu(self, run: Callable[[], object], calls: int) -> list[float]:
+        found = []
+        for _ in range(self._plan.repeats):
+            _twice(run)()
+            start = perf_counter()
+            for _ in range(calls):
+                run()
+            found.append((perf_counter() - start) / calls * 1e6)
+        return found
+
+
+def _twice(run: Callable[[], object]) -> Callable[[], None]:
+    """Twice: halves of ``one_shot``'s memory alternate."""
+
+    def twice() -> None:
+        run()
+        run()
+
+    return twice
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """An argparse type: sizes in KB, each a whole number of rows."""
+    try:
+        found = tuple(sorted({int(one) for one in text.split(",")}))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not numbers of KB, such as 8,64,512") from None
+    if bad := [kb for kb in found if kb < 1 or kb * 1024 % ROW_BYTES]:
+        raise ArgumentTypeError(f"{bad[0]} KB is not a whole number of rows, of {ROW_BYTES // 1024} KB each")
+    return found
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
+    add = parser.add_argument
+    add("--ranks", type=whole_number(2), metavar="N", help="default: all GPUs of this host; on a CPU 2")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
+    add("--ways", metavar="NAME,NAME", help=f"of {', '.join(WAYS[1:])}; default: all, on a CPU {LIBRARY}")
+    told = "default: " + ",".join(map(str, SIZES_KB)) + " and the most of a prefill"
+    add("--sizes-kb", type=_sizes, metavar="N,N", help=told)
+    add("--repeats", type=whole_number(1), default=30, metavar="N", help="measurements of each")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
+    return parser
+
+
+def _ways(text: str | None, device: str) -> tuple[str, ...]:
+    asked = text.split(",") if text else WAYS[1:] if device == "cuda" else [LIBRARY]
+    if unknown := [way for way in asked if way not in WAYS[1:]]:
+        raise RoseError(f"way {unknown[0]!r} is unknown; use {', '.join(WAYS[1:])}")
+    if device == "cpu" and "symmetric" in asked:
+        raise RoseError("symmetric sums are of GPUs' memory; on a CPU use library")
+    return NONE, *dict.fromkeys(asked)
+
+
+def _ranks(asked: int | None, device: str) -> int:
+    there = torch.cuda.device_count() if device == "cuda" else None
+    n_ranks = asked or there or 2
+    if there is not None and not 2 <= n_ranks <= there:
+        raise DeviceError(f"{max(2, n_ranks)} ranks need as many GPUs; this machine has {there}")
+    return n_ranks
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Measure, record, and print the medians."""
+    arguments = _parser().parse_args(argv)
+    device = resolve_device(arguments.device)
+    plan = Plan(
+        _ranks(arguments.ranks, device.type),
+        device.type,
+        _ways(arguments.ways, device.type),
+        arguments.sizes_kb or (*SIZES_KB, PREFILL_KB[device.type]),
+        arguments.repeats,
+    )
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = check_writable(arguments.output / f"{NAME}.json")
+    figures = measure(plan)
+    write_record(path, new_record(NAME, device, figures=figures))
+    for line in _told(figures["us"], plan.sizes_kb):
+        print(line)
+
+
+def _told(us: dict[str, Any], sizes_kb: Sequence[int]) -> list[str]:
+    rows = [["", *(f"{kb} KB" for kb in sizes_kb)]]
+    for way, times in us.items():
+        found = [times.get(str(kb)) for kb in sizes_kb]
+        rows.append([way, *(f"{one['median']:.1f} µs" if one else "" for one in found)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Measure the same workloads on one GPU and on two, in turns: two that share a model, and a replica on each.
+
+On a CPU processes and cores take the GPUs' place. Engines of both sides are there at once; each side is
+warmed up, then they take turns. A workload that needs more positions than the model has is left out. The
+record, renewed after each workload, is DIR/two_gpus-MODEL.json.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.errors import DeviceError, RoseError
+from rosellm.lab.records.all_reduce import two_gpus
+from rosellm.lab.records.measured_model import add_model_options, settle
+from rosellm.lab.records.model_runs import short_name
+from rosellm.lab.records.records import Results
+from rosellm.models.families.table import write_arch
+from rosellm.models.loading import arch_of
+from rosellm.roseinfer.bench.job import Job, choose_recipe, make_job
+from rosellm.roseinfer.bench.prompts import make_prompts, request_params
+from rosellm.roseinfer.bench.record import (
+    across_repeats,
+    check_writable,
+    engine_facts,
+    new_record,
+    write_record,
+)
+from rosellm.roseinfer.bench.runs import check_served, run_figures
+from rosellm.roseinfer.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
+from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.cluster.runtime import import_ray
+from rosellm.roseinfer.llm import LLM
+from rosellm.roseinfer.recipe import recipe_choices
+from rosellm.roseinfer.tensor_parallel import Load, check_ranks, load_ranks
+
+NAME = "two_gpus"
+TOGETHER, REPLICAS = "D1,D64,L8K", "W8,MIX"
+SUMS = {"cuda": "library,one_shot", "cpu": "library"}
+BLOCK_SIZE = 64
+SPARE_KV_BLOCKS = 8
+
+Runs = Mapping[str, Callable[[], dict[str, Any]]]  # a side's name → one run of it
+
+
+def recorded(results: Results, model: str) -> dict[str, Any]:
+    """The record of ``model``, by its short name, on two such GPUs; empty if there is none."""
+    pair, name = two_gpus(results), f"{NAME}-{model}"
+    return pair.load(name) if name in pair.names() else {}
+
+
+def in_turns(runs: Runs, repeats: int) -> dict[str, dict[str, Any]]:
+    """Each side's raw figures with medians and means, after one run that does not count."""
+    for run in runs.values():
+        run()
+    raw: dict[str, list[dict[str, Any]]] = {side: [] for side in runs}
+    for _ in range(repeats):
+        for side, run in runs.items():
+            raw[side].append(run())
+    return {side: {"repeat_runs": repeats, **across_repeats(found)} for side, found in raw.items()}
+
+
+def measure(arguments: Namespace) -> None:
+    """Each asked workload on both sides; the record is written after each."""
+    figures: dict[str, dict[str, Any]] = {"tensor_parallel": {}, "replicas": {}}
+    arch = arch_of(arguments.model, arguments.load_format)
+    path = arguments.output / f"{NAME}-{short_name(arguments.model)}.json"
+    kinds = (
+        ("tensor_parallel", arguments.workloads, tensor_parallel),
+        ("replicas", arguments.replica_workloads, replicas),
+    )
+    for kind, workloads, measured in kinds:
+        for workload in workloads:
+            needed = (workload.prompt_tokens or 1) + workload.max_new_tokens
+            if needed > arch.n_positions:
+                print(f"{workload.id}: left out, the model has {arch.n_positions} positions of {needed}")
+                continue
+            figures[kind][workload.id] = measured(arguments, workload)
+            facts = {"model": arguments.model, "model_shape": write_arch(arch)}
+            device = torch.device(arguments.device)
+            write_record(path, new_record(NAME, device, **facts, figures=figures))
+            print(told(kind, workload.id, figures[kind][workload.id]), flush=True)
+            _free()
+
+
+def tensor_parallel(arguments: Namespace, workload: Workload) -> dict[str, Any]:
+    """Whole runs on one rank, and on two for each way to sum."""
+    jobs = {"1": _job(arguments, workload, 1, "library")}
+    jobs |= {f"2 {way}": _job(arguments, workload, 2, way) for way in arguments.all_reduce}
+    runs = {side: partial(run, job) for side, (run, job) in jobs.items()}
+    figures: dict[str, Any] = in_turns(runs, arguments.repeats)
+    for side, (_, job) in jobs.items():
+        figures[side]["engine"] = engine_facts(job.engine)
+    return figures
+
+
+def _job(
+    arguments: Namespace, workload: Workload, n_ranks: int, way: str
+) -> tuple[Callable[[Job], dict[str, Any]], Job]:
+    """How it is run once, and on what."""
+    given = {
+        **arguments.size.options(ALL_WORKLOADS[workload.id]),
+        "--hf-model-id": arguments.model,
+        "--load-format": arguments.load_format,
+        "--device": arguments.device,
+        "--mode": "offline",
+        "--tensor-parallel-size": n_ranks,
+        "--all-reduce": way,
+    }
+    options = BENCHMARK.parse_options([str(text) for pair in given.items() for text in pair])
+    load = Load(arguments.model, arguments.device, "auto", arguments.load_format)
+    loaded = load_ranks(n_ranks, load, choose_recipe(options))
+    (run,) = BENCHMARK.runs(options).values()
+    return run, make_job(options, loaded.model, loaded.tokenizer, loaded.build)
+
+
+def replicas(arguments: Namespace, workload: Workload) -> dict[str, Any]:
+    """Calls of ``LLM.generate`` with one engine in this process, and with two as Ray actors."""
+    sized = arguments.size.options(ALL_WORKLOADS[workload.id])
+    options = BENCHMARK.parse_options([str(text) for pair in sized.items() for text in pair])
+    longest = options.prompt_tokens + options.max_new_tokens
+    together = min(options.max_batch_size, options.num_requests)
+    llms = {
+        str(n): LLM(
+            arguments.model,
+            data_parallel_size=n,
+            device=arguments.device,
+            load_format=arguments.load_format,
+            max_batch_size=options.max_batch_size,
+            max_model_len=longest,
+            num_kv_blocks=together * blocks_for(longest, BLOCK_SIZE) + SPARE_KV_BLOCKS,
+            block_size=BLOCK_SIZE,
+        )
+        for n in (1, 2)
+    }
+    prompts = make_prompts(options, arch_of(arguments.model, arguments.load_format).vocab_size)
+    params = request_params(options)
+
+    def generate(llm: LLM) -> dict[str, Any]:
+        start = perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds = perf_counter() - start
+        check_served(outputs)
+        return run_figures([one.outputs[0].token_ids for one in outputs], seconds, None)
+
+    return in_turns({side: partial(generate, llm) for side, llm in llms.items()}, arguments.repeats)
+
+
+def told(kind: str, name: str, figures: dict[str, Any]) -> str:
+    """A workload's medians in one line."""
+    alone = figures["1"]["medians"]["total_throughput_tok_s"]
+    rates = {side: one["medians"]["total_throughput_tok_s"] for side, one in figures.items()}
+    each = (f"{side}: {rate:,.0f} tok/s ({rate / alone:.2f} ×)" for side, rate in rates.items())
+    return f"{kind} {name}: {', '.join(each)}"
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
+    add_model_options(parser)
+    add = parser.add_argument
+    add("--workloads", default=TOGETHER, metavar="ID,ID", help="on two that share the model; may be empty")
+    add("--replica-workloads", default=REPLICAS, metavar="ID,ID", help="on two replicas; may be empty")
+    told = f"ways of two to sum, of {', '.join(recipe_choices()['all_reduce'])}; default: "
+    add("--all-reduce", metavar="NAME,NAME", help=f"{told}{SUMS['cuda']}; on a CPU {SUMS['cpu']}")
+    add("--repeats", type=whole_number(1), default=3, metavar="N", help="measured runs of each side")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
+    return parser
+
+
+def _workloads(text: str, arguments: Namespace) -> list[Workload]:
+    names = list(filter(None, text.split(",")))
+    known = [w.id for w in ALL_WORKLOADS.values() if w.form == "scheduler" and w.prompt_tokens is not None]
+    if unknown := [name for name in names if name not in known]:
+        raise RoseError(f"workload {unknown[0]!r} is unknown; use {', '.join(known)}")
+    return [arguments.size.of(ALL_WORKLOADS[name]) for name in names]
+
+
+def _check(arguments: Namespace) -> None:
+    """Raise before anything is loaded."""
+    if unknown := [way for way in arguments.all_reduce if way not in recipe_choices()["all_reduce"]]:
+        ways = ", ".join(recipe_choices()["all_reduce"])
+        raise RoseError(f"all-reduce {unknown[0]!r} is unknown; use {ways}")
+    if arguments.device == "cuda" and torch.cuda.device_count() < 2:
+        raise DeviceError(f"two GPUs are needed; this machine has {torch.cuda.device_count()}")
+    load = Load(arguments.model, arguments.device, "auto", arguments.load_format)
+    if arguments.workloads:
+        check_ranks(2, load, None)
+    if arguments.replica_workloads:
+        import_ray()
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Check what is asked for, then measure."""
+    arguments = settle(_parser().parse_args(argv), WORKLOADS["W8"])
+    arguments.all_reduce = (arguments.all_reduce or SUMS[arguments.device]).split(",")
+    arguments.workloads = _workloads(arguments.workloads, arguments)
+    arguments.replica_workloads = _workloads(arguments.replica_workloads, arguments)
+    _check(arguments)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    check_writable(arguments.output / f"{NAME}-{short_name(arguments.model)}.json")
+    measure(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

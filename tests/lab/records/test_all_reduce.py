@@ -1,0 +1,83 @@
+"""The command that records sums over ranks: on a CPU by gloo, and by the one-shot kernel interpreted."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from rosellm.lab.records import all_reduce
+from rosellm.lab.records.records import Results
+
+FEW = ["--device=cpu", "--repeats=2", "--sizes-kb=8,32"]
+
+
+def run(capsys, folder, *options: str) -> dict:
+    assert all_reduce.main([*FEW, f"--output={folder}", *options]) == 0
+    capsys.readouterr()
+    return json.loads((folder / "all_reduce.json").read_text())
+
+
+def test_two_ranks_record_each_size_of_each_way_with_raw_values(tmp_path, capsys) -> None:
+    record = run(capsys, tmp_path)
+    figures = record["figures"]
+    assert record["kind"] == "all_reduce" and figures["ranks"] == 2 and figures["dtype"] == "float32"
+    assert set(figures["us"]) == {"none", "library"}
+    for times in figures["us"].values():
+        assert set(times) == {"8", "32"}
+        assert all(len(one["raw"]) == 2 and 0 < min(one["raw"]) <= one["median"] for one in times.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
+def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path, capsys) -> None:
+    figures = run(capsys, tmp_path, "--ranks=3", "--ways=one_shot", "--sizes-kb=8")["figures"]
+    assert figures["ranks"] == 3 and set(figures["us"]) == {"none", "one_shot"}
+
+
+def test_a_record_is_found_beside_the_single_devices(tmp_path, capsys) -> None:
+    alone = Results(tmp_path / "gpu")
+    alone.folder.mkdir()
+    assert all_reduce.recorded(alone) == {}
+    figures = run(capsys, tmp_path / "gpu-x2", "--sizes-kb=8")["figures"]
+    assert all_reduce.recorded(alone) == figures
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--sizes-kb=8,12"], "12 KB is not a whole number of rows, of 8 KB each"),
+        (["--sizes-kb=8,x"], "'8,x' is not numbers of KB"),
+        (["--ways=ring"], "way 'ring' is unknown; use library, symmetric, one_shot"),
+        (["--ways=symmetric"], "symmetric sums are of GPUs' memory; on a CPU use library"),
+        (["--ranks=1"], "--ranks"),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_line_before_a_rank_starts(tmp_path, capsys, options, told) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(all_reduce.main(["--device=cpu", f"--output={tmp_path}", *options]))
+    said = capsys.readouterr().err
+    assert told in said and len(said.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:
+    class Deaf:
+        def summed(self, x):
+            return x
+
+    plan = all_reduce.Plan(2, "cpu", ("none", "library"), (8,), 1)
+    bench = all_reduce.SumBench(Deaf(), 0, torch.device("cpu"), plan)
+    assert bench.times("none", 8)["median"] > 0
+    with pytest.raises(all_reduce.RoseError, match="all_reduce=library of 8192 bytes gives 2, not 6"):
+        bench.times("library", 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_sum_in_every_way_and_one_shot_beats_the_library_for_one_row(tmp_path) -> None:
+    assert all_reduce.main(["--device=cuda", "--repeats=5", "--sizes-kb=8,512", f"--output={tmp_path}"]) == 0
+    us = json.loads((tmp_path / "all_reduce.json").read_text())["figures"]["us"]
+    assert set(us) == set(all_reduce.WAYS)
+    assert us["one_shot"]["8"]["median"] < us["library"]["8"]["median"]

@@ -1,0 +1,77 @@
+"""The command that runs the same workloads on one and on two, in turns; here on processes of a CPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rosellm.lab.records import two_gpus
+from rosellm.lab.records.records import Results
+from rosellm.models.families.table import read_arch
+from rosellm.models.loading import arch_of
+
+SMALL = ["--device=cpu", "--model=rose-tiny", "--repeats=2"]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> dict:
+    pair = tmp_path_factory.mktemp("results") / "cpu-x2"
+    alone = Results(pair.with_name("cpu"))
+    assert two_gpus.recorded(Results(pair), "rose-tiny") == {}
+    assert two_gpus.main([*SMALL, "--workloads=D64", "--replica-workloads=W8", f"--output={pair}"]) == 0
+    return two_gpus.recorded(alone, "rose-tiny")
+
+
+def test_both_sides_of_each_kind_are_recorded_with_raw_values(record) -> None:
+    assert record["kind"] == "two_gpus"
+    assert read_arch(record["model_shape"]).shapes == arch_of("rose-tiny", "auto").shapes
+    shared, replicas = record["figures"]["tensor_parallel"]["D64"], record["figures"]["replicas"]["W8"]
+    assert set(shared) == {"1", "2 library"} and set(replicas) == {"1", "2"}
+    for side in (*shared.values(), *replicas.values()):
+        assert len(side["repeats"]) == 2 and side["medians"]["total_throughput_tok_s"] > 0
+    assert shared["2 library"]["medians"]["decode_steps"] == shared["1"]["medians"]["decode_steps"] > 0
+
+
+def test_two_give_the_tokens_of_one(record) -> None:
+    for workloads in record["figures"].values():
+        for sides in workloads.values():
+            assert len({one["tokens_sha256"] for side in sides.values() for one in side["repeats"]}) == 1
+
+
+def test_sides_take_turns_after_a_run_of_each_that_does_not_count() -> None:
+    calls: list[str] = []
+
+    def run(side: str) -> dict:
+        calls.append(side)
+        return {"total_time_s": float(len(calls))}
+
+    figures = two_gpus.in_turns({"a": lambda: run("a"), "b": lambda: run("b")}, 2)
+    assert calls == ["a", "b"] * 3
+    assert [one["total_time_s"] for one in figures["a"]["repeats"]] == [3.0, 5.0]
+    assert figures["b"]["medians"]["total_time_s"] == 5.0
+
+
+def test_a_workload_beyond_the_models_positions_is_left_out(tmp_path, capsys) -> None:
+    options = ["--size=full", "--workloads=L8K", "--replica-workloads=MIX", f"--output={tmp_path}"]
+    assert two_gpus.main([*SMALL, *options]) == 0
+    left_out = "left out, the model has 512 positions of"
+    assert capsys.readouterr().out == f"L8K: {left_out} 8448\nMIX: {left_out} 2048\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "option, told",
+    [
+        ("--workloads=W4", "workload 'W4' is unknown"),
+        ("--replica-workloads=D9", "workload 'D9' is unknown"),
+        ("--all-reduce=ring", "all-reduce 'ring' is unknown; use library"),
+        ("--repeats=0", "--repeats"),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_line_before_anything_is_loaded(tmp_path, capsys, option, told) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(two_gpus.main([*SMALL, f"--output={tmp_path}", option]))
+    said = capsys.readouterr().err
+    assert told in said and len(said.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
