@@ -35,7 +35,7 @@ README = re.search(
     re.MULTILINE,
 )[1]
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
-NODE = {"num_cpus": 1, "object_store_memory": runtime.STORE_BYTES}
+NODE = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": runtime.STORE_BYTES}
 WITHIN_S = 120.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's test clusters need Linux")
@@ -50,7 +50,8 @@ def cluster() -> Iterator[SimpleNamespace]:
         for name, value in runtime.LOCAL.items():
             patch.setenv(name, value)
         patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
-        head = {**NODE, "include_dashboard": False, "_system_config": runtime.SYSTEM}
+        head = {**NODE, "num_gpus": torch.cuda.device_count(), "include_dashboard": False}
+        head["_system_config"] = runtime.SYSTEM
         nodes = Cluster(initialize_head=True, head_node_args=head)
         second = nodes.add_node(**NODE)
         leave = partial(nodes.remove_node, second, allow_graceful=False)
@@ -95,10 +96,12 @@ class Notebooks:
         source += "(notes / f'{name} {os.getpid()}').touch()\n"
         source += f"while not pathlib.Path({str(self.go)!r}).exists():\n    time.sleep(0.05)\nprint(name)"
         for name in ("a", "b", "c"):
-            cells = [new_code_cell(f"name = {name!r}\n{source}")]
+            device = new_code_cell("device = 'auto'", metadata={"tags": ["parameters"]})
+            cells = [device, new_code_cell(f"name = {name!r}\n{source}")]
             notebook = new_notebook(cells=cells, metadata={"kernelspec": KERNEL})
             nbformat.write(notebook, folder / f"{name}.ipynb")
         self.command = ["--notebooks", str(folder), "--output", str(self.build), "--cluster", address]
+        self.command += ["--parameters", "device=cpu"]
 
     def begun(self) -> list[str]:
         return sorted(path.name.split()[0] for path in self.notes.iterdir())
@@ -129,6 +132,14 @@ def test_readme_s_command_has_records_made_by_the_machines_and_writes_them_here(
         assert told["git_commit"] == environment(torch.device("cpu"))["git_commit"]
 
 
+@pytest.mark.gpu
+def test_a_record_is_made_on_a_gpu_of_the_cluster(cluster, tmp_path):
+    small = ["--workloads=W1", "--rungs=dense,split_kv", "--experiments=", "--repeats=1", "--size=small"]
+    assert measure.main([f"--cluster={cluster.address}", f"--output={tmp_path}", *small]) == 0
+    names = {json.loads(path.read_text())["environment"]["device_name"] for path in tmp_path.iterdir()}
+    assert names == {torch.cuda.get_device_name()}
+
+
 def test_ctrl_c_ends_what_runs_and_a_machine_s_loss_in_the_next_sweep_loses_nothing(
     cluster, notebooks, capsys
 ):
@@ -152,7 +163,7 @@ def test_ctrl_c_ends_what_runs_and_a_machine_s_loss_in_the_next_sweep_loses_noth
         assert main(notebooks.command) == 0
     assert len(notebooks.begun()) == len(first) + 4  # one of three ran twice
     for name in ("a", "b", "c"):
-        cell = nbformat.read(notebooks.build / f"{name}.ipynb", as_version=4).cells[0]
+        cell = nbformat.read(notebooks.build / f"{name}.ipynb", as_version=4).cells[-1]
         assert cell.outputs[0].text == f"{name}\n"
         assert (notebooks.build / f"{name}.html").is_file()
     assert len(json.loads((notebooks.build / "gallery.json").read_text())) == 3
