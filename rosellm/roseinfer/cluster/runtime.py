@@ -144,7 +144,8 @@ class Places:
 
 def _connect(ray: Any, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:
     if address is not None:
-        return _init(ray, address=_answering(address), runtime_env=environment)
+        _check_answers(address)
+        return _init(ray, address=address, runtime_env=environment)  # of "auto" alone Ray takes its token
     with _local_settings(ray):
         _init(
             ray,
@@ -178,8 +179,8 @@ def _local_settings(ray: Any) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _answering(address: str) -> str:
-    """The "host:port" of a cluster, once something there has answered as Ray's head does.
+def _check_answers(address: str) -> None:
+    """Raises ``ClusterError`` unless something there answers as Ray's head does.
 
     Ray itself would try for a minute, and then end the process.
     """
@@ -187,7 +188,6 @@ def _answering(address: str) -> str:
     host, port = _host_and_port(where)
     if not _speaks_http2(host, port):
         raise ClusterError(f"no Ray cluster answers at {where!r} within {ANSWERS_WITHIN_S:g} s")
-    return where
 
 
 def _found() -> str:

@@ -227,6 +227,13 @@ def test_a_cluster_of_ours_is_told_to_stay_on_the_loopback_and_report_to_nobody(
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1" and not set(runtime.LOCAL) <= set(os.environ)
 
 
+def test_auto_is_left_to_ray_which_takes_its_token_for_no_other_address(monkeypatch):
+    monkeypatch.setattr(runtime, "_check_answers", lambda _address: None)
+    ray = FakeRay()
+    share_of(ray, monkeypatch, "auto").leave()
+    assert ray.calls == ["auto", "shutdown"]
+
+
 def test_a_start_that_fails_keeps_no_share(monkeypatch):
     ray = FakeRay()
     with pytest.raises(ClusterError):
