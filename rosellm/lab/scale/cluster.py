@@ -49,6 +49,10 @@ class Fleet:
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
     report_s: float = SLICE_S
 
+    def of(self, n: int) -> Fleet:
+        """So many of these replicas."""
+        return replace(self, n=n)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -111,18 +115,19 @@ def simulate_cluster(
 ) -> Outcome:
     """Serve all; each request is answered once, by the last replica that it was given to.
 
-    running: requests whose prompts are prefilled already, at 0; their first tokens count as given then.
+    running: requests whose prompts are prefilled already, at 0; their first tokens count as given then. Where
+    a replica has no place left, they come like others.
 
     The requests of a replica that fails wait again, before all others. Raises ``RoseError`` if one is given
     to ``MOST_ATTEMPTS`` replicas, none of which lasts.
     """
-    run = _Run([*running, *sorted(arrivals, key=lambda one: one.seconds)], fleet, router, failures)
+    run = Simulation([*running, *sorted(arrivals, key=lambda one: one.seconds)], fleet, router, failures)
     run.resume(len(running))
     run.serve()
     return run.outcome()
 
 
-class _Run:
+class Simulation:
     """The clock, what is to happen, and the seats."""
 
     def __init__(

@@ -95,37 +95,26 @@ def serve(
     return served.since(arrivals[n // 2].seconds)
 
 
-def knee(content: Mapping[float, float]) -> float | None:
+def knee(shares: Mapping[float, float]) -> float | None:
     """The highest load at which, as at every lower one, enough requests keep their limits.
 
-    content: load → that share of the requests. None: it is too little at the lowest already.
+    shares: as :func:`content` tells them. None: too few do at the lowest already.
     """
     kept = None
-    for load in sorted(content):
-        if content[load] < CONTENT:
+    for load in sorted(shares):
+        if shares[load] < CONTENT:
             break
         kept = load
     return kept
 
 
-def knees(
-    fleet: Fleet,
-    traffic: Traffic,
-    each_s: float,
-    limits: Limits,
-    routers: Sequence[str],
-    loads: Sequence[float],
-) -> dict[str, float | None]:
-    """Router → the knee, as a share of the capacity ``each_s`` of each replica."""
-    return {router: knee(_content(fleet, traffic, each_s, limits, router, loads)) for router in routers}
+def sweep(
+    fleet: Fleet, traffic: Traffic, each_s: float, router: str, loads: Sequence[float], each: int = 100
+) -> dict[float, Outcome]:
+    """Load, a share of the capacity ``each_s`` of each replica → what :func:`serve` gives."""
+    return {load: serve(fleet, traffic, load * each_s, router, each) for load in loads}
 
 
-def _content(
-    fleet: Fleet, traffic: Traffic, each_s: float, limits: Limits, router: str, loads: Sequence[float]
-) -> dict[float, float]:
-    found = {}
-    for load in sorted(loads):
-        found[load] = serve(fleet, traffic, load * each_s, router).within(limits.ttft_s, limits.gap_s)
-        if found[load] < CONTENT:
-            break
-    return found
+def content(outcomes: Mapping[float, Outcome], limits: Limits) -> dict[float, float]:
+    """Load → the share of the requests that keep their limits."""
+    return {load: outcome.within(limits.ttft_s, limits.gap_s) for load, outcome in outcomes.items()}

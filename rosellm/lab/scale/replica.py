@@ -107,7 +107,9 @@ class Replica:
         self.waiting.append(request)
 
     def resume(self, request: Request) -> None:
-        """A request of two or more tokens whose prompt is cached, and first token given, elsewhere."""
+        """A request of two or more tokens, its prompt cached and its first token given, if there is a place."""
+        if self._active == self.most:
+            return self.give(request)
         request.first, request.cached = self.now, request.prompt
         self._admit([request])
 

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Protocol
 
 from rosellm.roseinfer.cluster.router import Routed, Router
@@ -192,3 +193,14 @@ ROUTERS: dict[str, Callable[[], AnyRouter]] = {
     "fewest tokens": fewest_tokens,
     "by host": by_host,
 }
+
+
+def routing_us(router: AnyRouter, n: int, requests: int = 300) -> float:
+    """µs that this machine takes to route one request over ``n`` replicas."""
+    for replica in range(n):
+        router.add(replica)
+    start = perf_counter()
+    for number in range(requests):
+        router.submit(Routed(number, 1, 1))
+        router.assign()
+    return (perf_counter() - start) / requests * 1e6

@@ -7,7 +7,7 @@ import pytest
 
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.scale.cluster import Fleet
-from rosellm.lab.scale.plan import Limits, Traffic, capacity, in_flight, knee, knees, serve
+from rosellm.lab.scale.plan import Limits, Traffic, capacity, content, in_flight, knee, serve, sweep
 
 # A step of 10 ms, whatever it is given; prefills take nothing.
 STEADY = ServingTimes((1,), ((0.01, 0.0, 0.0),), (0.0,), (0.0, 0.0, 0.0))
@@ -56,11 +56,12 @@ def test_the_knee_is_the_last_load_before_the_first_that_too_few_are_content_wit
     assert knee({0.5: 0.2, 0.7: 1.0}) is None
 
 
-def test_knees_lie_below_capacity_and_wider_limits_move_them_up() -> None:
-    each_s, loads = capacity(FLEET, TRAFFIC), [0.3, 0.6, 0.9, 1.5]
-    limits = Limits(0.05, 1.0)
-    found = knees(FLEET, TRAFFIC, each_s, limits, ["at random", "fewest tokens"], loads)
-    assert found["fewest tokens"] in (0.6, 0.9)
-    assert (found["at random"] or 0) <= found["fewest tokens"]
-    wide = knees(FLEET, TRAFFIC, each_s, Limits(1e9, 1e9), ["at random"], loads)
-    assert wide == {"at random": 1.5}
+def test_loads_below_capacity_keep_limits_that_loads_beyond_it_break() -> None:
+    each_s = capacity(FLEET, TRAFFIC)
+    outcomes = sweep(FLEET, TRAFFIC, each_s, "fewest tokens", [0.3, 0.6, 1.5])
+    shares = content(outcomes, Limits(ttft_s=0.05, gap_s=1.0))
+    assert list(shares) == [0.3, 0.6, 1.5] and shares[0.3] == 1.0 and shares[1.5] < 0.9
+    assert knee(shares) == 0.6
+    assert (
+        knee(content(outcomes, Limits(1e9, 1e9))) == 1.5 and knee(content(outcomes, Limits(0.0, 0.0))) is None
+    )
