@@ -135,8 +135,9 @@ def replicas(arguments: Namespace, workload: Workload) -> dict[str, Any]:
     """Calls of ``LLM.generate`` with one engine in this process, and with two as Ray actors."""
     sized = arguments.size.options(ALL_WORKLOADS[workload.id])
     options = BENCHMARK.parse_options([str(text) for pair in sized.items() for text in pair])
-    longest = options.prompt_tokens + options.max_new_tokens
-    together = min(options.max_batch_size, options.num_requests)
+    prompts = make_prompts(options, arch_of(arguments.model, arguments.load_format).vocab_size)
+    params = request_params(options)
+    lengths = [len(prompt) + own.max_tokens for prompt, own in zip(prompts, params, strict=True)]
     llms = {
         str(n): LLM(
             arguments.model,
@@ -144,14 +145,12 @@ def replicas(arguments: Namespace, workload: Workload) -> dict[str, Any]:
             device=arguments.device,
             load_format=arguments.load_format,
             max_batch_size=options.max_batch_size,
-            max_model_len=longest,
-            num_kv_blocks=together * blocks_for(longest, BLOCK_SIZE) + SPARE_KV_BLOCKS,
+            max_model_len=max(lengths),
+            num_kv_blocks=_kv_blocks(lengths, options.max_batch_size),
             block_size=BLOCK_SIZE,
         )
         for n in (1, 2)
     }
-    prompts = make_prompts(options, arch_of(arguments.model, arguments.load_format).vocab_size)
-    params = request_params(options)
 
     def generate(llm: LLM) -> dict[str, Any]:
         start = perf_counter()
@@ -161,6 +160,12 @@ def replicas(arguments: Namespace, workload: Workload) -> dict[str, Any]:
         return run_figures([one.outputs[0].token_ids for one in outputs], seconds, None)
 
     return in_turns({side: partial(generate, llm) for side, llm in llms.items()}, arguments.repeats)
+
+
+def _kv_blocks(lengths: list[int], together: int) -> int:
+    """Enough for the longest requests to run together; two engines share a GPU's memory here."""
+    longest = sorted(lengths)[-together:]
+    return sum(blocks_for(length, BLOCK_SIZE) for length in longest) + SPARE_KV_BLOCKS
 
 
 def told(kind: str, name: str, figures: dict[str, Any]) -> str:

@@ -85,11 +85,6 @@ class Outcome:
         kept = sum(one.first - one.arrival <= ttft_s and one.gap <= gap_s for one in self.requests)
         return kept / len(self.requests)
 
-    @property
-    def tokens_s(self) -> float:
-        """New tokens a second."""
-        return sum(one.new for one in self.requests) / self.seconds
-
 
 Kind = Literal["round", "fail", "back"]
 

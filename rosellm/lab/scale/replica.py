@@ -107,7 +107,7 @@ class Replica:
         self.waiting.append(request)
 
     def resume(self, request: Request) -> None:
-        """A request of two tokens or more whose prompt is cached, the first one given, if there is a place."""
+        """A request of two tokens or more, its prompt cached, the first one given, if there is a place."""
         if self._active == self.most:
             return self.give(request)
         request.first, request.cached = self.now, request.prompt
