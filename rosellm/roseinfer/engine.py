@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
-from threading import Lock
 from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
 
-from rosellm.errors import BusyError, OptionError, PromptError, RoseError, SamplingError, told
+from rosellm.errors import OptionError, PromptError, RoseError, SamplingError, told
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_parts
@@ -20,9 +19,11 @@ from rosellm.roseinfer.cache.budget import PREFILL_TOKENS, BlockBudget, kv_block
 from rosellm.roseinfer.cache.commanded_blocks import CommandedBlocks
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.layers.batch_invariant import ALIGNMENT
+from rosellm.roseinfer.owned import Owned
 from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.recipe import LADDER, Recipe, build_step, check_launch, get_rung
 from rosellm.roseinfer.request import Sequence
@@ -36,7 +37,7 @@ from rosellm.roseinfer.trial import working_bytes
 LARGEST_SIZE = 2**31 - 1  # device counters are int32
 
 
-class Engine:
+class Engine(Owned):
     """Runs sequences, one prefill or decode step at a time; the scheduler decides who runs when.
 
     A step is begun (:meth:`begin_prefill`, :meth:`begin_decode`) and collected (``engine.step.collect``): a
@@ -75,6 +76,7 @@ class Engine:
         warm_up: bool = True,
         group: Group = ALONE,
     ) -> None:
+        super().__init__()
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         _check_share(gpu_memory_utilization)
         self.model, self.tokenizer, self.config, self.group = model, tokenizer, model.whole, group
@@ -94,6 +96,8 @@ class Engine:
         self.prefill_alignment = ALIGNMENT if self.deterministic else 1
         self.prefix_cache = PrefixCache(self.blocks, self.prefill_alignment) if prefix_cache else None
         self.step = self._step_on(self.blocks)
+        sizes = self.max_model_len, block_size, self.num_kv_blocks
+        self.limits = Limits(self.config.vocab_size, self.config.n_positions, *sizes)
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
         self._n_warmed = 0
         group.command("warm_up", self._warm_up)  # known to ranks that are told; kept, it would be a circle
@@ -101,8 +105,6 @@ class Engine:
             self._warm_up()
         self._n_requests = 0
         self._holders: set[Sequence] = set()
-        self._owner: tuple[object, str] | None = None  # the only scheduler that may run it, and its name
-        self._owner_lock = Lock()
 
     @classmethod
     def load(
@@ -153,51 +155,16 @@ class Engine:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RoseError("an engine cannot be copied or pickled; make another one")
 
-    def own(self, scheduler: object, name: str) -> None:
-        """Reserve the engine for ``scheduler``; errors call the owner ``name``. Raises ``BusyError``."""
-        with self._owner_lock:
-            self.check_owner(scheduler)
-            self._owner = scheduler, name
-
-    def disown(self, scheduler: object) -> None:
-        """Release the engine for others, if ``scheduler`` owned it."""
-        with self._owner_lock:
-            if self._owner is not None and self._owner[0] is scheduler:
-                self._owner = None
-
-    def check_owner(self, scheduler: object) -> None:
-        """Raises ``BusyError`` if another scheduler owns the engine."""
-        owner = self._owner
-        if owner is not None and owner[0] is not scheduler:
-            raise BusyError(
-                f"the engine is in use by {owner[1]}; wait until it is done or make another engine"
-            )
-
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """A validated request; with stop strings, its text is decoded along the way.
 
         Raises ``PromptError`` for a prompt, ``SamplingError`` for stop strings that this engine can never
         run.
         """
-        if not isinstance(params, SamplingParams):
-            raise SamplingError(f"params is {params!r}; give SamplingParams")
-        if params.n > 1:
-            raise SamplingError(f"n is {params.n}; only LLM.generate and LLM.chat make several completions")
-        _check_token_ids(prompt, self.config.vocab_size)
+        self.limits.check(prompt, params)
         self._n_requests += 1
         pools, eos = self.blocks.num_pools, self.config.eos_token_ids
         sequence = Sequence(self._n_requests, prompt, params, pools, eos, replays=self.deterministic)
-        if sequence.max_length > self.max_model_len:
-            most = "the model's" if self.max_model_len == self.config.n_positions else "max_model_len's"
-            raise PromptError(
-                f"{sequence.n_prompt} prompt tokens and {params.max_tokens} new ones exceed {most} "
-                f"{self.max_model_len} positions"
-            )
-        if self.budget.at_most(sequence) > self.num_kv_blocks:
-            raise PromptError(
-                f"the request needs {self.budget.at_most(sequence)} KV blocks of {self.block_size} tokens "
-                f"a layer; the cache has {self.num_kv_blocks}"
-            )
         if params.stops:
             sequence.text = self._text_until(params.stops)
         return sequence
@@ -382,14 +349,3 @@ def _model_len(wanted: int | None, config: Arch) -> int:
             f"{config.n_positions} positions"
         )
     return wanted
-
-
-def _check_token_ids(prompt: list[int], vocab_size: int) -> None:
-    if not isinstance(prompt, list) or not prompt:
-        given = "empty" if prompt == [] else type(prompt).__name__
-        raise PromptError(f"the prompt is {given}; give at least one token id in a list")
-    if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
-        return
-    for token in prompt:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise PromptError(f"token id {told(token)} is not in the vocabulary of {vocab_size}")

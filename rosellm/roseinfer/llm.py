@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 from tqdm import tqdm
 
-from rosellm.errors import OptionError, PromptError, RecipeError, RoseError
+from rosellm.errors import PromptError, RecipeError, RoseError
 from rosellm.models.chat import Message, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 from rosellm.roseinfer.cluster.replicas import Replicas
@@ -39,9 +39,9 @@ class LLM:
     one. prefill_chunk: the most prompt tokens between two tokens of running requests, as in
     ``SchedulerConfig``. The sizes, ``deterministic`` and ``warm_up`` are those of ``Engine``.
 
-    data_parallel_size: how many engines share the prompts, each with a GPU of its own, or on a CPU a core and
-    a thread (``cluster.replicas.Replicas``); more than one needs the extra ``cluster`` (Ray), and
-    ``tensor_parallel_size`` 1. ray_address: the Ray cluster that runs them, "auto" or "host:port"; None: the
+    data_parallel_size: how many engines share the prompts, each with ``tensor_parallel_size`` GPUs of its
+    own, or on a CPU with as many cores (``cluster.replicas.Replicas``); more than one needs the extra
+    ``cluster`` (Ray). ray_address: the Ray cluster that runs them, "auto" or "host:port"; None: the
     one that this process is connected to, else a local one, which ends with the last such ``LLM``. The sizes
     are each engine's.
     """
@@ -89,10 +89,9 @@ class LLM:
         if data_parallel_size == 1 and ray_address is None:
             engine = load_engine(model, tensor_parallel_size=tensor_parallel_size, **options)
             self._runner = OneEngine(engine, config)
-        elif tensor_parallel_size != 1:
-            raise OptionError("a replica has one GPU: tensor_parallel_size must be 1 with replicas")
         else:
-            self._runner = Replicas(model, data_parallel_size, ray_address, config, options)
+            sizes = data_parallel_size, tensor_parallel_size
+            self._runner = Replicas(model, *sizes, ray_address, config, options)
         self._folder = None if load_format == "dummy" else checkpoint_folder(model)
         self._lock = Lock()
 
@@ -108,6 +107,11 @@ class LLM:
     def engine(self) -> Engine:
         """The engine in this process; raises ``RoseError`` where replicas have one each."""
         return self._runner.engine
+
+    @property
+    def served(self) -> Engine | Replicas:
+        """What a streaming manager runs: the engine, or all replicas together."""
+        return self._runner.engine if isinstance(self._runner, OneEngine) else self._runner
 
     def generate(
         self,

@@ -138,6 +138,15 @@ class Sequence:
             self.finish_reason = "length"
         return True
 
+    def resume(self, known: list[int], logprobs: list[Likely] | None) -> None:
+        """Go on after tokens that another engine has generated, with their log-probabilities if asked for."""
+        self.tokens += known
+        if self.logprobs is not None:
+            self.logprobs += logprobs or []
+        if self.text is not None:
+            for token in known:
+                self.text.push(token)
+
     def follow_text(self) -> None:
         """Push the latest token to ``text``, unless it is the end of sequence; a stop string ends both."""
         if self.text is None or self.finish_reason == "stop":

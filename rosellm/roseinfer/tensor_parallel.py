@@ -114,10 +114,7 @@ def check_ranks(
     kernels: str | Kernels = "auto",
 ) -> None:
     """Raise for what ``n_ranks`` ranks cannot run: see :func:`load_engine`."""
-    if not isinstance(n_ranks, int) or isinstance(n_ranks, bool) or not 1 <= n_ranks <= MOST_RANKS:
-        raise OptionError(
-            f"tensor_parallel_size is {told(n_ranks)}; it must be a whole number from 1 to {MOST_RANKS}"
-        )
+    _check_count(n_ranks)
     if n_ranks == 1:
         return
     device = resolve_device(load.device)
@@ -131,6 +128,19 @@ def check_ranks(
     (chosen.invariant() if deterministic else chosen).check_ranks(n_ranks)
     chosen.check_sums(device, choose_kernels(kernels, chosen.launch, device))
     Part(0, n_ranks).check(arch_of(load.model, load.load_format))
+
+
+def check_cut(n_ranks: int, model: str, load_format: str) -> None:
+    """Raise ``OptionError`` for a number of ranks that no device could run the model on."""
+    _check_count(n_ranks)
+    Part(0, n_ranks).check(arch_of(model, load_format))
+
+
+def _check_count(n_ranks: int) -> None:
+    if not isinstance(n_ranks, int) or isinstance(n_ranks, bool) or not 1 <= n_ranks <= MOST_RANKS:
+        raise OptionError(
+            f"tensor_parallel_size is {told(n_ranks)}; it must be a whole number from 1 to {MOST_RANKS}"
+        )
 
 
 def start_ranks(n_ranks: int, load: Load) -> Leader:

@@ -2,94 +2,148 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-from rosellm.errors import RoseError
+from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.request import Likely, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
-
-SLICE_S = 0.05
+from rosellm.roseinfer.tensor_parallel import load_engine
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request as the driver knows it."""
+    """A request as the driver knows it, with the tokens that another replica has generated already.
+
+    logprobs: of these tokens, None unless the request asks for them.
+    """
 
     request_id: int
     prompt: list[int]
     params: SamplingParams
+    known: list[int]
+    logprobs: list[Likely] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the driver needs to know of a loaded replica; ``kv_blocks``: how many there are a layer."""
+    """What the driver needs to know of a loaded replica."""
 
     rung: str | None
     max_batch_size: int
-    block_size: int
-    kv_blocks: int
+    limits: Limits
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What a request has got since the last report: its tokens, and when, in ``Report.now``'s seconds.
+
+    finish_reason: None while it runs; error: why it failed. preemptions: in this replica, in all.
+    """
+
+    tokens: list[int]
+    times: list[float]
+    logprobs: list[Likely] | None
+    finish_reason: str | None
+    error: str | None
+    preemptions: int
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of one call: results by request id, and how many tokens the others that have begun have by now.
-
-    now: when the report was made, in the replica's ``time.perf_counter`` seconds.
-    """
+    """Of one call: gains by request id; now: when it was made, in the replica's ``time.perf_counter``."""
 
     now: float
-    results: dict[int, RequestOutput]
-    generated: dict[int, int]
+    gains: dict[int, Gain]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in the scheduler, ``told`` of whose tokens the driver knows."""
+
+    sequence: Sequence
+    told: int
 
 
 class Replica:
     """The class of the actor; its calls run one after another, in the order in which they were made.
 
-    The engine is not loaded by the constructor, whose errors Ray would make texts of. model, options: the
-    arguments of ``Engine.load``.
+    The engine is not loaded by the constructor, whose errors Ray would make texts of. model, n_ranks,
+    options: the arguments of ``tensor_parallel.load_engine``.
     """
 
-    def __init__(self, model: str, config: SchedulerConfig, options: dict[str, Any]) -> None:
-        self._model, self._config, self._options = model, config, options
-        self._ids: dict[int, int] = {}  # the scheduler's id of a request → the driver's
+    def __init__(self, model: str, n_ranks: int, options: dict[str, Any]) -> None:
+        self._model, self._n_ranks, self._options = model, n_ranks, options
+        self._engine: Engine | None = None
+        self._running: dict[int, _Running] = {}  # by the driver's request id
 
-    def load(self) -> Facts:
-        """Load the engine. Raises what ``Engine.load`` does."""
-        engine = Engine.load(self._model, **self._options)
-        self._scheduler = OnlineScheduler(engine, self._config)
-        return Facts(engine.rung, engine.max_batch_size, engine.block_size, engine.num_kv_blocks)
+    def load(self, config: SchedulerConfig) -> Facts:
+        """Load the engine, and serve within these limits. Raises what ``load_engine`` does."""
+        return self.take(
+            config, load_engine(self._model, tensor_parallel_size=self._n_ranks, **self._options)
+        )
 
-    def refusal(self, prompts: list[list[int]], params: list[SamplingParams]) -> RoseError | None:
-        """Why not all of these requests can run; None if they can."""
-        try:
-            self._scheduler.make_sequences(prompts, params)
-        except RoseError as error:
-            return error
-        return None
+    def take(self, config: SchedulerConfig, engine: Engine) -> Facts:
+        """Serve with this engine."""
+        self._engine = engine
+        self.begin(config)
+        return Facts(engine.rung, engine.max_batch_size, engine.limits, engine.config.eos_token_ids)
 
-    def advance(self, orders: list[Order]) -> Report:
-        """Begin these requests, and run all for ``SLICE_S`` seconds, or until none is left."""
+    def begin(self, config: SchedulerConfig) -> None:
+        """End all requests, and serve the next ones within these limits."""
+        if self._engine is None:  # it could not be loaded, as the driver is about to hear
+            return
+        for request_id in list(self._running):
+            self._cancel(request_id)
+        self._scheduler = OnlineScheduler(self._engine, replace(config, max_in_flight=None))
+
+    def advance(self, orders: list[Order], cancelled: list[int], seconds: float) -> Report:
+        """Begin requests, cancel some, and run the others for so long, or until none is left."""
         scheduler = self._scheduler
         for order in orders:
-            self._ids[scheduler.add_request(order.prompt, order.params)] = order.request_id
-        until = perf_counter() + SLICE_S
+            self._begin(order)
+        for request_id in cancelled:
+            self._cancel(request_id)
+        until = perf_counter() + seconds
         while scheduler.has_unfinished and perf_counter() < until:
             scheduler.step()
         return self._report()
 
-    def abort(self) -> None:
-        """End all requests, and forget them."""
-        self._scheduler.cancel_all()
-        self._report()
+    def _begin(self, order: Order) -> None:
+        sequence = self._scheduler.engine.make_sequence(order.prompt, order.params)
+        sequence.resume(order.known, order.logprobs)
+        self._scheduler.submit(sequence)
+        self._running[order.request_id] = _Running(sequence, len(sequence.tokens))
+
+    def _cancel(self, request_id: int) -> None:
+        running = self._running.pop(request_id, None)
+        if running is not None:  # it may have ended before the driver knew
+            self._scheduler.cancel(running.sequence.request_id)
+            self._scheduler.take_result(running.sequence.request_id)
 
     def _report(self) -> Report:
-        scheduler, ids = self._scheduler, self._ids
-        results = {ids.pop(own): scheduler.take_result(own) for own in list(scheduler.finished)}
-        running = scheduler.requests.values()
-        generated = {ids[one.request_id]: one.n_output for one in running if one.n_output}
-        return Report(perf_counter(), results, generated)
+        moved = {
+            request_id: running
+            for request_id, running in self._running.items()
+            if len(running.sequence.tokens) > running.told or running.sequence.is_finished
+        }
+        report = Report(perf_counter(), {request_id: _gain(running) for request_id, running in moved.items()})
+        for request_id, running in moved.items():
+            running.told = len(running.sequence.tokens)
+            if running.sequence.is_finished:
+                del self._running[request_id]
+                self._scheduler.take_result(running.sequence.request_id)
+        return report
+
+
+def _gain(running: _Running) -> Gain:
+    sequence, told = running.sequence, running.told
+    tokens, times = sequence.tokens[told:], sequence.metrics.token_times
+    logprobs = None if sequence.logprobs is None else sequence.logprobs[told - sequence.n_prompt :]
+    ending = sequence.finish_reason, sequence.error
+    return Gain(tokens, times[len(times) - len(tokens) :], logprobs, *ending, sequence.metrics.preemptions)

@@ -117,6 +117,15 @@ class Router:
         place = self._places[self._runs_on.pop(request_id)]
         place.n_left -= place.requests.pop(request_id).n_left
 
+    def withdraw(self, request_id: int) -> int | None:
+        """A request is cancelled; returns the replica that runs it, None if it was waiting."""
+        replica = self._runs_on.get(request_id)
+        if replica is None:
+            self._waiting.remove(next(one for one in self._waiting if one.request_id == request_id))
+        else:
+            self.finish(request_id)
+        return replica
+
     def clear(self) -> None:
         """Forget all requests, but not what the replicas' caches have."""
         self._waiting.clear()

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from threading import RLock
-from time import monotonic, sleep
 from typing import Any
 
 from rosellm.errors import ClusterError, DeviceError, told
 
+NEED_RAY = "data_parallel_size, ray_address and --cluster"
 EXTRA = "pip install 'rosellm[cluster]'"
 OLDEST = (2, 50)
 ANSWERS_WITHIN_S = 3.0
@@ -37,10 +37,11 @@ def import_ray() -> Any:
     try:
         found = version("ray")
     except PackageNotFoundError:
-        raise ClusterError(f"data_parallel_size and ray_address need Ray: {EXTRA}") from None
+        raise ClusterError(f"{NEED_RAY} need Ray: {EXTRA}") from None
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
         raise ClusterError(f"Ray {found} is too old; {wanted} or newer is needed: {EXTRA}")
     import ray
+    import ray.util.scheduling_strategies
 
     return ray
 
@@ -51,10 +52,13 @@ class Runtime:
     Ray allows one runtime a process. If it runs already, it is used, and never ended. Otherwise the first
     share joins the cluster at ``address`` ("auto": the one that Ray finds; "host:port"), or for None starts a
     local one, bound to the loopback, and the last :meth:`leave` disconnects from the former or ends the
-    latter. n_actors: how many the local one has room for. Raises ``ClusterError``.
+    latter. n_actors: how many the local one has room for. environment: Ray's runtime environment of all that
+    runs for this process, in a cluster that is joined. Raises ``ClusterError``.
     """
 
-    def __init__(self, address: str | None, n_actors: int) -> None:
+    def __init__(
+        self, address: str | None, n_actors: int = 1, environment: dict[str, Any] | None = None
+    ) -> None:
         global _users
         self.ray = import_ray()
         self._left = False
@@ -62,7 +66,7 @@ class Runtime:
             self._is_user = _users > 0 or not self.ray.is_initialized()
             _users += self._is_user
         try:
-            self._join(address, n_actors)
+            self._join(address, n_actors, environment)
         except BaseException:
             self.leave()
             raise
@@ -83,26 +87,28 @@ class Runtime:
         if not self.ray.is_initialized():
             raise ClusterError("Ray was shut down, and the replicas with it; make another LLM")
 
-    def check_free(self, kind: str, n: int) -> None:
-        """Wait a little until ``n`` of ``kind``, "GPU" or "CPU", are free. Raises ``DeviceError``."""
+    def device(self) -> str:
+        """The device of the cluster's engines: "cuda" if it has a GPU, else "cpu"."""
+        return "cuda" if self.ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+
+    def reserve(self, kind: str, n: int, each: int) -> Places:
+        """``n`` places of ``each`` GPUs or CPUs, together or not at all. Raises ``DeviceError``."""
         there = int(self.ray.cluster_resources().get(kind, 0))
-        if there < n:
-            raise DeviceError(f"data_parallel_size {n} needs {n} {kind}s; the Ray cluster has {there}")
-        until = monotonic() + FREE_WITHIN_S
-        while (free := int(self.ray.available_resources().get(kind, 0))) < n:
-            if monotonic() > until:
-                raise DeviceError(
-                    f"data_parallel_size {n} needs {n} {kind}s; {free} of the Ray cluster's {there} are free"
-                )
-            sleep(0.1)
+        wanted = f"data_parallel_size {n}" + (f" times tensor_parallel_size {each}" if each > 1 else "")
+        needs = f"{wanted} needs {n * each} {kind}s" + (f", {each} of a host each" if each > 1 else "")
+        if there < n * each:
+            raise DeviceError(f"{needs}; the Ray cluster has {there}")
+        places = Places(self.ray, kind, n, each)
+        if not places.are_there(FREE_WITHIN_S):
+            places.free()
+            free = int(self.ray.available_resources().get(kind, 0))
+            raise DeviceError(f"{needs}; {free} of the Ray cluster's {there} are free")
+        return places
 
-    def has_gpu(self) -> bool:
-        return self.ray.cluster_resources().get("GPU", 0) >= 1
-
-    def _join(self, address: str | None, n_actors: int) -> None:
+    def _join(self, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:
         with _lock:
             if not self.ray.is_initialized():
-                _connect(self.ray, address, n_actors)
+                _connect(self.ray, address, n_actors, environment)
             elif address is not None:
                 self._check_same(address)
 
@@ -114,9 +120,32 @@ class Runtime:
             )
 
 
-def _connect(ray: Any, address: str | None, n_actors: int) -> None:
+class Places:
+    """A placement group: each replica's GPUs or CPUs, of one host, also while a dead one is replaced."""
+
+    def __init__(self, ray: Any, kind: str, n: int, each: int) -> None:
+        self._ray, self._util = ray, ray.util
+        self._options = {"max_restarts": 0, "num_cpus": 0, "num_gpus": 0, f"num_{kind.lower()}s": each}
+        self._group = ray.util.placement_group([{kind: each}] * n, strategy="PACK")
+
+    def are_there(self, within_s: float) -> bool:
+        return self._group.wait(within_s)
+
+    def actor(self, index: int, kind: type, *arguments: Any) -> Any:
+        """An actor of that class at a place; whoever had it before is gone."""
+        at = self._util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, index)
+        return self._ray.remote(**self._options, scheduling_strategy=at)(kind).remote(*arguments)
+
+    def free(self) -> None:
+        """Give all places back; Ray may be shut down already."""
+        if self._ray.is_initialized():
+            self._util.remove_placement_group(self._group)
+
+
+def _connect(ray: Any, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:
     if address is not None:
-        return _init(ray, address=_answering(address))
+        _check_answers(address)
+        return _init(ray, address=address, runtime_env=environment)  # of "auto" alone Ray takes its token
     with _local_settings(ray):
         _init(
             ray,
@@ -150,8 +179,8 @@ def _local_settings(ray: Any) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _answering(address: str) -> str:
-    """The "host:port" of a cluster, once something there has answered as Ray's head does.
+def _check_answers(address: str) -> None:
+    """Raises ``ClusterError`` unless something there answers as Ray's head does.
 
     Ray itself would try for a minute, and then end the process.
     """
@@ -159,7 +188,6 @@ def _answering(address: str) -> str:
     host, port = _host_and_port(where)
     if not _speaks_http2(host, port):
         raise ClusterError(f"no Ray cluster answers at {where!r} within {ANSWERS_WITHIN_S:g} s")
-    return where
 
 
 def _found() -> str:
@@ -170,14 +198,14 @@ def _found() -> str:
         return canonicalize_bootstrap_address("auto")
     except (ConnectionError, ValueError):
         raise ClusterError(
-            "ray_address 'auto' finds no running Ray cluster; give its host:port, or none for a local one"
+            "'auto' finds no running Ray cluster; give its host:port, or none for a local one"
         ) from None
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not colon or not host or "/" in host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ClusterError(f"ray_address is {told(address)}; give 'auto', or the host:port of a Ray head")
+        raise ClusterError(f"the Ray address is {told(address)}; give 'auto', or the host:port of a Ray head")
     return host.strip("[]"), int(port)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from time import perf_counter
 from typing import Any, Protocol
@@ -46,12 +47,7 @@ class OnlineScheduler:
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
         engine.check_owner(self)
         self.engine, self.config = engine, config or SchedulerConfig()
-        self.max_batch_size = self.config.max_batch_size or engine.max_batch_size
-        if self.max_batch_size > engine.max_batch_size:
-            raise RoseError(
-                f"max_batch_size is {self.max_batch_size}; the engine decodes at most "
-                f"{engine.max_batch_size} sequences together"
-            )
+        self.max_batch_size = batch_size_of(self.config, engine.max_batch_size)
         self.finished: dict[int, RequestOutput] = {}
         self.decode_time_s = self.prefill_time_s = 0.0
         self.decode_tokens = self.decode_steps = self.preemptions = 0
@@ -91,16 +87,9 @@ class OnlineScheduler:
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[Sequence]:
         """What :meth:`add_requests` would queue; raises as it does."""
-        if not isinstance(prompts, (list, tuple)):
-            raise PromptError(f"the prompts are {told(prompts)}; give a list of lists of token ids")
+        check_prompts(prompts)
         self._check_room(len(prompts))
-        sequences = []
-        for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
-            try:
-                sequences.append(self.engine.make_sequence(prompt, own))
-            except PromptError as error:
-                raise PromptError(f"prompt {index}: {error}") from error
-        return sequences
+        return each_made(self.engine.make_sequence, prompts, params)
 
     def submit(self, sequence: Sequence) -> int:
         """Queue a sequence made by this engine; its ``text``, if any, is kept up to date with its tokens."""
@@ -327,22 +316,7 @@ class OfflineScheduler(OnlineScheduler):
         Its total is lowered by the unused ``max_tokens`` of requests that end early. If anything raises, all
         requests are cancelled and forgotten, and their blocks are free again; Ctrl-C, once a step has ended.
         """
-        with held_interrupt() as let_interrupt_through:
-            ids = self.add_requests(prompts, params)
-            try:
-                while self.has_unfinished:
-                    n_tokens, n_spared = self.n_tokens, self.n_spared
-                    self.step()
-                    let_interrupt_through()
-                    if progress is not None:
-                        progress.total -= self.n_spared - n_spared
-                        progress.update(self.n_tokens - n_tokens)
-            except BaseException:
-                self.cancel_all()
-                for request_id in ids:
-                    self.finished.pop(request_id, None)
-                raise
-            return [self.take_result(request_id) for request_id in ids]
+        return run_all(self, prompts, params, progress)
 
     def record_step(self, done: Done, n_tokens: int) -> None:
         super().record_step(done, n_tokens)
@@ -361,6 +335,48 @@ class Progress(Protocol):
     def update(self, n: int) -> object: ...
 
 
+class RunsAll(Protocol):
+    """A scheduler that counts ``n_tokens``, generated so far, and ``n_spared``: as ``OfflineScheduler``."""
+
+    n_tokens: int
+    n_spared: int
+    finished: dict[int, RequestOutput]
+
+    @property
+    def has_unfinished(self) -> bool: ...
+    def add_requests(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[int]: ...
+    def step(self) -> list[Sequence]: ...
+    def cancel_all(self) -> None: ...
+    def take_result(self, request_id: int) -> RequestOutput: ...
+
+
+def run_all(
+    scheduler: RunsAll,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    progress: Progress | None = None,
+) -> list[RequestOutput]:
+    """See ``OfflineScheduler.run``."""
+    with held_interrupt() as let_interrupt_through:
+        ids = scheduler.add_requests(prompts, params)
+        try:
+            while scheduler.has_unfinished:
+                n_tokens, n_spared = scheduler.n_tokens, scheduler.n_spared
+                scheduler.step()
+                let_interrupt_through()
+                if progress is not None:
+                    progress.total -= scheduler.n_spared - n_spared
+                    progress.update(scheduler.n_tokens - n_tokens)
+        except BaseException:
+            scheduler.cancel_all()
+            for request_id in ids:
+                scheduler.finished.pop(request_id, None)
+            raise
+        return [scheduler.take_result(request_id) for request_id in ids]
+
+
 def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> list[SamplingParams]:
     """Sampling parameters for every prompt, from one for all or one each."""
     if isinstance(params, SamplingParams):
@@ -372,3 +388,32 @@ def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> l
             f"{len(params)} SamplingParams for {n_prompts} prompts; give one for all, or one each"
         )
     return list(params)
+
+
+def batch_size_of(config: SchedulerConfig, most: int) -> int:
+    """Sequences that are active together; raises ``RoseError`` if that is more than the engine decodes."""
+    size = config.max_batch_size or most
+    if size > most:
+        raise RoseError(f"max_batch_size is {size}; the engine decodes at most {most} sequences together")
+    return size
+
+
+def check_prompts(prompts: object) -> None:
+    """Raises ``PromptError`` for anything but a list of prompts."""
+    if not isinstance(prompts, (list, tuple)):
+        raise PromptError(f"the prompts are {told(prompts)}; give a list of lists of token ids")
+
+
+def each_made(
+    make_sequence: Callable[[list[int], SamplingParams], Sequence],
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+) -> list[Sequence]:
+    """A sequence for each prompt; an error tells which prompt it is about."""
+    sequences = []
+    for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
+        try:
+            sequences.append(make_sequence(prompt, own))
+        except PromptError as error:
+            raise PromptError(f"prompt {index}: {error}") from error
+    return sequences

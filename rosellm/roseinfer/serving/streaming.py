@@ -12,9 +12,10 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
+from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
@@ -34,14 +35,39 @@ class WorkerError(RoseError):
     """The streaming worker has failed (see ``__cause__``): no request, in flight or new, is served."""
 
 
-class HasEngine(Protocol):
-    """Something with an engine, such as an ``LLM``."""
+class Scheduler(Protocol):
+    """What the worker thread needs of a scheduler: see ``OnlineScheduler``."""
 
-    engine: Engine
+    @property
+    def has_unfinished(self) -> bool: ...
+    def submit(self, sequence: Sequence) -> int: ...
+    def step(self) -> list[Sequence]: ...
+    def cancel(self, request_id: int) -> bool: ...
+    def cancel_all(self) -> None: ...
+    def take_result(self, request_id: int) -> RequestOutput: ...
+
+
+class Fleet(Protocol):
+    """Several engines that run requests as one, such as ``cluster.replicas.Replicas``."""
+
+    @property
+    def tokenizer(self) -> AnyTokenizer: ...
+    def encode(self, prompt: str | list[int]) -> list[int]: ...
+    def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence: ...
+    def own(self, scheduler: object, name: str) -> None: ...
+    def disown(self, scheduler: object) -> None: ...
+    def scheduler(self, config: SchedulerConfig) -> Scheduler: ...
+
+
+class Serves(Protocol):
+    """Something with engines, such as an ``LLM``."""
+
+    @property
+    def served(self) -> Engine | Fleet: ...
 
 
 class StreamingManager:
-    """Requests from any thread, served by one worker thread that alone runs ``engine``, an LLM's or its own.
+    """Requests from any thread, served by one worker thread that alone runs ``engine``, or an LLM's engines.
 
     Nobody else may use the engine until :meth:`close`; raises ``BusyError`` if it is in use already. Text is
     delivered every ``stream_interval`` tokens of a request, and when it ends; a piece never holds part of a
@@ -55,23 +81,21 @@ class StreamingManager:
 
     def __init__(
         self,
-        engine: Engine | HasEngine,
+        engine: Engine | Fleet | Serves,
         config: SchedulerConfig | None = None,
         tokenize_workers: int = 0,
         stream_interval: int = 1,
     ) -> None:
         _check_whole("tokenize_workers", tokenize_workers, 0)
         _check_whole("stream_interval", stream_interval, 1)
-        engine = getattr(engine, "engine", engine)
-        if not isinstance(engine, Engine):
-            raise RoseError(f"engine is {engine!r}; give an Engine or an LLM")
+        engine = _served_by(engine)
         if engine.tokenizer is None:
             raise RoseError("streaming needs a tokenizer, and this engine has none")
         self._tokenizer = engine.tokenizer
         config = config or SchedulerConfig()
         self.engine, self.stream_interval = engine, stream_interval
         self.max_in_flight = config.max_in_flight
-        self._scheduler = OnlineScheduler(engine, replace(config, max_in_flight=None))
+        self._scheduler = _scheduler_of(engine, replace(config, max_in_flight=None))
         self._pool = ThreadPoolExecutor(tokenize_workers) if tokenize_workers else None
         self._lock = Lock()  # guards the fields below, down to the orders
         self._streams: dict[int, Stream] = {}
@@ -340,3 +364,14 @@ def _closed() -> ClosedError:
 def _check_whole(name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise RoseError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+
+
+def _served_by(given: Engine | Fleet | Serves) -> Engine | Fleet:
+    engine: Any = getattr(given, "served", given)
+    if not hasattr(engine, "make_sequence"):
+        raise RoseError(f"engine is {engine!r}; give an Engine or an LLM")
+    return engine
+
+
+def _scheduler_of(engine: Engine | Fleet, config: SchedulerConfig) -> Scheduler:
+    return OnlineScheduler(engine, config) if isinstance(engine, Engine) else engine.scheduler(config)

@@ -17,10 +17,20 @@ import psutil
 import pytest
 
 from rosellm import LLM, SamplingParams
-from rosellm.errors import ClusterError, DeviceError, OptionError, PromptError, RoseError
+from rosellm.errors import (
+    BusyError,
+    ClusterError,
+    DeviceError,
+    OptionError,
+    PromptError,
+    RecipeError,
+    RoseError,
+)
 from rosellm.models.checkpoint import checkpoint_folder
-from rosellm.roseinfer.cluster import replicas as replicas_module
+from rosellm.roseinfer.cluster import runtime, seats as seats_module
 from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 
@@ -168,22 +178,87 @@ def test_a_replica_killed_in_mid_run_comes_back_and_every_request_is_answered_on
 def test_when_all_replicas_stay_dead_one_error_says_so_and_the_next_call_starts_anew(
     llm, expected, monkeypatch
 ):
-    monkeypatch.setattr(replicas_module, "MOST_DEATHS", 0)
+    monkeypatch.setattr(seats_module, "MOST_DEATHS", 0)
     for victim in settled():
         os.kill(victim, signal.SIGKILL)
-    with pytest.raises(
-        ClusterError, match="all 2 replicas have died 1 times in this call; the last one: "
-    ) as told:
+    with pytest.raises(ClusterError, match="all 2 replicas have died 1 times; the last one: ") as told:
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert str(told.value).endswith(
         "The actor died unexpectedly before finishing this task. (see Ray's logs)"
     )
     assert "\n" not in str(told.value)
     with monkeypatch.context() as patch:
-        patch.setattr(replicas_module, "LOADS_WITHIN_S", 0.05)
+        patch.setattr(seats_module, "LOADS_WITHIN_S", 0.05)
         with pytest.raises(ClusterError, match="all replicas have died, and none is back within 0.05 s"):
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert_answers(llm, expected)
+
+
+def streamed(manager: StreamingManager, prompts: list, params: list[SamplingParams]) -> list[str]:
+    """The texts of these requests, each joined from its pieces."""
+    ids = [manager.add_request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    return ["".join(manager.stream_text(request_id)) for request_id in ids]
+
+
+def test_streams_are_the_text_of_one_engine_though_a_replica_is_killed_meanwhile(llm, one):
+    victim = min(settled())
+    wanted = [output.text for output in one.generate(PROMPTS * 2, LONG, use_tqdm=False)]
+    with StreamingManager(llm) as manager:
+        first = manager.add_request(PROMPTS[0], LONG[0])
+        stream = manager.stream_text(first)
+        text = next(stream)
+        os.kill(victim, signal.SIGKILL)
+        assert streamed(manager, PROMPTS * 2, LONG) == wanted
+        assert text + "".join(stream) == wanted[0]
+        times = manager.metrics(first).token_times
+        assert len(times) == LONG[0].max_tokens and times == sorted(times)
+        with pytest.raises(BusyError, match="the engine is in use by a StreamingManager"):
+            llm.generate("a", use_tqdm=False)
+        with pytest.raises(BusyError, match="the engine is in use by a StreamingManager"):
+            StreamingManager(llm)
+        with pytest.raises(RoseError, match="max_batch_size is 512; the engine decodes at most 256"):
+            StreamingManager(llm, SchedulerConfig(max_batch_size=512))
+        with pytest.raises(PromptError, match="exceed the model's"):
+            manager.add_request("a", SamplingParams(max_tokens=10**6))
+    assert victim not in settled()
+
+
+def test_a_cancelled_stream_ends_soon_and_a_closed_manager_leaves_the_replicas_free(llm, expected):
+    endless = SamplingParams(max_tokens=500, ignore_eos=True)
+    with StreamingManager(llm) as manager:
+        cancelled, running = (manager.add_request("def ", endless) for _ in range(2))
+        stream = manager.stream_text(cancelled)
+        text = next(stream)
+        assert manager.cancel(cancelled)
+        assert text + "".join(stream) == manager.result(cancelled, timeout=10).text
+        assert manager.result(cancelled).finish_reason == "cancelled"
+    with pytest.raises(ClosedError):
+        manager.result(running, timeout=10)
+    assert_answers(llm, expected)
+
+
+def test_replicas_of_two_ranks_each_give_the_tokens_of_one_engine_though_a_rank_is_killed(llm, one):
+    before = settled()
+    pairs = LLM(device="cpu", data_parallel_size=2, tensor_parallel_size=2, rung="split_kv", max_batch_size=8)
+    params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 6
+    wanted = [output.text for output in one.generate(PROMPTS, params, use_tqdm=False)]
+    with StreamingManager(pairs) as manager:
+        assert streamed(manager, PROMPTS, params) == wanted
+        ranks = [rank for pid in actors() - before for rank in ranks_of(pid)]
+        assert len(ranks) == 2
+        request = manager.add_request(PROMPTS[0], params[0])
+        ranks[0].kill()
+        assert streamed(manager, PROMPTS, params) == wanted
+        assert manager.result(request).text == wanted[0]
+    ranks += [rank for pid in actors() - before for rank in ranks_of(pid)]
+    del pairs, manager
+    until(lambda: actors() == before and not any(rank.is_running() for rank in ranks))
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """The other ranks of a replica's rank 0."""
+    children = psutil.Process(pid).children()
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
 def test_bad_requests_are_refused_before_anything_runs(llm, one):
@@ -229,7 +304,7 @@ def test_an_engine_that_fails_ends_the_call_with_its_error_and_is_replaced(llm, 
     until(lambda: len(actors()) == 2 and len(actors() - before) == 1)
 
 
-def test_bad_options_are_one_line_each_and_leave_no_process(llm):
+def test_bad_options_are_one_line_each_and_leave_no_process(llm, monkeypatch):
     before = settled()
     with pytest.raises(OptionError, match="block_size is 3; it must be a power of two"):
         LLM(device="cpu", data_parallel_size=1, ray_address="auto", block_size=3)
@@ -237,6 +312,12 @@ def test_bad_options_are_one_line_each_and_leave_no_process(llm):
         LLM(device="cpu", data_parallel_size=9)
     with pytest.raises(ClusterError, match="cannot be to '127.0.0.1:1' too"):
         LLM(device="cpu", data_parallel_size=2, ray_address="127.0.0.1:1")
+    told = "needs 6 CPUs, 2 of a host each; 4 of the Ray cluster's 6 are free"
+    with monkeypatch.context() as patch, pytest.raises(DeviceError, match=told):
+        patch.setattr(runtime, "FREE_WITHIN_S", 0.5)
+        LLM(device="cpu", data_parallel_size=3, tensor_parallel_size=2)
+    with pytest.raises(RecipeError, match="needs step='resident', not 'host'"):
+        LLM(device="cpu", data_parallel_size=1, tensor_parallel_size=2, ray_address="auto", rung="cuda_graph")
     until(lambda: actors() == before)
 
 
@@ -253,7 +334,7 @@ def test_a_replica_that_cannot_be_loaded_is_told_and_leaves_no_process(llm, monk
     with pytest.raises(ClusterError, match="a replica died as it was loaded: .* The actor died unexpectedly"):
         LLM(device="cpu", data_parallel_size=1, ray_address="auto")
     killer.join()
-    monkeypatch.setattr(replicas_module, "LOADS_WITHIN_S", 0.05)
+    monkeypatch.setattr(seats_module, "LOADS_WITHIN_S", 0.05)
     with pytest.raises(ClusterError, match="the replicas have not loaded within 0.05 s"):
         LLM(device="cpu", data_parallel_size=1, ray_address="auto")
     until(lambda: actors() == before)
@@ -281,10 +362,10 @@ def test_a_replica_whose_checkpoint_is_gone_when_it_comes_back_stays_dead(llm, m
     copy = shutil.copytree(checkpoint_folder("rose-tiny"), tmp_path / "model")
     lone = LLM(str(copy), device="cpu", data_parallel_size=1, ray_address="auto")
     shutil.rmtree(copy)
-    monkeypatch.setattr(replicas_module, "MOST_DEATHS", 1)
+    monkeypatch.setattr(seats_module, "MOST_DEATHS", 1)
     for victim in actors() - before:
         os.kill(victim, signal.SIGKILL)
-    told = "all 1 replicas have died 2 times in this call; the last one: .*CheckpointError: "
+    told = "all 1 replicas have died 2 times; the last one: .*CheckpointError: "
     with pytest.raises(ClusterError, match=told):
         lone.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
     until(lambda: actors() == before)

@@ -43,9 +43,12 @@ def test_an_unknown_model_or_device_is_refused_before_ray_is_started():
     assert "load_format 'odd' is unknown" in refused(CheckpointError, load_format="odd")
 
 
-def test_replicas_of_several_gpus_each_are_refused():
-    told = "a replica has one GPU: tensor_parallel_size must be 1 with replicas"
-    assert refused(OptionError, tensor_parallel_size=2) == told
+def test_replicas_whose_model_cannot_be_cut_are_refused_before_ray_is_started(monkeypatch):
+    monkeypatch.setattr(runtime, "import_ray", lambda: pytest.fail("Ray would have been started"))
+    told = "tensor_parallel_size 3 does not divide the model's 4 attention heads"
+    assert refused(OptionError, tensor_parallel_size=3) == told
+    told = "tensor_parallel_size is 0; it must be a whole number from 1 to 64"
+    assert refused(OptionError, tensor_parallel_size=0) == told
 
 
 def test_a_missing_ray_is_told_with_the_way_to_get_it(monkeypatch):
@@ -53,7 +56,7 @@ def test_a_missing_ray_is_told_with_the_way_to_get_it(monkeypatch):
         raise PackageNotFoundError
 
     monkeypatch.setattr(runtime, "version", missing)
-    told = "data_parallel_size and ray_address need Ray: pip install 'rosellm[cluster]'"
+    told = "data_parallel_size, ray_address and --cluster need Ray: pip install 'rosellm[cluster]'"
     assert refused(ClusterError) == told
     assert refused(ClusterError, data_parallel_size=1, ray_address="auto") == told
 
@@ -174,6 +177,21 @@ class FakeRay:
     def available_resources(self) -> dict[str, float]:
         return {"CPU": 1.0}
 
+    @property
+    def util(self) -> FakeRay:
+        return self
+
+    def placement_group(self, bundles: list[dict[str, int]], strategy: str) -> FakeRay:
+        self.calls.append((strategy, bundles))
+        self.fits = sum(bundle["CPU"] for bundle in bundles) <= 1
+        return self
+
+    def wait(self, _seconds: float) -> bool:
+        return self.fits
+
+    def remove_placement_group(self, _group: FakeRay) -> None:
+        self.calls.append("freed")
+
 
 def share_of(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, address: str | None = None) -> runtime.Runtime:
     monkeypatch.setattr(runtime, "import_ray", lambda: ray)
@@ -209,6 +227,13 @@ def test_a_cluster_of_ours_is_told_to_stay_on_the_loopback_and_report_to_nobody(
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1" and not set(runtime.LOCAL) <= set(os.environ)
 
 
+def test_auto_is_left_to_ray_which_takes_its_token_for_no_other_address(monkeypatch):
+    monkeypatch.setattr(runtime, "_check_answers", lambda _address: None)
+    ray = FakeRay()
+    share_of(ray, monkeypatch, "auto").leave()
+    assert ray.calls == ["auto", "shutdown"]
+
+
 def test_a_start_that_fails_keeps_no_share(monkeypatch):
     ray = FakeRay()
     with pytest.raises(ClusterError):
@@ -218,15 +243,22 @@ def test_a_start_that_fails_keeps_no_share(monkeypatch):
 
 
 def test_more_replicas_than_the_cluster_has_or_has_free_are_refused(monkeypatch):
-    monkeypatch.setattr(runtime, "FREE_WITHIN_S", 0.2)
-    share = share_of(FakeRay(), monkeypatch)
-    share.check_free("CPU", 1)
-    with pytest.raises(
-        DeviceError, match="data_parallel_size 2 needs 2 CPUs; 1 of the Ray cluster's 4 are free"
+    ray = FakeRay()
+    share = share_of(ray, monkeypatch)
+    places = share.reserve("CPU", 1, 1)
+    places.free()
+    assert ray.calls == ["local", ("PACK", [{"CPU": 1}]), "freed"]
+    for n, each, told in (
+        (2, 1, "data_parallel_size 2 needs 2 CPUs; 1 of the Ray cluster's 4 are free"),
+        (5, 1, "data_parallel_size 5 needs 5 CPUs; the Ray cluster has 4"),
+        (2, 2, "data_parallel_size 2 times tensor_parallel_size 2 needs 4 CPUs, 2 of a host each; 1 of"),
+        (3, 2, "3 times tensor_parallel_size 2 needs 6 CPUs, 2 of a host each; the Ray cluster has 4"),
     ):
-        share.check_free("CPU", 2)
-    with pytest.raises(DeviceError, match="data_parallel_size 5 needs 5 CPUs; the Ray cluster has 4"):
-        share.check_free("CPU", 5)
+        with pytest.raises(DeviceError, match=told):
+            share.reserve("CPU", n, each)
     with pytest.raises(DeviceError, match="data_parallel_size 1 needs 1 GPUs; the Ray cluster has 0"):
-        share.check_free("GPU", 1)
+        share.reserve("GPU", 1, 1)
+    assert ray.calls[3:] == [("PACK", 2 * [{"CPU": 1}]), "freed", ("PACK", 2 * [{"CPU": 2}]), "freed"]
     share.leave()
+    places.free()  # Ray is shut down, and the places with it
+    assert ray.calls[-1] == "shutdown"
