@@ -61,6 +61,14 @@ def made_small(command: list[str], folder: Path) -> list[str]:
             *("--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--batches", "2"),
             *("--context", "20", "--repeats", "1", "--output", str(folder)),
         ],
+        "all_reduce": [
+            *("--device", "cpu", "--ranks", "2", "--sizes-kb", "8", "--repeats", "1"),
+            *("--output", str(folder)),
+        ],
+        "two_gpus": [
+            *("--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--repeats", "1"),
+            *("--workloads", "TTFT64", "--replica-workloads", "", "--output", str(folder)),
+        ],
         "train": [
             "--smoke",
             "--epochs",
