@@ -79,7 +79,7 @@ def floors_us(config: Arch, batch: int, context: float, itemsize: int, ceiling: 
 
 
 def prefill_floors_us(
-    config: Arch, prompts: int, tokens: int, itemsize: int, ceiling: Ceiling
+    config: Arch, prompts: float, tokens: float, itemsize: int, ceiling: Ceiling
 ) -> dict[str, float]:
     """The same of a prefill of ``prompts`` prompts of ``tokens`` each, none of them cached before.
 
@@ -93,8 +93,8 @@ def prefill_floors_us(
 class _Work(NamedTuple):
     """Rows that pass the layers, those that pass the head, their pairs with keys, and keys that are read."""
 
-    rows: int
-    chosen: int
+    rows: float
+    chosen: float
     scores: float
     keys: float
 

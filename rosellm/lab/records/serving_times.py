@@ -36,8 +36,11 @@ class StepTimes(Protocol):
     def host(self, rows: int) -> float:
         """Of a round that gave so many requests a token."""
 
-    def prefill(self, prompts: int, tokens: int) -> float:
-        """prompts: of which it computes tokens, whole or in part."""
+    def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
+        """prompts: of which it computes tokens, whole or in part.
+
+        earlier: the pairs that these tokens make with those of their prompts that are cached already.
+        """
 
 
 LEAST_STEPS = 8  # of a batch that tell its times
@@ -80,8 +83,8 @@ class ServingTimes:
         """Of a round that gave so many requests a token."""
         return float(np.interp(rows, self.rows, self.host_s))
 
-    def prefill(self, prompts: int, tokens: int) -> float:
-        """prompts: of which it computes tokens, whole or in part."""
+    def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
+        """prompts: of which it computes tokens, whole or in part; one costs the same wherever it stands."""
         fixed, each_prompt, each_token = self.prefill_s
         return max(0.0, fixed + each_prompt * prompts + each_token * tokens)
 

@@ -111,15 +111,16 @@ class Server:
         whole_budget, chunk = self.config.prefill_token_budget, self.config.prefill_chunk
         budget = min(whole_budget, chunk or whole_budget) if self.active else whole_budget
         whole: list[_Request] = []
-        places, left, prompts = self.most - len(self.active), budget, 0
+        places, left, prompts, earlier = self.most - len(self.active), budget, 0, 0
         while self.waiting and left and len(whole) < min(places, self.config.prefill_max_batch_size):
             first = self.waiting[0]
             count = min(left, first.prompt - first.cached)
+            earlier += count * first.cached
             first.cached, left, prompts = first.cached + count, left - count, prompts + 1
             if first.cached == first.prompt:
                 whole.append(self.waiting.popleft())
         if prompts:
-            self._begin(self.times.prefill(prompts, budget - left), whole, n_cached=0)
+            self._begin(self.times.prefill(prompts, budget - left, earlier), whole, n_cached=0)
             self.active = self.active + whole
         return prompts > 0
 

@@ -2,7 +2,8 @@
 
 On a CPU processes and cores take the GPUs' place. Engines of both sides are there at once; each side is
 warmed up, then they take turns. A workload that needs more positions than the model has is left out. The
-record, renewed after each workload, is DIR/two_gpus-MODEL.json.
+record, renewed after each workload, is DIR/two_gpus-MODEL.json; ``workloads`` are those that were run, by
+their flags.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ SPARE_KV_BLOCKS = 8
 Runs = Mapping[str, Callable[[], dict[str, Any]]]  # a side's name → one run of it
 
 
+def recorded_models(results: Results) -> list[str]:
+    """The models, by their short names, that are recorded on two such GPUs."""
+    return [name.removeprefix(f"{NAME}-") for name in two_gpus(results).names() if name.startswith(NAME)]
+
+
 def recorded(results: Results, model: str) -> dict[str, Any]:
     """The record of ``model``, by its short name, on two such GPUs; empty if there is none."""
     pair, name = two_gpus(results), f"{NAME}-{model}"
@@ -75,6 +81,7 @@ def measure(arguments: Namespace) -> None:
     figures: dict[str, dict[str, Any]] = {"tensor_parallel": {}, "replicas": {}}
     arch = arch_of(arguments.model, arguments.load_format)
     path = arguments.output / f"{NAME}-{short_name(arguments.model)}.json"
+    flags = {one.id: one.flags() for one in (*arguments.workloads, *arguments.replica_workloads)}
     kinds = (
         ("tensor_parallel", arguments.workloads, tensor_parallel),
         ("replicas", arguments.replica_workloads, replicas),
@@ -86,7 +93,7 @@ def measure(arguments: Namespace) -> None:
                 print(f"{workload.id}: left out, the model has {arch.n_positions} positions of {needed}")
                 continue
             figures[kind][workload.id] = measured(arguments, workload)
-            facts = {"model": arguments.model, "model_shape": write_arch(arch)}
+            facts = {"model": arguments.model, "model_shape": write_arch(arch), "workloads": flags}
             device = torch.device(arguments.device)
             write_record(path, new_record(NAME, device, **facts, figures=figures))
             print(told(kind, workload.id, figures[kind][workload.id]), flush=True)

@@ -1,0 +1,85 @@
+"""How long steps would take: floors times what the device achieves of them, and sums over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from rosellm.lab.scale.work import PREFILL_TERMS, Cut
+from rosellm.roseinfer.steps.resident import RUN_AHEAD
+
+ATTENTION = PREFILL_TERMS.index("attention")
+FAR = 1024  # a context, by which attention's time for each cached token is told
+
+SumUs = Callable[[float], float]  # bytes of one sum over the ranks → µs
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """How many times its floor each term of a decode step and of a prefill takes; a layer's, in µs."""
+
+    decode: tuple[float, ...]
+    prefill: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Planned ``StepTimes`` of an engine whose scheduler runs ahead, on the ranks of ``cut``.
+
+    sum_us: one sum over the ranks beyond the norm that follows it; None on one rank. most: rows together.
+    Prompts of a prefill count as if they were of the same length.
+    """
+
+    cut: Cut
+    achieved: Achieved
+    most: int = 256
+    sum_us: SumUs | None = None
+    run_ahead: int = RUN_AHEAD
+
+    def decode(self, rows: int, cached: int, longest: int = 0) -> float:
+        """See ``StepTimes``; the longest row does not matter to pieces of equal length."""
+        fixed, each = self._decode_s[rows]
+        return fixed + each * cached
+
+    def host(self, rows: int) -> float:
+        """0: the device does not wait for a host that runs ahead."""
+        return 0.0
+
+    def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
+        """See ``StepTimes``."""
+        return self._prefill_s(prompts, tokens) + self._earlier_s * earlier
+
+    @cached_property
+    def _decode_s(self) -> list[tuple[float, float]]:
+        """For each number of rows a step's fixed seconds, and those for each cached token of all rows."""
+        return [(0.0, 0.0), *map(self._line, range(1, self.most + 1))]
+
+    def _line(self, rows: int) -> tuple[float, float]:
+        near, far = (product(self.achieved.decode, self.cut.decode(rows, c)) for c in (0, FAR))
+        fixed = near + self._sums_us(rows)
+        return fixed / 1e6, (far - near) / (FAR * rows) / 1e6
+
+    @cached_property
+    def _earlier_s(self) -> float:
+        """Of a pair with a token that is cached already."""
+        return self.achieved.prefill[ATTENTION] * self.cut.pair_us / 1e6
+
+    @cached_property
+    def _prefill_s(self) -> Callable[[int, int], float]:
+        @lru_cache(maxsize=1 << 16)
+        def seconds(prompts: int, tokens: int) -> float:
+            own = product(self.achieved.prefill, self.cut.prefill(prompts, tokens))
+            return (own + self._sums_us(tokens)) / 1e6
+
+        return seconds
+
+    def _sums_us(self, rows: int) -> float:
+        if self.sum_us is None:
+            return 0.0
+        return self.cut.sums * self.sum_us(self.cut.sum_bytes(rows)) + self.sum_us(0)  # the last: of the head
+
+
+def product(times: Sequence[float], floors: Sequence[float]) -> float:
+    """The sum of so many times each floor."""
+    return sum(a * b for a, b in zip(times, floors, strict=True))

@@ -1,0 +1,51 @@
+"""What a sum over ranks costs: read off the record, and planned for more ranks than were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rosellm.lab.records.all_reduce import NONE
+
+KB = 1024
+
+
+@dataclass(frozen=True)
+class Sums:
+    """µs of one sum beyond the norm after it, by its bytes: measured among ``ranks`` ranks in one way.
+
+    Between two sizes it is between their times; beyond the largest the last two tell what a byte costs.
+    """
+
+    ranks: int
+    sizes: tuple[int, ...]
+    us: tuple[float, ...]
+
+    def __call__(self, n_bytes: float) -> float:
+        if n_bytes <= self.sizes[-1] or len(self.sizes) == 1:
+            return float(np.interp(n_bytes, self.sizes, self.us))
+        (before, last), (at, end) = self.sizes[-2:], self.us[-2:]
+        return end + max(0.0, end - at) / (last - before) * (n_bytes - last)
+
+    def among(self, ranks: int) -> Sums:
+        """Planned, not measured: the latency stays, and a byte costs as much for each other rank.
+
+        So it is where every rank reads what each of the others has; a ring's byte costs less, and its
+        latency more.
+        """
+        latency, others = self.us[0], (ranks - 1) / (self.ranks - 1)
+        return Sums(ranks, self.sizes, tuple(latency + (us - latency) * others for us in self.us))
+
+
+def read_sums(figures: Mapping[str, Any], *ways: str) -> Sums:
+    """From the figures of an ``all_reduce`` record: at each size the fastest of ``ways``; default: of all."""
+    us = figures["us"]
+    chosen = ways or [way for way in us if way != NONE]
+    sizes = sorted({int(kb) for way in chosen for kb in us[way]})
+    fastest = [min(us[way][str(kb)]["median"] for way in chosen if str(kb) in us[way]) for kb in sizes]
+    alone = [us[NONE][str(kb)]["median"] for kb in sizes]
+    beyond = tuple(max(0.0, both - norm) for both, norm in zip(fastest, alone, strict=True))
+    return Sums(figures["ranks"], tuple(kb * KB for kb in sizes), beyond)
