@@ -34,9 +34,8 @@ from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 
-OPTION = re.search(r"`LLM\((data_parallel_size=2)\)`", (Path(__file__).parents[3] / "README.md").read_text())[
-    1
-]
+README = (Path(__file__).parents[3] / "README.md").read_text()
+REPLICAS, REPLICAS_OF_RANKS = re.findall(r'^LLM\("rose-tiny", (data.*=2)\) ', README, re.MULTILINE)
 PROMPTS = ["import os\n", "def main(", [5, 6, 7], "class A:", "for i in range(", "return"]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, logprobs=2),
@@ -59,7 +58,7 @@ def llm() -> Iterator[LLM]:
     """The first one starts the cluster, with room for those of other tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "cpu_count", lambda: CPUS)
-        first = LLM(device="cpu", **eval(f"dict({OPTION})"))
+        first = LLM(device="cpu", **eval(f"dict({REPLICAS})"))
     yield first
     ray.shutdown()
 
@@ -239,7 +238,7 @@ def test_a_cancelled_stream_ends_soon_and_a_closed_manager_leaves_the_replicas_f
 
 def test_replicas_of_two_ranks_each_give_the_tokens_of_one_engine_though_a_rank_is_killed(llm, one):
     before = settled()
-    pairs = LLM(device="cpu", data_parallel_size=2, tensor_parallel_size=2, rung="split_kv", max_batch_size=8)
+    pairs = LLM(device="cpu", rung="split_kv", max_batch_size=8, **eval(f"dict({REPLICAS_OF_RANKS})"))
     params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 6
     wanted = [output.text for output in one.generate(PROMPTS, params, use_tqdm=False)]
     with StreamingManager(pairs) as manager:
