@@ -29,9 +29,9 @@ class Streamed:
 
 
 def stream_with_a_death(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams, after_pieces: int
+    llm: LLM, prompts: list[list[int]], params: SamplingParams, after_tokens: int
 ) -> Streamed:
-    """Stream these requests from an LLM of replicas; kill its first one after so many pieces.
+    """Stream these requests from an LLM of replicas; kill its first one once so many tokens have come.
 
     Raises ``RoseError`` for an LLM of one engine.
     """
@@ -50,7 +50,8 @@ def stream_with_a_death(
             if piece:
                 texts[request_id] += piece
                 pieces_s.append(perf_counter() - start)
-            if len(pieces_s) == after_pieces and not killed_s:
+            n_tokens = sum(len(manager.metrics(one).token_times) for one in texts)
+            if n_tokens >= after_tokens and not killed_s:
                 n_moved, killed_s = len(replicas.router.running(0)), perf_counter() - start
                 import_ray().kill(replicas.seats[0].actor)
         for request_id in texts:
