@@ -28,6 +28,7 @@ LONG = PROCESSES | {
     "test_dependent_launch.py",
     "test_machine_folder.py",
     "test_replicas.py",
+    "test_sweep_on_ray.py",
     "test_types.py",
     "test_wheel.py",
 }
@@ -49,6 +50,7 @@ NOT_QUICK = PROCESSES | {
     "test_replicas.py",
     "test_state_machines.py",
     "test_streaming_load.py",
+    "test_sweep_on_ray.py",
     "test_tensor_parallel.py",
     "test_told_ranks.py",
     "test_train.py",

@@ -11,6 +11,7 @@ from types import FunctionType
 
 import numpy as np
 import triton.language as tl
+from triton import knobs
 from triton.runtime import interpreter
 
 _exchange = interpreter._patch_lang
@@ -62,6 +63,9 @@ def _numpy_type(kind: tl.dtype) -> np.dtype:
 
 
 def install() -> None:
+    """Unless Triton compiles, whose types must stay its own."""
+    if not knobs.runtime.interpret:
+        return
     interpreter._patch_lang = _exchange_once
     interpreter._patch_attr = _exchange_builtin
     interpreter._get_np_dtype = _numpy_type

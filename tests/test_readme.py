@@ -23,10 +23,11 @@ SMALL += ["--max-new-tokens", "4", "--warmup-runs", "0", "--repeat-runs", "1"]
 
 
 def python_commands() -> list[list[str]]:
+    """All but those that need a cluster: ``test_sweep_on_ray`` runs them."""
     blocks = "\n".join(block.replace("\\\n", " ") for language, block in BLOCKS if not language)
     inline = re.findall(r"`(python -m [^`]+)`", TEXT)
     lines = [line for line in [*blocks.splitlines(), *inline] if line.startswith("python -m ")]
-    return [shlex.split(line) for line in lines]
+    return [shlex.split(line) for line in lines if "--cluster" not in line]
 
 
 def made_small(command: list[str], folder: Path) -> list[str]:

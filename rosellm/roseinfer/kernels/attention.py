@@ -24,6 +24,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
     PagedCache,
     append_token,
     are_seen,
+    blocks_of,
     described_rows,
     layer_arguments,
     load_seen,
@@ -100,7 +101,8 @@ def load_ahead(cache, rows, row, tile, exists, kv_head, shape: tl.constexpr, til
     first, first_tile, _ = span_of(position, tiling.TILE, tiling.WINDOW)
     start = (first_tile + tile) * tiling.TILE
     table_ptr = rows.table + row * rows.table_stride
-    k, v = load_seen(cache, table_ptr, start, first, position, kv_head, shape, tiling)
+    blocks = blocks_of(table_ptr, start, position, shape, tiling)
+    k, v = load_seen(cache, blocks, start, first, position, kv_head, shape, tiling)
     return position, k, v
 
 
@@ -123,13 +125,12 @@ def load_new(new, rotary, row, kv_head, cos, sin, NORMS: tl.constexpr, shape: tl
 
 
 @triton.jit
-def load_whole(copied, cache, table_ptr, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+def load_whole(copied, cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
     """Keys and values of a tile whose tokens are all cached, ``[TILE, D]``; by TMA if copied is given."""
     if copied is None:
-        k, v = load_tile(cache, table_ptr, start, kv_head, shape, tiling)
+        k, v = load_tile(cache, blocks, start, kv_head, shape, tiling)
     else:
-        block = tl.load(table_ptr + start // shape.BLOCK_SIZE)
-        row = (block * shape.H_KV + kv_head) * shape.BLOCK_SIZE + start % shape.BLOCK_SIZE
+        row = (blocks * shape.H_KV + kv_head) * shape.BLOCK_SIZE + start % shape.BLOCK_SIZE
         k, v = copied[0].load([row, 0]), copied[1].load([row, 0])
     return k, v
 
@@ -141,22 +142,25 @@ def attend_range(
 ):  # fmt: skip
     """The online softmax over the tiles that lie from token ``begin`` to ``end``; k and v are the first's."""
     TILE: tl.constexpr = tiling.TILE
+    limit = tl.minimum(stop, end)
+    blocks = blocks_of(table_ptr, begin + TILE, limit, shape, tiling)
     if tiling.STAGES == 1:
         for start in range(begin, end, TILE):
-            limit = tl.minimum(stop, end)
-            k_next, v_next = load_seen(cache, table_ptr, start + TILE, first, limit, kv_head, shape, tiling)
+            k_next, v_next = load_seen(cache, blocks, start + TILE, first, limit, kv_head, shape, tiling)
+            blocks = blocks_of(table_ptr, start + 2 * TILE, limit, shape, tiling)
             seen = are_seen(start, first, stop, tiling)
             m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
             k, v = k_next, v_next
     else:
         seen = are_seen(begin, first, stop, tiling)
         m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
-        whole = tl.minimum(stop, end) // TILE * TILE
+        whole = limit // TILE * TILE
         for start in tl.range(begin + TILE, whole, TILE, num_stages=tiling.STAGES):
-            k, v = load_whole(copied, cache, table_ptr, start, kv_head, shape, tiling)
+            k, v = load_whole(copied, cache, blocks, start, kv_head, shape, tiling)
+            blocks = blocks_of(table_ptr, start + TILE, limit, shape, tiling)
             m_i, l_i, acc = attend_tile(q, k, v, None, scale, m_i, l_i, acc, tiling)
         for start in tl.range(tl.maximum(whole, begin + TILE), end, TILE, num_stages=1):
-            k, v = load_seen(cache, table_ptr, start, first, stop, kv_head, shape, tiling)
+            k, v = load_seen(cache, blocks, start, first, stop, kv_head, shape, tiling)
             seen = are_seen(start, first, stop, tiling)
             m_i, l_i, acc = attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling)
     return m_i, l_i, acc
@@ -300,7 +304,7 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
         _check(plan, window)
         variant, (batch, n_heads, _), out = plan.variant, q.shape, q.new_empty(q.shape)
         group = n_heads // k_new.shape[1]
-        smallest = SMALLEST_DOT if group > 1 else 1
+        smallest = SMALLEST_DOT if group > 1 or variant.dot else 1
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, smallest)
         tiling = _tiling(variant, window, group, q, rotary)
         rows, pointers = rows_of(block_table, positions), _pointers(rotary)
@@ -324,7 +328,7 @@ def _check(plan: Plan, window: int | None) -> None:
 
 def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary: Rotary | None) -> Tiling:
     window, norms = window or 0, rotary is not None and rotary.q_norm is not None
-    if group == 1:
+    if group == 1 and not variant.dot:
         return Tiling(variant.tile, window, 1, variant.stages, None, norms, bool(variant.lanes))
     rows = max(SMALLEST_DOT, triton.next_power_of_2(group))
     return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q), norms, False)

@@ -26,9 +26,10 @@ MANY = 7  # programs a processor
 class Variant(NamedTuple):
     """One way to launch: tokens of a tile, pieces (0: one for each row), warps, stages of loads.
 
-    stages 1: the next tile is loaded into registers; more: Triton copies tiles into shared memory. lanes, for
-    groups of one query head: 1 if each token of a tile has a softmax of its own, combined at the end, so that
-    threads work without each other; it takes ``tile * D / warps / 32`` more registers.
+    stages 1: the next tile is loaded into registers; more: ``stages - 1`` tiles are on their way into shared
+    memory. For groups of one query head: lanes, 1 if each token of a tile has a softmax of its own, combined
+    at the end, so that threads work without each other, which takes ``tile * D / warps / 32`` more registers;
+    dot, 1 if products run on tensor cores, as groups' always do, the head being one of ``SMALLEST_DOT`` rows.
     """
 
     tile: int
@@ -36,6 +37,7 @@ class Variant(NamedTuple):
     warps: int = 4
     stages: int = 1
     lanes: int = 0
+    dot: int = 0
 
     @property
     def combine(self) -> bool:
@@ -99,7 +101,7 @@ def _long_pieces(rows: int, pieces: int, group: int, head_dim: int) -> Variant:
     if group == 1:
         return Variant(16, 4 * pieces, 2, 3, 1)
     if head_dim > 64:
-        return Variant(64, pieces, 4, 2)
+        return Variant(64, pieces, 4, 3)
     return Variant(32, 4 * pieces, 1, 2) if rows > 2 else Variant(128, pieces, 4, 2)
 
 
@@ -116,7 +118,7 @@ def _whole_single_heads(share: float, reach: int, head_dim: int) -> Variant:
     """share: programs a processor."""
     if share >= 2:
         if reach > MIDDLE:
-            return Variant(64, warps=2)
+            return Variant(32, warps=1, stages=4, dot=1)
         return Variant(16 if share >= MANY and reach <= SHORT else 32, warps=1)
     if SHORT < reach <= MIDDLE:
         return Variant(64, warps=2, lanes=1)
@@ -128,14 +130,16 @@ def _whole_groups(share: float, reach: int, head_dim: int) -> Variant:
     if share < 1:
         return Variant(64, warps=8)
     if head_dim <= 64:
+        if reach > LONG:
+            return Variant(64, warps=4, stages=3)
         if reach > MIDDLE or (share >= MANY and reach > SHORT):
-            return Variant(32, warps=1, stages=6)
+            return Variant(32, warps=1, stages=4)
         return Variant(64, warps=1 if share >= MANY else 4, stages=2)
-    if share >= MANY:
+    if share >= MANY and reach <= LONG:
         return Variant(16, warps=1, stages=6)
-    if reach > MIDDLE:
-        return Variant(32, warps=2, stages=6)
-    return Variant(64, warps=4 if share < 2 else 2, stages=2)
+    if share < 2 and reach <= MIDDLE:
+        return Variant(64, warps=4, stages=2)
+    return Variant(32, warps=2, stages=4)
 
 
 def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:

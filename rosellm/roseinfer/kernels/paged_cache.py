@@ -94,35 +94,41 @@ def are_seen(start, first, stop, tiling: tl.constexpr):
 
 
 @triton.jit
-def load_seen(cache, table_ptr, start, first, stop, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """Keys and values of a tile of tokens, ``[TILE, D]``; zero but for those in ``first`` … ``stop``."""
-    TILE: tl.constexpr = tiling.TILE
-    d = tl.arange(0, shape.D_PADDED)
-    seen = are_seen(start, first, stop, tiling)
-    if shape.BLOCK_SIZE % TILE == 0:
-        block = tl.load(table_ptr + start // shape.BLOCK_SIZE, mask=start < stop, other=0)
-        base = slot_offset(cache, block, start % shape.BLOCK_SIZE, kv_head, shape)
-        place = base + tl.arange(0, TILE)[:, None] * shape.D + d[None, :]
+def blocks_of(table_ptr, start, stop, shape: tl.constexpr, tiling: tl.constexpr):
+    """The block of a tile of tokens, or that of each, ``[TILE]``; 0 from ``stop`` on."""
+    token = start
+    if shape.BLOCK_SIZE % tiling.TILE != 0:
+        token = start + tl.arange(0, tiling.TILE)
+    return tl.load(table_ptr + token // shape.BLOCK_SIZE, mask=token < stop, other=0)
+
+
+@triton.jit
+def tile_places(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+    """Offsets ``[TILE, D]`` of a tile's keys and values; blocks as of :func:`blocks_of`."""
+    i = tl.arange(0, tiling.TILE)
+    d = tl.arange(0, shape.D_PADDED)[None, :]
+    if shape.BLOCK_SIZE % tiling.TILE == 0:
+        base = slot_offset(cache, blocks, start % shape.BLOCK_SIZE, kv_head, shape)
+        places = base + i[:, None] * shape.D + d
     else:
-        token = start + tl.arange(0, TILE)
-        block = tl.load(table_ptr + token // shape.BLOCK_SIZE, mask=seen, other=0)
-        place = slot_offset(cache, block, token % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
-    mask = seen[:, None] & (d < shape.D)[None, :]
+        places = slot_offset(cache, blocks, (start + i) % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d
+    return places
+
+
+@triton.jit
+def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+    """Keys and values of a tile of tokens, ``[TILE, D]``; zero but for those in ``first`` … ``stop``."""
+    place = tile_places(cache, blocks, start, kv_head, shape, tiling)
+    loaded = (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
+    mask = are_seen(start, first, stop, tiling)[:, None] & loaded
     return tl.load(cache.k + place, mask=mask, other=0.0), tl.load(cache.v + place, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_tile(cache, table_ptr, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
+def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
     """Keys and values of a tile of tokens that are all cached, ``[TILE, D]``."""
-    token = start + tl.arange(0, tiling.TILE)
+    place = tile_places(cache, blocks, start, kv_head, shape, tiling)
     d = tl.arange(0, shape.D_PADDED)[None, :]
-    if shape.BLOCK_SIZE % tiling.TILE == 0:
-        block = tl.load(table_ptr + start // shape.BLOCK_SIZE)
-        base = slot_offset(cache, block, start % shape.BLOCK_SIZE, kv_head, shape)
-        place = base + tl.arange(0, tiling.TILE)[:, None] * shape.D + d
-    else:
-        block = tl.load(table_ptr + token // shape.BLOCK_SIZE)
-        place = slot_offset(cache, block, token % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d
     if shape.D == shape.D_PADDED:
         return tl.load(cache.k + place), tl.load(cache.v + place)
     return tl.load(cache.k + place, mask=d < shape.D, other=0.0), tl.load(

@@ -232,13 +232,15 @@ def _prefill_attention_kernel(
     if WINDOW > 0:
         begin_cached = tl.minimum(tl.maximum(position - WINDOW + 1, 0), start) // BLOCK_N * BLOCK_N
     whole = start // BLOCK_N * BLOCK_N
+    block = tl.load(table_ptr + begin_cached // shape.BLOCK_SIZE, mask=begin_cached < whole, other=0)
     for begin in range(begin_cached, whole, BLOCK_N):
         if k_cached is None:
             k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, False)
         else:
-            block = tl.load(table_ptr + begin // shape.BLOCK_SIZE)
             row = (block * shape.H_KV + kv_head) * shape.BLOCK_SIZE + begin % shape.BLOCK_SIZE
             k, v = k_cached.load([row, 0]), v_cached.load([row, 0])
+            following = begin + BLOCK_N
+            block = tl.load(table_ptr + following // shape.BLOCK_SIZE, mask=following < whole, other=0)
         m_i, l_i, acc = _attend(
             q, k.to(DOT), v.to(DOT), begin + j, query, m_i, l_i, acc, scale_log2, False, WINDOW
         )

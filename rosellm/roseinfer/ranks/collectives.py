@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from time import monotonic
@@ -81,7 +82,9 @@ class Collectives:
         """So many bytes that the ranks share: the same ones whenever that many are asked for."""
         if n_bytes not in self._peers:
             store = dist.PrefixStore(f"peers-{n_bytes}", self._store)
-            share = partial(share_gpus, device=self._device) if self._device.type == "cuda" else share_files
+            share: Callable[..., PeerMemory] = share_files
+            if self._device.type == "cuda":
+                share = partial(share_gpus, device=self._device, backend=self._gloo)
             self._peers[n_bytes] = share(store, self._part, n_bytes)
             self.least(0)  # nobody uses it before all have it
         return self._peers[n_bytes]

@@ -6,6 +6,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,8 @@ class PeerMemory:
     """own: this rank's bytes, uint8, zeros at first. addresses: of all ranks' bytes, int64 ``[size]``.
 
     others: the other ranks' bytes. name: by which torch's operators on symmetric memory know the group; empty
-    on a CPU. pads: with it, this rank's and the others' flags of those operators.
+    on a CPU. pads: with it, this rank's and the others' flags of those operators. group: which is known by
+    that name while it lives.
     """
 
     part: Part
@@ -30,6 +32,7 @@ class PeerMemory:
     others: list[Tensor]
     name: str = ""
     pads: tuple[list[Tensor], list[Tensor]] = ([], [])
+    group: dist.ProcessGroup | None = None
 
     def release(self) -> None:
         """Let one wait of this GPU's kernels for other ranks end, whatever they then read.
@@ -60,8 +63,13 @@ def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
     return PeerMemory(part, mapped[part.rank], addresses, _others(mapped, part))
 
 
-def share_gpus(store: dist.Store, part: Part, n_bytes: int, device: torch.device) -> PeerMemory:
-    """On GPUs: torch's symmetric memory, without NVLink's multicast. The ranks meet before anyone uses it."""
+def share_gpus(
+    store: dist.Store, part: Part, n_bytes: int, device: torch.device, backend: dist.Backend
+) -> PeerMemory:
+    """On GPUs: torch's symmetric memory, without NVLink's multicast. The ranks meet before anyone uses it.
+
+    backend: any that the ranks have; torch wants a group to have one.
+    """
     from torch.distributed._symmetric_memory import _SymmetricMemory as Symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -69,6 +77,7 @@ def share_gpus(store: dist.Store, part: Part, n_bytes: int, device: torch.device
         store.set("name", f"rosellm-{os.urandom(8).hex()}")
     name = store.get("name").decode()
     Symmetric.set_group_info(name, part.rank, part.size, store)
+    group = _registered(name, store, part, backend)  # where that is not what torch looks at
     own = Symmetric.empty_strided_p2p((n_bytes,), (1,), torch.uint8, device, name)
     own.zero_()
     torch.cuda.synchronize(device)
@@ -77,7 +86,18 @@ def share_gpus(store: dist.Store, part: Part, n_bytes: int, device: torch.device
     addresses = torch.tensor([one.data_ptr() for one in theirs], dtype=torch.int64, device=device)
     pads = [met.get_signal_pad(rank) for rank in range(part.size)]
     flags = [pads[part.rank]], _others(pads, part)
-    return PeerMemory(part, own, addresses, _others(theirs, part), name, flags)
+    return PeerMemory(part, own, addresses, _others(theirs, part), name, flags, group)
+
+
+def _registered(name: str, store: dist.Store, part: Part, backend: dist.Backend) -> Any:
+    from torch._C import _distributed_c10d
+
+    registry: Any = _distributed_c10d
+    group: Any = dist.ProcessGroup(store, part.rank, part.size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    group._set_group_name(name)
+    registry._register_process_group(name, group)
+    return group
 
 
 def _others(each: list[Tensor], part: Part) -> list[Tensor]:

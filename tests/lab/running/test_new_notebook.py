@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rosellm.lab.running.new_notebook import draft
-from rosellm.lab.running.run_notebooks import NotebookError
+from rosellm.lab.running.notebook_workers import NotebookError
 
 ROOT = Path(__file__).parents[3]
 LAST = '    ("persistent_kernel", "dependent_launch", {"gemm": "persistent"}),\n'

@@ -213,6 +213,16 @@ def test_tokens_of_a_tile_may_have_a_softmax_each(window, variant, device, dtype
 
 @guarded
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("variant", [WHOLE, FEW, Variant(TILE, 5, stages=4)], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 64])
+def test_a_head_without_a_group_may_be_multiplied_as_a_groups_are(head_dim, variant, device, dtype):
+    positions = [0, 1, TILE - 1, TILE, TILE + 1, -1, 5 * TILE + 1]
+    shape = SMALL | {"n_heads": 1, "head_dim": head_dim, "dtype": dtype, "device": device}
+    assert_equals_spec(make_case(positions, **shape), variant._replace(dot=1))
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("variant", [WHOLE, FEW], ids=str)
 @pytest.mark.parametrize("window", [1, 2, TILE, TILE + 1, 40])
 def test_the_kernel_reads_no_key_before_the_window(window, variant, device, dtype):
@@ -375,7 +385,8 @@ def test_the_kernel_equals_the_spec_at_a_real_size(rows, shape, dtype):
     positions = [1023, 0, 1, 63, 64, 65, -1, *(rng.randrange(-1, 1024) for _ in range(rows))][:rows]
     group = shape["n_heads"] // shape["n_kv_heads"]
     chosen = variant_for(rows, shape["n_kv_heads"], 1024, 132, group=group, head_dim=shape["head_dim"])
-    for variant in (chosen, Variant(32, lanes=1), Variant(64, 40), Variant(32, 66, 4, 3)):
+    others = Variant(32, lanes=1), Variant(64, 40), Variant(32, 66, 4, 3), Variant(32, 20, 1, 4, dot=1)
+    for variant in (chosen, *others):
         case = make_case(positions, rotary="norms", window=700, **shape, dtype=dtype, device="cuda")
         assert_equals_spec(case, variant)
 
