@@ -15,7 +15,7 @@ from rosellm.lab.records.serving_times import StepTimes
 from rosellm.lab.scale.replica import Replica, Request
 from rosellm.lab.scale.routers import AnyRouter
 from rosellm.roseinfer.bench.arrivals import Arrival
-from rosellm.roseinfer.cluster.replicas import OFFLINE_SLICE_S
+from rosellm.roseinfer.cluster.replica import SLICE_S
 from rosellm.roseinfer.cluster.router import Routed
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
@@ -47,7 +47,7 @@ class Fleet:
     times: StepTimes
     most: int = 256
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
-    report_s: float = OFFLINE_SLICE_S
+    report_s: float = SLICE_S
 
     def of(self, n: int) -> Fleet:
         """So many of these replicas."""
