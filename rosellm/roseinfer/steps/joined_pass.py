@@ -1,0 +1,172 @@
+"""One pass over the weights for decoding rows and prompt tokens together (Sarathi-Serve, arXiv:2403.02310).
+
+Two kinds of graph, replayed one after the other as in ``captured_prefill``: the layers, for a number of rows,
+of tokens and a variant of attention, and the choice of next and first tokens, for a number of rows, of places
+and a mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as SequenceOf
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rosellm.models.attention import Attend
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.layers.attention import Binder
+from rosellm.roseinfer.steps.cuda_graph import Graphs, batch_bucket
+from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
+from rosellm.roseinfer.steps.prompt_buffer import PromptBuffer
+from rosellm.roseinfer.steps.prompt_inputs import Chunks
+
+JOINED_TOKENS = 128, 256, 512, 1024  # of prompts; a step with more of them is left to separate passes
+JOINED_PLACES = 16, 64  # prompts
+FEWEST_ROWS = 64
+
+
+def joined_rows(rows: int) -> int:
+    """The captured number of decoding rows that serves ``rows``: a power of two, so that there are few."""
+    return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
+
+
+class Sizes(NamedTuple):
+    """Room of one run: decoding rows, prompt tokens, and prompts."""
+
+    rows: int
+    tokens: int
+    places: int
+
+
+def captured_sizes(rows: int, tokens: int, places: int) -> Sizes:
+    """The smallest that are captured."""
+    fitting = (next(n for n in JOINED_TOKENS if tokens <= n), next(n for n in JOINED_PLACES if places <= n))
+    return Sizes(joined_rows(rows), *fitting)
+
+
+def launched_sizes(rows: int, tokens: int, places: int) -> Sizes:
+    """What is launched from Python needs no padding."""
+    return Sizes(batch_bucket(rows), tokens, places)
+
+
+class JoinedPass:
+    """The part of a joined step on the device.
+
+    The packed batch is the state's first rows and then the prompts' tokens; what is padding is inert. bind:
+    attention of the decoding rows. graphs: captures the runs; None: each kernel is launched from Python.
+    """
+
+    def __init__(self, packed: PackedPrefill, bind: Binder, graphs: Graphs | None) -> None:
+        self.packed, self.bind, self._graphs = packed, bind, graphs
+        self._sizes = launched_sizes if graphs is None else captured_sizes
+        self.state, model = packed.state, packed.model
+        n_rows, self._spare = len(packed.rows), len(packed.rows)
+        device, width = model.device, packed.state.table.shape[1]
+        self._idle = DeviceState(n_rows + 1, width, device)
+        self._idle.stop_tokens = self.state.stop_tokens  # their number is compiled into a kernel
+        self._every_row = torch.arange(n_rows + 1, device=device)
+        self._buffer = PromptBuffer(packed, JOINED_TOKENS[-1], JOINED_PLACES[-1])
+        most = n_rows + JOINED_TOKENS[-1]
+        self._hidden = torch.zeros(most, model.config.d_model, dtype=model.dtype, device=device)
+        self._layer_runs: dict[tuple[int, int, str], Callable[[], object]] = {}
+        self._token_runs: dict[tuple[int, int, str], Callable[[], Tensor]] = {}
+
+    def takes(self, counts: list[int]) -> bool:
+        """Whether so many tokens of each prompt fit into one run."""
+        return sum(counts) <= JOINED_TOKENS[-1] and len(counts) <= JOINED_PLACES[-1]
+
+    def sizes(self, rows: int, counts: list[int]) -> Sizes:
+        """The run that serves the first ``rows`` rows and so many tokens of each prompt."""
+        sizes = self._sizes(rows, sum(counts), len(counts))
+        return sizes._replace(rows=min(sizes.rows, self._spare))
+
+    def __call__(self, sizes: Sizes, chunks: Chunks, variant: str, mode: str) -> Tensor:
+        """Cache the chunks, give whole prompts their rows, and let all rows have their next token.
+
+        Returns final hidden states ``[rows + places, C]`` of the rows and of whole prompts' last tokens. What
+        is not captured yet is captured first: inert inputs are staged for it, so nothing else may be.
+        """
+        run_layers, choose = self._layer_run(sizes, variant), self._token_run(sizes, mode)
+        tokens, places = sizes.tokens, sizes.places
+        self._buffer.send(self._buffer.fill(chunks, tokens, places), tokens, places)
+        run_layers()
+        return choose()
+
+    def captures(self, variants: Callable[[int], SequenceOf[str]]) -> list[Callable[[], object]]:
+        """Calls that capture what is not captured yet, the largest first; variants: of so many rows."""
+        if self._graphs is None:
+            return []
+        most = min(joined_rows(self._spare), self._spare)
+        rows = sorted({min(joined_rows(n), most) for n in range(1, self._spare + 1)}, reverse=True)
+        tokens, places = sorted(JOINED_TOKENS, reverse=True), sorted(JOINED_PLACES, reverse=True)
+        modes = self.packed.next_tokens.chooser.modes
+        layers = [(Sizes(r, t, 1), v) for r, t in product(rows, tokens) for v in variants(r)]
+        chosen = [(Sizes(r, 1, p), m) for r, p in product(rows, places) for m in modes]
+        return [
+            partial(self._layer_run, *kind) for kind in layers if _layer_key(*kind) not in self._layer_runs
+        ] + [partial(self._token_run, *kind) for kind in chosen if _token_key(*kind) not in self._token_runs]
+
+    def _layer_run(self, sizes: Sizes, variant: str) -> Callable[[], object]:
+        key = _layer_key(sizes, variant)
+        if key not in self._layer_runs:
+            self._layer_runs[key] = self._captured(partial(self._run_layers, *key), sizes._replace(places=1))
+        return self._layer_runs[key]
+
+    def _token_run(self, sizes: Sizes, mode: str) -> Callable[[], Tensor]:
+        key = _token_key(sizes, mode)
+        if key not in self._token_runs:
+            self._token_runs[key] = self._captured(partial(self._choose, *key), sizes._replace(tokens=1))
+        return self._token_runs[key]
+
+    def _captured(self, run: Callable[[DeviceState], Tensor], sizes: Sizes) -> Callable[[], Tensor]:
+        """Warmed up with inert rows and inputs, which write nothing that anyone reads."""
+        if self._graphs is None:
+            return partial(run, self.state)
+        self._buffer.send_inert(sizes.tokens, sizes.places)
+        return self._graphs.capture(partial(run, self.state), partial(run, self._idle))
+
+    def _run_layers(self, rows: int, tokens: int, variant: str, state: DeviceState) -> Tensor:
+        """The layers; final hidden states ``[rows + tokens, C]`` stay in the buffer that choices read."""
+        inputs, decoding = self._buffer.layer_inputs(tokens), state.first(rows)
+        attend = joined_attention(rows, self.bind(decoding, variant), self.packed.bind(inputs))
+        ids = torch.cat((decoding.tokens, inputs.ids))
+        positions = torch.cat((decoding.positions, inputs.positions))
+        hidden = self.packed.layers_for(rows + tokens)(ids, positions, attend)
+        return self._hidden[: rows + tokens].copy_(hidden)
+
+    def _choose(self, rows: int, places: int, mode: str, state: DeviceState) -> Tensor:
+        """Write the rows of whole prompts, and choose for them and the decoding ones; hidden states of both.
+
+        Where such a prompt takes one of the first ``rows``, that row was inert in the layers; the spare row
+        has its place among the decoding ones. Settings are gathered before hidden states: the kernel that
+        follows may read what is written two kernels ago, but not what is written by the one before it.
+        """
+        inputs = self._buffer.place_inputs(places)
+        state.rows.index_copy_(0, inputs.slots, inputs.rows)
+        decoding = self._every_row.index_fill(0, inputs.slots, self._spare)[:rows]
+        slots = torch.cat((decoding, inputs.slots))
+        settings = state.at(slots)
+        hidden = torch.cat((self._hidden[:rows], self._hidden[rows:][inputs.last]))
+        self.packed.next_tokens(hidden, settings, mode, state, slots)
+        return hidden
+
+
+def joined_attention(rows: int, of_rows: Attend, of_tokens: Attend) -> Attend:
+    """Two kernels a layer: the first ``rows`` of a packed batch decode, the others are tokens of prompts."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        decoded = of_rows(layer, q[:rows], k[:rows], v[:rows])
+        return torch.cat((decoded, of_tokens(layer, q[rows:], k[rows:], v[rows:])))
+
+    return attend
+
+
+def _layer_key(sizes: Sizes, variant: str) -> tuple[int, int, str]:
+    return sizes.rows, sizes.tokens, variant
+
+
+def _token_key(sizes: Sizes, mode: str) -> tuple[int, int, str]:
+    return sizes.rows, sizes.places, mode
