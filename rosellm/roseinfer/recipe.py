@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
@@ -348,9 +349,9 @@ def _resident_step(
     if recipe.gemm == "persistent":
         exhibit = load_exhibit("persistent_layers")
         layers_for = exhibit.persistent_for_few(layers_for, model, kernels)
-    build = (
-        partial(JoinedStep, JoinedPass(packed, bind, graphs)) if recipe.prefill == "joined" else ResidentStep
-    )
+    build: Callable[..., ResidentStep] = ResidentStep
+    if recipe.prefill == "joined":
+        build = partial(JoinedStep, JoinedPass(packed, bind, graphs, most_tokens))
     return build(
         rows=rows,
         layers_for=layers_for,

@@ -13,8 +13,7 @@ from torch.profiler import record_function
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.joined_pass import JoinedPass, Sizes
-from rosellm.roseinfer.steps.prompt_inputs import Chunks
-from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.steps.resident import ResidentStep, Wishes
 from rosellm.roseinfer.steps.rows import NOBODY, Batch
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
@@ -86,41 +85,42 @@ class JoinedStep(ResidentStep):
         whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
         self.rows.check_room(len(whole))
         held, self._held = self._held or [], None
-        self._in_flight.start()
         decoding = self.rows.running()
+        self._in_flight.start()
         with record_function(STEP_RANGE):
             self.rows.silence()  # before their places are given to prompts, which the layers have not seen
             chunks = self.joined.packed.reserved(sequences, counts)
             sizes = self.joined.sizes(int(decoding.indices[-1]) + 1, counts)
-            hidden = self._run_joined(sizes, decoding, chunks)
+            mode = self.next_tokens.chooser.mode([s.params for s in decoding.sequences + chunks.whole])
+            variant = self.bind.variant(sizes.rows, int(self.rows.position[decoding.indices].max()))
+            hidden = self.joined(sizes, chunks, variant, mode)
             for sequence, n in zip(sequences, counts, strict=True):
                 sequence.n_cached += n
             prefilled = self.rows.batch(chunks.whole) if whole else NOBODY
-            self._note_joined(sizes, hidden, decoding, prefilled)
-        self._latest = hidden, held + whole, self._latest_places(sizes, decoding, prefilled)
+            self._note_joined(sizes, hidden, decoding, prefilled, mode)
+        self._latest = hidden, held + whole, _of_hidden(sizes, decoding, prefilled)
         if whole:
             self._listed = None
 
-    def _run_joined(self, sizes: Sizes, decoding: Batch, chunks: Chunks) -> Tensor:
-        mode = self.next_tokens.chooser.mode([s.params for s in decoding.sequences + chunks.whole])
-        variant = self.bind.variant(sizes.rows, int(self.rows.position[decoding.indices].max()))
-        return self.joined(sizes, chunks, variant, mode)
-
-    def _note_joined(self, sizes: Sizes, hidden: Tensor, decoding: Batch, prefilled: Batch) -> None:
-        both = _joined(decoding, prefilled, prefilled.indices)
-        wishes = self._wishes_of(both)
-        self._find_logprobs(hidden, wishes, self._latest_places(sizes, decoding, prefilled).indices)
-        tells = bool(wishes.asking.size)
-        self._in_flight.note("decode", decoding, tells)
-        self._in_flight.note("prefill", prefilled, tells)
+    def _note_joined(
+        self, sizes: Sizes, hidden: Tensor, decoding: Batch, prefilled: Batch, mode: str
+    ) -> None:
+        both = _together(decoding, prefilled, prefilled.indices)
+        asking = np.flatnonzero([s.logprobs is not None for s in both.sequences])
+        self._find_logprobs(
+            hidden, Wishes(both, mode, asking), _of_hidden(sizes, decoding, prefilled).indices
+        )
+        self._in_flight.note("decode", decoding, tells=bool(asking.size))
+        self._in_flight.note("prefill", prefilled, tells=bool(asking.size))
         self.rows.begin_step(both, np.union1d(np.arange(sizes.rows), prefilled.indices))
 
-    def _latest_places(self, sizes: Sizes, decoding: Batch, prefilled: Batch) -> Batch:
-        """Both, with their rows of the hidden states that tokens were chosen from."""
-        return _joined(decoding, prefilled, sizes.rows + np.arange(len(prefilled.rows)))
+
+def _of_hidden(sizes: Sizes, decoding: Batch, prefilled: Batch) -> Batch:
+    """Both, with their rows of the hidden states that tokens were chosen from."""
+    return _together(decoding, prefilled, sizes.rows + np.arange(len(prefilled.rows)))
 
 
-def _joined(first: Batch, second: Batch, indices: np.ndarray) -> Batch:
+def _together(first: Batch, second: Batch, indices: np.ndarray) -> Batch:
     """One batch of both, the second with these indices."""
     rows, sequences = first.rows + second.rows, first.sequences + second.sequences
     return Batch(rows, sequences, np.concatenate((first.indices, indices)))

@@ -57,10 +57,12 @@ class JoinedPass:
 
     The packed batch is the state's first rows and then the prompts' tokens; what is padding is inert. bind:
     attention of the decoding rows. graphs: captures the runs; None: each kernel is launched from Python.
+    most_tokens: no step has more of prompts; larger graphs are not captured.
     """
 
-    def __init__(self, packed: PackedPrefill, bind: Binder, graphs: Graphs | None) -> None:
+    def __init__(self, packed: PackedPrefill, bind: Binder, graphs: Graphs | None, most_tokens: int) -> None:
         self.packed, self.bind, self._graphs = packed, bind, graphs
+        self._most_tokens = min(most_tokens, JOINED_TOKENS[-1])
         self._sizes = launched_sizes if graphs is None else captured_sizes
         self.state, model = packed.state, packed.model
         n_rows, self._spare = len(packed.rows), len(packed.rows)
@@ -89,8 +91,8 @@ class JoinedPass:
         Returns final hidden states ``[rows + places, C]`` of the rows and of whole prompts' last tokens. What
         is not captured yet is captured first: inert inputs are staged for it, so nothing else may be.
         """
-        run_layers, choose = self._layer_run(sizes, variant), self._token_run(sizes, mode)
-        tokens, places = sizes.tokens, sizes.places
+        rows, tokens, places = sizes
+        run_layers, choose = self._layer_run(rows, tokens, variant), self._token_run(rows, places, mode)
         self._buffer.send(self._buffer.fill(chunks, tokens, places), tokens, places)
         run_layers()
         return choose()
@@ -99,33 +101,38 @@ class JoinedPass:
         """Calls that capture what is not captured yet, the largest first; variants: of so many rows."""
         if self._graphs is None:
             return []
-        most = min(joined_rows(self._spare), self._spare)
-        rows = sorted({min(joined_rows(n), most) for n in range(1, self._spare + 1)}, reverse=True)
-        tokens, places = sorted(JOINED_TOKENS, reverse=True), sorted(JOINED_PLACES, reverse=True)
+        rows = sorted({min(joined_rows(n), self._spare) for n in range(1, self._spare + 1)}, reverse=True)
+        tokens = _up_to(self._most_tokens, JOINED_TOKENS)
+        places = _up_to(min(self._spare, JOINED_PLACES[-1]), JOINED_PLACES)
         modes = self.packed.next_tokens.chooser.modes
-        layers = [(Sizes(r, t, 1), v) for r, t in product(rows, tokens) for v in variants(r)]
-        chosen = [(Sizes(r, 1, p), m) for r, p in product(rows, places) for m in modes]
-        return [
-            partial(self._layer_run, *kind) for kind in layers if _layer_key(*kind) not in self._layer_runs
-        ] + [partial(self._token_run, *kind) for kind in chosen if _token_key(*kind) not in self._token_runs]
+        missing: list[Callable[[], object]] = []
+        for r, t in product(rows, tokens):
+            missing += [
+                partial(self._layer_run, r, t, v) for v in variants(r) if (r, t, v) not in self._layer_runs
+            ]
+        for r, p in product(rows, places):
+            missing += [partial(self._token_run, r, p, m) for m in modes if (r, p, m) not in self._token_runs]
+        return missing
 
-    def _layer_run(self, sizes: Sizes, variant: str) -> Callable[[], object]:
-        key = _layer_key(sizes, variant)
+    def _layer_run(self, rows: int, tokens: int, variant: str) -> Callable[[], object]:
+        key = rows, tokens, variant
         if key not in self._layer_runs:
-            self._layer_runs[key] = self._captured(partial(self._run_layers, *key), sizes._replace(places=1))
+            self._layer_runs[key] = self._captured(partial(self._run_layers, *key), tokens, 1)
         return self._layer_runs[key]
 
-    def _token_run(self, sizes: Sizes, mode: str) -> Callable[[], Tensor]:
-        key = _token_key(sizes, mode)
+    def _token_run(self, rows: int, places: int, mode: str) -> Callable[[], Tensor]:
+        key = rows, places, mode
         if key not in self._token_runs:
-            self._token_runs[key] = self._captured(partial(self._choose, *key), sizes._replace(tokens=1))
+            self._token_runs[key] = self._captured(partial(self._choose, *key), 1, places)
         return self._token_runs[key]
 
-    def _captured(self, run: Callable[[DeviceState], Tensor], sizes: Sizes) -> Callable[[], Tensor]:
+    def _captured(
+        self, run: Callable[[DeviceState], Tensor], tokens: int, places: int
+    ) -> Callable[[], Tensor]:
         """Warmed up with inert rows and inputs, which write nothing that anyone reads."""
         if self._graphs is None:
             return partial(run, self.state)
-        self._buffer.send_inert(sizes.tokens, sizes.places)
+        self._buffer.send_inert(tokens, places)
         return self._graphs.capture(partial(run, self.state), partial(run, self._idle))
 
     def _run_layers(self, rows: int, tokens: int, variant: str, state: DeviceState) -> Tensor:
@@ -164,9 +171,6 @@ def joined_attention(rows: int, of_rows: Attend, of_tokens: Attend) -> Attend:
     return attend
 
 
-def _layer_key(sizes: Sizes, variant: str) -> tuple[int, int, str]:
-    return sizes.rows, sizes.tokens, variant
-
-
-def _token_key(sizes: Sizes, mode: str) -> tuple[int, int, str]:
-    return sizes.rows, sizes.places, mode
+def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
+    """Those that serve 1 to ``most``, the largest first."""
+    return sorted({next(size for size in sizes if n <= size) for n in range(1, most + 1)}, reverse=True)
