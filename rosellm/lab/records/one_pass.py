@@ -11,22 +11,23 @@ from __future__ import annotations
 import gc
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.lab.records import arrivals
 from rosellm.lab.records.bench import make_prompts
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
+from rosellm.lab.records.passes import JOINED, counted, passes_of
 from rosellm.lab.records.records import Results, number
 from rosellm.lab.records.sizes import Size
+from rosellm.lab.records.verdicts import Verdict
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.job import Job, make_engine, scheduler_config
@@ -45,12 +46,11 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, Recipe, best_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.steps.joined_pass import JOINED_TOKENS, JoinedPass, Sizes
-from rosellm.roseinfer.steps.prompt_inputs import Chunks
+from rosellm.roseinfer.steps.joined_pass import JOINED_TOKENS
 
 NAME = "one_pass"
 WORKLOAD = WORKLOADS["W8"]
-APART, JOINED = "apart", "joined"
+APART = "apart"
 ROWS = (8, 64, 256)
 CONTEXT, IN_FLIGHT = 256, 6  # cached tokens of a row, steps that are not waited for
 LONG_CHUNK = 128  # of a long prompt of less than FEW_TOKENS tokens
@@ -65,44 +65,6 @@ def ways_of(device: torch.device) -> Ways:
     return {APART: replace(best, prefill="packed"), JOINED: replace(best, prefill="joined")}
 
 
-class WatchedPass:
-    """Does what ``joined`` does, and notes the prompt tokens of each pass in ``tokens``."""
-
-    def __init__(self, joined: JoinedPass) -> None:
-        self._joined, self.tokens = joined, list[int]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._joined, name)
-
-    def __call__(self, sizes: Sizes, chunks: Chunks, variant: str, mode: str) -> Tensor:
-        self.tokens.append(sum(chunks.counts))
-        return self._joined(sizes, chunks, variant, mode)
-
-
-@contextmanager
-def watched_joins(engine: Engine) -> Iterator[list[int]]:
-    """The prompt tokens of each joined pass of an engine; none if it joins nothing."""
-    step: Any = engine.step
-    if not step.holds_decode:
-        yield []
-        return
-    joined = step.joined
-    step.joined = watch = WatchedPass(joined)
-    try:
-        yield watch.tokens
-    finally:
-        step.joined = joined
-
-
-def passes_of(engine: Engine, job: Job) -> dict[str, int]:
-    """Passes over the weights in one run: of decode steps alone, of prompts alone, and of both joined."""
-    with watched_joins(engine) as joins, arrivals.watched(engine) as steps:
-        run_scheduler_benchmark(job, warmup_runs=0, repeat_runs=1)
-    kinds = [one.kind for one in steps]
-    n = len(joins)
-    return {"decode": kinds.count("decode") - n, "prompts": kinds.count("prefill") - n, JOINED: n}
-
-
 def measure_runs(
     gpt: Transformer, tokenizer: AnyTokenizer, ways: Ways, options: Namespace, turns: int
 ) -> dict[str, dict[str, Any]]:
@@ -115,12 +77,17 @@ def measure_runs(
         )
         for way, recipe in ways.items()
     }
-    passes = {way: passes_of(job.engine, job) for way, job in jobs.items()}  # which warms up, too
+    passes = {way: _passes(job) for way, job in jobs.items()}  # which warms up, too
     repeats: dict[str, list[dict[str, Any]]] = {way: [] for way in jobs}
     for _ in range(turns):
         for way, job in jobs.items():
             repeats[way] += run_scheduler_benchmark(job, warmup_runs=0, repeat_runs=1)["repeats"]
     return {way: {"passes": passes[way], **mode_result("online", 1, repeats[way])} for way in jobs}
+
+
+def _passes(job: Job) -> dict[str, int]:
+    run = partial(run_scheduler_benchmark, job, warmup_runs=0, repeat_runs=1)
+    return counted(passes_of(job.engine, run))
 
 
 def beside_seconds(engine: Engine, rows: int, context: int, tokens: int, repeats: int) -> list[float]:
@@ -272,6 +239,14 @@ def recorded(results: Results) -> dict[str, dict[str, Any]]:
     paths = [*results.folder.glob(f"{NAME}.json"), *sorted(results.folder.glob(f"*/{NAME}.json"))]
     records = [Results(path.parent).load(NAME) for path in paths]
     return {Path(record["model"]).name: record["figures"] for record in records}
+
+
+def verdict_of(figures: Mapping[str, Any]) -> Verdict:
+    """Whole runs, prompts apart and then joined; every turn counts, so there is no noise beyond theirs."""
+    before, after = (
+        [run["total_throughput_tok_s"] for run in figures["runs"][way]["repeats"]] for way in (APART, JOINED)
+    )
+    return Verdict(WORKLOAD.id, before, after, noise=0.0)
 
 
 def _free() -> None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
-from rosellm.lab.records import arrivals, one_pass
+from rosellm.lab.figures.charts import ChartError
+from rosellm.lab.figures.passes import pass_timeline
+from rosellm.lab.records import arrivals, one_pass, passes
+from rosellm.lab.records.findings import UNTOLD, finding
+from rosellm.lab.records.passes import Pass
 from rosellm.lab.records.records import Results
+from rosellm.roseinfer.bench.arrivals import Arrival
 from rosellm.roseinfer.bench.job import Job
 from rosellm.roseinfer.bench.workloads import Workload
+from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.steps.joined_pass import JoinedPass
 from tests.helpers import random_model, random_prompts, small_engine
 
 MODEL = random_model(0)
@@ -31,24 +40,87 @@ def test_the_two_ways_differ_in_the_prefill_alone() -> None:
     assert ways["apart"].difference(ways["joined"]) == {"prefill": ("packed", "joined")}
 
 
+def run_of(job: Job) -> Callable[[], object]:
+    return partial(run_scheduler_benchmark, job, warmup_runs=0, repeat_runs=1)
+
+
 def test_joined_prompts_take_no_passes_of_their_own() -> None:
     jobs = {way: job_of(way) for way in ("apart", "joined")}
-    passes = {way: one_pass.passes_of(job.engine, job) for way, job in jobs.items()}
-    assert passes["apart"]["joined"] == 0 and passes["joined"]["joined"] == 6
-    assert passes["joined"]["prompts"] == 1 and passes["apart"]["prompts"] == 7
-    assert sum(passes["joined"].values()) < sum(passes["apart"].values())
-    step = jobs["joined"].engine.step
-    assert type(step.joined).__name__ == "JoinedPass"  # no longer watched
+    taken = {way: passes.passes_of(job.engine, run_of(job)) for way, job in jobs.items()}
+    apart, joined = (passes.counted(own) for own in taken.values())
+    assert apart["joined"] == 0 and apart["prompts"] == 7
+    assert joined["joined"] == 6 and joined["prompts"] == 1
+    assert sum(joined.values()) < sum(apart.values())
+    for own in taken.values():
+        assert sum(one.tokens for one in own) == 10 * 9 and all(one.seconds > 0 for one in own)
+        assert sum(one.rows for one in own) == sum(3 + 3 * i for i in range(10))
+    assert type(jobs["joined"].engine.step.joined) is JoinedPass  # no longer watched
 
 
 @pytest.mark.parametrize("way", ["apart", "joined"])
 def test_each_decode_step_with_a_prompt_beside_it_is_timed_once_and_leaves_no_blocks(way: str) -> None:
     engine = job_of(way).engine
-    with one_pass.watched_joins(engine) as joins:
+    with passes.watched_joins(engine) as began:
         seconds = one_pass.beside_seconds(engine, rows=2, context=9, tokens=7, repeats=3)
     assert len(seconds) == 3 and min(seconds) > 0
-    assert joins == ([7] * (3 + one_pass.IN_FLIGHT) if way == "joined" else [])
+    assert len(began) == (3 + one_pass.IN_FLIGHT if way == "joined" else 0)
     assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+def test_products_between_recorded_rows_lie_on_straight_lines() -> None:
+    recorded = passes.recorded_products()
+    assert passes.products_us(64) == recorded[64]
+    assert passes.products_us(96) == pytest.approx((recorded[64] + recorded[128]) / 2)
+
+
+def test_a_row_that_ends_is_given_to_the_next_request_in_the_following_step() -> None:
+    requests = [Arrival(0.0, prompt, new) for prompt, new in ((5, 2), (6, 4), (7, 3), (900, 1))]
+    assert passes.taken_by(requests, together=2) == [(0, 11), (2, 0), (1, 7), (2, 0), (1, 900)]
+    assert passes.taken_by(requests, together=4, budget=12) == [(0, 18), (3, 900), (2, 0), (1, 0)]
+
+
+def test_what_is_saved_is_a_pass_for_each_step_that_prompts_join() -> None:
+    steps = [(0, 500), (256, 0), (256, 264), (256, 5000)]
+    us = passes.products_us
+    assert passes.saved_us(steps) == us(256) + us(264) - us(520) > 0
+    assert [passes.joins(*step) for step in steps] == [False, False, True, False]
+
+
+def test_passes_are_drawn_one_after_the_other_with_their_numbers_below() -> None:
+    own = [Pass("prompts", 0, 9, 1.0), Pass("decode", 2, 0, 1.0), Pass("joined", 2, 5, 1.0)]
+    chart = pass_timeline({"one": own, "other": own[:1]}, lambda one: 10.0 * (one.rows + 1), "title", 35.0)
+    drawn = {bar.name: list(bar.base) for bar in chart.data}
+    assert drawn == {"decode step": [10.0], "prompts alone": [0.0, 0.0], "both in one pass": []}
+    assert chart.table.splitlines()[-2].split() == ["one", "1", "1", "1", "70.0"]
+    with pytest.raises(ChartError, match="no pass"):
+        pass_timeline({"one": []}, lambda one: 1.0, "title", 1.0)
+
+
+FASTER = {"apart": [100.0, 101.0], "joined": [110.0, 111.0]}
+
+
+def made_up_figures(tok_s: dict[str, list[float]]) -> dict:
+    runs = {
+        way: {"passes": {"decode": 5, "prompts": 9 - 4 * (way == "joined"), "joined": 0},
+              "repeats": [{"total_throughput_tok_s": one} for one in own]}
+        for way, own in tok_s.items()
+    }  # fmt: skip
+    return {"runs": runs}
+
+
+def test_the_verdict_counts_only_turns_that_do_not_overlap() -> None:
+    verdict = one_pass.verdict_of(made_up_figures(FASTER))
+    assert verdict.word == "faster" and verdict.change == "+10.0 %"
+    both = made_up_figures({"apart": [100.0, 101.0], "joined": [90.0, 120.0]})
+    assert one_pass.verdict_of(both).word == "no difference beyond the noise"
+
+
+def test_the_finding_is_computed_from_the_record(tmp_path) -> None:
+    assert finding(Results(tmp_path), "34_one_pass") == UNTOLD
+    record = {"model": "gpt2", "figures": made_up_figures(FASTER)}
+    (tmp_path / "one_pass.json").write_text(json.dumps(record))
+    told = finding(Results(tmp_path), "34_one_pass")
+    assert told == "gpt2, W8: +10.0 % tok/s, faster, passes 14 → 10"
 
 
 def test_a_small_record_has_runs_passes_and_latencies_of_both_ways(tmp_path, capsys, monkeypatch) -> None:
