@@ -16,7 +16,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +25,8 @@ from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.lab.records import arrivals
 from rosellm.lab.records.bench import make_prompts
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
-from rosellm.lab.records.passes import JOINED, counted, passes_of
-from rosellm.lab.records.records import Results, number
+from rosellm.lab.records.passes import JOINED, Pass, counted, passes_of
+from rosellm.lab.records.records import Results, number, percent_change
 from rosellm.lab.records.sizes import Size
 from rosellm.lab.records.verdicts import Verdict
 from rosellm.models.loading import AnyTokenizer, load_parts
@@ -34,7 +35,7 @@ from rosellm.roseinfer.bench.job import Job, make_engine, scheduler_config
 from rosellm.roseinfer.bench.prompts import make_prompts as requested_prompts, request_params
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.runs import mode_result
-from rosellm.roseinfer.bench.workloads import WORKLOADS
+from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.benchmark_scheduler import BENCHMARK as SCHEDULER, run_scheduler_benchmark
 from rosellm.roseinfer.benchmark_streaming import (
     BENCHMARK as STREAMING,
@@ -46,6 +47,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, Recipe, best_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.steps.joined_pass import JOINED_TOKENS
 
 NAME = "one_pass"
@@ -239,6 +241,72 @@ def recorded(results: Results) -> dict[str, dict[str, Any]]:
     paths = [*results.folder.glob(f"{NAME}.json"), *sorted(results.folder.glob(f"*/{NAME}.json"))]
     records = [Results(path.parent).load(NAME) for path in paths]
     return {Path(record["model"]).name: record["figures"] for record in records}
+
+
+BESIDE_HEADS = ["rows", "prompt tokens", "apart, µs", "joined, µs", "change"]
+LONG_HEADS = ["a long prompt, ms", "", "ITL p50 beside", "p99", "its TTFT"]
+LONG_KEYS = "itl_beside_p50_s", "itl_beside_p99_s", "long_prompt_ttft_s"
+
+
+def beside_rows(figures: Mapping[str, Any]) -> list[list[Any]]:
+    """A decode step and a prompt beside it, by rows and prompt tokens: medians of the turns."""
+    rows = []
+    for batch, lengths in figures["beside_us"].items():
+        for tokens, both in lengths.items():
+            apart, joined = (median(both[way]) for way in (APART, JOINED))
+            rows.append([int(batch), int(tokens), apart, joined, percent_change(apart, joined)])
+    return rows
+
+
+def long_rows(figures: Mapping[str, Any]) -> list[list[Any]]:
+    """Latencies beside a long prompt, medians of the turns."""
+    both = figures["long_prompt"]
+    return [
+        [kind, way, *(both[way][kind]["medians"][key] * 1e3 for key in LONG_KEYS)]
+        for kind in ("chunked", "whole")
+        for way in (APART, JOINED)
+    ]
+
+
+class LiveRun(NamedTuple):
+    """A run's passes, each request's new tokens, and how long it took."""
+
+    passes: list[Pass]
+    tokens: list[list[int]]
+    seconds: float
+
+
+def both_ways(gpt: Transformer, workload: Workload) -> dict[str, LiveRun]:
+    """The requests of a workload served both ways, one after the other, after a run that warms up."""
+    typed = arrivals.streaming_options(workload, workload.num_requests)
+    options = STREAMING.parse_options(typed)
+    prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
+    given = options, prompts, params
+    most = workload.max_batch_size
+    engines = {way: Engine(gpt, recipe=one, max_batch_size=most) for way, one in ways_of(gpt.device).items()}
+    return {way: _live_run(engine, *given) for way, engine in engines.items()}
+
+
+def _live_run(engine: Engine, options: Namespace, prompts: Any, params: list[SamplingParams]) -> LiveRun:
+    def serve() -> list[list[int]]:
+        outputs = OfflineScheduler(engine, scheduler_config(options)).run(prompts, params)
+        return [output.token_ids for output in outputs]
+
+    tokens = serve()
+    start = perf_counter()
+    passes = passes_of(engine, serve)
+    return LiveRun(passes, tokens, perf_counter() - start)
+
+
+def told_verdict(model: str, figures: Mapping[str, Any], predicted: tuple[float, float]) -> str:
+    """What the record decides, and whether the gain lies in the predicted range."""
+    found, (least, most) = verdict_of(figures), predicted
+    kept = {1: "kept", -1: "not kept", 0: "left aside"}[found.sign]
+    inside = "as" if least <= found.ratio - 1 <= most else "not as"
+    return (
+        f"**{model}: {kept}.** Joined, {found.workload} changes by {found.change} ({found.word}), {inside} "
+        f"predicted: +{least:.0%} to +{most:.0%}."
+    )
 
 
 def verdict_of(figures: Mapping[str, Any]) -> Verdict:

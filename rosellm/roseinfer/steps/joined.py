@@ -22,10 +22,11 @@ class JoinedStep(ResidentStep):
     """A decode step is held until the next call: a prefill that fits joins it, any other call begins it.
 
     So nothing is lost by holding it if the call comes at once. Of a joined step, ``collect`` yields two: the
-    decode step, which has all of its time, and the prefill.
+    decode step, which has all of its time, and the prefill. One step fewer is left unfinished than of steps
+    that are begun at once: prompts are chosen before the next one is begun, and shall not be chosen later.
     """
 
-    holds_decode = True
+    run_ahead, holds_decode = ResidentStep.run_ahead - 1, True
 
     def __init__(self, joined: JoinedPass, **parts: Any) -> None:
         super().__init__(**parts)

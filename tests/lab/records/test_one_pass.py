@@ -115,6 +115,35 @@ def test_the_verdict_counts_only_turns_that_do_not_overlap() -> None:
     assert one_pass.verdict_of(both).word == "no difference beyond the noise"
 
 
+def test_the_verdict_is_told_with_what_was_predicted() -> None:
+    told = one_pass.told_verdict("gpt2", made_up_figures(FASTER), predicted=(0.03, 0.1))
+    assert told == "**gpt2: kept.** Joined, W8 changes by +10.0 % (faster), as predicted: +3% to +10%."
+    slower = made_up_figures({"apart": FASTER["joined"], "joined": FASTER["apart"]})
+    assert "not kept" in (told := one_pass.told_verdict("gpt2", slower, (0.03, 0.1))) and "not as" in told
+
+
+def test_tables_have_a_row_for_each_size_and_each_way() -> None:
+    medians = {"itl_beside_p50_s": 0.001, "itl_beside_p99_s": 0.002, "long_prompt_ttft_s": 0.05}
+    kinds = {kind: {"medians": medians} for kind in ("chunked", "whole")}
+    figures = {
+        "beside_us": {"8": {"128": {"apart": [300.0, 320.0], "joined": [248.0, 248.0]}}},
+        "long_prompt": {"options": [], "apart": kinds, "joined": kinds},
+    }
+    assert one_pass.beside_rows(figures) == [[8, 128, 310.0, 248.0, "−20.0 %"]]
+    rows = one_pass.long_rows(figures)
+    assert rows[0] == ["chunked", "apart", 1.0, 2.0, 50.0] and [row[:2] for row in rows[2:]] == [
+        ["whole", "apart"],
+        ["whole", "joined"],
+    ]
+
+
+def test_both_ways_give_the_same_tokens_and_the_joined_one_takes_fewer_passes() -> None:
+    workload = Workload("small", 16, 14, 4, prompt_tokens=9, min_new_tokens=3, min_prompt_tokens=2)
+    runs = one_pass.both_ways(random_model(0), workload)
+    assert runs["apart"].tokens == runs["joined"].tokens and len(runs["joined"].tokens) == 16
+    assert len(runs["joined"].passes) < len(runs["apart"].passes)
+
+
 def test_the_finding_is_computed_from_the_record(tmp_path) -> None:
     assert finding(Results(tmp_path), "34_one_pass") == UNTOLD
     record = {"model": "gpt2", "figures": made_up_figures(FASTER)}
