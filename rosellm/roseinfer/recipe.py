@@ -203,8 +203,8 @@ _RUNGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("small_gemm", "fused_head", {"gemm": "small_m"}),
     ("dependent_launch", "small_gemm", {"launch": "dependent"}),
     ("split_kv", "dependent_launch", {"attention": "split"}),
-    ("one_pass", "split_kv", {"prefill": "joined"}),
     ("persistent_kernel", "dependent_launch", {"gemm": "persistent"}),
+    ("one_pass", "split_kv", {"prefill": "joined"}),
 )
 
 
