@@ -282,6 +282,22 @@ def test_a_released_row_that_a_prompt_takes_is_inert_when_the_layers_run(monkeyp
     assert seen == [[-1] + [6] * 6 + [-1]]
 
 
+def test_a_row_that_a_prompt_takes_is_advanced_once(captured, monkeypatch):
+    """Its old place among the decoding rows is the spare row's."""
+    engine, running = running_engine(3)
+    (late,) = greedy_sequences(engine, random_prompts([6]), 4)
+    packed, seen = engine.step.joined.packed, []
+    choose = packed.next_tokens
+    monkeypatch.setattr(
+        packed, "next_tokens", lambda *given: (seen.append(given[-1].tolist()), choose(*given))[1]
+    )
+    engine.begin_decode(running)
+    engine.begin_prefill([late])
+    (slots,) = seen
+    assert [slot for slot in sorted(slots) if slot != 16] == list(range(16))
+    assert slots[3] == 16 and slots[16] == 3
+
+
 def test_the_rounds_of_rows_are_the_same_on_host_and_device_after_joined_steps(captured):
     engine, running = running_engine()
     for n in range(4):
