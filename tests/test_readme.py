@@ -56,6 +56,7 @@ def made_small(command: list[str], folder: Path) -> list[str]:
         ],
         "first_request": [*SHIPPED, "--output", str(folder)],
         "arrivals": [*SHIPPED, "--seconds", "1", "--output", str(folder)],
+        "one_pass": [*SHIPPED, "--repeats", "1", "--output", str(folder)],
         "loading_record": ["--model", "rose-tiny-qwen3", "--device", "cpu", "--output", str(folder)],
         "sampling_steps": [
             *("--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--batches", "2"),

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from rosellm.lab.records import arrivals, first_request, two_gpus
+from rosellm.lab.records import arrivals, first_request, one_pass, two_gpus
 from rosellm.lab.records.cuts import MODELS
 from rosellm.lab.records.model_ladder import rest_a_layer
 from rosellm.lab.records.model_runs import RIVAL, recorded_models, short_name, table
@@ -181,6 +181,19 @@ def _rates(results: Results) -> str:
     return f"TTFT p99 {', '.join(ms)} of {number(figures['capacity_req_s'])} requests a second"
 
 
+def _one_pass(results: Results) -> str:
+    told = []
+    for model, figures in one_pass.recorded(results).items():
+        found = one_pass.verdict_of(figures)
+        fewer = [sum(figures["runs"][way]["passes"].values()) for way in (one_pass.APART, one_pass.JOINED)]
+        told.append(
+            f"{model}, {found.workload}: {found.change} tok/s, {found.word}, passes {fewer[0]} → {fewer[1]}"
+        )
+    if not told:
+        raise RecordError(f"{results.folder.name} has no record of one pass")
+    return "; ".join(told)
+
+
 def _shared(results: Results) -> str:
     return _on_two(results, "tensor_parallel")
 
@@ -216,6 +229,7 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "31_sampling": _filters,
     "32_first_request": _first,
     "33_arrivals": _rates,
+    "34_one_pass": _one_pass,
     "35_tensor_parallelism": _shared,
     "36_replicas": _replicas,
 }
