@@ -85,7 +85,8 @@ def test_a_sum_costs_what_the_fastest_way_takes_beyond_the_norm() -> None:
     assert read_sums(FIGURES, "library")(8 * KB) == 20.0
 
 
-def test_more_ranks_keep_the_latency_and_read_from_each_other_one() -> None:
-    eight = Sums(2, (8 * KB, 64 * KB), (5.0, 6.0)).among(8)
+def test_more_ranks_read_from_each_other_one_or_pass_large_sums_round_a_ring() -> None:
+    eight = Sums(2, (8 * KB, 64 * KB, 8192 * KB), (5.0, 6.0, 1005.0)).among(8)
     assert eight.ranks == 8 and eight(8 * KB) == 5.0 and eight(64 * KB) == 12.0
+    assert eight(8192 * KB) == 7 * 5.0 + 1.75 * 1000.0
     assert read_sums(FIGURES).among(2) == read_sums(FIGURES)
