@@ -31,7 +31,7 @@ class Streamed:
 def stream_with_a_death(
     llm: LLM, prompts: list[list[int]], params: SamplingParams, after_tokens: int
 ) -> Streamed:
-    """Stream these requests from an LLM of replicas; kill its first one once so many tokens have come.
+    """Stream these requests from an LLM of replicas; kill the first that is there once so many tokens have come.
 
     Raises ``RoseError`` for an LLM of one engine.
     """
@@ -52,8 +52,9 @@ def stream_with_a_death(
                 pieces_s.append(perf_counter() - start)
             n_tokens = sum(len(manager.metrics(one).token_times) for one in texts)
             if n_tokens >= after_tokens and not killed_s:
-                n_moved, killed_s = len(replicas.router.running(0)), perf_counter() - start
-                import_ray().kill(replicas.seats[0].actor)
+                victim = replicas.router.live[0]
+                n_moved, killed_s = len(replicas.router.running(victim)), perf_counter() - start
+                import_ray().kill(replicas.seats[victim].actor)
         for request_id in texts:
             manager.result(request_id)
     return Streamed(pieces_s, list(texts.values()), killed_s, n_moved)

@@ -232,7 +232,8 @@ def test_the_notebook_s_streams_survive_a_death_in_their_midst(llm, one):
     params = SamplingParams(max_tokens=200, seed=3, ignore_eos=True)
     streamed = stream_with_a_death(llm, PROMPTS, params, after_tokens=60)
     assert streamed.texts == [output.text for output in one.generate(PROMPTS, params, use_tqdm=False)]
-    assert streamed.n_moved == 3 and streamed.pieces_s[0] < streamed.killed_s < streamed.pieces_s[-1]
+    assert 3 <= streamed.n_moved <= len(PROMPTS)  # all, if the other is not back yet from an earlier test
+    assert streamed.pieces_s[0] < streamed.killed_s < streamed.pieces_s[-1]
     with pytest.raises(RoseError, match="only a replica can be killed; give an LLM with data_parallel_size"):
         stream_with_a_death(one, PROMPTS, params, 1)
 
