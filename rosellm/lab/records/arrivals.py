@@ -162,15 +162,21 @@ def told(run: dict[str, Any]) -> str:
 
 
 def long_prompt_options(
-    tokens: int = LONG_TOKENS, chunk: int = LONG_CHUNK, running: Workload | None = None
+    tokens: int = LONG_TOKENS,
+    chunk: int = LONG_CHUNK,
+    running: Workload | None = None,
+    after_ms: int | None = None,
 ) -> list[str]:
-    """As typed for ``benchmark_streaming``: so long a prompt joins ``running``, or else ``LONG_RUNNING``."""
+    """As typed for ``benchmark_streaming``: so long a prompt joins ``running``, or else ``LONG_RUNNING``.
+
+    after_ms: None: ``LONG_AFTER_MS``.
+    """
     running = running or LONG_RUNNING
     longest = running.max_new_tokens + (running.prompt_tokens or 1)
     blocks = blocks_for(tokens + 1, BLOCK_SIZE) + 2 * running.num_requests * blocks_for(longest, BLOCK_SIZE)
     given = {
         "--long-prompt-tokens": tokens,
-        "--long-prompt-after-ms": LONG_AFTER_MS,
+        "--long-prompt-after-ms": LONG_AFTER_MS if after_ms is None else after_ms,
         "--prefill-chunk": chunk,
         "--num-kv-blocks": blocks,
         "--warmup-runs": 1,

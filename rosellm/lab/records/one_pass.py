@@ -57,6 +57,7 @@ ROWS = (8, 64, 256)
 CONTEXT, IN_FLIGHT = 256, 6  # cached tokens of a row, steps that are not waited for
 LONG_CHUNK = 128  # of a long prompt of less than FEW_TOKENS tokens
 FEW_TOKENS = 4096
+SOON_MS = 30  # after which such a prompt comes on a GPU, where the others take less than 100 ms
 
 Ways = dict[str, Recipe]
 
@@ -174,7 +175,9 @@ def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
     running = replace(arrivals.LONG_RUNNING, num_requests=few, max_batch_size=few + 1)
     tokens = min(arrivals.LONG_TOKENS, gpt.config.n_positions - running.max_new_tokens)
     chunk = LONG_CHUNK if tokens < FEW_TOKENS else arrivals.LONG_CHUNK
-    return arrivals.long_prompt_options(tokens, chunk, running)
+    soon = tokens < FEW_TOKENS and gpt.device.type == "cuda"
+    after_ms = SOON_MS if soon else arrivals.LONG_AFTER_MS
+    return arrivals.long_prompt_options(tokens, chunk, running, after_ms)
 
 
 def measure(arguments: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> dict[str, Any]:

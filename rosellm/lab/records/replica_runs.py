@@ -31,7 +31,7 @@ class Streamed:
 def stream_with_a_death(
     llm: LLM, prompts: list[list[int]], params: SamplingParams, after_tokens: int
 ) -> Streamed:
-    """Stream these requests from an LLM of replicas; kill the first that is there once so many tokens have come.
+    """Stream these requests from an LLM of replicas; kill one of them once so many tokens have come.
 
     Raises ``RoseError`` for an LLM of one engine.
     """
