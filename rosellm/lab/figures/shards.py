@@ -40,11 +40,10 @@ def _matrix(
         above, below = (edge / one.rows * height for edge in (region.rows.start, region.rows.stop))
         box = x + left, y + above, right - left, below - above
         parts.append(rect(*box, 0, _colour(region.rank)))
-    rows = f"{one.rows:,} rows" + (", shortened" if is_cut_off else "")
-    told = [one.name, f"{rows} ×", f"{one.columns:,}"]
+    told = [f"{one.rows:,} rows × {one.columns:,}", *["(drawn shorter)"] * is_cut_off]
     parts.append(rect(x, y, width, height, 0, "none", DASHED))
-    parts.append(texts(told[:1], x, y + height + 14, 12, TEXT, extra=' font-weight="bold"', anchor="start"))
-    parts.append(texts([" ".join(told[1:])], x, y + height + 29, 10, TEXT, anchor="start"))
+    parts.append(texts([one.name], x, y + height + 14, 12, TEXT, extra=' font-weight="bold"', anchor="start"))
+    parts.append(texts(told, x, y + height + 29, 10, TEXT, anchor="start"))
     return parts
 
 
