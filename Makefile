@@ -10,7 +10,7 @@ TORCH = $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 WORKERS ?= 2
 TIMEOUT ?= 300
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
-export NB P
+export NB P CLUSTER
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
@@ -35,8 +35,9 @@ $(STAMP)-browser: $(STAMP)
 	$(PIP) -e '.[browser]'
 	@touch $@
 
-notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P="batch=64 quick=false" sets parameters)
-	@exec $(PY) -m rosellm.lab.running.run_notebooks --select "$$NB" --parameters "$$P" --workers $(WORKERS) --timeout $(TIMEOUT)
+notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P="batch=64 quick=false" sets parameters, CLUSTER=auto spreads them over Ray)
+	@exec $(PY) -m rosellm.lab.running.run_notebooks --select "$$NB" --parameters "$$P" --workers $(WORKERS) --timeout $(TIMEOUT) \
+		$(if $(CLUSTER),--cluster "$$CLUSTER")
 
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## run the package's tests (pytest) and every notebook as a test (nbval); T="tests/test_atomic.py" runs that alone

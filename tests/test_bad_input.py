@@ -33,8 +33,8 @@ from rosellm.errors import (
     RoseError,
     SamplingError,
 )
+from rosellm.lab import measure
 from rosellm.lab.diagnose import __main__ as diagnose
-from rosellm.lab.records import measure
 from rosellm.lab.running import readme, refresh_notebooks, run_notebooks
 from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
 from rosellm.models.weights import save_model

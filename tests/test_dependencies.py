@@ -83,7 +83,7 @@ def find_spec(name, package=None):
         return None
 importlib.util.find_spec = find_spec
 import rosellm.roseinfer.llm
-import rosellm.lab.records.measure
+import rosellm.lab.measure
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     told = "ModuleNotFoundError: rosellm.lab needs papermill, plotly: pip install 'rosellm[notebooks]'"

@@ -23,10 +23,11 @@ SMALL += ["--max-new-tokens", "4", "--warmup-runs", "0", "--repeat-runs", "1"]
 
 
 def python_commands() -> list[list[str]]:
+    """All but those that need a cluster: ``test_sweep_on_ray`` runs them."""
     blocks = "\n".join(block.replace("\\\n", " ") for language, block in BLOCKS if not language)
     inline = re.findall(r"`(python -m [^`]+)`", TEXT)
     lines = [line for line in [*blocks.splitlines(), *inline] if line.startswith("python -m ")]
-    return [shlex.split(line) for line in lines]
+    return [shlex.split(line) for line in lines if "--cluster" not in line]
 
 
 def made_small(command: list[str], folder: Path) -> list[str]:
@@ -55,10 +56,19 @@ def made_small(command: list[str], folder: Path) -> list[str]:
         ],
         "first_request": [*SHIPPED, "--output", str(folder)],
         "arrivals": [*SHIPPED, "--seconds", "1", "--output", str(folder)],
+        "one_pass": [*SHIPPED, "--repeats", "1", "--output", str(folder)],
         "loading_record": ["--model", "rose-tiny-qwen3", "--device", "cpu", "--output", str(folder)],
         "sampling_steps": [
             *("--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--batches", "2"),
             *("--context", "20", "--repeats", "1", "--output", str(folder)),
+        ],
+        "all_reduce": [
+            *("--device", "cpu", "--ranks", "2", "--sizes-kb", "8", "--repeats", "1"),
+            *("--output", str(folder)),
+        ],
+        "two_gpus": [
+            *("--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--repeats", "1"),
+            *("--workloads", "TTFT64", "--replica-workloads", "", "--output", str(folder)),
         ],
         "train": [
             "--smoke",

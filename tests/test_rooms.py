@@ -49,6 +49,7 @@ FLOORS = (
     ("lab/rung",),
     ("lab/diagnose/*",),
     ("lab/running/*",),
+    ("lab/measure",),
 )
 # What others build on: it knows nothing even of its neighbours.
 FOUNDATIONS = ("roseinfer/cache/kv_blocks", "roseinfer/cache/device_state")

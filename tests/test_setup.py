@@ -154,6 +154,12 @@ def test_the_selection_and_parameters_reach_the_runner_unchanged(copy):
     )
 
 
+def test_the_cluster_s_address_reaches_the_runner_and_nothing_does_without_one(copy):
+    for given, options in (((), ""), (("CLUSTER=",), ""), (("CLUSTER=head:6379",), " --cluster head:6379")):
+        make("notebooks", *given, folder=copy)
+        assert (copy / "calls").read_text().splitlines()[-1].endswith(f" --timeout 300{options}")
+
+
 def test_one_test_command_covers_the_package_and_the_notebooks():
     command = commands("test")
     for part in ("pytest tests notebooks", "-n 2 --dist loadfile", "--nbval ", "--nbval-current-env"):

@@ -268,12 +268,15 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-@command
-def main(argv: list[str] | None = None) -> None:
+def run(argv: list[str] | None) -> None:
+    """Parse, measure, and write the record if requested."""
     options = _parser().parse_args(argv)
     record = measure(options)
     if options.json:
         write_record(options.json, record)
+
+
+main = command(run)
 
 
 def _parser() -> OneLineParser:

@@ -295,7 +295,7 @@ class Engine(Owned):
         """Raises ``OptionError`` if not even one request of ``max_model_len`` tokens fits."""
         one = blocks_for(self.max_model_len, self.block_size)
         wanted, size = self.max_batch_size * one, self.block_size
-        measure = self._working_bytes if self.recipe.prefill == "packed" else None  # inputs may be inert
+        measure = self._working_bytes if self.recipe.prefill != "padded" else None  # inputs may be inert
         sizes = wanted, size, self.max_batch_size
         there = kv_blocks_within_memory(self.model, *sizes, utilization, measure, self.group.least)
         if there < one:

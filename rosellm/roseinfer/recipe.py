@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 import torch
@@ -29,6 +30,8 @@ from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
 from rosellm.roseinfer.steps.commanded_prefill import CommandedPrefill
 from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.host import MASKS, HostStep
+from rosellm.roseinfer.steps.joined import JoinedStep
+from rosellm.roseinfer.steps.joined_pass import JoinedPass
 from rosellm.roseinfer.steps.kv_append import AppendGate, build_append
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.next_tokens import NextTokens
@@ -54,7 +57,7 @@ class Recipe:
     indices: Literal["fresh", "reused"] = "fresh"
     pool: Literal["per_layer", "shared"] = "per_layer"
     step: Literal["host", "resident"] = "host"
-    prefill: Literal["padded", "packed"] = "padded"
+    prefill: Literal["padded", "packed", "joined"] = "padded"
     norm: Literal["separate", "fused"] = "separate"
     activation: Literal["separate", "epilogue"] = "separate"
     head: Literal["logits", "fused"] = "logits"
@@ -120,7 +123,7 @@ _ONE_KERNEL = "its one kernel has LayerNorm, GELU and biases, and no rotary embe
 _OF_SOME_MODELS = (("gemm", "persistent", _ONE_KERNEL, _is_plain),)
 _OF_RANKS = (
     ("step", ("resident",), "rank 0 tells the others what to run, not what its host computes"),
-    ("prefill", ("packed",), "all inputs of a prefill are told in one array"),
+    ("prefill", ("packed",), "all inputs of a prefill, run by itself, are told in one array"),
     ("gemm", ("library", "small_m"), "its one kernel does not sum over ranks"),
     ("numerics", ("fast",), "a sum over ranks has another order of its own"),
 )
@@ -155,6 +158,7 @@ _RULES = (
     _rule("attention=split", _SPLITS, step="resident", append="fused"),
     _rule("append=fused", "the host-driven step appends after the model has run", step="resident"),
     _rule("prefill=packed", "its block tables and first tokens are on the device", step="resident"),
+    _rule("prefill=joined", "the decode step that prompts join is on the device", step="resident"),
     _rule("norm=fused", "only the resident step takes the model apart", step="resident"),
     _rule("activation=epilogue", "the plain model has GELU as an operator", norm="fused"),
     _rule("head=fused", "the host's sampler takes logits", step="resident"),
@@ -200,6 +204,7 @@ _RUNGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("dependent_launch", "small_gemm", {"launch": "dependent"}),
     ("split_kv", "dependent_launch", {"attention": "split"}),
     ("persistent_kernel", "dependent_launch", {"gemm": "persistent"}),
+    ("one_pass", "split_kv", {"prefill": "joined"}),
 )
 
 
@@ -336,7 +341,7 @@ def _resident_step(
     rows, next_tokens = Rows(state.first(n_rows), blocks, counts, group), NextTokens(chooser, kernels.advance)
     graphs = graphs_on(model.device) if recipe.runner == "graph" else None
     prompts: Prompts = PromptsByHost(Prefill(model, blocks), rows, next_tokens)
-    if recipe.prefill == "packed":
+    if recipe.prefill != "padded":
         parts = model, kernels, prefill_layers_for, state, rows, next_tokens
         packed = PackedPrefill(*parts) if group is ALONE else CommandedPrefill(*parts, group)
         most_tokens = n_rows * width * blocks.block_size
@@ -344,7 +349,10 @@ def _resident_step(
     if recipe.gemm == "persistent":
         exhibit = load_exhibit("persistent_layers")
         layers_for = exhibit.persistent_for_few(layers_for, model, kernels)
-    return ResidentStep(
+    build: Callable[..., ResidentStep] = ResidentStep
+    if recipe.prefill == "joined":
+        build = partial(JoinedStep, JoinedPass(packed, bind, graphs, most_tokens))
+    return build(
         rows=rows,
         layers_for=layers_for,
         bind=bind,

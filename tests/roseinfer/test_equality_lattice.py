@@ -218,7 +218,9 @@ def covering_array(device: str, tries: int = 40) -> list[Combination]:
     return chosen
 
 
-FULL_RUNGS = ("dense", "cuda_graph", "mutable_block_info", "resident_step", "packed_prefill", BEST_RUNG)
+FULL_RUNGS = (
+    "dense", "cuda_graph", "mutable_block_info", "resident_step", "packed_prefill", BEST_RUNG, "one_pass",
+)  # fmt: skip
 FULL_AXES = ("composition", "prefill", "prefix_cache", "forced")
 
 

@@ -48,7 +48,7 @@ class FakeStep:
     get its next token.
     """
 
-    run_ahead = 0
+    run_ahead, holds_decode = 0, False
 
     def __init__(self, blocks: KVBlockManager) -> None:
         self.blocks = blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any
 
 from rosellm import LLM
@@ -22,6 +23,7 @@ from rosellm.roseinfer.recipe import LADDER
 
 ROUGH = 1.5  # times as long a step under the profiler: its shares are rough from there on
 EXPLAINED = 0.5  # share of a step
+MOST_CHARACTERS = 100  # a line
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,12 @@ class Diagnosis:
         for title, lines in (("Tried here:", self.trials), ("Not determined:", self.undetermined)):
             if lines:
                 parts += [title, *(f"- {line}" for line in lines)]
-        return "\n".join(parts)
+        return "\n".join(map(_folded, "\n".join(parts).splitlines()))
+
+
+def _folded(line: str) -> str:
+    """In lines that a notebook's page shows whole."""
+    return "\n".join(wrap(line, MOST_CHARACTERS, subsequent_indent="  ", break_long_words=False))
 
 
 def diagnose(

@@ -161,22 +161,29 @@ def told(run: dict[str, Any]) -> str:
     )
 
 
-def long_prompt_options(tokens: int = LONG_TOKENS, chunk: int = LONG_CHUNK) -> list[str]:
-    """As typed for ``benchmark_streaming``: so long a prompt joins ``LONG_RUNNING``."""
-    running = LONG_RUNNING.max_new_tokens + (LONG_RUNNING.prompt_tokens or 1)
-    blocks = blocks_for(tokens + 1, BLOCK_SIZE) + 2 * LONG_RUNNING.num_requests * blocks_for(
-        running, BLOCK_SIZE
-    )
+def long_prompt_options(
+    tokens: int = LONG_TOKENS,
+    chunk: int = LONG_CHUNK,
+    running: Workload | None = None,
+    after_ms: int | None = None,
+) -> list[str]:
+    """As typed for ``benchmark_streaming``: so long a prompt joins ``running``, or else ``LONG_RUNNING``.
+
+    after_ms: None: ``LONG_AFTER_MS``.
+    """
+    running = running or LONG_RUNNING
+    longest = running.max_new_tokens + (running.prompt_tokens or 1)
+    blocks = blocks_for(tokens + 1, BLOCK_SIZE) + 2 * running.num_requests * blocks_for(longest, BLOCK_SIZE)
     given = {
         "--long-prompt-tokens": tokens,
-        "--long-prompt-after-ms": LONG_AFTER_MS,
+        "--long-prompt-after-ms": LONG_AFTER_MS if after_ms is None else after_ms,
         "--prefill-chunk": chunk,
         "--num-kv-blocks": blocks,
         "--warmup-runs": 1,
         "--repeat-runs": 2,
     }
     own = [str(text) for pair in given.items() for text in pair]
-    return streaming_options(LONG_RUNNING, LONG_RUNNING.num_requests) + own
+    return streaming_options(running, running.num_requests) + own
 
 
 def _limits(text: str) -> tuple[float, float]:

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from rosellm.lab.records import arrivals, first_request
+from rosellm.lab.records import arrivals, first_request, one_pass, two_gpus
+from rosellm.lab.records.cuts import MODELS
 from rosellm.lab.records.model_ladder import rest_a_layer
 from rosellm.lab.records.model_runs import RIVAL, recorded_models, short_name, table
 from rosellm.lab.records.records import (
@@ -183,6 +184,40 @@ def _rates(results: Results) -> str:
     return f"TTFT p99 {', '.join(ms)} of {number(figures['capacity_req_s'])} requests a second"
 
 
+def _one_pass(results: Results) -> str:
+    told = []
+    for model, figures in one_pass.recorded(results).items():
+        found = one_pass.verdict_of(figures)
+        fewer = [sum(figures["runs"][way]["passes"].values()) for way in (one_pass.APART, one_pass.JOINED)]
+        told.append(
+            f"{model}, {found.workload}: {found.change} tok/s, {found.word}, passes {fewer[0]} → {fewer[1]}"
+        )
+    if not told:
+        raise RecordError(f"{results.folder.name} has no record of one pass")
+    return "; ".join(told)
+
+
+def _shared(results: Results) -> str:
+    return _on_two(results, "tensor_parallel")
+
+
+def _replicas(results: Results) -> str:
+    return _on_two(results, "replicas")
+
+
+def _on_two(results: Results, kind: str) -> str:
+    """By model and workload, two GPUs' tokens per second over one's; of several ways to sum the fastest."""
+    told = []
+    for model in MODELS:
+        for workload, sides in two_gpus.recorded(results, model).get("figures", {}).get(kind, {}).items():
+            rates = {side: one["medians"]["total_throughput_tok_s"] for side, one in sides.items()}
+            alone = rates.pop("1")
+            told.append(f"{model} {workload} {number(max(rates.values()) / alone)} ×")
+    if not told:
+        raise RecordError(f"two {results.folder.name} have no whole runs")
+    return f"two GPUs against one, tok/s: {', '.join(told)}"
+
+
 OTHERS: dict[str, Callable[[Results], str]] = {
     "00_map": _span,
     "21_split_kv": _split,
@@ -197,4 +232,7 @@ OTHERS: dict[str, Callable[[Results], str]] = {
     "31_sampling": _filters,
     "32_first_request": _first,
     "33_arrivals": _rates,
+    "34_one_pass": _one_pass,
+    "35_tensor_parallelism": _shared,
+    "36_replicas": _replicas,
 }

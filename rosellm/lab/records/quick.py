@@ -24,8 +24,8 @@ import torch
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError, told
 from rosellm.lab.records.floors import measure_ceilings
+from rosellm.lab.records.jobs import BENCHMARKS, benchmark_arguments
 from rosellm.lab.records.machines import this_machine
-from rosellm.lab.records.measure import BENCHMARKS, benchmark_arguments
 from rosellm.lab.records.recordings import each, runnable
 from rosellm.lab.records.records import Results, results_folder
 from rosellm.lab.records.sizes import SIZES

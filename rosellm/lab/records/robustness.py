@@ -1,6 +1,6 @@
 """An engine under pressure: its throughput with little KV memory, its bits whatever else is in the batch.
 
-Measurements for notebooks and ``rosellm.lab.records.measure``; each gives a plain dict.
+Measurements for notebooks and ``rosellm.lab.measure``; each gives a plain dict.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 On a CPU processes and cores take the GPUs' place. Engines of both sides are there at once; each side is
 warmed up, then they take turns. A workload that needs more positions than the model has is left out. The
-record, renewed after each workload, is DIR/two_gpus-MODEL.json.
+record, renewed after each workload, is DIR/two_gpus-MODEL.json; ``workloads`` are those that were run, by
+their flags.
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ SPARE_KV_BLOCKS = 8
 Runs = Mapping[str, Callable[[], dict[str, Any]]]  # a side's name → one run of it
 
 
+def recorded_models(results: Results) -> list[str]:
+    """The models, by their short names, that are recorded on two such GPUs."""
+    return [name.removeprefix(f"{NAME}-") for name in two_gpus(results).names() if name.startswith(NAME)]
+
+
 def recorded(results: Results, model: str) -> dict[str, Any]:
     """The record of ``model``, by its short name, on two such GPUs; empty if there is none."""
     pair, name = two_gpus(results), f"{NAME}-{model}"
@@ -75,6 +81,7 @@ def measure(arguments: Namespace) -> None:
     figures: dict[str, dict[str, Any]] = {"tensor_parallel": {}, "replicas": {}}
     arch = arch_of(arguments.model, arguments.load_format)
     path = arguments.output / f"{NAME}-{short_name(arguments.model)}.json"
+    flags = {one.id: one.flags() for one in (*arguments.workloads, *arguments.replica_workloads)}
     kinds = (
         ("tensor_parallel", arguments.workloads, tensor_parallel),
         ("replicas", arguments.replica_workloads, replicas),
@@ -86,7 +93,7 @@ def measure(arguments: Namespace) -> None:
                 print(f"{workload.id}: left out, the model has {arch.n_positions} positions of {needed}")
                 continue
             figures[kind][workload.id] = measured(arguments, workload)
-            facts = {"model": arguments.model, "model_shape": write_arch(arch)}
+            facts = {"model": arguments.model, "model_shape": write_arch(arch), "workloads": flags}
             device = torch.device(arguments.device)
             write_record(path, new_record(NAME, device, **facts, figures=figures))
             print(told(kind, workload.id, figures[kind][workload.id]), flush=True)
@@ -128,8 +135,9 @@ def replicas(arguments: Namespace, workload: Workload) -> dict[str, Any]:
     """Calls of ``LLM.generate`` with one engine in this process, and with two as Ray actors."""
     sized = arguments.size.options(ALL_WORKLOADS[workload.id])
     options = BENCHMARK.parse_options([str(text) for pair in sized.items() for text in pair])
-    longest = options.prompt_tokens + options.max_new_tokens
-    together = min(options.max_batch_size, options.num_requests)
+    prompts = make_prompts(options, arch_of(arguments.model, arguments.load_format).vocab_size)
+    params = request_params(options)
+    lengths = [len(prompt) + own.max_tokens for prompt, own in zip(prompts, params, strict=True)]
     llms = {
         str(n): LLM(
             arguments.model,
@@ -137,14 +145,12 @@ def replicas(arguments: Namespace, workload: Workload) -> dict[str, Any]:
             device=arguments.device,
             load_format=arguments.load_format,
             max_batch_size=options.max_batch_size,
-            max_model_len=longest,
-            num_kv_blocks=together * blocks_for(longest, BLOCK_SIZE) + SPARE_KV_BLOCKS,
+            max_model_len=max(lengths),
+            num_kv_blocks=_kv_blocks(lengths, options.max_batch_size),
             block_size=BLOCK_SIZE,
         )
         for n in (1, 2)
     }
-    prompts = make_prompts(options, arch_of(arguments.model, arguments.load_format).vocab_size)
-    params = request_params(options)
 
     def generate(llm: LLM) -> dict[str, Any]:
         start = perf_counter()
@@ -154,6 +160,12 @@ def replicas(arguments: Namespace, workload: Workload) -> dict[str, Any]:
         return run_figures([one.outputs[0].token_ids for one in outputs], seconds, None)
 
     return in_turns({side: partial(generate, llm) for side, llm in llms.items()}, arguments.repeats)
+
+
+def _kv_blocks(lengths: list[int], together: int) -> int:
+    """Enough for the longest requests to run together; two engines share a GPU's memory here."""
+    longest = sorted(lengths)[-together:]
+    return sum(blocks_for(length, BLOCK_SIZE) for length in longest) + SPARE_KV_BLOCKS
 
 
 def told(kind: str, name: str, figures: dict[str, Any]) -> str:

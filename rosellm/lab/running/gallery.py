@@ -5,7 +5,7 @@ import html
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -21,6 +21,7 @@ from rosellm.lab.figures.widgets import FRAMES, WIDGET
 from rosellm.lab.records.findings import UNTOLD, finding
 from rosellm.lab.records.records import find
 
+RECORD = "gallery.json"
 PAGE = """{% extends 'lab/index.html.j2' %}
 {% block html_head_js_requirejs %}<script src="plotly.min.js"></script>{% endblock %}
 {% block html_head_js_mathjax %}{% endblock %}
@@ -37,7 +38,7 @@ PAGE = """{% extends 'lab/index.html.j2' %}
 CARD = Template(
     """<article>$frame$image<h2>$title</h2></a>
 <p>$finding</p>
-<p class="run"><b class="$status">$status</b> $name · $minutes min · ran $seconds s
+<p class="run"><b class="$status">$status</b> $name · $minutes min · ran $seconds s$place
 <small>$given</small></p>
 <p><small>$error</small></p></article>"""
 )
@@ -83,13 +84,27 @@ $cards
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a notebook: ``status`` is "ok", "failed" or "timeout"; ``seconds`` is its run time."""
+    """The outcome of a notebook: ``status`` is "ok", "failed" or "timeout"; ``seconds`` is its run time.
+
+    machine: the host that ran it, "" for this one.
+    """
 
     name: str
     seconds: float
     status: str
     error: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)
+    machine: str = ""
+
+
+def place(outcome: Outcome) -> str:
+    """`` on MACHINE``, or nothing for this one."""
+    return f" on {outcome.machine}" if outcome.machine else ""
+
+
+def outcomes_in(output: Path) -> dict[str, Outcome]:
+    """Name → the last outcome of every notebook in the gallery at ``output``."""
+    return {name: _outcome(card) for name, card in _cards(output).items()}
 
 
 def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], output: Path) -> None:
@@ -97,13 +112,13 @@ def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], out
 
     ``notebooks`` are the outcomes' files by name; ``output`` holds the executed ones and their pages.
     """
-    record = output / "gallery.json"
-    cards = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-    cards |= {outcome.name: _card(notebooks[outcome.name], outcome, output) for outcome in outcomes}
+    cards = _cards(output) | {
+        outcome.name: _card(notebooks[outcome.name], outcome, output) for outcome in outcomes
+    }
     folder = next(iter(notebooks.values())).parent
     cards = {name: cards[name] for name in sorted(cards) if (folder / f"{name}.ipynb").exists()}
     write_text(output / "plotly.min.js", get_plotlyjs())
-    write_text(record, json.dumps(cards, indent=1))
+    write_text(output / RECORD, json.dumps(cards, indent=1))
     write_text(output / "index.html", _index(cards, output))
 
 
@@ -161,6 +176,11 @@ def picture(notebook: NotebookNode, folder: Path) -> str:
     return next(_markdown_pictures(notebook, folder), "")
 
 
+def _cards(output: Path) -> dict[str, dict[str, Any]]:
+    record = output / RECORD
+    return json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+
+
 def _card(notebook: Path, outcome: Outcome, output: Path) -> dict[str, Any]:
     committed = nbformat.read(notebook, as_version=4)
     executed = output / notebook.name
@@ -170,6 +190,10 @@ def _card(notebook: Path, outcome: Outcome, output: Path) -> dict[str, Any]:
         "minutes": reading_minutes(committed),
         "picture": picture(committed, notebook.parent) or fresh,
     }
+
+
+def _outcome(card: dict[str, Any]) -> Outcome:
+    return Outcome(**{one.name: card[one.name] for one in fields(Outcome) if one.name in card})
 
 
 def _index(cards: dict[str, dict[str, Any]], output: Path) -> str:
@@ -190,7 +214,12 @@ def _card_html(card: dict[str, Any], output: Path) -> str:
     frame = f'<a href="{shown["name"]}.html">' if page_exists else "<a>"
     given = " ".join(f"{name}={value}" for name, value in card["parameters"].items())
     return CARD.substitute(
-        shown, frame=frame, image=image, seconds=f"{card['seconds']:.1f}", given=html.escape(given)
+        shown,
+        frame=frame,
+        image=image,
+        seconds=f"{card['seconds']:.1f}",
+        place=html.escape(place(_outcome(card))),
+        given=html.escape(given),
     )
 
 

@@ -24,12 +24,18 @@ class Interruption:
         self.reader, self._writer = multiprocessing.Pipe(duplex=False)
 
     def __enter__(self) -> Interruption:
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.take_over()
         return self
 
     def __exit__(self, *_exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def take_over(self) -> None:
+        """Receive the signals again, after a library has set handlers of its own."""
+        for number in SIGNALS:
+            signal.signal(number, self._note)
 
     @property
     def exit_code(self) -> int:

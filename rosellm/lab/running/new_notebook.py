@@ -18,8 +18,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser, command
 from rosellm.lab.running import readme
+from rosellm.lab.running.notebook_workers import NotebookError, kernel_environment
 from rosellm.lab.running.refresh_notebooks import execute, normalise
-from rosellm.lab.running.run_notebooks import NotebookError, kernel_environment
 from rosellm.roseinfer.recipe import BEFORE
 
 TO_BEGIN_WITH = "paged"

@@ -36,7 +36,8 @@ from rosellm.errors import RoseError
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.running.gallery import without_widgets
 from rosellm.lab.running.interruption import Interruption, kill_family
-from rosellm.lab.running.run_notebooks import NotebookError, kernel_environment, select
+from rosellm.lab.running.notebook_workers import NotebookError, kernel_environment
+from rosellm.lab.running.run_notebooks import select
 
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 LANGUAGE = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Literal
 
@@ -49,6 +49,10 @@ class Fleet:
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
     report_s: float = SLICE_S
 
+    def of(self, n: int) -> Fleet:
+        """So many of these replicas."""
+        return replace(self, n=n)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -64,6 +68,10 @@ class Outcome:
     failures: int
     lost_tokens: int
 
+    def since(self, seconds: float) -> Outcome:
+        """The same of those requests alone that came later."""
+        return replace(self, requests=[one for one in self.requests if one.arrival > seconds])
+
     def ttft(self, percent: float) -> float:
         """Seconds from arrival to the first token."""
         return float(np.percentile([one.first - one.arrival for one in self.requests], percent))
@@ -76,11 +84,6 @@ class Outcome:
         """The share of requests whose first token came, and then each next one, within these seconds."""
         kept = sum(one.first - one.arrival <= ttft_s and one.gap <= gap_s for one in self.requests)
         return kept / len(self.requests)
-
-    @property
-    def tokens_s(self) -> float:
-        """New tokens a second."""
-        return sum(one.new for one in self.requests) / self.seconds
 
 
 Kind = Literal["round", "fail", "back"]
@@ -99,19 +102,27 @@ class _Seat:
 
 
 def simulate_cluster(
-    arrivals: Sequence[Arrival], fleet: Fleet, router: AnyRouter, failures: Failures | None = None
+    arrivals: Sequence[Arrival],
+    fleet: Fleet,
+    router: AnyRouter,
+    failures: Failures | None = None,
+    running: Sequence[Arrival] = (),
 ) -> Outcome:
     """Serve all; each request is answered once, by the last replica that it was given to.
+
+    running: requests whose prompts are prefilled already, at 0; their first tokens count as given then. Where
+    a replica has no place left, they come like others.
 
     The requests of a replica that fails wait again, before all others. Raises ``RoseError`` if one is given
     to ``MOST_ATTEMPTS`` replicas, none of which lasts.
     """
-    run = _Run(sorted(arrivals, key=lambda one: one.seconds), fleet, router, failures)
+    run = Simulation([*running, *sorted(arrivals, key=lambda one: one.seconds)], fleet, router, failures)
+    run.resume(len(running))
     run.serve()
     return run.outcome()
 
 
-class _Run:
+class Simulation:
     """The clock, what is to happen, and the seats."""
 
     def __init__(
@@ -134,6 +145,13 @@ class _Run:
     def _seat(self, now: float) -> _Seat:
         fleet = self._fleet
         return _Seat(Replica(fleet.times, fleet.config, fleet.most, now))
+
+    def resume(self, n: int) -> None:
+        """Deal out the first ``n`` requests, which run already."""
+        for request in self._requests[:n]:
+            self._router.submit(Routed(request.number, request.prompt, request.new))
+        self._come = n
+        self._assign(Replica.resume)
 
     def serve(self) -> None:
         """Until every request has come and left."""
@@ -167,14 +185,14 @@ class _Run:
         self._router.submit(Routed(request.number, request.prompt, request.new))
         self._assign()
 
-    def _assign(self) -> None:
+    def _assign(self, give: Callable[[Replica, Request], None] = Replica.give) -> None:
         for index, number in self._router.assign():
             seat, request = self._seats[index], self._requests[number]
             request.begin()
             if request.attempts > MOST_ATTEMPTS:
                 raise RoseError(f"a request was given to {MOST_ATTEMPTS} replicas, and none lasted")
             seat.running[number] = request
-            seat.replica.waiting.append(request)
+            give(seat.replica, request)
             if seat.is_idle:
                 seat.is_idle = False
                 seat.replica.now = max(seat.replica.now, self._now)
@@ -185,25 +203,30 @@ class _Run:
         seat = self._seats[index]
         if life != seat.life:
             return
-        self._settle(seat)
-        self._assign()
+        if seat.finished:
+            self._settle(seat)
+        if self._now - seat.reported >= self._fleet.report_s:
+            self._report(seat)
         seat.is_idle = not seat.replica.is_busy
         if not seat.is_idle:
             seat.finished = seat.replica.round()
             self._push(seat.replica.now, "round", index, life)
 
     def _settle(self, seat: _Seat) -> None:
-        """Answer the finished requests, and tell the router; how far the others are, from time to time."""
+        """Answer the finished requests, and let others take their places."""
         for one in seat.finished:
             self._router.finish(one.number)
             del seat.running[one.number]
         self._left += len(seat.finished)
         seat.finished = []
-        if self._now - seat.reported >= self._fleet.report_s:
-            seat.reported = self._now
-            for number, one in seat.running.items():
-                if n_tokens := seat.replica.tokens_of(one):
-                    self._router.note(number, n_tokens)
+        self._assign()
+
+    def _report(self, seat: _Seat) -> None:
+        """Tell the router how far the replica's requests are."""
+        seat.reported = self._now
+        for number, one in seat.running.items():
+            if n_tokens := seat.replica.tokens_of(one):
+                self._router.note(number, n_tokens)
 
     def _lasts(self) -> float:
         assert self._failures is not None

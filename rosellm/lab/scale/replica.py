@@ -102,13 +102,24 @@ class Replica:
             return 0
         return 1 + min(request.new - 1, max(0, self._delivered - request.start))
 
+    def give(self, request: Request) -> None:
+        """It waits for its prefill."""
+        self.waiting.append(request)
+
+    def resume(self, request: Request) -> None:
+        """A request of two tokens or more, its prompt cached, the first one given, if there is a place."""
+        if self._active == self.most:
+            return self.give(request)
+        request.first, request.cached = self.now, request.prompt
+        self._admit([request])
+
     def round(self) -> list[Request]:
         """Begin a decode and a prefill, collect what has ended, deliver it at ``now``; who is finished."""
         has_decoded = self._rows > 0
         if has_decoded:
             self._decode()
         got = self._collect(self.times.run_ahead)
-        has_prefilled = self._prefill()
+        has_prefilled = bool(self.waiting) and self._prefill()
         got += self._collect(self.times.run_ahead if has_decoded or has_prefilled else 0)
         tokens, finished = 0, []
         for step in got:

@@ -31,13 +31,16 @@ class Sums:
         return end + max(0.0, end - at) / (last - before) * (n_bytes - last)
 
     def among(self, ranks: int) -> Sums:
-        """Planned, not measured: the latency stays, and a byte costs as much for each other rank.
+        """Planned, not measured: at each size the quicker of two ways, both told by what two ranks took.
 
-        So it is where every rank reads what each of the others has; a ring's byte costs less, and its
-        latency more.
+        Where every rank reads what each of the others has, the latency stays and bytes grow with the others;
+        in a ring latency grows with them, and bytes by their share ``2 (n - 1) / n`` (Patarasuk & Yuan 2009).
         """
         latency, others = self.us[0], (ranks - 1) / (self.ranks - 1)
-        return Sums(ranks, self.sizes, tuple(latency + (us - latency) * others for us in self.us))
+        share = others * self.ranks / ranks
+        bytes_us = [us - latency for us in self.us]
+        quicker = (min(latency + others * us, others * latency + share * us) for us in bytes_us)
+        return Sums(ranks, self.sizes, tuple(quicker))
 
 
 def read_sums(figures: Mapping[str, Any], *ways: str) -> Sums:

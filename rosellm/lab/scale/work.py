@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rosellm.lab.records.floors import Ceiling, floors_us, prefill_floors_us
 from rosellm.models.arch import Arch
@@ -21,6 +21,10 @@ class Cut:
     ceiling: Ceiling
     itemsize: int = 2
     ranks: int = 1
+
+    def on(self, ranks: int) -> Cut:
+        """The same on so many ranks."""
+        return replace(self, ranks=ranks)
 
     @property
     def part(self) -> Arch:

@@ -60,10 +60,11 @@ class Benchmark:
         return new_record(self.form, job.engine.device, **facts, results=results)
 
     def main(self, argv: list[str] | None = None) -> int:
-        """Parse, load, measure, and write the record if requested."""
-        return command(self._run)(argv)
+        """:meth:`run` as a command; its exit status."""
+        return command(self.run)(argv)
 
-    def _run(self, argv: list[str] | None) -> None:
+    def run(self, argv: list[str] | None) -> None:
+        """Parse, load, measure, and write the record if requested."""
         options = self.parse_options(argv)
         recipe = choose_recipe(options)  # reports a wrong choice before the model is loaded
         load = Load(options.hf_model_id, options.device, options.dtype, options.load_format)

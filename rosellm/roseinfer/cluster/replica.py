@@ -14,6 +14,8 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from rosellm.roseinfer.tensor_parallel import load_engine
 
+SLICE_S, STREAMING_SLICE_S = 0.05, 0.01  # between reports, of a call of LLM.generate and of streams
+
 
 @dataclass(frozen=True, slots=True)
 class Order:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from rosellm.errors import OptionError, RoseError, told
 from rosellm.models.loading import load_tokenizer_of, resolve_device
-from rosellm.roseinfer.cluster.replica import Replica
+from rosellm.roseinfer.cluster.replica import SLICE_S, STREAMING_SLICE_S, Replica
 from rosellm.roseinfer.cluster.router import Router
 from rosellm.roseinfer.cluster.runtime import Places, Runtime
 from rosellm.roseinfer.cluster.scheduler import ReplicaScheduler
@@ -23,8 +23,7 @@ from rosellm.roseinfer.serving.scheduler import Progress, batch_size_of, run_all
 from rosellm.roseinfer.tensor_parallel import check_cut
 from rosellm.roseinfer.text import IncrementalText
 
-OFFLINE_SLICE_S, INTERRUPTED_WITHIN_S = 0.05, 0.25
-STREAMING_SLICE_S = 0.01
+INTERRUPTED_WITHIN_S = 0.25
 MOST_REPLICAS = 1024
 BATCHES_AHEAD = 4
 
@@ -120,7 +119,7 @@ class Replicas(Owned):
     ) -> list[RequestOutput]:
         """As ``OneEngine.run``. Raises ``ClusterError`` once all replicas stay dead."""
         self._runtime.check_running()
-        scheduler = ReplicaScheduler(self, self._config, OFFLINE_SLICE_S, INTERRUPTED_WITHIN_S)
+        scheduler = ReplicaScheduler(self, self._config, SLICE_S, INTERRUPTED_WITHIN_S)
         self.own(scheduler, "LLM.generate")
         try:
             return run_all(scheduler, prompts, params, progress)

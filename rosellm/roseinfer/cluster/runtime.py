@@ -14,6 +14,7 @@ from typing import Any
 
 from rosellm.errors import ClusterError, DeviceError, told
 
+NEED_RAY = "data_parallel_size, ray_address and --cluster"
 EXTRA = "pip install 'rosellm[cluster]'"
 OLDEST = (2, 50)
 ANSWERS_WITHIN_S = 3.0
@@ -36,7 +37,7 @@ def import_ray() -> Any:
     try:
         found = version("ray")
     except PackageNotFoundError:
-        raise ClusterError(f"data_parallel_size and ray_address need Ray: {EXTRA}") from None
+        raise ClusterError(f"{NEED_RAY} need Ray: {EXTRA}") from None
     if tuple(map(int, re.findall(r"\d+", found)[:2])) < OLDEST:
         raise ClusterError(f"Ray {found} is too old; {wanted} or newer is needed: {EXTRA}")
     import ray
@@ -51,10 +52,13 @@ class Runtime:
     Ray allows one runtime a process. If it runs already, it is used, and never ended. Otherwise the first
     share joins the cluster at ``address`` ("auto": the one that Ray finds; "host:port"), or for None starts a
     local one, bound to the loopback, and the last :meth:`leave` disconnects from the former or ends the
-    latter. n_actors: how many the local one has room for. Raises ``ClusterError``.
+    latter. n_actors: how many the local one has room for. environment: Ray's runtime environment of all that
+    runs for this process, in a cluster that is joined. Raises ``ClusterError``.
     """
 
-    def __init__(self, address: str | None, n_actors: int) -> None:
+    def __init__(
+        self, address: str | None, n_actors: int = 1, environment: dict[str, Any] | None = None
+    ) -> None:
         global _users
         self.ray = import_ray()
         self._left = False
@@ -62,7 +66,7 @@ class Runtime:
             self._is_user = _users > 0 or not self.ray.is_initialized()
             _users += self._is_user
         try:
-            self._join(address, n_actors)
+            self._join(address, n_actors, environment)
         except BaseException:
             self.leave()
             raise
@@ -101,10 +105,10 @@ class Runtime:
             raise DeviceError(f"{needs}; {free} of the Ray cluster's {there} are free")
         return places
 
-    def _join(self, address: str | None, n_actors: int) -> None:
+    def _join(self, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:
         with _lock:
             if not self.ray.is_initialized():
-                _connect(self.ray, address, n_actors)
+                _connect(self.ray, address, n_actors, environment)
             elif address is not None:
                 self._check_same(address)
 
@@ -138,9 +142,10 @@ class Places:
             self._util.remove_placement_group(self._group)
 
 
-def _connect(ray: Any, address: str | None, n_actors: int) -> None:
+def _connect(ray: Any, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:
     if address is not None:
-        return _init(ray, address=_answering(address))
+        _check_answers(address)
+        return _init(ray, address=address, runtime_env=environment)  # of "auto" alone Ray takes its token
     with _local_settings(ray):
         _init(
             ray,
@@ -174,8 +179,8 @@ def _local_settings(ray: Any) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _answering(address: str) -> str:
-    """The "host:port" of a cluster, once something there has answered as Ray's head does.
+def _check_answers(address: str) -> None:
+    """Raises ``ClusterError`` unless something there answers as Ray's head does.
 
     Ray itself would try for a minute, and then end the process.
     """
@@ -183,7 +188,6 @@ def _answering(address: str) -> str:
     host, port = _host_and_port(where)
     if not _speaks_http2(host, port):
         raise ClusterError(f"no Ray cluster answers at {where!r} within {ANSWERS_WITHIN_S:g} s")
-    return where
 
 
 def _found() -> str:
@@ -194,14 +198,14 @@ def _found() -> str:
         return canonicalize_bootstrap_address("auto")
     except (ConnectionError, ValueError):
         raise ClusterError(
-            "ray_address 'auto' finds no running Ray cluster; give its host:port, or none for a local one"
+            "'auto' finds no running Ray cluster; give its host:port, or none for a local one"
         ) from None
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not colon or not host or "/" in host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ClusterError(f"ray_address is {told(address)}; give 'auto', or the host:port of a Ray head")
+        raise ClusterError(f"the Ray address is {told(address)}; give 'auto', or the host:port of a Ray head")
     return host.strip("[]"), int(port)
 
 

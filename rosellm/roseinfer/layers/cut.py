@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rosellm.models.model import Block, Projection, Transformer
-from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
-from rosellm.roseinfer.kernels.linear import some_rows
 from rosellm.roseinfer.kernels.peer_sums import SymmetricSums, make_sum_add_norm, peer_bytes
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, Kernels
-from rosellm.roseinfer.layers.fused import FusedLayers, Layers, plain_layers
+from rosellm.roseinfer.layers.fused import FusedLayers, Layers, fastest_products, plain_layers
 from rosellm.roseinfer.layers.products import (
     LibraryProducts,
     PackedProducts,
@@ -136,7 +134,10 @@ def cut_layers(
     if kernels.name == "torch":
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
         return lambda rows: packed
-    few, most = PlainProducts(model, kernels.few_rows_linear), some_rows(model.config.n_layer_parameters)
     some = SomeRowsProducts(model, kernels, lambda *_: 1)  # one sum, not one for each range of K
-    few_layers, some_layers = FusedLayers(model, few, kernels), FusedLayers(model, some, kernels)
-    return lambda rows: few_layers if rows <= FEW_ROWS else some_layers if rows <= most else library
+    layers: dict[str, Layers] = {
+        "few": FusedLayers(model, PlainProducts(model, kernels.few_rows_linear), kernels),
+        "some": FusedLayers(model, some, kernels),
+        "library": library,
+    }
+    return lambda rows: layers[fastest_products(rows, model.config.n_layer_parameters)]

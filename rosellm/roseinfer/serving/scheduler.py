@@ -56,6 +56,8 @@ class OnlineScheduler:
         self._prefilling: list[Sequence] = []  # admitted, prompt not fully begun; after a step at most one
         self._active: list[Sequence] = []  # those that decode; replaced, never mutated
         self._heard: Listeners | None = None
+        # A decode step that is held for prompts would be begun by a collection before they are known.
+        self._collect_meanwhile = _nobody if engine.step.holds_decode else self._collect
 
     @property
     def has_unfinished(self) -> bool:
@@ -107,7 +109,7 @@ class OnlineScheduler:
         run_ahead = self.engine.step.run_ahead
         try:
             begun, got = self._begin_decode()
-            got += self._collect(run_ahead)
+            got += self._collect_meanwhile(run_ahead)
             prefilled, ended = self._begin_prefill()
             got += ended + self._collect(run_ahead if begun + prefilled else 0)
         except BaseException as error:
@@ -295,6 +297,11 @@ class OnlineScheduler:
     def _store_result(self, sequence: Sequence) -> None:
         del self.requests[sequence.request_id]
         self.finished[sequence.request_id] = RequestOutput.of(sequence, self.engine.tokenizer)
+
+
+def _nobody(leave: int) -> list[list[Sequence]]:
+    """No step's sequences."""
+    return []
 
 
 class OfflineScheduler(OnlineScheduler):

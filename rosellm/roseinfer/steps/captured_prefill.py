@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from rosellm.roseinfer.kernels.prefill import BLOCK_M
-from rosellm.roseinfer.kernels.prefill_tiles import tile_columns
 from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
-from rosellm.roseinfer.steps.prompt_inputs import NO_CHUNKS, Chunks, PromptInputs, Shape
+from rosellm.roseinfer.steps.prompt_buffer import PromptBuffer
 from rosellm.roseinfer.steps.rows import NOBODY, Batch
 
 CAPTURED_TOKENS = 4096
@@ -45,20 +43,16 @@ class CapturedPrefill:
     """What ``packed`` does, padded with inert tokens and places, and replayed.
 
     Launching its kernels takes the host longer than running them takes the GPU. More than ``CAPTURED_TOKENS``
-    tokens, or ``PLACES[-1]`` sequences, are left to ``packed``. All graphs read one buffer: a run's places
-    end where its tokens begin, always at the same address, and only what it uses is sent. most_tokens: no
+    tokens, or ``PLACES[-1]`` sequences, are left to ``packed``. All graphs read one buffer. most_tokens: no
     prefill has more; larger graphs are not captured.
     """
 
     def __init__(self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, group: Group = ALONE) -> None:
         self.packed, self._graphs = packed, graphs
         self._most_tokens = min(bucket_of(most_tokens), CAPTURED_TOKENS)
-        largest = self._shape(self._most_tokens, PLACES[-1])
-        device, model = packed.state.rows.device, packed.model
-        self._tokens_at = largest.place_words
-        self._buffer = torch.zeros(largest.words, dtype=torch.int32, device=device)
-        width = model.config.d_model
-        self._hidden = torch.zeros(self._most_tokens, width, dtype=model.dtype, device=device)
+        self._buffer = PromptBuffer(packed, self._most_tokens, PLACES[-1])
+        model, width = packed.model, packed.model.config.d_model
+        self._hidden = torch.zeros(self._most_tokens, width, dtype=model.dtype, device=model.device)
         self._layer_runs: dict[int, Callable[[], object]] = {}
         self._token_runs: dict[tuple[int, str], Callable[[], Tensor]] = {}
         self._prepare = group.command("capture_prefill", self._prepared)
@@ -75,7 +69,7 @@ class CapturedPrefill:
             mode = self.packed.mode_of(chunks) if chunks.n_whole else None
             if not self._has(tokens, places, mode):
                 self._prepare(tokens, places, mode)
-            hidden = self._replay(self._filled(chunks, tokens, places), tokens, places, mode)
+            hidden = self._replay(self._buffer.fill(chunks, tokens, places), tokens, places, mode)
             return hidden, self.packed.rows.batch(chunks.whole) if chunks.n_whole else NOBODY
 
     def captures(self) -> list[Callable[[], object]]:
@@ -94,7 +88,7 @@ class CapturedPrefill:
 
     def _replayed(self, host: np.ndarray, tokens: int, places: int, mode: str | None) -> Tensor:
         """The part of :meth:`run` on the device; mode: of choosing first tokens, None if there are none."""
-        self.packed.send_filled(host, self._part(self._shape(tokens, places)))
+        self._buffer.send(host, tokens, places)
         self._layer_run(tokens)()
         return self._hidden if mode is None else self._token_run(places, mode)()
 
@@ -107,43 +101,25 @@ class CapturedPrefill:
         if mode is not None:
             self._token_run(places, mode)
 
-    def _filled(self, chunks: Chunks, tokens: int, places: int) -> np.ndarray:
-        shape = self._shape(tokens, places)
-        table_rows = range(PLACES[-1] - places, PLACES[-1])[: len(chunks.counts)]
-        columns = tile_columns(chunks.starts, chunks.counts, table_rows, BLOCK_M)
-        return self.packed.filled(chunks, columns, shape)
-
-    def _shape(self, tokens: int, places: int) -> Shape:
-        """With room for the tiles of as many sequences as there may be, one for each token."""
-        tiles = min(tokens, min(tokens, PLACES[-1]) + tokens // BLOCK_M)
-        return Shape(tokens, tiles, places, self.packed.row_words)
-
-    def _part(self, shape: Shape) -> Tensor:
-        """The part of the buffer that a run of this shape uses."""
-        start = self._tokens_at - shape.place_words
-        return self._buffer[start : start + shape.words]
-
     def _layer_run(self, tokens: int) -> Callable[[], object]:
         if tokens not in self._layer_runs:
-            shape = self._shape(tokens, PLACES[-1])
-            self._layer_runs[tokens] = self._captured(shape, partial(self._run_layers, shape))
+            run = partial(self._run_layers, tokens)
+            self._layer_runs[tokens] = self._captured(run, tokens, PLACES[-1])
         return self._layer_runs[tokens]
 
     def _token_run(self, places: int, mode: str) -> Callable[[], Tensor]:
         if (places, mode) not in self._token_runs:
-            shape = self._shape(1, places)
-            self._token_runs[places, mode] = self._captured(shape, partial(self._choose, shape, mode))
+            run = partial(self._choose, places, mode)
+            self._token_runs[places, mode] = self._captured(run, 1, places)
         return self._token_runs[places, mode]
 
-    def _captured(self, shape: Shape, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _captured(self, run: Callable[[], Tensor], tokens: int, places: int) -> Callable[[], Tensor]:
         """Warmed up with inert inputs, which write nothing but the spare row."""
-        self.packed.send_filled(self._filled(NO_CHUNKS, shape.tokens, shape.places), self._part(shape))
+        self._buffer.send_inert(tokens, places)
         return self._graphs.capture(run, run)
 
-    def _run_layers(self, shape: Shape) -> Tensor:
-        inputs = PromptInputs.of(self._part(shape), shape)
-        return self._hidden[: shape.tokens].copy_(self.packed.layers(inputs))
+    def _run_layers(self, tokens: int) -> Tensor:
+        return self._hidden[:tokens].copy_(self.packed.layers(self._buffer.layer_inputs(tokens)))
 
-    def _choose(self, shape: Shape, mode: str) -> Tensor:
-        inputs = PromptInputs.of(self._part(shape), shape)
-        return self.packed.first_tokens(inputs, self._hidden, mode)
+    def _choose(self, places: int, mode: str) -> Tensor:
+        return self.packed.first_tokens(self._buffer.place_inputs(places), self._hidden, mode)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.staging import StagingBuffer
@@ -96,7 +97,11 @@ class PackedPrefill:
         return self._staging.put(host).send(out)
 
     def layers(self, inputs: PromptInputs[Tensor]) -> Tensor:
-        """Run the model: final hidden states ``[N, C]``; a tile's table row is one of the places."""
+        """Run the model: final hidden states ``[N, C]``."""
+        return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, self.bind(inputs))
+
+    def bind(self, inputs: PromptInputs[Tensor]) -> Attend:
+        """Attention of these tokens, which also stores them; a tile's table row is one of the places."""
         tiles, config = Tiles(inputs.columns, BLOCK_M), self.model.config
         table = self.state.of(inputs.rows).table
 
@@ -115,7 +120,7 @@ class PackedPrefill:
                 window=config.window,
             )
 
-        return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, attend)
+        return attend
 
     def first_tokens(self, inputs: PromptInputs[Tensor], hidden: Tensor, mode: str) -> Tensor:
         """Write the rows, choose their tokens and advance them; hidden states ``[B, C]`` of last tokens."""

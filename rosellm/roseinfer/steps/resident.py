@@ -54,7 +54,7 @@ class ResidentStep:
     steps; None: each kernel is launched from Python.
     """
 
-    run_ahead = RUN_AHEAD
+    run_ahead, holds_decode = RUN_AHEAD, False
 
     def __init__(
         self,
@@ -108,28 +108,9 @@ class ResidentStep:
     @torch.inference_mode()
     def begin_decode(self, sequences: list[Sequence]) -> int:
         """Begin a step; returns how many rows it advances: 0 if all have been asked for their last token."""
-        if sequences is not self._listed:
-            self._reconcile(sequences)
-        if not self._in_flight:
-            self._send_edited()
-        batch = self.rows.running()
-        if not batch.rows:
-            return 0
-        with record_function(STEP_RANGE):
-            with record_function(f"{STEP_RANGE}.reserve"):
-                self.rows.grow(batch)
-                self.rows.silence()
-            bucket = min(batch_bucket(int(batch.indices[-1]) + 1), len(self.rows))
-            self._in_flight.start()
-            with record_function(f"{STEP_RANGE}.model"):
-                variant = self.bind.variant(bucket, int(self.rows.position[batch.indices].max()))
-                if batch is not self._wishes.batch:
-                    self._wishes = self._wishes_of(batch)
-                hidden = self._step(bucket, self._wishes.mode, variant)()
-                self._find_logprobs(hidden, self._wishes, batch.indices)
-            self._in_flight.note("decode", batch, tells=bool(self._wishes.asking.size))
-            self.rows.begin_step(batch, slice(bucket))
-            self._latest = hidden, sequences, batch
+        batch = self._to_run(sequences)
+        if batch.rows:
+            self._begin_step(sequences, batch)
         return len(batch.rows)
 
     def collect(self, leave: int = 0) -> Iterator[Done]:
@@ -166,12 +147,39 @@ class ResidentStep:
         """See :class:`Step`."""
         return 0 if self.graphs is None else self.graphs.count
 
+    def _to_run(self, sequences: list[Sequence]) -> Batch:
+        """The rows that a step for ``sequences`` would advance, brought up to date."""
+        if sequences is not self._listed:
+            self._reconcile(sequences)
+        if not self._in_flight:
+            self._send_edited()
+        return self.rows.running()
+
+    def _begin_step(self, sequences: list[Sequence], batch: Batch) -> None:
+        with record_function(STEP_RANGE):
+            with record_function(f"{STEP_RANGE}.reserve"):
+                self.rows.grow(batch)
+                self.rows.silence()
+            bucket = min(batch_bucket(int(batch.indices[-1]) + 1), len(self.rows))
+            self._in_flight.start()
+            with record_function(f"{STEP_RANGE}.model"):
+                variant = self.bind.variant(bucket, int(self.rows.position[batch.indices].max()))
+                if batch is not self._wishes.batch:
+                    self._wishes = self._wishes_of(batch)
+                hidden = self._step(bucket, self._wishes.mode, variant)()
+                self._find_logprobs(hidden, self._wishes, batch.indices)
+            self._in_flight.note("decode", batch, tells=bool(self._wishes.asking.size))
+            self.rows.begin_step(batch, slice(bucket))
+            self._latest = hidden, sequences, batch
+
     def _steps_of(self, bucket: int, modes: SequenceOf[str]) -> list[Callable[[], object]]:
         """Captures of the bucket's steps; contexts between powers of two have one variant of attention."""
-        powers = [1 << k for k in range((self._longest - 1).bit_length() + 1)]
-        variants = sorted({self.bind.variant(bucket, min(power, self._longest)) for power in powers})
-        keys = [(bucket, mode, variant) for variant in variants for mode in modes]
+        keys = [(bucket, mode, variant) for variant in self._variants_of(bucket) for mode in modes]
         return [partial(self._prepared, *key) for key in keys if key not in self._steps]
+
+    def _variants_of(self, rows: int) -> list[str]:
+        powers = [1 << k for k in range((self._longest - 1).bit_length() + 1)]
+        return sorted({self.bind.variant(rows, min(power, self._longest)) for power in powers})
 
     @torch.inference_mode()
     def last_logits(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from rosellm import LLM
 from rosellm.errors import DeviceError, PromptError, RoseError
 from rosellm.lab.diagnose.ceilings import find_ceilings
-from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose, diagnose_steps, steps_of
+from rosellm.lab.diagnose.diagnosis import MOST_CHARACTERS, Diagnosis, diagnose, diagnose_steps, steps_of
 from rosellm.lab.diagnose.rules import findings
 from rosellm.lab.diagnose.steps import (
     EngineSteps,
@@ -94,7 +94,8 @@ def test_a_deterministic_engine_is_diagnosed_with_its_own_recipe():
 
 
 def assert_told_for_a_cpu(found: Diagnosis) -> None:
-    text = str(found)
+    assert all(len(line) <= MOST_CHARACTERS for line in str(found).splitlines())
+    text = " ".join(str(found).split())
     assert not re.search("GPU|CUDA|kernel|launch", text)
     for figure in ("tokens a second", "times its floor", "GB/s", "GFLOP/s", "Tried here:", "Not determined:"):
         assert figure in text
@@ -102,7 +103,7 @@ def assert_told_for_a_cpu(found: Diagnosis) -> None:
 
 def test_a_step_that_nothing_bounds_is_told_so_with_what_remains():
     planted = profile(stretched=1.6)
-    text = str(Diagnosis(planted, findings(planted), (), (), "a CPU"))
+    text = " ".join(str(Diagnosis(planted, findings(planted), (), (), "a CPU")).split())
     assert "No rule reaches its threshold." in text and "in 0 % nothing runs" in text
     assert "142,857 times" not in text and "planted: batch 8, 256 tokens cached a sequence, float16" in text
 

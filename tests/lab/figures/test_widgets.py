@@ -11,7 +11,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.figures.widgets import FRAMES, WIDGET, Control, ControlError
 from rosellm.lab.running.gallery import without_widgets
-from rosellm.lab.running.run_notebooks import kernel_environment
+from rosellm.lab.running.notebook_workers import kernel_environment
 
 SET_UP = """
 import sys; sys.path.insert(0, {root!r})

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from rosellm.lab.running.new_notebook import draft
-from rosellm.lab.running.run_notebooks import NotebookError
+from rosellm.lab.running.notebook_workers import NotebookError
 
 ROOT = Path(__file__).parents[3]
-LAST = '    ("persistent_kernel", "dependent_launch", {"gemm": "persistent"}),\n'
+LAST = '    ("one_pass", "split_kv", {"prefill": "joined"}),\n'
 MINE = '    ("my_idea", "dependent_launch", {"prefill": "padded"}),\n'
 STILL_HOLD = (
     "tests/lab/figures/test_ladder.py",

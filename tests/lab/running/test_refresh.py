@@ -14,8 +14,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.figures.widgets import WIDGET
 from rosellm.lab.running.interruption import Interruption, is_running
+from rosellm.lab.running.notebook_workers import NotebookError
 from rosellm.lab.running.refresh_notebooks import add_pictures, draw, main, normalise
-from rosellm.lab.running.run_notebooks import NotebookError
 
 
 @pytest.fixture

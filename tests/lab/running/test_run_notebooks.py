@@ -20,16 +20,10 @@ import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from rosellm.lab.running import run_notebooks
+from rosellm.lab.running import notebook_workers
 from rosellm.lab.running.interruption import Interruption, is_running
-from rosellm.lab.running.run_notebooks import (
-    NotebookError,
-    check_parameters,
-    main,
-    parse_parameters,
-    run,
-    select,
-)
+from rosellm.lab.running.notebook_workers import NotebookError
+from rosellm.lab.running.run_notebooks import check_parameters, main, parse_parameters, run, select
 
 ROOT = Path(__file__).parents[3]
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
@@ -423,9 +417,9 @@ def test_a_page_that_cannot_be_made_is_told_in_one_line(tmp_path, monkeypatch):
     def fail(*_):
         raise ValueError("no template\nin any path")
 
-    monkeypatch.setattr(run_notebooks, "page", fail)
+    monkeypatch.setattr(notebook_workers, "page", fail)
     executed = tmp_path / "n.ipynb"
     nbformat.write(nbformat.v4.new_notebook(), executed)
-    told = run_notebooks._write_page(executed, tmp_path)
+    told = notebook_workers._write_page(executed, tmp_path)
     assert told == "executed, but its page was not made: ValueError: no template"
     assert not executed.with_suffix(".html").exists()

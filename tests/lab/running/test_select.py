@@ -2,7 +2,8 @@
 
 import pytest
 
-from rosellm.lab.running.run_notebooks import NotebookError, select
+from rosellm.lab.running.notebook_workers import NotebookError
+from rosellm.lab.running.run_notebooks import select
 
 
 @pytest.fixture

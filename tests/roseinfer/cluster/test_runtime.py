@@ -56,7 +56,7 @@ def test_a_missing_ray_is_told_with_the_way_to_get_it(monkeypatch):
         raise PackageNotFoundError
 
     monkeypatch.setattr(runtime, "version", missing)
-    told = "data_parallel_size and ray_address need Ray: pip install 'rosellm[cluster]'"
+    told = "data_parallel_size, ray_address and --cluster need Ray: pip install 'rosellm[cluster]'"
     assert refused(ClusterError) == told
     assert refused(ClusterError, data_parallel_size=1, ray_address="auto") == told
 
@@ -225,6 +225,13 @@ def test_a_cluster_of_ours_is_told_to_stay_on_the_loopback_and_report_to_nobody(
     assert ray.told == runtime.LOCAL and ray.loopback
     assert ray._private.ray_constants.ENABLE_RAY_CLUSTER
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1" and not set(runtime.LOCAL) <= set(os.environ)
+
+
+def test_auto_is_left_to_ray_which_takes_its_token_for_no_other_address(monkeypatch):
+    monkeypatch.setattr(runtime, "_check_answers", lambda _address: None)
+    ray = FakeRay()
+    share_of(ray, monkeypatch, "auto").leave()
+    assert ray.calls == ["auto", "shutdown"]
 
 
 def test_a_start_that_fails_keeps_no_share(monkeypatch):

@@ -16,7 +16,7 @@ from rosellm.models.model import Projection, Transformer, activated
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS, few_rows_linear_ref
 from rosellm.roseinfer.kernels.linear import parts_of, some_rows
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, choose_kernels
-from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers
+from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers, fastest_products
 from rosellm.roseinfer.layers.products import (
     LibraryProducts,
     NormedWeights,
@@ -104,6 +104,13 @@ def test_the_number_of_rows_chooses_the_products(device):
         (some_rows(1) + 1, LibraryProducts),
     ):
         assert isinstance(layers_for(rows), FusedLayers) and isinstance(layers_for(rows).products, products)
+
+
+def test_the_library_multiplies_large_layers_between_few_rows_and_many():
+    llama_8b = 218_112_000
+    kinds = {rows: fastest_products(rows, llama_8b) for rows in (1, 8, 12, 16, 32, 64, 65)}
+    assert [rows for rows, kind in kinds.items() if kind == "library"] == [12, 16, 32, 65]
+    assert kinds[8] == "few" and kinds[64] == "some"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -72,7 +72,7 @@ def run_program(engine: Engine, requests, seed: int) -> list[list[int]]:
 def poison(engine: Engine) -> None:
     """What no run has sent yet must not matter."""
     prompts = engine.step.prompts
-    prompts._buffer.fill_(GARBAGE)
+    prompts._buffer.words.fill_(GARBAGE)
     prompts._hidden.fill_(float("nan"))
     prompts.packed.state.rows[-1, 1:] = -1  # the spare row
 

@@ -1,13 +1,19 @@
 """The command that makes the committed records."""
 
 import json
+import os
+import platform
+import signal
 from argparse import Namespace
 
 import pytest
 
-from rosellm.lab.records import measure, recordings, step_records
-from rosellm.lab.records.sizes import SIZES
+from rosellm.lab import measure
+from rosellm.lab.records import recordings, step_records
+from rosellm.lab.records.sizes import SIZES, positions_needed
 from rosellm.lab.records.step_time import StepTimes
+from rosellm.lab.running.interruption import Interruption
+from rosellm.lab.running.sweep import Finished
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import WORKLOADS
@@ -63,7 +69,7 @@ def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_
     assert "prompt_tokens=96 for 512" in record["not_comparable"]
     said = capsys.readouterr()
     assert "Not comparable with W2's records: num_requests=6 for 64" in said.out
-    assert "counts, batch 4: paged" in said.err and "W7 dense" in said.err
+    assert "counts, batch 4: paged" in said.err and "W7-dense" in said.err
 
 
 def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turns(tmp_path, monkeypatch):
@@ -103,7 +109,89 @@ def test_a_full_size_changes_no_workload(workload):
 
 def test_every_job_of_either_size_fits_the_model_that_is_its_default():
     for size, shape in (("full", KNOWN_SHAPES["gpt2"]), ("small", load_config(checkpoint_folder(SHIPPED)))):
-        assert max(measure.positions_needed(SIZES[size]).values()) <= shape.n_positions
+        assert max(positions_needed(SIZES[size]).values()) <= shape.n_positions
+
+
+class Machines:
+    """In place of a sweep over a cluster without a GPU: every task runs here, but for those that fail."""
+
+    fails: tuple[str, ...] = ()
+    ran: list[str] = []
+
+    def __init__(self, _address: str, interruption: Interruption) -> None:
+        self.interruption = interruption
+        self.ran.clear()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exception: object) -> None: ...
+
+    def takes_gpu(self, device: str) -> bool:
+        return device == "cuda"
+
+    def call(self, task, on_gpu: bool):
+        return task()
+
+    def run(self, tasks, on_gpu: bool, unit: str):
+        for name, task in tasks.items():
+            self.ran.append(name)
+            yield name, Finished(error="lost") if name in self.fails else Finished("far", 1.0, task())
+            if self.interruption.number is not None:
+                return
+
+
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    """Runs the command over a fake cluster; its exit status."""
+    monkeypatch.setattr(measure, "Sweep", Machines)
+    out, small = f"--output={tmp_path / 'out'}", ("--workloads=W1", "--rungs=dense", "--repeats=1")
+    return lambda *options: measure.main(
+        ["--cluster=head:6379", out, *small, "--experiments=bookkeeping", *options]
+    )
+
+
+def test_a_sweep_lists_what_failed_and_the_next_one_makes_only_that(swept, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Machines, "fails", ("bookkeeping",))
+    assert swept() == 2
+    told = "FAILED bookkeeping: lost\nerror: 1 of 2 records are missing; the same command continues there\n"
+    assert capsys.readouterr().err == told
+    made = tmp_path / "out/W1-dense.json"
+    before = made.stat().st_mtime_ns
+    assert [path.name for path in made.parent.iterdir()] == [made.name]
+    assert json.loads(made.read_text())["environment"]["machine"] == platform.node()
+    monkeypatch.setattr(Machines, "fails", ())
+    assert swept() == 0
+    assert Machines.ran == ["bookkeeping"] and made.stat().st_mtime_ns == before
+    assert f"1 of 2 records are in {made.parent} already" in capsys.readouterr().out
+
+
+def test_a_sweep_that_is_interrupted_keeps_what_is_finished(swept, tmp_path, capsys, monkeypatch):
+    def make_record(name: str, *_given: object) -> dict:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"kind": name}
+
+    monkeypatch.setattr(measure, "make_record", make_record)
+    with pytest.raises(SystemExit) as leaving:
+        swept()
+    assert leaving.value.code == 128 + signal.SIGTERM
+    assert json.loads((tmp_path / "out/bookkeeping.json").read_text()) == {"kind": "bookkeeping"}
+    assert capsys.readouterr().err == "interrupted by SIGTERM: finished bookkeeping; not finished W1-dense\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (["--workloads=W99"], "workload 'W99' is unknown"),
+        (["--rungs=autotune"], "rung 'autotune' needs a GPU"),
+        (["--experiments=ceilings"], "experiment 'ceilings' needs a GPU"),
+    ],
+)
+def test_what_the_machines_cannot_run_is_told_before_anything_is_made(swept, tmp_path, capsys, asked, told):
+    assert swept(*asked) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and told in message
+    assert not (tmp_path / "out").exists() and not Machines.ran
 
 
 @pytest.mark.gpu

@@ -1,29 +1,22 @@
-"""Makes the committed records of a GPU: ``python -m rosellm.lab.records.measure --output FOLDER``.
-
-Every workload on every rung through the benchmark commands themselves, then the counted, compared and
-microbenchmarked figures that the notebooks draw. One JSON file each; a run that is cut off has lost only the
-file it was at. On a CPU everything is small: the shipped model, few rows, few tokens.
-"""
+"""The records that a machine can make of the engine: a job each, checked before any of them runs."""
 
 from __future__ import annotations
 
 import argparse
 import gc
-import sys
-import time
+import json
+import platform
+import tempfile
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from tqdm import tqdm
-from tqdm.contrib import DummyTqdmFile
 
-from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import PromptError, RoseError
 from rosellm.lab.records.bench import get_model
-from rosellm.lab.records.measured_model import add_model_options, settle
+from rosellm.lab.records.measured_model import settle
 from rosellm.lab.records.recordings import EXPERIMENTS, NEEDS_GPU, check_rung, runnable
 from rosellm.lab.records.sizes import positions_needed
 from rosellm.models.loading import load_parts, resolve_device
@@ -36,6 +29,8 @@ from rosellm.roseinfer.recipe import LADDER
 
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
 KV_APPEND = "kv_append"
+
+Job = Callable[[argparse.Namespace], None]  # writes its record to the folder ``output`` of its argument
 
 
 def benchmark_arguments(name: str, rung: str, arguments: argparse.Namespace) -> list[str]:
@@ -51,12 +46,37 @@ def benchmark_arguments(name: str, rung: str, arguments: argparse.Namespace) -> 
     return [str(text) for pair in options.items() for text in pair]
 
 
+def plan(arguments: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Job]]:
+    """``arguments`` completed for this machine, and the jobs asked for, by the names of their files.
+
+    Raises ``RoseError`` for anything that cannot run here.
+    """
+    arguments = settle(arguments, WORKLOADS["W1"])
+    return arguments, _jobs(arguments)
+
+
+def make_record(name: str, job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The record that ``job`` would write, with the name of the machine that made it."""
+    with tempfile.TemporaryDirectory() as folder:
+        job(argparse.Namespace(**vars(arguments) | {"output": Path(folder)}))
+        record = json.loads((Path(folder) / f"{name}.json").read_text(encoding="utf-8"))
+    free_memory()
+    record["environment"]["machine"] = platform.node()
+    return record
+
+
+def free_memory() -> None:
+    """So that one job's engines do not crowd the next one's KV cache."""
+    get_model.cache_clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def measure_workload(workload: str, rung: str, arguments: argparse.Namespace) -> None:
     """One benchmark command, its record kept as ``WORKLOAD-RUNG.json``."""
     benchmark, target = BENCHMARKS[WORKLOADS[workload].form], arguments.output / f"{workload}-{rung}.json"
-    status = benchmark.main([*benchmark_arguments(workload, rung, arguments), "--json", str(target)])
-    if status:  # the benchmark has told why
-        raise SystemExit(status)
+    benchmark.run([*benchmark_arguments(workload, rung, arguments), "--json", str(target)])
 
 
 def measure_experiment(name: str, arguments: argparse.Namespace) -> None:
@@ -66,59 +86,14 @@ def measure_experiment(name: str, arguments: argparse.Namespace) -> None:
     write_record(arguments.output / f"{name}.json", record)
 
 
-def measure_kv_append(_name: str, arguments: argparse.Namespace) -> None:
+def measure_kv_append(arguments: argparse.Namespace) -> None:
     """The append microbenchmark, its record kept as ``kv_append.json``."""
     target = str(arguments.output / f"{KV_APPEND}.json")
     sizes = ",".join(map(str, arguments.size.batches(128, 256, 512, 1024, 2048)))
-    status = benchmark_kv_append.main(
-        ["--device", arguments.device, "--batch-sizes", sizes, "--json", target]
-    )
-    if status:  # as above
-        raise SystemExit(status)
+    benchmark_kv_append.run(["--device", arguments.device, "--batch-sizes", sizes, "--json", target])
 
 
-@command
-def main(argv: list[str] | None = None) -> None:
-    """Check everything that is asked for, then measure it job by job."""
-    arguments = _arguments(argv)
-    jobs = _jobs(arguments)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    with redirect_stdout(DummyTqdmFile(sys.stdout)), tqdm(jobs, unit="job") as bar:  # type: ignore[type-var]
-        for name, job in bar:
-            bar.set_postfix_str(name)
-            start = time.perf_counter()
-            job()
-            _free_memory()
-            tqdm.write(f"[{time.perf_counter() - start:6.1f} s] {name}")
-
-
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The options; what depends on the device is chosen, its model by the size."""
-    return settle(_parser().parse_args(argv), WORKLOADS["W1"])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(prog="python -m rosellm.lab.records.measure", description=__doc__)
-    add = parser.add_argument
-    add("--output", type=Path, required=True, help="folder for the records; made if missing")
-    add("--workloads", default="W0,W1,W2,W3,W4,W5", help="comma-separated; '' for none")
-    add("--rungs", help="comma-separated; default: all that can run here")
-    add("--experiments", help="comma-separated; '' for none; default: all that can run here")
-    add_model_options(parser)
-    add("--repeats", type=whole_number(1), default=3, help="measured runs of each benchmark")
-    return parser
-
-
-def _free_memory() -> None:
-    """So that one job's engines do not crowd the next one's KV cache."""
-    get_model.cache_clear()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _jobs(arguments: argparse.Namespace) -> list[tuple[str, Callable[[], None]]]:
-    """Everything asked for, checked by name before anything runs."""
+def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
     on_gpu, known = arguments.device == "cuda", [*EXPERIMENTS, KV_APPEND]
     here = [name for name in known if on_gpu or name not in NEEDS_GPU]
     workloads = _listed("workload", arguments.workloads, WORKLOADS)
@@ -130,15 +105,14 @@ def _jobs(arguments: argparse.Namespace) -> list[tuple[str, Callable[[], None]]]
     for rung in rungs:
         check_rung(rung, arguments.device)
     _check_positions(names, workloads, arguments)
-    jobs: list[tuple[str, Callable[[], None]]] = []
-    for name in names:
-        job = measure_kv_append if name == KV_APPEND else measure_experiment
-        jobs.append((name, partial(job, name, arguments)))
-    return jobs + [
-        (f"{workload} {rung}", partial(measure_workload, workload, rung, arguments))
+    jobs: dict[str, Job] = {
+        name: measure_kv_append if name == KV_APPEND else partial(measure_experiment, name) for name in names
+    }
+    return jobs | {
+        f"{workload}-{rung}": partial(measure_workload, workload, rung)
         for workload in workloads
         for rung in rungs
-    ]
+    }
 
 
 def _check_positions(names: list[str], workloads: list[str], arguments: argparse.Namespace) -> None:
@@ -161,7 +135,3 @@ def _listed(what: str, text: str, known: Iterable[str]) -> list[str]:
     if unknown:
         raise RoseError(f"{what} {unknown[0]!r} is unknown; use {', '.join(known)}")
     return names
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,0 +1,170 @@
+"""How a model is cut over ranks: what of each matrix, how many bytes and sums; and sums as they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rosellm.models.arch import Arch
+from rosellm.models.families.table import KNOWN_SHAPES
+from rosellm.models.model import Transformer
+from rosellm.models.part import Part
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.ranks.group import ALONE
+from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+
+MODERN = ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
+MODELS = {name.partition("/")[2]: KNOWN_SHAPES[name] for name in MODERN}
+WATCHED = replace(LADDER["split_kv"], runner="eager")  # its sums are calls, on a GPU too
+SUMS_A_LAYER = 2  # after ``out`` and after ``down``
+
+
+class Region(NamedTuple):
+    """Rows and columns of a matrix that one rank has."""
+
+    rank: int
+    rows: range
+    columns: range
+
+
+@dataclass(frozen=True)
+class CutMatrix:
+    """A whole matrix ``[rows, columns]``, and what each rank has of it."""
+
+    name: str
+    rows: int
+    columns: int
+    regions: list[Region]
+
+    @property
+    def is_cut_by_columns(self) -> bool:
+        return any(len(region.columns) < self.columns for region in self.regions)
+
+    def elements(self, rank: int) -> int:
+        return sum(len(one.rows) * len(one.columns) for one in self.regions if one.rank == rank)
+
+
+def cut_matrices(arch: Arch, n_ranks: int) -> list[CutMatrix]:
+    """The matrices that a decode step reads of one layer, and the head. Raises ``OptionError``."""
+    parts = [Part(rank, n_ranks) for rank in range(n_ranks)]
+    parts[0].check(arch)
+    with torch.device("meta"):
+        whole = Transformer(arch)
+    shapes = {name: one.shape for name, one in whole.blocks[0].named_parameters() if one.dim() == 2}
+    shapes["lm_head.weight"] = whole.lm_head.weight.shape
+    found = []
+    for name, (rows, columns) in shapes.items():
+        regions = [
+            region for part in parts for region in _regions(f"blocks.0.{name}", part, arch, rows, columns)
+        ]
+        found.append(CutMatrix(name.removesuffix(".weight"), rows, columns, regions))
+    return found
+
+
+def _regions(name: str, part: Part, arch: Arch, rows: int, columns: int) -> Iterator[Region]:
+    first = 0
+    for piece in part.pieces(name, arch, rows):
+        kept = range(first + piece.kept.start, first + piece.kept.stop)
+        yield Region(part.rank, kept, part.columns(name, columns))
+        first += piece.n_rows
+
+
+def step_bytes(arch: Arch, n_ranks: int = 1, itemsize: int = 2) -> int:
+    """Bytes of weights that rank 0 reads in a decode step: its parts of all layers and of the head."""
+    *layer, head = cut_matrices(arch, n_ranks)
+    return itemsize * (arch.n_layers * sum(one.elements(0) for one in layer) + head.elements(0))
+
+
+def sums_a_step(arch: Arch) -> int:
+    """All-reduces of a decode step."""
+    return SUMS_A_LAYER * arch.n_layers
+
+
+@dataclass
+class SummedStep:
+    """A decode step on rank 0: when it began and ended, each of its sums, in seconds, and their bytes."""
+
+    start: float
+    end: float
+    sums: list[tuple[float, float]]
+    n_bytes: list[int]
+
+    @property
+    def computing(self) -> list[tuple[float, float]]:
+        """The stretches between the sums."""
+        edges = [self.start, *(at for both in self.sums for at in both), self.end]
+        return [both for i, both in enumerate(pairwise(edges)) if i % 2 == 0]
+
+    @property
+    def share(self) -> float:
+        """Of the step that the sums take, waiting for the other ranks included."""
+        return sum(end - start for start, end in self.sums) / (self.end - self.start)
+
+
+@dataclass
+class _Watched:
+    """Collectives that note when each sum began and ended."""
+
+    collectives: Any
+    sums: list[tuple[float, float, int]] = field(default_factory=list)
+
+    def summed(self, x: Tensor) -> Tensor:
+        begin = perf_counter()
+        result = self.collectives.summed(x)
+        self.sums.append((begin, perf_counter(), x.nbytes))
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.collectives, name)
+
+
+def few_gpus_device(n_ranks: int, device: torch.device) -> str:
+    """Where so many ranks run: on ``device``, or on the CPU if there are fewer GPUs."""
+    return "cpu" if torch.cuda.device_count() < n_ranks else device.type
+
+
+def decoded(
+    engine: Engine, prompts: list[list[int]], n_steps: int
+) -> tuple[list[list[int]], list[SummedStep]]:
+    """Greedy tokens of these prompts, and the decode steps that gave them, with their sums.
+
+    A captured step's sums are not seen.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=n_steps + 1, ignore_eos=True)
+    sequences = [engine.make_sequence(prompt, params) for prompt in prompts]
+    engine.prefill(sequences)
+    with _watched(engine) as watched:
+        steps = [_step(engine, sequences, watched) for _ in range(n_steps)]
+    for sequence in sequences:
+        engine.release(sequence)
+    return [sequence.output for sequence in sequences], steps
+
+
+def _step(engine: Engine, sequences: list[Sequence], watched: _Watched) -> SummedStep:
+    watched.sums, start = [], perf_counter()
+    engine.decode(sequences)
+    end = perf_counter()
+    return SummedStep(start, end, [one[:2] for one in watched.sums], [one[2] for one in watched.sums])
+
+
+@contextmanager
+def _watched(engine: Engine) -> Iterator[_Watched]:
+    group: Any = engine.group
+    watched = _Watched(None if group is ALONE else group.collectives)
+    if group is ALONE:
+        yield watched
+        return
+    group.collectives = watched
+    try:
+        yield watched
+    finally:
+        group.collectives = watched.collectives

@@ -1,0 +1,354 @@
+"""Measure prompts that join the decode step against prompts in passes of their own, in turns.
+
+Three things, each with both ways of one recipe, the device's best: whole runs of workload W8; a decode step
+and a prompt beside it, by rows and prompt tokens; and the inter-token latency of running requests beside a
+long prompt, in chunks and as one whole. The record is DIR/one_pass.json, of another model than W8's own in
+DIR/MODEL.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.lab.records import arrivals
+from rosellm.lab.records.bench import make_prompts
+from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
+from rosellm.lab.records.passes import JOINED, Pass, counted, passes_of
+from rosellm.lab.records.records import Results, number, percent_change
+from rosellm.lab.records.sizes import Size
+from rosellm.lab.records.verdicts import Verdict
+from rosellm.models.loading import AnyTokenizer, load_parts
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.bench.job import Job, make_engine, scheduler_config
+from rosellm.roseinfer.bench.prompts import make_prompts as requested_prompts, request_params
+from rosellm.roseinfer.bench.record import new_record, write_record
+from rosellm.roseinfer.bench.runs import mode_result
+from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
+from rosellm.roseinfer.benchmark_scheduler import BENCHMARK as SCHEDULER, run_scheduler_benchmark
+from rosellm.roseinfer.benchmark_streaming import (
+    BENCHMARK as STREAMING,
+    StreamingLoad,
+    run_streaming_benchmark,
+)
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import LADDER, Recipe, best_rung
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
+from rosellm.roseinfer.steps.joined_pass import JOINED_TOKENS
+
+NAME = "one_pass"
+WORKLOAD = WORKLOADS["W8"]
+APART = "apart"
+ROWS = (8, 64, 256)
+CONTEXT, IN_FLIGHT = 256, 6  # cached tokens of a row, steps that are not waited for
+LONG_CHUNK = 128  # of a long prompt of less than FEW_TOKENS tokens
+FEW_TOKENS = 4096
+SOON_MS = 30  # after which such a prompt comes on a GPU, where the others take less than 100 ms
+
+Ways = dict[str, Recipe]
+
+
+def ways_of(device: torch.device) -> Ways:
+    """The device's best recipe, with prompts in passes of their own, and joined with the decode step."""
+    best = LADDER[best_rung(device)]
+    return {APART: replace(best, prefill="packed"), JOINED: replace(best, prefill="joined")}
+
+
+def measure_runs(
+    gpt: Transformer, tokenizer: AnyTokenizer, ways: Ways, options: Namespace, turns: int
+) -> dict[str, dict[str, Any]]:
+    """Whole runs of W8, each way's as of ``benchmark_scheduler``, and the passes that one of them takes."""
+    prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
+    longest = max(map(len, prompts))
+    jobs = {
+        way: Job(
+            make_engine(options, recipe, gpt, tokenizer, longest), prompts, params, scheduler_config(options)
+        )
+        for way, recipe in ways.items()
+    }
+    passes = {way: _passes(job) for way, job in jobs.items()}  # which warms up, too
+    repeats: dict[str, list[dict[str, Any]]] = {way: [] for way in jobs}
+    for _ in range(turns):
+        for way, job in jobs.items():
+            repeats[way] += run_scheduler_benchmark(job, warmup_runs=0, repeat_runs=1)["repeats"]
+    return {way: {"passes": passes[way], **mode_result("online", 1, repeats[way])} for way in jobs}
+
+
+def _passes(job: Job) -> dict[str, int]:
+    run = partial(run_scheduler_benchmark, job, warmup_runs=0, repeat_runs=1)
+    return counted(passes_of(job.engine, run))
+
+
+def beside_seconds(engine: Engine, rows: int, context: int, tokens: int, repeats: int) -> list[float]:
+    """Seconds of a decode step of ``rows`` and a prompt of ``tokens`` tokens beside it, each time.
+
+    context: cached tokens of a row at first. Steps are begun ahead, so that the device need not wait.
+    """
+    vocabulary, n = engine.config.vocab_size, repeats + IN_FLIGHT
+    running = _sequences(engine, make_prompts(rows, context, vocabulary), n + 2)
+    engine.prefill(running)
+    prompts = _sequences(engine, make_prompts(n, tokens, vocabulary), 1)
+    seconds: list[float] = []
+    for prompt in prompts:
+        engine.begin_decode(running)
+        engine.begin_prefill([prompt])
+        seconds += [done.seconds for done in engine.step.collect(IN_FLIGHT)]
+        for ended in [one for one in prompts if one.is_finished and one.block_ids[0]]:
+            engine.release(ended)
+    seconds += [done.seconds for done in engine.step.collect()]
+    for sequence in running + prompts:
+        engine.release(sequence)
+    pairs = zip(seconds[::2], seconds[1::2], strict=True)
+    return [decode + prefill for decode, prefill in pairs][IN_FLIGHT:]
+
+
+def _sequences(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return [engine.make_sequence(prompt, params) for prompt in prompts]
+
+
+def measure_beside(
+    gpt: Transformer, ways: Ways, size: Size, turns: int, repeats: int = 20
+) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Rows → prompt tokens → way → µs of a decode step and a prompt beside it, the median of each turn."""
+    batches, lengths = size.batches(*ROWS), size.contexts(*JOINED_TOKENS)
+    positions = gpt.config.n_positions
+    context = min(CONTEXT, size.prompt, positions - repeats - IN_FLIGHT - 3)
+    lengths = sorted({min(n, positions - 1) for n in lengths})
+    options: dict[str, Any] = {
+        "max_batch_size": max(batches) + 2 * IN_FLIGHT,
+        "num_kv_blocks": max(batches) * blocks_for(context + repeats + IN_FLIGHT + 2, 64)
+        + 2 * IN_FLIGHT * blocks_for(lengths[-1] + 1, 64),
+    }
+    engines = {way: Engine(gpt, recipe=recipe, **options) for way, recipe in ways.items()}
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for rows in batches:
+        for tokens in lengths:
+            own: dict[str, list[float]] = {way: [] for way in ways}
+            for _ in range(turns):
+                for way, engine in engines.items():
+                    seconds = beside_seconds(engine, rows, context, tokens, repeats)
+                    own[way].append(round(median(seconds) * 1e6, 3))
+            found.setdefault(str(rows), {})[str(tokens)] = own
+    return found
+
+
+def measure_long_prompt(
+    gpt: Transformer, tokenizer: AnyTokenizer, ways: Ways, given: list[str], turns: int
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Way → "chunked" and "whole" → figures of running requests beside a long prompt."""
+    options = STREAMING.parse_options(given)
+    prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
+    times = tuple(one.seconds for one in options.trace)
+    load = StreamingLoad(times=times, ends_with_long_prompt=True)
+    config = scheduler_config(options)
+    configs = {"chunked": config, "whole": replace(config, prefill_chunk=None)}
+    jobs: dict[tuple[str, str], Job] = {}
+    for way, recipe in ways.items():
+        engine = make_engine(options, recipe, gpt, tokenizer, max(map(len, prompts)))
+        jobs |= {(way, kind): Job(engine, prompts, params, config) for kind, config in configs.items()}
+    repeats: dict[tuple[str, str], list[dict[str, Any]]] = {key: [] for key in jobs}
+    for turn in range(turns + 1):
+        for key, job in jobs.items():
+            run = run_streaming_benchmark(job, load, warmup_runs=0, repeat_runs=1)["repeats"]
+            repeats[key] += run if turn else []
+    return {way: {kind: mode_result(kind, 1, repeats[way, kind]) for kind in configs} for way in ways}
+
+
+def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
+    """As typed for ``benchmark_streaming``: as long a prompt as the model has positions for joins others."""
+    few = min(arrivals.LONG_RUNNING.num_requests, size.requests)
+    running = replace(arrivals.LONG_RUNNING, num_requests=few, max_batch_size=few + 1)
+    tokens = min(arrivals.LONG_TOKENS, gpt.config.n_positions - running.max_new_tokens)
+    chunk = LONG_CHUNK if tokens < FEW_TOKENS else arrivals.LONG_CHUNK
+    soon = tokens < FEW_TOKENS and gpt.device.type == "cuda"
+    after_ms = SOON_MS if soon else arrivals.LONG_AFTER_MS
+    return arrivals.long_prompt_options(tokens, chunk, running, after_ms)
+
+
+def measure(arguments: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> dict[str, Any]:
+    """All figures; tells each part's as it is done."""
+    ways, size, turns = ways_of(gpt.device), arguments.size, arguments.repeats
+    of_model = ["--hf-model-id", arguments.model, "--device", gpt.device.type]
+    of_model += ["--load-format", arguments.load_format]
+    sized = [str(text) for pair in _sized(size).items() for text in pair]
+    options = SCHEDULER.parse_options([*sized, *of_model])
+    runs = measure_runs(gpt, tokenizer, ways, options, turns)
+    print(told_runs(runs), flush=True)
+    _free()
+    beside = measure_beside(gpt, ways, size, turns)
+    print(told_beside(beside), flush=True)
+    _free()
+    given = long_prompt_options(gpt, size)
+    long = measure_long_prompt(gpt, tokenizer, ways, [*given, *of_model], turns)
+    print(told_long(long), flush=True)
+    return {
+        "ways": {way: recipe.as_dict() for way, recipe in ways.items()},
+        "runs": runs,
+        "beside_us": beside,
+        "long_prompt": {"options": given, **long},
+    }
+
+
+def _sized(size: Size) -> dict[str, Any]:
+    """Options of workload W8, no larger than ``size``; a list of one value is told by its text."""
+    return {name: value for name, value in size.options(WORKLOAD).items() if value is not None}
+
+
+def told_runs(runs: Mapping[str, dict[str, Any]]) -> str:
+    """Whole runs in one line."""
+    shown = []
+    for way, run in runs.items():
+        tok_s, passes = run["medians"]["total_throughput_tok_s"], sum(run["passes"].values())
+        shown.append(f"{way} {number(tok_s)} tok/s in {passes} passes")
+    return f"{WORKLOAD.id}: {' · '.join(shown)}"
+
+
+def told_beside(beside: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> str:
+    """A line for each number of rows and tokens."""
+    return "\n".join(
+        f"{rows} rows, a prompt of {tokens}: "
+        + " · ".join(f"{way} {number(median(us))} µs" for way, us in both.items())
+        for rows, lengths in beside.items()
+        for tokens, both in lengths.items()
+    )
+
+
+def told_long(long: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """A line for each way and kind."""
+    keys = {"p50": "itl_beside_p50_s", "p99": "itl_beside_p99_s", "its TTFT": "long_prompt_ttft_s"}
+    return "\n".join(
+        f"beside a long prompt, {kind}, {way}: ITL "
+        + ", ".join(f"{name} {one['medians'][key] * 1e3:.2f} ms" for name, key in keys.items())
+        for way, kinds in long.items()
+        for kind, one in kinds.items()
+    )
+
+
+def recorded(results: Results) -> dict[str, dict[str, Any]]:
+    """Model → the recorded figures of :func:`measure`; W8's own model first."""
+    paths = [*results.folder.glob(f"{NAME}.json"), *sorted(results.folder.glob(f"*/{NAME}.json"))]
+    records = [Results(path.parent).load(NAME) for path in paths]
+    return {Path(record["model"]).name: record["figures"] for record in records}
+
+
+BESIDE_HEADS = ["rows", "prompt tokens", "apart, µs", "joined, µs", "change"]
+LONG_HEADS = ["a long prompt, ms", "", "ITL p50 beside", "p99", "its TTFT"]
+LONG_KEYS = "itl_beside_p50_s", "itl_beside_p99_s", "long_prompt_ttft_s"
+
+
+def beside_rows(figures: Mapping[str, Any]) -> list[list[Any]]:
+    """A decode step and a prompt beside it, by rows and prompt tokens: medians of the turns."""
+    rows = []
+    for batch, lengths in figures["beside_us"].items():
+        for tokens, both in lengths.items():
+            apart, joined = (median(both[way]) for way in (APART, JOINED))
+            rows.append([int(batch), int(tokens), apart, joined, percent_change(apart, joined)])
+    return rows
+
+
+def long_rows(figures: Mapping[str, Any]) -> list[list[Any]]:
+    """Latencies beside a long prompt, medians of the turns."""
+    both = figures["long_prompt"]
+    return [
+        [kind, way, *(both[way][kind]["medians"][key] * 1e3 for key in LONG_KEYS)]
+        for kind in ("chunked", "whole")
+        for way in (APART, JOINED)
+    ]
+
+
+class LiveRun(NamedTuple):
+    """A run's passes, each request's new tokens, and how long it took."""
+
+    passes: list[Pass]
+    tokens: list[list[int]]
+    seconds: float
+
+
+def both_ways(gpt: Transformer, workload: Workload) -> dict[str, LiveRun]:
+    """The requests of a workload served both ways, one after the other, after a run that warms up."""
+    typed = arrivals.streaming_options(workload, workload.num_requests)
+    options = STREAMING.parse_options(typed)
+    prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
+    given = options, prompts, params
+    most = workload.max_batch_size
+    engines = {way: Engine(gpt, recipe=one, max_batch_size=most) for way, one in ways_of(gpt.device).items()}
+    return {way: _live_run(engine, *given) for way, engine in engines.items()}
+
+
+def _live_run(engine: Engine, options: Namespace, prompts: Any, params: list[SamplingParams]) -> LiveRun:
+    def serve() -> list[list[int]]:
+        outputs = OfflineScheduler(engine, scheduler_config(options)).run(prompts, params)
+        return [output.token_ids for output in outputs]
+
+    tokens = serve()
+    start = perf_counter()
+    passes = passes_of(engine, serve)
+    return LiveRun(passes, tokens, perf_counter() - start)
+
+
+def told_verdict(model: str, figures: Mapping[str, Any], predicted: tuple[float, float]) -> str:
+    """What the record decides, and whether the gain lies in the predicted range."""
+    found, (least, most) = verdict_of(figures), predicted
+    kept = {1: "kept", -1: "not kept", 0: "left aside"}[found.sign]
+    inside = "as" if least <= found.ratio - 1 <= most else "not as"
+    return (
+        f"**{model}: {kept}.** Joined, {found.workload} changes by {found.change} ({found.word}), {inside} "
+        f"predicted: +{least:.0%} to +{most:.0%}."
+    )
+
+
+def verdict_of(figures: Mapping[str, Any]) -> Verdict:
+    """Whole runs, prompts apart and then joined; every turn counts, so there is no noise beyond theirs."""
+    before, after = (
+        [run["total_throughput_tok_s"] for run in figures["runs"][way]["repeats"]] for way in (APART, JOINED)
+    )
+    return Verdict(WORKLOAD.id, before, after, noise=0.0)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
+    add_model_options(parser)
+    add = parser.add_argument
+    add("--repeats", type=whole_number(1), default=5, metavar="N", help="measured turns of each way")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of the records")
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Measure and write the record."""
+    arguments = settle(_parser().parse_args(argv), WORKLOAD)
+    gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
+    folder = folder_of(arguments.output, arguments.model, WORKLOAD)
+    figures = measure(arguments, gpt, tokenizer)
+    facts = {
+        "model": arguments.model,
+        "workload": WORKLOAD.id,
+        "dtype": str(gpt.dtype).removeprefix("torch."),
+    }
+    write_record(folder / f"{NAME}.json", new_record(NAME, gpt.device, **facts, figures=figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

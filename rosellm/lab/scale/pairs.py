@@ -1,0 +1,86 @@
+"""Planned against recorded runs on one and on two GPUs: that share a model, and with a replica on each."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rosellm.lab.records import all_reduce, two_gpus
+from rosellm.lab.records.floors import Ceiling
+from rosellm.lab.records.records import Results
+from rosellm.lab.scale.cluster import Fleet, simulate_cluster
+from rosellm.lab.scale.fitting import ceiling_of
+from rosellm.lab.scale.routers import fewest_tokens
+from rosellm.lab.scale.step_model import Achieved, StepModel
+from rosellm.lab.scale.sums import read_sums
+from rosellm.lab.scale.work import Cut
+from rosellm.models.families.table import read_arch
+from rosellm.roseinfer.bench.arrivals import Arrival
+from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens
+
+FIGURE = "total_time_s"
+
+
+@dataclass(frozen=True)
+class PairCheck:
+    """Seconds of a whole run. side: "1", "2", or "2 WAY", how two that share a model sum."""
+
+    model: str
+    workload: str
+    side: str
+    measured: float
+    planned: float
+
+    @property
+    def error(self) -> float:
+        """Of the planned time, as a share of the measured one."""
+        return self.planned / self.measured - 1
+
+
+def pair_checks(results: Results, achieved: Achieved) -> list[PairCheck]:
+    """Of every recorded run on two GPUs of this device, and on one beside it; none if none are recorded.
+
+    Runs whose way to sum is not in the record ``all_reduce`` are left out.
+    """
+    return [one for model in two_gpus.recorded_models(results) for one in _checks(results, model, achieved)]
+
+
+def _checks(results: Results, model: str, achieved: Achieved) -> Iterator[PairCheck]:
+    record, sums = two_gpus.recorded(results, model), all_reduce.recorded(results)
+    ceiling = ceiling_of(results)
+    for kind, workloads in record["figures"].items():
+        for name, sides in workloads.items():
+            for side, figures in sides.items():
+                way = side.partition(" ")[2]
+                if way and way not in sums.get("us", {}):
+                    continue
+                fleet = _fleet(record, name, kind, side, achieved, ceiling, sums)
+                measured = figures["medians"][FIGURE]
+                yield PairCheck(model, name, side, measured, _planned_s(record["workloads"][name], fleet))
+
+
+def _fleet(
+    record: Mapping[str, Any],
+    name: str,
+    kind: str,
+    side: str,
+    achieved: Achieved,
+    ceiling: Ceiling,
+    sums: Mapping[str, Any],
+) -> Fleet:
+    n, _, way = side.partition(" ")
+    cut, most = Cut(read_arch(record["model_shape"]), ceiling), record["workloads"][name]["max_batch_size"]
+    if kind == "replicas" or not way:
+        return Fleet(int(n), StepModel(cut, achieved, most), most)
+    shared = replace(cut, ranks=int(n))
+    return Fleet(1, StepModel(shared, achieved, most, read_sums(sums, *{way, all_reduce.LIBRARY})), most)
+
+
+def _planned_s(flags: Mapping[str, Any], fleet: Fleet) -> float:
+    """Until the last of a workload's requests is served, all of which come at once."""
+    options = Namespace(**flags, seed=0)
+    lengths = map(len, make_prompts(options, vocab_size=2))
+    arrivals = [Arrival(0.0, *both) for both in zip(lengths, new_tokens(options), strict=True)]
+    return simulate_cluster(arrivals, fleet, fewest_tokens()).seconds

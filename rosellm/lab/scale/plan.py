@@ -1,0 +1,120 @@
+"""What a fleet is asked: how much it serves, up to which load its users are content, what a failure takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rosellm.lab.scale.cluster import Failures, Fleet, Outcome, simulate_cluster
+from rosellm.lab.scale.routers import ROUTERS
+from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
+
+ALONE = 900  # requests of one replica that tell how many it has at a time
+ROUNDS = 4  # how often each place is taken in the run that tells the capacity
+CONTENT = 0.9  # the share of requests that keep the limits, at the knee
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests of unequal lengths: tokens uniform within each span; some prompts are ``long`` ones."""
+
+    prompt: Span = (16, 512)
+    new: Span = (16, 512)
+    long: Span = (0, 0)
+    long_share: float = 0.0
+
+    def requests(self, n: int, rate: float | None = None, seed: int = 0) -> list[Arrival]:
+        """A Poisson process of ``rate`` requests a second; None: all at once."""
+        random = np.random.default_rng([seed, n])
+        prompts, new, long = (
+            random.integers(low, high + 1, n) for low, high in (self.prompt, self.new, self.long)
+        )
+        prompts = np.where(random.random(n) < self.long_share, long, prompts)
+        times = [0.0] * n if rate is None else poisson_times(rate, n, seed)
+        return [Arrival(*row) for row in zip(times, prompts.tolist(), new.tolist(), strict=True)]
+
+    def running(self, n: int, seed: int = 0) -> list[Arrival]:
+        """Requests in the midst of their answers, as they are met at any time: the longer, the likelier.
+
+        What they have so far counts as prompt; two tokens or more are left.
+        """
+        random = np.random.default_rng([seed, n, 1])
+        pool = self.requests(8 * n, seed=seed + 1)
+        lengths = np.array([one.new_tokens for one in pool], dtype=float)
+        met = random.choice(len(pool), n, p=lengths / lengths.sum())
+        given = (random.random(n) * (lengths[met] - 1)).astype(int).tolist()
+        return [
+            Arrival(0.0, pool[i].prompt_tokens + done, pool[i].new_tokens - done)
+            for i, done in zip(met.tolist(), given, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Within how many seconds users want the first token, and each next one."""
+
+    ttft_s: float
+    gap_s: float
+
+
+def capacity(fleet: Fleet, traffic: Traffic) -> float:
+    """Requests a second that one replica serves while its places are all taken."""
+    n = ROUNDS * fleet.most
+    outcome = simulate_cluster(traffic.requests(n), replace(fleet, n=1), ROUTERS["fewest tokens"]())
+    ends = sorted(one.last for one in outcome.requests)
+    return (n - 2 * fleet.most) / (ends[n - fleet.most - 1] - ends[fleet.most - 1])
+
+
+def in_flight(fleet: Fleet, traffic: Traffic, rate: float) -> int:
+    """Requests that one replica runs at a time, at ``rate`` requests a second, by Little's law."""
+    alone = simulate_cluster(
+        traffic.requests(ALONE, rate), replace(fleet, n=1), ROUTERS["fewest tokens"]()
+    ).requests[ALONE // 3 : 2 * ALONE // 3]
+    return min(fleet.most, round(rate * float(np.mean([one.last - one.arrival for one in alone]))))
+
+
+def serve(
+    fleet: Fleet,
+    traffic: Traffic,
+    rate: float,
+    router: str,
+    each: int = 100,
+    failures: Failures | None = None,
+) -> Outcome:
+    """The later half of ``each`` requests a replica, at ``rate`` a second of each replica.
+
+    The fleet begins as full as it will be.
+    """
+    n, whole = each * fleet.n, rate * fleet.n
+    running = traffic.running(in_flight(fleet, traffic, rate) * fleet.n)
+    arrivals = traffic.requests(n, whole)
+    served = simulate_cluster(arrivals, fleet, ROUTERS[router](), failures, running)
+    return served.since(arrivals[n // 2].seconds)
+
+
+def knee(shares: Mapping[float, float]) -> float | None:
+    """The highest load at which, as at every lower one, enough requests keep their limits.
+
+    shares: as :func:`content` tells them. None: too few do at the lowest already.
+    """
+    kept = None
+    for load in sorted(shares):
+        if shares[load] < CONTENT:
+            break
+        kept = load
+    return kept
+
+
+def sweep(
+    fleet: Fleet, traffic: Traffic, each_s: float, router: str, loads: Sequence[float], each: int = 100
+) -> dict[float, Outcome]:
+    """Load, a share of the capacity ``each_s`` of each replica → what :func:`serve` gives."""
+    return {load: serve(fleet, traffic, load * each_s, router, each) for load in loads}
+
+
+def content(outcomes: Mapping[float, Outcome], limits: Limits) -> dict[float, float]:
+    """Load → the share of the requests that keep their limits."""
+    return {load: outcome.within(limits.ttft_s, limits.gap_s) for load, outcome in outcomes.items()}

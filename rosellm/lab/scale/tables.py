@@ -1,0 +1,99 @@
+"""Rows of the tables in which plans are told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rosellm.lab.scale import plan
+from rosellm.lab.scale.cluster import Failures, Fleet, Outcome
+from rosellm.lab.scale.fitting import Check, Run
+from rosellm.lab.scale.pairs import PairCheck
+from rosellm.lab.scale.step_model import Achieved, StepModel
+from rosellm.lab.scale.sums import Sums
+from rosellm.lab.scale.work import DECODE_TERMS, PREFILL_TERMS, Cut
+
+Row = list[Any]
+STEPS = ("", "", "step, ms", "planned", "model not seen", "whole run, ms", "planned")
+PAIRS = ("", "", "GPUs", "measured, s", "planned, s", "error")
+ROUTES = ("prompts", "router", "knee", "TTFT p50, ms", "p90", "p99")
+FAILURES = ("s between a host's", "failures", "away, %", "begun anew, %", "TTFT p50, ms", "p99")
+LAYOUTS = ("replicas × GPUs of each", "a lone token, ms", "requests a second")
+PERCENTS = (50, 90, 99)
+
+
+def coefficients(achieved: Achieved) -> list[str]:
+    """A line for decode steps and one for prefills."""
+    both = (("decode", DECODE_TERMS, achieved.decode), ("prefill", PREFILL_TERMS, achieved.prefill))
+    return [
+        f"{kind:8}" + ", ".join(f"{term} {value:.2f}" for term, value in zip(terms, values, strict=True))
+        for kind, terms, values in both
+    ]
+
+
+def step_rows(runs: Sequence[Run], checks: Iterable[Check]) -> list[Row]:
+    """``STEPS`` of each run."""
+    of = {(one.model, one.workload, one.kind): one for one in checks}
+    rows = []
+    for run in runs:
+        step, whole = (of.get((run.model, run.workload, kind)) for kind in ("decode step", "whole run"))
+        row: Row = [run.model, run.workload, *[""] * 3]
+        if step:
+            row[2:] = [f"{step.measured:.2f}", _signed(step.error), _signed(step.held_out_error)]
+        assert whole is not None
+        rows.append([*row, f"{whole.measured:,.1f}", _signed(whole.error)])
+    return rows
+
+
+def sum_rows(figures: Mapping[str, Any]) -> list[Row]:
+    """Of an ``all_reduce`` record: a header with the sizes, then the medians of each way, µs."""
+    us = figures["us"]
+    kbs = sorted({kb for times in us.values() for kb in times}, key=int)
+    medians = [[way, *(times.get(kb, {}).get("median") for kb in kbs)] for way, times in us.items()]
+    return [["µs", *(f"{kb} KB" for kb in kbs)], *medians]
+
+
+def pair_rows(checks: Iterable[PairCheck]) -> list[Row]:
+    """``PAIRS`` of each."""
+    return [[c.model, c.workload, c.side, c.measured, c.planned, _signed(c.error)] for c in checks]
+
+
+def route_row(
+    kind: str, router: str, outcomes: Mapping[float, Outcome], limits: plan.Limits, load: float
+) -> Row:
+    """``ROUTES`` of one router; the times are those at ``load``."""
+    ms = [outcomes[load].ttft(percent) * 1e3 for percent in PERCENTS]
+    return [kind, router, plan.knee(plan.content(outcomes, limits)), *map(round, ms)]
+
+
+def failure_rows(
+    means_s: Iterable[float], serve: Callable[[Failures], Outcome], load_s: float, together: int
+) -> list[Row]:
+    """``FAILURES`` for each mean time between those of one host."""
+    rows = []
+    for mean_s in means_s:
+        outcome = serve(Failures(mean_s, load_s, together, seed=1))
+        again = sum(one.attempts > 1 for one in outcome.requests) / len(outcome.requests)
+        away = load_s / (mean_s + load_s)
+        told = "never" if math.isinf(mean_s) else mean_s
+        ms = [outcome.ttft(percent) * 1e3 for percent in (50, 99)]
+        rows.append([told, outcome.failures, 100 * away, 100 * again, *map(round, ms)])
+    return rows
+
+
+def layout_rows(
+    cut: Callable[[int], Cut], achieved: Achieved, sums: Sums, gpus: int, traffic: plan.Traffic
+) -> list[Row]:
+    """``LAYOUTS`` of so many GPUs: a replica on one, two, four … of them; the token has a context of 256."""
+    rows = []
+    for ranks in (2**k for k in range(gpus.bit_length())):
+        times = StepModel(cut(ranks), achieved, sum_us=sums.among(ranks) if ranks > 1 else None)
+        fleet = Fleet(gpus // ranks, times)
+        served = fleet.n * plan.capacity(fleet, traffic)
+        rows.append([f"{fleet.n} × {ranks}", times.decode(1, 256) * 1e3, served])
+    return rows
+
+
+def _signed(share: float) -> str:
+    return f"{share:+.0%}".replace("-", "−")

@@ -1,0 +1,176 @@
+"""One pass over the weights for decoding rows and prompt tokens together (Sarathi-Serve, arXiv:2403.02310).
+
+Two kinds of graph, replayed one after the other as in ``captured_prefill``: the layers, for a number of rows,
+of tokens and a variant of attention, and the choice of next and first tokens, for a number of rows, of places
+and a mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as SequenceOf
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rosellm.models.attention import Attend
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.layers.attention import Binder
+from rosellm.roseinfer.steps.cuda_graph import Graphs, batch_bucket
+from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
+from rosellm.roseinfer.steps.prompt_buffer import PromptBuffer
+from rosellm.roseinfer.steps.prompt_inputs import Chunks
+
+JOINED_TOKENS = 128, 256, 512, 1024  # of prompts; a step with more of them is left to separate passes
+JOINED_PLACES = 16, 64  # prompts
+FEWEST_ROWS = 64
+
+
+def joined_rows(rows: int) -> int:
+    """The captured number of decoding rows that serves ``rows``: a power of two, so that there are few."""
+    return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
+
+
+class Sizes(NamedTuple):
+    """Room of one run: decoding rows, prompt tokens, and prompts."""
+
+    rows: int
+    tokens: int
+    places: int
+
+
+def captured_sizes(rows: int, tokens: int, places: int) -> Sizes:
+    """The smallest that are captured."""
+    fitting = (next(n for n in JOINED_TOKENS if tokens <= n), next(n for n in JOINED_PLACES if places <= n))
+    return Sizes(joined_rows(rows), *fitting)
+
+
+def launched_sizes(rows: int, tokens: int, places: int) -> Sizes:
+    """What is launched from Python needs no padding."""
+    return Sizes(batch_bucket(rows), tokens, places)
+
+
+class JoinedPass:
+    """The part of a joined step on the device.
+
+    The packed batch is the state's first rows and then the prompts' tokens; what is padding is inert. bind:
+    attention of the decoding rows. graphs: captures the runs; None: each kernel is launched from Python.
+    most_tokens: no step has more of prompts; larger graphs are not captured.
+    """
+
+    def __init__(self, packed: PackedPrefill, bind: Binder, graphs: Graphs | None, most_tokens: int) -> None:
+        self.packed, self.bind, self._graphs = packed, bind, graphs
+        self._most_tokens = min(most_tokens, JOINED_TOKENS[-1])
+        self._sizes = launched_sizes if graphs is None else captured_sizes
+        self.state, model = packed.state, packed.model
+        n_rows, self._spare = len(packed.rows), len(packed.rows)
+        device, width = model.device, packed.state.table.shape[1]
+        self._idle = DeviceState(n_rows + 1, width, device)
+        self._idle.stop_tokens = self.state.stop_tokens  # their number is compiled into a kernel
+        self._every_row = torch.arange(n_rows + 1, device=device)
+        self._buffer = PromptBuffer(packed, JOINED_TOKENS[-1], JOINED_PLACES[-1])
+        most = n_rows + JOINED_TOKENS[-1]
+        self._hidden = torch.zeros(most, model.config.d_model, dtype=model.dtype, device=device)
+        self._layer_runs: dict[tuple[int, int, str], Callable[[], object]] = {}
+        self._token_runs: dict[tuple[int, int, str], Callable[[], Tensor]] = {}
+
+    def takes(self, counts: list[int]) -> bool:
+        """Whether so many tokens of each prompt fit into one run."""
+        return sum(counts) <= JOINED_TOKENS[-1] and len(counts) <= JOINED_PLACES[-1]
+
+    def sizes(self, rows: int, counts: list[int]) -> Sizes:
+        """The run that serves the first ``rows`` rows and so many tokens of each prompt."""
+        sizes = self._sizes(rows, sum(counts), len(counts))
+        return sizes._replace(rows=min(sizes.rows, self._spare))
+
+    def __call__(self, sizes: Sizes, chunks: Chunks, variant: str, mode: str) -> Tensor:
+        """Cache the chunks, give whole prompts their rows, and let all rows have their next token.
+
+        Returns final hidden states ``[rows + places, C]`` of the rows and of whole prompts' last tokens. What
+        is not captured yet is captured first: inert inputs are staged for it, so nothing else may be.
+        """
+        rows, tokens, places = sizes
+        run_layers, choose = self._layer_run(rows, tokens, variant), self._token_run(rows, places, mode)
+        self._buffer.send(self._buffer.fill(chunks, tokens, places), tokens, places)
+        run_layers()
+        return choose()
+
+    def captures(self, variants: Callable[[int], SequenceOf[str]]) -> list[Callable[[], object]]:
+        """Calls that capture what is not captured yet, the largest first; variants: of so many rows."""
+        if self._graphs is None:
+            return []
+        rows = sorted({min(joined_rows(n), self._spare) for n in range(1, self._spare + 1)}, reverse=True)
+        tokens = _up_to(self._most_tokens, JOINED_TOKENS)
+        places = _up_to(min(self._spare, JOINED_PLACES[-1]), JOINED_PLACES)
+        modes = self.packed.next_tokens.chooser.modes
+        missing: list[Callable[[], object]] = []
+        for r, t in product(rows, tokens):
+            missing += [
+                partial(self._layer_run, r, t, v) for v in variants(r) if (r, t, v) not in self._layer_runs
+            ]
+        for r, p in product(rows, places):
+            missing += [partial(self._token_run, r, p, m) for m in modes if (r, p, m) not in self._token_runs]
+        return missing
+
+    def _layer_run(self, rows: int, tokens: int, variant: str) -> Callable[[], object]:
+        key = rows, tokens, variant
+        if key not in self._layer_runs:
+            self._layer_runs[key] = self._captured(partial(self._run_layers, *key), tokens, 1)
+        return self._layer_runs[key]
+
+    def _token_run(self, rows: int, places: int, mode: str) -> Callable[[], Tensor]:
+        key = rows, places, mode
+        if key not in self._token_runs:
+            self._token_runs[key] = self._captured(partial(self._choose, *key), 1, places)
+        return self._token_runs[key]
+
+    def _captured(
+        self, run: Callable[[DeviceState], Tensor], tokens: int, places: int
+    ) -> Callable[[], Tensor]:
+        """Warmed up with inert rows and inputs, which write nothing that anyone reads."""
+        if self._graphs is None:
+            return partial(run, self.state)
+        self._buffer.send_inert(tokens, places)
+        return self._graphs.capture(partial(run, self.state), partial(run, self._idle))
+
+    def _run_layers(self, rows: int, tokens: int, variant: str, state: DeviceState) -> Tensor:
+        """The layers; final hidden states ``[rows + tokens, C]`` stay in the buffer that choices read."""
+        inputs, decoding = self._buffer.layer_inputs(tokens), state.first(rows)
+        attend = joined_attention(rows, self.bind(decoding, variant), self.packed.bind(inputs))
+        ids = torch.cat((decoding.tokens, inputs.ids))
+        positions = torch.cat((decoding.positions, inputs.positions))
+        hidden = self.packed.layers_for(rows + tokens)(ids, positions, attend)
+        return self._hidden[: rows + tokens].copy_(hidden)
+
+    def _choose(self, rows: int, places: int, mode: str, state: DeviceState) -> Tensor:
+        """Write the rows of whole prompts, and choose for them and the decoding ones; hidden states of both.
+
+        Where such a prompt takes one of the first ``rows``, that row was inert in the layers; the spare row
+        has its place among the decoding ones. Settings are gathered before hidden states: the kernel that
+        follows may read what is written two kernels ago, but not what is written by the one before it.
+        """
+        inputs = self._buffer.place_inputs(places)
+        state.rows.index_copy_(0, inputs.slots, inputs.rows)
+        decoding = self._every_row.index_fill(0, inputs.slots, self._spare)[:rows]
+        slots = torch.cat((decoding, inputs.slots))
+        settings = state.at(slots)
+        hidden = torch.cat((self._hidden[:rows], self._hidden[rows:][inputs.last]))
+        self.packed.next_tokens(hidden, settings, mode, state, slots)
+        return hidden
+
+
+def joined_attention(rows: int, of_rows: Attend, of_tokens: Attend) -> Attend:
+    """Two kernels a layer: the first ``rows`` of a packed batch decode, the others are tokens of prompts."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        decoded = of_rows(layer, q[:rows], k[:rows], v[:rows])
+        return torch.cat((decoded, of_tokens(layer, q[rows:], k[rows:], v[rows:])))
+
+    return attend
+
+
+def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
+    """Those that serve 1 to ``most``, the largest first."""
+    return sorted({next(size for size in sizes if n <= size) for n in range(1, most + 1)}, reverse=True)

@@ -1,0 +1,59 @@
+"""Where captured prefills read their inputs: one device buffer, which each sends a part of."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.prefill import BLOCK_M
+from rosellm.roseinfer.kernels.prefill_tiles import tile_columns
+from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
+from rosellm.roseinfer.steps.prompt_inputs import NO_CHUNKS, Chunks, PromptInputs, Shape
+
+
+class PromptBuffer:
+    """Inputs of up to ``most_tokens`` tokens and ``most_places`` prompts, at fixed addresses.
+
+    A run's places end where its tokens begin, always at the same address, and only what it uses is sent.
+    """
+
+    def __init__(self, packed: PackedPrefill, most_tokens: int, most_places: int) -> None:
+        self.packed, self.most_places = packed, most_places
+        largest = self.shape(most_tokens, most_places)
+        self._tokens_at = largest.place_words
+        self.words = torch.zeros(largest.words, dtype=torch.int32, device=packed.state.rows.device)
+
+    def shape(self, tokens: int, places: int) -> Shape:
+        """With room for the tiles of as many sequences as there may be, one for each token."""
+        tiles = min(tokens, min(tokens, self.most_places) + tokens // BLOCK_M)
+        return Shape(tokens, tiles, places, self.packed.row_words)
+
+    def layer_inputs(self, tokens: int) -> PromptInputs[Tensor]:
+        """What a run of the layers reads, however many of the places are sent."""
+        return self._inputs(self.shape(tokens, self.most_places))
+
+    def place_inputs(self, places: int) -> PromptInputs[Tensor]:
+        """What a choice of first tokens reads, whatever the number of tokens."""
+        return self._inputs(self.shape(1, places))
+
+    def fill(self, chunks: Chunks, tokens: int, places: int) -> np.ndarray:
+        """Give whole prompts their rows; all inputs ``[words]`` of a run of this size, to be sent."""
+        table_rows = range(self.most_places - places, self.most_places)[: len(chunks.counts)]
+        columns = tile_columns(chunks.starts, chunks.counts, table_rows, BLOCK_M)
+        return self.packed.filled(chunks, columns, self.shape(tokens, places))
+
+    def send(self, host: np.ndarray, tokens: int, places: int) -> None:
+        """Send what :meth:`fill` gave for the same size."""
+        self.packed.send_filled(host, self._part(self.shape(tokens, places)))
+
+    def send_inert(self, tokens: int, places: int) -> None:
+        """Inputs of a run that writes nothing but the spare row."""
+        self.send(self.fill(NO_CHUNKS, tokens, places), tokens, places)
+
+    def _inputs(self, shape: Shape) -> PromptInputs[Tensor]:
+        return PromptInputs.of(self._part(shape), shape)
+
+    def _part(self, shape: Shape) -> Tensor:
+        start = self._tokens_at - shape.place_words
+        return self.words[start : start + shape.words]

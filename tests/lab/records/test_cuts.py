@@ -1,0 +1,107 @@
+"""How a model is cut: every element on one rank, bytes and sums counted, and sums seen as they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rosellm.errors import OptionError
+from rosellm.lab.figures.shards import shards, sums_over_time
+from rosellm.lab.records import cuts
+from rosellm.models.loading import arch_of
+from rosellm.models.model import Transformer
+from rosellm.models.part import Part
+from rosellm.roseinfer.tensor_parallel import load_engine
+
+MODELS = {name: arch_of(name) for name in ("rose-tiny", "rose-tiny-qwen3")} | cuts.MODELS
+CUT = [
+    (name, n) for name, n in [("rose-tiny", 2), ("rose-tiny", 4), ("rose-tiny-qwen3", 2), ("Llama-3.1-8B", 8)]
+]
+
+
+@pytest.mark.parametrize("model, n_ranks", CUT)
+def test_every_element_of_a_matrix_is_on_one_rank_and_each_has_its_share(model, n_ranks):
+    arch = MODELS[model]
+    for one in cuts.cut_matrices(arch, n_ranks):
+        covered = torch.zeros(one.rows, one.columns, dtype=torch.int8)
+        for region in one.regions:
+            covered[region.rows.start : region.rows.stop, region.columns.start : region.columns.stop] += 1
+        assert (covered == 1).all()
+        assert one.is_cut_by_columns == (one.name in ("out", "down"))
+        if one.name != "lm_head":  # words are dealt 64 at a time
+            assert {one.elements(rank) * n_ranks for rank in range(n_ranks)} == {one.rows * one.columns}
+
+
+@pytest.mark.parametrize("model, n_ranks", CUT)
+def test_the_regions_of_a_rank_have_the_sizes_that_its_model_allocates(model, n_ranks):
+    arch = MODELS[model]
+    for rank in range(n_ranks):
+        with torch.device("meta"):
+            own = Transformer(arch, Part(rank, n_ranks))
+        sizes = {name: one.numel() for name, one in own.blocks[0].named_parameters() if one.dim() == 2}
+        sizes["lm_head.weight"] = own.lm_head.weight.numel()
+        found = {f"{one.name}.weight": one.elements(rank) for one in cuts.cut_matrices(arch, n_ranks)}
+        assert found == sizes
+
+
+def test_keys_of_fewer_heads_than_ranks_are_on_several():
+    (qkv, *_) = cuts.cut_matrices(MODELS["Llama-3.1-8B"], 16)
+    assert sum(qkv.elements(rank) for rank in range(16)) > qkv.rows * qkv.columns
+
+
+def test_a_step_reads_half_of_the_matrices_on_each_of_two_and_sums_twice_a_layer():
+    for arch in cuts.MODELS.values():
+        one, two = cuts.step_bytes(arch), cuts.step_bytes(arch, 2)
+        assert two == pytest.approx(one / 2, rel=1e-3)
+        assert cuts.sums_a_step(arch) == 2 * arch.n_layers
+    arch = MODELS["rose-tiny"]
+    n = sum(one.numel() for name, one in Transformer(arch).named_parameters() if one.dim() == 2)
+    positions = arch.n_positions * arch.d_model
+    assert cuts.step_bytes(arch, itemsize=4) == 4 * (n - positions)
+
+
+def test_a_number_of_ranks_that_cannot_be_is_refused():
+    with pytest.raises(OptionError, match="3 does not divide the model's 4 attention heads"):
+        cuts.cut_matrices(MODELS["rose-tiny"], 3)
+
+
+def test_a_step_s_sums_are_seen_and_the_tokens_are_those_of_one_rank():
+    prompts = [[5, 6, 7], [8, 9]]
+    sizes = {"device": "cpu", "max_batch_size": 2, "max_model_len": 16, "recipe": cuts.WATCHED}
+    engines = [load_engine(tensor_parallel_size=n, **sizes) for n in (1, 2)]
+    collectives = engines[1].group.collectives
+    (alone, unsummed), (together, steps) = (cuts.decoded(engine, prompts, 4) for engine in engines)
+    arch = MODELS["rose-tiny"]
+    assert alone == together and [len(tokens) for tokens in alone] == [5, 5]
+    assert [len(one.sums) for one in steps] == [cuts.sums_a_step(arch)] * 4
+    assert not any(one.sums for one in unsummed)
+    assert {n for one in steps for n in one.n_bytes} == {2 * arch.d_model * 4}
+    assert engines[1].group.collectives is collectives
+    for one in steps:
+        edges = [at for both in sorted([*one.computing, *one.sums]) for at in both]
+        assert edges == sorted(edges) and (edges[0], edges[-1]) == (one.start, one.end)
+        assert 0 < one.share < 1
+
+
+def test_a_step_is_drawn_as_stretches_of_two_kinds():
+    step = cuts.SummedStep(1.0, 1.001, [(1.0002, 1.0004), (1.0005, 1.0008)], [8, 8])
+    assert step.share == pytest.approx(0.5)
+    chart = sums_over_time(step, "a step")
+    computes, sums = chart.data
+    assert [round(x) for x in computes.base] == [0, 400, 800] and [round(x) for x in sums.x] == [200, 300]
+    assert "50.0 % of the step" in chart.table
+
+
+def test_shards_are_drawn_in_a_colour_for_each_rank_and_told_in_words():
+    drawn = shards(cuts.cut_matrices(MODELS["rose-tiny"], 2), 2, "cut")
+    assert drawn.svg.count("<rect") == 5 + 2 + 2 * (3 + 1 + 1 + 1 + 1)  # outlines, legend, regions
+    assert "out" in drawn.description and "columns" in drawn.description
+    large = shards(cuts.cut_matrices(cuts.MODELS["Qwen3-0.6B"], 2), 2, "cut")
+    assert "151,936 rows, shortened" in large.svg
+
+
+def test_ranks_run_on_the_cpu_where_there_are_fewer_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpu = torch.device("cuda")
+    assert [cuts.few_gpus_device(n, gpu) for n in (2, 3)] == ["cuda", "cpu"]
+    assert cuts.few_gpus_device(2, torch.device("cpu")) == "cpu"

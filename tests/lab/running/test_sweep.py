@@ -1,0 +1,305 @@
+"""Sweeps over a Ray cluster: what is asked of Ray, what comes of tasks, and what is refused in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from rosellm.errors import ClusterError, DeviceError, RoseError
+from rosellm.lab import measure
+from rosellm.lab.running import notebook_sweep, run_notebooks, sweep
+from rosellm.lab.running.gallery import Outcome
+from rosellm.lab.running.interruption import Interruption
+from rosellm.lab.running.notebook_sweep import Executed, sweep_notebooks
+from rosellm.lab.running.sweep import Finished, Sweep
+from rosellm.roseinfer.cluster import runtime
+
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+
+
+class LostError(Exception):
+    """As Ray's, of a worker that has died too often."""
+
+
+class FakeRay:
+    """What a sweep needs of Ray: runs a task when its result is fetched, the last one given first."""
+
+    exceptions = SimpleNamespace(RayError=LostError, RayTaskError=ZeroDivisionError)
+
+    def __init__(self, **resources: float) -> None:
+        self.resources, self.options = resources, {}
+
+    def remote(self, **options: Any) -> Callable[[Callable], Any]:
+        self.options = options
+        return lambda function: SimpleNamespace(remote=lambda task: partial(function, task))
+
+    def wait(self, calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return calls[-1:], calls[:-1]
+
+    def get(self, call: Callable[[], Any]) -> Any:
+        if call.args[0] is lost:
+            raise LostError("The worker died.\nSee the logs.")
+        if call.args[0] is interrupts:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return call()
+
+    def cluster_resources(self) -> dict[str, float]:
+        return self.resources
+
+
+class FakeRuntime:
+    def __init__(self, ray: FakeRay, address: str, environment: dict[str, Any]) -> None:
+        self.ray, self.address, self.environment, self.left = ray, address, environment, False
+        folder = Path(environment["working_dir"])
+        self.staged = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+    def device(self) -> str:
+        return "cuda" if self.ray.resources.get("GPU", 0) >= 1 else "cpu"
+
+    def leave(self) -> None:
+        self.left = True
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FakeRay, Sweep]]:
+    """A sweep over a cluster with these resources."""
+
+    def join(notebooks: Path | None = None, **resources: float) -> tuple[FakeRay, Sweep]:
+        ray = FakeRay(**resources)
+        monkeypatch.setattr(sweep, "Runtime", partial(FakeRuntime, ray))
+        return ray, Sweep("head:6379", Interruption(), notebooks)
+
+    return join
+
+
+def lost() -> None: ...
+
+
+def interrupts() -> None: ...
+
+
+def test_each_task_asks_for_a_core_and_one_gpu_or_none_and_may_run_again(joined):
+    ray, machines = joined(CPU=2, GPU=1)
+    for device, gpus in (("auto", 1), ("cuda", 1), ("cpu", 0)):
+        assert list(machines.run({"a": os.getpid}, machines.takes_gpu(device), "task"))
+        assert (ray.options["num_cpus"], ray.options["num_gpus"]) == (1, gpus)
+        assert ray.options["max_retries"] == sweep.RETRIES > 0
+
+
+def test_without_a_gpu_in_the_cluster_auto_is_the_cpu_and_cuda_is_refused(joined):
+    _, machines = joined(CPU=2)
+    assert not machines.takes_gpu("auto")
+    with pytest.raises(DeviceError, match="device 'cuda' is not available: the Ray cluster has no GPU"):
+        machines.takes_gpu("cuda")
+
+
+def test_a_task_that_fails_or_is_lost_is_told_in_one_line_and_ends_no_other(joined, capsys):
+    _, machines = joined(CPU=2)
+    tasks = {"good": os.getpid, "bad": partial(int, "x"), "lost": lost}
+    found = dict(machines.run(tasks, False, "task"))
+    assert found["good"].value == os.getpid() and found["good"].machine
+    assert found["bad"].error == "ValueError: invalid literal for int() with base 10: 'x'"
+    assert found["lost"].error.endswith("LostError: The worker died.")
+    assert [line.partition("] ")[2].split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "lost:",
+        "bad",
+        "good",
+    ]
+    with pytest.raises(RoseError, match="^ValueError: invalid literal"):
+        machines.call(partial(int, "x"), False)
+    assert machines.call(os.getpid, False) == os.getpid()
+
+
+def test_after_a_signal_no_more_is_waited_for_and_the_cluster_is_left(joined, monkeypatch):
+    ray = FakeRay(CPU=1)
+    monkeypatch.setattr(sweep, "Runtime", partial(FakeRuntime, ray))
+    before = signal.getsignal(signal.SIGTERM)
+    with Interruption() as interruption, Sweep("head:6379", interruption) as machines:
+        found = dict(machines.run({"a": os.getpid, "b": os.getpid, "c": interrupts}, False, "task"))
+        with pytest.raises(KeyboardInterrupt):
+            machines.call(os.getpid, False)
+    assert list(found) == ["c"] and interruption.number is signal.SIGTERM
+    assert machines._runtime.left and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_s_handler_is_ours_again_once_ray_has_set_its_own(monkeypatch):
+    def join(address: str, environment: dict[str, Any]) -> FakeRuntime:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return FakeRuntime(FakeRay(), address, environment)
+
+    monkeypatch.setattr(sweep, "Runtime", join)
+    with Interruption() as interruption:
+        Sweep("head:6379", interruption)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interruption.number is signal.SIGTERM
+
+
+def test_when_no_machine_for_the_rest_comes_back_the_sweep_ends(joined, monkeypatch):
+    _, machines = joined(CPU=2, GPU=0)
+    monkeypatch.setattr(sweep, "ABSENT_S", 0.0)
+    told = "1 tasks are left, and the Ray cluster has had no GPU for 0 s; the same command continues there"
+    with pytest.raises(ClusterError, match=told):
+        list(machines.run({"a": os.getpid, "b": os.getpid}, True, "task"))
+
+
+def test_the_machines_get_this_package_and_the_notebooks_with_what_they_read(joined, tmp_path):
+    for name in ("01_a.ipynb", "data.csv", ".ipynb_checkpoints/01_a.ipynb"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    _, machines = joined(tmp_path)
+    staged = machines._runtime.staged
+    assert {"notebooks/01_a.ipynb", "notebooks/data.csv", "rosellm/lab/measure.py"} <= staged
+    assert {"notebooks/exhibits", "notebooks/results/nvidia-h200", "rosellm/assets"} <= staged
+    assert not [name for name in staged if "/." in name or "__pycache__" in name]
+    assert not Path(machines._runtime.environment["working_dir"]).exists()
+    assert not [name for name in joined()[1]._runtime.staged if name.startswith("notebooks")]
+
+
+class Machines:
+    """In place of a sweep over a cluster: every notebook is executed at once, to its own name."""
+
+    asked: list[tuple[str, bool]] = []
+
+    def __init__(self, address: str, interruption: Interruption, notebooks: Path) -> None:
+        self.asked.clear()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exception: object) -> None: ...
+
+    def takes_gpu(self, device: str) -> bool:
+        return device == "cuda"
+
+    def run(self, tasks, on_gpu: bool, unit: str):
+        for name, task in tasks.items():
+            self.asked.append((name, on_gpu))
+            outcome = Outcome(name, 1.0, "ok", "", task.args[1])
+            content = nbformat.writes(new_notebook()).encode()
+            executed = Executed(outcome, {f"{name}.ipynb": content, f"{name}.html": b"<html>"})
+            yield name, Finished(error="lost") if name == "lost" else Finished("far", 2.0, executed)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Notebooks, two of which a fake cluster executes and loses one."""
+    monkeypatch.setattr(notebook_sweep, "Sweep", Machines)
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    for name in ("a", "b", "lost"):
+        cell = new_code_cell("device = 'auto'", metadata={"tags": ["parameters"]})
+        notebook = new_notebook(cells=[cell], metadata={"kernelspec": KERNEL})
+        nbformat.write(notebook, folder / f"{name}.ipynb")
+    return folder
+
+
+def swept(folder: Path, **parameters: Any) -> list[Outcome]:
+    build = folder.parent / "build"
+    build.mkdir(exist_ok=True)
+    notebooks = sorted(folder.glob("*.ipynb"))
+    return sweep_notebooks(notebooks, build, parameters, "head:6379", 60.0, Interruption())
+
+
+def test_results_are_published_where_a_local_run_has_them_and_failures_make_the_exit_status(
+    folder, tmp_path, capsys
+):
+    build = tmp_path / "build"
+    command = ["--notebooks", str(folder), "--output", str(build), "--cluster", "head:6379"]
+    assert run_notebooks.main([*command, "--parameters", "device=cuda"]) == 1
+    assert Machines.asked == [("a", True), ("b", True), ("lost", True)]
+    out, err = capsys.readouterr()
+    assert "ok on far" in out and err == "FAILED lost: lost\n"
+    index = (build / "index.html").read_text()
+    assert index.count("ran 1.0 s on far") == 2 and "device=cuda" in index
+    names = {"gallery.json", "index.html", "plotly.min.js", "a.ipynb", "a.html", "b.ipynb", "b.html"}
+    assert {path.name for path in build.iterdir()} == names
+
+
+def test_the_next_sweep_executes_only_what_failed_or_is_no_longer_current(folder, tmp_path, capsys):
+    swept(folder)
+    assert [outcome.status for outcome in swept(folder)] == ["ok", "ok", "failed"]
+    assert Machines.asked == [("lost", False)]
+    assert f"already in {tmp_path / 'build'}, and current: a, b" in capsys.readouterr().out
+    later = (tmp_path / "build/a.ipynb").stat().st_mtime + 1
+    os.utime(folder / "a.ipynb", (later, later))
+    swept(folder)
+    assert Machines.asked == [("a", False), ("lost", False)]
+    os.utime(folder / "a.ipynb", (0, 0))
+    (tmp_path / "build/b.ipynb").unlink()
+    swept(folder)
+    assert Machines.asked == [("b", False), ("lost", False)]
+    swept(folder, device="cpu")
+    assert len(Machines.asked) == 3
+
+
+def test_a_newer_record_or_exhibit_makes_every_notebook_run_again(folder, tmp_path):
+    for name in ("results/gpu/W1.json", "exhibits/layers.py"):
+        swept(folder)
+        path = folder / name
+        path.parent.mkdir(parents=True)
+        path.touch()
+        later = (tmp_path / "build/a.ipynb").stat().st_mtime + 1
+        os.utime(path, (later, later))
+        swept(folder)
+        assert [name for name, _ in Machines.asked] == ["a", "b", "lost"]
+        os.utime(path, (0, 0))
+
+
+@pytest.fixture(params=["measure", "notebooks"])
+def refused(request, tmp_path: Path, capsys) -> Callable[[str], str]:
+    """The one line with which a command refuses the address of a cluster, within seconds."""
+    nbformat.write(new_notebook(metadata={"kernelspec": KERNEL}), tmp_path / "a.ipynb")
+    output = ["--output", str(tmp_path / "out")]
+    commands = {
+        "measure": lambda *more: measure.main([*output, *more]),
+        "notebooks": lambda *more: run_notebooks.main([*output, "--notebooks", str(tmp_path), *more]),
+    }
+
+    def refuse(address: str) -> str:
+        begin = monotonic()
+        assert commands[request.param]("--cluster", address) == 2
+        assert monotonic() - begin < runtime.ANSWERS_WITHIN_S + 10
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and told.count("\n") == 1
+        assert not list((tmp_path / "out").glob("*"))
+        return told
+
+    return refuse
+
+
+def test_an_address_that_does_not_answer_is_refused(refused):
+    pytest.importorskip("ray", reason=runtime.EXTRA)
+    with socket.create_server(("127.0.0.1", 0)) as was:
+        address = f"127.0.0.1:{was.getsockname()[1]}"
+    assert f"no Ray cluster answers at {address!r} within 3 s" in refused(address)
+
+
+def test_a_malformed_address_is_refused(refused):
+    pytest.importorskip("ray", reason=runtime.EXTRA)
+    for address in ("here", "", "ray://head:10001"):
+        assert "give 'auto', or the host:port of a Ray head" in refused(address)
+
+
+def test_an_old_ray_and_a_missing_one_are_told_with_the_extra(refused, monkeypatch):
+    monkeypatch.setattr(runtime, "version", lambda _name: "2.9.3")
+    assert "Ray 2.9.3 is too old; 2.50 or newer is needed: pip install 'rosellm[cluster]'" in refused("auto")
+
+    def missing(_name: str) -> str:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(runtime, "version", missing)
+    assert "--cluster need Ray: pip install 'rosellm[cluster]'" in refused("auto")

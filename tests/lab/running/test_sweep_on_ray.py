@@ -1,0 +1,170 @@
+"""Records and notebooks over two nodes of a Ray cluster, one of which leaves in mid-sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from time import monotonic, sleep
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+import torch
+from nbformat.v4 import new_code_cell, new_notebook
+
+from rosellm.environment import environment
+from rosellm.lab import measure
+from rosellm.lab.running.interruption import is_running
+from rosellm.lab.running.run_notebooks import main
+from rosellm.roseinfer.cluster import runtime
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
+
+README = re.search(
+    r"^python -m rosellm\.lab\.measure (--cluster auto .*)$",
+    (Path(__file__).parents[3] / "README.md").read_text(),
+    re.MULTILINE,
+)[1]
+KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+NODE = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": runtime.STORE_BYTES}
+WITHIN_S = 120.0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's test clusters need Linux")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SimpleNamespace]:
+    """Two nodes of one core each, on the loopback, and what takes the second one away."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in runtime.LOCAL.items():
+            patch.setenv(name, value)
+        patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
+        head = {**NODE, "num_gpus": torch.cuda.device_count(), "include_dashboard": False}
+        head["_system_config"] = runtime.SYSTEM
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+        second = nodes.add_node(**NODE)
+        leave = partial(nodes.remove_node, second, allow_graceful=False)
+        yield SimpleNamespace(address=nodes.address, leave=leave)
+        nodes.shutdown()
+
+
+def until(holds: Callable[[], object]) -> None:
+    end = monotonic() + WITHIN_S
+    while not holds():
+        assert monotonic() < end
+        sleep(0.05)
+
+
+@contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Within: ``act`` runs in another thread; its error is raised at the end."""
+    errors = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+    assert not errors, errors
+
+
+class Notebooks:
+    """Three that run until they are let go; each kernel leaves a note of its process."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.notes, self.go, self.build = folder / "notes", folder / "go", folder / "build"
+        self.notes.mkdir()
+        source = f"import os, pathlib, time\nnotes = pathlib.Path({str(self.notes)!r})\n"
+        source += "(notes / f'{name} {os.getpid()}').touch()\n"
+        source += f"while not pathlib.Path({str(self.go)!r}).exists():\n    time.sleep(0.05)\nprint(name)"
+        for name in ("a", "b", "c"):
+            device = new_code_cell("device = 'auto'", metadata={"tags": ["parameters"]})
+            cells = [device, new_code_cell(f"name = {name!r}\n{source}")]
+            notebook = new_notebook(cells=cells, metadata={"kernelspec": KERNEL})
+            nbformat.write(notebook, folder / f"{name}.ipynb")
+        self.command = ["--notebooks", str(folder), "--output", str(self.build), "--cluster", address]
+        self.command += ["--parameters", "device=cpu"]
+
+    def begun(self) -> list[str]:
+        return sorted(path.name.split()[0] for path in self.notes.iterdir())
+
+    def kernels(self) -> list[int]:
+        return [int(path.name.split()[1]) for path in self.notes.iterdir()]
+
+    def none_runs(self) -> bool:
+        return not any(map(is_running, self.kernels()))
+
+
+@pytest.fixture
+def notebooks(tmp_path: Path, cluster) -> Notebooks:
+    return Notebooks(tmp_path, cluster.address)
+
+
+def test_readme_s_command_has_records_made_by_the_machines_and_writes_them_here(
+    cluster, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)  # what "auto" finds
+    small = ["--device=cpu", "--workloads=W1", "--rungs=dense", "--experiments=bookkeeping", "--repeats=1"]
+    assert measure.main([*README.split(), *small, f"--output={tmp_path}"]) == 0
+    assert f"W1-dense on {platform.node()}" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"W1-dense.json", "bookkeeping.json"}
+    for path in tmp_path.iterdir():
+        told = json.loads(path.read_text())["environment"]
+        assert told["machine"] == platform.node()
+        assert told["git_commit"] == environment(torch.device("cpu"))["git_commit"]
+
+
+@pytest.mark.gpu
+def test_a_record_is_made_on_a_gpu_of_the_cluster(cluster, tmp_path):
+    small = ["--workloads=W1", "--rungs=dense,split_kv", "--experiments=", "--repeats=1", "--size=small"]
+    assert measure.main([f"--cluster={cluster.address}", f"--output={tmp_path}", *small]) == 0
+    names = {json.loads(path.read_text())["environment"]["device_name"] for path in tmp_path.iterdir()}
+    assert names == {torch.cuda.get_device_name()}
+
+
+def test_ctrl_c_ends_what_runs_and_a_machine_s_loss_in_the_next_sweep_loses_nothing(
+    cluster, notebooks, capsys
+):
+    def interrupt() -> None:
+        until(lambda: len(notebooks.begun()) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with meanwhile(interrupt):
+        assert main(notebooks.command) == 130
+    told = "interrupted by SIGINT: finished none; not finished a, b, c"
+    assert capsys.readouterr().err.splitlines()[-1] == told
+    until(notebooks.none_runs)
+    first = notebooks.begun()
+
+    def lose() -> None:
+        until(lambda: len(notebooks.begun()) == len(first) + 2)
+        cluster.leave()
+        notebooks.go.touch()
+
+    with meanwhile(lose):
+        assert main(notebooks.command) == 0
+    assert len(notebooks.begun()) == len(first) + 4  # one of three ran twice
+    for name in ("a", "b", "c"):
+        cell = nbformat.read(notebooks.build / f"{name}.ipynb", as_version=4).cells[-1]
+        assert cell.outputs[0].text == f"{name}\n"
+        assert (notebooks.build / f"{name}.html").is_file()
+    assert len(json.loads((notebooks.build / "gallery.json").read_text())) == 3
+    until(notebooks.none_runs)

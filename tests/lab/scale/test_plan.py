@@ -1,0 +1,67 @@
+"""What a fleet is asked: traffic of the lengths that it says, capacity, the knee."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rosellm.lab.records.serving_times import ServingTimes
+from rosellm.lab.scale.cluster import Fleet
+from rosellm.lab.scale.plan import Limits, Traffic, capacity, content, in_flight, knee, serve, sweep
+
+# A step of 10 ms, whatever it is given; prefills take nothing.
+STEADY = ServingTimes((1,), ((0.01, 0.0, 0.0),), (0.0,), (0.0, 0.0, 0.0))
+TRAFFIC = Traffic(prompt=(10, 20), new=(20, 20))
+FLEET = Fleet(4, STEADY, most=8)
+
+
+def test_traffic_has_its_lengths_its_rate_and_its_share_of_long_prompts() -> None:
+    made = Traffic((10, 20), (5, 7), (900, 1000), 0.25).requests(4000, rate=50.0)
+    long = [one for one in made if one.prompt_tokens >= 900]
+    assert len(long) == pytest.approx(1000, rel=0.1)
+    assert {one.prompt_tokens for one in made if one.prompt_tokens < 900} == set(range(10, 21))
+    assert {one.new_tokens for one in made} == {5, 6, 7}
+    assert made[-1].seconds == pytest.approx(80, rel=0.1)
+    assert all(one.seconds == 0 for one in TRAFFIC.requests(5))
+
+
+def test_running_requests_are_met_midway_and_the_longer_the_likelier() -> None:
+    made = Traffic(prompt=(1, 1), new=(10, 100)).running(20_000)
+    whole = [one.prompt_tokens + one.new_tokens for one in made]
+    lengths = np.arange(10, 101)
+    assert np.mean(whole) - 1 == pytest.approx((lengths**2).sum() / lengths.sum(), rel=0.02)
+    assert np.mean([one.new_tokens for one in made]) == pytest.approx(np.mean(whole) / 2, rel=0.03)
+    assert min(one.new_tokens for one in made) >= 2 and all(one.seconds == 0 for one in made)
+
+
+def test_capacity_is_places_over_the_time_that_a_request_holds_one() -> None:
+    assert capacity(FLEET, TRAFFIC) == pytest.approx(8 / (19 * 0.01), rel=0.05)
+
+
+def test_requests_in_flight_follow_littles_law() -> None:
+    assert in_flight(FLEET, TRAFFIC, rate=20.0) == pytest.approx(20 * 0.195, abs=1)
+    assert in_flight(FLEET, TRAFFIC, rate=1000.0) == 8
+
+
+def test_a_fleet_below_capacity_serves_at_once_and_beyond_it_a_queue_grows() -> None:
+    each_s = capacity(FLEET, TRAFFIC)
+    calm, late = (serve(FLEET, TRAFFIC, load * each_s, "fewest tokens", each=300) for load in (0.5, 1.3))
+    assert len(calm.requests) == pytest.approx(600, abs=2)
+    assert calm.ttft(90) <= 0.02 and calm.mean_in_flight < 4 * 8
+    assert late.ttft(50) > 10 * calm.ttft(99)
+
+
+def test_the_knee_is_the_last_load_before_the_first_that_too_few_are_content_with() -> None:
+    assert knee({0.5: 1.0, 0.7: 0.95, 0.9: 0.5, 1.1: 0.99}) == 0.7
+    assert knee({0.5: 0.2, 0.7: 1.0}) is None
+
+
+def test_loads_below_capacity_keep_limits_that_loads_beyond_it_break() -> None:
+    each_s = capacity(FLEET, TRAFFIC)
+    outcomes = sweep(FLEET, TRAFFIC, each_s, "fewest tokens", [0.3, 0.6, 1.5])
+    shares = content(outcomes, Limits(ttft_s=0.05, gap_s=1.0))
+    assert list(shares) == [0.3, 0.6, 1.5] and shares[0.3] == 1.0 and shares[1.5] < 0.9
+    assert knee(shares) == 0.6
+    assert (
+        knee(content(outcomes, Limits(1e9, 1e9))) == 1.5 and knee(content(outcomes, Limits(0.0, 0.0))) is None
+    )

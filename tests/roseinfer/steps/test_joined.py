@@ -1,0 +1,370 @@
+"""Prompts that join a decode step: the same tokens as in passes of their own, and one pass for both."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from rosellm.errors import OptionError, RecipeError
+from rosellm.models.weights import load_model, save_model
+from rosellm.roseinfer.cache.staging import StagingBuffer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels.attention_plan import variant_for
+from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
+from rosellm.roseinfer.steps.joined_pass import JOINED_PLACES, JOINED_TOKENS, captured_sizes
+from tests.helpers import (
+    MODERN,
+    TRITON_DEVICES,
+    WINDOWED,
+    decode_all,
+    greedy_sequences,
+    random_model,
+    random_prompts,
+    small_config,
+    small_engine,
+    transformers_greedy,
+)
+from tests.roseinfer.steps.fake_graphs import captured
+from tests.roseinfer.steps.test_captured_prefill import GARBAGE, random_requests
+
+__all__ = ["captured"]
+MODEL = random_model(0)
+JOINED = LADDER["one_pass"]
+RUNGS = {
+    name: replace(LADDER[name], prefill="joined") for name in ("resident_step", "fused_head", "split_kv")
+}
+shared = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+Request = tuple[list[int], SamplingParams]
+
+
+class Joins:
+    """Counts an engine's joined passes, with the prompt tokens of each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.tokens: list[int] = []
+        joined = engine.step.joined
+        run, engine.step.joined = joined, self
+        self.takes, self.sizes, self.captures, self.packed = run.takes, run.sizes, run.captures, run.packed
+        self._run = run
+
+    def __call__(self, sizes, chunks, variant, mode):
+        self.tokens.append(sum(chunks.counts))
+        return self._run(sizes, chunks, variant, mode)
+
+
+def serve(engine: Engine, requests: list[Request], seed: int, **config) -> list[tuple[list[int], str]]:
+    """Requests that come over time, some of them cancelled: tokens and reasons of all."""
+    scheduler, draw = OnlineScheduler(engine, SchedulerConfig(**config)), random.Random(seed)
+    waiting, ids = list(requests), []
+    while waiting or scheduler.has_unfinished:
+        for _ in range(draw.randint(0, 2)):
+            if waiting:
+                ids.append(scheduler.add_request(*waiting.pop()))
+        scheduler.step()
+    engine.check_integrity()
+    results = [scheduler.take_result(one) for one in ids]
+    return [(one.token_ids, one.finish_reason, one.cumulative_logprob) for one in results]
+
+
+def poison(engine: Engine) -> None:
+    """What no run has sent yet must not matter."""
+    joined = engine.step.joined
+    joined._buffer.words.fill_(GARBAGE)
+    joined._hidden.fill_(float("nan"))
+    joined.state.rows[-1, 1:] = -1  # the spare row
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("graphs", [True, False])
+@shared
+@given(st.integers(0, 10**9))
+def test_tokens_are_those_of_the_host_driven_step_whatever_the_buffers_held(request, rung, graphs, seed):
+    if graphs:
+        request.getfixturevalue("captured")
+    requests = random_requests(random.Random(seed), 9)
+    config = {"prefill_chunk": random.Random(seed).choice((None, 5, 17))}
+    expected = serve(small_engine(MODEL, recipe="one_table"), requests, seed, **config)
+    engine = small_engine(MODEL, recipe=RUNGS[rung])
+    for _ in range(2):
+        poison(engine)
+        found = serve(engine, requests, seed, **config)
+        assert [one[:2] for one in found] == [one[:2] for one in expected]
+        assert [one[2] or 0 for one in found] == pytest.approx([one[2] or 0 for one in expected], rel=1e-4)
+    assert engine.late_captures == 0
+
+
+MODELS = {"tied": {}, "untied": {"tie_embeddings": False}, "modern": MODERN, "windowed": WINDOWED}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LENGTHS = [7, 30, 2, 17, 9, 1, 24, 8]
+PROMPTS = random_prompts(LENGTHS, seed=4)
+
+
+def staggered(engine: Engine, n_tokens: int, chunk: int | None) -> list[list[int]]:
+    """A prompt more every other step: each but the first finds others decoding."""
+    scheduler, ids = OnlineScheduler(engine, SchedulerConfig(prefill_chunk=chunk)), []
+    params = SamplingParams(temperature=0.0, max_tokens=n_tokens, ignore_eos=True)
+    for prompt in PROMPTS:
+        ids.append(scheduler.add_request(prompt, params))
+        scheduler.step()
+        scheduler.step()
+    while scheduler.has_unfinished:
+        scheduler.step()
+    return [scheduler.take_result(one).token_ids for one in ids]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request, tmp_path_factory):
+    """A random checkpoint and what ``transformers`` generates from it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_model(
+        random_model(0, small_config(eos_token_ids=(3,), **MODELS[request.param])), folder, torch.float32
+    )
+    return folder, transformers_greedy(folder, PROMPTS, 14)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [None, 6])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_prompts_that_join_give_the_tokens_of_transformers(checkpoint, device, chunk, prefix_cache):
+    folder, expected = checkpoint
+    engine = small_engine(
+        load_model(str(folder), torch.device(device), torch.float32), recipe=JOINED, prefix_cache=prefix_cache
+    )
+    joins = Joins(engine)
+    for _ in range(2):
+        assert staggered(engine, 14, chunk) == expected.tokens
+    assert expected.smallest_lead > 1e-3
+    assert len(joins.tokens) >= 2 * len(PROMPTS) - 3 and engine.late_captures == 0
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("model", ["tied", "modern"])
+def test_the_kernels_give_the_same_tokens_in_one_pass(captured, device, model):
+    gpt = random_model(0, small_config(**MODELS[model])).to(device)
+    prompts = random_prompts([9, 5, 12], seed=3)
+    options = {"kernels": "triton", "warm_up": False, "max_batch_size": 4}
+
+    def run(recipe) -> list[list[int]]:
+        engine = small_engine(gpt, recipe=recipe, **options)
+        first, *others = greedy_sequences(engine, prompts, 4)
+        engine.prefill([first])
+        engine.begin_decode([first])
+        engine.begin_prefill(others, [5, 6])
+        engine.begin_decode([first, others[0]])
+        engine.begin_prefill(others[1:])
+        list(engine.step.collect())
+        return decode_all(engine, [first, *others])
+
+    assert run("split_kv") == run("one_pass")
+
+
+# What is run.
+
+
+def running_engine(n: int = 3, **options) -> tuple[Engine, list]:
+    """An engine on which ``n`` sequences decode."""
+    engine = small_engine(MODEL, recipe=JOINED, **options)
+    sequences = greedy_sequences(engine, random_prompts([5] * n), 12)
+    engine.prefill(sequences)
+    return engine, sequences
+
+
+def layer_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each run of the layers, from now on."""
+    ran: list[int] = []
+    for owner in (engine.step, engine.step.joined.packed):
+        before = owner.layers_for
+        monkeypatch.setattr(owner, "layers_for", lambda rows, b=before: (ran.append(rows), b(rows))[1])
+    return ran
+
+
+def test_a_step_with_prompts_runs_the_layers_once_over_rows_and_tokens(monkeypatch):
+    engine, running = running_engine()
+    late = greedy_sequences(engine, random_prompts([6, 9]), 4)
+    ran = layer_runs(engine, monkeypatch)
+    assert engine.begin_decode(running) == 3 and ran == []
+    assert engine.begin_prefill(late, [6, 4]) == late[:1]
+    assert ran == [4 + 10]
+    kinds = [(done.kind, done.sequences) for done in engine.step.collect()]
+    assert kinds == [("decode", running), ("prefill", late[:1])]
+    assert ran == [4 + 10] and [s.n_output for s in (*running, *late)] == [2, 2, 2, 1, 0]
+
+
+def test_a_joined_step_sends_one_copy_and_replays_two_runs(captured, monkeypatch):
+    engine, running = running_engine()
+    (late,) = greedy_sequences(engine, random_prompts([6]), 4)
+    sends, send = [], StagingBuffer.send
+    monkeypatch.setattr(StagingBuffer, "send", lambda self, *out: (sends.append(out), send(self, *out))[1])
+    replays = []
+    for name in ("_layer_runs", "_token_runs"):
+        runs = getattr(engine.step.joined, name)
+        for key, run in list(runs.items()):
+            runs[key] = lambda key=key, run=run: (replays.append(key), run())[1]
+    engine.begin_decode(running)
+    engine.begin_prefill([late])
+    assert len(sends) == 1 and engine.late_captures == 0
+    assert replays == [(16, 128, ""), (16, 16, "greedy")]
+
+
+def test_a_step_without_prompts_is_the_decode_step_of_its_bucket(captured, monkeypatch):
+    engine, running = running_engine()
+    ran = []
+    monkeypatch.setattr(
+        engine.step, "_step", lambda *key, step=engine.step._step: (ran.append(key), step(*key))[1]
+    )
+    joins = Joins(engine)
+    engine.begin_decode(running)
+    assert ran == []
+    engine.step.last_logits()
+    assert ran == [(4, "greedy", "")] and joins.tokens == []
+
+
+@pytest.mark.parametrize("call", ["collect", "release", "last_logits", "begin_decode", "begin_prefill"])
+def test_a_held_decode_step_is_begun_by_whatever_call_comes_next(monkeypatch, call):
+    engine, running = running_engine(max_model_len=64)
+    begun, begin = [], engine.step._begin_step
+    monkeypatch.setattr(engine.step, "_begin_step", lambda *given: (begun.append(given[0]), begin(*given))[1])
+    monkeypatch.setattr(engine.step.joined, "takes", lambda counts: False)
+    engine.begin_decode(running)
+    assert begun == []
+    {
+        "collect": engine.step.collect,
+        "release": lambda: engine.release(running[0]),
+        "last_logits": engine.step.last_logits,
+        "begin_decode": lambda: engine.begin_decode(running),
+        "begin_prefill": lambda: engine.begin_prefill(greedy_sequences(engine, [[1]], 1)),
+    }[call]()
+    assert begun == [running]
+
+
+def test_more_tokens_or_prompts_than_fit_run_apart():
+    joined = small_engine(MODEL, recipe=JOINED).step.joined
+    assert joined.takes([JOINED_TOKENS[-1]]) and joined.takes([1] * JOINED_PLACES[-1])
+    assert not joined.takes([JOINED_TOKENS[-1], 1]) and not joined.takes([1] * (JOINED_PLACES[-1] + 1))
+
+
+def test_a_long_prompt_beside_running_requests_gives_them_a_token_with_every_chunk():
+    engine = small_engine(MODEL, recipe=JOINED)
+    joins, scheduler = Joins(engine), OnlineScheduler(engine, SchedulerConfig(prefill_chunk=8))
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    first = scheduler.add_request(random_prompts([3])[0], params)
+    scheduler.step()
+    scheduler.add_request(random_prompts([40])[0], params)
+    sequence, before = scheduler.requests[first], len(scheduler.requests[first].tokens)
+    for _ in range(5):
+        scheduler.step()
+    list(scheduler._collect(0))
+    assert joins.tokens == [8] * 5 and len(sequence.tokens) - before == 5
+
+
+# Rows that change hands.
+
+
+def test_a_released_row_that_a_prompt_takes_is_inert_when_the_layers_run(monkeypatch):
+    """It would decode once more otherwise, into blocks that may be the prompt's by then."""
+    engine, running = running_engine(7)
+    engine.decode(running)
+    engine.release(running[0])
+    (late,) = greedy_sequences(engine, random_prompts([24]), 6)
+    joined, seen = engine.step.joined, []
+    run = joined._run_layers
+    noted = lambda *given: (seen.append(engine.step.state.positions[:8].tolist()), run(*given))[1]  # noqa: E731
+    monkeypatch.setattr(joined, "_run_layers", noted)
+    engine.begin_decode(running[1:])
+    engine.begin_prefill([late])
+    assert engine.step.rows.batch([late]).indices == [0]
+    assert seen == [[-1] + [6] * 6 + [-1]]
+
+
+def test_a_row_that_a_prompt_takes_is_advanced_once(captured, monkeypatch):
+    """Its old place among the decoding rows is the spare row's."""
+    engine, running = running_engine(3)
+    (late,) = greedy_sequences(engine, random_prompts([6]), 4)
+    packed, seen = engine.step.joined.packed, []
+    choose = packed.next_tokens
+    monkeypatch.setattr(
+        packed, "next_tokens", lambda *given: (seen.append(given[-1].tolist()), choose(*given))[1]
+    )
+    engine.begin_decode(running)
+    engine.begin_prefill([late])
+    (slots,) = seen
+    assert [slot for slot in sorted(slots) if slot != 16] == list(range(16))
+    assert slots[3] == 16 and slots[16] == 3
+
+
+def test_the_rounds_of_rows_are_the_same_on_host_and_device_after_joined_steps(captured):
+    engine, running = running_engine()
+    for n in range(4):
+        late = greedy_sequences(engine, random_prompts([6, 2], seed=n), 3)
+        engine.begin_decode(running)
+        engine.begin_prefill(late, [6, 1 + n % 2])
+        list(engine.step.collect())
+        engine.release(late[n % 2])
+    rows = engine.step.rows
+    live = rows.batch([s for s in rows.sequences]).indices
+    assert engine.step.state.rounds[live].tolist() == rows.round[live].tolist()
+    idle = engine.step.state.rounds[:16].tolist()
+    assert idle == rows.round[:16].tolist()
+
+
+def test_too_many_prompts_for_the_free_rows_are_refused_and_the_decode_step_is_not_lost():
+    engine, running = running_engine(3, max_batch_size=4)
+    late = greedy_sequences(engine, random_prompts([2, 2]), 3)
+    engine.begin_decode(running)
+    with pytest.raises(OptionError, match="2 more sequences exceed the 4"):
+        engine.begin_prefill(late)
+    list(engine.step.collect())
+    assert [s.n_output for s in running] == [2, 2, 2]
+
+
+# What is captured, and what is refused.
+
+
+def test_the_graphs_of_a_large_engine_are_few():
+    """GPT-2's heads on an H200's 132 processors; a capture takes 10 to 40 ms."""
+    config = small_config(n_positions=1024, n_heads=12, n_kv_heads=12, d_model=192)
+    joined = small_engine(
+        random_model(0, config), recipe=JOINED, max_batch_size=256, num_kv_blocks=4
+    ).step.joined
+    joined._graphs = object()
+    variants = {
+        rows: sorted({str(variant_for(rows, 12, 1 << k, 132)) for k in range(11)}) for rows in (64, 128, 256)
+    }
+    assert len(joined.captures(variants.__getitem__)) < 80
+
+
+def test_what_is_captured_serves_every_number_of_rows_tokens_and_prompts(captured):
+    joined = small_engine(
+        MODEL, recipe=JOINED, max_batch_size=300, num_kv_blocks=4, warm_up=False
+    ).step.joined
+    keys = {capture.args for capture in joined.captures(lambda rows: [""])}
+    for rows in range(1, 301):
+        for tokens, places in ((1, 1), (129, 17), (1024, 64)):
+            rows_of, tokens_of, places_of = joined.sizes(rows, [tokens - places + 1] + [1] * (places - 1))
+            assert {(rows_of, tokens_of, ""), (rows_of, places_of, "greedy")} <= keys
+    assert captured_sizes(1, 1, 1) == (64, 128, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"deterministic": True}, "numerics='invariant' needs prefill='packed'"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 needs prefill='packed', not 'joined'"),
+    ],
+)
+def test_deterministic_mode_and_several_ranks_refuse_it_in_a_sentence(options, told):
+    from rosellm import LLM
+
+    with pytest.raises(RecipeError, match=told):
+        LLM("rose-tiny", rung="one_pass", **options)
+
+
+def test_a_host_driven_step_cannot_be_joined():
+    with pytest.raises(RecipeError, match="prefill='joined' needs step='resident'"):
+        replace(LADDER["one_table"], prefill="joined")
