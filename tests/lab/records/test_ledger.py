@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import rosellm
+from rosellm.lab import measure
 from rosellm.lab.figures.palette import CAUSES
-from rosellm.lab.records import experiments, measure, recordings
+from rosellm.lab.records import experiments, recordings
 from rosellm.lab.records.account import PROFILED_STEP, HostTimeline, LedgerError, account
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
 from rosellm.lab.records.floors import BLOCK, Ceiling, floors_us, prefill_floors_us, sum_blocks
