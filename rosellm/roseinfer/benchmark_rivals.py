@@ -237,7 +237,7 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def _parser() -> OneLineParser:
-    usage = "--rival NAME,NAME --workloads ID,ID [options]"
+    usage = "\n    --rival NAME,NAME --workloads ID,ID [options]"
     parser = bench_options.command_parser("benchmark_rivals", __doc__, usage)
     add = parser.add_argument
     who = f"what to run; the first is the baseline of the comparison: {', '.join(RIVALS)}"
