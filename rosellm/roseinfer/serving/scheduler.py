@@ -57,7 +57,8 @@ class OnlineScheduler:
         self._active: list[Sequence] = []  # those that decode; replaced, never mutated
         self._heard: Listeners | None = None
         # A decode step that is held for prompts would be begun by a collection before they are known.
-        self._collect_meanwhile = _nobody if engine.step.holds_decode else self._collect
+        holds = engine.step.holds_decode
+        self._collect_meanwhile = _nobody if holds else type(self)._collect  # not bound: that were a circle
 
     @property
     def has_unfinished(self) -> bool:
@@ -109,7 +110,7 @@ class OnlineScheduler:
         run_ahead = self.engine.step.run_ahead
         try:
             begun, got = self._begin_decode()
-            got += self._collect_meanwhile(run_ahead)
+            got += self._collect_meanwhile(self, run_ahead)
             prefilled, ended = self._begin_prefill()
             got += ended + self._collect(run_ahead if begun + prefilled else 0)
         except BaseException as error:
@@ -299,7 +300,7 @@ class OnlineScheduler:
         self.finished[sequence.request_id] = RequestOutput.of(sequence, self.engine.tokenizer)
 
 
-def _nobody(leave: int) -> list[list[Sequence]]:
+def _nobody(_scheduler: OnlineScheduler, leave: int) -> list[list[Sequence]]:
     """No step's sequences."""
     return []
 

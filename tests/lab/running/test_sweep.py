@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -73,15 +73,16 @@ class FakeRuntime:
 
 
 @pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[FakeRay, Sweep]]:
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[FakeRay, Sweep]]]:
     """A sweep over a cluster with these resources."""
+    with Interruption() as interruption:  # a sweep takes the signals over
 
-    def join(notebooks: Path | None = None, **resources: float) -> tuple[FakeRay, Sweep]:
-        ray = FakeRay(**resources)
-        monkeypatch.setattr(sweep, "Runtime", partial(FakeRuntime, ray))
-        return ray, Sweep("head:6379", Interruption(), notebooks)
+        def join(notebooks: Path | None = None, **resources: float) -> tuple[FakeRay, Sweep]:
+            ray = FakeRay(**resources)
+            monkeypatch.setattr(sweep, "Runtime", partial(FakeRuntime, ray))
+            return ray, Sweep("head:6379", interruption, notebooks)
 
-    return join
+        yield join
 
 
 def lost() -> None: ...
