@@ -18,7 +18,7 @@ Row = list[Any]
 STEPS = ("", "", "step, ms", "planned", "model not seen", "whole run, ms", "planned")
 PAIRS = ("", "", "GPUs", "measured, s", "planned, s", "error")
 ROUTES = ("prompts", "router", "knee", "TTFT p50, ms", "p90", "p99")
-FAILURES = ("s between a host's", "failures", "away, %", "begun anew, %", "TTFT p50, ms", "p99")
+FAILURES = ("s between a host's", "failures", "away, expected %", "begun anew, %", "TTFT p50, ms", "p99")
 LAYOUTS = ("replicas × GPUs of each", "a lone token, ms", "requests a second")
 PERCENTS = (50, 90, 99)
 
