@@ -7,7 +7,6 @@ positions than the model has is left out.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 from collections.abc import Iterable
@@ -15,13 +14,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RecipeError, RoseError, told
 from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.records import Results, modern_rivals
 from rosellm.lab.records.step_records import ladder_steps
+from rosellm.lab.records.step_time import free_memory
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.record import new_record, write_record
@@ -131,7 +129,7 @@ def measure_ledgers(model: str, names: Iterable[str], gpt: Transformer, folder: 
             record = new_record("ledgers", gpt.device, model=model, figures=figures)
             write_record(folder / "ledgers.json", record)
             print(f"{name}: {ledger.step_us:,.0f} µs. {ledger.cross_check}", flush=True)
-        _free()
+        free_memory()
     if failed:
         raise RoseError(f"no ledger of {', '.join(failed)}; the lines above say why")
 
@@ -169,13 +167,7 @@ def measure_runs(
         record = BENCHMARK.measure(BENCHMARK.parse_options([*given, *sizes]), gpt, tokenizer)
         write_record(folder / f"{name}.json", record)
         print(f"{name}: {figure(record, workload):.1f} {unit_of(workload)}", flush=True)
-        _free()
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        free_memory()
 
 
 def _parser() -> OneLineParser:

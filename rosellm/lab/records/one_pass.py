@@ -8,7 +8,6 @@ DIR/MODEL.
 
 from __future__ import annotations
 
-import gc
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from rosellm.lab.records.measured_model import add_model_options, folder_of, set
 from rosellm.lab.records.passes import JOINED, Pass, counted, passes_of
 from rosellm.lab.records.records import Results, number, percent_change
 from rosellm.lab.records.sizes import Size
+from rosellm.lab.records.step_time import free_memory
 from rosellm.lab.records.verdicts import Verdict
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
@@ -189,10 +189,10 @@ def measure(arguments: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> 
     options = SCHEDULER.parse_options([*sized, *of_model])
     runs = measure_runs(gpt, tokenizer, ways, options, turns)
     print(told_runs(runs), flush=True)
-    _free()
+    free_memory()
     beside = measure_beside(gpt, ways, size, turns)
     print(told_beside(beside), flush=True)
-    _free()
+    free_memory()
     given = long_prompt_options(gpt, size)
     long = measure_long_prompt(gpt, tokenizer, ways, [*given, *of_model], turns)
     print(told_long(long), flush=True)
@@ -318,12 +318,6 @@ def verdict_of(figures: Mapping[str, Any]) -> Verdict:
         [run["total_throughput_tok_s"] for run in figures["runs"][way]["repeats"]] for way in (APART, JOINED)
     )
     return Verdict(WORKLOAD.id, before, after, noise=0.0)
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _parser() -> OneLineParser:

@@ -8,7 +8,6 @@ logits and sort them. The record is DIR/MODEL/sampling_steps.json, renewed after
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,14 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import torch
-
 from rosellm.command_line import OneLineParser, command, whole_number, whole_numbers
 from rosellm.errors import PromptError
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.model_runs import short_name
 from rosellm.lab.records.records import Results, number
-from rosellm.lab.records.step_time import prompt_length, room, turn_us
+from rosellm.lab.records.step_time import free_memory, prompt_length, room, turn_us
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import LOAD_FORMATS, load_parts
@@ -167,7 +164,7 @@ def measure(arguments: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_record(folder / f"{NAME}.json", new_record(NAME, model.device, **facts, figures=figures))
         print(_told(batch, turns_us), flush=True)
-        _free()
+        free_memory()
 
 
 def _check_positions(model: Transformer, context: int) -> None:
@@ -181,12 +178,6 @@ def _told(batch: int, turns_us: Mapping[str, list[float]]) -> str:
     greedy = median(turns_us[GREEDY])
     told = (f"{name} {number(us := median(own))} ({us / greedy:.2f})" for name, own in turns_us.items())
     return f"B={batch}, µs (of greedy): {' · '.join(told)}"
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _parser() -> OneLineParser:

@@ -94,7 +94,7 @@ def measure_steps(
         for name, means in own.items():
             found[name].append(tuple(means))
         del benches, bench
-        _free()
+        free_memory()
     return {name: StepTimes(tuple(one)) for name, one in found.items()}
 
 
@@ -116,7 +116,8 @@ def _stretch(bench: Bench) -> float:
     return ends[-1] - ends[0]
 
 
-def _free() -> None:
+def free_memory() -> None:
+    """Of engines that nothing refers to any more, so that the next ones find it."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

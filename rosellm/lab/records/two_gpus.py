@@ -8,7 +8,6 @@ their flags.
 
 from __future__ import annotations
 
-import gc
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from rosellm.lab.records.all_reduce import two_gpus
 from rosellm.lab.records.measured_model import add_model_options, settle
 from rosellm.lab.records.model_runs import short_name
 from rosellm.lab.records.records import Results
+from rosellm.lab.records.step_time import free_memory
 from rosellm.models.families.table import write_arch
 from rosellm.models.loading import arch_of
 from rosellm.roseinfer.bench.job import Job, choose_recipe, make_job
@@ -97,7 +97,7 @@ def measure(arguments: Namespace) -> None:
             device = torch.device(arguments.device)
             write_record(path, new_record(NAME, device, **facts, figures=figures))
             print(told(kind, workload.id, figures[kind][workload.id]), flush=True)
-            _free()
+            free_memory()
 
 
 def tensor_parallel(arguments: Namespace, workload: Workload) -> dict[str, Any]:
@@ -174,12 +174,6 @@ def told(kind: str, name: str, figures: dict[str, Any]) -> str:
     rates = {side: one["medians"]["total_throughput_tok_s"] for side, one in figures.items()}
     each = (f"{side}: {rate:,.0f} tok/s ({rate / alone:.2f} ×)" for side, rate in rates.items())
     return f"{kind} {name}: {', '.join(each)}"
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _parser() -> OneLineParser:
