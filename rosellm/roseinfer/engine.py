@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence as SequenceOf
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
+from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.layers.batch_invariant import ALIGNMENT
 from rosellm.roseinfer.owned import Owned
@@ -144,8 +145,10 @@ class Engine(Owned):
     @torch.inference_mode()
     def _warm_up(self, rows: int | None = None) -> None:
         runs = self.step.captures(rows)
-        if self.device.type == "cuda" and rows is None:
-            runs = self.step.rehearsals(min(self._most_prefill_tokens, CAPTURED_TOKENS + 1)) + runs
+        if self.device.type == "cuda":
+            rehearsals = self._rehearsals_of(self.step) if rows is None else []
+            compile_ahead(rehearsals + self.step.warm_ups(rows))
+            runs = rehearsals + runs
         for run in tqdm(runs, "warm-up", unit=" runs", delay=1, disable=not runs):
             run()
         if runs and self.device.type == "cuda":
@@ -285,7 +288,15 @@ class Engine(Owned):
     def _working_bytes(self) -> int:
         """What steps take beside the cache, by trial on a cache of one block."""
         memory = GPUMemory(self.device, self.group.least)
+        if self.device.type == "cuda":
+            step = self._step_on(self._cache_of(1))
+            compile_ahead(self._rehearsals_of(step) + step.warm_ups(self.max_batch_size))
+            del step
         return working_bytes(lambda: self._step_on(self._cache_of(1)), self._most_prefill_tokens, memory)
+
+    def _rehearsals_of(self, step: Step) -> list[Callable[[], object]]:
+        """Prefills that run every kernel of a prefill that is not captured."""
+        return step.rehearsals(min(self._most_prefill_tokens, CAPTURED_TOKENS + 1))
 
     def _finish(self) -> None:
         for _ in self.step.collect():

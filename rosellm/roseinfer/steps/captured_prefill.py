@@ -74,17 +74,32 @@ class CapturedPrefill:
 
     def captures(self) -> list[Callable[[], object]]:
         """Calls that capture what is not captured yet, the largest first."""
-        buckets = {bucket_of(n) for n in range(1, self._most_tokens + 1)} - set(self._layer_runs)
-        most = places_for(min(len(self.packed.rows), PLACES[-1]))
-        modes = self.packed.next_tokens.chooser.modes
-        kinds = [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes]
-        missing = [kind for kind in kinds if kind not in self._token_runs]
-        layer_runs = [partial(self._layer_run, n) for n in sorted(buckets, reverse=True)]
+        layer_runs = [partial(self._layer_run, n) for n in self._layer_sizes() if n not in self._layer_runs]
+        missing = [kind for kind in self._token_kinds() if kind not in self._token_runs]
         return layer_runs + [partial(self._token_run, *kind) for kind in missing]
+
+    def warm_ups(self) -> list[Callable[[], object]]:
+        """See ``step.Step.warm_ups``."""
+        runs: list[Callable[[], object]] = []
+        for tokens in self._layer_sizes():
+            runs.append(partial(self._buffer.inertly, tokens, PLACES[-1], partial(self._run_layers, tokens)))
+        for places, mode in self._token_kinds():
+            runs.append(partial(self._buffer.inertly, 1, places, partial(self._choose, places, mode)))
+        return runs
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
         """See ``step.Step.rehearsals``."""
         return self.packed.rehearsals(n_tokens)
+
+    def _layer_sizes(self) -> list[int]:
+        """Tokens of the captured runs of the layers, the most first."""
+        return sorted({bucket_of(n) for n in range(1, self._most_tokens + 1)}, reverse=True)
+
+    def _token_kinds(self) -> list[tuple[int, str]]:
+        """Places and mode of the captured choices of first tokens, the most places first."""
+        most = places_for(min(len(self.packed.rows), PLACES[-1]))
+        modes = self.packed.next_tokens.chooser.modes
+        return [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes]
 
     def _replayed(self, host: np.ndarray, tokens: int, places: int, mode: str | None) -> Tensor:
         """The part of :meth:`run` on the device; mode: of choosing first tokens, None if there are none."""

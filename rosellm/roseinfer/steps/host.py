@@ -105,6 +105,10 @@ class HostStep:
         buckets = batch_buckets(self.most_rows) if rows is None else [batch_bucket(rows)]
         return self.runner.captures(buckets, self.tables.max_blocks)
 
+    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`Step`; none: every capture compiles, and may tune, its own kernels."""
+        return []
+
     def largest_captures(self) -> list[Callable[[], object]]:
         """See :class:`Step`."""
         return self.captures()[:1]

@@ -72,6 +72,11 @@ class JoinedStep(ResidentStep):
         joined = [] if rows is not None else self.joined.captures(self._variants_of)
         return joined + super().captures(rows)
 
+    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`step.Step`."""
+        joined = [] if rows is not None else self.joined.warm_ups(self._variants_of)
+        return joined + super().warm_ups(rows)
+
     def largest_captures(self) -> list[Callable[[], object]]:
         """See :class:`step.Step`."""
         return self.joined.captures(self._variants_of)[:1] + super().largest_captures()

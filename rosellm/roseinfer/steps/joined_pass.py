@@ -101,18 +101,35 @@ class JoinedPass:
         """Calls that capture what is not captured yet, the largest first; variants: of so many rows."""
         if self._graphs is None:
             return []
-        rows = sorted({min(joined_rows(n), self._spare) for n in range(1, self._spare + 1)}, reverse=True)
+        layers = [key for key in self._layer_keys(variants) if key not in self._layer_runs]
+        tokens = [key for key in self._token_keys() if key not in self._token_runs]
+        layer_runs = [partial(self._layer_run, *key) for key in layers]
+        return layer_runs + [partial(self._token_run, *key) for key in tokens]
+
+    def warm_ups(self, variants: Callable[[int], SequenceOf[str]]) -> list[Callable[[], object]]:
+        """See ``step.Step.warm_ups``; variants: as of :meth:`captures`."""
+        if self._graphs is None:
+            return []
+        runs: list[Callable[[], object]] = []
+        for key in self._layer_keys(variants):
+            runs.append(partial(self._buffer.inertly, key[1], 1, partial(self._run_layers, *key, self._idle)))
+        for kind in self._token_keys():
+            runs.append(partial(self._buffer.inertly, 1, kind[1], partial(self._choose, *kind, self._idle)))
+        return runs
+
+    def _layer_keys(self, variants: Callable[[int], SequenceOf[str]]) -> list[tuple[int, int, str]]:
+        """Rows, prompts' tokens and attention's variant of the captured runs of the layers."""
         tokens = _up_to(self._most_tokens, JOINED_TOKENS)
+        return [(r, t, v) for r in self._captured_rows() for t in tokens for v in variants(r)]
+
+    def _token_keys(self) -> list[tuple[int, int, str]]:
+        """Rows, places and mode of the captured choices."""
         places = _up_to(min(self._spare, JOINED_PLACES[-1]), JOINED_PLACES)
-        modes = self.packed.next_tokens.chooser.modes
-        missing: list[Callable[[], object]] = []
-        for r, t in product(rows, tokens):
-            missing += [
-                partial(self._layer_run, r, t, v) for v in variants(r) if (r, t, v) not in self._layer_runs
-            ]
-        for r, p in product(rows, places):
-            missing += [partial(self._token_run, r, p, m) for m in modes if (r, p, m) not in self._token_runs]
-        return missing
+        return list(product(self._captured_rows(), places, self.packed.next_tokens.chooser.modes))
+
+    def _captured_rows(self) -> list[int]:
+        """The most first."""
+        return sorted({min(joined_rows(n), self._spare) for n in range(1, self._spare + 1)}, reverse=True)
 
     def _layer_run(self, rows: int, tokens: int, variant: str) -> Callable[[], object]:
         key = rows, tokens, variant

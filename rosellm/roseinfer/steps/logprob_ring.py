@@ -69,13 +69,16 @@ class LogprobRing:
         sizes = SIZES if self._graphs is not None else ()
         return [partial(self._run, size) for size in reversed(sizes) if size not in self._runs]
 
+    def warm_ups(self) -> list[Callable[[], object]]:
+        """See ``step.Step.warm_ups``."""
+        sizes = SIZES if self._graphs is not None else ()
+        return [partial(self._find_for_nobody, size) for size in sizes]
+
     def _run(self, size: int) -> Callable[[], object]:
         if size not in self._runs:
             run: Callable[[], object] = partial(self._find, size)
             if self._graphs is not None:
-                nobody = np.zeros(0, np.int64)
-                self._send(size, nobody, nobody, nobody)
-                run = self._graphs.capture(run, run)
+                run = self._graphs.capture(run, partial(self._find_for_nobody, size))
             self._runs[size] = run
         return self._runs[size]
 
@@ -85,6 +88,11 @@ class LogprobRing:
         host[:, : len(columns[0])] = columns
         host[:, len(columns[0]) :] = [[0], [0], [ROUNDS]]
         return self._staging.send(self._inputs)
+
+    def _find_for_nobody(self, size: int) -> None:
+        nobody = np.zeros(0, np.int64)
+        self._send(size, nobody, nobody, nobody)
+        self._find(size)
 
     def _find(self, size: int) -> None:
         _, slots, rounds = self._inputs[: 3 * size].view(3, size)

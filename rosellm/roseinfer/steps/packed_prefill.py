@@ -65,6 +65,10 @@ class PackedPrefill:
         """Nothing is captured."""
         return []
 
+    def warm_ups(self) -> list[Callable[[], object]]:
+        """Nothing is captured."""
+        return []
+
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
         """See ``step.Step.rehearsals``."""
         return [partial(self._rehearse, n_tokens, self.next_tokens.chooser.modes)]

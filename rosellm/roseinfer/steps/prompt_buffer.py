@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -50,6 +52,11 @@ class PromptBuffer:
     def send_inert(self, tokens: int, places: int) -> None:
         """Inputs of a run that writes nothing but the spare row."""
         self.send(self.fill(NO_CHUNKS, tokens, places), tokens, places)
+
+    def inertly(self, tokens: int, places: int, run: Callable[[], object]) -> None:
+        """``run`` such a run, which then writes nothing but the spare row."""
+        self.send_inert(tokens, places)
+        run()
 
     def _inputs(self, shape: Shape) -> PromptInputs[Tensor]:
         return PromptInputs.of(self._part(shape), shape)

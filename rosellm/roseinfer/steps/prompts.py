@@ -27,6 +27,9 @@ class Prompts(Protocol):
     def captures(self) -> list[Callable[[], object]]:
         """Calls that capture what is not captured yet, one graph each, the largest first."""
 
+    def warm_ups(self) -> list[Callable[[], object]]:
+        """See ``step.Step.warm_ups``."""
+
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
         """See ``step.Step.rehearsals``."""
 
@@ -51,6 +54,10 @@ class PromptsByHost:
         return hidden, self.rows.batch(whole)
 
     def captures(self) -> list[Callable[[], object]]:
+        """Nothing is captured."""
+        return []
+
+    def warm_ups(self) -> list[Callable[[], object]]:
         """Nothing is captured."""
         return []
 

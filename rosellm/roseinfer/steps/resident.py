@@ -126,12 +126,16 @@ class ResidentStep:
         """See :class:`Step`; the largest steps come first, so that smaller ones fit into their memory."""
         if self.graphs is None:
             return []
-        chooser, most = self.next_tokens.chooser, len(self.rows)
-        if rows is not None:
-            return self._steps_of(min(batch_bucket(rows), most), chooser.modes)
-        buckets = sorted({min(bucket, most) for bucket in batch_buckets(most)}, reverse=True)
-        steps = [step for bucket in buckets for step in self._steps_of(bucket, chooser.modes)]
-        return self.prompts.captures() + steps + self.logprobs.captures()
+        modes = self.next_tokens.chooser.modes
+        steps = [step for bucket in self._buckets(rows) for step in self._steps_of(bucket, modes)]
+        return steps if rows is not None else self.prompts.captures() + steps + self.logprobs.captures()
+
+    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+        if self.graphs is None:
+            return []
+        steps: list[Callable[[], object]] = [partial(self._run_all, n) for n in self._buckets(rows)]
+        return steps if rows is not None else self.prompts.warm_ups() + steps + self.logprobs.warm_ups()
 
     def largest_captures(self) -> list[Callable[[], object]]:
         """See :class:`Step`."""
@@ -172,10 +176,23 @@ class ResidentStep:
             self.rows.begin_step(batch, slice(bucket))
             self._latest = hidden, sequences, batch
 
+    def _buckets(self, rows: int | None) -> list[int]:
+        """Rows of the captured steps, the most first; rows: only the step for so many."""
+        most = len(self.rows)
+        of_rows = batch_buckets(most) if rows is None else [batch_bucket(rows)]
+        return sorted({min(bucket, most) for bucket in of_rows}, reverse=True)
+
     def _steps_of(self, bucket: int, modes: SequenceOf[str]) -> list[Callable[[], object]]:
         """Captures of the bucket's steps; contexts between powers of two have one variant of attention."""
         keys = [(bucket, mode, variant) for variant in self._variants_of(bucket) for mode in modes]
         return [partial(self._prepared, *key) for key in keys if key not in self._steps]
+
+    def _run_all(self, bucket: int) -> None:
+        """Whatever the bucket's steps run, with inert rows, which write nothing."""
+        idle = self._idle.first(bucket)
+        hidden = [self._hidden(idle, variant) for variant in self._variants_of(bucket)]
+        for mode in self.next_tokens.chooser.modes:
+            self._choose(hidden[0], idle, mode)
 
     def _variants_of(self, rows: int) -> list[str]:
         powers = [1 << k for k in range((self._longest - 1).bit_length() + 1)]

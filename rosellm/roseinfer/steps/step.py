@@ -54,6 +54,9 @@ class Step(Protocol):
         rows: only decode steps of so many sequences.
         """
 
+    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """Calls that run, uncaptured and with inert inputs, every kernel of :meth:`captures`."""
+
     def largest_captures(self) -> list[Callable[[], object]]:
         """Those of them that take the most memory, in every mode."""
 

@@ -1,0 +1,51 @@
+"""Kernels compiled on all cores, before any of them is launched.
+
+Triton compiles a kernel at its first launch, and the launches of a step come one after the other. Most of a
+compilation is outside Python, so threads compile at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock, get_ident
+from typing import Any
+
+from rosellm.triton_or_none import triton
+
+_ONE_AT_A_TIME = Lock()
+
+
+def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
+    """Compile the kernels that ``runs`` launch; they are called, but no kernel of Triton's runs.
+
+    What follows a launch finds its outputs as they were allocated. Other threads launch as ever. A kernel
+    that does not compile raises when it is launched, not here.
+    """
+    with (
+        ThreadPoolExecutor() as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+        _launching_nothing(),
+    ):
+        for run in runs:
+            run()
+
+
+@contextmanager
+def _launching_nothing() -> Iterator[None]:
+    """This thread's launches only name what is to be compiled."""
+    kernel_type = triton.runtime.KernelInterface
+    with _ONE_AT_A_TIME:
+        launch_on, owner = kernel_type.__getitem__, get_ident()
+
+        def name_only(kernel: Any, grid: Any) -> Any:
+            mine = get_ident() == owner
+            return partial(kernel.run, grid=grid, warmup=True) if mine else launch_on(kernel, grid)
+
+        kernel_type.__getitem__ = name_only
+        try:
+            yield
+        finally:
+            kernel_type.__getitem__ = launch_on

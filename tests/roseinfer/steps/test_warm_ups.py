@@ -1,0 +1,156 @@
+"""What a warm-up compiles ahead: the kernels of every capture, before any of them runs."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings, strategies as st
+
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
+from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.triton_or_none import tl
+from tests.helpers import MODERN, ON_GPU, random_model, small_config, small_engine
+from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
+
+__all__ = ["captured"]
+RUNGS = ("packed_prefill", BEST_RUNG, "one_pass")
+FAMILIES = {"gpt2": {}, "qwen3": MODERN}
+Launch = tuple[str, tuple, tuple]
+
+
+@triton.jit
+def _one_more_kernel(x, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, tl.load(x + at) + 1)
+
+
+def specialisation(value: object) -> object:
+    """What Triton compiles anew for."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, tuple):
+        return tuple(map(specialisation, value))
+    return (value == 1, value % 16 == 0) if type(value) is int else value
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[Launch]:
+    """Interpreted kernels in place of whose runs their names and specialisations are noted."""
+    noted: list[Launch] = []
+
+    def note(kernel, *arguments, grid, warmup, **options):
+        constants = {name: value for name, value in options.items() if isinstance(value, int)}
+        others = {name: specialisation(options[name]) for name in options.keys() - constants.keys()}
+        named = sorted((name, str(value)) for name, value in (constants | others).items())
+        noted.append((kernel.__name__, tuple(map(specialisation, arguments)), tuple(named)))
+
+    monkeypatch.setattr(triton.runtime.interpreter.InterpretedFunction, "run", note)
+    return noted
+
+
+@pytest.fixture
+def garbage(monkeypatch) -> None:
+    """What is allocated and not written holds no index of anything, and no number."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def spoilt(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F7F7F7F)
+
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **options: spoilt(empty(*sizes, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda *like, **options: spoilt(empty_like(*like, **options)))
+
+
+def engine_of(rung: str, family: str) -> Engine:
+    config = small_config(**FAMILIES[family])
+    return small_engine(random_model(0, config), recipe=rung, kernels="triton", warm_up=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_warm_ups_launch_every_kernel_that_captures_launch(captured, launches, monkeypatch, rung, family):
+    monkeypatch.setattr(FakeGraphs, "capture", lambda self, run, warm_up: (run(), run)[1])
+    steps = [engine_of(rung, family).step for _ in range(2)]
+    with torch.inference_mode():
+        for capture in steps[0].captures():
+            capture()
+        captured_launches = set(launches)
+        launches.clear()
+        for run in steps[1].warm_ups():
+            run()
+    assert captured_launches
+    assert captured_launches <= set(launches)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_nothing_reads_what_a_kernel_that_did_not_run_has_not_written(captured, garbage, rung, family):
+    engine = engine_of(rung, family)
+    before = engine.step.state.rows.clone()
+    with torch.inference_mode():
+        compile_ahead(engine.step.rehearsals(40) + engine.step.warm_ups())
+    assert engine.step.state.rows[:-1].equal(before[:-1])
+    assert engine.step.n_captured == 0
+
+
+def test_nothing_is_launched_within_and_everything_again_after_even_if_a_run_raises():
+    x = torch.zeros(16)
+    compile_ahead([lambda: _one_more_kernel[(1,)](x, SIZE=16)] * 3)
+    assert x.tolist() == [0.0] * 16
+    with pytest.raises(ZeroDivisionError):
+        compile_ahead([lambda: 1 / 0])
+    _one_more_kernel[(1,)](x, SIZE=16)
+    assert x.tolist() == [1.0] * 16
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 1000))
+def test_other_threads_launch_meanwhile_and_two_that_compile_ahead_leave_no_trace(seed):
+    draw, before = random.Random(seed), triton.runtime.KernelInterface.__getitem__
+    tensors = [torch.zeros(16) for _ in range(4)]
+    inside, launched = threading.Event(), threading.Event()
+
+    def wait_inside() -> None:
+        inside.set()
+        assert launched.wait(10)
+
+    def launch(x: torch.Tensor) -> None:
+        assert inside.wait(10)
+        _one_more_kernel[(1,)](x, SIZE=16)
+
+    threads = [threading.Thread(target=compile_ahead, args=([wait_inside],)) for _ in range(2)]
+    launching = [threading.Thread(target=launch, args=(x,)) for x in tensors]
+    for thread in draw.sample(threads + launching, 6):
+        thread.start()
+    for thread in launching:
+        thread.join(10)
+    launched.set()
+    for thread in threads:
+        thread.join(10)
+    assert [x.sum().item() for x in tensors] == [16.0] * 4
+    assert triton.runtime.KernelInterface.__getitem__ is before
+
+
+@pytest.mark.parametrize("device", [ON_GPU])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_on_a_gpu_a_warm_up_compiles_nothing_one_after_the_other(device, rung, family, monkeypatch):
+    compiled_late: list[str] = []
+    config = small_config(**FAMILIES[family])
+    model = random_model(0, config).to(device)
+    engine = small_engine(model, recipe=rung, kernels="triton", warm_up=False)
+    compile_one = triton.runtime.jit.JITFunction._do_compile
+
+    def noted(kernel, *arguments):
+        if triton.runtime._async_compile.active_mode.get() is None:
+            compiled_late.append(kernel.__name__)
+        return compile_one(kernel, *arguments)
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", noted)
+    engine.warm_up()
+    assert compiled_late == []
+    assert engine.late_captures == 0
