@@ -40,7 +40,7 @@ class Event:
 
 
 class Trace:
-    """The events of one profiled call. Ranges are the engine's ``record_function`` names."""
+    """The events of one profiled call. Ranges are the names of its ``profile_range``."""
 
     def __init__(self, events: list[Event]) -> None:
         self.events = sorted(events, key=lambda e: e.start)

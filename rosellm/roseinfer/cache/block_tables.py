@@ -13,9 +13,9 @@ from operator import ne
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from rosellm.roseinfer.cache.staging import StagingBuffer
+from rosellm.roseinfer.profile_range import profile_range
 
 BUILD_RANGE = "roseinfer.decode_step_sessions.build_block_tables"
 H2D_RANGE = "roseinfer.decode_step_sessions.h2d_block_tables"
@@ -43,9 +43,9 @@ class PerLayerTables:
 
     def stage(self, block_ids: list[list[list[int]]]) -> list[Tensor]:
         """``block_ids[pool][row]`` → a tensor ``[B, MAX_BLOCKS]`` for each pool."""
-        with record_function(BUILD_RANGE):
+        with profile_range(BUILD_RANGE):
             tables = [self._build(pool * self.blocks_per_pool, rows) for pool, rows in enumerate(block_ids)]
-        with record_function(H2D_RANGE):
+        with profile_range(H2D_RANGE):
             return [torch.tensor(table, dtype=torch.int32).to(self.device) for table in tables]
 
     def _build(self, first_id: int, rows: list[list[int]]) -> list[list[int]]:
@@ -62,10 +62,10 @@ class PinnedTables:
 
     def stage(self, block_ids: list[list[list[int]]]) -> Tensor:
         """``block_ids[pool][row]`` → one tensor ``[POOLS, B, MAX_BLOCKS]``."""
-        with record_function(BUILD_RANGE):
+        with profile_range(BUILD_RANGE):
             tables = self._staging.host(len(block_ids), len(block_ids[0]), self.max_blocks)
             fill_tables(tables, block_ids, self.blocks_per_pool)
-        with record_function(H2D_RANGE):
+        with profile_range(H2D_RANGE):
             return self._staging.send()
 
 
@@ -89,13 +89,13 @@ class ResidentTables:
         The next call overwrites it. If no row has changed, nothing is sent and nothing runs on the device.
         """
         batch = len(block_ids[0])
-        with record_function(BUILD_RANGE):
+        with profile_range(BUILD_RANGE):
             if batch > self._tables.shape[1]:
                 self._grow(len(block_ids), batch)
             changed = self._changed(block_ids)
             if changed:
                 self._build(changed, [[rows[row] for row in changed] for rows in block_ids])
-        with record_function(H2D_RANGE):
+        with profile_range(H2D_RANGE):
             if changed:
                 self._send(len(block_ids), len(changed))
         for rows, sent in zip(block_ids, self._sent, strict=True):

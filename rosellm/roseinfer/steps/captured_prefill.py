@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
+from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import Graphs
@@ -63,7 +63,7 @@ class CapturedPrefill:
         """See :class:`prompts.Prompts`; what is not captured yet is captured first."""
         if sum(counts) > self._most_tokens or len(counts) > PLACES[-1]:
             return self.packed.run(sequences, counts)
-        with record_function(PREFILL_RANGE):
+        with profile_range(PREFILL_RANGE):
             chunks = self.packed.reserved(sequences, counts)
             tokens, places = bucket_of(sum(counts)), places_for(len(counts))
             mode = self.packed.mode_of(chunks) if chunks.n_whole else None

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import tile_columns
+from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.ranks.group import Group
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
@@ -33,7 +33,7 @@ class CommandedPrefill(PackedPrefill):
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor, Batch]:
         """See :class:`prompts.Prompts`."""
-        with record_function(PREFILL_RANGE):
+        with profile_range(PREFILL_RANGE):
             chunks = self.reserved(sequences, counts)
             columns = tile_columns(chunks.starts, chunks.counts, None, BLOCK_M)
             shape = Shape(sum(chunks.counts), columns.shape[1], len(chunks.counts), self.row_words)

@@ -9,7 +9,6 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from rosellm.errors import RoseError
 from rosellm.roseinfer.cache.block_tables import Tables
@@ -17,6 +16,7 @@ from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, Slots
 from rosellm.roseinfer.layers.logprobs import likely_of, likely_tokens, tell
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import batch_bucket, batch_buckets
 from rosellm.roseinfer.steps.kv_append import Append
@@ -134,17 +134,17 @@ class HostStep:
 
         Returns what :func:`commit_tokens` returns.
         """
-        with record_function(STEP_RANGE):
+        with profile_range(STEP_RANGE):
             slots, block_ids = self._reserve(sequences)
             inputs = self._stage(sequences, block_ids)
-            with record_function(f"{STEP_RANGE}.model"):
+            with profile_range(f"{STEP_RANGE}.model"):
                 outputs = self.runner(inputs)
-            with record_function(f"{STEP_RANGE}.kv_append"):
+            with profile_range(f"{STEP_RANGE}.kv_append"):
                 self.append(self.blocks, outputs.keys, outputs.values, slots)
-            with record_function(f"{STEP_RANGE}.sample"):
+            with profile_range(f"{STEP_RANGE}.sample"):
                 self._logits = outputs.logits
                 tokens = self.sampler(self._logits, sequences)
-            with record_function(f"{STEP_RANGE}.commit"):
+            with profile_range(f"{STEP_RANGE}.commit"):
                 return commit_tokens(sequences, tokens, n_cached=1)
 
     def _tell(self, sequences: list[Sequence], got: list[Sequence]) -> None:
@@ -158,18 +158,18 @@ class HostStep:
         tell(own, likely_of(likely_tokens(self._logits[rows], tokens).cpu(), own))
 
     def _reserve(self, sequences: list[Sequence]) -> tuple[list[Slots], list[list[list[int]]]]:
-        with record_function(f"{STEP_RANGE}.reserve"):
+        with profile_range(f"{STEP_RANGE}.reserve"):
             pools = range(self.blocks.num_pools)
             block_ids = [[s.block_ids[pool] for s in sequences] for pool in pools]
             return [self.blocks.reserve_tokens(pool, block_ids[pool]) for pool in pools], block_ids
 
     def _stage(self, sequences: list[Sequence], block_ids: list[list[list[int]]]) -> DecodeInputs:
         tables = self.tables.stage(block_ids)
-        with record_function(f"{STEP_RANGE}.stage_tokens"):
+        with profile_range(f"{STEP_RANGE}.stage_tokens"):
             contexts = [s.n_cached for s in sequences]
             device = self.blocks.k_cache.device
             ints = torch.tensor([[s.last_token for s in sequences], contexts], dtype=torch.int32).to(device)
-        with record_function(f"{STEP_RANGE}.build_mask"):
+        with profile_range(f"{STEP_RANGE}.build_mask"):
             window = self.prefill.model.config.window
             mask = self.mask(ints[1], max(contexts), self.blocks.k_cache.dtype, window)
         return DecodeInputs(ints[0], ints[1], ints[1], tables, mask, max(contexts))

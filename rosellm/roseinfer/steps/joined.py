@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.joined_pass import JoinedPass, Sizes
 from rosellm.roseinfer.steps.resident import ResidentStep, Wishes
@@ -93,7 +93,7 @@ class JoinedStep(ResidentStep):
         held, self._held = self._held or [], None
         decoding = self.rows.running()
         self._in_flight.start()
-        with record_function(STEP_RANGE):
+        with profile_range(STEP_RANGE):
             self.rows.silence()  # before their places are given to prompts, which the layers have not seen
             chunks = self.joined.packed.reserved(sequences, counts)
             sizes = self.joined.sizes(int(decoding.indices[-1]) + 1, counts)

@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
@@ -18,6 +17,7 @@ from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles, tile_columns
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.fused import Layers
+from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.next_tokens import NextTokens
 from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
@@ -51,7 +51,7 @@ class PackedPrefill:
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor, Batch]:
         """See :class:`prompts.Prompts`; every kernel is launched from Python."""
-        with record_function(PREFILL_RANGE):
+        with profile_range(PREFILL_RANGE):
             chunks = self.reserved(sequences, counts)
             columns = tile_columns(chunks.starts, chunks.counts, None, BLOCK_M)
             shape = Shape(sum(chunks.counts), columns.shape[1], len(chunks.counts), self.row_words)

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import record_function
 
 from rosellm.models.arch import Arch
 from rosellm.models.attention import CausalAttention, in_window, masked_attention
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence
 
 PREFILL_RANGE = "roseinfer.prefill_sessions"
@@ -33,7 +33,7 @@ class Prefill:
 
         Reserves their slots; ``n_cached`` is left to the caller.
         """
-        with record_function(PREFILL_RANGE), sdpa_kernel(BACKENDS):
+        with profile_range(PREFILL_RANGE), sdpa_kernel(BACKENDS):
             for pool in range(self.blocks.num_pools):
                 for sequence, count in zip(sequences, counts, strict=True):
                     self.blocks.reserve_prompt(pool, sequence.block_ids[pool], count)

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from rosellm.errors import RoseError
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.layers.attention import Binder
 from rosellm.roseinfer.layers.fused import Layers
 from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import Graphs, batch_bucket, batch_buckets
@@ -160,13 +160,13 @@ class ResidentStep:
         return self.rows.running()
 
     def _begin_step(self, sequences: list[Sequence], batch: Batch) -> None:
-        with record_function(STEP_RANGE):
-            with record_function(f"{STEP_RANGE}.reserve"):
+        with profile_range(STEP_RANGE):
+            with profile_range(f"{STEP_RANGE}.reserve"):
                 self.rows.grow(batch)
                 self.rows.silence()
             bucket = min(batch_bucket(int(batch.indices[-1]) + 1), len(self.rows))
             self._in_flight.start()
-            with record_function(f"{STEP_RANGE}.model"):
+            with profile_range(f"{STEP_RANGE}.model"):
                 variant = self.bind.variant(bucket, int(self.rows.position[batch.indices].max()))
                 if batch is not self._wishes.batch:
                     self._wishes = self._wishes_of(batch)
