@@ -117,6 +117,13 @@ def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
     return {model: {way: result["medians"] for way, result in both.items()} for model, both in found.items()}
 
 
+def long_prompt_times(results: Results) -> dict[str, ServingTimes]:
+    """Model → its recorded steps' times, of those with a recorded long prompt."""
+    folders = [results.folder / model for model in recorded_long_prompt(results)]
+    found = {folder.name: recorded(Results(folder)) for folder in folders}
+    return {model: ServingTimes.from_dict(one["times"]) for model, one in found.items() if one}
+
+
 def requests_s(run: dict[str, Any], options: Sequence[str]) -> float:
     """Requests a second that a run has served."""
     return len(arrivals_of(options)) / run["total_time_s"]
