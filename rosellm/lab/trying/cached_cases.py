@@ -17,7 +17,7 @@ from rosellm.lab.trying.case import EPS, POSITIONS, Case, Maker, Operands
 from rosellm.lab.trying.guarded_memory import GUARD_ROWS, Draw, poisoned
 from rosellm.models.rope import Rope, Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, make_plan_ref
+from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan_ref
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles, tile_columns
 
@@ -154,11 +154,10 @@ def _append_and_attend(case: Case, draw: Draw) -> Operands:
     made, lengths, state = _attended(case, draw, least=-1)
     state.positions.copy_(lengths)
     pieces, stages = 0 if case.option % 2 else 2 * case.rows, 1 if case.heads == case.kv_heads else 2
-    plan = make_plan_ref(state.positions, Variant(16, pieces, 1, stages), made["window"], case.kv_heads)
-    if plan.variant.combine:
-        of_pieces = {name: getattr(plan, name) for name in ("starts", "covers", "arrived")}
-        placed = [draw.put(f"plan.{name}", x.cpu(), torch.int32) for name, x in of_pieces.items()]
-        plan = Plan(plan.variant, plan.window, *placed)
+    plan = make_plan_ref(state.positions, Variant(16, pieces, 1, stages), made["window"])
+    if plan.starts is not None and plan.covers is not None:
+        starts = draw.put("plan.starts", plan.starts.cpu(), torch.int32)
+        plan = plan._replace(starts=starts, covers=draw.put("plan.covers", plan.covers.cpu(), torch.int32))
     return made | {"positions": state.positions, "rotary": _rotary(case, draw), "plan": plan}
 
 
@@ -194,8 +193,7 @@ def _plan_attention(case: Case, draw: Draw) -> Operands:
     state = draw.state(case.rows, 3)
     state.positions.copy_(lengths)
     variant = Variant(16, pieces=(7, 2 * case.rows, 0)[case.option % 3], warps=1)
-    asked = {"variant": variant, "window": _window(case), "kv_heads": case.kv_heads}
-    return {"positions": state.positions, **asked}
+    return {"positions": state.positions, "variant": variant, "window": _window(case)}
 
 
 def _position_heads(case: Case, draw: Draw) -> Operands:

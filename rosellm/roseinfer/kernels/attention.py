@@ -31,13 +31,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
     load_tile,
     rows_of,
 )
-from rosellm.roseinfer.kernels.partial_rows import (
-    combine_if_last,
-    make_combine,
-    new_partial,
-    store_heads,
-    store_partial,
-)
+from rosellm.roseinfer.kernels.partial_rows import make_combine, new_partial, store_heads, store_partial
 from rosellm.roseinfer.kernels.prefill import LOG2_E, SMALLEST_DOT, TRITON_DTYPES
 from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
@@ -243,9 +237,8 @@ def attend_row(
 
 @triton.jit
 def attend_piece(
-    out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, covers_ptr, arrived_ptr, scale,
-    shape: tl.constexpr, tiling: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, scale,
+    shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A piece, row by row."""
     piece = tl.program_id(0)
@@ -273,8 +266,6 @@ def attend_piece(
             store_heads(out_ptr, row, kv_head, out, shape, tiling.M)
         else:
             store_partial(partial, piece + row, kv_head, m_i, l_i, acc, shape, tiling.M)
-            if PARTS > 0:
-                combine_if_last(out_ptr, partial, covers_ptr, arrived_ptr, row, kv_head, shape, GROUP, PARTS)
         row += 1
         tile = 0
         ahead = load_ahead(cache, rows, row, tile, row < stop_row, kv_head, shape, tiling)
@@ -282,9 +273,8 @@ def attend_piece(
 
 @triton.jit
 def _decode_attention_kernel(
-    out_ptr, partial, new, k_copied, v_copied, cache, rows, rotary, starts_ptr, covers_ptr, arrived_ptr,
-    scale, shape: tl.constexpr, tiling: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    out_ptr, partial, new, k_copied, v_copied, cache, rows, rotary, starts_ptr, scale,
+    shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per (piece, KV head); the first tile is loaded before the kernel waits for q, k and v."""
     copied = None if k_copied is None else (k_copied, v_copied)
@@ -292,17 +282,11 @@ def _decode_attention_kernel(
         attend_row(out_ptr, new, copied, cache, rows, rotary, scale, shape, tiling, DEPENDENT)
     else:
         attend_piece(
-            out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, covers_ptr, arrived_ptr, scale,
-            shape, tiling, PARTS, GROUP, DEPENDENT
+            out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, scale, shape, tiling, DEPENDENT
         )  # fmt: skip
 
 
-LAST_COMBINES = True
-
-
-def make_append_and_attend(
-    dependent: int = False, last_combines: bool | None = None
-) -> Callable[..., Tensor]:
+def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
     """One or two Triton kernels, called like :func:`append_and_attend_ref`, with a plan of the same window.
 
     Caches are contiguous, and so is a row of the table; rows of table and positions may be strided. q, k_new
@@ -311,13 +295,13 @@ def make_append_and_attend(
     those of fp32 in full fp32; the softmax is always fp32.
     """
     launch = {"DEPENDENT": dependent, **launch_options(dependent)}
-    combine, fused = make_combine(dependent), LAST_COMBINES if last_combines is None else last_combines
+    combine = make_combine(dependent)
 
     def append_and_attend(
         *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, positions, scale, rotary=None,
         window=None, plan,
     ) -> Tensor:  # fmt: skip
-        _check(plan, window, (len(q), k_new.shape[1]))
+        _check(plan, window)
         variant, (batch, n_heads, _), out = plan.variant, q.shape, q.new_empty(q.shape)
         group = n_heads // k_new.shape[1]
         smallest = SMALLEST_DOT if group > 1 or variant.dot else 1
@@ -327,30 +311,19 @@ def make_append_and_attend(
         partial = new_partial(q, variant.pieces + batch) if variant.combine else None
         _decode_attention_kernel[(variant.pieces or batch, shape.H_KV)](
             out, partial, new, *_described(cache, shape, tiling), cache, rows, pointers, plan.starts,
-            plan.covers, plan.arrived, scale * LOG2_E, shape, tiling,
-            _together(variant, batch, group * shape.D_PADDED) if fused and partial is not None else 0,
-            triton.next_power_of_2(group),
+            scale * LOG2_E, shape, tiling,
             num_warps=variant.warps, num_stages=variant.stages, **launch,
         )  # fmt: skip
-        if partial is not None and not fused:
+        if partial is not None:
             combine(out, partial, plan)
         return out
 
     return append_and_attend
 
 
-def _together(variant: Variant, batch: int, width: int) -> int:
-    """Partial results that are combined at a time: as many as registers hold, if there may be so many."""
-    most = max(2, 2048 * variant.warps // triton.next_power_of_2(width))
-    return min(most, triton.next_power_of_2(variant.pieces // batch + 2))
-
-
-def _check(plan: Plan, window: int | None, counts: tuple[int, int]) -> None:
+def _check(plan: Plan, window: int | None) -> None:
     if plan.window != window:
         raise OptionError(f"a plan for window {plan.window} does not fit attention of window {window}")
-    if plan.arrived is not None and plan.arrived.shape != counts:
-        made, asked = (f"{rows} rows of {heads} KV heads" for rows, heads in (plan.arrived.shape, counts))
-        raise OptionError(f"a plan for {made} does not fit attention of {asked}")
 
 
 def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary: Rotary | None) -> Tiling:

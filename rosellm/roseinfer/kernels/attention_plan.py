@@ -58,15 +58,14 @@ class Plan(NamedTuple):
 
     starts ``[PIECES + 1, 2]`` int32: row and tile at which each piece starts, and the end of the last; a
     row's tiles are counted from the first that its window touches. covers ``[B, 2]`` int32: the first and the
-    last piece of each row. Where pieces are more than tiles, the last are empty. arrived ``[B, H_kv]`` int32,
-    zeros: counts a row's pieces as they end. All are None where a piece is a row.
+    last piece of each row. Where pieces are more than tiles, the last are empty. Both are None where a piece
+    is a row.
     """
 
     variant: Variant
     window: int | None = None
     starts: Tensor | None = None
     covers: Tensor | None = None
-    arrived: Tensor | None = None
 
 
 def variant_for(
@@ -143,7 +142,7 @@ def _whole_groups(share: float, reach: int, head_dim: int) -> Variant:
     return Variant(32, warps=2, stages=4)
 
 
-def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None, kv_heads: int = 1) -> Plan:
+def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:
     """The specification; positions and window as of ``attention.append_and_attend_ref``."""
     if not variant.combine:
         return Plan(variant, window)
@@ -155,8 +154,7 @@ def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None
     tile = start - torch.cat((ends.new_zeros(1), ends))[row]
     touched = torch.stack((ends - tiles, ends - 1), dim=1)  # [B, 2]: the first and the last tile of each row
     covers = torch.searchsorted(start, touched, right=True) - 1
-    arrived = torch.zeros(len(positions), kv_heads, dtype=torch.int32, device=positions.device)
-    return Plan(variant, window, torch.stack((row, tile), dim=1).int(), covers.int(), arrived)
+    return Plan(variant, window, torch.stack((row, tile), dim=1).int(), covers.int())
 
 
 def _tiles_of(positions: Tensor, tile: int, window: int | None) -> Tensor:
@@ -176,11 +174,10 @@ def span_of(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows", "n_pieces"])
 def _plan_kernel(
-    starts_ptr, covers_ptr, arrived_ptr, positions_ptr, position_stride, n_rows, n_pieces,
-    ROWS: tl.constexpr, H_KV: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    starts_ptr, covers_ptr, positions_ptr, position_stride, n_rows, n_pieces, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per CHUNK pieces; each sums up the tiles of all rows. The first writes what rows have."""
+    """One program per CHUNK pieces; each sums up the tiles of all rows, and the first writes ``covers``."""
     row = tl.arange(0, ROWS)
     piece = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     exists = row < n_rows
@@ -203,26 +200,23 @@ def _plan_kernel(
         last = tl.cdiv(ends * filled, total) - 1
         tl.store(covers_ptr + 2 * row, first.to(tl.int32), mask=exists)
         tl.store(covers_ptr + 2 * row + 1, last.to(tl.int32), mask=exists)
-        for kv_head in range(H_KV):
-            tl.store(arrived_ptr + row * H_KV + kv_head, tl.zeros((ROWS,), tl.int32), mask=exists)
 
 
 def make_planner(dependent: int = False) -> Callable[..., Plan]:
     """The Triton kernel, called like :func:`make_plan_ref`; positions may be strided. Once per step."""
     launch = {"DEPENDENT": dependent, **launch_options(dependent)}
 
-    def make_plan(positions: Tensor, variant: Variant, window: int | None = None, kv_heads: int = 1) -> Plan:
+    def make_plan(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:
         if not variant.combine:
             return Plan(variant, window)
         n_rows, pieces = len(positions), variant.pieces
         starts = positions.new_empty((pieces + 1, 2), dtype=torch.int32)
         covers = positions.new_empty((n_rows, 2), dtype=torch.int32)
-        arrived = positions.new_empty((n_rows, kv_heads), dtype=torch.int32)
         rows = triton.next_power_of_2(n_rows)
         chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
-        arguments = starts, covers, arrived, positions, positions.stride(0), n_rows, pieces
-        sizes = {"ROWS": rows, "H_KV": kv_heads, "CHUNK": chunk, "TILE": variant.tile, "WINDOW": window or 0}
+        arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
+        sizes = {"ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "WINDOW": window or 0}
         _plan_kernel[(-(-(pieces + 1) // chunk),)](*arguments, **sizes, **launch)
-        return Plan(variant, window, starts, covers, arrived)
+        return Plan(variant, window, starts, covers)
 
     return make_plan

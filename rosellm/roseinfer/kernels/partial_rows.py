@@ -56,49 +56,6 @@ def store_partial(partial, part, kv_head, m_i, l_i, acc, shape: tl.constexpr, M:
 
 
 @triton.jit
-def combine_if_last(
-    out_ptr, partial, covers_ptr, arrived_ptr, row, kv_head,
-    shape: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """The last program of a row and KV head that has stored its partial result stores the mean of all.
-
-    Each counts itself after its stores; GROUP, a power of two, is no smaller than the group's heads.
-    """
-    D: tl.constexpr = shape.D_PADDED
-    first = tl.load(covers_ptr + 2 * row)
-    last = tl.load(covers_ptr + 2 * row + 1)
-    count_ptr = arrived_ptr + row * shape.H_KV + kv_head
-    tl.debug_barrier()
-    if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == last - first:
-        tl.store(count_ptr, 0)  # for the next layer
-        m = tl.arange(0, GROUP)
-        d = tl.arange(0, D)
-        place = kv_head * shape.GROUP + m
-        m_i = tl.full((GROUP,), float("-inf"), tl.float32)
-        l_i = tl.zeros((GROUP,), tl.float32)
-        acc = tl.zeros((GROUP, D), tl.float32)
-        for start in range(first, last + 1, PARTS):
-            piece = start + tl.arange(0, PARTS)
-            part = (row + piece)[:, None] * shape.H + place[None, :]
-            mask = (piece <= last)[:, None] & (m < shape.GROUP)[None, :]
-            maxima = tl.load(partial.m_i + part, mask=mask, other=float("-inf"), cache_modifier=".cg")
-            sums = tl.load(partial.l_i + part, mask=mask, other=0.0, cache_modifier=".cg")
-            values = tl.load(
-                partial.acc + part[:, :, None] * shape.D + d[None, None, :],
-                mask=mask[:, :, None] & (d < shape.D)[None, None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            m_new = tl.maximum(m_i, tl.max(maxima, axis=0))
-            alpha = tl.exp2(m_i - m_new)
-            weights = tl.exp2(maxima - m_new[None, :])
-            acc = acc * alpha[:, None] + tl.sum(values * weights[:, :, None], axis=0)
-            l_i = l_i * alpha + tl.sum(sums * weights, axis=0)
-            m_i = m_new
-        store_heads(out_ptr, row, kv_head, acc / l_i[:, None], shape, GROUP)
-
-
-@triton.jit
 def _combine_pieces_kernel(
     out_ptr, partial, covers_ptr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     PARTS: tl.constexpr, DEPENDENT: tl.constexpr,

@@ -105,8 +105,7 @@ class AppendAndAttend(Binder):
         return str(self.choose(rows, c.n_kv_heads, seen, self.num_sms, c.group, c.head_dim))
 
     def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
-        c, one = self.config, Variant.parse(variant)
-        plan = self.kernels.plan_attention(state.positions, one, c.window, c.n_kv_heads)
+        plan = self.kernels.plan_attention(state.positions, Variant.parse(variant), self.config.window)
         attend = self.kernels.append_and_attend
         return PagedAttention(attend, plan, self.blocks, state, self.config.scale, self.rotary)
 

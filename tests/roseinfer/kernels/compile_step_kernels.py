@@ -148,7 +148,7 @@ def launch_attention(kernels: Kernels, sizes: Sizes, contexts: tuple[int, ...] =
     for context in contexts:
         for choose in (whole_rows, variant_for):
             variant = choose(8, sizes.kv_heads, context, 132, **shape)
-            plan = kernels.plan_attention(state.positions, variant, sizes.window, sizes.kv_heads)
+            plan = kernels.plan_attention(state.positions, variant, sizes.window)
             step = {"block_table": state.table, "positions": state.positions, "plan": plan}
             kernels.append_and_attend(**new, **step, **sizes.where)
 

@@ -12,7 +12,7 @@ from rosellm.errors import OptionError
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_append_and_attend
-from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, make_plan_ref, make_planner, variant_for
+from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan_ref, make_planner, variant_for
 from rosellm.roseinfer.kernels.rotary import positioned_ref
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT
 from tests.helpers import DTYPES, TRITON_DEVICES, bits
@@ -99,10 +99,6 @@ def with_own_caches(case: dict) -> dict:
     return case | {name: case[name].clone() for name in CACHES}
 
 
-def planned(case: dict, variant: Variant, window: int | None = None, dependent: bool = False) -> Plan:
-    return make_planner(dependent)(case["positions"], variant, window, case["k_new"].shape[1])
-
-
 def assert_same_slots(mine: Tensor, theirs: Tensor, exact: bool) -> None:
     if exact:
         assert torch.equal(bits(mine), bits(theirs))
@@ -116,7 +112,7 @@ def assert_equals_spec(case: dict, variant: Variant) -> None:
     mine, theirs = with_own_caches(case), with_own_caches(case)
     before = clones(case)
     expected = append_and_attend_ref(**theirs)
-    plan = planned(case, variant, case["window"])
+    plan = make_planner()(case["positions"], variant, case["window"])
     found = make_append_and_attend()(**mine, plan=plan)
     assert expected.isfinite().all()
     assert_near(found, expected)
@@ -298,7 +294,7 @@ def test_query_heads_read_the_key_head_of_their_group(group, device):
     fused = torch.cat((case["q"], *repeated), dim=1)
     each = case | dict(zip(("q", "k_new", "v_new"), fused.split(2 * group, dim=1), strict=True))
     each |= {name: case[name].repeat_interleave(group, dim=1) for name in CACHES}
-    plan, append_and_attend = planned(case, WHOLE), make_append_and_attend()
+    plan, append_and_attend = make_planner()(case["positions"], WHOLE), make_append_and_attend()
     assert_near(append_and_attend(**case, plan=plan), append_and_attend(**each, plan=plan))
 
 
@@ -326,7 +322,7 @@ def test_one_long_row_among_short_ones_is_spread_over_all_pieces(device):
 def test_inert_rows_give_zero_and_write_nothing(variant, device):
     case = make_case([-1, -7, -(2**31)], window=9, **SMALL, device=device)
     case["q"][1], case["k_new"][1] = NAN, NAN
-    before, plan = with_own_caches(case), planned(case, variant, 9)
+    before, plan = with_own_caches(case), make_planner()(case["positions"], variant, 9)
     assert torch.equal(make_append_and_attend()(**case, plan=plan), torch.zeros_like(case["q"]))
     for name in CACHES:
         assert torch.equal(bits(case[name]), bits(before[name]))
@@ -342,7 +338,7 @@ def test_tokens_appended_one_after_the_other_are_read_back(device):
     shared = {"block_table": whole["block_table"], "rotary": whole["rotary"]}
     for position in range(11):
         case = make_case([position, -1, position], **shape, seed=position) | shared
-        found = append_and_attend(**case | caches, plan=planned(case, FEW))
+        found = append_and_attend(**case | caches, plan=make_planner()(case["positions"], FEW))
         assert_near(found, append_and_attend_ref(**case | theirs))
     assert (~caches["k_cache_layer"].isnan()).all(dim=(1, 3)).sum().item() == 2 * 11
 
@@ -364,7 +360,7 @@ def test_large_scores_do_not_overflow(group, device):
     case = make_case([40, 17], **SMALL | {"n_heads": group}, device=device, scale=300.0)
     spec = append_and_attend_ref(**with_own_caches(case))
     for variant in (FEW, FEW._replace(lanes=1)):
-        plan = planned(case, variant)
+        plan = make_planner()(case["positions"], variant)
         found = make_append_and_attend()(**with_own_caches(case), plan=plan)
         torch.testing.assert_close(found, spec, rtol=1e-3, atol=1e-3)
 
@@ -418,7 +414,7 @@ def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(variant):
     def chain(kernels) -> tuple[Tensor, ...]:
         dependent = kernels is TRITON_DEPENDENT
         append_and_attend = make_append_and_attend(dependent)
-        plan = planned(case, variant, dependent=dependent)
+        plan = make_planner(dependent)(case["positions"], variant)
 
         def layer(hidden: Tensor) -> Tensor:
             qkv = kernels.few_rows_linear(x=hidden, weight=weight, bias=bias).view(

@@ -121,7 +121,7 @@ def step_of(model, state: DeviceState, caches: Tensor):
                 plan=plan,
             )
 
-        plan = kernels.plan_attention(state.positions, variant, None, model.config.n_kv_heads)
+        plan = kernels.plan_attention(state.positions, variant)
         hidden = layers[kernels](state.tokens, state.positions, attend)
         values, indices = kernels.best_tokens(hidden=hidden, weight=model.lm_head.weight, **drawing)
         kernels.advance(state=state, slots=slots, values=values, indices=indices)
