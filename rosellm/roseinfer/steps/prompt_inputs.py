@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.rows import write_tables
 
 A = TypeVar("A", Tensor, np.ndarray)
+ALIGNED = 4  # words
 
 
 class Chunks(NamedTuple):
@@ -55,13 +56,24 @@ class Shape(NamedTuple):
     row_words: int
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Words of each part of the inputs, in their order."""
+        n, tiles, places, row_words = self
+        return 2 * places, 2 * places, row_words * places, n, n, 6 * tiles
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each part starts, and where the last ends."""
+        return list(accumulate((-(-size // ALIGNED) * ALIGNED for size in self.sizes), initial=0))
+
+    @property
     def place_words(self) -> int:
         """Words of the places, which come first."""
-        return self.places * (4 + self.row_words)
+        return self.starts[3]
 
     @property
     def words(self) -> int:
-        return self.place_words + 2 * self.tokens + 6 * self.tiles
+        return self.starts[-1]
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,8 @@ class PromptInputs(Generic[A]):
     Of each place: last ``[B]`` int64, the packed row of its last token; slots ``[B]`` int64, its row of the
     device state; rows ``[B, FIELDS + W]``, what that row becomes. Then ids, positions ``[N]`` and columns
     ``[6, T]`` of the attention's tiles. Padding is inert: tiles of no rows, positions of −1, and places whose
-    slot is the state's spare row.
+    slot is the state's spare row. Each part starts at a multiple of 16 bytes, whatever the shape: Triton
+    compiles a kernel anew for pointers that do not.
     """
 
     last: A
@@ -83,12 +96,11 @@ class PromptInputs(Generic[A]):
 
     @classmethod
     def of(cls, buffer: A, shape: Shape) -> PromptInputs[A]:
-        """buffer ``[shape.words]``, contiguous and aligned to 64 bits; ``row_words`` is even."""
-        n, tiles, places, row_words = shape
-        ends = accumulate([2 * places, 2 * places, row_words * places, n, n, 6 * tiles], initial=0)
-        last, slots, rows, ids, positions, columns = (buffer[a:b] for a, b in pairwise(ends))
+        """buffer ``[shape.words]``, contiguous and aligned to 16 bytes."""
+        spans = zip(shape.starts, shape.sizes, strict=False)
+        last, slots, rows, ids, positions, columns = (buffer[start : start + n] for start, n in spans)
         wide = torch.int64 if isinstance(buffer, Tensor) else np.int64
-        rows, columns = rows.reshape(places, row_words), columns.reshape(6, tiles)
+        rows, columns = rows.reshape(shape.places, shape.row_words), columns.reshape(6, shape.tiles)
         return cls(last.view(wide), slots.view(wide), rows, ids, positions, columns)
 
 

@@ -13,8 +13,17 @@ from hypothesis import given, settings, strategies as st
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
 from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.steps.prompt_inputs import PromptInputs, Shape
 from rosellm.triton_or_none import tl
-from tests.helpers import MODERN, ON_GPU, random_model, small_config, small_engine
+from tests.helpers import (
+    MODERN,
+    ON_GPU,
+    greedy_sequences,
+    random_model,
+    random_prompts,
+    small_config,
+    small_engine,
+)
 from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
 
 __all__ = ["captured"]
@@ -32,7 +41,7 @@ def _one_more_kernel(x, SIZE: tl.constexpr):
 def specialisation(value: object) -> object:
     """What Triton compiles anew for."""
     if isinstance(value, torch.Tensor):
-        return value.dtype
+        return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, tuple):
         return tuple(map(specialisation, value))
     return (value == 1, value % 16 == 0) if type(value) is int else value
@@ -84,6 +93,36 @@ def test_warm_ups_launch_every_kernel_that_captures_launch(captured, launches, m
             run()
     assert captured_launches
     assert captured_launches <= set(launches)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 40), st.integers(9, 80))
+def test_each_part_of_a_prompts_inputs_starts_where_kernels_are_compiled_for(
+    tokens, tiles, places, row_words
+):
+    shape = Shape(tokens, tiles, places, row_words)
+    inputs = PromptInputs.of(torch.zeros(shape.words, dtype=torch.int32), shape)
+    parts = inputs.last, inputs.slots, inputs.rows, inputs.ids, inputs.positions, inputs.columns
+    assert all(part.data_ptr() % 16 == 0 for part in parts)
+    assert [part.numel() for part in parts] == [places, places, places * row_words, tokens, tokens, 6 * tiles]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prefill_too_large_to_be_captured_launches_what_was_rehearsed(
+    captured, launches, monkeypatch, family, seed
+):
+    for module in ("engine", "steps.captured_prefill"):
+        monkeypatch.setattr(f"rosellm.roseinfer.{module}.CAPTURED_TOKENS", 512)
+    engine, draw = engine_of(BEST_RUNG, family), random.Random(seed)
+    with torch.inference_mode():
+        for run in engine._rehearsals_of(engine.step) + engine.step.warm_ups():
+            run()
+        rehearsed = set(launches)
+        launches.clear()
+        prompts = random_prompts([draw.randint(33, 60) for _ in range(16)], seed=seed)
+        engine.begin_prefill(greedy_sequences(engine, prompts, 4))
+    assert launches and set(launches) <= rehearsed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
