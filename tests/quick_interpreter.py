@@ -5,6 +5,7 @@ so again for each function that the kernel calls, when all is exchanged already:
 And each value's shape and type are worked out and named anew, of which a kernel has a handful.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
@@ -38,8 +39,8 @@ def _exchange_builtin(
 
 @cache
 def _shape_of_tensor(shape: tuple[int, ...]) -> tuple[tl.constexpr, tl.tuple]:
-    sizes = [tl.constexpr(size) for size in shape]
-    return tl.constexpr(int(np.prod(shape))), tl.tuple(sizes)
+    sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
+    return tl.constexpr(math.prod(sizes)), tl.tuple(map(tl.constexpr, sizes))
 
 
 def _init_tensor(self: tl.tensor, handle: object, type: tl.dtype) -> None:

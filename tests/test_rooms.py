@@ -26,6 +26,7 @@ FLOORS = (
         "roseinfer/sampling",
         "roseinfer/outputs",
         "roseinfer/owned",
+        "roseinfer/profile_range",
         "roseinfer/kv_append_triton",
     ),
     ("roseinfer/cache/*",),

@@ -46,9 +46,9 @@ def cost_of_a_step(parts, rung: str | None, batch: int, length: int) -> Cost:
 
 @pytest.mark.parametrize("length", [20, 100])
 @pytest.mark.parametrize("batch", [1, 8, 64])
-def test_the_default_rung_of_a_cpu_copies_less_than_the_first_of_the_ladder_in_as_many_calls(
+def test_the_default_rung_of_a_cpu_copies_half_of_what_the_first_does_in_a_fifth_more_calls(
     parts, batch, length
 ):
     best, first = (cost_of_a_step(parts, rung, batch, length) for rung in (None, "dense"))
     assert best.n_bytes <= first.n_bytes / 2
-    assert best.operators <= 1.1 * first.operators
+    assert best.operators <= 1.2 * first.operators

@@ -109,14 +109,16 @@ def test_the_best_rung_is_past_vllm_on_every_workload(workload):
     assert min(RESULTS.repeats(workload, BEST_RUNG)) > vllm[workload]
 
 
-def test_the_modern_runs_that_readme_calls_behind_vllm_or_close_to_it_are_those():
+def test_of_the_modern_runs_none_is_behind_vllm_and_those_that_readme_calls_close_are():
     rows = {(name, row.workload): row for name in recorded_shapes(RESULTS) for row in table(RESULTS, name)}
     ratios = {one: speed_up(row) for one, row in rows.items()}
     large = "Llama-3.1-8B"
-    assert [one for one, ratio in ratios.items() if ratio < 1] == [(large, "L8K")]
-    assert round(1 - ratios[large, "L8K"], 2) == 0.03
-    close = {one for one, ratio in ratios.items() if 1 <= ratio < 1.05}
-    assert close == {(large, "PRE"), (large, "MIX")}
+    assert min(ratios.values()) > 1
+    assert {one for one, ratio in ratios.items() if ratio < 1.05} == {
+        (large, "PRE"),
+        (large, "L8K"),
+        (large, "L32K"),
+    }
 
 
 @pytest.mark.parametrize("workload", ["W2", "W3"])

@@ -157,17 +157,16 @@ def test_other_threads_launch_meanwhile_and_two_that_compile_ahead_leave_no_trac
         inside.set()
         assert launched.wait(10)
 
-    def launch(x: torch.Tensor) -> None:
+    def launch() -> None:
         assert inside.wait(10)
-        _one_more_kernel[(1,)](x, SIZE=16)
+        for x in tensors:
+            _one_more_kernel[(1,)](x, SIZE=16)
+        launched.set()
 
-    threads = [threading.Thread(target=compile_ahead, args=([wait_inside],)) for _ in range(2)]
-    launching = [threading.Thread(target=launch, args=(x,)) for x in tensors]
-    for thread in draw.sample(threads + launching, 6):
+    ahead = [threading.Thread(target=compile_ahead, args=([wait_inside],)) for _ in range(2)]
+    threads = [*ahead, threading.Thread(target=launch)]
+    for thread in draw.sample(threads, 3):
         thread.start()
-    for thread in launching:
-        thread.join(10)
-    launched.set()
     for thread in threads:
         thread.join(10)
     assert [x.sum().item() for x in tensors] == [16.0] * 4
