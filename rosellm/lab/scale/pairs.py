@@ -25,18 +25,27 @@ FIGURE = "total_time_s"
 
 @dataclass(frozen=True)
 class PairCheck:
-    """Seconds of a whole run. side: "1", "2", or "2 WAY", how two that share a model sum."""
+    """Seconds of a whole run. side: "1", "2", or "2 WAY", how two that share a model sum.
+
+    alone: the run on one GPU beside it, measured over planned.
+    """
 
     model: str
     workload: str
     side: str
     measured: float
     planned: float
+    alone: float = 1.0
 
     @property
     def error(self) -> float:
         """Of the planned time, as a share of the measured one."""
         return self.planned / self.measured - 1
+
+    @property
+    def error_beyond_one(self) -> float:
+        """As :attr:`error`, if the plan is corrected by what one GPU was found to take."""
+        return self.alone * self.planned / self.measured - 1
 
 
 def pair_checks(results: Results, achieved: Achieved) -> list[PairCheck]:
@@ -52,13 +61,16 @@ def _checks(results: Results, model: str, achieved: Achieved) -> Iterator[PairCh
     ceiling = ceiling_of(results)
     for kind, workloads in record["figures"].items():
         for name, sides in workloads.items():
-            for side, figures in sides.items():
+            alone = 1.0
+            for side, figures in sides.items():  # that of one GPU is the first
                 way = side.partition(" ")[2]
                 if way and way not in sums.get("us", {}):
                     continue
                 fleet = _fleet(record, name, kind, side, achieved, ceiling, sums)
                 measured = figures["medians"][FIGURE]
-                yield PairCheck(model, name, side, measured, _planned_s(record["workloads"][name], fleet))
+                planned = _planned_s(record["workloads"][name], fleet)
+                alone = measured / planned if side == "1" else alone
+                yield PairCheck(model, name, side, measured, planned, alone)
 
 
 def _fleet(

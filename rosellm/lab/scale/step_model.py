@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from rosellm.lab.scale.sums import Sums
 from rosellm.lab.scale.work import PREFILL_TERMS, Cut
+from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.steps.resident import RUN_AHEAD
 
 ATTENTION = PREFILL_TERMS.index("attention")
 FAR = 1024  # a context, by which attention's time for each cached token is told
-
-SumUs = Callable[[float], float]  # bytes of one sum over the ranks → µs
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Achieved:
 class StepModel:
     """Planned ``StepTimes`` of an engine whose scheduler runs ahead, on the ranks of ``cut``.
 
-    sum_us: one sum over the ranks beyond the norm that follows it; None on one rank. most: rows together.
-    Prompts of a prefill count as if they were of the same length.
+    sums: over the ranks; None on one rank. most: rows together. Prompts of a prefill count as if they were of
+    the same length.
     """
 
     cut: Cut
     achieved: Achieved
     most: int = 256
-    sum_us: SumUs | None = None
+    sums: Sums | None = None
     run_ahead: int = RUN_AHEAD
 
     def decode(self, rows: int, cached: int, longest: int = 0) -> float:
@@ -57,7 +57,7 @@ class StepModel:
 
     def _line(self, rows: int) -> tuple[float, float]:
         near, far = (product(self.achieved.decode, self.cut.decode(rows, c)) for c in (0, FAR))
-        fixed = near + self._sums_us(rows)
+        fixed = near + self._sums_us(rows) + (self._norms_us if rows <= FEW_ROWS else 0.0)
         return fixed / 1e6, (far - near) / (FAR * rows) / 1e6
 
     @cached_property
@@ -75,9 +75,14 @@ class StepModel:
         return seconds
 
     def _sums_us(self, rows: int) -> float:
-        if self.sum_us is None:
+        if self.sums is None:
             return 0.0
-        return self.cut.sums * self.sum_us(self.cut.sum_bytes(rows)) + self.sum_us(0)  # the last: of the head
+        return self.cut.sums * self.sums(self.cut.sum_bytes(rows)) + self.sums(0)  # the last: of the head
+
+    @property
+    def _norms_us(self) -> float:
+        """Of norms that one rank's products of few rows take along, and that follow the sums of several."""
+        return 0.0 if self.sums is None else self.cut.sums * self.sums.norm_us
 
 
 def product(times: Sequence[float], floors: Sequence[float]) -> float:

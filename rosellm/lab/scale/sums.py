@@ -18,11 +18,13 @@ class Sums:
     """µs of one sum beyond the norm after it, by its bytes: measured among ``ranks`` ranks in one way.
 
     Between two sizes it is between their times; beyond the largest the last two tell what a byte costs.
+    norm_us: of that norm itself, which a product of few rows takes along where there is no sum.
     """
 
     ranks: int
     sizes: tuple[int, ...]
     us: tuple[float, ...]
+    norm_us: float = 0.0
 
     def __call__(self, n_bytes: float) -> float:
         if n_bytes <= self.sizes[-1] or len(self.sizes) == 1:
@@ -40,7 +42,7 @@ class Sums:
         share = others * self.ranks / ranks
         bytes_us = [us - latency for us in self.us]
         quicker = (min(latency + others * us, others * latency + share * us) for us in bytes_us)
-        return Sums(ranks, self.sizes, tuple(quicker))
+        return Sums(ranks, self.sizes, tuple(quicker), self.norm_us)
 
 
 def read_sums(figures: Mapping[str, Any], *ways: str) -> Sums:
@@ -51,4 +53,4 @@ def read_sums(figures: Mapping[str, Any], *ways: str) -> Sums:
     fastest = [min(us[way][str(kb)]["median"] for way in chosen if str(kb) in us[way]) for kb in sizes]
     alone = [us[NONE][str(kb)]["median"] for kb in sizes]
     beyond = tuple(max(0.0, both - norm) for both, norm in zip(fastest, alone, strict=True))
-    return Sums(figures["ranks"], tuple(kb * KB for kb in sizes), beyond)
+    return Sums(figures["ranks"], tuple(kb * KB for kb in sizes), beyond, alone[0])

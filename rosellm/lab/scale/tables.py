@@ -16,7 +16,7 @@ from rosellm.lab.scale.work import DECODE_TERMS, PREFILL_TERMS, Cut
 
 Row = list[Any]
 STEPS = ("", "", "step, ms", "planned", "model not seen", "whole run, ms", "planned")
-PAIRS = ("", "", "GPUs", "measured, s", "planned, s", "error")
+PAIRS = ("", "", "GPUs", "measured, s", "planned, s", "error", "beyond one's")
 ROUTES = ("prompts", "router", "knee", "TTFT p50, ms", "p90", "p99")
 FAILURES = ("s between a host's", "failures", "away, expected %", "begun anew, %", "TTFT p50, ms", "p99")
 LAYOUTS = ("replicas × GPUs of each", "a lone token, ms", "requests a second")
@@ -56,7 +56,10 @@ def sum_rows(figures: Mapping[str, Any]) -> list[Row]:
 
 def pair_rows(checks: Iterable[PairCheck]) -> list[Row]:
     """``PAIRS`` of each."""
-    return [[c.model, c.workload, c.side, c.measured, c.planned, _signed(c.error)] for c in checks]
+    return [
+        [c.model, c.workload, c.side, c.measured, c.planned, _signed(c.error), _signed(c.error_beyond_one)]
+        for c in checks
+    ]
 
 
 def route_row(
@@ -88,7 +91,7 @@ def layout_rows(
     """``LAYOUTS`` of so many GPUs: a replica on one, two, four … of them; the token has a context of 256."""
     rows = []
     for ranks in (2**k for k in range(gpus.bit_length())):
-        times = StepModel(cut(ranks), achieved, sum_us=sums.among(ranks) if ranks > 1 else None)
+        times = StepModel(cut(ranks), achieved, sums=sums.among(ranks) if ranks > 1 else None)
         fleet = Fleet(gpus // ranks, times)
         served = fleet.n * plan.capacity(fleet, traffic)
         rows.append([f"{fleet.n} × {ranks}", times.decode(1, 256) * 1e3, served])

@@ -54,7 +54,9 @@ def test_each_recorded_side_is_planned_but_for_ways_to_sum_that_are_not_recorded
 
 
 def test_the_error_is_of_the_measured_time(alone) -> None:
-    one = pair_checks(alone, ACHIEVED)[0]
+    one, two, *_ = pair_checks(alone, ACHIEVED)
+    assert one.error_beyond_one == pytest.approx(0.0)
+    assert two.error_beyond_one == pytest.approx(two.planned / one.planned - 1)
     assert one.error == pytest.approx(one.planned - 1.0) and one.model == "Llama-3.1-8B"
 
 

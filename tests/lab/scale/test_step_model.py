@@ -49,8 +49,8 @@ def test_two_ranks_halve_weights_and_cache_and_sum_twice_a_layer() -> None:
 
 TWO_KINDS = (
     (LLAMA, None),
-    (replace(LLAMA, ranks=2), lambda n_bytes: 0.0),
-    (replace(LLAMA, ranks=2), lambda n_bytes: 5.0),
+    (replace(LLAMA, ranks=2), Sums(2, (8192,), (0.0,))),
+    (replace(LLAMA, ranks=2), Sums(2, (8192,), (5.0,))),
 )
 
 
@@ -64,6 +64,14 @@ def test_a_prompt_in_pieces_attends_to_as_many_tokens_as_in_one() -> None:
     n = 4096
     pieces = model.prefill(1, n) + model.prefill(1, n, earlier=n * n)
     assert pieces == pytest.approx(model.prefill(1, 2 * n), rel=1e-3)
+
+
+def test_a_sum_of_few_rows_also_costs_the_norm_that_one_ranks_products_take_along() -> None:
+    pair = replace(LLAMA, ranks=2)
+    plain, with_norm = (StepModel(pair, ACHIEVED, 32, Sums(2, (8192,), (5.0,), us)) for us in (0.0, 2.0))
+    assert with_norm.decode(16, 0) - plain.decode(16, 0) == pytest.approx(2 * 32 * 2.0 / 1e6)
+    assert with_norm.decode(17, 0) == plain.decode(17, 0)
+    assert with_norm.prefill(1, 8) == plain.prefill(1, 8)
 
 
 FIGURES = {
@@ -83,6 +91,7 @@ def test_a_sum_costs_what_the_fastest_way_takes_beyond_the_norm() -> None:
     assert sums(36 * KB) == 5.5 and sums(0) == 5.0
     assert sums(960 * KB) == pytest.approx(54.0)  # beyond the last: 24 µs for 448 KB
     assert read_sums(FIGURES, "library")(8 * KB) == 20.0
+    assert sums.norm_us == 2.0
 
 
 def test_more_ranks_read_from_each_other_one_or_pass_large_sums_round_a_ring() -> None:

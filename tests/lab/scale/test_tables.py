@@ -36,7 +36,9 @@ def test_every_recorded_run_has_a_row_with_its_errors() -> None:
 
 def test_a_pair_is_told_with_the_sign_of_its_error() -> None:
     (row,) = tables.pair_rows([PairCheck("m", "D1", "2 library", measured=2.0, planned=1.9)])
-    assert row == ["m", "D1", "2 library", 2.0, 1.9, "−5%"] and len(row) == len(tables.PAIRS)
+    assert row == ["m", "D1", "2 library", 2.0, 1.9, "−5%", "−5%"] and len(row) == len(tables.PAIRS)
+    (row,) = tables.pair_rows([PairCheck("m", "D1", "2", measured=2.0, planned=1.8, alone=1.1)])
+    assert row[-2:] == ["−10%", "−1%"]
 
 
 def test_a_host_is_cut_in_every_way_that_its_gpus_allow() -> None:
