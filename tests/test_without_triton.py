@@ -83,3 +83,12 @@ for call in (
 """)
     lines = told.splitlines()
     assert len(lines) == 3 and all("is not installed; use" in line for line in lines)
+
+
+def test_there_is_nothing_to_compile_ahead() -> None:
+    told = run_without_triton("""
+from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
+
+compile_ahead([lambda: print("called")])
+""")
+    assert told == ""

@@ -13,7 +13,7 @@ from functools import partial
 from threading import Lock, get_ident
 from typing import Any
 
-from rosellm.triton_or_none import triton
+from rosellm.triton_or_none import has_triton, triton
 
 _ONE_AT_A_TIME = Lock()
 
@@ -22,8 +22,10 @@ def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
     """Compile the kernels that ``runs`` launch; they are called, but no kernel of Triton's runs.
 
     What follows a launch finds its outputs as they were allocated. Other threads launch as ever. A kernel
-    that does not compile raises when it is launched, not here.
+    that does not compile raises when it is launched, not here. Without Triton nothing is called.
     """
+    if not has_triton:
+        return
     with (
         ThreadPoolExecutor() as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
