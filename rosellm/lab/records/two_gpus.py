@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -25,17 +25,12 @@ from rosellm.lab.records.measured_model import add_model_options, settle
 from rosellm.lab.records.model_runs import short_name
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.step_time import free_memory
+from rosellm.lab.records.turns import in_turns
 from rosellm.models.families.table import write_arch
 from rosellm.models.loading import arch_of
 from rosellm.roseinfer.bench.job import Job, choose_recipe, make_job
 from rosellm.roseinfer.bench.prompts import make_prompts, request_params
-from rosellm.roseinfer.bench.record import (
-    across_repeats,
-    check_writable,
-    engine_facts,
-    new_record,
-    write_record,
-)
+from rosellm.roseinfer.bench.record import check_writable, engine_facts, new_record, write_record
 from rosellm.roseinfer.bench.runs import check_served, run_figures
 from rosellm.roseinfer.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
 from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
@@ -51,8 +46,6 @@ SUMS = {"cuda": "library,one_shot", "cpu": "library"}
 BLOCK_SIZE = 64
 SPARE_KV_BLOCKS = 8
 
-Runs = Mapping[str, Callable[[], dict[str, Any]]]  # a side's name → one run of it
-
 
 def recorded_models(results: Results) -> list[str]:
     """The models, by their short names, that are recorded on two such GPUs."""
@@ -63,17 +56,6 @@ def recorded(results: Results, model: str) -> dict[str, Any]:
     """The record of ``model``, by its short name, on two such GPUs; empty if there is none."""
     pair, name = two_gpus(results), f"{NAME}-{model}"
     return pair.load(name) if name in pair.names() else {}
-
-
-def in_turns(runs: Runs, repeats: int) -> dict[str, dict[str, Any]]:
-    """Each side's raw figures with medians and means, after one run that does not count."""
-    for run in runs.values():
-        run()
-    raw: dict[str, list[dict[str, Any]]] = {side: [] for side in runs}
-    for _ in range(repeats):
-        for side, run in runs.items():
-            raw[side].append(run())
-    return {side: {"repeat_runs": repeats, **across_repeats(found)} for side, found in raw.items()}
 
 
 def measure(arguments: Namespace) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from rosellm.lab.records import two_gpus
 from rosellm.lab.records.records import Results
+from rosellm.lab.records.turns import in_turns
 from rosellm.models.families.table import read_arch
 from rosellm.models.loading import arch_of
 
@@ -46,7 +47,7 @@ def test_sides_take_turns_after_a_run_of_each_that_does_not_count() -> None:
         calls.append(side)
         return {"total_time_s": float(len(calls))}
 
-    figures = two_gpus.in_turns({"a": lambda: run("a"), "b": lambda: run("b")}, 2)
+    figures = in_turns({"a": lambda: run("a"), "b": lambda: run("b")}, 2)
     assert calls == ["a", "b"] * 3
     assert [one["total_time_s"] for one in figures["a"]["repeats"]] == [3.0, 5.0]
     assert figures["b"]["medians"]["total_time_s"] == 5.0

@@ -1,0 +1,21 @@
+"""Sides that take turns: what slows the machine for a while slows all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rosellm.roseinfer.bench.record import across_repeats
+
+Runs = Mapping[str, Callable[[], dict[str, Any]]]  # a side's name → one run of it
+
+
+def in_turns(runs: Runs, repeats: int) -> dict[str, dict[str, Any]]:
+    """Each side's raw figures with medians and means, after one run that does not count."""
+    for run in runs.values():
+        run()
+    raw: dict[str, list[dict[str, Any]]] = {side: [] for side in runs}
+    for _ in range(repeats):
+        for side, run in runs.items():
+            raw[side].append(run())
+    return {side: {"repeat_runs": repeats, **across_repeats(found)} for side, found in raw.items()}

@@ -1,0 +1,52 @@
+"""The command that measures what users call beside the scheduler beneath it; here on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from rosellm.lab.records import user_calls
+from rosellm.lab.records.records import Results
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("results") / "cpu"
+    assert user_calls.recorded(Results(folder)) == {}
+    options = ["--device=cpu", "--repeats=2", "--workloads=W4,W8", f"--output={folder}"]
+    assert user_calls.main(options) == 0
+    return user_calls.recorded(Results(folder / "rose-tiny"))
+
+
+def test_each_workload_has_the_runs_of_every_way_to_call(figures) -> None:
+    assert set(figures) == {"W4", "W8"}
+    for ways in figures.values():
+        assert [len(ways[way]["repeats"]) for way in user_calls.CALLS] == [2, 2, 2]
+        assert ways["engine"]["max_batch_size"] == 4
+
+
+def test_whatever_is_called_gives_the_tokens_of_the_scheduler(figures) -> None:
+    for ways in figures.values():
+        assert len({one["tokens_sha256"] for way in user_calls.CALLS for one in ways[way]["repeats"]}) == 1
+
+
+def test_a_run_repeats_calls_that_are_too_short_to_time() -> None:
+    class Output:
+        token_ids, finish_reason = [1, 2], "length"
+
+    found = user_calls._run(lambda: ([Output()], 0.3), 1.0)
+    assert found["completion_tokens"] == 8 and found["total_time_s"] == pytest.approx(1.2)
+
+
+def test_shares_are_of_the_schedulers_throughput(figures) -> None:
+    rates = {user_calls.BENEATH: 200.0, user_calls.GENERATE: 196.0, user_calls.STREAMS: 150.0}
+    figures = {way: {"medians": {"total_throughput_tok_s": rate}} for way, rate in rates.items()}
+    assert user_calls.shares(figures) == {user_calls.GENERATE: 0.98, user_calls.STREAMS: 0.75}
+    assert user_calls.told("W6", figures) == (
+        "W6, tok/s: OfflineScheduler 200, LLM.generate 196 (98.0%), StreamingManager 150 (75.0%)"
+    )
+
+
+def test_an_unknown_workload_is_refused_in_one_line(tmp_path, capsys) -> None:
+    assert user_calls.main(["--device=cpu", "--workloads=W77", f"--output={tmp_path}"]) != 0
+    said = capsys.readouterr().err
+    assert "workload 'W77' is unknown" in said and said.count("\n") == 1
