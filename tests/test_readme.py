@@ -55,6 +55,7 @@ def made_small(command: list[str], folder: Path) -> list[str]:
             *("--workloads", "TTFT64", "--ladder", "", "--ledgers", "", "--output", str(folder)),
         ],
         "first_request": [*SHIPPED, "--output", str(folder)],
+        "user_calls": [*SHIPPED, "--repeats", "1", "--workloads", "W8", "--output", str(folder)],
         "arrivals": [*SHIPPED, "--seconds", "1", "--output", str(folder)],
         "one_pass": [*SHIPPED, "--repeats", "1", "--output", str(folder)],
         "loading_record": ["--model", "rose-tiny-qwen3", "--device", "cpu", "--output", str(folder)],

@@ -2,8 +2,7 @@
 
 On a CPU processes and cores take the GPUs' place. Engines of both sides are there at once; each side is
 warmed up, then they take turns. A workload that needs more positions than the model has is left out. The
-record, renewed after each workload, is DIR/two_gpus-MODEL.json; ``workloads`` are those that were run, by
-their flags.
+records are DIR/MODEL/tensor_parallel-WORKLOAD.json and DIR/MODEL/replicas-WORKLOAD.json.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ from rosellm.roseinfer.recipe import recipe_choices
 from rosellm.roseinfer.tensor_parallel import Load, check_ranks, load_ranks
 
 NAME = "two_gpus"
-TOGETHER, REPLICAS = "D1,D64,L8K", "W8,MIX"
+TENSOR_PARALLEL, REPLICAS = "tensor_parallel", "replicas"
+TOGETHER, APART = "D1,D64,L8K", "W8,MIX"
 SUMS = {"cuda": "library,one_shot", "cpu": "library"}
 BLOCK_SIZE = 64
 SPARE_KV_BLOCKS = 8
@@ -49,36 +49,54 @@ SPARE_KV_BLOCKS = 8
 
 def recorded_models(results: Results) -> list[str]:
     """The models, by their short names, that are recorded on two such GPUs."""
-    return [name.removeprefix(f"{NAME}-") for name in two_gpus(results).names() if name.startswith(NAME)]
+    found = (path.parent.name for kind in KINDS for path in two_gpus(results).folder.glob(f"*/{kind}-*.json"))
+    return sorted(set(found))
 
 
 def recorded(results: Results, model: str) -> dict[str, Any]:
-    """The record of ``model``, by its short name, on two such GPUs; empty if there is none."""
-    pair, name = two_gpus(results), f"{NAME}-{model}"
-    return pair.load(name) if name in pair.names() else {}
+    """What is recorded of ``model``, by its short name, on two such GPUs; empty if nothing is.
+
+    ``model_shape``; ``workloads``, by their flags; ``figures``: kind → workload → side → figures.
+    """
+    folder = two_gpus(results).folder / model
+    records = {kind: _records(folder, kind) for kind in KINDS}
+    every = [record for found in records.values() for record in found]
+    if not every:
+        return {}
+    return {
+        "model_shape": every[0]["model_shape"],
+        "workloads": {record["workload"]: record["flags"] for record in every},
+        "figures": {
+            kind: {one["workload"]: one["figures"] for one in found} for kind, found in records.items()
+        },
+    }
+
+
+def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """In the order of the workloads."""
+    names = [f"{kind}-{workload}" for workload in ALL_WORKLOADS]
+    return [Results(folder).load(name) for name in names if (folder / f"{name}.json").is_file()]
 
 
 def measure(arguments: Namespace) -> None:
-    """Each asked workload on both sides; the record is written after each."""
-    figures: dict[str, dict[str, Any]] = {"tensor_parallel": {}, "replicas": {}}
+    """Each asked workload on both sides, a record each."""
     arch = arch_of(arguments.model, arguments.load_format)
-    path = arguments.output / f"{NAME}-{short_name(arguments.model)}.json"
-    flags = {one.id: one.flags() for one in (*arguments.workloads, *arguments.replica_workloads)}
-    kinds = (
-        ("tensor_parallel", arguments.workloads, tensor_parallel),
-        ("replicas", arguments.replica_workloads, replicas),
-    )
-    for kind, workloads, measured in kinds:
+    shape = write_arch(arch)
+    asked = {TENSOR_PARALLEL: arguments.workloads, REPLICAS: arguments.replica_workloads}
+    for kind, workloads in asked.items():
         for workload in workloads:
             needed = (workload.prompt_tokens or 1) + workload.max_new_tokens
             if needed > arch.n_positions:
                 print(f"{workload.id}: left out, the model has {arch.n_positions} positions of {needed}")
                 continue
-            figures[kind][workload.id] = measured(arguments, workload)
-            facts = {"model": arguments.model, "model_shape": write_arch(arch), "workloads": flags}
-            device = torch.device(arguments.device)
-            write_record(path, new_record(NAME, device, **facts, figures=figures))
-            print(told(kind, workload.id, figures[kind][workload.id]), flush=True)
+            figures = KINDS[kind](arguments, workload)
+            facts = {"model": arguments.model, "model_shape": shape, "workload": workload.id}
+            facts |= {"flags": workload.flags(), "figures": figures}
+            record = new_record(NAME, torch.device(arguments.device), **facts)
+            folder = arguments.output / short_name(arguments.model)
+            folder.mkdir(exist_ok=True)
+            write_record(folder / f"{kind}-{workload.id}.json", record)
+            print(told(kind, workload.id, figures), flush=True)
             free_memory()
 
 
@@ -150,6 +168,9 @@ def _kv_blocks(lengths: list[int], together: int) -> int:
     return sum(blocks_for(length, BLOCK_SIZE) for length in longest) + SPARE_KV_BLOCKS
 
 
+KINDS = {TENSOR_PARALLEL: tensor_parallel, REPLICAS: replicas}
+
+
 def told(kind: str, name: str, figures: dict[str, Any]) -> str:
     """A workload's medians in one line."""
     alone = figures["1"]["medians"]["total_throughput_tok_s"]
@@ -163,7 +184,7 @@ def _parser() -> OneLineParser:
     add_model_options(parser)
     add = parser.add_argument
     add("--workloads", default=TOGETHER, metavar="ID,ID", help="on two that share the model; may be empty")
-    add("--replica-workloads", default=REPLICAS, metavar="ID,ID", help="on two replicas; may be empty")
+    add("--replica-workloads", default=APART, metavar="ID,ID", help="on two replicas; may be empty")
     told = f"ways of two to sum, of {', '.join(recipe_choices()['all_reduce'])}; default: "
     add("--all-reduce", metavar="NAME,NAME", help=f"{told}{SUMS['cuda']}; on a CPU {SUMS['cpu']}")
     add("--repeats", type=whole_number(1), default=3, metavar="N", help="measured runs of each side")
@@ -202,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments.replica_workloads = _workloads(arguments.replica_workloads, arguments)
     _check(arguments)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    check_writable(arguments.output / f"{NAME}-{short_name(arguments.model)}.json")
+    check_writable(arguments.output / f"{NAME}.json")
     measure(arguments)
 
 

@@ -3,8 +3,8 @@
 With ``--check`` it only reports whether they are up to date. ``--record nvidia-h200,my-gpu`` shows other
 machines beside the reference from then on: a comment in README.md keeps the choice. Computed are the
 ladder's pictures for light and dark pages (``notebooks/results/ladder-*.svg``), the table of results, and the
-notebook index with each notebook's finding, and the table of modern models. All but the pictures are between
-HTML comments with their names.
+notebook index with each notebook's finding, the table of modern models, and what users' calls reach. All but
+the pictures are between HTML comments with their names.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rosellm.command_line import OneLineParser, command
 from rosellm.errors import RoseError
 from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_chart
 from rosellm.lab.figures.ladder_svg import ladder_svg
+from rosellm.lab.records import user_calls
 from rosellm.lab.records.findings import UNTOLD, finding
 from rosellm.lab.records.machines import beside, find_machines, name_of
 from rosellm.lab.records.model_runs import Row, recorded_models, runs_told, table, unit_of
@@ -126,10 +127,27 @@ def _cell(row: Row | None) -> str:
     return f"{ours} ({number(row.rival)}; {number(row.floor)})"
 
 
+def calls_table(machines: Sequence[Results]) -> str:
+    """Of each recorded workload: the scheduler's tokens a second, and what is left of them to those who call.
+
+    A machine without the record is left out.
+    """
+    calls = user_calls.GENERATE, user_calls.STREAMS
+    rows = [f"| | `{user_calls.BENEATH}`, tok/s | `{calls[0]}` | `{calls[1]}` |", "|---|--:|--:|--:|"]
+    for results in machines:
+        where = "" if results is machines[0] else f", {name_of(results)}"
+        for workload, figures in user_calls.recorded(results).items():
+            shares = (f"{user_calls.shares(figures)[call]:.1%}".replace("%", " %") for call in calls)
+            beneath = number(user_calls.rate(figures, user_calls.BENEATH))
+            rows.append(f"| {workload}{where} | {beneath} | {' | '.join(shares)} |")
+    return "\n".join(rows)
+
+
 SECTIONS: dict[str, Callable[[Sequence[Results]], str]] = {
     "results": results_table,
     "notebooks": notebook_index,
     "models": models_table,
+    "calls": calls_table,
 }
 
 

@@ -121,7 +121,7 @@ def _whole_single_heads(share: float, reach: int, head_dim: int) -> Variant:
             return Variant(32, warps=1, stages=4, dot=1)
         return Variant(16 if share >= MANY and reach <= SHORT else 32, warps=1)
     if SHORT < reach <= MIDDLE:
-        return Variant(64, warps=2, lanes=1)
+        return Variant(64, warps=2, lanes=1) if share > 1 else Variant(128, warps=4, lanes=1)
     return Variant(min(max(64, reach), 512), warps=4 if reach <= SHORT else 8)
 
 

@@ -17,10 +17,13 @@ def test_a_finding_is_two_gpus_over_one_by_the_fastest_way_to_sum(tmp_path):
     alone.mkdir()
     results = Results(alone)
     assert finding(results, "35_tensor_parallelism") == UNTOLD == finding(results, "36_replicas")
-    pair.mkdir()
-    shared = {"D1": {"1": rate(100), "2 library": rate(60), "2 one_shot": rate(80)}}
-    figures = {"tensor_parallel": shared, "replicas": {"W8": {"1": rate(100), "2": rate(190)}}}
-    (pair / "two_gpus-Qwen3-0.6B.json").write_text(json.dumps({"figures": figures}))
+    folder = pair / "Qwen3-0.6B"
+    folder.mkdir(parents=True)
+    shared = {"1": rate(100), "2 library": rate(60), "2 one_shot": rate(80)}
+    apart = {"1": rate(100), "2": rate(190)}
+    for kind, workload, sides in (("tensor_parallel", "D1", shared), ("replicas", "W8", apart)):
+        record = {"model_shape": {}, "workload": workload, "flags": {}, "figures": sides}
+        (folder / f"{kind}-{workload}.json").write_text(json.dumps(record))
     told = "two GPUs against one, tok/s: Qwen3-0.6B"
     assert finding(results, "35_tensor_parallelism") == f"{told} D1 0.800 ×"
     assert finding(results, "36_replicas") == f"{told} W8 1.90 ×"

@@ -26,20 +26,21 @@ def alone(tmp_path: Path) -> Results:
     """A device with its ceilings, and the records of a pair."""
     results, pair = Results(tmp_path / "gpu"), tmp_path / "gpu-x2"
     results.folder.mkdir()
-    pair.mkdir()
+    folder = pair / "Llama-3.1-8B"
+    folder.mkdir(parents=True)
     shutil.copy(find().folder / "ceilings.json", results.folder)
     flat = {str(kb): {"median": us} for kb, us in ((8, 2.0), (131072, 2.0))}
     sums = {str(kb): {"median": us} for kb, us in ((8, 12.0), (131072, 400.0))}
     (pair / "all_reduce.json").write_text(
         json.dumps({"figures": {"ranks": 2, "us": {"none": flat, "library": sums}}})
     )
-    sides = {"1": took(1.0), "2 library": took(1.0), "2 one_shot": took(1.0)}
-    record = {
-        "model_shape": write_arch(KNOWN_SHAPES["meta-llama/Llama-3.1-8B"]),
-        "workloads": {one.id: one.flags() for one in (MODEL_WORKLOADS["D1"], WORKLOADS["W8"])},
-        "figures": {"tensor_parallel": {"D1": sides}, "replicas": {"W8": {"1": took(1.0), "2": took(1.0)}}},
-    }
-    (pair / "two_gpus-Llama-3.1-8B.json").write_text(json.dumps(record))
+    shape = write_arch(KNOWN_SHAPES["meta-llama/Llama-3.1-8B"])
+    shared = {"1": took(1.0), "2 library": took(1.0), "2 one_shot": took(1.0)}
+    apart = {"1": took(1.0), "2": took(1.0)}
+    runs = (("tensor_parallel", MODEL_WORKLOADS["D1"], shared), ("replicas", WORKLOADS["W8"], apart))
+    for kind, workload, sides in runs:
+        facts = {"workload": workload.id, "flags": workload.flags(), "figures": sides}
+        (folder / f"{kind}-{workload.id}.json").write_text(json.dumps({"model_shape": shape, **facts}))
     return results
 
 
