@@ -127,7 +127,7 @@ def extra_bytes(arch: Arch, batch: int) -> dict[str, int]:
     runs = -(-batch // SIZES[-1])  # of log-probabilities; each reads the head's weights again
     return {
         "temperature": 0,
-        "top-p": 3 * batch * row,  # logits: written, read to draw, read to count what is ahead
+        "top-p": 2 * batch * row,  # logits: written, read to sum what is ahead of the token drawn
         "top-k, top-p": batch * row,  # written
         "+ penalties": 2 * batch * row,  # and counts are read
         "logprobs": runs * head + 5 * batch * row,  # logits and their logarithms: written, read; and ranks

@@ -84,6 +84,11 @@ class DeviceState:
         """The rows that are drawn from some tokens only, ``[S]`` bool."""
         return (self.temperatures > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
+    @property
+    def by_mass(self) -> Tensor:
+        """The filtered rows with top-p alone, ``[S]`` bool."""
+        return self.filtered & (self.top_k == 0) & (self.min_p <= 0)
+
     def first(self, n_rows: int) -> DeviceState:
         """A view of the first rows; shares the ring."""
         return self.of(self.rows[:n_rows])

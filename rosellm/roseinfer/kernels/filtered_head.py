@@ -1,7 +1,8 @@
 """The LM head of a batch in which rows ask for top-k, top-p or min-p, or are penalised: spec and kernel.
 
 Like ``head.best_tokens``, but of the rows that are drawn from some tokens only (filtered rows) it also stores
-the logits, for ``filtered.choose_filtered``, and penalises what a row's request has seen.
+the logits, for ``filtered.choose_filtered``, and penalises what a row's request has seen. It draws for rows
+with top-p alone (rows by mass), as for unfiltered ones: their draw from all tokens is seldom refused.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ ROLES = {"_filtered_tiles_kernel": "head"}
 class Tiles(NamedTuple):
     """What the head leaves for rows that are drawn from some tokens only.
 
-    values, indices ``[M, TILES]`` as of ``head.best_tokens_ref``; of a filtered row values are the largest
-    logits.
+    values, indices ``[M, TILES]`` as of ``head.best_tokens_ref``, of rows by mass, too; other filtered rows
+    have no noise.
+    maxima ``[M, TILES]`` fp32: of filtered rows, a tile's largest logit.
     masses ``[M, TILES]`` fp32: of filtered rows, a tile's sum of ``exp((logit - largest) / temperature)``.
     logits ``[M, TILES * width]`` fp32: of filtered rows, −inf past the vocabulary.
+    arrived ``[M]`` int32: zeros, in which the programs of a row count themselves.
     """
 
     values: Tensor
     indices: Tensor
+    maxima: Tensor
     masses: Tensor
     logits: Tensor
+    arrived: Tensor
     width: int
 
 
@@ -51,12 +56,15 @@ def filtered_tiles_ref(
     if counts is not None:
         logits = penalised_rows_ref(logits, state, counts)
     logits = torch.where(logits.isnan(), float("inf"), logits)
-    amounts = torch.where(state.filtered, 0.0, state.temperatures.clamp_max(MAX_TEMPERATURE))[:, None]
+    without = state.filtered & ~state.by_mass
+    amounts = torch.where(without, 0.0, state.temperatures.clamp_max(MAX_TEMPERATURE))[:, None]
     noise = gumbel_noise(state.seeds, state.positions + 1, weight.shape[0])
     values, indices = torch.where(amounts > 0, logits + amounts * noise, logits).max(dim=1, keepdim=True)
-    below = logits - logits.amax(dim=1, keepdim=True)
+    maxima = logits.amax(dim=1, keepdim=True)
+    below = logits - maxima
     masses = (below / state.temperatures[:, None].clamp_min(FLOAT32.tiny)).exp().sum(dim=1, keepdim=True)
-    return Tiles(values, indices.int(), masses, logits, weight.shape[0])
+    arrived = torch.zeros_like(indices[:, 0], dtype=torch.int32)
+    return Tiles(values, indices.int(), maxima, masses, logits, arrived, weight.shape[0])
 
 
 def penalised_rows_ref(logits: Tensor, state: DeviceState, counts: Tensor) -> Tensor:
@@ -79,7 +87,7 @@ def penalised(logits, seen, repetition, presence, frequency):
 @triton.jit(do_not_specialize=["M"])
 def _filtered_tiles_kernel(
     hidden_ptr, weight_ptr, temperature_ptr, seeds_ptr, positions_ptr, values_ptr, indices_ptr,
-    top_k_ptr, top_p_ptr, min_p_ptr, masses_ptr, logits_ptr,
+    top_k_ptr, top_p_ptr, min_p_ptr, maxima_ptr, masses_ptr, logits_ptr, arrived_ptr,
     own_counts_ptr, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr,
     state_stride, seed_stride, M, N, TILES,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -112,13 +120,17 @@ def _filtered_tiles_kernel(
     top_k = tl.load(top_k_ptr + rows * state_stride, mask=held_rows, other=0)
     top_p = tl.load(top_p_ptr + rows * state_stride, mask=held_rows, other=1.0)
     min_p = tl.load(min_p_ptr + rows * state_stride, mask=held_rows, other=0.0)
-    kept = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    amounts = tl.where(kept, 0.0, tl.minimum(temperatures, MAX_TEMPERATURE))
+    by_mass = (top_k == 0) & (min_p <= 0)
+    kept = (temperatures > 0) & ((by_mass == 0) | (top_p < 1))
+    amounts = tl.where(by_mass, tl.minimum(temperatures, MAX_TEMPERATURE), 0.0)
     # The padding's -inf is stored, too: a reader of whole tiles needs no bound.
     logits_ptr += first_row.to(tl.int64) * TILES * BLOCK_N
     target = logits_ptr + (tile_rows * TILES * BLOCK_N)[:, None] + columns[None, :]
     tl.store(target, logits, mask=kept[:, None])
     largest = tl.max(logits, axis=1)
+    tl.store(maxima_ptr + rows * TILES + tile, largest, mask=kept)
+    if tile == 0:
+        tl.store(arrived_ptr + rows, tl.zeros((BLOCK_M,), tl.int32), mask=held_rows)
     largest = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)
     temperatures = tl.where(kept, tl.maximum(temperatures, 1.1754943508222875e-38), 1.0)
     shares = tl.exp((logits - largest[:, None]) / temperatures[:, None])
@@ -141,7 +153,7 @@ def filtered_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, i
 def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -> Callable[..., Tiles]:
     """The Triton kernel, called like :func:`filtered_tiles_ref`, but with many tiles.
 
-    hidden, weight and counts contiguous. Logits and masses of rows that are not filtered are left unwritten.
+    hidden, weight and counts contiguous. What is of filtered rows is left unwritten of others.
     shape: rows and dtype → tile sizes, warps and pipeline stages.
     """
     launch = launch_options(dependent)
@@ -151,11 +163,12 @@ def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -
         block_m, block_n, block_k, warps, stages = shape(rows, hidden.dtype)
         stages = fitting_stages(stages, block_m, block_n, block_k, hidden)
         n_tiles = triton.cdiv(vocab, block_n)
-        values, masses = (torch.empty(rows, n_tiles, device=hidden.device) for _ in range(2))
+        values, maxima, masses = (torch.empty(rows, n_tiles, device=hidden.device) for _ in range(3))
         indices = torch.empty(rows, n_tiles, device=hidden.device, dtype=torch.int32)
+        arrived = torch.empty(rows, device=hidden.device, dtype=torch.int32)
         logits = torch.empty(rows, n_tiles * block_n, device=hidden.device)
         drawing = state.temperatures, state.seeds, state.positions, values, indices
-        filters = state.top_k, state.top_p, state.min_p, masses, logits
+        filters = state.top_k, state.top_p, state.min_p, maxima, masses, logits, arrived
         penalties = state.counts, state.repetition, state.presence, state.frequency
         table = indices if counts is None else counts
         sizes = state.positions.stride(0), state.seeds.stride(0), rows, vocab, n_tiles
@@ -165,6 +178,6 @@ def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -
             hidden, weight, *drawing, *filters, *penalties, table, *sizes,
             K=width, MAX_TEMPERATURE=MAX_TEMPERATURE, **blocks, **options,
         )  # fmt: skip
-        return Tiles(values, indices, masses, logits, block_n)
+        return Tiles(values, indices, maxima, masses, logits, arrived, block_n)
 
     return filtered_tiles

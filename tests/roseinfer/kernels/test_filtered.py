@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import INERT, DeviceState
+from rosellm.roseinfer.kernels import filtered
 from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw
-from rosellm.roseinfer.kernels.filtered import choose_filtered_ref, make_choose_filtered
+from rosellm.roseinfer.kernels.filtered import Splits, choose_filtered_ref, make_choose_filtered, splits_for
 from rosellm.roseinfer.kernels.filtered_head import Tiles, filtered_tiles_ref, make_filtered_tiles
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.kernels.penalties import count_tokens_ref, make_count_tokens
@@ -69,12 +70,17 @@ def tiles_of(logits: Tensor, state: DeviceState, width: int = 64) -> Tiles:
     n_tiles = -(-vocab // width)
     padded = torch.full((rows, n_tiles * width), -math.inf, device=logits.device)
     padded[:, :vocab] = torch.where(logits.isnan(), math.inf, logits.float())
-    values, indices = padded.view(rows, n_tiles, width).max(dim=2)
-    indices += torch.arange(n_tiles, device=logits.device) * width
-    largest = torch.where(values.isfinite(), values, 0)[:, :, None]
+    tiled = padded.view(rows, n_tiles, width)
+    maxima = tiled.amax(dim=2)
+    largest = torch.where(maxima.isfinite(), maxima, 0)[:, :, None]
     temperature = state.temperatures[:, None, None].clamp_min(1e-38)
-    masses = ((padded.view(rows, n_tiles, width) - largest) / temperature).exp().sum(dim=2)
-    return Tiles(values, indices.int(), masses, padded, width)
+    masses = ((tiled - largest) / temperature).exp().sum(dim=2)
+    noise = gumbel_noise(state.seeds, state.positions + 1, n_tiles * width).view_as(tiled)
+    amounts = torch.where(state.by_mass, state.temperatures, 0.0).clamp_max(1e30)[:, None, None]
+    values, indices = torch.where(amounts > 0, tiled + amounts * noise, tiled).max(dim=2)
+    indices += torch.arange(n_tiles, device=logits.device) * width
+    arrived = torch.zeros(rows, dtype=torch.int32, device=logits.device)
+    return Tiles(values, indices.int(), maxima, masses, padded, arrived, width)
 
 
 def tokens_of(tiles: Tiles, state: DeviceState) -> Tensor:
@@ -106,9 +112,11 @@ def random_logits(rows: int, vocab: int, device: str = "cpu", seed: int = 0, siz
     return (size * torch.randn(rows, vocab, generator=generator)).to(device)
 
 
-def assert_draws_as_specified(logits: Tensor, state: DeviceState, least_sure: float = 0.9) -> None:
+def assert_draws_as_specified(
+    logits: Tensor, state: DeviceState, least_sure: float = 0.9, splits: Splits = splits_for
+) -> None:
     found, expected = (tiles_of(logits, state) for _ in range(2))
-    make_choose_filtered()(tiles=found, state=state)
+    make_choose_filtered(splits=splits)(tiles=found, state=state)
     choose_filtered_ref(tiles=expected, state=state)
     others = ~state.filtered
     for mine, theirs in zip(found[:2], expected[:2], strict=True):
@@ -209,6 +217,103 @@ def test_a_row_without_probabilities_has_no_token_and_its_neighbours_have_theirs
     assert torch.equal(tokens_of(tiles, state), expected)
 
 
+# Several programs a row, of rows with top-p alone.
+
+BY_MASS = [(1.0, 0, p, 0.0) for p in (0.9, 0.5, 0.1, 0.01)] + [(0.7, 0, 0.8, 0.0), (1e30, 0, 0.3, 0.0)]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch) -> None:
+    """Of four tiles."""
+    monkeypatch.setattr(filtered, "CHUNK", 256)
+
+
+def always(n: int) -> Splits:
+    return lambda rows, n_chunks, device: n
+
+
+def tokens_by(logits: Tensor, state: DeviceState, splits: int) -> Tensor:
+    """The tokens drawn by so many programs a row."""
+    tiles = tiles_of(logits, state)
+    make_choose_filtered(splits=always(splits))(tiles=tiles, state=state)
+    return tokens_of(tiles, state)
+
+
+@guarded
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("splits", [1, 2, 7])
+@pytest.mark.parametrize("size", [0.1, 2.0, 10.0])
+def test_any_number_of_programs_draws_the_tokens_of_the_specification(size, splits, device):
+    rules = [*BY_MASS, *RULES[:3], *OTHERS]
+    state = make_state(2 * len(rules), rules, device, seed=splits)
+    logits = random_logits(2 * len(rules), 2001, device, splits, size)
+    logits[:, 300:700] = -math.inf
+    assert_draws_as_specified(logits, state, 0.8, always(splits))
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("splits", [1, 7])
+def test_of_equal_logits_in_any_chunk_the_first_are_kept_by_mass(splits, device):
+    state = make_state(60, [(1.0, 0, 0.02, 0.0)], device)
+    logits = (torch.arange(2000) % 2).float().repeat(60, 1).to(device)
+    tokens = tokens_by(logits, state, splits)
+    expected = tiles_of(logits, state)
+    choose_filtered_ref(tiles=expected, state=state)
+    assert torch.equal(tokens, tokens_of(expected, state)) and len(tokens.unique()) > 10
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_where_the_last_bit_of_a_sum_decides_all_numbers_of_programs_agree(device):
+    """A row again and again, with values of top-p next to each other around the share ahead of its draw."""
+    rows = 64
+    state, row = make_state(rows, [(1.0, 0, 0.5, 0.0)], device), random_logits(1, 3001, device, 1, 1.0)
+    state.seeds.fill_(3)
+    state.positions.fill_(5)
+    token = (row[0] + gumbel_noise(state.seeds[:1], state.positions[:1] + 1, 3001)[0]).argmax()
+    shares = row[0].double().softmax(0)
+    near = shares[row[0] > row[0, token]].sum().float().cpu()
+    state.top_p.view(torch.int32).copy_(near.view(torch.int32) - rows // 2 + torch.arange(rows))
+    one, *others = (tokens_by(row.expand(rows, -1).contiguous(), state, n) for n in (1, 2, 5, 7, 16))
+    assert all(torch.equal(one, other) for other in others)
+    assert token in one and len(one.unique()) > 1
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_a_rows_token_is_the_same_in_any_company(device):
+    rules = [*BY_MASS, *RULES[:4], *OTHERS]
+    rows = 2 * len(rules)
+    state, logits = make_state(rows, rules, device), random_logits(rows, 2001, device)
+    together, slots = tokens_by(logits, state, 1), torch.arange(rows, device=device)
+    for row in range(rows):
+        alone = tokens_by(logits[row : row + 1], state.at(slots[row : row + 1]), 7)
+        assert alone.item() == together[row], row
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_row_without_probabilities_has_no_token_however_many_programs_it_has(bad, device):
+    state, logits = make_state(5, BY_MASS[:2], device), random_logits(5, 1000, device)
+    expected = tokens_by(logits, state, 3)
+    logits[1, slice(None) if bad == -math.inf else slice(700, 703)] = bad
+    expected[1] = NOT_FINITE
+    assert torch.equal(tokens_by(logits, state, 3), expected)
+
+
+@pytest.mark.parametrize("sms", [1, 20, 132])
+def test_programs_fill_the_gpu_once_or_are_one_a_row(sms, monkeypatch):
+    monkeypatch.setattr(filtered, "multiprocessors", lambda device: sms)
+    for rows in (1, 3, 8, 64, 256, 1000):
+        for n_chunks in (1, 13, 38):
+            splits = splits_for(rows, n_chunks, torch.device("cpu"))
+            assert splits == 1 or rows * splits <= filtered.PROGRAMS_PER_SM * sms
+            assert 1 <= splits <= min(n_chunks, filtered.MOST_SPLITS)
+
+
 # 0.1% points of chi-squared by degrees of freedom.
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88}
 
@@ -256,12 +361,15 @@ def test_the_head_leaves_logits_masses_and_largest_of_filtered_rows(rows, vocab,
     assert_near(found.logits[rows_kept, :vocab], expected.logits[rows_kept], slack)
     assert (found.logits[rows_kept, vocab:] == -math.inf).all()
     assert_near(found.values.amax(dim=1, keepdim=True)[rows_kept], expected.values[rows_kept], slack)
-    below = found.values - found.values.amax(dim=1, keepdim=True)
+    assert_near(found.maxima.amax(dim=1, keepdim=True)[rows_kept], expected.maxima[rows_kept], slack)
+    assert not found.arrived.any()
+    below = found.maxima - found.maxima.amax(dim=1, keepdim=True)
     mass = (found.masses * (below / state.temperatures[:, None]).exp()).sum(dim=1, keepdim=True)
     assert_near(mass[rows_kept], expected.masses[rows_kept], max(50 * slack, 1e-4))
     best = found.values.argmax(dim=1, keepdim=True)
     if dtype == torch.float32:
-        assert torch.equal(found.indices.gather(1, best)[~rows_kept], expected.indices[~rows_kept])
+        drawn = ~rows_kept | state.by_mass
+        assert torch.equal(found.indices.gather(1, best)[drawn], expected.indices[drawn])
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
@@ -283,6 +391,22 @@ def test_the_head_penalises_what_a_row_has_seen(rows, device, dtype):
     if dtype == torch.float32:
         own = ~state.filtered
         assert torch.equal(found.indices.gather(1, index)[own], expected.indices[own])
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("rows", [5, 33])
+def test_head_and_choice_draw_the_same_tokens_again_and_again(rows, device, dtype):
+    """Whatever the memory of their results held before."""
+    head, state = make_head(rows, 1000, dtype, device), make_state(rows, [*BY_MASS, *OTHERS], device)
+    heads, choose = make_filtered_tiles(), make_choose_filtered(splits=always(3))
+    times = []
+    for _ in range(3):
+        tiles = heads(**head, state=state)
+        choose(tiles=tiles, state=state)
+        assert torch.equal(tiles.arrived, 3 * state.by_mass.int())
+        times.append(tokens_of(tiles, state))
+    assert torch.equal(times[0], times[1]) and torch.equal(times[1], times[2])
 
 
 @pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
@@ -321,7 +445,7 @@ def test_head_and_choice_draw_as_specified_at_real_sizes(rows, vocab, width, dev
     make_choose_filtered()(tiles=tiles, state=state)
     settings = own.temperatures, own.top_k, own.top_p, own.min_p, own.seeds, own.positions + 1
     sure, expected = sure_rows(logits, own), draw(logits, *settings)
-    assert torch.equal(tiles.indices[kept, 0][sure], expected[sure])
+    assert torch.equal(tokens_of(tiles, state)[kept.cpu()][sure.cpu()], expected[sure].cpu())
 
 
 @pytest.mark.gpu

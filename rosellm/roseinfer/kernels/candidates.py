@@ -1,0 +1,149 @@
+"""A filtered row's candidates, in a kernel: ranked, counted ahead of a token, drawn, and copied."""
+
+from __future__ import annotations
+
+from rosellm.roseinfer.kernels.noise import gumbel
+from rosellm.triton_or_none import tl, triton
+
+
+@triton.jit
+def ordered_bits(x):
+    """int32 numbers in the order of the floats; -0.0 is made +0.0. Its own inverse on bits."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def float_of(ordered):
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scaled_logit(x, best, temperature):
+    return (x - best) / temperature
+
+
+@triton.jit
+def comes_before(x, token, pivot, pivot_token):
+    """In order of probability: a larger logit, or an equal one of an earlier token."""
+    return (x > pivot) | ((x == pivot) & (token < pivot_token))
+
+
+@triton.jit
+def lower_bound(maxima, inside, best, k, PIVOTS: tl.constexpr):
+    """The highest ordered bits, nearly, that k of the maxima inside reach."""
+    ordered = ordered_bits(maxima)
+    low = ordered_bits(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
+    high = ordered_bits(best).to(tl.int64)
+    for _ in range(5):
+        step = (high - low + PIVOTS) // (PIVOTS + 1)
+        pivots = (low + step * (1 + tl.arange(0, PIVOTS))).to(tl.int32)
+        reached = (ordered[None, :] >= pivots[:, None]) & inside[None, :]
+        low += step * tl.sum((tl.sum(reached.to(tl.int32), axis=1) >= k).to(tl.int64), axis=0)
+        high = tl.minimum(high, low + step - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def candidates(values_ptr, tokens_ptr, n_copied, first, n, best, temperature, floor, BLOCK: tl.constexpr):
+    """Candidates from ``first`` on: logits, -inf past the end and below min-p's floor, scaled, and tokens.
+
+    n_copied: n if they were copied with their tokens, 0 if they are the row itself.
+    """
+    at = first + tl.arange(0, BLOCK)
+    x = tl.load(values_ptr + at, mask=at < n, other=float("-inf"))
+    token = tl.load(tokens_ptr + at, mask=at < n_copied, other=0)
+    token = tl.where(n_copied > 0, token, at)
+    scaled = scaled_logit(x, best, temperature)
+    x = tl.where(scaled >= floor, x, float("-inf"))
+    return x, tl.where(scaled >= floor, scaled, float("-inf")), token
+
+
+@triton.jit
+def kth_largest(
+    values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, low, k,
+    BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """The ordered bits of the k-th largest candidate; ``low``: ordered bits that k candidates reach."""
+    low, high = low.to(tl.int64), ordered_bits(best).to(tl.int64)
+    while low < high:
+        step = (high - low + PIVOTS) // (PIVOTS + 1)
+        pivots = (low + step * (1 + tl.arange(0, PIVOTS))).to(tl.int32)
+        numbers = tl.zeros((PIVOTS,), tl.int32)
+        for first in range(0, n, BLOCK):
+            x, _, _ = candidates(values_ptr, tokens_ptr, n_copied, first, n, best, temperature, floor, BLOCK)
+            reached = ordered_bits(x)[None, :] >= pivots[:, None]
+            numbers += tl.sum(reached.to(tl.int32), axis=1)
+        low += step * tl.sum((numbers >= k).to(tl.int64), axis=0)
+        high = tl.minimum(high, low + step - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def kth_largest_of_few(values_ptr, n, k, FEW: tl.constexpr):
+    """The same of at most FEW candidates, each compared with all: ``[FEW, FEW]``."""
+    at = tl.arange(0, FEW)
+    x = tl.load(values_ptr + at, mask=at < n, other=float("-inf"))
+    numbers = tl.zeros((FEW,), tl.int32)
+    for first in range(0, n, 32):
+        others = first + tl.arange(0, 32)
+        y = tl.load(values_ptr + others, mask=others < n, other=float("-inf"))
+        numbers += tl.sum((y[None, :] > x[:, None]).to(tl.int32), axis=1)
+    return ordered_bits(tl.min(tl.where(numbers < k, x, float("inf")), axis=0))
+
+
+@triton.jit
+def before(
+    values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, pivot, pivot_token, BLOCK: tl.constexpr
+):
+    """How many candidates come before the pivot in order of probability, and their mass."""
+    number, mass = tl.zeros((), tl.int32), tl.zeros((), tl.float32)
+    for first in range(0, n, BLOCK):
+        x, scaled, token = candidates(
+            values_ptr, tokens_ptr, n_copied, first, n, best, temperature, floor, BLOCK
+        )
+        ahead = comes_before(x, token, pivot, pivot_token)
+        number += tl.sum(ahead.to(tl.int32), axis=0)
+        mass += tl.sum(tl.where(ahead, tl.exp(scaled), 0.0), axis=0)
+    return number, mass
+
+
+@triton.jit
+def drawn_before(
+    values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, pivot, pivot_token, key_first, key_second,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The candidate before the pivot with the largest score: its logit and token."""
+    top = tl.full((), float("-inf"), tl.float32)
+    place = tl.zeros((), tl.int32)
+    for first in range(0, n, BLOCK):
+        x, scaled, token = candidates(
+            values_ptr, tokens_ptr, n_copied, first, n, best, temperature, floor, BLOCK
+        )
+        ahead = comes_before(x, token, pivot, pivot_token)
+        scores = scaled + gumbel(key_first, key_second, token.to(tl.uint32))
+        score, index = tl.max(tl.where(ahead, scores, float("-inf")), axis=0, return_indices=True)
+        place = tl.where(score > top, first + index, place)
+        top = tl.maximum(top, score)
+    token = tl.where(n_copied > 0, tl.load(tokens_ptr + place, mask=place < n_copied, other=0), place)
+    return tl.load(values_ptr + place), token
+
+
+@triton.jit
+def copy_candidates(
+    logits_ptr, listed_ptr, n_listed, copies_ptr, tokens_ptr, bound, best, temperature, floor,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies the listed tiles' logits that reach bound and floor, with their tokens; returns their number."""
+    n = tl.zeros((), tl.int32)
+    for first in range(0, n_listed, BLOCK // TILE):
+        which = first + tl.arange(0, BLOCK) // TILE
+        inside = which < n_listed
+        token = tl.load(listed_ptr + which, mask=inside, other=0) * TILE + tl.arange(0, BLOCK) % TILE
+        x = tl.load(logits_ptr + token, mask=inside, other=float("-inf"))
+        kept = inside & (ordered_bits(x) >= bound) & (scaled_logit(x, best, temperature) >= floor)
+        place = n + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        tl.store(copies_ptr + place, x, mask=kept)
+        tl.store(tokens_ptr + place, token, mask=kept)
+        n += tl.sum(kept.to(tl.int32), axis=0)
+    return n
