@@ -134,7 +134,7 @@ def choose_among_candidates(
     TILE: tl.constexpr, BLOCK: tl.constexpr, FEWER: tl.constexpr, FEW: tl.constexpr, PIVOTS: tl.constexpr,
     COPIED: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row, whose pointers these are, with top-k or min-p and a finite largest logit ``best``."""
+    """The token of a row, whose pointers these are, with top-k or min-p; best: its largest logit, finite."""
     # The tiles that can hold what is kept.
     floor = tl.where(min_p > 0, log2(tl.maximum(min_p, 1e-37)) * 0.6931471805599453, float("-inf"))
     nothing = ordered_bits(tl.full((), float("-inf"), tl.float32))
