@@ -23,12 +23,15 @@ from torch import Tensor
 from rosellm.errors import OptionError
 from rosellm.models.attention import in_window, masked_attention
 from rosellm.roseinfer.kernels.paged_cache import AttentionShape, described_rows, layer_arguments, slot_offset
+from rosellm.roseinfer.kernels.partial_rows import new_partial
+from rosellm.roseinfer.kernels.prefill_pieces import combine_tiles, store_piece
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
 BLOCK_M = 64  # queries per tile
 SMALLEST_DOT = 16  # of each dimension of a Triton matrix product
+PROGRAMS_OF_SM = 2  # that run at once: heads of 128 take 113 KiB of its 228 KiB of shared memory
 LOG2_E = math.log2(math.e)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -69,8 +72,9 @@ def prefill_attention_ref(
 def _sequences(tiles: Tiles) -> list[tuple[int, int, int, int]]:
     """First packed row, count, start and table row of each sequence, in packed order."""
     counts: dict[tuple[int, int, int], int] = {}
-    for _, n_rows, _, first, start, row in tiles.columns.T.tolist():
-        counts[first, start, row] = counts.get((first, start, row), 0) + n_rows
+    for _, n_rows, _, first, start, row, piece, _ in tiles.columns.T.tolist():
+        if piece == 0:
+            counts[first, start, row] = counts.get((first, start, row), 0) + n_rows
     return sorted((first, count, start, row) for (first, start, row), count in counts.items() if count)
 
 
@@ -125,6 +129,12 @@ def launch_for(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     if head_dim > 64:
         return Launch(64, 4, 3 if head_dim <= 128 else 2)
     return Launch(64, 8, 3, heads=2) if group % 2 == 0 else Launch(64, 4, 2)
+
+
+def room_for(dtype: torch.dtype, head_dim: int, n_heads: int, group: int, num_sms: int) -> int:
+    """Tiles, or pieces of them, that run at once on a GPU of so many SMs, all their heads."""
+    together = math.gcd(launch_for(dtype, head_dim, group).heads, group)
+    return PROGRAMS_OF_SM * num_sms * together // n_heads
 
 
 @triton.jit
@@ -191,15 +201,17 @@ def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.conste
     do_not_specialize_on_alignment=["tiles_ptr", "table_ptr"],
 )
 def _prefill_attention_kernel(
-    out_ptr, new, k_new, v_new, cache, k_cached, v_cached, table_ptr, table_stride, tiles_ptr, tiles_stride,
-    scale_log2, shape: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DOT: tl.constexpr, WINDOW: tl.constexpr,
+    out_ptr, partial, new, k_new, v_new, cache, k_cached, v_cached, table_ptr, table_stride, tiles_ptr,
+    tiles_stride, scale_log2, shape: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, DOT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One program per (tile, HEADS query heads of a group): prefix, new tokens before the tile, the tile.
 
     The HEADS x BLOCK_M rows, one head after another, are multiplied with the same keys. The first program of
     a group stores the tile's keys and values. Tiles of keys that all rows see are neither masked nor
     compared with positions; loops of few iterations are not pipelined, which would only cost registers.
+    With ``partial``, a tile may be in pieces, each of a share of the keys before the tile, in whole tiles of
+    keys: what of its share is cached. The last one takes all that is left, and is alone to store keys.
     """
     ROWS: tl.constexpr = HEADS * BLOCK_M
     D_PADDED: tl.constexpr = shape.D_PADDED
@@ -232,24 +244,31 @@ def _prefill_attention_kernel(
     if WINDOW > 0:
         begin_cached = tl.minimum(tl.maximum(position - WINDOW + 1, 0), start) // BLOCK_N * BLOCK_N
     whole = start // BLOCK_N * BLOCK_N
-    block = tl.load(table_ptr + begin_cached // shape.BLOCK_SIZE, mask=begin_cached < whole, other=0)
-    for begin in range(begin_cached, whole, BLOCK_N):
+    end_cached, end_rest, before, n_own = whole, start, first - sequence_first, n_rows
+    if partial is not None:
+        piece = tl.load(tiles_ptr + 6 * tiles_stride + tile)
+        pieces = tl.load(tiles_ptr + 7 * tiles_stride + tile)
+        share = tl.cdiv(position - begin_cached, pieces * BLOCK_N) * BLOCK_N
+        begin_cached = tl.minimum(begin_cached + piece * share, whole)
+        if piece < pieces - 1:
+            end_cached, end_rest, before, n_own = tl.minimum(begin_cached + share, whole), 0, 0, 0
+    block = tl.load(table_ptr + begin_cached // shape.BLOCK_SIZE, mask=begin_cached < end_cached, other=0)
+    for begin in range(begin_cached, end_cached, BLOCK_N):
         if k_cached is None:
             k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, False)
         else:
             row = (block * shape.H_KV + kv_head) * shape.BLOCK_SIZE + begin % shape.BLOCK_SIZE
             k, v = k_cached.load([row, 0]), v_cached.load([row, 0])
             following = begin + BLOCK_N
-            block = tl.load(table_ptr + following // shape.BLOCK_SIZE, mask=following < whole, other=0)
+            block = tl.load(table_ptr + following // shape.BLOCK_SIZE, mask=following < end_cached, other=0)
         m_i, l_i, acc = _attend(
             q, k.to(DOT), v.to(DOT), begin + j, query, m_i, l_i, acc, scale_log2, False, WINDOW
         )
-    for begin in tl.range(tl.maximum(whole, begin_cached), start, BLOCK_N, num_stages=1):
+    for begin in tl.range(tl.maximum(whole, begin_cached), end_rest, BLOCK_N, num_stages=1):
         k, v = _load_cached(cache, table_ptr, begin + j, start, kv_head, shape, True)
         key = tl.where(begin + j < start, begin + j, position + BLOCK_M)
         m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
 
-    before = first - sequence_first
     new_tile = (j * new.kv_stride + kv_head * shape.D)[:, None] + d[None, :]
     begin_new = 0
     if WINDOW > 0:
@@ -265,7 +284,7 @@ def _prefill_attention_kernel(
         m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, False, WINDOW)
 
     n_stored = tl.where(head % shape.GROUP == 0, n_rows, 0)
-    for begin in tl.range(0, n_rows, BLOCK_N, num_stages=1):
+    for begin in tl.range(0, n_own, BLOCK_N, num_stages=1):
         own = begin + j
         place = (first + begin).to(tl.int64) * new.kv_stride + new_tile
         k, v = _load_pair(new, place, own < n_rows, shape, True)
@@ -273,6 +292,11 @@ def _prefill_attention_kernel(
         key = position + own  # rows past n_rows see zeros and are not stored
         m_i, l_i, acc = _attend(q, k.to(DOT), v.to(DOT), key, query, m_i, l_i, acc, scale_log2, True, WINDOW)
 
+    if partial is not None:
+        row = (tile.to(tl.int64) * BLOCK_M + i) * shape.H + heads
+        if pieces > 1:
+            store_piece(partial, row, i < n_rows, m_i, l_i, acc, shape)
+            return
     l_i = tl.where(i < n_rows, l_i, 1.0)
     out_rows = first.to(tl.int64) * (shape.H * shape.D)
     out_rows += (i * (shape.H * shape.D) + heads * shape.D)[:, None] + d[None, :]
@@ -306,6 +330,7 @@ def make_prefill_attention(
         if tiles.size != block_m:
             raise OptionError(f"tiles of size {tiles.size} do not fit this kernel, made for size {block_m}")
         out = q.new_empty(q.shape)
+        partial = new_partial(q, tiles.columns.shape[1] * block_m) if tiles.in_pieces else None
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
         table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
         together = math.gcd(heads, shape.GROUP)
@@ -315,9 +340,11 @@ def make_prefill_attention(
         if copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:
             cached = described_rows(cache, block_n)
         _prefill_attention_kernel[(tiles.columns.shape[1] * shape.H // together,)](
-            out, new, *copied, cache, *cached, *table, *columns, scale * LOG2_E, shape, together,
+            out, partial, new, *copied, cache, *cached, *table, *columns, scale * LOG2_E, shape, together,
             **blocks, **launch,
         )  # fmt: skip
+        if partial is not None:
+            combine_tiles(out, partial, tiles)
         return out
 
     return prefill_attention

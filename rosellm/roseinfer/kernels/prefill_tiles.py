@@ -1,11 +1,14 @@
 """How a prefill is cut: tiles of consecutive new tokens of one sequence, for one program each.
 
 N new tokens of several sequences are packed back to back. A sequence has ``start`` cached tokens and
-``count`` new ones: a chunk of its prompt, or all of it.
+``count`` new ones: a chunk of its prompt, or all of it. A few tiles after a long prefix would leave most of
+a GPU idle, so the keys of such a tile may be cut, too: pieces of a tile are programs of their own, whose
+partial results are combined (:mod:`prefill_pieces`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,25 +16,52 @@ import torch
 from torch import Tensor
 
 SECTION_TOKENS = 4096  # 16 MiB of keys and values of 8 heads of 128
+COLUMNS = 8  # numbers that describe a program
+LONG_PREFIX = 1024  # cached tokens; to combine the pieces of fewer costs more than it saves
+PIECE_KEYS = 256  # the fewest cached tokens of a piece
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """The programs of one prefill: ``columns`` is :func:`tile_columns` on the device, ``size`` its tile size.
 
-    The rows of ``columns`` may be strided; an empty tile does nothing.
+    The rows of ``columns`` may be strided; an empty tile does nothing. in_pieces: tiles may be cut into
+    pieces; to compute a tile as a whole in each of its programs gives the same.
     """
 
     columns: Tensor
     size: int
+    in_pieces: bool = False
 
 
-def tile_columns(starts, counts, rows, tile_size: int) -> np.ndarray:
-    """Cut sequences into tiles of at most ``tile_size`` new tokens → ``[6, n_tiles]`` int32, on the host.
+def pieces_for(
+    starts: Sequence[int], counts: Sequence[int], tile_size: int, room: int, window: int | None = None
+) -> list[int] | None:
+    """Into how many pieces each sequence's tiles are cut; None if none is.
+
+    room: programs of a query head that run at once, which the pieces of all tiles fill as far as they can.
+    Long prefixes get them in proportion to their lengths. window: the tokens that each attends to.
+    """
+    if max(starts, default=0) < LONG_PREFIX:
+        return None
+    seen = [min(start, window or start) for start in starts]
+    keys = [n if n >= LONG_PREFIX else 0 for n in seen]
+    n_tiles = [-(-count // tile_size) for count in counts]
+    spare, work = room - sum(n_tiles), sum(n * k for n, k in zip(n_tiles, keys, strict=True))
+    if spare <= 0 or not work:
+        return None
+    pieces = [min(1 + k * spare // work, max(k // PIECE_KEYS, 1)) for k in keys]
+    return pieces if max(pieces) > 1 else None
+
+
+def tile_columns(starts, counts, rows, tile_size: int, pieces=None) -> np.ndarray:
+    """Cut sequences into tiles of at most ``tile_size`` new tokens → ``[COLUMNS, n]`` int32, on the host.
 
     starts and counts: cached and new tokens, one integer per sequence, in packed order; rows: their rows of
-    the block table, None for 0, 1, 2 … A tile's six numbers: its first packed row, its number of rows, the
-    position of its first token in the sequence, the sequence's first packed row, its start, its table row.
+    the block table, None for 0, 1, 2 … pieces: of each sequence's tiles, None for 1. The numbers of a tile's
+    piece: the tile's first packed row, its number of rows, the position of its first token in the sequence,
+    the sequence's first packed row, its start, its table row; which piece it is, and of how many, which
+    follow each other.
     Longer sequences come first, in sections of few enough tokens for their keys and values to stay in the L2
     cache; of a section, tiles that attend to more tokens, so that no long tile is left running at the end.
     """
@@ -47,7 +77,10 @@ def tile_columns(starts, counts, rows, tile_size: int) -> np.ndarray:
         (first_row[sequence] + before, size, position, first_row[sequence], starts[sequence], rows[sequence])
     )
     order = np.lexsort((-(position + size), _sections(starts + counts)[sequence]))
-    return columns[:, order].astype(np.int32, order="C")
+    times = np.ones(len(order), np.int64) if pieces is None else np.asarray(pieces, np.int64)[sequence[order]]
+    piece = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+    cut = np.repeat(np.vstack((columns[:, order], times)), times, axis=1)
+    return np.insert(cut, COLUMNS - 2, piece, axis=0).astype(np.int32, order="C")
 
 
 def _sections(lengths: np.ndarray) -> np.ndarray:
@@ -58,6 +91,7 @@ def _sections(lengths: np.ndarray) -> np.ndarray:
     return sections
 
 
-def make_tiles(starts, counts, rows, tile_size: int, device: torch.device | str) -> Tiles:
+def make_tiles(starts, counts, rows, tile_size: int, device: torch.device | str, pieces=None) -> Tiles:
     """The tiles of :func:`tile_columns`, sent to ``device`` in one copy."""
-    return Tiles(torch.from_numpy(tile_columns(starts, counts, rows, tile_size)).to(device), tile_size)
+    columns = torch.from_numpy(tile_columns(starts, counts, rows, tile_size, pieces)).to(device)
+    return Tiles(columns, tile_size, pieces is not None)

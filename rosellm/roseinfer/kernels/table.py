@@ -29,6 +29,7 @@ from rosellm.roseinfer.kernels import (
     peer_sums,
     penalties,
     prefill,
+    prefill_pieces,
     rotary,
 )
 from rosellm.rosetrainer import paged_attention as paged
@@ -52,6 +53,7 @@ SOURCES = (
     peer_sums,
     penalties,
     prefill,
+    prefill_pieces,
     rotary,
 )
 ROLES = {name: role for source in SOURCES for name, role in source.ROLES.items()}

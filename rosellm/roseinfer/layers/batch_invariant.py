@@ -102,7 +102,7 @@ def prefill_attention_by_tokens(*, q, k_new, v_new, tiles, **arguments) -> Tenso
     """``prefill.prefill_attention_ref``, one token at a time."""
     out = q.new_empty(q.shape)
     order = sorted(tiles.columns.T.tolist(), key=lambda tile: tile[0])
-    for first, n_rows, position, *_, table_row in order:
+    for first, n_rows, position, _, _, table_row, *_ in order:
         for i in range(n_rows):
             own = slice(first + i, first + i + 1)
             tile = make_tiles([position + i], [1], [table_row], tiles.size, "cpu")

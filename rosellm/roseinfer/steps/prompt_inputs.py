@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import FIELDS, INERT, POSITION
+from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.rows import write_tables
 
@@ -59,7 +60,7 @@ class Shape(NamedTuple):
     def sizes(self) -> tuple[int, ...]:
         """Words of each part of the inputs, in their order."""
         n, tiles, places, row_words = self
-        return 2 * places, 2 * places, row_words * places, n, n, 6 * tiles
+        return 2 * places, 2 * places, row_words * places, n, n, COLUMNS * tiles
 
     @property
     def starts(self) -> list[int]:
@@ -82,9 +83,9 @@ class PromptInputs(Generic[A]):
 
     Of each place: last ``[B]`` int64, the packed row of its last token; slots ``[B]`` int64, its row of the
     device state; rows ``[B, FIELDS + W]``, what that row becomes. Then ids, positions ``[N]`` and columns
-    ``[6, T]`` of the attention's tiles. Padding is inert: tiles of no rows, positions of −1, and places whose
-    slot is the state's spare row. Each part starts at a multiple of 16 bytes, whatever the shape: Triton
-    compiles a kernel anew for pointers that do not.
+    ``[COLUMNS, T]`` of the attention's tiles. Padding is inert: tiles of no rows, positions of −1, and places
+    whose slot is the state's spare row. Each part starts at a multiple of 16 bytes, whatever the shape:
+    Triton compiles a kernel anew for pointers that do not.
     """
 
     last: A
@@ -100,7 +101,7 @@ class PromptInputs(Generic[A]):
         spans = zip(shape.starts, shape.sizes, strict=False)
         last, slots, rows, ids, positions, columns = (buffer[start : start + n] for start, n in spans)
         wide = torch.int64 if isinstance(buffer, Tensor) else np.int64
-        rows, columns = rows.reshape(shape.places, shape.row_words), columns.reshape(6, shape.tiles)
+        rows, columns = rows.reshape(shape.places, shape.row_words), columns.reshape(COLUMNS, shape.tiles)
         return cls(last.view(wide), slots.view(wide), rows, ids, positions, columns)
 
 

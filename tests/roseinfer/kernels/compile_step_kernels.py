@@ -129,14 +129,15 @@ def launch_prefill(kernels: Kernels, sizes: Sizes) -> None:
         kernels.position_heads(q=q, k=k_new, positions=state.positions, rotary=rotary)
     if sizes.activation == "swiglu":
         kernels.silu_mul(x=sizes.empty(8, 2 * sizes.wide))
-    kernels.prefill_attention(
-        q=q,
-        k_new=k_new,
-        v_new=v_new,
-        block_table=state.table,
-        tiles=make_tiles([0], [8], None, BLOCK_M, "cpu"),
-        **sizes.where,
-    )
+    for pieces in (None, [2]):
+        kernels.prefill_attention(
+            q=q,
+            k_new=k_new,
+            v_new=v_new,
+            block_table=state.table,
+            tiles=make_tiles([0], [8], None, BLOCK_M, "cpu", pieces),
+            **sizes.where,
+        )
 
 
 def launch_attention(kernels: Kernels, sizes: Sizes, contexts: tuple[int, ...] = (300, 1000)) -> None:

@@ -19,8 +19,17 @@ from rosellm.roseinfer.kernels.prefill import (
     make_prefill_attention,
     prefill_attention,
     prefill_attention_ref,
+    room_for,
 )
-from rosellm.roseinfer.kernels.prefill_tiles import Tiles, make_tiles, tile_columns
+from rosellm.roseinfer.kernels.prefill_tiles import (
+    COLUMNS,
+    LONG_PREFIX,
+    PIECE_KEYS,
+    Tiles,
+    make_tiles,
+    pieces_for,
+    tile_columns,
+)
 from tests.helpers import CPU, DTYPES, TRITON_DEVICES, bits
 
 NAN = float("nan")
@@ -46,11 +55,10 @@ class Case:
     whole: list[tuple[Tensor, Tensor, Tensor]]
     arguments: dict
 
-    def call(self, kernel, tile_size: int = BLOCK_M) -> Tensor:
+    def call(self, kernel, tile_size: int = BLOCK_M, pieces: list[int] | None = None) -> Tensor:
         device = self.arguments["q"].device
-        return kernel(
-            **self.arguments, tiles=make_tiles(self.starts, self.counts, self.rows, tile_size, device)
-        )
+        tiles = make_tiles(self.starts, self.counts, self.rows, tile_size, device, pieces)
+        return kernel(**self.arguments, tiles=tiles)
 
     def slot(self, b: int, position: int) -> tuple[int, int]:
         block_size = self.arguments["k_cache_layer"].shape[2]
@@ -123,10 +131,10 @@ def token_by_token(case: Case) -> Tensor:
     return torch.stack(out).view(case.arguments["q"].shape)
 
 
-def assert_equals_spec(kernel, case: Case, tile_size: int = BLOCK_M) -> None:
-    """Same output; the very same caches, bit for bit. The spec runs on the CPU."""
+def assert_equals_spec(kernel, case: Case, tile_size: int = BLOCK_M, pieces: list[int] | None = None) -> None:
+    """Same output; the very same caches, bit for bit. The spec runs on the CPU, and knows no pieces."""
     twin = case.copy(CPU)
-    out, spec = case.call(kernel, tile_size), twin.call(prefill_attention_ref, tile_size)
+    out, spec = case.call(kernel, tile_size, pieces), twin.call(prefill_attention_ref, tile_size)
     assert out.shape == spec.shape and out.dtype == spec.dtype
     assert torch.isfinite(spec).all()
     torch.testing.assert_close(out.cpu(), spec, **TOLERANCE[out.dtype])
@@ -159,7 +167,10 @@ def test_tiles_cover_every_new_token_once_and_name_its_sequence(sequences, tile_
         first = sum(counts[:b])
         expected |= {first + i: (start + i, first, start, row) for i in range(count)}
     covered = []
-    for first, size, position, sequence_first, start, row in tile_columns(starts, counts, rows, tile_size).T:
+    for first, size, position, sequence_first, start, row, *piece in tile_columns(
+        starts, counts, rows, tile_size
+    ).T:
+        assert piece == [0, 1]
         assert 1 <= size <= tile_size and (first - sequence_first) % tile_size == 0
         covered += [(first + i, (position + i, sequence_first, start, row)) for i in range(size)]
     assert len(covered) == len(expected) and dict(covered) == expected
@@ -174,7 +185,7 @@ def test_tiles_that_attend_to_more_tokens_come_first(sequences, tile_size):
 
 def test_sequences_share_the_cache_in_sections_of_the_longest_first():
     starts, counts = [0, 3000, 0, 0], [2048, 1000, 2048, 2048]
-    _, size, position, *_, rows = tile_columns(starts, counts, None, 512)
+    _, size, position, *_, rows, _, _ = tile_columns(starts, counts, None, 512)
     assert set(rows[:6]) == {0, 1} and set(rows[6:]) == {2, 3} and len(rows) == 14
     assert all((np.diff((position + size)[part]) <= 0).all() for part in (slice(6), slice(6, None)))
 
@@ -182,7 +193,67 @@ def test_sequences_share_the_cache_in_sections_of_the_longest_first():
 def test_tiles_of_two_sequences_are_these():
     columns = tile_columns([3, 0], [5, 2], None, tile_size=4)
     assert columns.dtype == np.int32 and columns.flags.c_contiguous
-    assert columns.T.tolist() == [[4, 1, 7, 0, 3, 0], [0, 4, 3, 0, 3, 0], [5, 2, 0, 5, 0, 1]]
+    assert columns.T[:, :6].tolist() == [[4, 1, 7, 0, 3, 0], [0, 4, 3, 0, 3, 0], [5, 2, 0, 5, 0, 1]]
+    assert columns.T[:, 6:].tolist() == [[0, 1]] * 3
+
+
+@given(SEQUENCES, st.integers(1, 70), st.lists(st.integers(1, 9), min_size=8, max_size=8))
+def test_the_pieces_of_a_tile_follow_each_other_in_the_place_of_the_tile(sequences, tile_size, pieces):
+    starts, counts, rows = (list(x) for x in zip(*sequences, strict=True)) if sequences else ([], [], [])
+    rows = list(range(len(rows)))
+    whole = tile_columns(starts, counts, rows, tile_size)
+    cut = tile_columns(starts, counts, rows, tile_size, pieces[: len(rows)])
+    expected = [[*tile[:6], i, pieces[tile[5]]] for tile in whole.T for i in range(pieces[tile[5]])]
+    assert cut.T.tolist() == expected
+
+
+PREFIXES = st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 300)), min_size=1, max_size=8)
+
+
+@given(PREFIXES, st.integers(0, 300), st.sampled_from((None, 1000, 4096)))
+def test_tiles_are_cut_into_no_more_pieces_than_there_is_room_for(sequences, room, window):
+    starts, counts = zip(*sequences, strict=True)
+    pieces = pieces_for(starts, counts, 64, room, window)
+    if pieces is None:
+        return
+    assert tile_columns(starts, counts, None, 64, pieces).shape[1] <= room
+    assert max(starts) >= LONG_PREFIX and max(pieces) > 1
+    for start, n in zip(starts, pieces, strict=True):
+        seen = min(start, window or start)
+        assert n == 1 if seen < LONG_PREFIX else 1 <= n <= seen // PIECE_KEYS
+
+
+@pytest.mark.parametrize(
+    "starts, counts, room, window, expected",
+    [
+        ([15_000], [512], 16, None, [2]),
+        ([15_000], [256], 16, None, [4]),
+        ([15_000], [128], 16, None, [8]),
+        ([15_000], [64], 16, None, [16]),
+        ([15_000], [1], 16, None, [16]),
+        ([1024], [64], 16, None, [4]),  # of 256 keys each
+        ([15_000, 0], [64, 300], 16, None, [11, 1]),
+        ([12_000, 3000], [64, 64], 16, None, [12, 3]),
+        ([15_000], [64], 16, 4096, [16]),
+        ([15_000], [64], 16, 1000, None),
+        ([1023], [64], 16, None, None),
+        ([0, 0], [64, 300], 16, None, None),
+        ([15_000], [1024], 16, None, None),
+        ([15_000], [64], 1, None, None),
+        ([15_000], [64], 0, None, None),
+        ([], [], 16, None, None),
+    ],
+)
+def test_long_prefixes_before_few_tokens_are_cut_so(starts, counts, room, window, expected):
+    assert pieces_for(starts, counts, 64, room, window) == expected
+
+
+@pytest.mark.parametrize(
+    "n_heads, group, head_dim, expected",
+    [(16, 2, 128, 16), (32, 4, 128, 8), (32, 4, 64, 16), (12, 1, 64, 22), (25, 5, 80, 10)],
+)
+def test_there_is_room_for_two_programs_an_sm(n_heads, group, head_dim, expected):
+    assert room_for(torch.bfloat16, head_dim, n_heads, group, 132) == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -298,6 +369,53 @@ def test_a_window_hides_what_lies_before_it(window, dtype, device):
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pieces", [2, 3, 8])
+def test_tiles_in_pieces_equal_the_spec(pieces, dtype, device):
+    starts, counts = [0, 1, 63, 64, 1000], [70, 1, 3, 64, 5]
+    case = make_case(starts, counts, n_kv_heads=1, dtype=dtype, device=device, seed=pieces)
+    assert_equals_spec(prefill_attention, case, pieces=[pieces] * len(starts))
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("head_dim", [20, 64, 128])
+def test_pieces_of_every_kind_of_head_equal_the_spec(head_dim, group, device):
+    sizes = {"n_heads": group, "n_kv_heads": 1, "head_dim": head_dim, "block_size": 64}
+    case = make_case([0, 1000, 100], [5, 65, 3], **sizes, dtype=torch.bfloat16, device=device)
+    assert_equals_spec(prefill_attention, case, pieces=[1, 3, 2])
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("block_size", [8, 64])
+def test_each_sequence_may_have_its_own_number_of_pieces(block_size, device):
+    starts, counts = [300, 0, 1000, 64, 5], [5, 70, 66, 1, 64]
+    case = make_case(starts, counts, n_kv_heads=1, block_size=block_size, device=device)
+    assert_equals_spec(prefill_attention, case, pieces=[3, 1, 8, 2, 1])
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [1, 20, 64, 500])
+def test_pieces_of_a_window_may_have_no_key(window, dtype, device):
+    case = make_case([0, 63, 1000], [150, 65, 3], n_kv_heads=1, dtype=dtype, device=device)
+    case.arguments["window"] = window
+    assert_equals_spec(prefill_attention, case, pieces=[2, 3, 8])
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+def test_a_kernel_that_knows_no_pieces_computes_tiles_as_a_whole(device):
+    case = make_case([5, 100], [20, 3], device=device)
+    twin = case.copy(device)
+    tiles = make_tiles(case.starts, case.counts, case.rows, BLOCK_M, device, [3, 2])
+    out = prefill_attention(**case.arguments, tiles=Tiles(tiles.columns, BLOCK_M))
+    assert torch.equal(bits(out), bits(twin.call(prefill_attention)))
+    spec = case.copy(CPU)
+    expected = spec.copy(CPU).call(prefill_attention_ref)
+    assert torch.equal(spec.call(prefill_attention_ref, pieces=[3, 2]), expected)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_tiles_of_64_give_the_same_bits_whatever_the_chunks(device):
     whole = make_case([0], [200], n_kv_heads=1, head_dim=64, dtype=torch.bfloat16, device=device)
     chunked = whole.copy(device)
@@ -371,7 +489,7 @@ def test_large_scores_do_not_overflow(device):
 def test_columns_may_lie_in_a_larger_buffer_whose_unused_tiles_are_empty(device):
     case = make_case([5, 0], [20, 3], device=device)
     columns = torch.from_numpy(tile_columns(case.starts, case.counts, case.rows, 16))
-    buffer = torch.zeros(6, 9, dtype=torch.int32, device=device)
+    buffer = torch.zeros(COLUMNS, 9, dtype=torch.int32, device=device)
     buffer[:, : columns.shape[1]] = columns
     twin = case.copy(device)
     out = small_tiles(**case.arguments, tiles=Tiles(buffer[:, :5], 16))
@@ -423,10 +541,26 @@ def test_other_launches_equal_the_spec_at_a_real_size(shape, launch, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("shape", LARGE)
+def test_tiles_in_pieces_equal_the_spec_at_a_real_size(shape, window, dtype):
+    starts, counts = [0, 63, 2000, 4096, 8000], [100, 65, 64, 1, 512]
+    case = make_case(starts, counts, **LARGE[shape], dtype=dtype, device="cuda")
+    case.arguments["window"] = window
+    assert_equals_spec(prefill_attention, case, pieces=[1, 2, 3, 16, 5])
+
+
+@pytest.mark.gpu
 def test_other_numbers_of_tiles_and_blocks_compile_nothing_new():
     compiled = module._prefill_attention_kernel.device_caches[torch.cuda.current_device()][0]
     make_case([0], [70], device="cuda").call(prefill_attention)
     before = len(compiled)
     for starts, counts in (([0], [1]), ([8] * 16, [3] * 16), ([0, 112], [17, 5])):
         make_case(starts, counts, device="cuda").call(prefill_attention)
+    assert len(compiled) == before
+    make_case([0], [70], device="cuda").call(prefill_attention, pieces=[2])
+    before = len(compiled)
+    for starts, counts in (([0], [1]), ([8] * 16, [3] * 16), ([0, 112], [17, 5])):
+        make_case(starts, counts, device="cuda").call(prefill_attention, pieces=[3] * len(starts))
     assert len(compiled) == before

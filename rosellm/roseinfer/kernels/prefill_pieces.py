@@ -1,0 +1,79 @@
+"""Partial results of a prefill's tiles whose keys are cut into pieces, and the kernel that combines them.
+
+(Dao, Haziza, Massa & Sizov 2023, Flash-Decoding; "split-KV" of FlashAttention-2.)
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rosellm.roseinfer.kernels.partial_rows import PartialRows
+from rosellm.roseinfer.kernels.prefill_tiles import Tiles
+from rosellm.triton_or_none import tl, triton
+
+ROLES = {"_combine_tiles_kernel": "attention"}
+ROWS, PARTS = 4, 4  # queries of a program, and partial results of each that it reads at once
+
+
+@triton.jit
+def store_piece(partial, row, stored, m_i, l_i, acc, shape: tl.constexpr):
+    """Running maximum and sum ``[ROWS]``, weighted sum of values ``[ROWS, D]``, at ``row`` if ``stored``."""
+    d = tl.arange(0, shape.D_PADDED)[None, :]
+    tl.store(partial.m_i + row, m_i, mask=stored)
+    tl.store(partial.l_i + row, l_i, mask=stored)
+    tl.store(partial.acc + row[:, None] * shape.D + d, acc, mask=stored[:, None] & (d < shape.D))
+
+
+@triton.jit(do_not_specialize=["tiles_stride"], do_not_specialize_on_alignment=["tiles_ptr"])
+def _combine_tiles_kernel(
+    out_ptr, partial, tiles_ptr, tiles_stride, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program per (piece, query head, ROWS queries), of which those of a tile's first piece do the work.
+
+    A piece all of whose keys are out of a query's window has the maximum minus infinity.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(tiles_ptr + tile).to(tl.int64)
+    n_rows = tl.load(tiles_ptr + tiles_stride + tile)
+    this = tl.load(tiles_ptr + 6 * tiles_stride + tile)
+    pieces = tl.load(tiles_ptr + 7 * tiles_stride + tile)
+    if pieces < 2 or this > 0:
+        return
+    i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    m_i = tl.full((ROWS,), float("-inf"), tl.float32)
+    l_i = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, D), tl.float32)
+    for begin in range(0, pieces, PARTS):
+        piece = begin + tl.arange(0, PARTS)
+        exists = (piece < pieces)[:, None] & (i < n_rows)[None, :]
+        row = ((tile + piece).to(tl.int64)[:, None] * BLOCK_M + i[None, :]) * H + head  # [PARTS, ROWS]
+        m = tl.load(partial.m_i + row, mask=exists, other=float("-inf"))
+        sums = tl.load(partial.l_i + row, mask=exists, other=0.0)
+        place = partial.acc + row[:, :, None] * HEAD_DIM + d[None, None, :]
+        values = tl.load(place, mask=exists[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0)
+        m_new = tl.maximum(m_i, tl.max(m, axis=0))
+        finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m_i - finite)
+        weights = tl.exp2(m - finite[None, :])
+        acc = acc * alpha[:, None] + tl.sum(values * weights[:, :, None], axis=0)
+        l_i = l_i * alpha + tl.sum(sums * weights, axis=0)
+        m_i = m_new
+    mine = (i < n_rows)[:, None] & (d < HEAD_DIM)[None, :]
+    l_i = tl.where(i < n_rows, l_i, 1.0)
+    place = out_ptr + ((first + i) * H + head)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(place, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
+
+
+def combine_tiles(out: Tensor, partial: PartialRows, tiles: Tiles) -> None:
+    """out ``[N, H, D]`` gets the results of tiles in several pieces; other rows stay.
+
+    The partial result of a tile's row is at the index of the piece times ``size``, plus that of the row.
+    """
+    (_, n_heads, head_dim), n_pieces = out.shape, tiles.columns.shape[1]
+    _combine_tiles_kernel[(n_pieces, n_heads, triton.cdiv(tiles.size, ROWS))](
+        out, partial, tiles.columns, tiles.columns.stride(0), n_heads, head_dim,
+        triton.next_power_of_2(head_dim), tiles.size, ROWS, PARTS,
+    )  # fmt: skip
