@@ -26,7 +26,7 @@ from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import build_layers
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.ranks.group import ALONE, Group, Ranks
-from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill
+from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, room_of
 from rosellm.roseinfer.steps.commanded_prefill import CommandedPrefill
 from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.host import MASKS, HostStep
@@ -345,7 +345,8 @@ def _resident_step(
         parts = model, kernels, prefill_layers_for, state, rows, next_tokens
         packed = PackedPrefill(*parts) if group is ALONE else CommandedPrefill(*parts, group)
         most_tokens = n_rows * width * blocks.block_size
-        prompts = packed if graphs is None else CapturedPrefill(packed, graphs, most_tokens, group)
+        room = 0 if recipe.numerics == "invariant" else room_of(model, width * blocks.block_size)
+        prompts = packed if graphs is None else CapturedPrefill(packed, graphs, most_tokens, room, group)
     if recipe.gemm == "persistent":
         exhibit = load_exhibit("persistent_layers")
         layers_for = exhibit.persistent_for_few(layers_for, model, kernels)

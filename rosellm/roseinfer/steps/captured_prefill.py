@@ -2,7 +2,8 @@
 
 There are two kinds of graph, replayed one after the other: the layers, for a bucket of tokens, and the choice
 of first tokens, for a number of places and a mode. In one graph every combination would be needed, three
-times as many as all decode steps have; a second replay is submitted while the first still runs.
+times as many as all decode steps have; a second replay is submitted while the first still runs. Few tokens
+after a long prefix have graphs of their own, in which attention takes its keys in pieces (``prefill_tiles``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.kernels.prefill import BLOCK_M, room_for
+from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX, pieces_for
 from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.request import Sequence
@@ -21,6 +25,7 @@ from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
 from rosellm.roseinfer.steps.prompt_buffer import PromptBuffer
+from rosellm.roseinfer.steps.prompt_inputs import Chunks
 from rosellm.roseinfer.steps.rows import NOBODY, Batch
 
 CAPTURED_TOKENS = 4096
@@ -39,21 +44,31 @@ def places_for(n_sequences: int) -> int:
     return next(places for places in PLACES if n_sequences <= places)
 
 
+def room_of(model: Transformer, most_positions: int) -> int:
+    """Tiles and pieces of tiles that the model's GPU runs at once; 0 where no prefix is worth cutting."""
+    if model.device.type != "cuda" or most_positions <= LONG_PREFIX:
+        return 0
+    num_sms, c = torch.cuda.get_device_properties(model.device).multi_processor_count, model.config
+    return room_for(model.dtype, c.head_dim, c.n_heads, c.group, num_sms)
+
+
 class CapturedPrefill:
     """What ``packed`` does, padded with inert tokens and places, and replayed.
 
     Launching its kernels takes the host longer than running them takes the GPU. More than ``CAPTURED_TOKENS``
     tokens, or ``PLACES[-1]`` sequences, are left to ``packed``. All graphs read one buffer. most_tokens: no
-    prefill has more; larger graphs are not captured.
+    prefill has more; larger graphs are not captured. room: see :func:`room_of`; 0: keys are never cut.
     """
 
-    def __init__(self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, group: Group = ALONE) -> None:
+    def __init__(
+        self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, room: int = 0, group: Group = ALONE
+    ) -> None:
         self.packed, self._graphs = packed, graphs
         self._most_tokens = min(bucket_of(most_tokens), CAPTURED_TOKENS)
-        self._buffer = PromptBuffer(packed, self._most_tokens, PLACES[-1])
+        self._buffer = PromptBuffer(packed, self._most_tokens, PLACES[-1], room)
         model, width = packed.model, packed.model.config.d_model
         self._hidden = torch.zeros(self._most_tokens, width, dtype=model.dtype, device=model.device)
-        self._layer_runs: dict[int, Callable[[], object]] = {}
+        self._layer_runs: dict[tuple[int, bool], Callable[[], object]] = {}
         self._token_runs: dict[tuple[int, str], Callable[[], Tensor]] = {}
         self._prepare = group.command("capture_prefill", self._prepared)
         self._replay = group.command("captured_prefill", self._replayed)
@@ -65,24 +80,28 @@ class CapturedPrefill:
             return self.packed.run(sequences, counts)
         with profile_range(PREFILL_RANGE):
             chunks = self.packed.reserved(sequences, counts)
-            tokens, places = bucket_of(sum(counts)), places_for(len(counts))
-            mode = self.packed.mode_of(chunks) if chunks.n_whole else None
-            if not self._has(tokens, places, mode):
-                self._prepare(tokens, places, mode)
-            hidden = self._replay(self._buffer.fill(chunks, tokens, places), tokens, places, mode)
+            pieces = self._pieces(chunks)
+            tokens, in_pieces = layers = self._layer_size(sum(counts), pieces is not None)
+            places, mode = places_for(len(counts)), self.packed.mode_of(chunks) if chunks.n_whole else None
+            if not self._has(layers, places, mode):
+                self._prepare(tokens, in_pieces, places, mode)
+            host = self._buffer.fill(chunks, tokens, places, pieces)
+            hidden = self._replay(host, tokens, in_pieces, places, mode)
             return hidden, self.packed.rows.batch(chunks.whole) if chunks.n_whole else NOBODY
 
     def captures(self) -> list[Callable[[], object]]:
         """Calls that capture what is not captured yet, the largest first."""
-        layer_runs = [partial(self._layer_run, n) for n in self._layer_sizes() if n not in self._layer_runs]
+        sizes = [size for size in self._layer_sizes() if size not in self._layer_runs]
+        layer_runs = [partial(self._layer_run, *size) for size in sizes]
         missing = [kind for kind in self._token_kinds() if kind not in self._token_runs]
         return layer_runs + [partial(self._token_run, *kind) for kind in missing]
 
     def warm_ups(self) -> list[Callable[[], object]]:
         """See ``step.Step.warm_ups``."""
         runs: list[Callable[[], object]] = []
-        for tokens in self._layer_sizes():
-            runs.append(partial(self._buffer.inertly, tokens, PLACES[-1], partial(self._run_layers, tokens)))
+        for size in self._layer_sizes():
+            run = partial(self._run_layers, *size)
+            runs.append(partial(self._buffer.inertly, size[0], PLACES[-1], run))
         for places, mode in self._token_kinds():
             runs.append(partial(self._buffer.inertly, 1, places, partial(self._choose, places, mode)))
         return runs
@@ -91,9 +110,24 @@ class CapturedPrefill:
         """See ``step.Step.rehearsals``."""
         return self.packed.rehearsals(n_tokens)
 
-    def _layer_sizes(self) -> list[int]:
-        """Tokens of the captured runs of the layers, the most first."""
-        return sorted({bucket_of(n) for n in range(1, self._most_tokens + 1)}, reverse=True)
+    def _pieces(self, chunks: Chunks) -> list[int] | None:
+        """Of each chunk's tiles; None: all are whole."""
+        room, window = self._buffer.room, self.packed.model.config.window
+        return pieces_for(chunks.starts, chunks.counts, BLOCK_M, room, window)
+
+    def _layer_size(self, n_tokens: int, in_pieces: bool) -> tuple[int, bool]:
+        """The captured run of the layers that serves ``n_tokens``; in pieces, at least a tile of them."""
+        return max(bucket_of(n_tokens), BLOCK_M if in_pieces else 1), in_pieces
+
+    def _layer_sizes(self) -> list[tuple[int, bool]]:
+        """Tokens of the captured runs of the layers, the most first, and whether their tiles are in pieces.
+
+        They are if there may be fewer tiles than there is room for.
+        """
+        most_in_pieces = min(self._most_tokens, (self._buffer.room - 1) * BLOCK_M)
+        whole = {self._layer_size(n, False) for n in range(1, self._most_tokens + 1)}
+        in_pieces = {self._layer_size(n, True) for n in range(1, most_in_pieces + 1)}
+        return sorted(whole | in_pieces, reverse=True)
 
     def _token_kinds(self) -> list[tuple[int, str]]:
         """Places and mode of the captured choices of first tokens, the most places first."""
@@ -101,26 +135,29 @@ class CapturedPrefill:
         modes = self.packed.next_tokens.chooser.modes
         return [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes]
 
-    def _replayed(self, host: np.ndarray, tokens: int, places: int, mode: str | None) -> Tensor:
+    def _replayed(
+        self, host: np.ndarray, tokens: int, in_pieces: bool, places: int, mode: str | None
+    ) -> Tensor:
         """The part of :meth:`run` on the device; mode: of choosing first tokens, None if there are none."""
         self._buffer.send(host, tokens, places)
-        self._layer_run(tokens)()
+        self._layer_run(tokens, in_pieces)()
         return self._hidden if mode is None else self._token_run(places, mode)()
 
-    def _has(self, tokens: int, places: int, mode: str | None) -> bool:
-        return tokens in self._layer_runs and (mode is None or (places, mode) in self._token_runs)
+    def _has(self, layers: tuple[int, bool], places: int, mode: str | None) -> bool:
+        return layers in self._layer_runs and (mode is None or (places, mode) in self._token_runs)
 
-    def _prepared(self, tokens: int, places: int, mode: str | None) -> None:
+    def _prepared(self, tokens: int, in_pieces: bool, places: int, mode: str | None) -> None:
         """Capture what :meth:`_replayed` would; inert inputs are staged for it, so nothing else may be."""
-        self._layer_run(tokens)
+        self._layer_run(tokens, in_pieces)
         if mode is not None:
             self._token_run(places, mode)
 
-    def _layer_run(self, tokens: int) -> Callable[[], object]:
-        if tokens not in self._layer_runs:
-            run = partial(self._run_layers, tokens)
-            self._layer_runs[tokens] = self._captured(run, tokens, PLACES[-1])
-        return self._layer_runs[tokens]
+    def _layer_run(self, tokens: int, in_pieces: bool) -> Callable[[], object]:
+        size = tokens, in_pieces
+        if size not in self._layer_runs:
+            run = partial(self._run_layers, *size)
+            self._layer_runs[size] = self._captured(run, tokens, PLACES[-1])
+        return self._layer_runs[size]
 
     def _token_run(self, places: int, mode: str) -> Callable[[], Tensor]:
         if (places, mode) not in self._token_runs:
@@ -133,8 +170,9 @@ class CapturedPrefill:
         self._buffer.send_inert(tokens, places)
         return self._graphs.capture(run, run)
 
-    def _run_layers(self, tokens: int) -> Tensor:
-        return self._hidden[:tokens].copy_(self.packed.layers(self._buffer.layer_inputs(tokens)))
+    def _run_layers(self, tokens: int, in_pieces: bool) -> Tensor:
+        inputs = self._buffer.layer_inputs(tokens, in_pieces)
+        return self._hidden[:tokens].copy_(self.packed.layers(inputs, in_pieces))
 
     def _choose(self, places: int, mode: str) -> Tensor:
         return self.packed.first_tokens(self._buffer.place_inputs(places), self._hidden, mode)

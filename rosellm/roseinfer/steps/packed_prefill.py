@@ -100,13 +100,13 @@ class PackedPrefill:
         """Send what :meth:`filled` gave, into ``out`` if given."""
         return self._staging.put(host).send(out)
 
-    def layers(self, inputs: PromptInputs[Tensor]) -> Tensor:
-        """Run the model: final hidden states ``[N, C]``."""
-        return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, self.bind(inputs))
+    def layers(self, inputs: PromptInputs[Tensor], in_pieces: bool = False) -> Tensor:
+        """Run the model: final hidden states ``[N, C]``. in_pieces: see ``Tiles``."""
+        return self.layers_for(len(inputs.ids))(inputs.ids, inputs.positions, self.bind(inputs, in_pieces))
 
-    def bind(self, inputs: PromptInputs[Tensor]) -> Attend:
+    def bind(self, inputs: PromptInputs[Tensor], in_pieces: bool = False) -> Attend:
         """Attention of these tokens, which also stores them; a tile's table row is one of the places."""
-        tiles, config = Tiles(inputs.columns, BLOCK_M), self.model.config
+        tiles, config = Tiles(inputs.columns, BLOCK_M, in_pieces), self.model.config
         table = self.state.of(inputs.rows).table
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,31 +19,36 @@ class PromptBuffer:
     """Inputs of up to ``most_tokens`` tokens and ``most_places`` prompts, at fixed addresses.
 
     A run's places end where its tokens begin, always at the same address, and only what it uses is sent.
+    room: for so many tiles and pieces of tiles in runs that cut them; 0: none does.
     """
 
-    def __init__(self, packed: PackedPrefill, most_tokens: int, most_places: int) -> None:
-        self.packed, self.most_places = packed, most_places
+    def __init__(self, packed: PackedPrefill, most_tokens: int, most_places: int, room: int = 0) -> None:
+        self.packed, self.most_places, self.room = packed, most_places, room
         largest = self.shape(most_tokens, most_places)
         self._tokens_at = largest.place_words
         self.words = torch.zeros(largest.words, dtype=torch.int32, device=packed.state.rows.device)
 
     def shape(self, tokens: int, places: int) -> Shape:
         """With room for the tiles of as many sequences as there may be, one for each token."""
-        tiles = min(tokens, min(tokens, self.most_places) + tokens // BLOCK_M)
-        return Shape(tokens, tiles, places, self.packed.row_words)
+        return Shape(tokens, max(self._tiles(tokens), self.room), places, self.packed.row_words)
 
-    def layer_inputs(self, tokens: int) -> PromptInputs[Tensor]:
+    def layer_inputs(self, tokens: int, in_pieces: bool = False) -> PromptInputs[Tensor]:
         """What a run of the layers reads, however many of the places are sent."""
-        return self._inputs(self.shape(tokens, self.most_places))
+        inputs = self._inputs(self.shape(tokens, self.most_places))
+        n_tiles = self.room if in_pieces else self._tiles(tokens)
+        return replace(inputs, columns=inputs.columns[:, :n_tiles])
 
     def place_inputs(self, places: int) -> PromptInputs[Tensor]:
         """What a choice of first tokens reads, whatever the number of tokens."""
         return self._inputs(self.shape(1, places))
 
-    def fill(self, chunks: Chunks, tokens: int, places: int) -> np.ndarray:
-        """Give whole prompts their rows; all inputs ``[words]`` of a run of this size, to be sent."""
+    def fill(self, chunks: Chunks, tokens: int, places: int, pieces: list[int] | None = None) -> np.ndarray:
+        """Give whole prompts their rows; all inputs ``[words]`` of a run of this size, to be sent.
+
+        pieces: of each chunk's tiles, None: 1.
+        """
         table_rows = range(self.most_places - places, self.most_places)[: len(chunks.counts)]
-        columns = tile_columns(chunks.starts, chunks.counts, table_rows, BLOCK_M)
+        columns = tile_columns(chunks.starts, chunks.counts, table_rows, BLOCK_M, pieces)
         return self.packed.filled(chunks, columns, self.shape(tokens, places))
 
     def send(self, host: np.ndarray, tokens: int, places: int) -> None:
@@ -57,6 +63,10 @@ class PromptBuffer:
         """``run`` such a run, which then writes nothing but the spare row."""
         self.send_inert(tokens, places)
         run()
+
+    def _tiles(self, tokens: int) -> int:
+        """The most that so many tokens may have."""
+        return min(tokens, min(tokens, self.most_places) + tokens // BLOCK_M)
 
     def _inputs(self, shape: Shape) -> PromptInputs[Tensor]:
         return PromptInputs.of(self._part(shape), shape)

@@ -11,13 +11,16 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.kernels.prefill import BLOCK_M, room_for
+from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.steps.captured_prefill import PLACES, CapturedPrefill, places_for
+from rosellm.roseinfer.steps.captured_prefill import PLACES, CapturedPrefill, places_for, room_of
 from tests.helpers import (
     MODERN,
     TRITON_DEVICES,
     decode_all,
+    generate,
     greedy_sequences,
     random_model,
     random_prompts,
@@ -220,6 +223,117 @@ def test_the_kernels_choose_first_tokens_as_the_host_does_padded(captured, devic
         outputs.append(decode_all(engine, [first, *others]))
         assert engine.late_captures == 0 or device == "cpu"
     assert outputs[0] == outputs[1]
+
+
+# Long prefixes, before whose last tokens attention takes its keys in pieces.
+
+
+@pytest.fixture
+def room(monkeypatch) -> int:
+    """Of a GPU for all these engines, whose prefixes are long from 20 tokens on."""
+    monkeypatch.setattr("rosellm.roseinfer.recipe.room_of", lambda model, most_positions: 16)
+    monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.LONG_PREFIX", 20)
+    monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.PIECE_KEYS", 5)
+    return 16
+
+
+@pytest.fixture
+def replayed(monkeypatch) -> list[tuple[int, bool]]:
+    """Sizes of the layers' runs."""
+    runs, run_layers = [], CapturedPrefill._run_layers
+
+    def noted(self, tokens, in_pieces):
+        runs.append((tokens, in_pieces))
+        return run_layers(self, tokens, in_pieces)
+
+    monkeypatch.setattr(CapturedPrefill, "_run_layers", noted)
+    return runs
+
+
+@shared
+@given(st.integers(0, 10**9))
+def test_tokens_are_the_same_where_long_prefixes_are_cut(captured, room, replayed, seed):
+    requests = random_requests(random.Random(seed), 6)
+    expected = run_program(small_engine(MODEL, recipe="one_table"), requests, seed)
+    engine = small_engine(MODEL, recipe=BEST_RUNG)
+    for _ in range(2):
+        poison(engine)
+        assert run_program(engine, requests, seed) == expected
+    assert engine.late_captures == 0
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
+def test_the_kernels_give_the_same_tokens_in_pieces(captured, room, replayed, device, config):
+    model, prompts = random_model(0, config), random_prompts([50, 3, 30])
+    expected = [uncached_greedy(model, prompt, 2) for prompt in prompts]
+    options = {"recipe": BEST_RUNG, "kernels": "triton", "max_batch_size": 4}
+    engine = small_engine(model.to(device), warm_up=device == "cuda", **options)
+    sequences = greedy_sequences(engine, prompts, 2)
+    engine.begin_prefill([sequences[0], sequences[2]], [40, 25])
+    replayed.clear()
+    engine.prefill(sequences)
+    assert (BLOCK_M, True) in replayed or device == "cuda"
+    assert decode_all(engine, sequences) == expected
+    assert engine.late_captures == 0 or device == "cpu"
+
+
+def test_only_prefills_after_long_prefixes_are_cut(captured, room, replayed):
+    engine = small_engine(MODEL, recipe=BEST_RUNG)
+    sequences = greedy_sequences(engine, random_prompts([50, 19, 60]), 2)
+    replayed.clear()
+    engine.begin_prefill(sequences, [25, 15, 10])
+    engine.begin_prefill(sequences, [9, 4, 9])
+    engine.begin_prefill([sequences[2]], [9])
+    assert replayed == [(64, False), (BLOCK_M, True), (16, False)] and engine.late_captures == 0
+
+
+def test_in_deterministic_mode_no_keys_are_cut(captured, room, replayed):
+    engine = small_engine(random_model(0, small_config(n_positions=256)), deterministic=True)
+    (sequence,) = greedy_sequences(engine, random_prompts([150]), 2)
+    engine.begin_prefill([sequence], [128])
+    engine.begin_prefill([sequence])
+    assert replayed and not any(in_pieces for _, in_pieces in replayed)
+    assert not any(in_pieces for _, in_pieces in engine.step.prompts._layer_sizes())
+
+
+@pytest.mark.parametrize("n_positions, extra", [(4096, [64, 128, 256, 512, 1024]), (1024, [])])
+def test_an_h200_captures_few_more_graphs_for_long_prefixes(captured, monkeypatch, n_positions, extra):
+    """Of a model of 16 heads of 128 numbers in 16 bits, and none for prefixes that cannot be long."""
+
+    def room(_model, most_positions: int) -> int:
+        return room_for(torch.bfloat16, 128, 16, 2, 132) if most_positions > LONG_PREFIX else 0
+
+    monkeypatch.setattr("rosellm.roseinfer.recipe.room_of", room)
+    model = random_model(0, small_config(n_positions=n_positions))
+    engine = small_engine(model, recipe=BEST_RUNG, block_size=64, max_batch_size=2, warm_up=False)
+    sizes = engine.step.prompts._layer_sizes()
+    assert [tokens for tokens, in_pieces in reversed(sizes) if in_pieces] == extra
+    assert sizes == sorted(set(sizes), reverse=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk", [64, 128, 500])
+def test_on_a_gpu_a_long_prompt_in_chunks_gives_the_tokens_of_the_whole(chunk):
+    model = random_model(0, small_config(n_positions=4096, **MODERN)).to("cuda")
+    prompts = random_prompts([3000, 2050])
+    options = {"recipe": BEST_RUNG, "max_batch_size": 2, "block_size": 64}
+    expected = generate(small_engine(model, **options), prompts, 8)
+    engine = small_engine(model, **options)
+    sequences = greedy_sequences(engine, prompts, 8)
+    for sequence in sequences:
+        while sequence.n_to_prefill > chunk:
+            engine.begin_prefill([sequence], [chunk])
+    engine.prefill(sequences)
+    assert decode_all(engine, sequences) == expected
+    assert engine.late_captures == 0 and (BLOCK_M, True) in engine.step.prompts._layer_runs
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_there_is_room_for_pieces_on_a_gpu_if_prefixes_may_be_long(device):
+    model = random_model(0).to(device)
+    assert room_of(model, 1024) == 0
+    assert (room_of(model, 1025) > 1) == (device == "cuda")
 
 
 # What is captured, and when.
