@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
+from rosellm.command_line import INT32_MAX
 from rosellm.errors import OptionError, RoseError
 from rosellm.roseinfer.bench import runs
 from rosellm.roseinfer.bench.arrivals import (
@@ -36,7 +37,7 @@ from rosellm.roseinfer.bench.arrivals import (
 from rosellm.roseinfer.bench.cli import Benchmark
 from rosellm.roseinfer.bench.job import Job
 from rosellm.roseinfer.bench.long_prompt import gap_figures, joined_by
-from rosellm.roseinfer.bench.options import count
+from rosellm.roseinfer.bench.options import count, counts
 from rosellm.roseinfer.bench.prompts import Prompts
 from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.bench.summary import summary_line
@@ -245,6 +246,8 @@ def _add_options(parser: ArgumentParser) -> None:
     add("--long-prompt-tokens", **count(None), help=more)
     when = "when it does, after the others"
     add("--long-prompt-after-ms", type=_milliseconds, default=500.0, metavar="MS", help=when)
+    sizes = "other sizes of --prefill-chunk to compare; none by default"
+    add("--long-prompt-chunks", **counts((), INT32_MAX), help=sizes)
     add("--ttft-limit-ms", type=_milliseconds, metavar="MS", help="of goodput: the latest first token")
     add("--itl-limit-ms", type=_milliseconds, metavar="MS", help="of goodput: the longest gap between tokens")
 
@@ -255,12 +258,14 @@ def _runs(options: Namespace) -> dict[str, runs.Run]:
     long = options.long_prompt_tokens is not None
     load = StreamingLoad(options.tokenize_workers, options.stream_interval, times, *limits, long)
     if long:
-        return {"chunked": partial(_run_once, load=load), "whole": partial(_run_unchunked, load=load)}
+        chunks = {f"chunks of {n}": n for n in options.long_prompt_chunks}
+        ways = {"chunked": options.prefill_chunk, **chunks, "whole": None}
+        return {way: partial(_run_in_chunks, load=load, chunk=chunk) for way, chunk in ways.items()}
     return {"streaming": partial(_run_once, load=load)}
 
 
-def _run_unchunked(job: Job, load: StreamingLoad) -> dict[str, Any]:
-    config = job.config and replace(job.config, prefill_chunk=None)
+def _run_in_chunks(job: Job, load: StreamingLoad, chunk: int | None) -> dict[str, Any]:
+    config = job.config and replace(job.config, prefill_chunk=chunk)
     return _run_once(replace(job, config=config), load)
 
 

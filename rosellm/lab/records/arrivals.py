@@ -3,8 +3,8 @@
 Capacity is the requests a second of workload W8's lengths that a streaming engine serves when all come at
 once. Each live run is what ``benchmark_streaming --request-rate`` does, with one engine for all. Where the
 model has the positions, the inter-token latency of running requests is measured beside a prompt of 16,000
-tokens, too, prefilled in chunks and as one whole. The records are DIR/arrivals.json and DIR/long_prompt.json,
-of another model than W8's own in DIR/MODEL.
+tokens, too, prefilled in chunks of one or several sizes and as one whole. The records are DIR/arrivals.json
+and DIR/long_prompt.json, of another model than W8's own in DIR/MODEL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.command_line import INT32_MAX, OneLineParser, command, whole_number
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, measure_serving_times
@@ -28,6 +28,7 @@ from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
 from rosellm.roseinfer.bench.job import Job, choose_recipe, make_engine, scheduler_config
+from rosellm.roseinfer.bench.options import counts
 from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens, request_params
 from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
@@ -111,7 +112,10 @@ def recorded(results: Results) -> dict[str, Any]:
 
 
 def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
-    """Model → the medians of its recorded runs beside a long prompt: ``chunked`` and ``whole``."""
+    """Model → the medians of its recorded runs beside a long prompt.
+
+    ``chunked``, perhaps other sizes of chunks (``chunks of 128``), and ``whole``.
+    """
     paths = sorted(results.folder.glob("*/long_prompt.json"))
     found = {path.parent.name: Results(path.parent).load(path.stem)["results"] for path in paths}
     return {model: {way: result["medians"] for way, result in both.items()} for model, both in found.items()}
@@ -211,6 +215,7 @@ def _parser() -> OneLineParser:
     add("--seconds", type=whole_number(1), default=5, metavar="N", help="requests come so long at each rate")
     limits = "goodput's limits of TTFT and ITL, milliseconds; default: 100,20"
     add("--limits-ms", type=_limits, default=(0.1, 0.02), metavar="TTFT,ITL", help=limits)
+    add("--chunks", **counts((LONG_CHUNK,), INT32_MAX), help="the long prompt's; the first are its 'chunked'")
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the records")
     return parser
 
@@ -229,7 +234,9 @@ def main(argv: list[str] | None = None) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     of_model = ["--hf-model-id", arguments.model, "--load-format", arguments.load_format]
-    options = [*long_prompt_options(), *of_model, "--device", arguments.device]
+    chunk, *others = arguments.chunks
+    options = [*long_prompt_options(chunk=chunk), *of_model, "--device", arguments.device]
+    options += ["--long-prompt-chunks", ",".join(map(str, others))] if others else []
     record = BENCHMARK.measure(BENCHMARK.parse_options(options), gpt, tokenizer)
     write_record(folder / "long_prompt.json", record)
 

@@ -52,9 +52,10 @@ def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_pa
     monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)
     monkeypatch.setattr(arrivals, "LONG_TOKENS", 400)
     monkeypatch.setattr(arrivals.long_prompt_options, "__defaults__", (400, 64, None, None))
-    assert arrivals.main([*SMALL, f"--output={tmp_path}"]) == 0
+    assert arrivals.main([*SMALL, f"--output={tmp_path}", "--chunks=64,32"]) == 0
     record = json.loads((tmp_path / "rose-tiny" / "long_prompt.json").read_text())
-    assert record["options"]["long_prompt_tokens"] == 400 and set(record["results"]) == {"chunked", "whole"}
+    assert record["options"]["long_prompt_tokens"] == 400 and record["options"]["prefill_chunk"] == 64
+    assert list(record["results"]) == ["chunked", "chunks of 32", "whole"]
     assert all("itl_beside_p99_s" in result["medians"] for result in record["results"].values())
 
 
