@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, room_for
-from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX
+from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, LONG_PREFIX
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.captured_prefill import PLACES, CapturedPrefill, places_for, room_of
@@ -284,6 +284,9 @@ def test_only_prefills_after_long_prefixes_are_cut(captured, room, replayed):
     replayed.clear()
     engine.begin_prefill(sequences, [25, 15, 10])
     engine.begin_prefill(sequences, [9, 4, 9])
+    columns = engine.step.prompts._buffer.layer_inputs(BLOCK_M, in_pieces=True).columns
+    assert columns.shape == (COLUMNS, room)
+    assert columns[-1].tolist() == [5] * 5 + [1, 1] + [0] * 9  # 25, 15 and 10 cached tokens
     engine.begin_prefill([sequences[2]], [9])
     assert replayed == [(64, False), (BLOCK_M, True), (16, False)] and engine.late_captures == 0
 
