@@ -71,7 +71,7 @@ class Bench:
             recipe=recipe,
             max_batch_size=len(prompts),
             max_model_len=min(longest, model.config.n_positions),
-            num_kv_blocks=len(prompts) * blocks_for(longest, block_size),
+            num_kv_blocks=sum(blocks_for(len(prompt) + new_tokens, block_size) for prompt in prompts),
             block_size=block_size,
             gate=None if gate_from is None else AppendGate(gate_from),
             kernels=kernels,

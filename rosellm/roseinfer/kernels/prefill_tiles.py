@@ -8,6 +8,7 @@ partial results are combined (:mod:`prefill_pieces`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from torch import Tensor
 SECTION_TOKENS = 4096  # 16 MiB of keys and values of 8 heads of 128
 COLUMNS = 8  # numbers that describe a program
 LONG_PREFIX = 1024  # cached tokens; to combine the pieces of fewer costs more than it saves
-PIECE_KEYS = 256  # the fewest cached tokens of a piece
+PIECE_KEYS = 16  # a head of a tile attends to about so many while a piece of it is stored and combined
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,19 @@ class Tiles:
 
 
 def pieces_for(
-    starts: Sequence[int], counts: Sequence[int], tile_size: int, room: int, window: int | None = None
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tile_size: int,
+    room: int,
+    heads: int,
+    window: int | None = None,
 ) -> list[int] | None:
     """Into how many pieces each sequence's tiles are cut; None if none is.
 
-    room: programs of a query head that run at once, which the pieces of all tiles fill as far as they can.
-    Long prefixes get them in proportion to their lengths. window: the tokens that each attends to.
+    p pieces of n keys take as long as n / p keys, and as ``PIECE_KEYS`` for each piece, tile and query head,
+    which share the GPU's memory: least for the root of n over these. room: programs of a query head that run
+    at once, which the pieces of all tiles may fill, long prefixes in proportion to their lengths. window: the
+    tokens that each attends to.
     """
     if max(starts, default=0) < LONG_PREFIX:
         return None
@@ -50,7 +58,8 @@ def pieces_for(
     spare, work = room - sum(n_tiles), sum(n * k for n, k in zip(n_tiles, keys, strict=True))
     if spare <= 0 or not work:
         return None
-    pieces = [min(1 + k * spare // work, max(k // PIECE_KEYS, 1)) for k in keys]
+    apiece = PIECE_KEYS * sum(n_tiles) * heads
+    pieces = [min(1 + k * spare // work, max(round(math.sqrt(k / apiece)), 1)) for k in keys]
     return pieces if max(pieces) > 1 else None
 
 

@@ -112,8 +112,10 @@ class CapturedPrefill:
 
     def _pieces(self, chunks: Chunks) -> list[int] | None:
         """Of each chunk's tiles; None: all are whole."""
-        room, window = self._buffer.room, self.packed.model.config.window
-        return pieces_for(chunks.starts, chunks.counts, BLOCK_M, room, window)
+        config = self.packed.model.config
+        return pieces_for(
+            chunks.starts, chunks.counts, BLOCK_M, self._buffer.room, config.n_heads, config.window
+        )
 
     def _layer_size(self, n_tokens: int, in_pieces: bool) -> tuple[int, bool]:
         """The captured run of the layers that serves ``n_tokens``; in pieces, at least a tile of them."""

@@ -41,6 +41,13 @@ def test_a_run_yields_every_token_it_was_asked_for(model, prompts):
     )  # after prefill, two warm-up steps, the profiler's and the counted one
 
 
+def test_the_cache_has_room_for_each_prompt_and_no_more(model):
+    bench = Bench(model, "split_kv", make_prompts(3, [5, 40, 3], 61), 8, block_size=16)
+    assert bench.engine.num_kv_blocks == 1 + 3 + 1
+    bench.decode(7)
+    assert [len(tokens) for tokens in bench.tokens] == [8, 8, 8]
+
+
 @pytest.mark.parametrize("rung", ["dense", "split_kv"])
 def test_long_prompts_are_prefilled_within_a_schedulers_budget_to_the_same_tokens(model, rung, monkeypatch):
     prompts, chunks = make_prompts(3, [5, 20, 3], 61), []

@@ -233,7 +233,7 @@ def room(monkeypatch) -> int:
     """Of a GPU for all these engines, whose prefixes are long from 20 tokens on."""
     monkeypatch.setattr("rosellm.roseinfer.recipe.room_of", lambda model, most_positions: 16)
     monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.LONG_PREFIX", 20)
-    monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.PIECE_KEYS", 5)
+    monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.PIECE_KEYS", 0.1)
     return 16
 
 
@@ -286,7 +286,7 @@ def test_only_prefills_after_long_prefixes_are_cut(captured, room, replayed):
     engine.begin_prefill(sequences, [9, 4, 9])
     columns = engine.step.prompts._buffer.layer_inputs(BLOCK_M, in_pieces=True).columns
     assert columns.shape == (COLUMNS, room)
-    assert columns[-1].tolist() == [5] * 5 + [1, 1] + [0] * 9  # 25, 15 and 10 cached tokens
+    assert columns[-1].tolist() == [6] * 6 + [1, 1] + [0] * 8  # 25, 15 and 10 cached tokens
     engine.begin_prefill([sequences[2]], [9])
     assert replayed == [(64, False), (BLOCK_M, True), (16, False)] and engine.late_captures == 0
 
