@@ -98,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         "prefill kernel",
-        "kernels/prefill.py",
+        "kernels/prefill_tiles.py",
         "position = starts[sequence] + before",
         "position = before",
         ("test_prefill.py",),
