@@ -38,8 +38,8 @@ def loop(between=lambda x: None, batch: int = 1, width: int = WIDTH) -> Loop:
 
 
 def diagnosed_as(causes: list[str], steps: Loop) -> Diagnosis:
-    """The first of eight diagnoses with these causes, or the last: other processes may slow what it times."""
-    for _ in range(8):
+    """The first of twenty diagnoses with these causes, or the last: other work may slow what it times."""
+    for _ in range(20):
         found = diagnose(steps)
         if found.causes == causes:
             break
