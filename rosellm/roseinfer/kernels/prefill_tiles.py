@@ -19,7 +19,7 @@ from torch import Tensor
 SECTION_TOKENS = 4096  # 16 MiB of keys and values of 8 heads of 128
 COLUMNS = 8  # numbers that describe a program
 LONG_PREFIX = 1024  # cached tokens; to combine the pieces of fewer costs more than it saves
-PIECE_KEYS = 16  # a head of a tile attends to about so many while a piece of it is stored and combined
+PIECE_KEYS = 16  # a head of a tile attends to about so many while a piece is combined, timed on an H200
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def test_a_run_repeats_calls_that_are_too_short_to_time() -> None:
     assert found["completion_tokens"] == 8 and found["total_time_s"] == pytest.approx(1.2)
 
 
-def test_shares_are_of_the_schedulers_throughput(figures) -> None:
+def test_shares_are_of_the_schedulers_throughput() -> None:
     rates = {user_calls.BENEATH: 200.0, user_calls.GENERATE: 196.0, user_calls.STREAMS: 150.0}
     figures = {way: {"medians": {"total_throughput_tok_s": rate}} for way, rate in rates.items()}
     assert user_calls.shares(figures) == {user_calls.GENERATE: 0.98, user_calls.STREAMS: 0.75}
