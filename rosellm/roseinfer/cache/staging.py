@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -33,7 +34,7 @@ class StagingBuffer:
 
     def host(self, *shape: int) -> np.ndarray:
         """A writable, contiguous host array of this shape; its contents are undefined."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         if self._new_event is not None:
             self._taken = self._free_buffer()
         if size > self._taken.numel():
@@ -51,7 +52,7 @@ class StagingBuffer:
 
     def send(self, out: Tensor | None = None) -> Tensor:
         """Copy the array from :meth:`host` to the device, into the front of ``out`` if given; one copy."""
-        source = self._taken[: int(np.prod(self._shape))]
+        source = self._taken[: math.prod(self._shape)]
         target = torch.empty_like(source, device=self.device) if out is None else out[: source.numel()]
         target.copy_(source, non_blocking=True)
         if self._new_event is not None:

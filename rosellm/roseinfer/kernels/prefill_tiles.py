@@ -77,26 +77,31 @@ def tile_columns(starts, counts, rows, tile_size: int, pieces=None) -> np.ndarra
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     rows = np.arange(len(counts)) if rows is None else np.asarray(rows, np.int64)
     n_tiles = -(-counts // tile_size)  # [B]
-    sequence = np.repeat(np.arange(len(counts)), n_tiles)  # [n_tiles]
-    first_tile, first_row = np.cumsum(n_tiles) - n_tiles, np.cumsum(counts) - counts  # [B]
-    before = (np.arange(len(sequence)) - first_tile[sequence]) * tile_size  # new tokens of earlier tiles
-    size = np.minimum(tile_size, counts[sequence] - before)
-    position = starts[sequence] + before
-    columns = np.stack(
-        (first_row[sequence] + before, size, position, first_row[sequence], starts[sequence], rows[sequence])
-    )
-    order = np.lexsort((-(position + size), _sections(starts + counts)[sequence]))
+    sequence = np.arange(len(counts)).repeat(n_tiles)  # [n_tiles], as all below
+    before = (np.arange(len(sequence)) - _firsts(n_tiles)[sequence]) * tile_size  # tokens of earlier tiles
+    after = np.minimum(before + tile_size, counts[sequence])
+    order = np.lexsort((-(starts[sequence] + after), _sections(starts + counts)[sequence]))
     times = np.ones(len(order), np.int64) if pieces is None else np.asarray(pieces, np.int64)[sequence[order]]
-    piece = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
-    cut = np.repeat(np.vstack((columns[:, order], times)), times, axis=1)
-    return np.insert(cut, COLUMNS - 2, piece, axis=0).astype(np.int32, order="C")
+    order = order.repeat(times)
+    sequence, before, after = sequence[order], before[order], after[order]
+    start, first_row = starts[sequence], _firsts(counts)[sequence]
+    columns = np.empty((COLUMNS, len(order)), np.int32)
+    columns[:3] = first_row + before, after - before, start + before
+    columns[3:6] = first_row, start, rows[sequence]
+    columns[6:] = np.arange(len(order)) - _firsts(times).repeat(times), times.repeat(times)
+    return columns
+
+
+def _firsts(sizes: np.ndarray) -> np.ndarray:
+    """Where each of consecutive spans begins."""
+    return sizes.cumsum() - sizes
 
 
 def _sections(lengths: np.ndarray) -> np.ndarray:
     """Sequences in sections of about SECTION_TOKENS tokens, the longest first: the section of each."""
-    order = np.argsort(-lengths, kind="stable")
+    order = (-lengths).argsort(kind="stable")
     sections = np.empty_like(lengths)
-    sections[order] = (np.cumsum(lengths[order]) - lengths[order]) // SECTION_TOKENS
+    sections[order] = _firsts(lengths[order]) // SECTION_TOKENS
     return sections
 
 
