@@ -251,6 +251,19 @@ class RecordedPair:
         headers = ["", f"{self.before}, tok/s", f"{self.after}, tok/s", "change", "counts from", "verdict"]
         workloads = recorded[self.results] or next(filter(None, recorded.values()), {})
         self.print_table(headers, workloads, figures)
+        self._print_commits(recorded)
+
+    def _print_commits(self, recorded: dict[Results, dict[str, Verdict]]) -> None:
+        """On which workloads the two rungs' runs are of different commits, hence of different sessions."""
+        for results, found in recorded.items():
+            apart: dict[tuple[str, ...], list[str]] = {}
+            for workload in found:
+                records = (results.record(workload, rung) for rung in (self.before, self.after))
+                commits = tuple(str(record["environment"]["git_commit"])[:7] for record in records)
+                apart.setdefault(commits, []).append(workload)
+            for (old, new), names in apart.items():
+                if old != new:
+                    print(f"{' '.join(names)}: recorded at {old} and at {new}, so code or host may differ, too")
 
     def gain(self, workload: str) -> float:
         """The recorded whole-run gain: 0.5 is half as many tokens per second again."""

@@ -30,7 +30,7 @@ OWN_ROLES = table.ROLES | exhibits.ROLES
 # The role of a library's kernel by a piece of its name, the first that is found.
 LIBRARY_ROLES = {
     "put": ("index_put",),
-    "attention": ("attention", "flash", "fmha", "sdpa"),
+    "attention": ("attention", "attend", "flash", "fmha", "sdpa"),
     "softmax": ("softmax",),
     "sampling": ("argmax", "sort", "topk", "scan", "multinomial"),
     "norm": ("layer_norm", "layernorm", "rmsnorm"),
