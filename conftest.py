@@ -2,6 +2,7 @@
 
 import rosellm  # noqa: F401, I001  (settles how Triton runs, so it comes before anything that imports Triton)
 import gc
+from contextlib import ExitStack
 from pathlib import Path
 
 import nbval.plugin
@@ -10,6 +11,7 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from rosellm.frozen_heap import frozen_heap
 from tests import quick_interpreter
 from tests.warm_kernel import WarmKernel
 
@@ -62,6 +64,7 @@ quick_interpreter.install()
 settings.register_profile("shared", deadline=None)  # other processes may slow any example
 settings.load_profile("shared")
 nbval.plugin.RunningKernel = WarmKernel
+FROZEN = ExitStack()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,12 +97,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """The garbage collector passes over all that was imported: a sixth of many files' time."""
     gc.collect()
-    gc.freeze()
+    FROZEN.enter_context(frozen_heap())
 
 
 def pytest_unconfigure() -> None:
     """Or Triton's bindings report at exit what was never collected."""
-    gc.unfreeze()
+    FROZEN.close()
 
 
 def _is_long(item: pytest.Item) -> bool:

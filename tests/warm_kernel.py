@@ -6,7 +6,6 @@ there is a GPU each kernel is a process of its own from the start, since CUDA do
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -20,6 +19,8 @@ from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 from nbval.kernel import RunningKernel
+
+from rosellm.frozen_heap import frozen_heap
 
 PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 
@@ -73,10 +74,11 @@ class WarmKernel(RunningKernel):
 
 def _serve(connection_file: str, folder: str) -> None:
     for module in [name for name in sys.modules if name.partition(".")[0] == "rosellm"]:
-        del sys.modules[module]  # the batch runner asks the same fork server for it
+        if module != frozen_heap.__module__:
+            del sys.modules[module]  # the batch runner asks the same fork server for it
     multiprocessing.current_process()._config["daemon"] = False  # or it might not start ranks
-    gc.freeze()  # the garbage collector passes over all that was imported
     os.chdir(folder)
     sys.path[0] = ""
     parent = f"--IPKernelApp.parent_handle={os.getppid()}"  # the kernel ends with the tests
-    IPKernelApp.launch_instance(["-f", connection_file, parent, "--HistoryManager.enabled=False"])
+    with frozen_heap():  # all that was imported
+        IPKernelApp.launch_instance(["-f", connection_file, parent, "--HistoryManager.enabled=False"])

@@ -27,6 +27,7 @@ import torch.multiprocessing as mp
 from tqdm import tqdm
 
 from rosellm.errors import DeviceError, OptionError, told
+from rosellm.frozen_heap import frozen_heap
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, arch_of, load_parts, resolve_device
 from rosellm.models.model import Transformer
@@ -224,7 +225,8 @@ def _follow(follower: Follower, seat: _Seat, load: Load) -> None:
     follower.collectives = Collectives(connect(seat.port), seat.part, device)
     model, _ = load.part(seat.part)
     engine = Engine(model, None, **follower.told(), group=follower)
-    follower.follow()
+    with frozen_heap():
+        follower.follow()
     del engine
 
 

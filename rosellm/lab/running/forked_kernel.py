@@ -6,7 +6,6 @@ process and namespace. CUDA does not survive a fork: on a machine with a GPU, ke
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -26,6 +25,7 @@ from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning import LocalProvisioner
 from tqdm import tqdm
 
+from rosellm.frozen_heap import frozen_heap
 from rosellm.lab.running.interruption import signals_held_back
 
 LIBRARIES = "rosellm.lab.running.libraries"
@@ -128,11 +128,11 @@ def kernel_manager(in_child: Callable[[], object]) -> type[AsyncKernelManager]:
 
 
 def _serve(connection_file: str, folder: str) -> None:
-    gc.freeze()  # the garbage collector then skips all imported objects
     tqdm.set_lock(RLock())  # instead of one between processes, a semaphore that would outlive the kernel
     np.random.seed()
     os.chdir(folder)
     sys.path[0] = ""
     quiet = ["--log-level=ERROR", "--HistoryManager.enabled=False"]
     parent = f"--IPKernelApp.parent_handle={os.getppid()}"  # the kernel ends with its worker
-    IPKernelApp.launch_instance(["-f", connection_file, parent, *quiet])
+    with frozen_heap():  # all that was imported
+        IPKernelApp.launch_instance(["-f", connection_file, parent, *quiet])

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
+from rosellm.frozen_heap import frozen_heap
 from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import Likely, Sequence
@@ -112,8 +113,9 @@ class Replica:
         for request_id in cancelled:
             self._cancel(request_id)
         until = perf_counter() + seconds
-        while scheduler.has_unfinished and perf_counter() < until:
-            scheduler.step()
+        with frozen_heap():
+            while scheduler.has_unfinished and perf_counter() < until:
+                scheduler.step()
         return self._report()
 
     def _begin(self, order: Order) -> None:

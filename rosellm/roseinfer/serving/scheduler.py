@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
+from rosellm.frozen_heap import frozen_heap
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.request import Sequence
@@ -367,7 +368,7 @@ def run_all(
     progress: Progress | None = None,
 ) -> list[RequestOutput]:
     """See ``OfflineScheduler.run``."""
-    with held_interrupt() as let_interrupt_through:
+    with frozen_heap(), held_interrupt() as let_interrupt_through:
         ids = scheduler.add_requests(prompts, params)
         try:
             while scheduler.has_unfinished:

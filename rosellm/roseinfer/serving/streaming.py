@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
+from rosellm.frozen_heap import frozen_heap
 from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
@@ -253,7 +254,8 @@ class StreamingManager:
 
     def _work(self) -> None:
         try:
-            self._serve()
+            with frozen_heap():
+                self._serve()
             self._scheduler.cancel_all()
             self.engine.disown(self._scheduler)
             self._release_all(_closed())
