@@ -263,9 +263,7 @@ class RecordedPair:
                 apart.setdefault(commits, []).append(workload)
             for (old, new), names in apart.items():
                 if old != new:
-                    print(
-                        f"{' '.join(names)}: recorded at {old} and {new}, so code or host may differ"
-                    )
+                    print(f"{' '.join(names)}: recorded at {old} and {new}, so code or host may differ")
 
     def gain(self, workload: str) -> float:
         """The recorded whole-run gain: 0.5 is half as many tokens per second again."""

@@ -20,10 +20,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 from ipykernel.kernelapp import IPKernelApp
+from jupyter_client.asynchronous.client import AsyncKernelClient
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_client.provisioning import LocalProvisioner
 from tqdm import tqdm
+from traitlets import Type
 
 from rosellm.frozen_heap import frozen_heap
 from rosellm.lab.running.interruption import signals_held_back
@@ -113,13 +115,36 @@ class ForkedProvisioner(LocalProvisioner):
         return self.connection_info
 
 
+class Client(AsyncKernelClient):
+    """Of a kernel that is this process's own, whose end the manager notices.
+
+    A heartbeat's thread would only add what it says when it is interrupted.
+    """
+
+    def start_channels(
+        self,
+        shell: bool = True,
+        iopub: bool = True,
+        stdin: bool = True,
+        hb: bool = False,
+        control: bool = True,
+    ) -> None:
+        super().start_channels(shell, iopub, stdin, hb, control)
+
+
+class StartedKernelManager(AsyncKernelManager):
+    """The manager of a kernel that starts from scratch."""
+
+    client_factory = Type(Client)
+
+
 def kernel_manager(in_child: Callable[[], object]) -> type[AsyncKernelManager]:
     """The manager of this process's only kernel; ``in_child`` runs first in a forked kernel."""
     if torch.cuda.is_available():
-        return AsyncKernelManager
+        return StartedKernelManager
     kernel = ForkedKernel(in_child)
 
-    class Manager(AsyncKernelManager):
+    class Manager(StartedKernelManager):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             self.provisioner = ForkedProvisioner(kernel, parent=self, kernel_spec=self.kernel_spec)

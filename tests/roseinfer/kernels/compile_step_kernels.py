@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -122,14 +122,14 @@ def launch_large_tiles(kernels: Kernels, sizes: Sizes) -> None:
     kernels.filtered_tiles(**head, state=state)
 
 
-def launch_prefill(kernels: Kernels, sizes: Sizes) -> None:
+def launch_prefill(kernels: Kernels, sizes: Sizes, all_pieces: SequenceOf[list[int] | None]) -> None:
     q, k_new, v_new = sizes.qkv
     state, rotary = DeviceState(8, 16, torch.device("cpu")), sizes.rotary_of_heads
     if rotary is not None:
         kernels.position_heads(q=q, k=k_new, positions=state.positions, rotary=rotary)
     if sizes.activation == "swiglu":
         kernels.silu_mul(x=sizes.empty(8, 2 * sizes.wide))
-    for pieces in (None, [2]):
+    for pieces in all_pieces:
         kernels.prefill_attention(
             q=q,
             k_new=k_new,
@@ -179,11 +179,12 @@ def launches_for(capability: int) -> list[Launch]:
         for sizes in (GPT2, MODELS["qwen3"])
         for launch in (launch_norms, launch_around_the_layers)
     ]
-    for sizes in MODELS.values() if on_h200 else (GPT2, MODELS["mistral"], MODELS["qwen3"]):
+    whole_and_cut = {sizes: (None, [2]) for sizes in MODELS.values()}
+    for sizes, pieces in (whole_and_cut if on_h200 else {GPT2: (None,), MODELS["qwen3"]: ([2],)}).items():
         everything += [
             partial(launch_attention, sizes=sizes, contexts=(300, 4000) if on_h200 else (300, 1000)),
             partial(launch_linears, sizes=sizes, few=(1, 8, 16) if on_h200 else (8,)),
-            partial(launch_prefill, sizes=sizes),
+            partial(launch_prefill, sizes=sizes, all_pieces=pieces),
         ]
     if capability == ADA:
         everything += [partial(launch_large_tiles, sizes=sizes) for sizes in (GPT2, MODELS["qwen3"])]
