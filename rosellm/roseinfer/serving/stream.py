@@ -41,8 +41,8 @@ class Running:
     """A request in the scheduler.
 
     tokens: the sequence's; ``told`` of them, the prompt included, have been delivered, and ``due`` is their
-    number at the next delivery. late: decodes the text as it is delivered, unless stop strings have the
-    scheduler do that. take: the text to deliver.
+    number at the next delivery; in_rounds: which waits for the next round. late: decodes the text as it is
+    delivered, unless stop strings have the scheduler do that. take: the text to deliver.
     """
 
     stream: Stream
@@ -52,6 +52,7 @@ class Running:
     take: Callable[[], str]
     told: int
     due: int
+    in_rounds: bool = False
 
     @classmethod
     def of(cls, stream: Stream, sequence: Sequence, tokenizer: AnyTokenizer, interval: int) -> Running:

@@ -16,6 +16,7 @@ from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving import streaming
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
 from rosellm.roseinfer.text import LateText
@@ -141,6 +142,49 @@ def test_tokens_are_timed_as_their_piece_is_handed_over(engine: Engine) -> None:
     assert before <= metrics.arrival < times[0]
     assert [times.count(t) for t in sorted(set(times))] == [4, 4, 2]
     assert times == sorted(times) and times[-1] < perf_counter()
+
+
+def test_a_thread_is_woken_for_the_first_token_then_in_rounds_and_at_the_end(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "READER_S", 60.0)  # no second round meanwhile
+    references = OfflineScheduler(engine).run([[9, 8], [7]], greedy(12))
+    with StreamingManager(engine) as manager:
+        requests = [manager.add_request(prompt, greedy(12)) for prompt in ([9, 8], [7])]
+        results = [manager.result(request) for request in requests]
+        pieces = [list(manager.stream_text(request)) for request in requests]
+    for reference, result, own in zip(references, results, pieces, strict=True):
+        assert (result.text, "".join(own)) == (reference.text,) * 2
+        times = result.metrics.token_times
+        assert [times.count(t) for t in sorted(set(times))] == [1, 11] and len(own) <= 2
+
+
+def test_an_inbox_has_every_token_s_text_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "READER_S", 60.0)
+    inbox: SimpleQueue = SimpleQueue()
+    with StreamingManager(engine) as manager:
+        requests = [manager.add_request(prompt, greedy(12), inbox) for prompt in ([9, 8], [7])]
+        times = [manager.result(request).metrics.token_times for request in requests]
+    assert [len(set(own)) for own in times] == [12, 12]
+
+
+def test_a_round_also_delivers_to_requests_that_the_step_did_not_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those that were preempted after their last token."""
+    gate = Gate(engine, monkeypatch)
+    with StreamingManager(engine) as manager:
+        requests = [manager.add_request(prompt, greedy(4)) for prompt in ([9, 8], [7])]
+        with gate.held():
+            running, other = (manager._stream(request).running for request in requests)
+            delivered = []
+            monkeypatch.setattr(manager, "_deliver", lambda one, *_: delivered.append(one))
+            for is_round in (False, True):
+                running.due, running.in_rounds = 0, True
+                manager._next_round = 0.0 if is_round else perf_counter() + 60
+                manager._hand_over([other.sequence])
+                assert (running in delivered) == is_round
+            monkeypatch.undo()
 
 
 @pytest.mark.parametrize("stream_interval", [1, 2, 5])
