@@ -112,8 +112,8 @@ class Replica:
             self._begin(order)
         for request_id in cancelled:
             self._cancel(request_id)
-        until = perf_counter() + seconds
         with frozen_heap():
+            until = perf_counter() + seconds
             while scheduler.has_unfinished and perf_counter() < until:
                 scheduler.step()
         return self._report()
