@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from rosellm.lab.figures import compare as pair
 from rosellm.lab.figures.charts import show, text_table
@@ -15,7 +15,7 @@ from rosellm.lab.figures.ledger import waterfall
 from rosellm.lab.figures.timeline import timeline
 from rosellm.lab.figures.widgets import Control, explore
 from rosellm.lab.records.ledger import Ledger
-from rosellm.lab.records.machines import beside, check_same_size, figures_of, name_of
+from rosellm.lab.records.machines import LACKING, beside, check_same_size, name_of
 from rosellm.lab.records.records import RecordError, Results, number, read_us
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.step_time import StepTimes, step_times, steps_of
@@ -24,6 +24,9 @@ from rosellm.lab.records.trace import Trace
 from rosellm.lab.records.verdicts import Verdict, verdicts
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -87,7 +90,7 @@ class RecordedPair:
         """Recorded µs a step of the rung before, of what lies between, and of this rung, by workload."""
 
         def steps(results: Results, workload: str) -> dict[str, StepTimes]:
-            return step_times(figures_of(results, f"ablations-{workload}", self.after)["turns_us"])
+            return step_times(results.figures(f"ablations-{workload}", self.after)["turns_us"])
 
         def figures(results: Results, name: str) -> list[Any]:
             return [steps(results, workload)[name].us for workload in STEP_WORKLOADS]
@@ -125,11 +128,28 @@ class RecordedPair:
         return before - after
 
     def print_table(
-        self, headers: list[str], keys: Iterable[str], figures: Callable[[Results, str], list[Any]]
+        self, headers: Sequence[str], keys: Iterable[K], figures: Callable[[Results, K], list[Any]]
     ) -> None:
         """A row for each key and machine, ``figures`` after its label; what a machine lacks is told below."""
         rows, lacking = beside(self.machines, keys, figures)
         print("\n".join([text_table(headers, rows), *lacking]))
+
+    def each_machine(self, read: Callable[[Results], T]) -> Iterator[tuple[str, T]]:
+        """The machines by name, and what ``read`` finds in their records; a line tells of one without it.
+
+        Raises the reference's RecordError.
+        """
+        for results in self.machines:
+            try:
+                found = read(results)
+            except LACKING:
+                if results is self.results:
+                    raise
+                found = None
+            if found:
+                yield name_of(results), found
+            else:
+                print(f"no such record, {name_of(results)}")
 
     def _having(self, record: str) -> list[Results]:
         """The machines that have ``record`` of both rungs; of the others one line says that they do not."""
@@ -141,7 +161,7 @@ class RecordedPair:
     def _has(self, results: Results, record: str) -> bool:
         if record not in results.names():
             return False
-        recorded = figures_of(results, record)
+        recorded = results.figures(record)
         return self.after in recorded or all(
             {self.before, self.after} <= set(one) for one in recorded.values()
         )
@@ -154,17 +174,17 @@ class RecordedPair:
     def timeline(self) -> None:
         """Consecutive recorded decode steps of both rungs on one time axis: what ran, and who waited."""
         for results in self._having("timelines"):
-            recorded = figures_of(results, "timelines", self.after)
+            recorded = results.figures("timelines", self.after)
             old, new = (Trace.from_dict(recorded[name]) for name in (self.before, self.after))
             title = f"{STEPS} decode steps of {recorded['batch']} sequences, profiled, {results.device_name}"
             show(timeline(old, new, (self.before, self.after), title))
 
     def recorded_equality(self) -> None:
         """By dtype: the share of tokens equal to ``dense``'s, and how far logits are apart at most."""
-        kinds = figures_of(self.results, "equality")
+        kinds = self.results.figures("equality")
 
         def figures(results: Results, kind: str) -> list[Any]:
-            recorded = figures_of(results, "equality", kind, self.after)
+            recorded = results.figures("equality", kind, self.after)
             return [f"{recorded['share_of_tokens_equal']:.1%}", recorded["max_logit_difference"]]
 
         here = [kind for kind in kinds if self.after in kinds[kind]]
@@ -175,7 +195,7 @@ class RecordedPair:
         for results in self._having("ledger"):
             if results is not self.results:
                 say(f"**{name_of(results)}**")
-            self._waterfall(figures_of(results, "ledger"))
+            self._waterfall(results.figures("ledger"))
 
     def _waterfall(self, recorded: dict[str, Any]) -> None:
         ledgers = {
@@ -198,25 +218,25 @@ class RecordedPair:
 
     def ledger(self, batch: int) -> Ledger:
         """The recorded ledger of this rung's step. Raises RecordError."""
-        return self._ledger(self.after, batch)
+        return self.ledger_on(self.results, self.after, batch)
 
     def ledger_before(self, batch: int) -> Ledger:
         """The recorded ledger of the step of the rung before. Raises RecordError."""
-        return self._ledger(self.before, batch)
+        return self.ledger_on(self.results, self.before, batch)
 
-    def _ledger(self, rung: str, batch: int) -> Ledger:
-        """Refuses one that the profiler disturbed: nothing may be computed from it."""
-        recorded = figures_of(self.results, "ledger")
-        if str(batch) not in recorded or rung not in recorded[str(batch)]:
-            raise RecordError(f"no ledger of {rung} at batch {batch} was recorded; try {', '.join(recorded)}")
-        ledger = Ledger.from_dict(recorded[str(batch)][rung])
+    def ledger_on(self, results: Results, rung: str, batch: int) -> Ledger:
+        """A rung's ledger of one of the machines. Raises RecordError.
+
+        Refuses one that the profiler disturbed: nothing may be computed from it.
+        """
+        ledger = Ledger.from_dict(results.figures("ledger", str(batch), rung))
         if ledger.is_disturbed:
             raise RecordError(f"the profiler disturbed the ledger of {rung} at batch {batch}")
         return ledger
 
-    def read_us(self, n_bytes: float) -> float:
-        """µs to read so many bytes at the recorded GPU's read bandwidth."""
-        return read_us(self.results, n_bytes)
+    def read_us(self, n_bytes: float, results: Results | None = None) -> float:
+        """µs to read so many bytes at the read bandwidth of one of the machines, by default the reference."""
+        return read_us(results or self.results, n_bytes)
 
     def recorded(self) -> None:
         """Whole-run tokens per second of both rungs, as recorded."""

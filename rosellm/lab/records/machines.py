@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,9 @@ from rosellm.environment import environment
 from rosellm.lab.records.records import REFERENCE, RecordError, Results, find
 
 HERE = "here"
+LACKING = (RecordError, LookupError)  # of a record, or of a figure in one
+
+K = TypeVar("K")  # what a table has a row for
 
 
 def folder_name(device_name: str) -> str:
@@ -57,34 +60,31 @@ def names_of(machines: Sequence[Results]) -> list[str]:
 
 
 def beside(
-    machines: Sequence[Results], keys: Iterable[str], figures: Callable[[Results, str], list[Any]]
+    machines: Sequence[Results], keys: Iterable[K], figures: Callable[[Results, K], list[Any]]
 ) -> tuple[list[list[Any]], list[str]]:
     """A table's rows, the machines of a key below one another; and for each machine what it lacks.
 
-    figures: the cells of a key after its label. Raises its RecordError only where there is one machine.
+    keys: a tuple's parts are joined to the row's label. figures: the cells after it. Raises its RecordError
+    only where there is one machine.
     """
     rows: list[list[Any]] = []
     lacking: dict[str, list[str]] = {}
-    names = names_of(machines)
+    names, keys = names_of(machines), list(keys)
     for key in keys:
+        label = ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
         for results, name in zip(machines, names, strict=True):
             try:
-                rows.append([f"{key}{name}", *figures(results, key)])
-            except RecordError:
+                rows.append([f"{label}{name}", *figures(results, key)])
+            except LACKING:
                 if len(machines) == 1:
                     raise
-                lacking.setdefault(name, []).append(key)
-    return rows, [f"no such record{name}: {' '.join(keys)}" for name, keys in lacking.items()]
+                lacking.setdefault(name, []).append(label)
+    return rows, [_told(name, labels, len(keys)) for name, labels in lacking.items()]
 
 
-def figures_of(results: Results, record: str, *keys: str) -> Any:
-    """What a record's figures hold under ``keys``, each within the one before. Raises RecordError."""
-    found = results.load(record)["figures"]
-    for key in keys:
-        if key not in found:
-            raise RecordError(f"{record} of {results.folder.name} has no {key!r}: it has {', '.join(found)}")
-        found = found[key]
-    return found
+def _told(name: str, lacking: Sequence[str], n_keys: int) -> str:
+    which = "" if len(lacking) == n_keys else f": {'; '.join(lacking)}"
+    return f"no such record{name}{which}"
 
 
 def check_same_size(results: Results, reference: Results, record: str) -> None:

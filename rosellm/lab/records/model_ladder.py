@@ -43,6 +43,15 @@ def recorded_ladder(results: Results, model: str, workload: str) -> dict[str, fl
     return {rung: steps[rung].us for rung in LADDER if rung in steps}
 
 
+def twin_ladders(results: Results, model: str) -> dict[str, dict[str, float]]:
+    """Both models' ladders at each of ``TWINS``: ``GPT-2, W0``, ``Qwen3, D1``, … Raises ``RecordError``."""
+    family, ladders = model.partition("-")[0], {}
+    for workload, twin in TWINS.items():
+        ladders[f"GPT-2, {twin}"] = gpt2_ladder(results, workload)
+        ladders[f"{family}, {workload}"] = recorded_ladder(results, model, workload)
+    return ladders
+
+
 def speeds_beside(others: Sequence[Results], model: str, workload: str) -> dict[str, dict[str, float]]:
     """Machine → rung → tokens a second of a model's recorded step; nothing by rung for one without any."""
     sequences = step_shape(MODEL_WORKLOADS[workload])[0]

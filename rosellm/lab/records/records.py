@@ -70,6 +70,27 @@ class Results:
         """The whole file ``name``, such as ``kv_append``; raises RecordError, listing what exists."""
         return _read(self._path(name))
 
+    def figures(self, name: str, *keys: str) -> Any:
+        """What a record's figures hold under ``keys``, each within the one before. Raises RecordError."""
+        found = self.load(name)["figures"]
+        for key in keys:
+            if key not in found:
+                there = _listed(found)
+                raise RecordError(f"{name} of {self.folder.name} has no {key!r}: it has {there}")
+            found = found[key]
+        return found
+
+    def row(self, name: str, *keys: str, **facts: Any) -> dict[str, Any]:
+        """The row that has these ``facts``, of those under ``keys`` of a record's figures or of its ``rows``.
+
+        Raises RecordError.
+        """
+        rows = self.figures(name, *keys) if keys else self.load(name)["rows"]
+        for row in rows:
+            if all(row.get(key) == value for key, value in facts.items()):
+                return row
+        raise RecordError(f"{name} of {self.folder.name} has no row of {facts}")
+
     def _path(self, name: str) -> Path:
         path = self.folder / f"{name}.json"
         if not path.is_file():
@@ -86,7 +107,8 @@ class Results:
     def rungs(self, workload: str) -> list[str]:
         """The rungs measured on a workload, in the ladder's order.
 
-        Without records that say how they depart from it, unless by a dtype, which is the device's.
+        Without records that say how they depart from it, unless by a dtype, which is the device's, and
+        without those of ``benchmark_rivals``.
         """
         prefix = f"{workload}-"
         found = [
@@ -140,7 +162,10 @@ class Results:
 
 
 def _facts(path: Path) -> tuple[dict[str, Any] | None, bool]:
-    """A record's environment, and whether it is of its workload; read anew when the file has changed."""
+    """A record's environment, and whether it is of its workload and this engine.
+
+    Read anew when the file has changed.
+    """
     return _read_facts(path, path.stat().st_mtime_ns)
 
 
@@ -148,7 +173,8 @@ def _facts(path: Path) -> tuple[dict[str, Any] | None, bool]:
 def _read_facts(path: Path, _modified_ns: int) -> tuple[dict[str, Any] | None, bool]:
     record = _read(path)
     departures = record.get("not_comparable", [])
-    return record.get("environment"), all(told.startswith("dtype=") for told in departures)
+    is_run = record.get("kind") != "rivals" and all(told.startswith("dtype=") for told in departures)
+    return record.get("environment"), is_run
 
 
 def find(device: str = REFERENCE, folder: Path | None = None) -> Results:

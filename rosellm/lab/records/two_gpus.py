@@ -72,6 +72,12 @@ def recorded(results: Results, model: str) -> dict[str, Any]:
     }
 
 
+def recorded_runs(results: Results, kind: str) -> dict[str, dict[str, Any]]:
+    """Model → workload → side → figures of one of ``KINDS``, of the models that have any."""
+    found = {model: recorded(results, model)["figures"][kind] for model in recorded_models(results)}
+    return {model: runs for model, runs in found.items() if runs}
+
+
 def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
     """In the order of the workloads."""
     names = [f"{kind}-{workload}" for workload in ALL_WORKLOADS]

@@ -15,7 +15,7 @@ import torch
 
 from rosellm.lab.figures.charts import Chart, text_table
 from rosellm.lab.figures.lines import step_lines
-from rosellm.lab.records.records import Results, ceilings
+from rosellm.lab.records.records import RecordError, Results, ceilings
 from rosellm.lab.trying.check_kernel import KernelError, launches
 from rosellm.roseinfer import benchmark_kv_append as micro
 from rosellm.roseinfer.kernels.table import choose_kernels
@@ -111,10 +111,13 @@ def roof_s(bytes_moved: int, launches: int = 1) -> float:
 
 
 def recorded_points(results: Results, way: str = "device_rotating") -> dict[str, list[Point]]:
-    """Variant → its recorded points. way: ``device_rotating``, ``device_same`` or ``wall``."""
+    """Variant → its recorded points. way: ``device_rotating``, ``device_same`` or ``wall``.
+
+    Raises RecordError for a way that was not recorded, as on a CPU.
+    """
     rows = results.load("kv_append")["rows"]
     if way not in rows[0]["medians_s"]:
-        raise KernelError(f"way {way!r} was not recorded: there are {', '.join(rows[0]['medians_s'])}")
+        raise RecordError(f"way {way!r} was not recorded: there are {', '.join(rows[0]['medians_s'])}")
     return {
         variant: [
             Point(row["bytes_moved"], row["medians_s"][way]) for row in rows if row["variant"] == variant

@@ -11,11 +11,11 @@ from rosellm.environment import environment
 from rosellm.lab.figures.ladder import README_THEMES, ladder_chart, readme_chart, values_beside
 from rosellm.lab.figures.ladder_svg import ladder_svg
 from rosellm.lab.figures.models import against_floor
+from rosellm.lab.records import first_request
 from rosellm.lab.records.machines import (
     HERE,
     beside,
     check_same_size,
-    figures_of,
     find_machines,
     folder_name,
     name_of,
@@ -90,10 +90,28 @@ def test_rows_of_a_key_stand_below_one_another_and_what_a_machine_lacks_is_told(
         beside(machines[:1], ["W1"], lambda one, w: [one.value(w, "nothing")])
 
 
+def test_a_rows_label_joins_the_parts_of_its_key_and_a_machine_without_any_is_told_once(machines):
+    rows, lacking = beside(
+        machines, [("W1", 8), ("W2", 64)], lambda one, key: [one.load("counts")["figures"]]
+    )
+    assert [label for label, _ in rows] == ["W1, 8, NVIDIA H200", "W2, 64, NVIDIA H200"]
+    assert lacking == [f"no such record, {NAME}"]
+    rows, lacking = beside(machines, [7], lambda one, key: [{"W1": 1}[one.folder.name]])  # a figure's name
+    assert rows == [] and len(lacking) == 2
+
+
 def test_a_figure_that_a_record_lacks_is_refused_with_those_it_has(machines):
-    assert figures_of(machines[1], "steps-W1", "batch") == 8
+    assert machines[1].figures("steps-W1", "batch") == 8
     with pytest.raises(RecordError, match="steps-W1 of made-up-gpu-9 has no 'nothing': it has batch"):
-        figures_of(machines[1], "steps-W1", "nothing")
+        machines[1].figures("steps-W1", "nothing")
+
+
+def test_a_row_of_a_record_is_found_by_its_facts(machines):
+    few = machines[0].row("grid", "few", "split_kv", batch=2, context=512)
+    assert few["batch"] == 2 and few["context"] == 512
+    assert machines[0].row("kv_append", variant="generic", batch_size=256)["variant"] == "generic"
+    with pytest.raises(RecordError, match="kv_append of nvidia-h200 has no row of .*'batch_size': 7"):
+        machines[0].row("kv_append", batch_size=7)
 
 
 def test_steps_of_another_size_are_not_compared(machines, tmp_path):
@@ -116,6 +134,12 @@ def test_a_run_that_departs_from_its_workload_is_none_of_it_unless_by_its_dtype(
     assert Results(tmp_path).rungs("W1") == (["dense"] if is_shown else [])
 
 
+def test_a_record_beside_a_rival_is_no_rung(machines, tmp_path):
+    record = machines[0].load("W1-dense") | {"kind": "rivals"}
+    (tmp_path / "W1-rosellm.json").write_text(json.dumps(record))
+    assert Results(tmp_path).rungs("W1") == []
+
+
 def test_a_rungs_tables_and_chart_show_the_machine_beside_the_reference(machines, capsys, monkeypatch):
     shown = []
     monkeypatch.setattr("rosellm.lab.recorded.show", shown.append)
@@ -130,7 +154,7 @@ def test_a_rungs_tables_and_chart_show_the_machine_beside_the_reference(machines
     assert old.us == 2 * rung.step_us("W1")[0].us
     assert said.count(f"W1, {NAME} ") == 3 and number(old.us - new.us) in said
     assert said.count(f"no such record, {NAME}: {LACKING}\n") == 3
-    assert f"no such record, {NAME}: fused_gelu" in said  # of ablations it has none
+    assert f"no such record, {NAME}\n" in said  # of ablations
     rung.recorded()
     (chart,) = shown
     assert f"NVIDIA H200 and {NAME}" in chart.layout.title.text
@@ -146,6 +170,22 @@ def test_a_machine_without_timelines_or_ledgers_says_so(machines, capsys, monkey
     rung.waterfall()
     told = [f"no record {name!r} of these rungs, {NAME}" for name in ("timelines", "ledger")]
     assert capsys.readouterr().out.splitlines() == told
+
+
+def test_each_machine_with_a_record_is_named_and_one_without_is_told(machines, capsys):
+    rung = open_rung("fused_head", device="cpu", batch=2, prompt_lengths=[2], new_tokens=4)
+    rung.others = (machines[1],)
+    both = dict(rung.each_machine(lambda one: one.value("W1", "dense")))
+    assert list(both) == ["NVIDIA H200", NAME] and capsys.readouterr().out == ""
+    for read in (
+        lambda one: one.figures("counts"),
+        first_request.recorded,
+        lambda one: one.value("W3", "dense"),
+    ):
+        assert list(dict(rung.each_machine(read))) == ["NVIDIA H200"]
+        assert capsys.readouterr().out == f"no such record, {NAME}\n"
+    with pytest.raises(RecordError):
+        list(rung.each_machine(lambda one: one.figures("nothing")))
 
 
 def test_the_ladder_has_a_dot_for_each_of_a_machines_values_and_names_it(machines):

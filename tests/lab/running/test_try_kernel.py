@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rosellm.lab.records.records import ceilings, find
+from rosellm.lab.records.records import RecordError, ceilings, find
 from rosellm.lab.running.try_kernel import (
     Point,
     recorded_points,
@@ -61,5 +61,5 @@ def test_the_roofline_draws_recorded_points_below_the_roof_and_a_lone_point():
 def test_a_roofline_without_points_and_an_unrecorded_way_are_refused():
     with pytest.raises(KernelError, match="no point to draw"):
         roofline({"yours": []}, title="t")
-    with pytest.raises(KernelError, match="way 'device' was not recorded: there are wall, device_rotating"):
+    with pytest.raises(RecordError, match="way 'device' was not recorded: there are wall, device_rotating"):
         recorded_points(find(), "device")
