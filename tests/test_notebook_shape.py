@@ -1,6 +1,7 @@
 """Notebooks that a stranger finishes: short, few imports, empty exercises whose solutions are right."""
 
 import ast
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from nbformat import NotebookNode
 from rosellm.lab.records.findings import NOTEBOOKS as FOUND, OTHERS
 from rosellm.roseinfer.recipe import BEFORE
 from tests.exercises import solution_in, solved
+from tests.side_by_side import SIDE_BY_SIDE
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 LIMITS = {"cells": 30, "words": 800, "code": 150, "median": 7, "longest": 15, "imports": 4}
@@ -81,6 +83,36 @@ def test_a_notebook_takes_the_machines_whose_records_it_shows_and_passes_them_on
         node for source in _code(path) for node in ast.walk(ast.parse(source)) if _called(node) == "open_rung"
     ]
     assert calls and all("record" in [keyword.arg for keyword in call.keywords] for call in calls)
+
+
+# Cells that print figures of the reference's records alone: a notebook, how the cell begins, and why.
+REFERENCE_ONLY = {
+    ("23", "causes = "): "a prediction",
+    ("26", "records = "): "how the shipped models were trained",
+    ("27", "rows = "): "times a rival that ran on the reference alone",
+    ("28", "floor = "): "a prediction",
+    ("28", "def foretold("): "a prediction",
+    ("33", "name, long_times = "): "simulated, with the reference's step times",
+    ("34", "w8 = "): "a prediction",
+    ("35", "CACHED, ROWS = "): "a plan",
+    ("37", "guess = "): "a plan",
+}
+RECORDS = re.compile(
+    r"\b(?:nb|mixed|epilogue)\.(?:results|ledger|ledger_before|step_us|whole_run_us|verdicts)\b"
+)
+TELLS = re.compile(r"(?<![.\w])(?:print|say|show|display|explore)\(")
+
+
+@each
+def test_a_cell_that_shows_records_shows_those_of_every_machine(path):
+    """That it names them, test_notebooks.py shows; a sentence's claims rest on the reference."""
+    alone = [
+        source
+        for source in _code(path)
+        if RECORDS.search(source) and TELLS.search(source) and not SIDE_BY_SIDE.search(source)
+    ]
+    known = [start for number, start in REFERENCE_ONLY if path.stem.startswith(number)]
+    assert [next(filter(source.startswith, known), source) for source in alone] == known
 
 
 def verdicts_told(path: Path) -> list[str]:

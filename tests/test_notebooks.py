@@ -16,12 +16,13 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from papermill.iorw import load_notebook_node
 from papermill.parameterize import parameterize_notebook
 
-from rosellm.lab.records.lengths import BATCHES, WAYS, contexts_of
-from rosellm.lab.records.records import find
+from rosellm.lab.records.records import results_folder
 from rosellm.lab.running.run_notebooks import run
 from rosellm.models.families.table import write_arch
 from tests.exercises import solved
 from tests.helpers import small_config
+from tests.lab.made_up_machine import FOLDER, NAME, add_complete_machine
+from tests.side_by_side import SIDE_BY_SIDE
 from tests.warm_kernel import WarmKernel
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,10 @@ UNCHECKED = {"nbval-ignore-output", "nbval-skip"}
 MACHINE_PATH = re.compile(
     r"(?<![\w.<:/])/(?:data|home|mnt|opt|private|root|srv|tmp|usr|var|work|Users)/[\w.-]+|[A-Z]:\\\\?Users"
 )
+MACHINES = """from rosellm.lab.records import machines
+machines.find = lambda name, _, find=machines.find: find(name, __import__("pathlib").Path({!r}))
+del machines"""  # and no name more in the notebook
+UNRECORDED = "if nb.verdicts():"  # the cell of a rung whose whole runs no machine has recorded
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -238,35 +243,35 @@ def _with_solutions(notebook: NotebookNode) -> Iterator[str]:
 
 
 @each_notebook
-def test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own(path, kernel):
+def test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own(path, kernel, results):
+    """Its tables and charts of records show the machine that ``record`` names beside the reference."""
     *before, told = first_answers(kernel, path, {"batch": 0})
     assert told == "ParameterError: batch is 0; give a whole number, 1 or more"
     assert not any(before)
-    assert errors(kernel, path, other_parameters(path)) == []
+    assert kernel.run(MACHINES.format(str(results))) == ""
+    given = other_parameters(path) | {"record": f"{FOLDER},cpu"}  # one that lacks nothing, one nearly all
+    assert list(islice(faulty_cells(kernel, path, given), 1)) == []
 
 
-@pytest.fixture
-def mixed_lengths(tmp_path) -> Path:
-    """Records of unequal contexts, all alike, and of W8 to W10, which are W7's."""
-    for name in ("W8", "W9", "W10"):
-        shutil.copy(find().folder / "W7-split_kv.json", tmp_path / f"{name}-split_kv.json")
-    for name in ("W6-split_kv", "ceilings"):
-        shutil.copy(find().folder / f"{name}.json", tmp_path)
-    turns = {f"{share}, {way}": [[500.0 + 9 * i]] for i, share in enumerate(contexts_of(8)) for way in WAYS}
-    for batch in BATCHES:
-        (tmp_path / f"lengths-{batch}.json").write_text(json.dumps({"figures": {"turns_us": turns}}))
-    return tmp_path
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    """The machines' folders: the committed ones, and that of a made-up one which lacks nothing."""
+    copy = tmp_path_factory.mktemp("results") / "results"
+    shutil.copytree(results_folder(), copy)
+    add_complete_machine(copy)
+    return copy
 
 
-def test_mixed_lengths_are_told_as_soon_as_they_are_recorded(kernel, mixed_lengths):
-    (path,) = [path for path in NOTEBOOKS if path.stem.startswith("30")]
-    told_of_here = re.compile(r"\bdecoded\(|\bon_gpu\b")
-    sources = [source for source in _code(path) if not told_of_here.search(source)]
-    opened = next(i for i, source in enumerate(sources) if "open_rung(" in source and "import" not in source)
-    planted = f"from pathlib import Path\nnb.results = records.Results(Path({str(mixed_lengths)!r}))"
-    sources.insert(opened + 1, planted)
-    assert [told for source in sources if (told := kernel.run(source))] == []
-    assert kernel.run("assert missing == ['W7'] and len(recorded) == 4") == ""
+def faulty_cells(kernel: WarmKernel, path: Path, parameters: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a cell that fails says, or that it does not show the made-up machine; and its source."""
+    notebook = parameterize_notebook(load_notebook_node(str(path)), parameters)
+    for source in _with_solutions(notebook):
+        error = kernel.run(source)
+        shows = SIDE_BY_SIDE.search(source) and not source.startswith(UNRECORDED)
+        if error:
+            yield error, source
+        elif shows and (NAME not in kernel.said or f"record, {NAME}" in kernel.said):
+            yield f"{NAME} is not shown", source
 
 
 @pytest.mark.parametrize("number", ["01", "14"])

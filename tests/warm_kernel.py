@@ -13,6 +13,7 @@ import sys
 import time
 from queue import Empty
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from ipykernel.kernelapp import IPKernelApp
@@ -29,6 +30,7 @@ class WarmKernel(RunningKernel):
     """What nbval asks of a kernel. ``kernel_name`` is not looked at: this interpreter's is the only one."""
 
     language = "python"
+    said = ""  # what the last cell printed and displayed, figures as their JSON
 
     def __init__(self, kernel_name: str = "", cwd: str = ".", startup_timeout: float = 60.0) -> None:
         PROCESSES.set_forkserver_preload(["tests.warm_libraries"])
@@ -56,8 +58,13 @@ class WarmKernel(RunningKernel):
 
     def run(self, source: str, timeout: float = 120.0) -> str:
         """Executes a cell; its error in one line, "" if there is none."""
-        reply = self.kc.execute_interactive(source, timeout=timeout, output_hook=lambda _: None)["content"]
+        self.said = ""
+        reply = self.kc.execute_interactive(source, timeout=timeout, output_hook=self._hear)["content"]
         return "" if reply["status"] == "ok" else f"{reply['ename']}: {reply['evalue']}"
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        content = message["content"]
+        self.said += content.get("text", "") or str(content.get("data", ""))
 
     def is_alive(self) -> bool:
         return self._process.is_alive()

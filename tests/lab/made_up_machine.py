@@ -1,8 +1,9 @@
-"""A folder of records of a device that does not exist: the H200's, at half the speed."""
+"""A folder of records of a device that does not exist: the H200's, at half the speed or as they are."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,14 @@ def add_made_up_machine(results: Path) -> Path:
             record["environment"]["device_name"] = NAME
             (folder / path.name).write_text(json.dumps(_halved(record)), encoding="utf-8")
     return folder
+
+
+def add_complete_machine(results: Path) -> None:
+    """Write one beside the others that has every record of the reference, of one GPU and of two."""
+    for pair in ("", "-x2"):
+        shutil.copytree(results / f"{REFERENCE}{pair}", results / f"{FOLDER}{pair}")
+    newest = {"device_name": NAME, "device_memory_bytes": 1, "time_utc": "9999"}  # tells the device's name
+    (results / FOLDER / "newest.json").write_text(json.dumps({"environment": newest}), encoding="utf-8")
 
 
 def _halved(value: Any, key: str = "") -> Any:
