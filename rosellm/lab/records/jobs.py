@@ -93,6 +93,11 @@ def measure_kv_append(arguments: argparse.Namespace) -> None:
     benchmark_kv_append.run(["--device", arguments.device, "--batch-sizes", sizes, "--json", target])
 
 
+def experiment(name: str) -> Job:
+    """What makes the record of an experiment."""
+    return measure_kv_append if name == KV_APPEND else partial(measure_experiment, name)
+
+
 def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
     on_gpu, known = arguments.device == "cuda", [*EXPERIMENTS, KV_APPEND]
     here = [name for name in known if on_gpu or name not in NEEDS_GPU]
@@ -105,10 +110,7 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
     for rung in rungs:
         check_rung(rung, arguments.device)
     _check_positions(names, workloads, arguments)
-    jobs: dict[str, Job] = {
-        name: measure_kv_append if name == KV_APPEND else partial(measure_experiment, name) for name in names
-    }
-    return jobs | {
+    return {name: experiment(name) for name in names} | {
         f"{workload}-{rung}": partial(measure_workload, workload, rung)
         for workload in workloads
         for rung in rungs

@@ -1,8 +1,8 @@
 """Record this machine in at most ten minutes: ``make measure``, or ``python -m rosellm.lab.records.quick``.
 
 The workloads of the recorded GPU, at full size: a decode step of every rung, and whole runs, the most
-telling first, each a file of ``notebooks/results/<device>``. When the time is up, the next call continues
-there. A CPU runs the same workloads in fp32, once each.
+telling first, then experiments that take less than a minute, each a file of ``notebooks/results/<device>``.
+When the time is up, the next call continues there. A CPU runs the same workloads in fp32, once each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError, told
 from rosellm.lab.records.floors import measure_ceilings
-from rosellm.lab.records.jobs import BENCHMARKS, benchmark_arguments
+from rosellm.lab.records.jobs import BENCHMARKS, benchmark_arguments, experiment, free_memory
+from rosellm.lab.records.lengths import BATCHES
 from rosellm.lab.records.machines import this_machine
 from rosellm.lab.records.recordings import each, runnable
 from rosellm.lab.records.records import Results, results_folder
@@ -40,6 +41,16 @@ MODEL = "gpt2"
 EFFORT = {  # of a rung's steps, measured one rung after the other
     "cuda": {"engines": 1, "seconds": 0.3, "turns": 3},
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 1},
+}
+EXPERIMENTS = {  # at full size less than a minute each
+    "cuda": (
+        "bookkeeping",
+        "kv_append",
+        "autotune",
+        "kv_pressure",
+        *(f"lengths-{batch}" for batch in BATCHES),
+    ),
+    "cpu": ("bookkeeping", "kv_append"),
 }
 LEAVING_S = 15.0  # for the step that runs when the time is up, and the interpreter's end
 AGAIN_S = 2.0  # an exception is lost if it comes while the garbage collector calls a finalizer
@@ -76,6 +87,7 @@ class Recorder:
         jobs += [self._steps("W0"), *self._runs(short, self.ends), self._steps("W1")]
         jobs += [self._steps("W3"), self._steps("W2"), *self._runs(longer, self.ends)]
         jobs += self._runs((*short, *longer), self.rungs[len(self.ends) :])
+        jobs += [Job(name, partial(self.experiment, name)) for name in EXPERIMENTS[self.device.type]]
         return [job for job in jobs if not self._is_done(job.name)]
 
     def ceilings(self) -> None:
@@ -94,14 +106,23 @@ class Recorder:
     def whole_run(self, workload: str, rung: str) -> None:
         """A workload's benchmark on a rung."""
         warmups, repeats = REPEATS[self.device.type]
-        asked = argparse.Namespace(
-            size=SIZES["full"], model=MODEL, load_format=LOAD_FORMAT, device=self.device.type, repeats=repeats
-        )
+        asked = self._asked(repeats=repeats)
         given = [*benchmark_arguments(workload, rung, asked), "--warmup-runs", str(warmups)]
         benchmark = BENCHMARKS[WORKLOADS[workload].form]
         with redirect_stdout(io.StringIO()):  # its summary: one line for each job is enough
             record = benchmark.measure(benchmark.parse_options(given), self.gpt, self.tokenizer)
         write_record(self.folder / f"{workload}-{rung}.json", record)
+
+    def experiment(self, name: str) -> None:
+        """One of the experiments of ``rosellm.lab.measure``."""
+        with redirect_stdout(io.StringIO()):
+            experiment(name)(self._asked(output=self.folder))
+        free_memory()
+
+    def _asked(self, **options: Any) -> argparse.Namespace:
+        """The options of ``rosellm.lab.measure`` for this device, at full size."""
+        given = {"model": MODEL, "load_format": LOAD_FORMAT, "device": self.device.type}
+        return argparse.Namespace(size=SIZES["full"], **given, **options)
 
     def _steps(self, workload: str) -> Job:
         return Job(f"steps-{workload}", partial(self.steps, workload))

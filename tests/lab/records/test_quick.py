@@ -10,6 +10,7 @@ from rosellm.errors import RoseError
 from rosellm.lab.records import quick
 from rosellm.lab.records.machines import find_machines, this_machine
 from rosellm.lab.records.quick import Job, Recorder, TimeIsUp, _outcome, limited_to, work_off
+from rosellm.lab.records.recordings import EXPERIMENTS
 from rosellm.lab.records.records import REFERENCE
 from rosellm.models.loading import load_parts
 from rosellm.roseinfer.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
@@ -33,8 +34,28 @@ def test_the_ends_of_the_ladder_come_before_its_other_rungs_and_short_runs_befor
     assert names[:3] == ["steps-W0", "W0-dense", "W0-split_kv"]
     assert names.index("W1-split_kv") < names.index("W2-dense") < names.index("W0-paged")
     assert sorted(names) == sorted(
-        [f"steps-W{i}" for i in range(4)] + [f"W{i}-{rung}" for i in range(6) for rung in recorder.rungs]
+        [f"steps-W{i}" for i in range(4)]
+        + [f"W{i}-{rung}" for i in range(6) for rung in recorder.rungs]
+        + ["bookkeeping", "kv_append"]
     )
+    assert names[-2:] == ["bookkeeping", "kv_append"]
+
+
+def test_a_gpu_makes_the_short_experiments_too(recorder):
+    recorder.device = torch.device("cuda")
+    names = [job.name for job in recorder.jobs()]
+    assert names[0] == "ceilings"
+    assert names[-8:] == list(quick.EXPERIMENTS["cuda"])
+    assert set(quick.EXPERIMENTS["cuda"]) <= {*EXPERIMENTS, "kv_append"}
+
+
+def test_an_experiment_is_recorded_as_measure_does_and_not_made_twice(recorder, capsys):
+    (job,) = [job for job in recorder.jobs() if job.name == "bookkeeping"]
+    assert work_off([job], 60.0) == []
+    assert capsys.readouterr().out.count("\n") == 1
+    record = json.loads((recorder.folder / "bookkeeping.json").read_text())
+    assert record["kind"] == "bookkeeping" and set(record["figures"]) == {"8", "256"}
+    assert "bookkeeping" not in [job.name for job in recorder.jobs()]
 
 
 def test_a_record_is_that_of_the_benchmark_itself_and_is_not_made_twice(recorder, capsys):
