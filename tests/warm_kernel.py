@@ -6,6 +6,7 @@ there is a GPU each kernel is a process of its own from the start, since CUDA do
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,8 +21,6 @@ from ipykernel.kernelapp import IPKernelApp
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.connect import write_connection_file
 from nbval.kernel import RunningKernel
-
-from rosellm.frozen_heap import frozen_heap
 
 PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 
@@ -81,11 +80,10 @@ class WarmKernel(RunningKernel):
 
 def _serve(connection_file: str, folder: str) -> None:
     for module in [name for name in sys.modules if name.partition(".")[0] == "rosellm"]:
-        if module != frozen_heap.__module__:
-            del sys.modules[module]  # the batch runner asks the same fork server for it
+        del sys.modules[module]  # the batch runner asks the same fork server for it
     multiprocessing.current_process()._config["daemon"] = False  # or it might not start ranks
+    gc.freeze()  # the garbage collector passes over all that was imported
     os.chdir(folder)
     sys.path[0] = ""
     parent = f"--IPKernelApp.parent_handle={os.getppid()}"  # the kernel ends with the tests
-    with frozen_heap():  # all that was imported
-        IPKernelApp.launch_instance(["-f", connection_file, parent, "--HistoryManager.enabled=False"])
+    IPKernelApp.launch_instance(["-f", connection_file, parent, "--HistoryManager.enabled=False"])

@@ -188,6 +188,9 @@ class RecordedPair:
             return [f"{recorded['share_of_tokens_equal']:.1%}", recorded["max_logit_difference"]]
 
         here = [kind for kind in kinds if self.after in kinds[kind]]
+        if not here:
+            print(f"no tokens of {self.after} are recorded yet")
+            return
         self.print_table(["recorded", "tokens equal to dense", "logits at most apart"], here, figures)
 
     def waterfall(self) -> None:
