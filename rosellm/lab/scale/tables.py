@@ -99,4 +99,4 @@ def layout_rows(
 
 
 def _signed(share: float) -> str:
-    return f"{share:+.0%}".replace("-", "−")
+    return f"{share:+.0%}".replace("-", "−") if abs(share) >= 0.005 else "0%"

@@ -33,7 +33,8 @@ from rosellm.roseinfer.kernels.paged_cache import (
 )
 from rosellm.roseinfer.kernels.partial_rows import make_combine, new_partial, store_heads, store_partial
 from rosellm.roseinfer.kernels.prefill import LOG2_E, SMALLEST_DOT, TRITON_DTYPES
-from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned_ref
+from rosellm.roseinfer.kernels.repeated import repeated
+from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, load_norm, positioned, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
 from rosellm.triton_or_none import tl, triton
 
@@ -94,8 +95,10 @@ class AttendedRows:
 
 
 @triton.jit
-def load_ahead(cache, rows, row, tile, exists, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """A row's position and the keys and values of one of its tiles."""
+def load_ahead(
+    cache, rows, rotary, row, tile, exists, kv_head, shape: tl.constexpr, tiling: tl.constexpr
+):  # fmt: skip
+    """A row's position and its block, cosine and sine, and the keys and values of one of the row's tiles."""
     place = rows.positions + row * rows.position_stride
     position = tl.load(place, mask=exists, other=-1)
     first, first_tile, _ = span_of(position, tiling.TILE, tiling.WINDOW)
@@ -103,25 +106,17 @@ def load_ahead(cache, rows, row, tile, exists, kv_head, shape: tl.constexpr, til
     table_ptr = rows.table + row * rows.table_stride
     blocks = blocks_of(table_ptr, start, position, shape, tiling)
     k, v = load_seen(cache, blocks, start, first, position, kv_head, shape, tiling)
-    return position, k, v
+    cos, sin = load_angles(rotary, position, shape)
+    block = tl.load(table_ptr + position // shape.BLOCK_SIZE, mask=position >= 0, other=0)
+    return position, block, cos, sin, k, v
 
 
 @triton.jit
-def load_query(new, rotary, row, kv_head, cos, sin, shape: tl.constexpr, tiling: tl.constexpr):
-    """The group's queries ``[M, D]``, as operands: of dtype DOT, or fp32."""
-    norm_ptr = None if rotary is None else rotary.q_norm
-    ptr = new.q + row * new.q_stride + kv_head * shape.GROUP * shape.D
-    q = load_heads(ptr, norm_ptr, rotary, cos, sin, shape.GROUP, tiling.M, tiling.NORMS, shape)
-    return q.to(tl.float32 if tiling.DOT is None else tiling.DOT)
-
-
-@triton.jit
-def load_new(new, rotary, row, kv_head, cos, sin, NORMS: tl.constexpr, shape: tl.constexpr):
-    """The new key, as it is cached, and the new value, ``[1, D]`` each."""
-    norm_ptr = None if rotary is None else rotary.k_norm
-    place = row * new.kv_stride + kv_head * shape.D
-    k_new = load_heads(new.k + place, norm_ptr, rotary, cos, sin, 1, 1, NORMS, shape)
-    return k_new, load_heads(new.v + place, None, None, cos, sin, 1, 1, False, shape)
+def load_norms(rotary, shape: tl.constexpr, tiling: tl.constexpr):
+    """The weights that normalise queries and keys."""
+    q_norm = None if rotary is None else rotary.q_norm
+    k_norm = None if rotary is None else rotary.k_norm
+    return load_norm(q_norm, tiling.NORMS, shape), load_norm(k_norm, tiling.NORMS, shape)
 
 
 @triton.jit
@@ -168,41 +163,61 @@ def attend_range(
 
 @triton.jit
 def append_new(
-    q, new, cache, rotary, row, position, table_ptr, kv_head, cos, sin, scale,
-    shape: tl.constexpr, tiling: tl.constexpr,
+    q, keys, v_new, ahead, norm, cache, rotary, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """Stores the new key and value; its score ``[M]`` and the value ``[1, D]`` in fp32."""
-    k_new, v_new = load_new(new, rotary, row, kv_head, cos, sin, tiling.NORMS, shape)
+    """Stores the new token's key and value, and scores the key, ``[HEADS]``."""
+    position, block, cos, sin, _, _ = ahead
     D: tl.constexpr = shape.D_PADDED
+    k_new = positioned(keys, norm, rotary, cos, sin, tiling.NORMS, shape)
     if position >= 0:
         k_row, v_row = tl.reshape(k_new, (D,)), tl.reshape(v_new, (D,))
-        append_token(cache, table_ptr, position, kv_head, k_row, v_row, shape)
-    return tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale, v_new.to(tl.float32)
+        append_token(cache, block, position, kv_head, k_row, v_row, shape)
+    return tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
+
+
+@triton.jit
+def load_query(
+    ahead, norms, new, cache, rotary, row, tile, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
+):  # fmt: skip
+    """The group's queries ``[M, D]`` as operands, their scores of the new key ``[M]``, its value ``[1, D]``.
+
+    The first tile of a row has the new key, and stores it; for the others it is not there. All that the
+    predecessor wrote is requested at once.
+    """
+    HEADS: tl.constexpr = tiling.HEADS
+    _, _, cos, sin, _, _ = ahead
+    n_new = tl.where(tile == 0, 1, 0)
+    kv_place = row * new.kv_stride + kv_head * shape.D
+    q_ptr = new.q + row * new.q_stride + kv_head * shape.GROUP * shape.D
+    queries = load_heads(q_ptr, rotary, shape.GROUP, HEADS, shape)
+    keys = load_heads(new.k + kv_place, rotary, n_new, 1, shape)
+    v_new, _ = load_heads(new.v + kv_place, None, n_new, 1, shape)
+    q = positioned(queries, norms[0], rotary, cos, sin, tiling.NORMS, shape)  # [HEADS, D]
+    score = tl.full((HEADS,), float("-inf"), tl.float32)
+    if tile == 0:
+        score = append_new(q, keys, v_new, ahead, norms[1], cache, rotary, kv_head, scale, shape, tiling)
+    q = q.to(tl.float32 if tiling.DOT is None else tiling.DOT)
+    if HEADS < tiling.M:
+        q = repeated(q, tiling.M)
+        score = tl.reshape(repeated(score[:, None], tiling.M), (tiling.M,))
+    return q, score, v_new.to(tl.float32)
 
 
 @triton.jit
 def attend_part(
-    ahead, cos, sin, new, copied, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
+    ahead, norms, new, copied, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
     """The softmax over ``n_tiles`` of a row from ``tile`` on; its first tile also has the new token."""
     TILE: tl.constexpr = tiling.TILE
-    M: tl.constexpr = tiling.M
-    D: tl.constexpr = shape.D_PADDED
-    position, k, v = ahead
+    position, _, _, _, k, v = ahead
+    q, score, v_new = load_query(ahead, norms, new, cache, rotary, row, tile, kv_head, scale, shape, tiling)
     table_ptr = rows.table + row * rows.table_stride
-    first, first_tile, _ = span_of(position, TILE, tiling.WINDOW)
-    q = load_query(new, rotary, row, kv_head, cos, sin, shape, tiling)
-    score = tl.full((M,), float("-inf"), tl.float32)
-    v_new = tl.zeros((1, D), tl.float32)
-    if tile == 0:
-        score, v_new = append_new(
-            q, new, cache, rotary, row, position, table_ptr, kv_head, cos, sin, scale, shape, tiling
-        )
     m_i, l_i, acc = no_keys(shape, tiling)
     EARLY: tl.constexpr = tiling.DOT is None and not tiling.LANES  # saves registers
     if EARLY:
         m_i, l_i, acc = with_new(score, v_new, m_i, l_i, acc)
+    first, first_tile, _ = span_of(position, TILE, tiling.WINDOW)
     begin = (first_tile + tile) * TILE
     end = begin + n_tiles * TILE
     m_i, l_i, acc = attend_range(
@@ -223,13 +238,13 @@ def attend_row(
     """A whole row in one program."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    ahead = load_ahead(cache, rows, row, 0, True, kv_head, shape, tiling)
-    cos, sin = load_angles(rotary, ahead[0], shape)
+    ahead = load_ahead(cache, rows, rotary, row, 0, True, kv_head, shape, tiling)
+    norms = load_norms(rotary, shape, tiling)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     _, _, n_tiles = span_of(ahead[0], tiling.TILE, tiling.WINDOW)
     m_i, l_i, acc = attend_part(
-        ahead, cos, sin, new, copied, cache, rows, rotary, row, 0, n_tiles, kv_head, scale, shape, tiling
+        ahead, norms, new, copied, cache, rows, rotary, row, 0, n_tiles, kv_head, scale, shape, tiling
     )
     out = tl.where(ahead[0] >= 0, acc / l_i[:, None], 0.0)
     store_heads(out_ptr, row, kv_head, out, shape, tiling.M)
@@ -249,16 +264,16 @@ def attend_piece(
     last_tile = tl.load(starts_ptr + 2 * piece + 3)
     is_empty = (row == last_row) & (tile == last_tile)
     stop_row = tl.where(is_empty | (last_tile == 0), last_row, last_row + 1)
-    ahead = load_ahead(cache, rows, row, tile, row < stop_row, kv_head, shape, tiling)
+    ahead = load_ahead(cache, rows, rotary, row, tile, row < stop_row, kv_head, shape, tiling)
+    norms = load_norms(rotary, shape, tiling)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     for _ in range(row.to(tl.int32), stop_row):
         position = ahead[0]
         _, _, in_row = span_of(position, tiling.TILE, tiling.WINDOW)
         stop_tile = tl.where(row == last_row, last_tile, in_row)
-        cos, sin = load_angles(rotary, position, shape)
         m_i, l_i, acc = attend_part(
-            ahead, cos, sin, new, copied, cache, rows, rotary, row, tile, stop_tile - tile, kv_head, scale,
+            ahead, norms, new, copied, cache, rows, rotary, row, tile, stop_tile - tile, kv_head, scale,
             shape, tiling,
         )  # fmt: skip
         if (tile == 0) & (stop_tile == in_row):
@@ -268,7 +283,7 @@ def attend_piece(
             store_partial(partial, piece + row, kv_head, m_i, l_i, acc, shape, tiling.M)
         row += 1
         tile = 0
-        ahead = load_ahead(cache, rows, row, tile, row < stop_row, kv_head, shape, tiling)
+        ahead = load_ahead(cache, rows, rotary, row, tile, row < stop_row, kv_head, shape, tiling)
 
 
 @triton.jit
@@ -329,9 +344,10 @@ def _check(plan: Plan, window: int | None) -> None:
 def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary: Rotary | None) -> Tiling:
     window, norms = window or 0, rotary is not None and rotary.q_norm is not None
     if group == 1 and not variant.dot:
-        return Tiling(variant.tile, window, 1, variant.stages, None, norms, bool(variant.lanes))
-    rows = max(SMALLEST_DOT, triton.next_power_of_2(group))
-    return Tiling(variant.tile, window, rows, variant.stages, _dot_dtype(q), norms, False)
+        return Tiling(variant.tile, window, 1, 1, variant.stages, None, norms, bool(variant.lanes))
+    heads = triton.next_power_of_2(group)
+    rows = max(SMALLEST_DOT, heads)
+    return Tiling(variant.tile, window, rows, heads, variant.stages, _dot_dtype(q), norms, False)
 
 
 def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):

@@ -91,17 +91,17 @@ def cut_rows(
     pieces = max(1, 2 * num_sms // kv_heads)
     tiles = rows * -(-triton.next_power_of_2(max(longest, 1)) // 16)
     if tiles > 8 * pieces:
-        return _long_pieces(rows, pieces, group, head_dim)
+        return _long_pieces(rows, tiles / pieces, pieces, group, head_dim)
     most = min(pieces, tiles)
-    return Variant(16, most, 1, 1, 1) if group == 1 else Variant(16, most, 1, 2)
+    return Variant(16, most, 1, 1, 1) if group == 1 else Variant(16, most, 2, 1)
 
 
-def _long_pieces(rows: int, pieces: int, group: int, head_dim: int) -> Variant:
-    """Pieces of many tiles."""
+def _long_pieces(rows: int, tiles: float, pieces: int, group: int, head_dim: int) -> Variant:
+    """Pieces of many tiles of 16."""
     if group == 1:
         return Variant(16, 4 * pieces, 2, 3, 1)
     if head_dim > 64:
-        return Variant(64, pieces, 4, 3)
+        return Variant(32, 2 * pieces, 2, 2) if tiles <= 32 else Variant(64, pieces, 4, 3)
     return Variant(32, 4 * pieces, 1, 2) if rows > 2 else Variant(128, pieces, 4, 2)
 
 
@@ -118,7 +118,7 @@ def _whole_single_heads(share: float, reach: int, head_dim: int) -> Variant:
     """share: programs a processor."""
     if share >= 2:
         if reach > MIDDLE:
-            return Variant(32, warps=1, stages=4, dot=1)
+            return Variant(32, warps=1, stages=3, dot=1)
         return Variant(16 if share >= MANY and reach <= SHORT else 32, warps=1)
     if SHORT < reach <= MIDDLE:
         return Variant(64, warps=2, lanes=1) if share > 1 else Variant(128, warps=4, lanes=1)
@@ -128,18 +128,20 @@ def _whole_single_heads(share: float, reach: int, head_dim: int) -> Variant:
 def _whole_groups(share: float, reach: int, head_dim: int) -> Variant:
     """Tiles of products: with many programs small ones, with few many stages."""
     if share < 1:
-        return Variant(64, warps=8)
+        return (
+            Variant(64, warps=8) if head_dim <= 64 or 2 * reach <= MIDDLE else Variant(64, warps=4, stages=3)
+        )
     if head_dim <= 64:
         if reach > LONG:
             return Variant(64, warps=4, stages=3)
         if reach > MIDDLE or (share >= MANY and reach > SHORT):
             return Variant(32, warps=1, stages=4)
         return Variant(64, warps=1 if share >= MANY else 4, stages=2)
-    if share >= MANY and reach <= LONG:
-        return Variant(16, warps=1, stages=6)
+    if share >= MANY:
+        return Variant(16, warps=1, stages=3) if reach <= LONG else Variant(64, warps=4, stages=4)
     if share < 2 and reach <= MIDDLE:
         return Variant(64, warps=4, stages=2)
-    return Variant(32, warps=2, stages=4)
+    return Variant(32, warps=2, stages=2 if reach <= MIDDLE else 3)
 
 
 def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:

@@ -23,6 +23,7 @@ from rosellm.roseinfer.kernels.linear import (
     output_width,
     weight_rows,
 )
+from rosellm.roseinfer.kernels.repeated import repeated
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_few_rows_kernel": "GEMM"}
@@ -110,14 +111,6 @@ def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr,
 
 
 @triton.jit
-def _repeated(x, ROWS: tl.constexpr):
-    """``[A, B]`` → ``[ROWS, B]``, all of x's rows again and again."""
-    TIMES: tl.constexpr = ROWS // x.shape[0]
-    times = tl.broadcast_to(tl.reshape(x, (1, x.shape[0], x.shape[1])), (TIMES, x.shape[0], x.shape[1]))
-    return tl.reshape(times, (ROWS, x.shape[1]))
-
-
-@triton.jit
 def _add_row(acc, total, squares, w, x, scale, NORM: tl.constexpr):
     """One chunk of one row: w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``, as often as w's rows need it."""
     x = x.to(tl.float32)
@@ -125,7 +118,7 @@ def _add_row(acc, total, squares, w, x, scale, NORM: tl.constexpr):
     squares += x * x
     if NORM != "none":
         x = x * scale.to(tl.float32)
-    acc += w.to(tl.float32) * _repeated(x, w.shape[0])
+    acc += w.to(tl.float32) * repeated(x, w.shape[0])
     return acc, total, squares
 
 
@@ -160,7 +153,7 @@ def _one_row_product(
         scale = scales[chunk] if NORM != "none" else xs[chunk]
         acc, total, squares = _add_row(acc, total, squares, weights[chunk], xs[chunk], scale, NORM)
     total, squares = tl.sum(total, axis=1, keep_dims=True), tl.sum(squares, axis=1, keep_dims=True)
-    total, squares = _repeated(total, BLOCK_N), _repeated(squares, BLOCK_N)
+    total, squares = repeated(total, BLOCK_N), repeated(squares, BLOCK_N)
     return tl.sum(acc, axis=1)[None, :], tl.trans(total), tl.trans(squares)
 
 

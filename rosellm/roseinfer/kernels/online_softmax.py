@@ -11,7 +11,7 @@ from rosellm.triton_or_none import tl, triton
 
 
 class Tiling(NamedTuple):
-    """Compile-time constants: tokens of a tile, window, rows of q, stages.
+    """Compile-time constants: tokens of a tile, window, rows of q, how many of them differ, stages.
 
     DOT: operand dtype of matrix products, or None for products and sums of vectors. NORMS: whether heads are
     normalised. LANES: as of ``attention_plan.Variant``.
@@ -20,6 +20,7 @@ class Tiling(NamedTuple):
     TILE: int
     WINDOW: int
     M: int
+    HEADS: int
     STAGES: int
     DOT: object
     NORMS: bool

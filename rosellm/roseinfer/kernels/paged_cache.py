@@ -137,10 +137,9 @@ def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.con
 
 
 @triton.jit
-def append_token(cache, table_ptr, position, kv_head, k_new, v_new, shape: tl.constexpr):
-    """Stores one token's key and value ``[D]`` of a head."""
+def append_token(cache, block, position, kv_head, k_new, v_new, shape: tl.constexpr):
+    """Stores one token's key and value ``[D]`` of a head in its block."""
     d = tl.arange(0, shape.D_PADDED)
-    block = tl.load(table_ptr + position // shape.BLOCK_SIZE)
     place = slot_offset(cache, block, position % shape.BLOCK_SIZE, kv_head, shape) + d
     tl.store(cache.k + place, k_new, mask=d < shape.D)
     tl.store(cache.v + place, v_new, mask=d < shape.D)

@@ -54,25 +54,48 @@ def load_angles(rotary, position, shape: tl.constexpr):
 
 
 @triton.jit
-def load_heads(
-    ptr, norm_ptr, rotary, cos, sin,
-    COUNT: tl.constexpr, M: tl.constexpr, NORMS: tl.constexpr, shape: tl.constexpr,
-):  # fmt: skip
-    """COUNT adjacent heads, normalised and rotated, ``[M, D]`` of their own dtype; zero from COUNT on."""
-    m = tl.arange(0, M)[:, None]
+def load_norm(norm_ptr, NORMS: tl.constexpr, shape: tl.constexpr):
+    """A norm's weights ``[1, D]``, and the same with their halves swapped."""
+    weights = 0.0, 0.0
+    if NORMS:
+        d = tl.arange(0, shape.D_PADDED)[None, :]
+        inside = d < shape.D
+        swapped = (d + shape.D // 2) % shape.D
+        weights = (
+            tl.load(norm_ptr + d, mask=inside, other=0.0),
+            tl.load(norm_ptr + swapped, mask=inside, other=0.0),
+        )
+    return weights
+
+
+@triton.jit
+def load_heads(ptr, rotary, count, ROWS: tl.constexpr, shape: tl.constexpr):
+    """Adjacent heads ``[ROWS, D]``, and if they are to be rotated, the same with their halves swapped.
+
+    Zero from ``count`` heads on.
+    """
+    m = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, shape.D_PADDED)[None, :]
-    mask = (m < COUNT) & (d < shape.D)
-    x = tl.load(ptr + m * shape.D + d, mask=mask, other=0.0)
+    mask = (m < count) & (d < shape.D)
+    heads = tl.load(ptr + m * shape.D + d, mask=mask, other=0.0)
+    swapped = heads
+    if rotary is not None:
+        swapped = tl.load(ptr + m * shape.D + (d + shape.D // 2) % shape.D, mask=mask, other=0.0)
+    return heads, swapped
+
+
+@triton.jit
+def positioned(heads, norm, rotary, cos, sin, NORMS: tl.constexpr, shape: tl.constexpr):
+    """Loaded heads, normalised and rotated, of their own dtype; norm as loaded by :func:`load_norm`."""
+    x, swapped = heads
     dtype: tl.constexpr = x.dtype
     if rotary is not None:
-        partner = (d + shape.D // 2) % shape.D
-        y = tl.load(ptr + m * shape.D + partner, mask=mask, other=0.0).to(tl.float32)
-        x = x.to(tl.float32)
+        x, swapped = x.to(tl.float32), swapped.to(tl.float32)
         if NORMS:
             unit = tl.rsqrt(tl.sum(x * x, axis=1) / shape.D + rotary.eps)[:, None]
-            x = x * unit * tl.load(norm_ptr + d, mask=d < shape.D, other=0.0).to(tl.float32)
-            y = y * unit * tl.load(norm_ptr + partner, mask=d < shape.D, other=0.0).to(tl.float32)
-        x = (x * cos + y * sin).to(dtype)
+            x = x * unit * norm[0].to(tl.float32)
+            swapped = swapped * unit * norm[1].to(tl.float32)
+        x = (x * cos + swapped * sin).to(dtype)
     return x
 
 

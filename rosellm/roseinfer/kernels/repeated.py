@@ -1,0 +1,13 @@
+"""Rows of a tile, repeated: for operands that need more of them, and for threads that work on copies."""
+
+from __future__ import annotations
+
+from rosellm.triton_or_none import tl, triton
+
+
+@triton.jit
+def repeated(x, ROWS: tl.constexpr):
+    """``[A, B]`` → ``[ROWS, B]``, all of x's rows again and again."""
+    TIMES: tl.constexpr = ROWS // x.shape[0]
+    times = tl.broadcast_to(tl.reshape(x, (1, x.shape[0], x.shape[1])), (TIMES, x.shape[0], x.shape[1]))
+    return tl.reshape(times, (ROWS, x.shape[1]))
