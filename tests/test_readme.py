@@ -1,5 +1,6 @@
 """README.md is true: its computed parts are up to date and its commands run."""
 
+import json
 import re
 import runpy
 import shlex
@@ -12,7 +13,10 @@ import torch
 from torch.utils import deterministic as deterministic_settings
 
 from rosellm.errors import RoseError
+from rosellm.lab.records.model_ladder import by_role
+from rosellm.lab.records.records import Results
 from rosellm.lab.running import readme
+from tests.ledgers import ROWS, ledger_of
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -88,6 +92,21 @@ def made_small(command: list[str], folder: Path) -> list[str]:
 
 def test_the_computed_parts_are_up_to_date():
     assert not readme.stale_files(), "run python -m rosellm.lab.running.readme"
+
+
+def test_a_step_is_told_with_its_floor_and_the_roles_of_a_tenth_or_more_above_it(tmp_path):
+    for name, record in (("D1", {}), ("ledgers", {"figures": {"D8": ledger_of(ROWS).as_dict()}})):
+        (tmp_path / "Qwen3-0.6B").mkdir(exist_ok=True)
+        (tmp_path / "Qwen3-0.6B" / f"{name}.json").write_text(json.dumps(record))
+    *_, told = readme.bounds_table([Results(tmp_path)]).splitlines()
+    ledger = ledger_of(ROWS)
+    above = {role: time.us - (time.floor_us or 0) for role, time in by_role(ledger).items()}
+    step, rest = re.fullmatch(r"\| D8 \| \*\*([\d,]+)\*\* \([\d,]+; (.*)\) \|", told).groups()
+    assert int(step) == round(ledger.step_us)
+    named = dict(one.rsplit(" ", 1) for one in rest.split(", "))
+    assert list(map(int, named.values())) == sorted(map(int, named.values()), reverse=True)
+    tenth = (ledger.step_us - ledger.floor_us) / 10
+    assert sorted(map(int, named.values())) == sorted(round(us) for us in above.values() if us >= tenth)
 
 
 @pytest.fixture

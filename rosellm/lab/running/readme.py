@@ -3,8 +3,8 @@
 With ``--check`` it only reports whether they are up to date. ``--record nvidia-h200,my-gpu`` shows other
 machines beside the reference from then on: a comment in README.md keeps the choice. Computed are the
 ladder's pictures for light and dark pages (``notebooks/results/ladder-*.svg``), the table of results, and the
-notebook index with each notebook's finding, the table of modern models, and what users' calls reach. All but
-the pictures are between HTML comments with their names.
+notebook index with each notebook's finding, the table of modern models and that of what bounds them, and
+what users' calls reach. All but the pictures are between HTML comments with their names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_char
 from rosellm.lab.figures.ladder_svg import ladder_svg
 from rosellm.lab.records import user_calls
 from rosellm.lab.records.findings import UNTOLD, finding
+from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import beside, find_machines, name_of
+from rosellm.lab.records.model_ladder import by_role, recorded_ledgers
 from rosellm.lab.records.model_runs import Row, recorded_models, runs_told, table, unit_of
 from rosellm.lab.records.records import RecordError, Results, floor_tok_s, number, results_folder, rivals
 from rosellm.lab.records.verdicts import WORKLOADS
@@ -32,6 +34,7 @@ from rosellm.roseinfer.recipe import BEST_RUNG, SIDE_BRANCHES
 
 ROOT = results_folder().parent.parent
 RECORD = re.compile(r"<!-- record: ([\w., -]+?) -->")
+ROLES_TOLD = {"GEMM": "products"}
 PICTURES = {name: f"notebooks/results/ladder-{name}.svg" for name in README_THEMES}
 
 
@@ -127,6 +130,36 @@ def _cell(row: Row | None) -> str:
     return f"{ours} ({number(row.rival)}; {number(row.floor)})"
 
 
+def bounds_table(machines: Sequence[Results]) -> str:
+    """What a recorded step or prefill of each modern model takes, its floor, and where the rest goes.
+
+    Other machines have columns of their own. A model without ledgers is left out.
+    """
+    columns = {}
+    for results in machines:
+        for model in recorded_models(results):
+            if "ledgers" in Results(results.folder / model).names():
+                where = "" if results is machines[0] else f", {name_of(results)}"
+                columns[f"{model}{where}"] = recorded_ledgers(results, model)
+    rows = [f"| µs | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
+    for workload in MODEL_WORKLOADS:
+        cells = [
+            _above_floor(ledgers[workload]) if workload in ledgers else "–" for ledgers in columns.values()
+        ]
+        if any(cell != "–" for cell in cells):
+            rows.append(f"| {workload} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _above_floor(ledger: Ledger) -> str:
+    """The step, its floor, and the roles that take a tenth or more of what lies between, largest first."""
+    above = {role: time.us - (time.floor_us or 0.0) for role, time in by_role(ledger).items()}
+    least = (ledger.step_us - ledger.floor_us) / 10
+    largest = sorted((role for role in above if above[role] >= least), key=above.__getitem__, reverse=True)
+    roles = ", ".join(f"{ROLES_TOLD.get(role, role)} {above[role]:+,.0f}" for role in largest)
+    return f"**{ledger.step_us:,.0f}** ({ledger.floor_us:,.0f}; {roles})"
+
+
 def calls_table(machines: Sequence[Results]) -> str:
     """Of each recorded workload: the scheduler's tokens a second, and what is left of them to those who call.
 
@@ -147,6 +180,7 @@ SECTIONS: dict[str, Callable[[Sequence[Results]], str]] = {
     "results": results_table,
     "notebooks": notebook_index,
     "models": models_table,
+    "bounds": bounds_table,
     "calls": calls_table,
 }
 

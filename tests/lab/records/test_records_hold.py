@@ -6,6 +6,8 @@ import pytest
 
 from rosellm.lab.figures.models import recorded_shapes, speed_up, table
 from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.model_ladder import by_role, recorded_ledgers
+from rosellm.lab.records.model_runs import recorded_models
 from rosellm.lab.records.records import find, rivals
 from rosellm.lab.records.verdicts import Verdict, run_to_run
 from rosellm.models.families.table import read_arch
@@ -118,7 +120,24 @@ def test_of_the_modern_runs_none_is_behind_vllm_and_those_that_readme_calls_clos
         (large, "PRE"),
         (large, "L8K"),
         (large, "L32K"),
+        (large, "MIX"),
     }
+    assert round(ratios[large, "PRE"], 2) == 1
+
+
+@pytest.mark.parametrize("model", recorded_models(RESULTS))
+def test_what_bounds_modern_models_is_what_readme_tells(model):
+    ledgers = recorded_ledgers(RESULTS, model)
+    roles = {workload: by_role(ledger) for workload, ledger in ledgers.items()}
+    above = {
+        w: {role: time.us - (time.floor_us or 0) for role, time in those.items()}
+        for w, those in roles.items()
+    }
+    most = {workload: max(those, key=those.__getitem__) for workload, those in above.items()}
+    assert most.pop("PRE", "attention") == most.pop("D1") == "attention"
+    assert {most[workload] for workload in ("D8", "D64", "L8K")} == {"GEMM"}
+    launches = next(row.launches for row in ledgers["D1"].rows if row.cause == "attention")
+    assert 2.5 < roles["D1"]["attention"].us / launches < 4
 
 
 @pytest.mark.parametrize("workload", ["W2", "W3"])

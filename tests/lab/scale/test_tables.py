@@ -30,7 +30,7 @@ def test_every_recorded_run_has_a_row_with_its_errors() -> None:
     rows = tables.step_rows(runs, fitting.check(runs))
     assert [row[:2] for row in rows] == [[run.model, run.workload] for run in runs]
     assert all(len(row) == len(tables.STEPS) for row in rows)
-    assert all(row[-1][0] in "+−" for row in rows)
+    assert all(row[-1] == "0%" or row[-1][0] in "+−" for row in rows)
     assert [line.split()[0] for line in tables.coefficients(ACHIEVED)] == ["decode", "prefill"]
 
 
@@ -39,6 +39,12 @@ def test_a_pair_is_told_with_the_sign_of_its_error() -> None:
     assert row == ["m", "D1", "2 library", 2.0, 1.9, "−5%", "−5%"] and len(row) == len(tables.PAIRS)
     (row,) = tables.pair_rows([PairCheck("m", "D1", "2", measured=2.0, planned=1.8, alone=1.1)])
     assert row[-2:] == ["−10%", "−1%"]
+
+
+@pytest.mark.parametrize("planned", [2.0 - 1e-9, 2.0, 2.0 + 1e-9])
+def test_an_error_that_rounds_to_nothing_has_no_sign(planned) -> None:
+    (row,) = tables.pair_rows([PairCheck("m", "D1", "2", measured=2.0, planned=planned)])
+    assert row[-2] == "0%"
 
 
 def test_a_host_is_cut_in_every_way_that_its_gpus_allow() -> None:
