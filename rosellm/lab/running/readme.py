@@ -154,10 +154,11 @@ def bounds_table(machines: Sequence[Results]) -> str:
 def _above_floor(ledger: Ledger) -> str:
     """The step, its floor, and the roles that take a tenth or more of what lies between, largest first."""
     above = {role: time.us - (time.floor_us or 0.0) for role, time in by_role(ledger).items()}
-    least = (ledger.step_us - ledger.floor_us) / 10
+    floor_us = ledger.floor_us or 0.0
+    least = (ledger.step_us - floor_us) / 10
     largest = sorted((role for role in above if above[role] >= least), key=above.__getitem__, reverse=True)
     roles = ", ".join(f"{ROLES_TOLD.get(role, role)} {above[role]:+,.0f}" for role in largest)
-    return f"**{ledger.step_us:,.0f}** ({ledger.floor_us:,.0f}; {roles})"
+    return f"**{ledger.step_us:,.0f}** ({f'{floor_us:,.0f}' if floor_us else '–'}; {roles})"
 
 
 def calls_table(machines: Sequence[Results]) -> str:
