@@ -22,7 +22,6 @@ from rosellm.roseinfer.kernels.online_softmax import Tiling, attend_tile, gather
 from rosellm.roseinfer.kernels.paged_cache import (
     AttentionShape,
     PagedCache,
-    append_token,
     are_seen,
     blocks_of,
     described_rows,
@@ -30,6 +29,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
     load_seen,
     load_tile,
     rows_of,
+    store_token,
 )
 from rosellm.roseinfer.kernels.partial_rows import make_combine, new_partial, store_heads, store_partial
 from rosellm.roseinfer.kernels.prefill import LOG2_E, SMALLEST_DOT, TRITON_DTYPES
@@ -171,7 +171,7 @@ def append_new(
     k_new = positioned(keys, norm, rotary, cos, sin, tiling.NORMS, shape)
     if position >= 0:
         k_row, v_row = tl.reshape(k_new, (D,)), tl.reshape(v_new, (D,))
-        append_token(cache, block, position, kv_head, k_row, v_row, shape)
+        store_token(cache, block, position, kv_head, k_row, v_row, shape)
     return tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1) * scale
 
 

@@ -137,9 +137,16 @@ def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.con
 
 
 @triton.jit
-def append_token(cache, block, position, kv_head, k_new, v_new, shape: tl.constexpr):
+def store_token(cache, block, position, kv_head, k_new, v_new, shape: tl.constexpr):
     """Stores one token's key and value ``[D]`` of a head in its block."""
     d = tl.arange(0, shape.D_PADDED)
     place = slot_offset(cache, block, position % shape.BLOCK_SIZE, kv_head, shape) + d
     tl.store(cache.k + place, k_new, mask=d < shape.D)
     tl.store(cache.v + place, v_new, mask=d < shape.D)
+
+
+@triton.jit
+def append_token(cache, table_ptr, position, kv_head, k_new, v_new, shape: tl.constexpr):
+    """The same for the sequence of a block table."""
+    block = tl.load(table_ptr + position // shape.BLOCK_SIZE)
+    store_token(cache, block, position, kv_head, k_new, v_new, shape)
