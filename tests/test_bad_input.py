@@ -40,7 +40,8 @@ from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
 from rosellm.models.weights import save_model
 from rosellm.roseinfer import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.rosetrainer import train
 from tests.helpers import MODERN, random_model, small_config

@@ -43,7 +43,7 @@ from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.bench.summary import summary_line
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import one_each
+from rosellm.roseinfer.serving.asked import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)

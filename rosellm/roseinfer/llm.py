@@ -18,9 +18,9 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.asked import one_each
 from rosellm.roseinfer.serving.held_interrupt import held_interrupt
 from rosellm.roseinfer.serving.one_engine import OneEngine
-from rosellm.roseinfer.serving.scheduler import one_each
 from rosellm.roseinfer.tensor_parallel import load_engine
 
 Prompt = str | Sequence[int]  # text, or token ids

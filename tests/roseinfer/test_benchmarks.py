@@ -26,7 +26,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.table import TORCH
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 from tests.helpers import random_model, random_prompts, small_engine
 from tests.soak.fake_step import POISON, fake_engine, poison
 from tests.soak.streaming_driver import Letters

@@ -28,7 +28,8 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, Recipe
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.roseinfer.steps.resident import ResidentStep
 from rosellm.roseinfer.steps.runner import EagerRunner, GraphRunner

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from rosellm.roseinfer.cache.device_state import FIELDS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import MODERN, random_prompts, small_config
 from tests.roseinfer.ranks import ranks_of, saved
 from tests.roseinfer.threaded_ranks import threaded_ranks

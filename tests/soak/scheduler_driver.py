@@ -13,7 +13,8 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from tests.helpers import random_model, random_prompts, small_config
 from tests.soak.fake_step import (
     BLOCK,

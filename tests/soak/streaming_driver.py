@@ -10,7 +10,7 @@ from time import perf_counter
 
 from rosellm.errors import OverloadError, PromptError, RoseError
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
 from tests.soak.fake_step import N_POSITIONS, VOCAB, call_before, fake_engine, tokens_after
 from tests.soak.programs import Driver

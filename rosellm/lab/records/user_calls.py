@@ -36,7 +36,8 @@ from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, one_each
+from rosellm.roseinfer.serving.asked import one_each
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 NAME = "user_calls"

@@ -18,7 +18,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.scheduler import one_each
+from rosellm.roseinfer.serving.asked import one_each
 
 SPARE_KV_BLOCKS = 8
 

@@ -34,7 +34,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
 from rosellm.roseinfer.kernels.partial_rows import make_combine, new_partial, store_heads, store_partial
 from rosellm.roseinfer.kernels.prefill import LOG2_E, SMALLEST_DOT, TRITON_DTYPES
 from rosellm.roseinfer.kernels.repeated import repeated
-from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, load_norm, positioned, positioned_ref
+from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
 from rosellm.triton_or_none import tl, triton
 
@@ -113,10 +113,12 @@ def load_ahead(
 
 @triton.jit
 def load_norms(rotary, shape: tl.constexpr, tiling: tl.constexpr):
-    """The weights that normalise queries and keys."""
-    q_norm = None if rotary is None else rotary.q_norm
-    k_norm = None if rotary is None else rotary.k_norm
-    return load_norm(q_norm, tiling.NORMS, shape), load_norm(k_norm, tiling.NORMS, shape)
+    """The weights that normalise queries and keys, as of :func:`load_heads`."""
+    q_norm, k_norm = (0.0, 0.0), (0.0, 0.0)
+    if tiling.NORMS:
+        q_norm = load_heads(rotary.q_norm, rotary, 1, 1, shape)
+        k_norm = load_heads(rotary.k_norm, rotary, 1, 1, shape)
+    return q_norm, k_norm
 
 
 @triton.jit
@@ -176,13 +178,13 @@ def append_new(
 
 
 @triton.jit
-def load_query(
+def load_and_append(
     ahead, norms, new, cache, rotary, row, tile, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
     """The group's queries ``[M, D]`` as operands, their scores of the new key ``[M]``, its value ``[1, D]``.
 
-    The first tile of a row has the new key, and stores it; for the others it is not there. All that the
-    predecessor wrote is requested at once.
+    Only a row's first tile has and stores it; others get -inf and 0. All that the predecessor wrote is
+    requested at once.
     """
     HEADS: tl.constexpr = tiling.HEADS
     _, _, cos, sin, _, _ = ahead
@@ -211,7 +213,9 @@ def attend_part(
     """The softmax over ``n_tiles`` of a row from ``tile`` on; its first tile also has the new token."""
     TILE: tl.constexpr = tiling.TILE
     position, _, _, _, k, v = ahead
-    q, score, v_new = load_query(ahead, norms, new, cache, rotary, row, tile, kv_head, scale, shape, tiling)
+    q, score, v_new = load_and_append(
+        ahead, norms, new, cache, rotary, row, tile, kv_head, scale, shape, tiling
+    )
     table_ptr = rows.table + row * rows.table_stride
     m_i, l_i, acc = no_keys(shape, tiling)
     EARLY: tl.constexpr = tiling.DOT is None and not tiling.LANES  # saves registers
@@ -305,9 +309,9 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
     """One or two Triton kernels, called like :func:`append_and_attend_ref`, with a plan of the same window.
 
     Caches are contiguous, and so is a row of the table; rows of table and positions may be strided. q, k_new
-    and v_new are slices of one fused projection: their rows share a stride, ``[H, D]`` is contiguous. The
-    plan was written two or more kernels ago. Products of groups of fp16 or bf16 queries run on tensor cores,
-    those of fp32 in full fp32; the softmax is always fp32.
+    and v_new are slices of one fused projection: their rows share a stride, ``[H, D]`` is contiguous. Plan,
+    positions and table were written two or more kernels ago. Products of groups of fp16 or bf16 queries run
+    on tensor cores, those of fp32 in full fp32; the softmax is always fp32.
     """
     launch = {"DEPENDENT": dependent, **launch_options(dependent)}
     combine = make_combine(dependent)
@@ -351,7 +355,7 @@ def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary:
 
 
 def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
-    """Descriptors of keys and values, tile by tile; None each unless tiles of products are in one block."""
+    """Descriptors of keys and values, tile by tile; None each where loads are not by TMA."""
     in_block = tiling.DOT is not None and shape.BLOCK_SIZE % tiling.TILE == 0
     if not in_block or tiling.STAGES == 1 or shape.D != shape.D_PADDED or cache.k.dtype == torch.float32:
         return None, None

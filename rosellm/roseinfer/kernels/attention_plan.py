@@ -29,7 +29,7 @@ class Variant(NamedTuple):
     stages 1: the next tile is loaded into registers; more: ``stages - 1`` tiles are on their way into shared
     memory. For groups of one query head: lanes, 1 if each token of a tile has a softmax of its own, combined
     at the end, so that threads work without each other, which takes ``tile * D / warps / 32`` more registers;
-    dot, 1 if products run on tensor cores, as groups' always do, the head being one of ``SMALLEST_DOT`` rows.
+    dot, 1 if products run on tensor cores, as groups' always do, heads repeated to ``SMALLEST_DOT`` rows.
     """
 
     tile: int
@@ -87,7 +87,7 @@ def variant_for(
 def cut_rows(
     rows: int, kv_heads: int, longest: int, num_sms: int, group: int = 1, head_dim: int = 64
 ) -> Variant:
-    """The fastest measured in pieces: two programs a processor, more of them where pieces have many tiles."""
+    """The fastest measured in pieces: two programs a processor, of many tiles up to eight."""
     pieces = max(1, 2 * num_sms // kv_heads)
     tiles = rows * -(-triton.next_power_of_2(max(longest, 1)) // 16)
     if tiles > 8 * pieces:
@@ -96,25 +96,26 @@ def cut_rows(
     return Variant(16, most, 1, 1, 1) if group == 1 else Variant(16, most, 2, 1)
 
 
-def _long_pieces(rows: int, tiles: float, pieces: int, group: int, head_dim: int) -> Variant:
-    """Pieces of many tiles of 16."""
+def _long_pieces(rows: int, tiles_each: float, pieces: int, group: int, head_dim: int) -> Variant:
+    """tiles_each: of 16 tokens, in a piece."""
     if group == 1:
         return Variant(16, 4 * pieces, 2, 3, 1)
     if head_dim > 64:
-        return Variant(32, 2 * pieces, 2, 2) if tiles <= 32 else Variant(64, pieces, 4, 3)
+        return Variant(32, 2 * pieces, 2, 2) if tiles_each <= 32 else Variant(64, pieces, 4, 3)
     return Variant(32, 4 * pieces, 1, 2) if rows > 2 else Variant(128, pieces, 4, 2)
 
 
 def whole_rows(
     rows: int, kv_heads: int, longest: int, num_sms: int, group: int = 1, head_dim: int = 64
 ) -> Variant:
-    """The fastest measured with one piece for each row: few programs read much at once, many small tiles."""
+    """The fastest measured with one piece for each row."""
     programs, reach = rows * kv_heads, triton.next_power_of_2(max(longest, 1))
-    of_group = _whole_single_heads if group == 1 else _whole_groups
-    return of_group(programs / num_sms, reach, head_dim)
+    if group == 1:
+        return _whole_single_heads(programs / num_sms, reach)
+    return _whole_groups(programs / num_sms, reach, head_dim)
 
 
-def _whole_single_heads(share: float, reach: int, head_dim: int) -> Variant:
+def _whole_single_heads(share: float, reach: int) -> Variant:
     """share: programs a processor."""
     if share >= 2:
         if reach > MIDDLE:
@@ -126,11 +127,10 @@ def _whole_single_heads(share: float, reach: int, head_dim: int) -> Variant:
 
 
 def _whole_groups(share: float, reach: int, head_dim: int) -> Variant:
-    """Tiles of products: with many programs small ones, with few many stages."""
+    """Tiles of products; share: programs a processor."""
     if share < 1:
-        return (
-            Variant(64, warps=8) if head_dim <= 64 or 2 * reach <= MIDDLE else Variant(64, warps=4, stages=3)
-        )
+        short = head_dim <= 64 or reach < MIDDLE
+        return Variant(64, warps=8) if short else Variant(64, warps=4, stages=3)
     if head_dim <= 64:
         if reach > LONG:
             return Variant(64, warps=4, stages=3)

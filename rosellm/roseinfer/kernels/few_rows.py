@@ -112,7 +112,7 @@ def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr,
 
 @triton.jit
 def _add_row(acc, total, squares, w, x, scale, NORM: tl.constexpr):
-    """One chunk of one row: w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``, as often as w's rows need it."""
+    """One chunk of one row: w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``, repeated for w's rows."""
     x = x.to(tl.float32)
     total += x
     squares += x * x
@@ -128,7 +128,7 @@ def _one_row_product(
     K: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, STEP: tl.constexpr,
     HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The product ``[1, BLOCK_N]`` of one row, its sum and sum of squares ``[1, 1]``.
+    """The product of one row, its sum and sum of squares, ``[1, BLOCK_N]`` each.
 
     As a chunk in registers is used up, the one HELD chunks after it is requested. Sums across threads are
     left to the end.

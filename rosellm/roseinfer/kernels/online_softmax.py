@@ -1,6 +1,6 @@
 """The online softmax of one program (Milakov & Gimelshein 2018), tile by tile, in base 2, for Triton kernels.
 
-Shapes: M queries of one group, TILE tokens, D head size.
+Shapes: M rows of queries of one group, TILE tokens, D head size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rosellm.triton_or_none import tl, triton
 
 
 class Tiling(NamedTuple):
-    """Compile-time constants: tokens of a tile, window, rows of q, how many of them differ, stages.
+    """Compile-time constants: tokens of a tile, window, rows of q, after how many they repeat, stages.
 
     DOT: operand dtype of matrix products, or None for products and sums of vectors. NORMS: whether heads are
     normalised. LANES: as of ``attention_plan.Variant``.

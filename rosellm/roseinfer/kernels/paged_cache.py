@@ -147,6 +147,6 @@ def store_token(cache, block, position, kv_head, k_new, v_new, shape: tl.constex
 
 @triton.jit
 def append_token(cache, table_ptr, position, kv_head, k_new, v_new, shape: tl.constexpr):
-    """The same for the sequence of a block table."""
+    """The same, its block from the sequence's table."""
     block = tl.load(table_ptr + position // shape.BLOCK_SIZE)
     store_token(cache, block, position, kv_head, k_new, v_new, shape)

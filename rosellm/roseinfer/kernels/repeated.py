@@ -1,4 +1,4 @@
-"""Rows of a tile, repeated: for operands that need more of them, and for threads that work on copies."""
+"""Rows of a tile, repeated where an operand needs more."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What happens to q and k between the projection and attention: spec, and kernels.
 
 Each head is normalised (RMSNorm, as in Qwen3) and turned by its token's position (RoPE, Su et al. 2021). For
-a prefill this is a kernel; a decode step's attention kernel does it as it loads heads.
+a prefill this is a kernel; a decode step's attention kernel does it itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def positioned_ref(heads: Tensor, norm: Tensor | None, positions: Tensor, rotary
 
 @triton.jit
 def load_angles(rotary, position, shape: tl.constexpr):
-    """Cosine and signed sine ``[1, D]`` of a position: a rotated element is x * cos + its partner * sin."""
+    """Cosine and signed sine ``[1, D]`` of a position: a rotated head is x * cos + swapped * sin."""
     D: tl.constexpr = shape.D_PADDED
     d = tl.arange(0, D)[None, :]
     if rotary is None:
@@ -51,21 +51,6 @@ def load_angles(rotary, position, shape: tl.constexpr):
         sin = tl.load(place + HALF, mask=d < shape.D, other=0.0)
         sin = tl.where(d < HALF, -sin, sin)
     return cos, sin
-
-
-@triton.jit
-def load_norm(norm_ptr, NORMS: tl.constexpr, shape: tl.constexpr):
-    """A norm's weights ``[1, D]``, and the same with their halves swapped."""
-    weights = 0.0, 0.0
-    if NORMS:
-        d = tl.arange(0, shape.D_PADDED)[None, :]
-        inside = d < shape.D
-        swapped = (d + shape.D // 2) % shape.D
-        weights = (
-            tl.load(norm_ptr + d, mask=inside, other=0.0),
-            tl.load(norm_ptr + swapped, mask=inside, other=0.0),
-        )
-    return weights
 
 
 @triton.jit
@@ -86,7 +71,7 @@ def load_heads(ptr, rotary, count, ROWS: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def positioned(heads, norm, rotary, cos, sin, NORMS: tl.constexpr, shape: tl.constexpr):
-    """Loaded heads, normalised and rotated, of their own dtype; norm as loaded by :func:`load_norm`."""
+    """Loaded heads, normalised and rotated, of their own dtype; norm, too, as of :func:`load_heads`."""
     x, swapped = heads
     dtype: tl.constexpr = x.dtype
     if rotary is not None:

@@ -153,3 +153,11 @@ def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, sk
         elif not skip:
             break
     return chosen
+
+
+def batch_size_of(config: SchedulerConfig, most: int) -> int:
+    """Sequences that are active together; raises ``RoseError`` if that is more than the engine decodes."""
+    size = config.max_batch_size or most
+    if size > most:
+        raise RoseError(f"max_batch_size is {size}; the engine decodes at most {most} sequences together")
+    return size

@@ -8,7 +8,8 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, Progress
+from rosellm.roseinfer.serving.run_all import Progress
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 
 class OneEngine:

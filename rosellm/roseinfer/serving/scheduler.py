@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from time import perf_counter
-from typing import Any, Protocol
 
-from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
-from rosellm.frozen_heap import frozen_heap
+from rosellm.errors import OverloadError, RoseError, told
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.admission import Room, SchedulerConfig, WaitingQueue
-from rosellm.roseinfer.serving.held_interrupt import held_interrupt
+from rosellm.roseinfer.serving.admission import Room, SchedulerConfig, WaitingQueue, batch_size_of
+from rosellm.roseinfer.serving.asked import check_prompts, each_made
+from rosellm.roseinfer.serving.run_all import Progress, run_all
 
 
 class Listeners:
@@ -334,95 +332,3 @@ class OfflineScheduler(OnlineScheduler):
     def _store_result(self, sequence: Sequence) -> None:
         super()._store_result(sequence)
         self.n_spared += sequence.max_length - len(sequence.tokens)
-
-
-class Progress(Protocol):
-    """The part of tqdm's interface that is used."""
-
-    total: Any
-
-    def update(self, n: int) -> object: ...
-
-
-class RunsAll(Protocol):
-    """A scheduler that counts ``n_tokens``, generated so far, and ``n_spared``: as ``OfflineScheduler``."""
-
-    n_tokens: int
-    n_spared: int
-    finished: dict[int, RequestOutput]
-
-    @property
-    def has_unfinished(self) -> bool: ...
-    def add_requests(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-    ) -> list[int]: ...
-    def step(self) -> list[Sequence]: ...
-    def cancel_all(self) -> None: ...
-    def take_result(self, request_id: int) -> RequestOutput: ...
-
-
-def run_all(
-    scheduler: RunsAll,
-    prompts: list[list[int]],
-    params: SamplingParams | list[SamplingParams],
-    progress: Progress | None = None,
-) -> list[RequestOutput]:
-    """See ``OfflineScheduler.run``."""
-    with frozen_heap(), held_interrupt() as let_interrupt_through:
-        ids = scheduler.add_requests(prompts, params)
-        try:
-            while scheduler.has_unfinished:
-                n_tokens, n_spared = scheduler.n_tokens, scheduler.n_spared
-                scheduler.step()
-                let_interrupt_through()
-                if progress is not None:
-                    progress.total -= scheduler.n_spared - n_spared
-                    progress.update(scheduler.n_tokens - n_tokens)
-        except BaseException:
-            scheduler.cancel_all()
-            for request_id in ids:
-                scheduler.finished.pop(request_id, None)
-            raise
-        return [scheduler.take_result(request_id) for request_id in ids]
-
-
-def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> list[SamplingParams]:
-    """Sampling parameters for every prompt, from one for all or one each."""
-    if isinstance(params, SamplingParams):
-        return [params] * n_prompts
-    if not isinstance(params, (list, tuple)) or not all(isinstance(own, SamplingParams) for own in params):
-        raise SamplingError(f"sampling parameters are {params!r}; give one SamplingParams, or a list of them")
-    if len(params) != n_prompts:
-        raise SamplingError(
-            f"{len(params)} SamplingParams for {n_prompts} prompts; give one for all, or one each"
-        )
-    return list(params)
-
-
-def batch_size_of(config: SchedulerConfig, most: int) -> int:
-    """Sequences that are active together; raises ``RoseError`` if that is more than the engine decodes."""
-    size = config.max_batch_size or most
-    if size > most:
-        raise RoseError(f"max_batch_size is {size}; the engine decodes at most {most} sequences together")
-    return size
-
-
-def check_prompts(prompts: object) -> None:
-    """Raises ``PromptError`` for anything but a list of prompts."""
-    if not isinstance(prompts, (list, tuple)):
-        raise PromptError(f"the prompts are {told(prompts)}; give a list of lists of token ids")
-
-
-def each_made(
-    make_sequence: Callable[[list[int], SamplingParams], Sequence],
-    prompts: list[list[int]],
-    params: SamplingParams | list[SamplingParams],
-) -> list[Sequence]:
-    """A sequence for each prompt; an error tells which prompt it is about."""
-    sequences = []
-    for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
-        try:
-            sequences.append(make_sequence(prompt, own))
-        except PromptError as error:
-            raise PromptError(f"prompt {index}: {error}") from error
-    return sequences

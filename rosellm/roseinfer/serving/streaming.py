@@ -21,7 +21,8 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from rosellm.roseinfer.serving.stream import Running, Stream, inbox_putter, output_of, raise_again
 from rosellm.roseinfer.serving.turns import Pieces, Turns
 

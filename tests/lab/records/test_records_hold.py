@@ -8,7 +8,7 @@ from rosellm.lab.figures.models import recorded_shapes, speed_up, table
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.model_ladder import by_role, recorded_ledgers
 from rosellm.lab.records.model_runs import recorded_models
-from rosellm.lab.records.records import find, rivals
+from rosellm.lab.records.records import Results, find, rivals
 from rosellm.lab.records.verdicts import Verdict, run_to_run
 from rosellm.models.families.table import read_arch
 
@@ -137,7 +137,14 @@ def test_what_bounds_modern_models_is_what_readme_tells(model):
     assert most.pop("PRE", "attention") == most.pop("D1") == "attention"
     assert {most[workload] for workload in ("D8", "D64", "L8K")} == {"GEMM"}
     launches = next(row.launches for row in ledgers["D1"].rows if row.cause == "attention")
-    assert 2.5 < roles["D1"]["attention"].us / launches < 4
+    assert 2.75 < roles["D1"]["attention"].us / launches < 3.75
+
+
+def test_the_ledger_that_readme_leaves_out_is_of_kernels_that_took_16_percent_longer():
+    figures = Results(RESULTS.folder / "Llama-3.1-8B").load("ledgers")["figures"]
+    ledgers = {workload: Ledger.from_dict(one) for workload, one in figures.items()}
+    assert [workload for workload, one in ledgers.items() if one.is_disturbed] == ["PRE"]
+    assert round(ledgers["PRE"].busy_us / ledgers["PRE"].step_us, 2) == 1.16
 
 
 @pytest.mark.parametrize("workload", ["W2", "W3"])

@@ -17,7 +17,8 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, run_all
+from rosellm.roseinfer.serving.run_all import run_all
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
 from tests.helpers import random_model, random_prompts, small_config
 from tests.roseinfer.cluster.inline_ray import Call, InlineFleet, InlineRay

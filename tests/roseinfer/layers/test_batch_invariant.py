@@ -14,7 +14,8 @@ from rosellm.roseinfer.kernels.table import TRITON
 from rosellm.roseinfer.layers.batch_invariant import invariant_kernels
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import BITS, FAMILIES, greedy_sequences, random_model, random_prompts, small_config
 
 CONFIG = small_config(n_positions=256)

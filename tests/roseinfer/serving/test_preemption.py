@@ -8,7 +8,8 @@ from rosellm.errors import KVCacheExhausted, PromptError
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from tests.helpers import random_model, random_prompts, small_engine
 
 RUNGS = ["dense", "mutable_block_info", "resident_step", BEST_RUNG]

@@ -15,7 +15,9 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler, SchedulerConfig, one_each
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.asked import one_each
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.roseinfer.text import IncrementalText
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
 from tests.late_step import run_late

@@ -20,7 +20,8 @@ from rosellm.errors import OverloadError, PromptError, RoseError
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
 from rosellm.roseinfer.text import IncrementalText, LateText
 from tests.helpers import random_model, small_config, small_engine

@@ -16,7 +16,8 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.attention_plan import variant_for
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.scheduler import OnlineScheduler, SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from rosellm.roseinfer.steps.joined_pass import JOINED_PLACES, JOINED_TOKENS, captured_sizes
 from tests.helpers import (
     MODERN,

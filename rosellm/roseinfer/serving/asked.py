@@ -1,0 +1,43 @@
+"""What is asked for: prompts with the sampling parameters of each, checked and made into sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rosellm.errors import PromptError, SamplingError, told
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+
+
+def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> list[SamplingParams]:
+    """Sampling parameters for every prompt, from one for all or one each."""
+    if isinstance(params, SamplingParams):
+        return [params] * n_prompts
+    if not isinstance(params, (list, tuple)) or not all(isinstance(own, SamplingParams) for own in params):
+        raise SamplingError(f"sampling parameters are {params!r}; give one SamplingParams, or a list of them")
+    if len(params) != n_prompts:
+        raise SamplingError(
+            f"{len(params)} SamplingParams for {n_prompts} prompts; give one for all, or one each"
+        )
+    return list(params)
+
+
+def check_prompts(prompts: object) -> None:
+    """Raises ``PromptError`` for anything but a list of prompts."""
+    if not isinstance(prompts, (list, tuple)):
+        raise PromptError(f"the prompts are {told(prompts)}; give a list of lists of token ids")
+
+
+def each_made(
+    make_sequence: Callable[[list[int], SamplingParams], Sequence],
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+) -> list[Sequence]:
+    """A sequence for each prompt; an error tells which prompt it is about."""
+    sequences = []
+    for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
+        try:
+            sequences.append(make_sequence(prompt, own))
+        except PromptError as error:
+            raise PromptError(f"prompt {index}: {error}") from error
+    return sequences
