@@ -105,6 +105,7 @@ def test_a_step_is_told_with_its_floor_and_the_roles_of_a_tenth_or_more_above_it
     assert int(step) == round(ledger.step_us)
     named = dict(one.rsplit(" ", 1) for one in rest.split(", "))
     assert list(map(int, named.values())) == sorted(map(int, named.values()), reverse=True)
+    assert "products" in named
     tenth = (ledger.step_us - ledger.floor_us) / 10
     assert sorted(map(int, named.values())) == sorted(round(us) for us in above.values() if us >= tenth)
 

@@ -99,4 +99,5 @@ def layout_rows(
 
 
 def _signed(share: float) -> str:
-    return f"{share:+.0%}".replace("-", "−") if abs(share) >= 0.005 else "0%"
+    told = f"{share:+.0%}".replace("-", "−")
+    return told if told[1:] != "0%" else "0%"

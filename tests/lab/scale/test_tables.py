@@ -41,7 +41,7 @@ def test_a_pair_is_told_with_the_sign_of_its_error() -> None:
     assert row[-2:] == ["−10%", "−1%"]
 
 
-@pytest.mark.parametrize("planned", [2.0 - 1e-9, 2.0, 2.0 + 1e-9])
+@pytest.mark.parametrize("planned", [1.991, 2.0 - 1e-9, 2.0, 2.0 + 1e-9, 2.009])
 def test_an_error_that_rounds_to_nothing_has_no_sign(planned) -> None:
     (row,) = tables.pair_rows([PairCheck("m", "D1", "2", measured=2.0, planned=planned)])
     assert row[-2] == "0%"
