@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.linear_shapes import Shape, is_narrow, some_rows_shape
 from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_some_rows_kernel": "GEMM"}
 Activation = Literal["none", "gelu", "swiglu"]
-Shape = Callable[[int, int, int, torch.dtype], tuple[int, int, int, int, int]]
-SOME_ROWS = ((2**24, 256), (2**25, 128))  # parameters of a layer, and rows up to which ours are faster
-LARGE = 2**24  # elements of a weight; gpt2-xl has up to 10 million
+ShapeOf = Callable[[int, int, int, torch.dtype, int], Shape]
 TMA_ROWS = 64
 
 
@@ -204,50 +203,13 @@ def output_width(n: int, activation: Activation) -> int:
     return n // 2 if activation == "swiglu" else n
 
 
-def _some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile sizes, warps and pipeline stages: the fastest measured on an H200."""
-    if dtype == torch.float32:
-        return 32, 32, 32, 4, 3
-    if rows <= 32:
-        wide = 64 if n * k >= LARGE else 16 if n == k else 32
-        return 32, wide, 128, 4, 4
-    return _up_to_128_shape(n, k) if rows <= 128 else _more_rows_shape(rows, n, k)
-
-
-def _up_to_128_shape(n: int, k: int) -> tuple[int, int, int, int, int]:
-    if is_narrow(n, k):
-        return (64, 64, 64, 4, 5) if k > 2 * n else (64, 16, 128, 4, 4) if n <= k else (64, 32, 64, 4, 6)
-    if n * k > 2 * LARGE:
-        return 64, 128, 64, 4, 4
-    if n > k:
-        return (64, 64, 128, 4, 3) if n * k > LARGE else (64, 64 if n > 4096 else 32, 128, 4, 4)
-    return 64, 16 if n < 2048 or k <= 2 * n else 32, 128, 4, 4
-
-
-def is_narrow(n: int, k: int) -> bool:
-    """Whether a model is as narrow as GPT-2 small.
-
-    Attention and products then take so little time that they overlap, and tiles compete for shared memory.
-    """
-    return min(n, k) < 1024
-
-
-def _more_rows_shape(rows: int, n: int, k: int) -> tuple[int, int, int, int, int]:
-    if n * k >= LARGE:
-        return (128, 64, 64, 4, 5) if rows <= 256 else (128, 128, 64, 8, 4)
-    if n > k:
-        small = n * k < LARGE // 4
-        return (64, 32 if n >= 4 * k else 64, 128, 4, 3) if small else (128, 128, 64, 8, 6)
-    return 64, 32 if n < 1024 else 64, 128, 4, 4
-
-
 def make_some_rows_linear(
-    dependent: int = False, shape: Shape = _some_rows_shape, copies: bool = True
+    dependent: int = False, shape: ShapeOf = some_rows_shape, copies: bool = True
 ) -> Callable[..., Tensor]:
     """The Triton kernel for some rows, called like :func:`some_rows_linear_ref`.
 
-    All tensors are contiguous. shape: rows, n, k and dtype → tile sizes, warps and pipeline stages. copies:
-    the TMA unit copies tiles where that pays; False: any number of rows is loaded in the same way.
+    All tensors are contiguous. shape: rows, n, k, dtype and parts → how the product is cut. copies: the TMA
+    unit copies tiles where that pays; False: any number of rows is loaded in the same way.
     """
     launch, described = launch_options(dependent), _described if copies else _loaded
 
@@ -256,7 +218,7 @@ def make_some_rows_linear(
         n = weight.shape[0]
         width = output_width(n, activation)
         out = x.new_empty(rows, width) if parts == 1 else x.new_empty(parts, rows, n, dtype=torch.float32)
-        block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype)
+        block_m, block_n, block_k, warps, stages = shape(rows, n, k, x.dtype, parts)
         stages = fitting_stages(stages, block_m, block_n, block_k, x)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
         added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}
@@ -289,14 +251,3 @@ def _described(x: Tensor, weight: Tensor, width: int, block_m: int, block_n: int
         TensorDescriptor(it, list(it.shape), [it.shape[1], 1], [rows, block_k])
         for it, rows in ((x, block_m), (weight, block_n))
     )
-
-
-def some_rows(layer_parameters: int) -> int:
-    """Rows up to which ``some_rows_linear`` beats cuBLAS, as measured on an H200: the fewer, the larger."""
-    return next((rows for most, rows in SOME_ROWS if layer_parameters <= most), 64)
-
-
-def parts_of(rows: int, n: int, k: int) -> int:
-    """Ranges of K (split-K), to keep more programs busy where inputs are much wider than outputs."""
-    parts = 2 if rows > 128 else 8 if rows > 32 and n < 1024 else 4
-    return parts if k >= 2 * n and k % (64 * parts) == 0 else 1

@@ -28,6 +28,7 @@ from rosellm.roseinfer.kernels.attention_plan import Variant
 from rosellm.roseinfer.kernels.filtered_head import filtered_shape, make_filtered_tiles
 from rosellm.roseinfer.kernels.head import make_best_tokens
 from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
+from rosellm.roseinfer.kernels.linear_shapes import Shape
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, prefill_attention_ref
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.roseinfer.kernels.table import Kernels
@@ -42,7 +43,7 @@ DECODE_PARTS, PARTS_FROM = 4, 2  # ranges of K, if inputs are that many times wi
 GROUP = 16  # rows per product on a CPU
 
 
-def linear_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+def linear_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> Shape:
     """Tile sizes, warps and pipeline stages of a product: the same matrix instruction for any number of rows.
 
     It takes 64 rows of a 16-bit type and adds 16 products at a time, in order of k.

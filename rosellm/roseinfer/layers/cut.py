@@ -9,15 +9,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rosellm.models.model import Block, Projection, Transformer
+from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.peer_sums import SymmetricSums, make_sum_add_norm, peer_bytes
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, Kernels
-from rosellm.roseinfer.layers.fused import FusedLayers, Layers, fastest_products, plain_layers
+from rosellm.roseinfer.layers.fused import FusedLayers, Layers, plain_layers
 from rosellm.roseinfer.layers.products import (
     LibraryProducts,
     PackedProducts,
@@ -30,6 +31,8 @@ from rosellm.roseinfer.layers.products import (
 from rosellm.roseinfer.ranks.group import Ranks
 
 SUMMED_ROWS = 64  # up to which every rank reads all of a sum's rows, 512 KB at most for a width of 4,096
+LARGE_LAYER = 2**26  # parameters
+WHOLE_ROWS = ((2**24, 256), (2**25, 128))  # parameters of a layer, and rows up to which ours beat cuBLAS
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -118,6 +121,19 @@ SUMS: dict[str, Callable[[Transformer, Kernels, Ranks], AddNorm]] = {
 }
 
 
+def fastest_whole_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
+    """``fused.fastest_products`` where K stays whole, so that fewer programs share a product.
+
+    Measured on whole models.
+    """
+    if layer_parameters > LARGE_LAYER and 8 < rows <= 32:
+        return "library"
+    if rows <= FEW_ROWS:
+        return "few"
+    most = next((most for size, most in WHOLE_ROWS if layer_parameters <= size), 64)
+    return "some" if rows <= most else "library"
+
+
 def cut_layers(
     norm: str, activation: str, gemm: str, all_reduce: str, model: Transformer, kernels: Kernels, ranks: Ranks
 ) -> Callable[[int], Layers]:
@@ -140,4 +156,4 @@ def cut_layers(
         "some": FusedLayers(model, some, kernels),
         "library": library,
     }
-    return lambda rows: layers[fastest_products(rows, model.config.n_layer_parameters)]
+    return lambda rows: layers[fastest_whole_products(rows, model.config.n_layer_parameters)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rosellm.models.attention import Attend
 from rosellm.models.model import Projection, Transformer, split_heads
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
-from rosellm.roseinfer.kernels.linear import some_rows
+from rosellm.roseinfer.kernels.linear_shapes import some_rows
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.products import (
     LayerWeights,
@@ -30,7 +30,7 @@ from rosellm.roseinfer.layers.products import (
 )
 
 Layers = Callable[[Tensor, Tensor, Attend], Tensor]
-LARGE_LAYER = 2**26  # parameters
+FEWER_ROWS = ((2**25, FEW_ROWS), (2**26, 8))  # parameters of a layer, and rows up to which norms are fused
 
 
 def plain_layers(model: Transformer) -> Layers:
@@ -104,12 +104,10 @@ def embedded(embed: Callable[..., Tensor], model: Transformer, ids: Tensor, posi
 def fastest_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
     """Whose products take the least time on an H200, as measured in whole steps.
 
-    Large layers' weights keep its memory busy by themselves, so that cuBLAS wins until there are rows for
-    tiles that the TMA unit copies.
+    The larger a layer, the sooner its weights keep the memory busy by themselves, and then cuBLAS its cores.
     """
-    if layer_parameters > LARGE_LAYER and 8 < rows <= 32:
-        return "library"
-    if rows <= FEW_ROWS:
+    few = next((most for size, most in FEWER_ROWS if layer_parameters <= size), 1)
+    if rows <= few:
         return "few"
     return "some" if rows <= some_rows(layer_parameters) else "library"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rosellm.models.arch import Arch
 from rosellm.models.model import Block, Projection, Transformer, activated
 from rosellm.roseinfer.kernels.few_rows import NormPrologue
-from rosellm.roseinfer.kernels.linear import parts_of
+from rosellm.roseinfer.kernels.linear_shapes import parts_of
 from rosellm.roseinfer.kernels.table import Kernels
 
 Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K
@@ -180,13 +180,18 @@ class PlainProducts:
 
 
 class SomeRowsProducts(PlainProducts):
-    """``linear.some_rows_linear`` for all; ``down``, whose inputs are wide, is split along K."""
+    """``linear.some_rows_linear`` for all; ``out`` and ``down``, which the norm adds up, in ranges of K."""
 
     def __init__(self, model: Transformer, kernels: Kernels, parts_of: Parts = parts_of) -> None:
         super().__init__(model, kernels.some_rows_linear)
         self.parts_of = parts_of
 
+    def out(self, layer: int, x: Tensor) -> Tensor:
+        return self._in_parts(x, self.blocks[layer].out.weight)
+
     def down(self, layer: int, x: Tensor) -> Tensor:
-        weight = self.blocks[layer].down.weight
+        return self._in_parts(x, self.blocks[layer].down.weight)
+
+    def _in_parts(self, x: Tensor, weight: Tensor) -> Tensor:
         parts = self.parts_of(len(x), *weight.shape)
         return self.linear(x=x, weight=weight, parts=parts).view(parts, len(x), -1)

@@ -17,7 +17,8 @@ from rosellm.roseinfer.kernels.few_rows import (
     few_rows_linear_ref,
     make_few_rows_linear,
 )
-from rosellm.roseinfer.kernels.linear import make_some_rows_linear, parts_of, some_rows_linear_ref
+from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
+from rosellm.roseinfer.kernels.linear_shapes import is_narrow, parts_of, some_rows_shape
 from tests.helpers import TRITON_DEVICES
 from tests.roseinfer.kernels.kernel_checks import (
     PLACES,
@@ -152,12 +153,13 @@ def test_the_parts_of_the_spec_are_products_over_ranges_in_order(parts):
 
 
 @pytest.mark.parametrize("rows", [1, 17, 33, 64, 129, SOME_ROWS])
-@pytest.mark.parametrize("n", [8, 32, 768])
-def test_parts_divide_the_inputs_and_are_for_wide_ones_only(n, rows):
-    for k in (32, 34, 50, 256, 768, 1000, 3072):
+@pytest.mark.parametrize("n", [8, 32, 768, 1024, 2048, 4096])
+def test_parts_divide_the_inputs_and_are_not_for_outputs_wider_than_them(n, rows):
+    for k in (32, 34, 50, 256, 768, 1000, 1024, 2048, 3072, 8960, 9728, 14336):
         parts = parts_of(rows, n, k)
-        assert k % parts == 0 and (parts == 1 or k >= 2 * n)
-    assert parts_of(rows, 768, 3072) > 1
+        assert k % parts == 0 and (parts == 1 or k >= (2 * n if is_narrow(n, k) else n))
+        assert parts == 1 or k // parts % 64 == 0
+    assert parts_of(rows, 768, 3072) > 1 and parts_of(rows, 1024, 2048) > 1
 
 
 # The kernel for few rows.
@@ -354,11 +356,12 @@ def test_the_kernels_equal_the_spec_at_a_real_size(n, k, options, device, dtype)
         case = with_options(make_case(rows, n, k, dtype, device, seed=rows), options)
         assert_equals_spec(make_few_rows_linear(), few_rows_linear_ref, case)
     kept = {"gelu", "swiglu", "no bias"}.intersection(options)
-    for rows in (17, 32, 33, 64, 128, 129, SOME_ROWS):
+    for rows in (2, 9, 17, 32, 33, 64, 128, 129, SOME_ROWS):
         case = with_options(make_case(rows, n, k, dtype, device, seed=rows), tuple(kept))
         assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, case)
-        parts = {"x": case["x"], "weight": case["weight"], "parts": parts_of(rows, 768, 3072)}
-        assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, parts)
+        for parts in {parts_of(rows, n, k), parts_of(rows, 768, 3072)} - {1}:
+            operands = {"x": case["x"], "weight": case["weight"], "parts": parts}
+            assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, operands)
 
 
 @pytest.mark.gpu
@@ -399,8 +402,18 @@ GPT2_TILES = {
 @pytest.mark.parametrize(("n", "k"), GPT2_TILES)
 def test_gpt2s_tiles_are_those_measured(n, k):
     for rows, tile in zip((32, 128, SOME_ROWS), GPT2_TILES[n, k], strict=True):
-        assert linear._some_rows_shape(rows, n, k, torch.float16) == tile
-        assert linear._some_rows_shape(rows, n, k, torch.float32) == (32, 32, 32, 4, 3)
+        parts = parts_of(rows, n, k)
+        assert some_rows_shape(rows, n, k, torch.float16, parts) == tile
+        assert some_rows_shape(rows, n, k, torch.float32, parts) == (32, 32, 32, 4, 3)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize("rows", [9, 17, 48, 100, SOME_ROWS])
+@pytest.mark.parametrize(("n", "k"), [(1024, 2048), (4096, 4096), (2048, 8192), (28672, 4096), (768, 3072)])
+def test_a_tile_fits_the_registers_and_the_shared_memory_of_an_h200(n, k, rows, parts):
+    block_m, block_n, block_k, warps, stages = some_rows_shape(rows, n, k, torch.bfloat16, parts)
+    assert block_m >= min(rows, 16) and block_m * block_n // (32 * warps) <= 64
+    assert stages * (block_m + block_n) * block_k * 2 <= 232_448
 
 
 @pytest.mark.parametrize(("limit", "stages"), [(None, 6), (232_448, 6), (65_536, 5), (1_000, 1)])

@@ -14,7 +14,7 @@ from rosellm.models.arch import Norm
 from rosellm.models.attention import Attend, CausalAttention
 from rosellm.models.model import Projection, Transformer, activated
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS, few_rows_linear_ref
-from rosellm.roseinfer.kernels.linear import parts_of, some_rows
+from rosellm.roseinfer.kernels.linear_shapes import parts_of, some_rows
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, choose_kernels
 from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers, fastest_products
 from rosellm.roseinfer.layers.products import (
@@ -106,11 +106,14 @@ def test_the_number_of_rows_chooses_the_products(device):
         assert isinstance(layers_for(rows), FusedLayers) and isinstance(layers_for(rows).products, products)
 
 
-def test_the_library_multiplies_large_layers_between_few_rows_and_many():
-    llama_8b = 218_112_000
-    kinds = {rows: fastest_products(rows, llama_8b) for rows in (1, 8, 12, 16, 32, 64, 65)}
-    assert [rows for rows, kind in kinds.items() if kind == "library"] == [12, 16, 32, 65]
-    assert kinds[8] == "few" and kinds[64] == "some"
+@pytest.mark.parametrize(
+    ("layer", "few", "some"),
+    [(15_734_016, 16, 256), (60_821_504, 8, 128), (218_112_000, 1, 64)],
+    ids=["Qwen3-0.6B", "Llama-3.2-1B", "Llama-3.1-8B"],
+)
+def test_the_larger_a_layer_the_fewer_rows_are_for_the_kernels(layer, few, some):
+    kinds = [fastest_products(rows, layer) for rows in range(1, 300)]
+    assert kinds == ["few"] * few + ["some"] * (some - few) + ["library"] * (299 - some)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,0 +1,102 @@
+"""How a product for some rows is cut: tiles, ranges of K, and up to how many rows ours are the faster ones.
+
+All are the fastest measured on an H200, in whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and
+Llama-3.1-8B. Weights cross the L2 cache once, but every program reads its rows of x again: wide tiles and
+short ranges of K read them less often, narrow tiles and long ranges leave fewer sums to add up.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Shape = tuple[int, int, int, int, int]  # rows, columns and K of a tile, warps, pipeline stages
+SOME_ROWS = ((2**24, 256), (2**26, 128))  # parameters of a layer, and rows up to which ours beat cuBLAS
+LARGE = 2**24  # elements of a weight; gpt2-xl has up to 10 million
+PART = 128  # a range of K is a multiple of it
+
+
+def some_rows(layer_parameters: int) -> int:
+    """Rows up to which ``linear`` beats cuBLAS: the fewer, the larger a layer."""
+    return next((rows for most, rows in SOME_ROWS if layer_parameters <= most), 64)
+
+
+def is_narrow(n: int, k: int) -> bool:
+    """Whether a model is as narrow as GPT-2 small.
+
+    Attention and products then take so little time that they overlap, and tiles compete for shared memory.
+    """
+    return min(n, k) < 1024
+
+
+def parts_of(rows: int, n: int, k: int) -> int:
+    """Ranges of K (split-K), to keep more programs busy where inputs are no narrower than outputs."""
+    if is_narrow(n, k):
+        parts = 2 if rows > 128 else 8 if rows > 32 and n < 1024 else 4
+        return parts if k >= 2 * n and k % (64 * parts) == 0 else 1
+    parts = _wide_parts(rows, n, k) if k >= n else 1
+    while k % (PART * parts) and parts > 1:
+        parts //= 2
+    return parts
+
+
+def _wide_parts(rows: int, n: int, k: int) -> int:
+    if rows <= 16:
+        return 8 if k > 2 * n else 2
+    if rows <= 32:
+        return 2 if n < 2048 and k <= 2 * n else 4
+    if rows <= 64:
+        return 2 if n >= 4096 else 4
+    return 4 if rows <= 128 and (n < 2048 or n * k >= LARGE) else 2
+
+
+def some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> Shape:
+    """Of a product ``[M, K]`` x ``[N, K]``, over one of ``parts`` ranges of K."""
+    if dtype == torch.float32:
+        return 32, 32, 32, 4, 3
+    if is_narrow(n, k):
+        return _narrow_shape(rows, n, k)
+    if rows <= 16:
+        return 16, 128 if n * k > 2 * LARGE else 64 if parts > 1 else 32, 128, 4, 4
+    if rows <= 32:
+        return 32, 128 if parts > 1 and n >= 2048 else 32, 128, 4, 4
+    if parts == 1 and k >= n:
+        return 64, 16 if n < 2048 or k <= 2 * n else 32, 128, 4, 4
+    if rows <= 64:
+        return _up_to_64_shape(n, k, parts)
+    return _up_to_128_shape(n, k, parts) if rows <= 128 else _more_rows_shape(n, k)
+
+
+def _narrow_shape(rows: int, n: int, k: int) -> Shape:
+    if rows <= 32:
+        return 32, 16 if n == k else 32, 128, 4, 4
+    if rows <= 128:
+        return (64, 64, 64, 4, 5) if k > 2 * n else (64, 16, 128, 4, 4) if n <= k else (64, 32, 64, 4, 6)
+    if n > k:
+        return (64, 32 if n >= 4 * k else 64, 128, 4, 3) if n * k < LARGE // 4 else (128, 128, 64, 8, 6)
+    return 64, 32, 128, 4, 4
+
+
+def _up_to_64_shape(n: int, k: int, parts: int) -> Shape:
+    if parts > 1:
+        return 64, 64 if n >= 2048 and k > 2 * n else 32, 128, 4, 4
+    if n * k > 2 * LARGE:
+        return 64, 128, 64, 4, 4
+    return (64, 64, 128, 4, 3) if n * k > LARGE else (64, 64 if n > 4096 else 32, 128, 4, 4)
+
+
+def _up_to_128_shape(n: int, k: int, parts: int) -> Shape:
+    if parts > 1:
+        return (128, 64, 64, 4, 6) if n * k >= LARGE else (64, 64, 128, 4, 4)
+    if n * k >= LARGE:
+        return 128, 128, 64, 8, 6
+    return (64, 64, 64, 4, 6) if n > 4096 else (64, 64, 128, 4, 4)
+
+
+def _more_rows_shape(n: int, k: int) -> Shape:
+    if n * k >= LARGE:
+        return 128, 64, 64, 4, 5
+    if k >= n:
+        return 64, 64, 128, 4, 4
+    if n * k > LARGE // 4:
+        return 128, 128, 64, 8, 6
+    return (128, 64, 64, 4, 6) if n >= 4096 else (64, 32 if n >= 4 * k else 64, 128, 4, 3)
