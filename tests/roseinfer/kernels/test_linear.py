@@ -319,6 +319,17 @@ def test_some_rows_equal_the_spec(rows, k, device, dtype):
 
 @guarded
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize("tile", [(16, 32, 32, 4, 4), (16, 64, 16, 4, 2), (128, 16, 32, 4, 2)])
+@pytest.mark.parametrize(("rows", "parts"), [(2, 1), (9, 2), (20, 8)])
+def test_a_tile_of_any_size_gives_the_products_of_each_range(rows, parts, tile, device, dtype):
+    case = make_case(rows, 72, 256, dtype, device, seed=rows)
+    linear = make_some_rows_linear(shape=lambda *_: tile)
+    operands = {"x": case["x"], "weight": case["weight"], "parts": parts}
+    assert_equals_spec(linear, some_rows_linear_ref, operands)
+
+
+@guarded
+@pytest.mark.parametrize(("device", "dtype"), PLACES)
 @pytest.mark.parametrize("seed", range(8))
 def test_some_rows_equal_the_spec_over_random_shapes(seed, device, dtype):
     rng = random.Random(seed)
