@@ -1,8 +1,8 @@
 """How a product for some rows is cut: tiles, ranges of K, and up to how many rows ours are the faster ones.
 
 All are the fastest measured on an H200, or within 2% of it, in whole decode steps of GPT-2 small, Qwen3-0.6B,
-Llama-3.2-1B and Llama-3.1-8B. Weights cross the L2 cache once, but every program reads its rows of x again: wide tiles and
-short ranges of K read them less often, narrow tiles and long ranges leave fewer sums to add up.
+Llama-3.2-1B and Llama-3.1-8B. Weights cross the L2 cache once, but every program reads its rows of x again:
+wide tiles and short ranges of K read them less often; narrow tiles and long ranges leave fewer sums to add.
 """
 
 from __future__ import annotations
