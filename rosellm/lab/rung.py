@@ -29,7 +29,7 @@ from rosellm.lab.records.bench import Bench, Run, compare, get_model, make_promp
 from rosellm.lab.records.experiments import equality
 from rosellm.lab.records.machines import find_machines, name_of
 from rosellm.lab.records.parameters import check_parameters
-from rosellm.lab.records.records import REFERENCE, RecordError, number, results_folder
+from rosellm.lab.records.records import REFERENCE, RecordError, number, results_folder, signed
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.workloads import WORKLOADS
@@ -38,7 +38,7 @@ from rosellm.roseinfer.recipe import BEFORE, LADDER, get_rung
 __all__ = [  # what notebooks take from here
     "BEFORE", "LADDER", "WORKLOADS", "Bench", "ClaimError", "Control", "Rung", "exercise", "explore",
     "get_model", "make_prompts", "median", "name_of", "number", "open_rung", "partial", "say", "show",
-    "text_table", "torch", "verdicts",
+    "signed", "text_table", "torch", "verdicts",
 ]  # fmt: skip
 
 CLOSEST_CALL = 1e-3  # of two logits in fp32: below that, the order of a sum may decide

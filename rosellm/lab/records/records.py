@@ -39,6 +39,12 @@ def number(value: float | None) -> str:
     return (f"{value:.{decimals}f}" if decimals < 6 else f"{value:.3g}").replace("-", "−")
 
 
+def signed(share: float, decimals: int = 1) -> str:
+    """A share with its sign, as a percentage: ``+2.5%``, ``−4.4%``; without one if it rounds to nothing."""
+    told = f"{share:+.{decimals}%}".replace("-", "−")
+    return told if told.strip("+−0.%") else told[1:]
+
+
 def percent_change(before: float, after: float) -> str:
     """The change from ``before`` with one decimal: ``+2.6 %``, ``−5.4 %``. ``before`` must not be 0."""
     if not before:

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from rosellm.lab.scale.sums import Sums
 from rosellm.lab.scale.work import PREFILL_TERMS, Cut
-from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
+from rosellm.roseinfer.layers.fused import fastest_products
 from rosellm.roseinfer.steps.resident import RUN_AHEAD
 
 ATTENTION = PREFILL_TERMS.index("attention")
@@ -57,7 +57,7 @@ class StepModel:
 
     def _line(self, rows: int) -> tuple[float, float]:
         near, far = (product(self.achieved.decode, self.cut.decode(rows, c)) for c in (0, FAR))
-        fixed = near + self._sums_us(rows) + (self._norms_us if rows <= FEW_ROWS else 0.0)
+        fixed = near + self._sums_us(rows) + self._norms_us(rows)
         return fixed / 1e6, (far - near) / (FAR * rows) / 1e6
 
     @cached_property
@@ -79,10 +79,11 @@ class StepModel:
             return 0.0
         return self.cut.sums * self.sums(self.cut.sum_bytes(rows)) + self.sums(0)  # the last: of the head
 
-    @property
-    def _norms_us(self) -> float:
-        """Of norms that one rank's products of few rows take along, and that follow the sums of several."""
-        return 0.0 if self.sums is None else self.cut.sums * self.sums.norm_us
+    def _norms_us(self, rows: int) -> float:
+        """Of norms that follow the sums of several ranks, where those of one are in its products."""
+        if self.sums is None or fastest_products(rows, self.cut.whole.n_layer_parameters) != "few":
+            return 0.0
+        return self.cut.sums * self.sums.norm_us
 
 
 def product(times: Sequence[float], floors: Sequence[float]) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from rosellm.lab.records.records import signed
 from rosellm.lab.scale import plan
 from rosellm.lab.scale.cluster import Failures, Fleet, Outcome
 from rosellm.lab.scale.fitting import Check, Run
@@ -21,6 +23,7 @@ ROUTES = ("prompts", "router", "knee", "TTFT p50, ms", "p90", "p99")
 FAILURES = ("s between a host's", "failures", "away, expected %", "begun anew, %", "TTFT p50, ms", "p99")
 LAYOUTS = ("replicas × GPUs of each", "a lone token, ms", "requests a second")
 PERCENTS = (50, 90, 99)
+_signed = partial(signed, decimals=0)
 
 
 def coefficients(achieved: Achieved) -> list[str]:
@@ -96,8 +99,3 @@ def layout_rows(
         served = fleet.n * plan.capacity(fleet, traffic)
         rows.append([f"{fleet.n} × {ranks}", times.decode(1, 256) * 1e3, served])
     return rows
-
-
-def _signed(share: float) -> str:
-    told = f"{share:+.0%}".replace("-", "−")
-    return told if told[1:] != "0%" else "0%"

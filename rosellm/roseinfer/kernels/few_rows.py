@@ -339,9 +339,9 @@ def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
 
 
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """The fastest measured on an H200, for 16-bit weights of models from GPT-2 to Llama-3.1-8B.
+    """Chosen on an H200 by whole runs of 1 and 8 rows, for 16-bit weights of GPT-2 to Llama-3.1-8B.
 
-    In whole runs of 1 and 8 rows; of 16, with K up to 1024, only some of them.
+    Whole models of wide layers take fewer than 16 rows (``fused.FEWER_ROWS``); ranks' parts take all.
     """
     if rows == 1:
         return _one_row_shape(n, k, dtype)

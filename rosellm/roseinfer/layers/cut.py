@@ -124,7 +124,7 @@ SUMS: dict[str, Callable[[Transformer, Kernels, Ranks], AddNorm]] = {
 def fastest_whole_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
     """``fused.fastest_products`` where K stays whole, so that fewer programs share a product.
 
-    Measured on whole models.
+    By thresholds of whole models, from before their K was cut.
     """
     if layer_parameters > LARGE_LAYER and 8 < rows <= 32:
         return "library"

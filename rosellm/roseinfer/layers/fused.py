@@ -2,7 +2,7 @@
 
 Each variant is called like the model, with ids and positions ``[N]`` int32 (a negative position marks an
 inert row) and an ``Attend`` that positions q and k itself, and returns the normalised hidden states
-``[N, C]``. All read the model's own weights.
+``[N, C]``. All but packed products read the model's own weights.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class FusedLayers:
 
 
 class FewRowsLayers:
-    """Five kernels per layer: norms, activation and residual sums are fused into the products."""
+    """Norms, activation and residual sums are fused into the four products of a layer."""
 
     def __init__(self, model: Transformer, kernels: Kernels) -> None:
         self.model, self.weights = model, [LayerWeights.of(block) for block in model.blocks]
@@ -102,9 +102,9 @@ def embedded(embed: Callable[..., Tensor], model: Transformer, ids: Tensor, posi
 
 
 def fastest_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
-    """Whose products take the least time on an H200, as measured in whole steps.
+    """Whose products to take, as chosen by whole steps on an H200.
 
-    The larger a layer, the sooner its weights keep the memory busy by themselves, and then cuBLAS its cores.
+    The larger a layer, the fewer rows until it no longer pays to fuse norms, and until cuBLAS wins.
     """
     few = next((most for size, most in FEWER_ROWS if layer_parameters <= size), 1)
     if rows <= few:

@@ -1,4 +1,4 @@
-"""The four products of each layer: by the vendor's library, packed for oneDNN, or by few-rows kernels."""
+"""The four products of each layer: by the vendor's library, packed for oneDNN, or by our kernels."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_cache_that_is_copied_each_step_is_copies_by_cat():
     def grow(x) -> None:
         torch.cat((cache, cache[:1]))
 
-    found = diagnose(loop(grow))
+    found = diagnosed(loop(grow), lambda causes: causes[0] == "copies")
     assert found.causes[0] == "copies" and found.profile.copying == "cat"
     assert found.profile.allocated > LAYERS * cache.nbytes
     assert "`cat`" in found.findings[0].sentence

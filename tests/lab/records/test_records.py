@@ -16,6 +16,7 @@ from rosellm.lab.records.records import (
     number,
     percent_change,
     rivals,
+    signed,
 )
 from rosellm.roseinfer.bench.record import across_repeats, new_record
 from rosellm.roseinfer.bench.workloads import WORKLOADS
@@ -182,3 +183,5 @@ def test_numbers_are_written_for_readers(value, text):
 
 def test_changes_are_written_for_readers():
     assert (percent_change(2100, 2155), percent_change(8.46, 8.40)) == ("+2.6 %", "−0.7 %")
+    assert (signed(0.0255), signed(-0.044)) == ("+2.5%", "−4.4%")
+    assert (signed(-0.0004), signed(0.004, 0), signed(-0.1, 0)) == ("0.0%", "0%", "−10%")

@@ -66,11 +66,13 @@ def test_a_prompt_in_pieces_attends_to_as_many_tokens_as_in_one() -> None:
     assert pieces == pytest.approx(model.prefill(1, 2 * n), rel=1e-3)
 
 
-def test_a_sum_of_few_rows_also_costs_the_norm_that_one_ranks_products_take_along() -> None:
-    pair = replace(LLAMA, ranks=2)
+@pytest.mark.parametrize("model, few", [("meta-llama/Llama-3.1-8B", 1), ("meta-llama/Llama-3.2-1B", 8)])
+def test_a_sum_of_few_rows_also_costs_the_norm_that_one_ranks_products_take_along(model, few) -> None:
+    pair = replace(LLAMA, whole=KNOWN_SHAPES[model], ranks=2)
     plain, with_norm = (StepModel(pair, ACHIEVED, 32, Sums(2, (8192,), (5.0,), us)) for us in (0.0, 2.0))
-    assert with_norm.decode(16, 0) - plain.decode(16, 0) == pytest.approx(2 * 32 * 2.0 / 1e6)
-    assert with_norm.decode(17, 0) == plain.decode(17, 0)
+    norms_us = 2 * pair.whole.n_layers * 2.0
+    assert with_norm.decode(few, 0) - plain.decode(few, 0) == pytest.approx(norms_us / 1e6)
+    assert with_norm.decode(few + 1, 0) == plain.decode(few + 1, 0)
     assert with_norm.prefill(1, 8) == plain.prefill(1, 8)
 
 
