@@ -26,7 +26,10 @@ CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!
 
 
 class TextStream(Protocol):
-    """Incremental decoding of one sequence: the returned pieces concatenate to its text."""
+    """Incremental decoding of one sequence: the returned pieces concatenate to its text.
+
+    Not where bytes that are no UTF-8 make a decoder change what it has told: a piece is never taken back.
+    """
 
     def push(self, token_id: int) -> str:
         """The text that ``token_id`` completes; empty while a UTF-8 character is incomplete."""
@@ -45,7 +48,13 @@ class DecoderStream:
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        piece = self._stream.step(self._raw, token_id) or ""
+        try:
+            piece = self._stream.step(self._raw, token_id) or ""
+        except (
+            Exception
+        ):  # the library's only class of error: its text no longer begins with what it has told
+            piece = self.finish()
+            self._stream = DecodeStream(self._ids[-1:], skip_special_tokens=True)
         self._n_told += len(piece)
         return piece
 

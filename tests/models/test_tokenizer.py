@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import chain
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
-from tokenizers import decoders, processors
+import tokenizers
+from hypothesis import example, given, strategies as st
+from tokenizers import decoders, models, processors
 
 from rosellm.errors import CheckpointError, PromptError
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
@@ -135,6 +137,34 @@ def test_a_byte_level_vocabulary_is_looked_up_and_another_is_decoded(tokenizer: 
     stream = other.stream()
     text = "".join(stream.push(token_id) for token_id in other.encode("def f")) + stream.finish()
     assert text == other.decode(other.encode("def f")) == "deg g"
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Tokenizer:
+    """As of Llama 2 and Mistral: tokens 0 to 255 are bytes, others words."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "▁b": 257, "c": 258}
+    raw = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    raw.decoder = decoders.Sequence(list(parts))
+    return Tokenizer(raw, None)
+
+
+WORD_OR_CHARACTER = st.one_of(st.just([256]), st.just([258]), st.characters().map(lambda c: list(c.encode())))
+
+
+@given(parts=st.lists(WORD_OR_CHARACTER, max_size=12))
+def test_bytes_of_whole_characters_stream_to_the_decoded_text(byte_fallback: Tokenizer, parts) -> None:
+    ids, stream = list(chain.from_iterable(parts)), byte_fallback.stream()
+    pieces = [stream.push(token_id) for token_id in ids]
+    assert "".join(pieces) + stream.finish() == byte_fallback.decode(ids)
+
+
+@given(ids=st.lists(st.sampled_from([0x41, 0x80, 0xC3, 0xA9, 0xF0, 0x9F, 256, 257, 258]), max_size=30))
+@example(ids=[0x41, 0x80, 257])
+def test_bytes_that_are_no_text_end_no_stream(byte_fallback: Tokenizer, ids) -> None:
+    stream = byte_fallback.stream()
+    told = "".join(stream.push(token_id) for token_id in ids) + stream.finish()
+    assert len(told) >= len(byte_fallback.decode(ids))
 
 
 def test_an_added_token_beyond_the_byte_alphabet_is_its_own_text() -> None:
