@@ -10,7 +10,7 @@ from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
-from tests.helpers import random_model, random_prompts, small_engine
+from tests.helpers import random_model, random_prompts, small_config, small_engine
 
 RUNGS = ["dense", "mutable_block_info", "resident_step", BEST_RUNG]
 PROMPTS = random_prompts([3, 9, 1, 17, 8, 5, 12, 2], seed=3)
@@ -64,6 +64,14 @@ def test_tokens_that_are_decoded_again_are_penalised_as_the_first_time():
     _, expected = run(small_engine(Transformer, num_kv_blocks=AMPLE, **options), PROMPTS, WISHES["penalised"])
     tight, outputs = run(small_engine(Transformer, num_kv_blocks=8, **options), PROMPTS, WISHES["penalised"])
     assert tokens_of(outputs) == tokens_of(expected) and tight.preemptions > 0
+
+
+def test_what_is_decoded_again_has_the_blocks_for_it_before_it_is_admitted():
+    prompts, params = [[1, 2, 3]] * 6, greedy(150)
+    model = random_model(0, small_config(n_positions=256))
+    engines = [small_engine(model, num_kv_blocks=40, deterministic=again) for again in (True, False)]
+    decoded_again, prefilled_again = (run(engine, prompts, params)[0].preemptions for engine in engines)
+    assert 0 < decoded_again <= prefilled_again
 
 
 def test_the_youngest_is_preempted_and_the_oldest_never(monkeypatch):
