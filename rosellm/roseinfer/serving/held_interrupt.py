@@ -35,9 +35,11 @@ def held_interrupt() -> Iterator[Callable[[], None]]:
     In another thread than the main one, and where SIGINT does not raise KeyboardInterrupt, nothing changes.
     """
     before = signal.getsignal(signal.SIGINT)
-    if isinstance(before, HeldInterrupt):
+    if current_thread() is not main_thread():
+        yield lambda: None
+    elif isinstance(before, HeldInterrupt):
         yield before.let_through
-    elif before is not signal.default_int_handler or current_thread() is not main_thread():
+    elif before is not signal.default_int_handler:
         yield lambda: None
     else:
         held = HeldInterrupt()
