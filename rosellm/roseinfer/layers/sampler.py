@@ -36,7 +36,7 @@ class Sampler:
         device, own = logits.device, [sequences[row] for row in rows]
         seen = counts_of(own, logits.shape[1], device)
         params = [s.params for s in own]
-        by = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
+        by = [[float(p.repetition_penalty), p.presence_penalty, p.frequency_penalty] for p in params]
         index = torch.tensor(rows, device=device)
         repetition, presence, frequency = torch.tensor(by, device=device).T
         repetition = repetition.clamp(FLOAT32.tiny, FLOAT32.max)

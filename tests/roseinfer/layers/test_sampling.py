@@ -231,6 +231,13 @@ def test_however_large_the_temperature_all_tokens_become_equally_likely(temperat
     ) == set(range(4))
 
 
+def test_penalties_may_be_whole_numbers_of_any_size():
+    penalties = {"repetition_penalty": 10**20, "presence_penalty": 0, "frequency_penalty": 0}
+    logits = random_logits(2)
+    plain, penalised = sequence(temperature=0.0), sequence(temperature=0.0, **penalties)
+    assert Sampler()(logits, [plain, penalised])[0] == logits[0].argmax()
+
+
 def test_the_largest_values_allowed_are_drawn_with():
     logits, most = random_logits(1), 2**63 - 1
     assert (
