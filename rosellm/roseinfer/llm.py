@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain, islice
 from threading import Lock
@@ -9,7 +10,7 @@ from typing import Any, NoReturn, cast
 
 from tqdm import tqdm
 
-from rosellm.errors import PromptError, RecipeError, RoseError
+from rosellm.errors import PromptError, RecipeError, RoseError, told
 from rosellm.models.chat import Message, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 from rosellm.roseinfer.cluster.replicas import Replicas
@@ -18,7 +19,7 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.asked import one_each
+from rosellm.roseinfer.serving.asked import each_made, one_each
 from rosellm.roseinfer.serving.held_interrupt import held_interrupt
 from rosellm.roseinfer.serving.one_engine import OneEngine
 from rosellm.roseinfer.tensor_parallel import load_engine
@@ -135,6 +136,8 @@ class LLM:
         ids = self._runner.encode_many(many)
         each = [own.each() for own in params]
         copies = [prompt for prompt, own in zip(ids, each, strict=True) for _ in own]
+        if len(copies) > len(ids):  # an error numbers prompts, not their copies
+            each_made(self._runner.limits.check, ids, [own[0] for own in each])
         with self._lock, held_interrupt():
             outputs = iter(self._run(copies, list(chain.from_iterable(each)), use_tqdm))
         grouped = [RequestOutput.group(list(islice(outputs, len(own)))) for own in each]
@@ -165,7 +168,7 @@ class LLM:
         return outputs
 
     def _run(self, ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        n_tokens = sum(own.max_tokens for own in params)
+        n_tokens = min(sum(own.max_tokens for own in params), sys.maxsize)
         with tqdm(total=n_tokens, desc="tokens", unit=" tok", disable=not use_tqdm) as progress:
             return self._runner.run(ids, params, progress)
 
@@ -176,13 +179,13 @@ def _as_many(prompts: Any) -> list[str | list[int]]:
         return [prompts]
     items = _listed(prompts)
     if items is None:
-        raise PromptError(f"prompts is {prompts!r}; give text, token ids, or several of these")
+        raise PromptError(f"prompts is {told(prompts)}; give text, token ids, or several of these")
     if items and all(_is_token_id(item) for item in items):
         return [items]
     many = [item if isinstance(item, str) else _listed(item) for item in items]
     if None in many:
         index = many.index(None)
-        raise PromptError(f"prompt {index} is {items[index]!r}; give text or token ids")
+        raise PromptError(f"prompt {index} is {told(items[index])}; give text or token ids")
     return cast("list[str | list[int]]", many)
 
 

@@ -63,12 +63,13 @@ class SamplingParams:
             self._whole("logprobs", 0, MOST_LOGPROBS)
         self._whole("n", 1)
         if self.n > 1 and self.is_greedy:
-            raise SamplingError(f"n is {self.n}; it must be 1 at temperature 0, where completions are equal")
+            told_n = f"n is {told(self.n)}"
+            raise SamplingError(f"{told_n}; it must be 1 at temperature 0, where completions are equal")
         if not isinstance(self.ignore_eos, bool):
-            raise SamplingError(f"ignore_eos is {self.ignore_eos!r}; use True or False")
+            raise SamplingError(f"ignore_eos is {told(self.ignore_eos)}; use True or False")
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) and s for s in stops):
-            raise SamplingError(f"stop is {self.stop!r}; use a non-empty string or a list of them")
+            raise SamplingError(f"stop is {told(self.stop)}; use a non-empty string or a list of them")
         object.__setattr__(self, "stop", tuple(stops))
 
     def _number(self, name: str, low: float, high: float, allowed: str) -> None:

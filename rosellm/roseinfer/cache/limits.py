@@ -26,15 +26,17 @@ class Limits:
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raises ``PromptError`` or ``SamplingError`` for a request that can never run."""
         if not isinstance(params, SamplingParams):
-            raise SamplingError(f"params is {params!r}; give SamplingParams")
+            raise SamplingError(f"params is {told(params)}; give SamplingParams")
         if params.n > 1:
-            raise SamplingError(f"n is {params.n}; only LLM.generate and LLM.chat make several completions")
+            raise SamplingError(
+                f"n is {told(params.n)}; only LLM.generate and LLM.chat make several completions"
+            )
         _check_token_ids(prompt, self.vocab_size)
         n_prompt = len(prompt)
         if n_prompt + params.max_tokens > self.max_model_len:
             most = "the model's" if self.max_model_len == self.n_positions else "max_model_len's"
             raise PromptError(
-                f"{n_prompt} prompt tokens and {params.max_tokens} new ones exceed {most} "
+                f"{n_prompt} prompt tokens and {told(params.max_tokens)} new ones exceed {most} "
                 f"{self.max_model_len} positions"
             )
         needed = blocks_for(n_prompt + params.max_tokens - 1, self.block_size)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from rosellm.errors import OptionError, RoseError, told
 from rosellm.models.loading import load_tokenizer_of, resolve_device
+from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.cluster.replica import SLICE_S, STREAMING_SLICE_S, Replica
 from rosellm.roseinfer.cluster.router import Router
 from rosellm.roseinfer.cluster.runtime import Places, Runtime
@@ -85,6 +86,10 @@ class Replicas(Owned):
         )
 
     @property
+    def limits(self) -> Limits:
+        return self._facts.limits
+
+    @property
     def rung(self) -> str | None:
         return self._facts.rung
 
@@ -100,7 +105,7 @@ class Replicas(Owned):
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """As ``Engine.make_sequence``: a request that a replica takes, as this process follows it."""
-        self._facts.limits.check(prompt, params)
+        self.limits.check(prompt, params)
         self._n_requests += 1
         sequence = Sequence(self._n_requests, prompt, params, 1, self._facts.eos_token_ids)
         sequence.n_cached = sequence.n_prompt

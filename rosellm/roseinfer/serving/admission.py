@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from rosellm.errors import RoseError
+from rosellm.errors import RoseError, told
 from rosellm.roseinfer.cache.budget import BlockBudget
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.request import Sequence
@@ -47,7 +47,7 @@ class SchedulerConfig:
             if field.name == "admission_policy" or (value is None and field.default is None):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RoseError(f"{field.name} is {value!r}; it must be a whole number, 1 or more")
+                raise RoseError(f"{field.name} is {told(value)}; it must be a whole number, 1 or more")
 
 
 class Room:
@@ -67,7 +67,7 @@ class Room:
 
     def take(self, sequence: Sequence) -> bool:
         """Whether the request may start; if so, its blocks are promised to it."""
-        need = blocks_for(sequence.prefill_length, self.budget.blocks.block_size)
+        need = blocks_for(len(sequence.tokens), self.budget.blocks.block_size)
         spare = -(-self.n_active // ACTIVE_PER_SPARE_BLOCK)
         if self.budget.at_most(sequence) > self.budget.unpromised and need + spare > self.free:
             return False
@@ -153,6 +153,13 @@ def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, sk
         elif not skip:
             break
     return chosen
+
+
+def config_or_default(config: SchedulerConfig | None) -> SchedulerConfig:
+    """Raises ``RoseError`` for anything else."""
+    if config is not None and not isinstance(config, SchedulerConfig):
+        raise RoseError(f"config is {told(config)}; give a SchedulerConfig")
+    return config or SchedulerConfig()
 
 
 def batch_size_of(config: SchedulerConfig, most: int) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from rosellm.errors import PromptError, SamplingError, told
-from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
+
+T = TypeVar("T")
 
 
 def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> list[SamplingParams]:
@@ -29,15 +31,15 @@ def check_prompts(prompts: object) -> None:
 
 
 def each_made(
-    make_sequence: Callable[[list[int], SamplingParams], Sequence],
+    make: Callable[[list[int], SamplingParams], T],
     prompts: list[list[int]],
     params: SamplingParams | list[SamplingParams],
-) -> list[Sequence]:
-    """A sequence for each prompt; an error tells which prompt it is about."""
-    sequences = []
+) -> list[T]:
+    """What ``make`` makes of each prompt; an error tells which prompt it is about."""
+    made = []
     for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
         try:
-            sequences.append(make_sequence(prompt, own))
+            made.append(make(prompt, own))
         except PromptError as error:
             raise PromptError(f"prompt {index}: {error}") from error
-    return sequences
+    return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
@@ -17,6 +18,10 @@ class OneEngine:
 
     def __init__(self, engine: Engine, config: SchedulerConfig) -> None:
         self.engine, self._config = engine, config
+
+    @property
+    def limits(self) -> Limits:
+        return self.engine.limits
 
     @property
     def rung(self) -> str | None:

@@ -10,7 +10,13 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.admission import Room, SchedulerConfig, WaitingQueue, batch_size_of
+from rosellm.roseinfer.serving.admission import (
+    Room,
+    SchedulerConfig,
+    WaitingQueue,
+    batch_size_of,
+    config_or_default,
+)
 from rosellm.roseinfer.serving.asked import check_prompts, each_made
 from rosellm.roseinfer.serving.run_all import Progress, run_all
 
@@ -45,7 +51,7 @@ class OnlineScheduler:
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
         engine.check_owner(self)
-        self.engine, self.config = engine, config or SchedulerConfig()
+        self.engine, self.config = engine, config_or_default(config)
         self.max_batch_size = batch_size_of(self.config, engine.max_batch_size)
         self.finished: dict[int, RequestOutput] = {}
         self.decode_time_s = self.prefill_time_s = 0.0

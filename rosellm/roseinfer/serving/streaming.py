@@ -21,7 +21,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.admission import SchedulerConfig, config_or_default
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from rosellm.roseinfer.serving.stream import Running, Stream, inbox_putter, output_of, raise_again
 from rosellm.roseinfer.serving.turns import Pieces, Turns
@@ -97,7 +97,7 @@ class StreamingManager:
         if engine.tokenizer is None:
             raise RoseError("streaming needs a tokenizer, and this engine has none")
         self._tokenizer = engine.tokenizer
-        config = config or SchedulerConfig()
+        config = config_or_default(config)
         self.engine, self.stream_interval = engine, stream_interval
         self.max_in_flight = config.max_in_flight
         self._scheduler = _scheduler_of(engine, replace(config, max_in_flight=None))
@@ -160,6 +160,8 @@ class StreamingManager:
 
     def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
         """Wait, at most ``timeout`` seconds, for the request's end. Raises the request's error."""
+        if not isinstance(timeout, (int, float, type(None))):
+            raise RoseError(f"timeout is {told(timeout)}; give seconds, or None")
         stream = self._stream(request_id)
         if not stream.ended.wait(timeout):
             raise RoseError(f"request {request_id} has not ended within {timeout} s")
@@ -330,6 +332,7 @@ class StreamingManager:
         del self._running[request_id]
         stream.running = None
         output = self._scheduler.take_result(request_id)
+        stream.metrics.preemptions = output.metrics.preemptions
         if output.error is not None:
             return self._end(stream, SamplingError(output.error))
         self._end(stream, replace(output, request_id=stream.request_id, metrics=stream.metrics))
@@ -379,7 +382,7 @@ def _closed() -> ClosedError:
 
 def _check_whole(name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise RoseError(f"{name} is {value!r}; it must be a whole number, {low} or more")
+        raise RoseError(f"{name} is {told(value)}; it must be a whole number, {low} or more")
 
 
 def _served_by(given: Engine | Fleet | Serves) -> Engine | Fleet:
