@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.tensor_parallel import load_engine
 from tests.helpers import random_model
 
-WITHIN_S = 10.0
+WITHIN_S, LOADED_WITHIN_S = 10.0, 30.0
 
 
 def ranks_of(model: str, n_ranks: int, **options: Any) -> Engine:
@@ -49,6 +54,36 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 def other_ranks() -> list[int]:
     """Process ids of the ranks that this process started and that live."""
     return [child.pid for child in multiprocessing.active_children() if child.name.startswith("rank ")]
+
+
+@contextmanager
+def program(*arguments: str) -> Iterator[subprocess.Popen]:
+    """A Python of its own session, which is killed at the end with all that it has started."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def spawned_by(process: subprocess.Popen, n_processes: int) -> list[int]:
+    """Process ids of the ranks that a program has started, as soon as there are that many."""
+
+    def pids() -> list[int]:
+        all_there_are = [one.info for one in psutil.process_iter(["pid", "ppid", "cmdline"])]
+        children = [one for one in all_there_are if one["ppid"] == process.pid]
+        return [child["pid"] for child in children if "spawn_main" in " ".join(child["cmdline"] or [])]
+
+    seconds_until(lambda: len(pids()) == n_processes, LOADED_WITHIN_S)
+    return pids()
 
 
 def have_ended(pids: list[int]) -> bool:

@@ -15,7 +15,17 @@ import pytest
 
 from rosellm import LLM, SamplingParams
 from rosellm.errors import RankError
-from tests.roseinfer.ranks import WITHIN_S, have_ended, other_ranks, ranks_of, run, seconds_until
+from tests.roseinfer.ranks import (
+    LOADED_WITHIN_S,
+    WITHIN_S,
+    have_ended,
+    other_ranks,
+    program,
+    ranks_of,
+    run,
+    seconds_until,
+    spawned_by,
+)
 
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 ENDS = [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP]
@@ -120,16 +130,8 @@ def test_a_program_that_keeps_rank_0_from_counting_between_requests_ends_nothing
 @pytest.fixture
 def script() -> Iterator[subprocess.Popen]:
     """A program of a few lines whose LLM runs for ever."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    yield process
-    process.kill()
-    process.communicate()
+    with program("-c", SCRIPT) as process:
+        yield process
 
 
 @pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
@@ -142,3 +144,17 @@ def test_when_rank_0_ends_or_hangs_no_other_rank_is_left(script, how):
     seconds_until(lambda: have_ended(pids))
     if to_all:
         assert "KeyboardInterrupt" in script.communicate(timeout=WITHIN_S)[1]
+
+
+@pytest.mark.parametrize(
+    "how, is_read", [(signal.SIGTERM, True), (signal.SIGKILL, False)], ids=["SIGTERM", "SIGKILL-and-unread"]
+)
+def test_when_rank_0_ends_while_ranks_load_no_rank_is_left_even_if_none_reads_what_it_says(how, is_read):
+    with program("-c", SCRIPT) as script:
+        pids = spawned_by(script, 1)
+        time.sleep(0.3)  # of the seconds that the rank's imports take
+        if not is_read:
+            script.stderr.close()
+        os.kill(script.pid, how)
+        seconds_until(lambda: have_ended(pids), LOADED_WITHIN_S)
+        assert not is_read or "rank 1: rank 0 has ended, and so do I" in script.stderr.read()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, parent_process
 from threading import Event, Thread
 from time import monotonic, sleep
 from typing import Any
@@ -129,17 +129,34 @@ def watch_rank_0(beats: Beats, rank: int, is_busy: Callable[[], bool]) -> None:
     is_busy: whether this rank waits for rank 0 in the midst of a command. Between commands rank 0 may be kept
     from counting by its program, and hangs only if it is stopped.
     """
-    parent = psutil.Process(os.getppid())
     counts = _Counts(beats, range(1))
 
-    def hangs() -> bool:
-        return counts.look() is not None and (is_busy() or parent.status() == psutil.STATUS_STOPPED)
+    def goes_on() -> bool:
+        beats[rank] += 1
+        return counts.look() is None or not (is_busy() or _is_stopped(os.getppid()))
+
+    end_with_parent(f"rank {rank}: rank 0 has ended, and so do I", goes_on)
+
+
+def end_with_parent(said: str, goes_on: Callable[[], bool] = lambda: True) -> None:
+    """End this process, with that line, once the one that spawned it has ended or no longer ``goes_on``.
+
+    The parent may have ended before this call, in the seconds that imports take.
+    """
+    parent = parent_process()
+    assert parent is not None
 
     def look() -> None:
-        while os.getppid() == parent.pid and not hangs():
-            beats[rank] += 1
+        while os.getppid() == parent.pid and goes_on():
             sleep(LOOK_S)
-        print(f"rank {rank}: rank 0 has ended, and so do I", file=sys.stderr, flush=True)
+        with suppress(OSError):  # the line's reader may have ended too
+            print(said, file=sys.stderr, flush=True)
         os._exit(1)
 
-    Thread(target=look, name="rank 0", daemon=True).start()
+    Thread(target=look, name="parent", daemon=True).start()
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
