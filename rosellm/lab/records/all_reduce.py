@@ -30,6 +30,7 @@ from rosellm.roseinfer.bench.record import check_writable, new_record, write_rec
 from rosellm.roseinfer.kernels.peer_sums import SymmetricSums, make_sum_add_norm, peer_bytes
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, choose_kernels
 from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen
+from rosellm.roseinfer.ranks.watch import end_with_parent, kill
 from rosellm.roseinfer.recipe import LADDER, best_rung, recipe_choices
 from rosellm.roseinfer.steps.cuda_graph import record_graph
 
@@ -81,13 +82,15 @@ def measure(plan: Plan) -> dict[str, Any]:
     """
     store, port = listen()
     answers = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.spawn(_rank, (port, plan, answers), nprocs=plan.n_ranks, join=False)
+    ranks = mp.spawn(_rank, (port, plan, answers), nprocs=plan.n_ranks, join=False, daemon=True)
     found: list[Any] = []
     try:
         while not ranks.join(LOOK_S):  # a pipe may be too small for all answers
             found += [] if answers.empty() else [answers.get()]
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         raise RoseError(f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}") from None
+    finally:
+        kill(ranks.processes)
     found += [] if answers.empty() else [answers.get()]
     dtype = DTYPES[plan.device]
     facts = {"ranks": plan.n_ranks, "dtype": str(dtype).removeprefix("torch."), "row_bytes": ROW_BYTES}
@@ -97,6 +100,7 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _rank(rank: int, port: int, plan: Plan, answers: Any) -> None:
+    end_with_parent(f"rank {rank}: the command has ended, and so do I")
     device = torch.device(plan.device, rank) if plan.device == "cuda" else torch.device(plan.device)
     if plan.device == "cuda":
         torch.cuda.set_device(device)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 
 import pytest
 import torch
 
 from rosellm.lab.records import all_reduce
 from rosellm.lab.records.records import Results
+from tests.roseinfer.ranks import LOADED_WITHIN_S, have_ended, program, seconds_until, spawned_by
 
 FEW = ["--device=cpu", "--repeats=2", "--sizes-kb=8,32"]
 
@@ -72,6 +76,22 @@ def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:
     assert bench.times("none", 8)["median"] > 0
     with pytest.raises(all_reduce.RoseError, match="all_reduce=library of 8192 bytes gives 2, not 6"):
         bench.times("library", 8)
+
+
+@pytest.mark.parametrize(
+    "how, after_s",
+    [(signal.SIGINT, 0.3), (signal.SIGINT, 4.0), (signal.SIGKILL, 0.3)],
+    ids=["interrupted-while-ranks-load", "interrupted-while-they-measure", "killed-while-ranks-load"],
+)
+def test_a_command_that_is_ended_leaves_no_rank(tmp_path, how, after_s) -> None:
+    endless = ("--device=cpu", "--repeats=1000000", "--sizes-kb=8", f"--output={tmp_path}")
+    with program("-m", "rosellm.lab.records.all_reduce", *endless) as process:
+        ranks = spawned_by(process, 2)
+        time.sleep(after_s)
+        os.kill(process.pid, how)
+        seconds_until(lambda: have_ended([process.pid, *ranks]), LOADED_WITHIN_S)
+        if how == signal.SIGINT:
+            assert process.stderr.read() == "error: interrupted\n"
 
 
 @pytest.mark.gpu
