@@ -27,7 +27,22 @@ from rosellm.roseinfer.tensor_parallel import MOST_RANKS
 PROFILED_STEPS = 20
 MOST_REQUESTS = MOST_TOKENS = 1 << 20
 DETAILS = ("KV cache", "several GPUs", "prompts", "sampling", "scheduler", "arrivals")  # groups
-NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id")
+NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id", "defaults")
+SETTINGS = (  # in no workload, and yet they change what is measured
+    "seed",
+    "block_size",
+    "num_kv_blocks",
+    "all_reduce",
+    "prefill_max_batch_size",
+    "prefill_token_budget",
+    "prefill_chunk",
+    "prefill_admission_policy",
+    "tokenize_workers",
+    "stream_interval",
+    "submit_interval_ms",
+    "request_rate",
+    "long_prompt_tokens",
+)
 
 
 def command_parser(module: str, doc: str, usage: str = "[options]") -> OneLineParser:
@@ -165,7 +180,7 @@ def add_record_option(parser: ArgumentParser) -> None:
 def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespace:
     """The options; the workload of ``form``, if one is named, replaces the defaults.
 
-    It also sets the model and the best rung, unless the options choose them.
+    It also sets the model and the best rung, unless the options choose them. ``defaults``: of ``SETTINGS``.
     """
     early = OneLineParser(add_help=False)
     for option in ("--workload", "--hf-model-id", "--rung"):
@@ -183,6 +198,7 @@ def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespac
     options = parser.parse_args(argv)
     if not options.prompt:
         raise PromptError("--prompt is empty; give it at least one character")
+    options.defaults = {name: parser.get_default(name) for name in SETTINGS if name in options}
     return options
 
 
@@ -195,12 +211,14 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
     if workload.model is not None:
         preset["hf_model_id"], dtype = workload.model, DTYPE
     preset |= {"load_format": LOAD_FORMAT, "deterministic": False, "tensor_parallel_size": 1}
+    preset |= options.defaults
     here = {name: getattr(options, name) for name in preset} | {"dtype": dtype_name(engine)}
     told = [
         f"{name}={here[name]} for {value}"
         for name, value in (preset | {"dtype": dtype}).items()
         if here[name] != value
     ]
+    told += ["the arrivals of a trace"] * bool(vars(options).get("trace"))
     return told if engine.rung or engine.deterministic else [*told, "a recipe that is no rung"]
 
 

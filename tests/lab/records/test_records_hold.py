@@ -1,5 +1,6 @@
 """The committed records show what the ladder claims (the floors that every rung had to pass)."""
 
+import json
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ from rosellm.lab.records.model_runs import recorded_models
 from rosellm.lab.records.records import Results, find, rivals
 from rosellm.lab.records.verdicts import Verdict, run_to_run
 from rosellm.models.families.table import read_arch
+from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
 
 RESULTS = find()
 BEST_RUNG = "dependent_launch"  # the best when these were recorded
@@ -22,6 +24,18 @@ COUNTS = RESULTS.load("counts")["figures"]
 def test_the_same_rungs_are_recorded_for_every_workload(workload):
     assert RESULTS.rungs(workload) == RUNGS
     assert set(RUNGS) == set(COUNTS["8"]) == set(RESULTS.load("ledger")["figures"]["64"])
+
+
+def test_recorded_runs_of_workloads_have_the_settings_that_a_comparable_run_has():
+    benchmarks = {"scheduler": benchmark_scheduler, "streaming": benchmark_streaming}
+    defaults = {form: module.BENCHMARK.parse_options([]).defaults for form, module in benchmarks.items()}
+    records = [json.loads(path.read_text()) for path in RESULTS.folder.rglob("*.json")]
+    runs = [one for one in records if one.get("kind") in defaults and one["workload"] is not None]
+    assert len(runs) > 100
+    for run in runs:
+        expected = defaults[run["kind"]]
+        found = {name: run["options"].get(name, value) for name, value in expected.items()}
+        assert found == expected, run["workload"]
 
 
 def from_rung(first: str) -> list[str]:

@@ -80,6 +80,49 @@ def test_header_and_record_say_in_what_a_run_is_not_the_workload(given, told, ca
     assert f"Not comparable with W3's records: {', '.join(told)}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("form", "given", "told"),
+    [
+        ("scheduler", "--seed 7", "seed=7 for 0"),
+        ("scheduler", "--block-size 16", "block_size=16 for 64"),
+        ("scheduler", "--num-kv-blocks 40", "num_kv_blocks=40 for None"),
+        ("scheduler", "--all-reduce one_shot", "all_reduce=one_shot for library"),
+        ("scheduler", "--prefill-max-batch-size 2", "prefill_max_batch_size=2 for 256"),
+        ("scheduler", "--prefill-token-budget 512", "prefill_token_budget=512 for 16384"),
+        ("scheduler", "--prefill-chunk 16", "prefill_chunk=16 for None"),
+        ("scheduler", "--prefill-admission-policy pack", "prefill_admission_policy=pack for fifo"),
+        ("streaming", "--seed 7", "seed=7 for 0"),
+        ("streaming", "--tokenize-workers 2", "tokenize_workers=2 for 0"),
+        ("streaming", "--stream-interval 16", "stream_interval=16 for 1"),
+        ("streaming", "--submit-interval-ms 5", "submit_interval_ms=5.0 for 0.0"),
+        ("streaming", "--request-rate 20", "request_rate=20.0 for None"),
+    ],
+)
+def test_a_run_departs_from_its_workload_by_any_option_that_changes_what_is_measured(form, given, told):
+    name = "W3" if form == "scheduler" else "W4"
+    options = BENCHMARKS[form].parse_options(["--workload", name, "--device=cpu", *given.split()])
+    assert departures(options, Engine(random_model(0), max_batch_size=2)) == [told, FP32]
+    assert "defaults" not in request_facts(options)["options"]
+
+
+def test_a_trace_and_a_long_prompt_are_no_workloads_arrivals(tmp_path):
+    trace = tmp_path / "trace"
+    trace.write_text("seconds,prompt_tokens,new_tokens\n0,1,2\n")
+    engine, streaming = Engine(random_model(0), max_batch_size=2), benchmark_streaming.BENCHMARK
+    of_trace = streaming.parse_options(["--workload=W4", "--device=cpu", "--trace", str(trace)])
+    assert "the arrivals of a trace" in departures(of_trace, engine)
+    joined = ["--long-prompt-tokens=90", "--prefill-chunk=16"]
+    told = departures(streaming.parse_options(["--workload=W4", "--device=cpu", *joined]), engine)
+    assert "long_prompt_tokens=90 for None" in told and "prefill_chunk=16 for None" in told
+
+
+@pytest.mark.parametrize("name", [*WORKLOADS, *MODEL_WORKLOADS])
+def test_a_workload_as_it_is_departs_by_the_dtype_of_the_device_at_most(name):
+    form = TABLE[name][-1] if name in TABLE else "scheduler"
+    options = BENCHMARKS[form].parse_options(["--workload", name, "--device=cpu"])
+    assert departures(options, Engine(random_model(0), max_batch_size=2)) == [FP32]
+
+
 def test_without_a_workload_there_is_nothing_to_compare_with(capsys):
     options = benchmark_scheduler.BENCHMARK.parse_options(["--device=cpu"])
     assert departures(options, Engine(random_model(0))) == []
