@@ -275,7 +275,7 @@ class StreamingBenchmark(Benchmark):
     def parse_options(self, argv: list[str] | None = None) -> Namespace:
         options = super().parse_options(argv)
         if options.long_prompt_tokens is not None:
-            _check_arrivals_unsaid(options)
+            _check_long_prompt(options)
             after, tokens = options.long_prompt_after_ms / 1e3, options.prompt_tokens or 1
             sizes = options.num_requests, tokens, options.max_new_tokens
             options.trace = joined_by(options.long_prompt_tokens, after, *sizes)
@@ -287,7 +287,9 @@ class StreamingBenchmark(Benchmark):
         return options
 
 
-def _check_arrivals_unsaid(options: Namespace) -> None:
+def _check_long_prompt(options: Namespace) -> None:
+    if options.profile:
+        raise OptionError("--profile traces a few decode steps, without a long prompt; leave out --profile")
     if options.trace or options.request_rate or options.submit_interval_ms:
         raise OptionError("--long-prompt-tokens says itself when requests arrive; give no other arrivals")
     if options.prefill_chunk is None:

@@ -156,6 +156,19 @@ def test_the_streaming_form_prints_its_summary_and_writes_record_and_trace(tmp_p
     assert "roseinfer.decode_step_sessions" in names
 
 
+def test_a_trace_that_fails_costs_no_measurement(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise RoseError("no trace can be made")
+
+    monkeypatch.setattr("rosellm.roseinfer.bench.cli.write_trace", fail)
+    record, trace = tmp_path / "record.json", tmp_path / "trace.json"
+    sizes = "--device cpu --num-requests 1 --max-new-tokens 2 --warmup-runs 0 --repeat-runs 1"
+    written = ["--json", str(record), "--profile", str(trace)]
+    assert benchmark_scheduler.main([*sizes.split(), *written]) == 2
+    assert capsys.readouterr().err == "error: no trace can be made\n"
+    assert json.loads(record.read_text())["results"]["online"]["repeats"]
+
+
 def test_the_append_form_prints_a_line_a_batch_then_a_row_a_variant_and_writes_its_record(tmp_path):
     path = tmp_path / "record.json"
     shape = ("--num-heads", 2, "--head-dim", 8, "--block-size", 4, "--repeats", 2)

@@ -46,29 +46,33 @@ class Benchmark:
         tokenizer: AnyTokenizer,
         build: Callable[..., Engine] = Engine,
     ) -> dict[str, Any]:
-        """Measure, print, and return the record; a sweep may share one model. build: makes the engine."""
+        """Measure, print, and return the record; a sweep may share one model. build: makes the engine.
+
+        The record is written if requested, and only then the trace: an error there costs no measurement.
+        """
         runs, results = self.runs(options), {}  # refuses what does not go together
         job = make_job(options, gpt, tokenizer, build)
         for mode, run in runs.items():
             results[mode] = repeat(run, job, mode, options.warmup_runs, options.repeat_runs)
             print_summary(results[mode], self.summary(results[mode]))
+        facts = {**request_facts(options), "not_comparable": departures(options, job.engine)}
+        facts |= engine_facts(job.engine)
+        record = new_record(self.form, job.engine.device, **facts, results=results)
+        if options.json:
+            write_record(options.json, record)
         if options.profile:
             together = 1 if mode == "naive" else job.engine.max_batch_size
             write_trace(run, job.shortened(together, PROFILED_STEPS + 1), options.profile)
-        facts = {**request_facts(options), "not_comparable": departures(options, job.engine)}
-        facts |= engine_facts(job.engine)
-        return new_record(self.form, job.engine.device, **facts, results=results)
+        return record
 
     def main(self, argv: list[str] | None = None) -> int:
         """:meth:`run` as a command; its exit status."""
         return command(self.run)(argv)
 
     def run(self, argv: list[str] | None) -> None:
-        """Parse, load, measure, and write the record if requested."""
+        """Parse, load and measure."""
         options = self.parse_options(argv)
         recipe = choose_recipe(options)  # reports a wrong choice before the model is loaded
         load = Load(options.hf_model_id, options.device, options.dtype, options.load_format)
         loaded = load_ranks(options.tensor_parallel_size, load, recipe, options.deterministic)
-        record = self.measure(options, loaded.model, loaded.tokenizer, loaded.build)
-        if options.json:
-            write_record(options.json, record)
+        self.measure(options, loaded.model, loaded.tokenizer, loaded.build)

@@ -62,3 +62,12 @@ def test_a_long_prompt_is_the_only_word_on_arrivals(more: list[str], capsys) -> 
     assert "give no other arrivals" in capsys.readouterr().err
     assert benchmark_streaming.main(["--device=cpu", *LONG]) == 2
     assert "give --prefill-chunk" in capsys.readouterr().err
+
+
+def test_a_long_prompt_is_not_in_a_trace_and_both_are_refused_in_parsing(tmp_path: Path, capsys) -> None:
+    trace, record = tmp_path / "trace.json", tmp_path / "record.json"
+    assert benchmark_streaming.main([*RUN, *LONG, "--profile", str(trace), "--json", str(record)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert "error: --profile traces a few decode steps" in said.err
+    assert not trace.exists() and not record.exists()
