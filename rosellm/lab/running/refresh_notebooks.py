@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             nullcontext() if arguments.without_png else browser() as renderer,
         ):
             done = refresh(notebooks, renderer, arguments.timeout, interruption)
-    except RoseError as error:
+    except (RoseError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if len(done) < len(notebooks):

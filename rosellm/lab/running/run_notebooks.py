@@ -39,13 +39,17 @@ SCRATCH = ".run-"
 def select(folder: Path, wanted: str = "") -> list[Path]:
     """The notebooks of ``folder`` that ``wanted`` lists by path, name, prefix or else substring of a name.
 
-    ``wanted`` is comma or space separated; "" means all. Raises NotebookError for a name without a notebook.
+    ``wanted`` is comma or space separated; "" means all. Raises NotebookError for a name without a notebook,
+    or if nothing is named.
     """
     found = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
     if not found:
         raise NotebookError(f"there is no notebook in {folder}")
-    chosen = set() if wanted.strip() else set(found)
-    for word in wanted.replace(",", " ").split():
+    words = wanted.replace(",", " ").split()
+    if wanted.strip() and not words:
+        raise NotebookError(f"{wanted!r} names no notebook: there are {', '.join(found)}")
+    chosen = set() if words else set(found)
+    for word in words:
         word = Path(word).name.removesuffix(".ipynb")
         named = [name for name in found if word and word in name]
         matches = {word} & set(found) or {name for name in named if name.startswith(word)} or set(named)
@@ -226,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             notebooks = select(arguments.notebooks, arguments.select)
             parameters = parse_parameters(arguments.parameters)
             outcomes = _execute(arguments, notebooks, parameters, interruption)
-    except RoseError as error:
+    except (RoseError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if len(outcomes) < len(notebooks):

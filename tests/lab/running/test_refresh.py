@@ -106,6 +106,21 @@ def test_an_unknown_notebook_is_exit_code_2(folder, capsys):
     assert "no notebook is called '7': there are 00_a" in capsys.readouterr().err
 
 
+def test_a_selection_that_names_nothing_and_a_file_that_cannot_be_written_are_exit_code_2(
+    folder, capsys, monkeypatch
+):
+    def refuse(path, _text):
+        raise OSError(30, "Read-only file system", str(path))
+
+    save(folder, "00_a", "1")
+    asked = ["--notebooks", str(folder), "--without-png"]
+    assert main([*asked, "--select", ","]) == 2
+    assert "error: ',' names no notebook: there are 00_a\n" in capsys.readouterr().err
+    monkeypatch.setattr("rosellm.lab.running.refresh_notebooks.write_text", refuse)
+    assert main(asked) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: [Errno 30] Read-only file system")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_what_is_done_and_leaves_the_rest_as_it_was(folder, capsys, number):
     """The second notebook sends the signal to the command from within its own kernel."""

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -199,11 +200,29 @@ class TestRun:
     def test_an_unknown_notebook_or_parameter_is_one_line_and_exit_code_2(self, folder, tmp_path, capsys):
         save(folder, "00_map")
         base = ["--notebooks", str(folder), "--output", str(tmp_path / "build")]
-        for wrong in (["--select", "9"], ["--parameters", "bacth=1"], ["--workers", "0"], ["--timeout", "0"]):
+        for wrong in (
+            ["--select", "9"],
+            ["--select", ","],
+            ["--parameters", "bacth=1"],
+            ["--workers", "0"],
+            ["--timeout", "0"],
+        ):
             assert main(base + wrong) == 2
             err = capsys.readouterr().err
             assert err.startswith("error: ") and err.count("\n") == 1
         assert not (tmp_path / "build").exists()
+
+    def test_an_output_folder_that_takes_no_files_is_one_line_and_exit_code_2(
+        self, folder, tmp_path, capsys, monkeypatch
+    ):
+        def refuse(*_, **__):
+            raise OSError(30, "Read-only file system", str(tmp_path / "build"))
+
+        save(folder, "00_map")
+        monkeypatch.setattr(tempfile, "TemporaryDirectory", refuse)
+        assert main(["--notebooks", str(folder), "--output", str(tmp_path / "build")]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and "Read-only file system" in err and err.count("\n") == 1
 
 
 class TestCommand:

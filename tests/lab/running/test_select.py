@@ -27,3 +27,9 @@ def test_a_beginning_goes_before_a_part(folder):
 def test_what_names_no_notebook_is_told(folder, word):
     with pytest.raises(NotebookError, match="no notebook is called"):
         select(folder, word)
+
+
+@pytest.mark.parametrize("wanted", [",", " , ", ",,"])
+def test_a_selection_that_names_nothing_is_told_and_not_taken_for_all(folder, wanted):
+    with pytest.raises(NotebookError, match="names no notebook: there are 03_pinned_h2d, 05_cuda_graph"):
+        select(folder, wanted)
