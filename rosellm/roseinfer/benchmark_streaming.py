@@ -28,6 +28,7 @@ from rosellm.command_line import INT32_MAX
 from rosellm.errors import OptionError, RoseError
 from rosellm.roseinfer.bench import runs
 from rosellm.roseinfer.bench.arrivals import (
+    DAY_S,
     goodput,
     poisson_times,
     queue_over_time,
@@ -47,7 +48,7 @@ from rosellm.roseinfer.serving.asked import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)
-DAY_MS = 86_400_000
+DAY_MS = 1000 * DAY_S
 METRICS = {
     "ttft": ("TTFT", "ms"),
     "tpot": ("TPOT", "ms/token"),
@@ -207,11 +208,13 @@ def _rate(text: str) -> float | None:
         value = math.nan
     if not value > 0:
         raise ArgumentTypeError(f"{text!r} is not a number of requests a second above 0, or inf")
+    if value * DAY_S < 1:
+        raise ArgumentTypeError(f"{text!r} is less than a request a day")
     return None if value == math.inf else value
 
 
 def _arrival_times(options: Namespace) -> tuple[float, ...] | None:
-    """When requests are due. Raises ``OptionError`` if several options say so."""
+    """When requests are due. Raises ``OptionError`` if several options say so, or if it takes over a day."""
     given = {
         "--request-rate": options.request_rate,
         "--trace": options.trace,
@@ -222,10 +225,19 @@ def _arrival_times(options: Namespace) -> tuple[float, ...] | None:
         raise OptionError(f"{' and '.join(named)} both say when requests arrive; give one of them")
     if options.trace:
         return tuple(arrival.seconds for arrival in options.trace)
+    if not named:
+        return None
+    times = _times_of_options(options)
+    if times[-1] > DAY_S:
+        raise OptionError(f"{named[0]}: the last of {options.num_requests} requests would be due after a day")
+    return times
+
+
+def _times_of_options(options: Namespace) -> tuple[float, ...]:
     if options.request_rate:
         return tuple(poisson_times(options.request_rate, options.num_requests, options.seed))
     interval = options.submit_interval_ms / 1e3
-    return tuple(i * interval for i in range(options.num_requests)) if interval else None
+    return tuple(i * interval for i in range(options.num_requests))
 
 
 def _seconds(milliseconds: float | None) -> float:

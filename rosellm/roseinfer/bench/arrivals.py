@@ -16,6 +16,7 @@ import numpy as np
 from rosellm.command_line import INT32_MAX
 from rosellm.roseinfer.request import RequestMetrics
 
+DAY_S = 86_400  # no request arrives later
 N_SAMPLES = 200  # of the queue's length over a run
 FIELDS = ("seconds", "prompt_tokens", "new_tokens")
 
@@ -62,7 +63,7 @@ def _json_rows(lines: list[str]) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             yield number, json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             yield number, None
 
 
@@ -81,10 +82,10 @@ def _arrival(number: int, row: object) -> Arrival:
         raise ValueError(f"{here}: it must give {', '.join(FIELDS)}")
     try:
         seconds, (prompt, new) = float(row["seconds"]), (int(row[name]) for name in FIELDS[1:])
-    except (TypeError, ValueError):
-        raise ValueError(f"{here}: {', '.join(FIELDS)} must be numbers") from None
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"{here}: seconds is {seconds}; it must be 0 or more")
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{here}: {', '.join(FIELDS)} must be finite numbers") from None
+    if not 0 <= seconds <= DAY_S:
+        raise ValueError(f"{here}: seconds is {seconds}; it must be 0 or more and at most {DAY_S}, a day")
     if not (1 <= prompt <= INT32_MAX and 1 <= new <= INT32_MAX):
         raise ValueError(f"{here}: prompt_tokens and new_tokens must be whole numbers, 1 or more")
     return Arrival(seconds, prompt, new)

@@ -69,6 +69,16 @@ def test_a_trace_is_read_in_order_of_time(tmp_path: Path, write) -> None:
         ("seconds,prompt_tokens,new_tokens\n-1,1,1\n", "line 2: seconds is -1.0; it must be 0 or more"),
         ("seconds,prompt_tokens,new_tokens\nnan,1,1\n", "line 2: seconds is nan"),
         ('{"seconds": 0, "prompt_tokens": 0, "new_tokens": 1}', "line 1: prompt_tokens and new_tokens must"),
+        (
+            "seconds,prompt_tokens,new_tokens\n1764000000000,1,1\n",
+            "line 2: seconds is 1764000000000.0; it must be 0 or more and at most 86400, a day",
+        ),
+        ("seconds,prompt_tokens,new_tokens\ninf,1,1\n", "line 2: seconds is inf"),
+        ('{"seconds": 0, "prompt_tokens": 1e999, "new_tokens": 1}', "line 1: seconds, prompt_tokens, new_t"),
+        ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": -1e999}', "must be finite numbers"),
+        (f'{{"seconds": 1{"0" * 400}, "prompt_tokens": 1, "new_tokens": 1}}', "must be finite numbers"),
+        (f'{{"seconds": 1{"0" * 5000}, "prompt_tokens": 1, "new_tokens": 1}}', "line 1: it must give"),
+        ('{"seconds": ' + "[" * 200_000, "line 1: it must give"),
         ('{"seconds": 0', "line 1: it must give"),
         ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1}\n[]', "line 2: it must give"),
     ],
@@ -172,3 +182,18 @@ def test_only_one_option_says_when_requests_arrive_and_inf_says_all_at_once(tmp_
             benchmark_streaming.main(["--request-rate", bad])
         assert f"'{bad}' is not a number of requests a second above 0, or inf" in capsys.readouterr().err
     assert benchmark_streaming.BENCHMARK.parse_options(["--request-rate", "inf"]).request_rate is None
+
+
+@pytest.mark.parametrize("rate", ["1e-11", "5e-324", "0.00001"])
+def test_a_rate_of_less_than_a_request_a_day_is_refused(rate: str, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        benchmark_streaming.main(["--request-rate", rate])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{rate!r} is less than a request a day" in said
+
+
+@pytest.mark.parametrize("option", ["--request-rate=0.001", "--submit-interval-ms=86400000"])
+def test_requests_that_would_be_due_after_a_day_are_refused(option: str, capsys) -> None:
+    assert benchmark_streaming.main([*TINY, "--num-requests=1000", option]) == 2
+    name, said = option.partition("=")[0], capsys.readouterr().err
+    assert said == f"error: {name}: the last of 1000 requests would be due after a day\n"
