@@ -358,6 +358,8 @@ def test_a_model_that_cannot_be_had_is_one_line_with_the_ways_out():
 
 BAD_INPUT = [
     ("scheduler", "--cuda-graph", "--cuda-graph needs --paged-attn"),
+    ("scheduler", "--rung dense --cuda-graph", "--rung names a whole recipe: leave out --paged-attn"),
+    ("streaming", "--workload W4 --rung paged --paged-attn", "--rung names a whole recipe"),
     ("scheduler", "--rung nope", "rung 'nope' is unknown; use one of dense, paged"),
     ("scheduler", "--workload W4", "W4 is run by benchmark_streaming"),
     ("scheduler", "--workload W99", "'W99' is unknown"),
@@ -449,7 +451,7 @@ def test_help_tells_the_defaults_of_the_workload_that_is_named(capsys):
         ("--paged-attn", replace(LADDER[BEST_RUNG], runner="eager")),
         ("--paged-attn --cuda-graph", BEST_RUNG),
         ("--rung pinned_h2d", "pinned_h2d"),
-        ("--rung paged --paged-attn --cuda-graph", "paged"),
+        ("--workload W3 --rung paged", "paged"),
     ],
 )
 def test_flags_choose_the_documented_recipe(flags, recipe):

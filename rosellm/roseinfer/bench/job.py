@@ -69,6 +69,8 @@ def choose_recipe(options: Namespace) -> str | Recipe:
 
 def _recipe_of_flags(options: Namespace) -> str | Recipe:
     if options.rung is not None:
+        if options.paged_attn or options.cuda_graph:
+            raise RecipeError("--rung names a whole recipe: leave out --paged-attn and --cuda-graph")
         return get_rung(options.rung)
     if options.cuda_graph and not options.paged_attn:
         raise RecipeError("--cuda-graph needs --paged-attn: dense attention has no fixed shapes to capture")
