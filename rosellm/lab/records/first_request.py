@@ -26,7 +26,7 @@ from rosellm.lab.records.measured_model import add_model_options, folder_of, set
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.sizes import Size
-from rosellm.roseinfer.bench.record import new_record, write_record
+from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 
 WORKLOAD = WORKLOADS["W8"]
@@ -147,6 +147,7 @@ def _parser() -> OneLineParser:
 def main(argv: list[str] | None = None) -> None:
     """Start the processes one after the other, and write what they found."""
     arguments = settle(_parser().parse_args(argv), WORKLOAD)
+    path = check_writable(folder_of(arguments.output, arguments.model, WORKLOAD) / "first_request.json")
     named = (arguments.model, arguments.load_format, arguments.device)
     options, processes = process_options(arguments.size, *named), []
     for _ in range(arguments.repeats):
@@ -156,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
     facts = {"model": arguments.model, "workload": WORKLOAD.id, "options": options}
     figures = {"aims_s": AIMS_S, "aim_share": AIM_SHARE, "processes": processes}
     record = new_record("first_request", torch.device(arguments.device), **facts, figures=figures)
-    write_record(folder_of(arguments.output, arguments.model, WORKLOAD) / "first_request.json", record)
+    write_record(path, record)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.loading import resolve_device
 from rosellm.models.model import Transformer
 from rosellm.models.weights import dummy_model, dummy_shape, load_model
-from rosellm.roseinfer.bench.record import new_record, write_record
+from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
 
 MODEL, DTYPE = "meta-llama/Llama-3.1-8B", torch.bfloat16
 SHARD_BYTES = 5_000_000_000
@@ -142,6 +142,14 @@ def _parser() -> OneLineParser:
     return parser
 
 
+def _record_path(output: Path, model: str) -> Path:
+    """Where the record goes; its folder is made. Raises ``RoseError`` for an unknown model, before that."""
+    dummy_shape(model)
+    folder = output / short_name(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    return check_writable(folder / "loading.json")
+
+
 @command
 def main(argv: list[str] | None = None) -> None:
     """Measure, record, and say what was found."""
@@ -149,11 +157,9 @@ def main(argv: list[str] | None = None) -> None:
     device = resolve_device(arguments.device)
     if arguments.scratch is not None and not arguments.scratch.is_dir():
         raise RoseError(f"--scratch {arguments.scratch} is not a folder")
+    path = _record_path(arguments.output, arguments.model)
     figures = loading_figures(arguments.model, device, arguments.scratch)
-    folder = arguments.output / short_name(arguments.model)
-    folder.mkdir(parents=True, exist_ok=True)
-    record = new_record("loading", device, model=arguments.model, figures=figures)
-    write_record(folder / "loading.json", record)
+    write_record(path, new_record("loading", device, model=arguments.model, figures=figures))
     print(f"weights: {figures['weights_bytes'] / 1e9:.2f} GB, shards: {figures['shards']}")
     for way in ("uncached", "cached", "dummy"):
         one = figures[way]

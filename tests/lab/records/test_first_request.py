@@ -80,6 +80,20 @@ def test_the_record_has_each_process_with_an_empty_and_with_the_filled_cache(
     assert said[3].endswith("runs of 100, 200, 300 tok/s, 6 late captures")
 
 
+def test_a_record_that_cannot_be_written_is_told_before_a_process_starts(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(first_request, "first_process", lambda *given: started.append(given))
+    (tmp_path / "taken").touch()
+    (tmp_path / "rose-tiny" / "first_request.json").mkdir(parents=True)
+    for output, told in ((tmp_path, "is not a regular file"), (tmp_path / "taken", "taken")):
+        assert first_request.main(["--device=cpu", f"--output={output}"]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and told in said
+    assert not started
+
+
 def test_a_records_model_and_folder_follow_from_the_size_and_the_workload(tmp_path) -> None:
     def settled(**given: object) -> tuple[str, str]:
         asked = {"device": "cpu", "size": None, "model": None, "load_format": None} | given

@@ -96,3 +96,22 @@ def test_bad_input_is_one_line(asked, told, capsys):
     assert loading_record.main(["--device", "cpu", *asked]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and told in said
+
+
+def test_a_record_that_cannot_be_written_is_told_before_anything_is_measured(
+    shape, tmp_path, monkeypatch, capsys
+):
+    measured = []
+    monkeypatch.setattr(loading_record, "loading_figures", lambda *given: measured.append(given))
+    (tmp_path / "small" / "loading.json").mkdir()
+    for output, told in ((tmp_path, "is not a regular file"), (shape / "config.json", "config.json")):
+        assert loading_record.main(["--device=cpu", f"--model={shape}", f"--output={output}"]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and told in said
+    assert not measured
+
+
+def test_an_unknown_model_leaves_no_folder(tmp_path):
+    output = tmp_path / "records"
+    assert loading_record.main(["--device=cpu", "--model=nobody/knows", f"--output={output}"]) == 2
+    assert not output.exists()
