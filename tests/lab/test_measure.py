@@ -9,7 +9,7 @@ from argparse import Namespace
 import pytest
 
 from rosellm.lab import measure
-from rosellm.lab.records import recordings, step_records
+from rosellm.lab.records import recordings, rungs, step_records
 from rosellm.lab.records.sizes import SIZES, positions_needed
 from rosellm.lab.records.step_time import StepTimes
 from rosellm.lab.running.interruption import Interruption
@@ -43,6 +43,10 @@ def test_an_experiment_is_recorded_with_its_figures_and_environment(tmp_path):
     [
         (["--workloads", "W1,W0", "--model", "rose-tiny"], "W0: 1 prompt tokens and 512 new ones exceed"),
         (["--workloads", "W1", "--rungs", "dense,autotune"], "rung 'autotune' needs a GPU"),
+        (
+            ["--workloads", "W1", "--rungs", "dense,persistent_kernel", "--model", "rose-tiny-qwen3"],
+            "rung 'persistent_kernel': gemm='persistent' cannot run a model of family qwen3",
+        ),
         (["--experiments", "bookkeeping,autotune"], "experiment 'autotune' needs a GPU"),
         (["--experiments", "lengths-64"], "experiment 'lengths-64' needs a GPU"),
         (["--experiments", "bookkeeping,grid", "--model", "rose-tiny"], "grid needs 1014 positions"),
@@ -59,7 +63,7 @@ def test_a_job_that_cannot_run_is_told_before_the_first_starts(asked, told, tmp_
 
 
 def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(recordings, "LADDER", {rung: LADDER[rung] for rung in ("dense", "autotune", "paged")})
+    monkeypatch.setattr(rungs, "LADDER", {rung: LADDER[rung] for rung in ("dense", "autotune", "paged")})
     options = ["--device=cpu", f"--output={tmp_path}", "--rungs=dense", "--repeats=1"]
     assert measure.main([*options, "--workloads=W2,W7", "--experiments=counts"]) == 0
     counts = json.loads((tmp_path / "counts.json").read_text())
@@ -72,8 +76,20 @@ def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_
     assert "counts, batch 4: paged" in said.err and "W7-dense" in said.err
 
 
+def test_rungs_that_cannot_run_the_model_are_left_out_unless_they_are_named(tmp_path, monkeypatch):
+    known = {rung: LADDER[rung] for rung in ("dense", "persistent_kernel", "paged")}
+    monkeypatch.setattr(rungs, "LADDER", known)
+    options = ["--device=cpu", f"--output={tmp_path}", "--model=rose-tiny-qwen3", "--repeats=1"]
+    assert measure.main([*options, "--workloads=W0", "--experiments=counts,equality"]) == 0
+    names = ("W0-dense", "W0-paged", "counts", "equality")
+    figures = {name: json.loads((tmp_path / f"{name}.json").read_text()).get("figures") for name in names}
+    assert sorted(path.stem for path in tmp_path.iterdir()) == list(names)
+    assert list(figures["counts"]["4"]) == ["dense", "paged"]
+    assert list(figures["equality"]["float32"]) == list(known)  # of the shipped model, which all can run
+
+
 def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turns(tmp_path, monkeypatch):
-    monkeypatch.setattr(recordings, "LADDER", {rung: LADDER[rung] for rung in ("dense", "dependent_launch")})
+    monkeypatch.setattr(rungs, "LADDER", {rung: LADDER[rung] for rung in ("dense", "dependent_launch")})
     monkeypatch.setattr(step_records, "ABLATED", ("fused_head",))
     names = "steps-W1,ablations-W1,leave_one_out-W1"
     assert (

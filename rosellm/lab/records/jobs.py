@@ -17,9 +17,10 @@ import torch
 from rosellm.errors import PromptError, RoseError
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.measured_model import settle
-from rosellm.lab.records.recordings import EXPERIMENTS, NEEDS_GPU, check_rung, runnable
+from rosellm.lab.records.recordings import EXPERIMENTS, NEEDS_GPU
+from rosellm.lab.records.rungs import check_rung, runnable
 from rosellm.lab.records.sizes import positions_needed
-from rosellm.models.loading import load_parts, resolve_device
+from rosellm.models.loading import arch_of, load_parts, resolve_device
 from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.bench.job import check_positions
 from rosellm.roseinfer.bench.prompts import encode_prompts, make_prompts
@@ -102,19 +103,26 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
     on_gpu, known = arguments.device == "cuda", [*EXPERIMENTS, KV_APPEND]
     here = [name for name in known if on_gpu or name not in NEEDS_GPU]
     workloads = _listed("workload", arguments.workloads, WORKLOADS)
-    rungs = runnable(arguments) if arguments.rungs is None else _listed("rung", arguments.rungs, LADDER)
     names = here if arguments.experiments is None else _listed("experiment", arguments.experiments, known)
     for name in names:
         if name not in here:
             raise RoseError(f"experiment {name!r} needs a GPU")
-    for rung in rungs:
-        check_rung(rung, arguments.device)
+    rungs = _rungs(arguments)
     _check_positions(names, workloads, arguments)
     return {name: experiment(name) for name in names} | {
         f"{workload}-{rung}": partial(measure_workload, workload, rung)
         for workload in workloads
         for rung in rungs
     }
+
+
+def _rungs(arguments: argparse.Namespace) -> list[str]:
+    """Those asked for, by default all that can run. Raises ``RoseError`` for one that cannot."""
+    asked = [] if arguments.rungs is None else _listed("rung", arguments.rungs, LADDER)
+    device, shape = torch.device(arguments.device), arch_of(arguments.model, arguments.load_format)
+    for rung in asked:
+        check_rung(rung, device, shape)
+    return runnable(device, shape) if arguments.rungs is None else asked
 
 
 def _check_positions(names: list[str], workloads: list[str], arguments: argparse.Namespace) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.errors import RecipeError, RoseError, told
+from rosellm.errors import RoseError, told
 from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.records import Results, modern_rivals
+from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.step_records import ladder_steps
 from rosellm.lab.records.step_time import free_memory
 from rosellm.models.loading import AnyTokenizer, load_parts
@@ -25,7 +26,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
 from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
-from rosellm.roseinfer.recipe import LADDER, best_rung, check_launch
+from rosellm.roseinfer.recipe import best_rung
 
 RIVAL = "vLLM 0.22.1"
 EFFORT = {"engines": 1, "seconds": 0.2, "turns": 2}  # of the ladder's steps
@@ -106,7 +107,7 @@ def measure(
     folder.mkdir(parents=True, exist_ok=True)
     measure_runs(arguments, names, gpt, tokenizer, folder)
     for name in ladder:
-        figures = ladder_steps(gpt, rungs_for(gpt), MODEL_WORKLOADS[name], **EFFORT)
+        figures = ladder_steps(gpt, runnable(gpt.device, gpt.config), MODEL_WORKLOADS[name], **EFFORT)
         record = new_record(f"steps-{name}", gpt.device, model=arguments.model, figures=figures)
         write_record(folder / f"steps-{name}.json", record)
     measure_ledgers(arguments.model, ledgers, gpt, folder)
@@ -132,20 +133,6 @@ def measure_ledgers(model: str, names: Iterable[str], gpt: Transformer, folder: 
         free_memory()
     if failed:
         raise RoseError(f"no ledger of {', '.join(failed)}; the lines above say why")
-
-
-def rungs_for(gpt: Transformer) -> list[str]:
-    """The rungs that serve the model on its device."""
-
-    def serves(rung: str) -> bool:
-        try:
-            check_launch(LADDER[rung], gpt.device)
-            LADDER[rung].check_serves(gpt.config)
-        except RecipeError:
-            return False
-        return True
-
-    return [rung for rung in LADDER if serves(rung)]
 
 
 def measure_runs(

@@ -27,8 +27,9 @@ from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.jobs import BENCHMARKS, benchmark_arguments, experiment, free_memory
 from rosellm.lab.records.lengths import BATCHES
 from rosellm.lab.records.machines import this_machine
-from rosellm.lab.records.recordings import each, runnable
+from rosellm.lab.records.recordings import each
 from rosellm.lab.records.records import Results, results_folder
+from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.records.step_records import ladder_steps
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device
@@ -74,11 +75,11 @@ class Recorder:
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.device, self.folder = device, folder
         self.ends = ["dense", get_rung(None, device)]
-        others = [rung for rung in runnable(argparse.Namespace(device=device.type)) if rung not in self.ends]
-        self.rungs = [*self.ends, *others]
         self.gpt: Transformer
         self.tokenizer: AnyTokenizer
         self.gpt, self.tokenizer = load_parts(MODEL, device.type, "auto", LOAD_FORMAT)
+        others = [rung for rung in runnable(device, self.gpt.config) if rung not in self.ends]
+        self.rungs = [*self.ends, *others]
 
     def jobs(self) -> list[Job]:
         """What is not recorded yet: steps and the ladder's ends first, short runs before long ones."""

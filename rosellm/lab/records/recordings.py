@@ -10,19 +10,20 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from rosellm.errors import RecipeError, RoseError
+from rosellm.errors import RoseError
 from rosellm.lab.records import experiments, robustness, step_records
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps
+from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.sizes import GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.timelines import TIMELINES, timeline
 from rosellm.models.checkpoint import SHIPPED
-from rosellm.models.loading import resolve_device
+from rosellm.models.loading import arch_of, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
-from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
+from rosellm.roseinfer.recipe import get_rung
 
 NEEDS_GPU = ("autotune", "ceilings", *(f"lengths-{batch}" for batch in BATCHES))
 
@@ -42,7 +43,8 @@ def counts(arguments: argparse.Namespace) -> dict:
 
     "mixed": prompts of unequal lengths.
     """
-    model, size, rungs = _model(arguments), arguments.size, runnable(arguments)
+    model, size = _model(arguments), arguments.size
+    rungs = runnable(model.device, model.config)
     batches, tokens = size.batches(8, 64, 256), min(32, size.new_tokens)
     cases: dict[str, tuple[int, int | list[int]]] = {str(n): (n, 2) for n in batches}
     cases[f"{batches[-1]} mixed"] = batches[-1], [2, 8]
@@ -56,9 +58,10 @@ def equality(arguments: argparse.Namespace) -> dict:
     """Tokens and logits of every rung against ``dense``, in fp32, fp16 and bf16, on the shipped model."""
     size, lengths = arguments.size, arguments.size.contexts(1, 2, 5, 63, 64, 65, 130)
     batch, tokens = min(14, size.rows), min(64, size.new_tokens)
+    rungs = runnable(resolve_device(arguments.device), arch_of(SHIPPED))
     return {
         dtype: experiments.equality(
-            get_model(SHIPPED, arguments.device, dtype), runnable(arguments), lengths, batch, tokens
+            get_model(SHIPPED, arguments.device, dtype), rungs, lengths, batch, tokens
         )
         for dtype in each("equality", ("float32", "float16", "bfloat16"))
     }
@@ -71,9 +74,9 @@ def ceilings(arguments: argparse.Namespace) -> dict:
 
 def timelines(arguments: argparse.Namespace) -> dict:
     """A few decode steps of four rungs and of those before them, event by event."""
-    workload = arguments.size.of(WORKLOADS["W1"])
-    drawn = [rung for rung in TIMELINES if rung in runnable(arguments)]
-    return {rung: timeline(_model(arguments), rung, workload) for rung in each("timelines", drawn)}
+    model, workload = _model(arguments), arguments.size.of(WORKLOADS["W1"])
+    drawn = [rung for rung in TIMELINES if rung in runnable(model.device, model.config)]
+    return {rung: timeline(model, rung, workload) for rung in each("timelines", drawn)}
 
 
 def autotune(arguments: argparse.Namespace) -> dict:
@@ -95,7 +98,8 @@ def bookkeeping(arguments: argparse.Namespace) -> dict:
 
 def ledger(arguments: argparse.Namespace) -> dict:
     """Where a decode step's time goes, at the batch sizes of four workloads and half their context."""
-    model, rungs = _model(arguments), runnable(arguments)
+    model = _model(arguments)
+    rungs = runnable(model.device, model.config)
     sized = [arguments.size.of(WORKLOADS[name]) for name in LEDGER_WORKLOADS]
     context = {w.max_batch_size: w.max_new_tokens // 2 for w in sized}
     return {
@@ -173,8 +177,9 @@ def determinism(arguments: argparse.Namespace) -> dict:
 
 def steps(arguments: argparse.Namespace, workload: str) -> dict:
     """The time of a decode step on every rung, at a workload's batch size and mid-run context."""
-    sized = arguments.size.of(WORKLOADS[workload])
-    return step_records.ladder_steps(_model(arguments), runnable(arguments), sized, **arguments.size.effort)
+    model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
+    rungs = runnable(model.device, model.config)
+    return step_records.ladder_steps(model, rungs, sized, **arguments.size.effort)
 
 
 def ablations(arguments: argparse.Namespace, workload: str) -> dict:
@@ -238,22 +243,3 @@ def _prompt_length(workload: Workload) -> int:
 
 def _model(arguments: argparse.Namespace) -> Transformer:
     return get_model(arguments.model, arguments.device, "auto", arguments.load_format)
-
-
-def check_rung(rung: str, device: str) -> None:
-    """Raises ``RecipeError`` for a rung that the device cannot run."""
-    recipe = LADDER[rung]
-    if recipe.launch == "autotuned" and device == "cpu":
-        raise RecipeError(f"rung {rung!r} needs a GPU: a CPU has no launch to tune")
-    check_launch(recipe, torch.device(device))
-
-
-def runnable(arguments: argparse.Namespace) -> list[str]:
-    def can_run(rung: str) -> bool:
-        try:
-            check_rung(rung, arguments.device)
-        except RecipeError:
-            return False
-        return True
-
-    return [rung for rung in LADDER if can_run(rung)]

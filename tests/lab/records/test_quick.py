@@ -22,7 +22,7 @@ TINY = Workload("W0", num_requests=1, max_new_tokens=4, max_batch_size=1)
 @pytest.fixture
 def recorder(tmp_path, monkeypatch) -> Recorder:
     """One of three rungs, with the shipped model and a small W0 instead of GPT-2 and the whole one."""
-    monkeypatch.setattr(quick, "runnable", lambda arguments: ["dense", "paged", "split_kv"])
+    monkeypatch.setattr(quick, "runnable", lambda *asked: ["dense", "paged", "split_kv"])
     monkeypatch.setattr(quick, "load_parts", lambda *asked: load_parts("rose-tiny", "cpu", "auto", "auto"))
     for known in (WORKLOADS, ALL_WORKLOADS):
         monkeypatch.setitem(known, "W0", TINY)
