@@ -88,6 +88,13 @@ def test_rungs_that_cannot_run_the_model_are_left_out_unless_they_are_named(tmp_
     assert list(figures["equality"]["float32"]) == list(known)  # of the shipped model, which all can run
 
 
+def test_the_help_says_that_experiments_do_not_follow_rungs(capsys):
+    with pytest.raises(SystemExit):
+        measure.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "comma-separated, of workloads; default, and of experiments always: all that can run" in said
+
+
 def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(rungs, "LADDER", {rung: LADDER[rung] for rung in ("dense", "dependent_launch")})
     monkeypatch.setattr(step_records, "ABLATED", ("fused_head",))
