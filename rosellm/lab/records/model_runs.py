@@ -1,7 +1,7 @@
 """Measure modern models' workloads, the ladder's steps, and where the time goes: one model loaded for all.
 
-Records go to DIR/MODEL/WORKLOAD.json, steps-WORKLOAD.json and ledgers.json. A workload that needs more
-positions than the model has is left out.
+Records go to DIR/MODEL/WORKLOAD.json, steps-WORKLOAD.json and ledgers.json, which keeps the ledgers that it
+has of the same commit. A workload that needs more positions than the model has is left out.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError, told
+from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.records import Results, modern_rivals
 from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.step_records import ladder_steps
 from rosellm.lab.records.step_time import free_memory
-from rosellm.models.loading import AnyTokenizer, load_parts
+from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
@@ -29,6 +32,7 @@ from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.recipe import best_rung
 
 RIVAL = "vLLM 0.22.1"
+LEDGERS_FILE = "ledgers.json"
 EFFORT = {"engines": 1, "seconds": 0.2, "turns": 2}  # of the ladder's steps
 
 
@@ -99,26 +103,33 @@ def figure(record: dict[str, Any], workload: Workload) -> float:
 
 
 def measure(
-    arguments: argparse.Namespace, names: Iterable[str], ladder: Iterable[str], ledgers: Iterable[str]
+    arguments: argparse.Namespace, names: Iterable[str], ladder: Iterable[str], ledgers: Sequence[str]
 ) -> None:
-    """Measure and write each workload's record, the steps of every rung at ``ladder``'s, then ``ledgers``."""
-    gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
+    """Measure and write each workload's record, the steps of every rung at ``ladder``'s, then ``ledgers``.
+
+    Raises ``RecordError``, before it measures, if the record of ledgers would lose others.
+    """
     folder = arguments.output / short_name(arguments.model)
+    begun = _ledgers_record(arguments.model, resolve_device(arguments.device), {})
+    kept = kept_parts(folder / LEDGERS_FILE, begun, ledgers)
+    gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
     folder.mkdir(parents=True, exist_ok=True)
     measure_runs(arguments, names, gpt, tokenizer, folder)
     for name in ladder:
         figures = ladder_steps(gpt, runnable(gpt.device, gpt.config), MODEL_WORKLOADS[name], **EFFORT)
         record = new_record(f"steps-{name}", gpt.device, model=arguments.model, figures=figures)
         write_record(folder / f"steps-{name}.json", record)
-    measure_ledgers(arguments.model, ledgers, gpt, folder)
+    measure_ledgers(arguments.model, ledgers, gpt, folder, kept)
 
 
-def measure_ledgers(model: str, names: Iterable[str], gpt: Transformer, folder: Path) -> None:
-    """The best rung's ledger of each workload; the record is renewed after each one.
+def measure_ledgers(
+    model: str, names: Iterable[str], gpt: Transformer, folder: Path, kept: dict[str, Any]
+) -> None:
+    """The best rung's ledger of each workload; the record, with those ``kept``, is renewed after each one.
 
     One that fails is told at once, and the others follow. Raises ``RoseError`` at the end if any did.
     """
-    rung, figures, failed = best_rung(gpt.device), {}, []
+    rung, figures, failed = best_rung(gpt.device), dict(kept), []
     for name in names:
         try:
             ledger = workload_ledger(gpt, rung, MODEL_WORKLOADS[name])
@@ -127,12 +138,16 @@ def measure_ledgers(model: str, names: Iterable[str], gpt: Transformer, folder: 
             print(f"{name}: no ledger: {told(error).splitlines()[0]}", flush=True)
         else:
             figures[name] = ledger.as_dict()
-            record = new_record("ledgers", gpt.device, model=model, figures=figures)
-            write_record(folder / "ledgers.json", record)
+            write_record(folder / LEDGERS_FILE, _ledgers_record(model, gpt.device, figures))
             print(f"{name}: {ledger.step_us:,.0f} µs. {ledger.cross_check}", flush=True)
         free_memory()
     if failed:
         raise RoseError(f"no ledger of {', '.join(failed)}; the lines above say why")
+
+
+def _ledgers_record(model: str, device: torch.device, figures: dict[str, Any]) -> dict[str, Any]:
+    ordered = {name: figures[name] for name in MODEL_WORKLOADS if name in figures}
+    return new_record("ledgers", device, model=model, figures=ordered)
 
 
 def measure_runs(

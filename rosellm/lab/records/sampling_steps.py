@@ -2,7 +2,8 @@
 
 A step is a whole one, as ``step_time`` defines it: the model, the choice, and for log-probabilities also
 their way to the host. The modes of a batch size take turns, on the same engine but for those that make all
-logits and sort them. The record is DIR/MODEL/sampling_steps.json, renewed after each batch size.
+logits and sort them. The record is DIR/MODEL/sampling_steps.json, renewed after each batch size; it keeps
+the other batch sizes that it has of the same commit.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -18,6 +20,7 @@ from typing import Any, Literal
 from rosellm.command_line import OneLineParser, command, whole_number, whole_numbers
 from rosellm.errors import PromptError
 from rosellm.lab.records.bench import Bench, make_prompts
+from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.model_runs import short_name
 from rosellm.lab.records.records import Results, number
 from rosellm.lab.records.step_time import free_memory, prompt_length, room, turn_us
@@ -143,28 +146,42 @@ def extra_us(turns_us: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure every batch size; write and tell what was found after each. Raises ``PromptError``."""
+    """Measure every batch size; write and tell what was found after each.
+
+    Raises, before it measures, ``PromptError``, or ``RecordError`` if the record would lose others.
+    """
     model, _ = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
     _check_positions(model, arguments.context)
     rung = get_rung(arguments.rung, model.device)
-    folder = arguments.output / short_name(arguments.model)
-    batches: dict[str, Any] = {}
-    figures: dict[str, Any] = {"rung": rung, "context": arguments.context, "batches": batches}
-    figures["modes"] = {name: asdict(mode) for name, mode in MODES.items()}
+    path = arguments.output / short_name(arguments.model) / f"{NAME}.json"
+    record = partial(_record, arguments, rung, model)
+    batches = kept_parts(path, record({}), [str(batch) for batch in arguments.batches], "batches")
     for batch in arguments.batches:
         turns_us = measure_modes(model, rung, batch, arguments.context, arguments.repeats)
         batches[str(batch)] = {
             name: {"median_us": median(turns), "turns_us": turns} for name, turns in turns_us.items()
         }
-        facts = {
-            "model": arguments.model,
-            "load_format": arguments.load_format,
-            "dtype": str(model.dtype).removeprefix("torch."),
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        write_record(folder / f"{NAME}.json", new_record(NAME, model.device, **facts, figures=figures))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(path, record(batches))
         print(_told(batch, turns_us), flush=True)
         free_memory()
+
+
+def _record(
+    arguments: argparse.Namespace, rung: str, model: Transformer, batches: dict[str, Any]
+) -> dict[str, Any]:
+    facts = {
+        "model": arguments.model,
+        "load_format": arguments.load_format,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    figures = {
+        "rung": rung,
+        "context": arguments.context,
+        "batches": {batch: batches[batch] for batch in sorted(batches, key=int)},
+        "modes": {name: asdict(mode) for name, mode in MODES.items()},
+    }
+    return new_record(NAME, model.device, **facts, figures=figures)
 
 
 def _check_positions(model: Transformer, context: int) -> None:

@@ -2,7 +2,7 @@
 
 ``LLM.generate`` with the text of every completion, and streams of a ``StreamingManager``, read by a thread
 each, at most 256; the scheduler gets token ids and gives token ids. The record, renewed after each workload,
-is DIR/user_calls.json, of another model than W3's own in DIR/MODEL.
+is DIR/user_calls.json, of another model than W3's own in DIR/MODEL; it keeps what it has of the same commit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import torch
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError
+from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.jobs import BENCHMARKS
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import Results
+from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.records.step_time import free_memory
 from rosellm.lab.records.turns import in_turns
 from rosellm.roseinfer.bench.prompts import Prompts, make_prompts, request_params
@@ -91,15 +93,24 @@ CALLS: dict[str, Callable[[LLM, Prompts, list[SamplingParams]], Timed]] = {
 
 
 def measure(arguments: Namespace) -> None:
-    """Each workload's calls; the record is renewed, and what was found told, after each."""
-    figures: dict[str, Any] = {}
+    """Each workload's calls; the record is renewed, and what was found told, after each.
+
+    Raises ``RecordError``, before it measures, if the record would lose other workloads.
+    """
     path = folder_of(arguments.output, arguments.model, WORKLOADS["W3"]) / f"{NAME}.json"
+    figures = kept_parts(path, _record(arguments, {}), [workload.id for workload in arguments.workloads])
     for workload in arguments.workloads:
         figures[workload.id] = measure_calls(arguments, workload)
-        facts = {"model": arguments.model, "load_format": arguments.load_format, "readers": READERS}
-        write_record(path, new_record(NAME, torch.device(arguments.device), **facts, figures=figures))
+        write_record(path, _record(arguments, figures))
         print(told(workload.id, figures[workload.id]), flush=True)
         free_memory()
+
+
+def _record(arguments: Namespace, figures: dict[str, Any]) -> dict[str, Any]:
+    facts = {"model": arguments.model, "load_format": arguments.load_format, "readers": READERS}
+    (facts["size"],) = (name for name, size in SIZES.items() if size == arguments.size)
+    ordered = {name: figures[name] for name in WORKLOADS if name in figures}
+    return new_record(NAME, torch.device(arguments.device), **facts, figures=ordered)
 
 
 def measure_calls(arguments: Namespace, workload: Workload) -> dict[str, Any]:

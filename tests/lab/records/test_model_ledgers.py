@@ -102,6 +102,29 @@ def test_a_ledger_that_fails_is_told_and_the_others_are_recorded(tmp_path, monke
     assert said.err.count("\n") == 1 and "no ledger of D1, L32K" in said.err
 
 
+def test_a_ledger_measured_alone_leaves_the_others_of_its_commit_in_the_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_runs, "MODEL_WORKLOADS", MODEL_WORKLOADS | SHORT)
+    pair = record(tmp_path, "D8", "PRE")["figures"]
+    after = record(tmp_path, "D8")["figures"]
+    assert list(after) == ["D8", "PRE"] and after["PRE"] == pair["PRE"]
+    assert after["D8"] != pair["D8"]
+
+
+def test_a_run_that_would_lose_ledgers_of_another_commit_is_refused_before_it_measures(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(model_runs, "MODEL_WORKLOADS", MODEL_WORKLOADS | SHORT)
+    made = record(tmp_path, "D8")
+    path = tmp_path / MODEL / "ledgers.json"
+    whole = json.loads(path.read_text())
+    whole["environment"]["git_commit"] = "another"
+    path.write_text(json.dumps(whole))
+    monkeypatch.setattr(model_runs, "load_parts", None)
+    assert record(tmp_path, "PRE") == made | {"status": 2}
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{path} would lose D8, measured with another git_commit" in said
+
+
 def test_an_unknown_workload_is_told_before_anything_runs(tmp_path, capsys):
     assert record(tmp_path / "out", "W1") == {"status": 2, "figures": {}}
     assert "'W1' is unknown; use D1" in capsys.readouterr().err

@@ -111,6 +111,19 @@ def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tm
     assert capsys.readouterr().out.count("B=") == 2
 
 
+def test_a_batch_size_measured_alone_leaves_the_others_of_its_context_in_the_record(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sampling_steps, "measure_modes", lambda *_asked: {GREEDY: [1.0]})
+    asked = ["--model=rose-tiny", "--load-format=auto", "--device=cpu", f"--output={tmp_path}"]
+    for batch in ("8", "1"):
+        assert sampling_steps.main([*asked, "--context=20", f"--batches={batch}"]) == 0
+    assert list(recorded_modes(Results(tmp_path))["rose-tiny"]) == [1, 8]
+    assert sampling_steps.main([*asked, "--context=30", "--batches=8"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "would lose 1, measured with another context" in said
+
+
 def test_models_without_a_record_are_left_out(tmp_path):
     (tmp_path / "gpt2").mkdir()
     assert recorded_modes(Results(tmp_path)) == {}

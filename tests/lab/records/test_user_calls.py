@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rosellm.lab.records import user_calls
@@ -27,6 +29,23 @@ def test_each_workload_has_the_runs_of_every_way_to_call(figures) -> None:
 def test_whatever_is_called_gives_the_tokens_of_the_scheduler(figures) -> None:
     for ways in figures.values():
         assert len({one["tokens_sha256"] for way in user_calls.CALLS for one in ways[way]["repeats"]}) == 1
+
+
+def test_a_workload_measured_alone_leaves_the_others_of_its_commit_and_size_in_the_record(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    measured = []
+    monkeypatch.setattr(user_calls, "measure_calls", lambda _asked, one: measured.append(one.id) or one.id)
+    monkeypatch.setattr(user_calls, "told", lambda *_given: "")
+    given = ["--device=cpu", "--model=rose-tiny", f"--output={tmp_path}"]
+    for workload in ("W8", "W4"):
+        assert user_calls.main([*given, f"--workloads={workload}"]) == 0
+    path = tmp_path / "rose-tiny" / "user_calls.json"
+    assert list(json.loads(path.read_text())["figures"].items()) == [("W4", "W4"), ("W8", "W8")]
+    assert user_calls.main([*given, "--workloads=W4", "--size=full"]) == 2
+    assert (
+        measured == ["W8", "W4"] and "would lose W8, measured with another size:" in capsys.readouterr().err
+    )
 
 
 def test_a_run_repeats_calls_that_are_too_short_to_time() -> None:
