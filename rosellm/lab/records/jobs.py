@@ -30,6 +30,7 @@ from rosellm.roseinfer.recipe import LADDER
 
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
 KV_APPEND = "kv_append"
+APPENDED = 128, 256, 512, 1024, 2048  # tokens per call
 
 Job = Callable[[argparse.Namespace], None]  # writes its record to the folder ``output`` of its argument
 
@@ -90,7 +91,7 @@ def measure_experiment(name: str, arguments: argparse.Namespace) -> None:
 def measure_kv_append(arguments: argparse.Namespace) -> None:
     """The append microbenchmark, its record kept as ``kv_append.json``."""
     target = str(arguments.output / f"{KV_APPEND}.json")
-    sizes = ",".join(map(str, arguments.size.batches(128, 256, 512, 1024, 2048)))
+    sizes = ",".join(map(str, arguments.size.batches(*APPENDED)))
     benchmark_kv_append.run(["--device", arguments.device, "--batch-sizes", sizes, "--json", target])
 
 

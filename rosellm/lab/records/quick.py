@@ -2,7 +2,8 @@
 
 The workloads of the recorded GPU, at full size: a decode step of every rung, and whole runs, the most
 telling first, then experiments that take less than a minute, each a file of ``notebooks/results/<device>``.
-When the time is up, the next call continues there. A CPU runs the same workloads in fp32, once each.
+When the time is up, the next call continues there; steps of which some rungs are left, it measures anew if
+the commit is another. A CPU runs the same workloads in fp32, once each.
 """
 
 from __future__ import annotations
@@ -23,35 +24,37 @@ import torch
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError, told
+from rosellm.lab.records.earlier import earlier_parts
 from rosellm.lab.records.floors import measure_ceilings
-from rosellm.lab.records.jobs import BENCHMARKS, benchmark_arguments, experiment, free_memory
+from rosellm.lab.records.jobs import (
+    APPENDED,
+    BENCHMARKS,
+    KV_APPEND,
+    benchmark_arguments,
+    experiment,
+    free_memory,
+)
 from rosellm.lab.records.lengths import BATCHES
 from rosellm.lab.records.machines import this_machine
 from rosellm.lab.records.recordings import each
 from rosellm.lab.records.records import Results, results_folder
 from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.sizes import SIZES
-from rosellm.lab.records.step_records import ladder_steps
+from rosellm.lab.records.step_records import ladder_steps, step_shape
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, WORKLOADS
 from rosellm.roseinfer.recipe import LADDER, get_rung
 
-MODEL = "gpt2"
+MODEL, SIZE = "gpt2", "full"
 EFFORT = {  # of a rung's steps, measured one rung after the other
     "cuda": {"engines": 1, "seconds": 0.3, "turns": 3},
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 1},
 }
 EXPERIMENTS = {  # at full size less than a minute each
-    "cuda": (
-        "bookkeeping",
-        "kv_append",
-        "autotune",
-        "kv_pressure",
-        *(f"lengths-{batch}" for batch in BATCHES),
-    ),
-    "cpu": ("bookkeeping", "kv_append"),
+    "cuda": ("bookkeeping", KV_APPEND, "autotune", "kv_pressure", *(f"lengths-{batch}" for batch in BATCHES)),
+    "cpu": ("bookkeeping", KV_APPEND),
 }
 LEAVING_S = 15.0  # for the step that runs when the time is up, and the interpreter's end
 AGAIN_S = 2.0  # an exception is lost if it comes while the garbage collector calls a finalizer
@@ -74,6 +77,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.device, self.folder = device, folder
+        self.results = Results(folder)
         self.ends = ["dense", get_rung(None, device)]
         self.gpt: Transformer
         self.tokenizer: AnyTokenizer
@@ -96,9 +100,13 @@ class Recorder:
         self._write("ceilings", measure_ceilings(self.device, self.gpt.dtype))
 
     def steps(self, workload: str) -> None:
-        """Every rung's decode step at the workload's size; the record grows by a rung at a time."""
+        """Every rung's decode step at the workload's size; the record grows by a rung at a time.
+
+        It begins with the rungs that are recorded of this commit.
+        """
         name = f"steps-{workload}"
-        known = self._recorded_turns(name)
+        begun = self._record(name, _shape(name) | {"turns_us": {}})
+        known = earlier_parts(self.folder / f"{name}.json", begun, "turns_us")
         for rung in each(name, [rung for rung in self.rungs if rung not in known]):
             figures = ladder_steps(self.gpt, [rung], WORKLOADS[workload], **EFFORT[self.device.type])
             known |= figures["turns_us"]
@@ -123,7 +131,7 @@ class Recorder:
     def _asked(self, **options: Any) -> argparse.Namespace:
         """The options of ``rosellm.lab.measure`` for this device, at full size."""
         given = {"model": MODEL, "load_format": LOAD_FORMAT, "device": self.device.type}
-        return argparse.Namespace(size=SIZES["full"], **given, **options)
+        return argparse.Namespace(size=SIZES[SIZE], **given, **options)
 
     def _steps(self, workload: str) -> Job:
         return Job(f"steps-{workload}", partial(self.steps, workload))
@@ -132,17 +140,33 @@ class Recorder:
         return [Job(f"{w}-{rung}", partial(self.whole_run, w, rung)) for w in workloads for rung in rungs]
 
     def _is_done(self, name: str) -> bool:
-        if name.startswith("steps-"):
-            return set(self.rungs) <= self._recorded_turns(name).keys()
-        return (self.folder / f"{name}.json").is_file()
+        """Whether a whole record is there, of any commit, and of what this one measures."""
+        workload, _, rung = name.partition("-")
+        if workload in WORKLOADS:
+            return rung in self.results.rungs(workload)
+        if name not in self.results.names():
+            return False
+        record = self.results.load(name)
+        if (record.get("model", MODEL), record.get("size", SIZE)) != (MODEL, SIZE):
+            return False
+        if name == KV_APPEND:
+            return {row["batch_size"] for row in record.get("rows", [])} >= set(APPENDED)
+        return not name.startswith("steps-") or self._has_all_rungs(name, record.get("figures", {}))
 
-    def _recorded_turns(self, name: str) -> dict[str, Any]:
-        path = self.folder / f"{name}.json"
-        return Results(self.folder).load(name)["figures"]["turns_us"] if path.is_file() else {}
+    def _has_all_rungs(self, name: str, steps: dict[str, Any]) -> bool:
+        return _shape(name).items() <= steps.items() and set(self.rungs) <= steps.get("turns_us", {}).keys()
 
     def _write(self, name: str, figures: dict[str, Any]) -> None:
-        record = new_record(name, self.device, model=MODEL, figures=figures)
-        write_record(self.folder / f"{name}.json", record)
+        write_record(self.folder / f"{name}.json", self._record(name, figures))
+
+    def _record(self, name: str, figures: dict[str, Any]) -> dict[str, Any]:
+        return new_record(name, self.device, model=MODEL, size=SIZE, figures=figures)
+
+
+def _shape(name: str) -> dict[str, int]:
+    """The batch and context of the record ``steps-WORKLOAD``."""
+    batch, context = step_shape(WORKLOADS[name.removeprefix("steps-")])
+    return {"batch": batch, "context": context}
 
 
 @contextmanager

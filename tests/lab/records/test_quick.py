@@ -81,6 +81,53 @@ def test_a_record_of_steps_goes_on_at_the_rungs_that_it_lacks(recorder):
     assert "steps-W0" not in [job.name for job in recorder.jobs()]
 
 
+@pytest.mark.parametrize("change", ["commit", "model", "context"])
+def test_steps_begun_with_another_commit_model_or_context_are_measured_anew(recorder, change):
+    recorder.rungs = ["dense"]
+    recorder.steps("W0")
+    path = recorder.folder / "steps-W0.json"
+    begun = json.loads(path.read_text())
+    begun["figures"]["turns_us"] = {"dense": [[1.0]]}
+    at = {"commit": begun["environment"], "model": begun, "context": begun["figures"]}[change]
+    at["git_commit" if change == "commit" else change] = "another"
+    path.write_text(json.dumps(begun))
+    recorder.rungs = ["dense", "paged"]
+    assert "steps-W0" in [job.name for job in recorder.jobs()]
+    recorder.steps("W0")
+    record = json.loads(path.read_text())
+    assert list(record["figures"]["turns_us"]) == ["dense", "paged"]
+    assert record["figures"]["turns_us"]["dense"] != [[1.0]]
+
+
+def test_steps_of_every_rung_are_done_whatever_their_commit_but_not_at_another_context(recorder):
+    recorder.rungs = ["dense"]
+    recorder.steps("W0")
+    path = recorder.folder / "steps-W0.json"
+    record = json.loads(path.read_text())
+    record["environment"]["git_commit"] = "another"
+    path.write_text(json.dumps(record))
+    assert "steps-W0" not in [job.name for job in recorder.jobs()]
+    record["figures"]["context"] += 1
+    path.write_text(json.dumps(record))
+    assert "steps-W0" in [job.name for job in recorder.jobs()]
+
+
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        ("W0-dense", {"not_comparable": ["num_requests=6 for 64"]}),
+        ("W0-dense", {"kind": "rivals"}),
+        ("bookkeeping", {"model": "rose-tiny", "figures": {}}),
+        ("bookkeeping", {"model": "gpt2", "size": "small", "figures": {}}),
+        ("kv_append", {"rows": [{"batch_size": 4}]}),
+        ("steps-W0", {}),
+    ],
+)
+def test_a_record_of_something_smaller_or_else_is_not_taken_as_done(recorder, name, record):
+    (recorder.folder / f"{name}.json").write_text(json.dumps(record))
+    assert name in [job.name for job in recorder.jobs()]
+
+
 def test_the_time_ends_a_job_in_its_middle_and_the_rest_is_left():
     done = []
     jobs = [Job("one", lambda: done.append(1)), Job("two", lambda: time.sleep(30)), Job("three", done.clear)]
