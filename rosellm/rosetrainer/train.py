@@ -176,7 +176,7 @@ def replacing_folder(output: Path) -> Iterator[Path]:
 
     Raises RoseError unless ``output`` is a checkpoint of this command, empty or absent.
     """
-    target = output.absolute()
+    target = output.resolve()
     if target.exists() and not target.is_dir():
         raise RoseError(f"output {str(output)!r} is not a folder")
     strangers = {path.name for path in target.glob("*")} - OUTPUT_FILES

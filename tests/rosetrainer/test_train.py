@@ -286,6 +286,16 @@ def test_a_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rose"]
 
 
+def test_a_link_to_a_checkpoint_stays_one(tmp_path: Path) -> None:
+    target, link = tmp_path / "rose", tmp_path / "link"
+    target.mkdir()
+    link.symlink_to(target)
+    with replacing_folder(link) as folder:
+        (folder / "config.json").write_text("new")
+    assert link.is_symlink() and (target / "config.json").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "rose"]
+
+
 def test_a_failure_leaves_the_old_checkpoint_as_it_was(tmp_path: Path) -> None:
     target = tmp_path / "rose"
     target.mkdir()
