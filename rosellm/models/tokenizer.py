@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Protocol
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers.decoders import DecodeStream
 
 from rosellm.atomic import replacing, write_text
 from rosellm.errors import CheckpointError, PromptError, RoseError
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
+from rosellm.models.named_tokens import named_tokens
 
 END_OF_TEXT = "<|endoftext|>"
 CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!\S)|\s+"
@@ -222,7 +223,7 @@ def byte_of_character() -> dict[str, int]:
 
 
 def load_tokenizer(folder: Path, config: Arch) -> Tokenizer:
-    """A checkpoint's tokenizer; if the config names no end-of-sequence token, it is ``<|endoftext|>``.
+    """A checkpoint's tokenizer; its ``eos_token_id`` is the config's first, or that of ``<|endoftext|>``.
 
     Raises CheckpointError for missing or corrupt files and for a vocabulary larger than the model's.
     """
@@ -271,7 +272,9 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
     else:
         failure = f"{folder} has no tokenizer.json, and transformers cannot read any other vocabulary in it"
     try:
-        raw = tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else _convert(folder)
+        raw = _with_named(path) if path.is_file() else _convert(folder)
+    except CheckpointError:
+        raise
     except BaseException as error:
         raise refusal(CheckpointError, failure, error) from error
     raw.no_truncation()
@@ -279,11 +282,22 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
     return raw
 
 
-def _convert(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer that ``transformers`` builds from older files: vocab.json with merges.txt, vocab.txt, …
+def _with_named(path: Path) -> tokenizers.Tokenizer:
+    """A ``tokenizer.json``; what transformers makes of its folder if that names tokens that it lacks."""
+    raw, named = tokenizers.Tokenizer.from_file(str(path)), named_tokens(path.parent)
+    if any(raw.token_to_id(token) is None for token in named):
+        return _convert(path.parent)
+    special = {str(token) for token in raw.get_added_tokens_decoder().values() if token.special}
+    news = [token for token, is_special in named.items() if is_special and token not in special]
+    raw.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in news])
+    return raw
 
-    tokenizer.json is read directly: transformers' GPT-2 class replaces the file's own pre-tokenizer, and its
-    import takes half a second. No code from the folder is run.
+
+def _convert(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer that ``transformers`` builds from several files, such as vocab.json with merges.txt.
+
+    A whole tokenizer.json is read directly: transformers' GPT-2 class replaces the file's own pre-tokenizer,
+    and its import takes half a second. No code from the folder is run.
     """
     from transformers import AutoTokenizer
 

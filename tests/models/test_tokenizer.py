@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import example, given, strategies as st
 from tokenizers import decoders, models, processors
 
@@ -314,6 +315,43 @@ def test_a_corrupt_tokenizer_is_refused_in_one_line(tmp_path: Path, content: byt
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="cannot be read as a tokenizer") as caught:
         load_tokenizer(tmp_path, small_config())
+    assert "\n" not in str(caught.value)
+
+
+NAMED, CONFIG = "<|im_end|>", "tokenizer_config.json"
+WAYS_TO_NAME = {
+    "decoder": (CONFIG, {"added_tokens_decoder": {"300": {"content": NAMED, "special": True}}}),
+    "list": (CONFIG, {"additional_special_tokens": [NAMED]}),
+    "end": (CONFIG, {"eos_token": {"__type": "AddedToken", "content": NAMED}}),
+    "added": ("added_tokens.json", {NAMED: 300}),
+    "map": ("special_tokens_map.json", {"eos_token": NAMED}),
+}
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["missing", "listed"])
+@pytest.mark.parametrize("name, told", WAYS_TO_NAME.values(), ids=WAYS_TO_NAME)
+def test_a_token_that_another_file_names_is_one_token_as_in_transformers(
+    tmp_path: Path, name: str, told: dict, listed: bool
+) -> None:
+    raw = train_tokenizer([CODE] * 3, vocab_size=300)._raw
+    if listed:
+        raw.add_tokens([NAMED])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    (tmp_path / name).write_text(json.dumps(told if name != CONFIG else config | told))
+    tokenizer = load_tokenizer(tmp_path, small_config(vocab_size=320))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = theirs(f"a{NAMED}b", add_special_tokens=False).input_ids
+    assert tokenizer.encode(f"a{NAMED}b") == ids and len(ids) == 3
+    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"added_tokens_decoder": [1]}', '{"eos_token": 5}'])
+def test_named_tokens_in_no_known_form_are_refused_in_one_line(saved: Path, content: str) -> None:
+    (saved / CONFIG).write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(saved, small_config(vocab_size=400))
     assert "\n" not in str(caught.value)
 
 
