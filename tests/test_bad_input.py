@@ -372,7 +372,17 @@ def config(**fields: object) -> Callable[[Path], object]:
 
 
 def index(shard: str) -> Callable[[Path], object]:
-    return written(INDEX, json.dumps({"weight_map": {WPE: shard}}))
+    return indexed(json.dumps({"weight_map": {WPE: shard}}))
+
+
+def indexed(text: str) -> Callable[[Path], object]:
+    """Weights by an index alone; beside a single file none is read."""
+
+    def run(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / INDEX).write_text(text)
+
+    return spoilt(run)
 
 
 def pickled(folder: Path) -> None:
@@ -398,7 +408,7 @@ FILES = [
     row(index("../spoilt/model.safetensors"), CheckpointError, INDEX, "outside its folder"),
     row(index(".."), CheckpointError, "lacks .."),
     row(index("config.json"), CheckpointError, "config.json cannot be read as safetensors"),
-    row(written(INDEX, "[" * 100_000), CheckpointError, INDEX, "not a valid safetensors index"),
+    row(indexed("[" * 100_000), CheckpointError, INDEX, "not a valid safetensors index"),
     row(spoilt(lambda f: (f / "config.json").unlink()), CheckpointError, "has no config.json"),
     row(written("config.json", b"\xff\xfe"), CheckpointError, "config.json cannot be read as JSON"),
     row(written("config.json", "[" * 100_000), CheckpointError, "config.json cannot be read as JSON"),

@@ -17,6 +17,7 @@ SHIPPED = "rose-tiny"
 SHIPPED_MODELS = (SHIPPED, "rose-tiny-qwen3")  # folders of assets
 WAYS_OUT = f"use '{SHIPPED}', a local folder, or load_format='dummy'"
 CHECKPOINT_FILES = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
+OTHER_COPIES = ["*/*", "consolidated*"]  # of the weights, in other forms
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -28,7 +29,7 @@ def checkpoint_folder(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES))
+        return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES, ignore_patterns=OTHER_COPIES))
     except Exception as error:  # the client raises OSErrors, ValueErrors and those of its HTTP library
         raise CheckpointError(
             f"model {model!r} is neither a local folder nor available from the hub "

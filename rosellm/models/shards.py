@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from rosellm.errors import CheckpointError
 
+WHOLE = "model.safetensors"
+
 
 @contextmanager
 def opened(shard: Path) -> Iterator[safe_open]:
@@ -22,9 +24,13 @@ def opened(shard: Path) -> Iterator[safe_open]:
 
 
 def shards_of(folder: Path) -> list[Path]:
-    """The checkpoint's files, all there: one, or those of its index. Raises ``CheckpointError``."""
-    index = folder / "model.safetensors.index.json"
-    names = _indexed(index) if index.is_file() else ["model.safetensors"]
+    """The checkpoint's files, all there: one, or those of its index. Raises ``CheckpointError``.
+
+    As in transformers, a single file counts before an index, which an earlier checkpoint may have left.
+    """
+    index, names = folder / "model.safetensors.index.json", [WHOLE]
+    if index.is_file() and not (folder / WHOLE).is_file():
+        names = _indexed(index)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(

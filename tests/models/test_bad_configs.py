@@ -148,7 +148,6 @@ OWN = [
     ("qwen3", {"attention_bias": True}, "attention_bias True is not supported"),
     ("llama", {"attention_bias": "no"}, "attention_bias is 'no'; true or false is needed"),
     ("llama", {"mlp_bias": True}, "mlp_bias True is not supported"),
-    ("llama", {"pretraining_tp": 2}, "pretraining_tp 2 is not supported; only 1 is"),
 ]
 
 

@@ -204,6 +204,13 @@ def split(folder: Path) -> dict:
     return index
 
 
+def test_a_model_saved_over_shards_is_the_one_that_loads(folder):
+    split(folder)
+    latest = random_model(7, load(folder).config)
+    save_model(latest, folder, torch.float32)
+    assert (folder / INDEX).exists() and same(load(folder), latest)
+
+
 def test_shards_load_as_one_file_does(folder):
     expected = load(folder)
     split(folder)
@@ -362,11 +369,14 @@ def test_from_the_hub_come_weights_as_safetensors_and_text_and_no_code(monkeypat
         "chat_template.jinja config.json merges.txt model-00001-of-00002.safetensors "
         "model.safetensors.index.json vocab.json"
     )
-    others = "pytorch_model.bin tf_model.h5 modeling_gpt2.py rust_model.ot model.onnx README.md 64.tflite"
+    others = (
+        "pytorch_model.bin tf_model.h5 modeling_gpt2.py rust_model.ot model.onnx README.md 64.tflite "
+        "consolidated.safetensors fp16/model.safetensors adapter/adapter_model.safetensors"
+    )
     fetched = []
 
-    def fetch(name, allow_patterns):
-        fetched.extend(filter_repo_objects([*files.split(), *others.split()], allow_patterns=allow_patterns))
+    def fetch(name, **patterns):
+        fetched.extend(filter_repo_objects([*files.split(), *others.split()], **patterns))
         return f"/cache/{name}"
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)

@@ -88,7 +88,7 @@ def tensor_names(qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool =
 
 
 def read(config: Config) -> Arch:
-    check_only(config, {"mlp_bias": False, "pretraining_tp": 1})
+    check_only(config, {"mlp_bias": False})
     if not isinstance(biased := config.get("attention_bias", False), bool):
         raise CheckpointError(f"attention_bias is {biased!r}; true or false is needed")
     return read_arch(config, ("qkv", "out") if biased else (), family="llama")
