@@ -107,7 +107,8 @@ class Rung(RecordedPair):
     def compare(self) -> None:
         """Run both here on the same prompts: work, copies and allocations a step; on a GPU also its time.
 
-        One line instead if a rung cannot run the model.
+        One line instead if a rung cannot run the model. Raises ParameterError if the prompts leave no room
+        for the ``LEAST_TOKENS`` that timing takes.
         """
         if self.refusal:
             print(self.refusal)

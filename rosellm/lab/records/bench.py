@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rosellm.lab.records.parameters import model_path
+from rosellm.lab.records.parameters import ParameterError, model_path
 from rosellm.lab.records.trace import Trace, record_trace
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
@@ -154,17 +154,42 @@ class Run:
 
 
 WARM_UP_STEPS = 2
+LEAST_TOKENS = 1 + WARM_UP_STEPS + 2 + 1  # of a run: by prefill, warm-up, profiler, and one timed step
 
 
 def run_recipe(
     model: Transformer, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options: Any
 ) -> Run:
-    """Prefill, a short warm-up, one counted step, then timed steps: ``new_tokens`` a sequence in all."""
-    bench = Bench(model, recipe, prompts, new_tokens, **options)
+    """Prefill, a short warm-up, one counted step, then timed steps: ``new_tokens`` a sequence in all.
+
+    At least ``LEAST_TOKENS`` are decoded, so that a step is timed; those beyond ``new_tokens`` are left out.
+    Raises ParameterError if the model's positions have no room for them.
+    """
+    decoded = max(new_tokens, LEAST_TOKENS)
+    _check_room(model, max(map(len, prompts)), decoded)
+    bench = Bench(model, recipe, prompts, decoded, **options)
     bench.decode(WARM_UP_STEPS)
     trace = bench.trace()
-    seconds = bench.decode(new_tokens - WARM_UP_STEPS - 3)
-    return Run(recipe if isinstance(recipe, str) else "custom", bench.tokens, seconds, trace)
+    seconds = bench.decode(decoded - LEAST_TOKENS + 1)
+    tokens = [row[:new_tokens] for row in bench.tokens]
+    return Run(recipe if isinstance(recipe, str) else "custom", tokens, seconds, trace)
+
+
+def _check_room(model: Transformer, prompt: int, new_tokens: int) -> None:
+    if prompt + new_tokens > model.config.n_positions:
+        raise ParameterError(
+            f"a run to be timed decodes {new_tokens} tokens, and after a prompt of {prompt} the model's "
+            f"{model.config.n_positions} positions have no room for them; give shorter prompts"
+        )
+
+
+def decode_tokens(
+    model: Transformer, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options: Any
+) -> list[list[int]]:
+    """The ``new_tokens`` that a recipe gives each sequence; nothing is timed or counted."""
+    bench = Bench(model, recipe, prompts, new_tokens, **options)
+    bench.decode(new_tokens - 1)
+    return bench.tokens
 
 
 def compare(
@@ -175,7 +200,7 @@ def compare(
     new_tokens: int,
     **options: Any,
 ) -> tuple[Run, Run]:
-    """The same work by two recipes, one after the other."""
+    """The same work by two recipes, one after the other; each as :func:`run_recipe` tells."""
     first = run_recipe(model, before, prompts, new_tokens, **options)
     return first, run_recipe(model, after, prompts, new_tokens, **options)
 

@@ -20,6 +20,7 @@ import torch
 from rosellm.lab.records.bench import (
     Bench,
     compare_logits,
+    decode_tokens,
     first_difference,
     forced_logits,
     make_prompts,
@@ -92,12 +93,12 @@ def equality(
     """
     prompts = make_prompts(batch, lengths, model.config.vocab_size, seed=1)
     options = {"gate_from": 1}
-    reference = run_recipe(model, rungs[0], prompts, new_tokens, **options).tokens
+    reference = decode_tokens(model, rungs[0], prompts, new_tokens, **options)
     expected = forced_logits(model, rungs[0], prompts, reference, **options)
     best = expected.topk(2, dim=-1).values
     figures = {}
     for rung in rungs:
-        tokens = run_recipe(model, rung, prompts, new_tokens, **options).tokens
+        tokens = decode_tokens(model, rung, prompts, new_tokens, **options)
         logits = forced_logits(model, rung, prompts, reference, **options)
         figures[rung] = {
             **compare_logits(expected, logits),

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from rosellm.lab.records import bench, experiments
-from rosellm.lab.records.bench import Bench, compare, forced_logits, make_prompts, run_recipe, share_equal
+from rosellm.lab.records.bench import (
+    LEAST_TOKENS,
+    Bench,
+    compare,
+    decode_tokens,
+    forced_logits,
+    make_prompts,
+    run_recipe,
+    share_equal,
+)
+from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.records.trace import Event, Trace
 from rosellm.models.arch import Arch
 from rosellm.models.model import Transformer
@@ -39,6 +49,22 @@ def test_a_run_yields_every_token_it_was_asked_for(model, prompts):
     assert (
         len(run.step_seconds) == 9 - 5
     )  # after prefill, two warm-up steps, the profiler's and the counted one
+
+
+@pytest.mark.parametrize("rung", ["dense", "resident_step", "split_kv"])
+@pytest.mark.parametrize("few", [1, 4, 5])
+def test_a_run_of_few_tokens_gives_no_more_and_still_times_a_step(model, prompts, rung, few):
+    run = run_recipe(model, rung, prompts, few)
+    assert run.tokens == [row[:few] for row in run_recipe(model, rung, prompts, 9).tokens]
+    assert run.tokens == decode_tokens(model, rung, prompts, few)
+    assert len(run.step_seconds) == 1 and run.step_ms > 0
+
+
+def test_a_run_to_be_timed_reaches_the_last_position_and_is_refused_beyond(model):
+    fits, longer = (make_prompts(2, 64 - LEAST_TOKENS + more, 61) for more in (0, 1))
+    assert [len(row) for row in run_recipe(model, "paged", fits, 2).tokens] == [2, 2]
+    with pytest.raises(ParameterError, match="decodes 6 tokens, and after a prompt of 59 .* 64 positions"):
+        run_recipe(model, "paged", longer, 2)
 
 
 def test_the_cache_has_room_for_each_prompt_and_no_more(model):
@@ -113,6 +139,8 @@ def test_forced_logits_do_not_depend_on_the_rung(model, prompts):
 def test_equality_reports_a_difference_where_there_is_one(model):
     figures = experiments.equality(model, RUNGS, [1, 3], batch=2, new_tokens=6)
     assert all(figures[rung]["tokens_equal"] for rung in RUNGS)
+    one = experiments.equality(model, RUNGS + ["split_kv"], [1, 63], batch=2, new_tokens=1)
+    assert all(figures["tokens_equal"] for figures in one.values())
     assert share_equal([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
 
 
