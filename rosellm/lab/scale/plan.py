@@ -39,10 +39,14 @@ class Traffic:
     def running(self, n: int, seed: int = 0) -> list[Arrival]:
         """Requests in the midst of their answers, as they are met at any time: the longer, the likelier.
 
-        What they have so far counts as prompt; two tokens or more are left.
+        What they have so far counts as prompt; two tokens or more are left, so that requests of a single new
+        token are never among them. None are met if all are such, or if ``n`` is 0.
         """
+        least, most = self.new
+        if not n or most < 2:
+            return []
         random = np.random.default_rng([seed, n, 1])
-        pool = self.requests(8 * n, seed=seed + 1)
+        pool = replace(self, new=(max(2, least), most)).requests(8 * n, seed=seed + 1)
         lengths = np.array([one.new_tokens for one in pool], dtype=float)
         met = random.choice(len(pool), n, p=lengths / lengths.sum())
         given = (random.random(n) * (lengths[met] - 1)).astype(int).tolist()

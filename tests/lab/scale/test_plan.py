@@ -34,6 +34,23 @@ def test_running_requests_are_met_midway_and_the_longer_the_likelier() -> None:
     assert min(one.new_tokens for one in made) >= 2 and all(one.seconds == 0 for one in made)
 
 
+@pytest.mark.parametrize("new", [(1, 4), (1, 2), (2, 2)])
+def test_running_requests_have_two_tokens_left_however_short_answers_may_be(new) -> None:
+    made = Traffic(prompt=(3, 3), new=new).running(2000)
+    assert len(made) == 2000 and {one.new_tokens for one in made} == set(range(2, new[1] + 1))
+    assert len(Traffic(new=new).running(1)) == 1
+
+
+def test_none_are_running_of_no_requests_or_of_single_tokens() -> None:
+    assert TRAFFIC.running(0) == [] and Traffic(new=(1, 1)).running(5) == []
+
+
+@pytest.mark.parametrize(("new", "rate"), [((1, 4), 30.0), ((1, 1), 30.0), ((20, 20), 0.01)])
+def test_short_answers_and_an_all_but_idle_fleet_are_served(new, rate) -> None:
+    served = serve(FLEET, Traffic(prompt=(10, 20), new=new), rate, "fewest tokens", each=20)
+    assert len(served.requests) == 4 * 20 // 2 - 1 and served.within(1.0, 1.0) == 1.0
+
+
 def test_capacity_is_places_over_the_time_that_a_request_holds_one() -> None:
     assert capacity(FLEET, TRAFFIC) == pytest.approx(8 / (19 * 0.01), rel=0.05)
 
