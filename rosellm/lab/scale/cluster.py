@@ -69,8 +69,11 @@ class Outcome:
     lost_tokens: int
 
     def since(self, seconds: float) -> Outcome:
-        """The same of those requests alone that came later."""
-        return replace(self, requests=[one for one in self.requests if one.arrival > seconds])
+        """The same of those requests alone that came later. Raises RoseError if there are none."""
+        later = [one for one in self.requests if one.arrival > seconds]
+        if not later:
+            raise RoseError(f"no request came after {seconds:.3g} s; give more requests")
+        return replace(self, requests=later)
 
     def ttft(self, percent: float) -> float:
         """Seconds from arrival to the first token."""

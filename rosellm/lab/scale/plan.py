@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rosellm.errors import RoseError
 from rosellm.lab.scale.cluster import Failures, Fleet, Outcome, simulate_cluster
 from rosellm.lab.scale.routers import ROUTERS
 from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
@@ -14,6 +15,7 @@ from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
 ALONE = 900  # requests of one replica that tell how many it has at a time
 ROUNDS = 4  # how often each place is taken in the run that tells the capacity
 CONTENT = 0.9  # the share of requests that keep the limits, at the knee
+FEWEST = 3  # requests that have a later half: those after the middle one
 Span = tuple[int, int]
 
 
@@ -90,9 +92,11 @@ def serve(
 ) -> Outcome:
     """The later half of ``each`` requests a replica, at ``rate`` a second of each replica.
 
-    The fleet begins as full as it will be.
+    The fleet begins as full as it will be. Raises RoseError for fewer than ``FEWEST`` requests in all.
     """
     n, whole = each * fleet.n, rate * fleet.n
+    if n < FEWEST:
+        raise RoseError(f"{n} requests in all have no later half; give {FEWEST} or more")
     running = traffic.running(in_flight(fleet, traffic, rate) * fleet.n)
     arrivals = traffic.requests(n, whole)
     served = simulate_cluster(arrivals, fleet, ROUTERS[router](), failures, running)

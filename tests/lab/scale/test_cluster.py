@@ -179,3 +179,10 @@ def test_requests_that_run_already_are_not_prefilled_again() -> None:
     fleet = Fleet(1, PLAIN, most=4)
     outcome = simulate_cluster([], fleet, fewest_tokens(), running=[Arrival(0.0, 10, 3), Arrival(0.0, 10, 2)])
     assert [(one.first, one.last) for one in outcome.requests] == [(0.0, 2.0), (0.0, 1.0)]
+
+
+def test_an_outcome_of_no_requests_is_refused_in_one_line() -> None:
+    outcome = run([Arrival(0.0, 5, 3), Arrival(2.5, 5, 3)])
+    assert [one.arrival for one in outcome.since(0.0).requests] == [2.5]
+    with pytest.raises(RoseError, match=r"no request came after 2.5 s; give more requests"):
+        outcome.since(2.5)

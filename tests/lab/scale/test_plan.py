@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rosellm.errors import RoseError
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.scale.cluster import Fleet
 from rosellm.lab.scale.plan import Limits, Traffic, capacity, content, in_flight, knee, serve, sweep
@@ -66,6 +67,18 @@ def test_a_fleet_below_capacity_serves_at_once_and_beyond_it_a_queue_grows() -> 
     assert len(calm.requests) == pytest.approx(600, abs=2)
     assert calm.ttft(90) <= 0.02 and calm.mean_in_flight < 4 * 8
     assert late.ttft(50) > 10 * calm.ttft(99)
+
+
+@pytest.mark.parametrize(("n", "each"), [(1, 0), (1, 1), (1, 2), (2, 1)])
+def test_requests_too_few_for_a_later_half_are_refused_in_one_line(n, each) -> None:
+    with pytest.raises(RoseError, match=f"{n * each} requests in all have no later half; give 3 or more"):
+        serve(FLEET.of(n), TRAFFIC, 20.0, "fewest tokens", each=each)
+
+
+def test_three_requests_have_a_later_half() -> None:
+    for n, each in ((1, 3), (3, 1)):
+        served = serve(FLEET.of(n), TRAFFIC, 20.0, "fewest tokens", each=each)
+        assert len(served.requests) == 1 and 0 <= served.within(1.0, 1.0) <= 1
 
 
 def test_the_knee_is_the_last_load_before_the_first_that_too_few_are_content_with() -> None:
