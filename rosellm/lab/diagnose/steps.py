@@ -101,7 +101,8 @@ class EngineSteps(Steps):
         chosen = best_rung(model.device) if recipe is None else recipe
         self.bench = Bench(model, chosen, make_prompts(batch, context, c.vocab_size), ROOM)
         self.name = self.bench.engine.rung or "a recipe of your own"
-        kv_bytes = batch * context * c.kv_bytes_per_token(model.dtype.itemsize)
+        attended = min(context, c.window or context)
+        kv_bytes = batch * attended * c.kv_bytes_per_token(model.dtype.itemsize)
         matrices = c.n_layers * len(c.shapes) + 1
         n = c.n_step_parameters
         self.work = Work(batch, context, model.dtype, model.device, n, matrices, kv_bytes)
@@ -225,8 +226,15 @@ def transformers_work(model: Any, batch: int, context: int) -> Work:
     c, (n, matrices) = model.config.get_text_config(), multiplied_parameters(model)
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    kv_bytes = 2 * c.num_hidden_layers * heads * head_dim * model.dtype.itemsize * batch * context
+    kv_bytes = 2 * heads * head_dim * model.dtype.itemsize * batch * _attended(c, context)
     return Work(batch, context, model.dtype, model.device, n, matrices, kv_bytes)
+
+
+def _attended(config: Any, context: int) -> int:
+    """Cached tokens that a token attends to, summed over the layers; all have the window if none is named."""
+    window = getattr(config, "sliding_window", None) or context
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return sum(min(context, window) if kind == "sliding_attention" else context for kind in kinds)
 
 
 def multiplied_parameters(model: nn.Module) -> tuple[int, int]:

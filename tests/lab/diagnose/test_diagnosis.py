@@ -22,7 +22,7 @@ from rosellm.lab.diagnose.steps import (
 from rosellm.lab.diagnose.theirs import load_transformers
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder
 from rosellm.models.loading import load_parts
-from tests.helpers import CPU, random_prompts, uncached_logits
+from tests.helpers import CPU, FAMILIES, random_model, random_prompts, small_config, uncached_logits
 from tests.lab.diagnose.planted import WORK, profile, shares
 
 
@@ -42,6 +42,36 @@ def test_the_work_of_a_step_is_the_same_in_transformers_and_here(name):
     assert work.n_matrices == (ours.n_matrices if name == "rose-tiny" else 5 * 7 + 1)  # q, k, v; gate, up
     assert work.n_weights == pytest.approx(arch.n_step_parameters, rel=1e-3)
     assert work.kv_bytes == 2 * 30 * arch.kv_bytes_per_token(4)
+
+
+def test_keys_and_values_outside_a_sliding_window_are_not_read_here():
+    arch = small_config(**FAMILIES["mistral"])
+    for context, attended in ((3, 3), (5, 5), (30, 5)):
+        work = EngineSteps(random_model(0, arch), None, 2, context).work
+        assert work.kv_bytes == 2 * attended * arch.kv_bytes_per_token(4) and work.context == context
+
+
+@pytest.mark.parametrize(
+    ("config", "attended"),
+    [
+        (("MistralConfig", {"sliding_window": 5}), 3 * 5),
+        (("MistralConfig", {"sliding_window": 50}), 3 * 30),
+        (("MistralConfig", {"sliding_window": None}), 3 * 30),
+        (("Qwen2Config", {"sliding_window": 5}), 3 * 30),  # which it does not use
+        (
+            ("Qwen2Config", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}),
+            30 + 2 * 5,
+        ),
+    ],
+)
+def test_keys_and_values_outside_a_sliding_window_are_not_read_in_transformers(config, attended):
+    import transformers
+
+    name, window = config
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    made = getattr(transformers, name)(vocab_size=50, intermediate_size=16, **sizes, **window)
+    work = TransformersSteps(transformers.AutoModelForCausalLM.from_config(made), 2, 30).work
+    assert work.kv_bytes == 2 * attended * 2 * 2 * 4 * 4
 
 
 @pytest.mark.parametrize("static", [False, True])
