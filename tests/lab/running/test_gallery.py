@@ -11,7 +11,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.figures.widgets import FRAMES, WIDGET
-from rosellm.lab.records.findings import NOTEBOOKS, finding
+from rosellm.lab.records.findings import NOTEBOOKS, OTHERS, finding
 from rosellm.lab.records.records import Results, find, number
 from rosellm.lab.running.gallery import Outcome, page, picture, publish_gallery, reading_minutes, title
 
@@ -128,6 +128,12 @@ class TestCards:
         self.publish(tmp_path, "02_mask_removal")
         kept = json.loads((tmp_path / "build" / "gallery.json").read_text())
         assert "finding" not in kept["02_mask_removal"]
+
+    @pytest.mark.parametrize("rows", [[], [{"batch_size": 256, "medians_s": {"wall": 1e-5}}]])
+    def test_appends_without_a_gpus_time_of_256_tokens_have_no_finding(self, tmp_path, rows):
+        (tmp_path / "kv_append.json").write_text(json.dumps({"rows": rows}))
+        (notebook,) = (name for name, told in OTHERS.items() if told.__name__ == "_append")
+        assert finding(Results(tmp_path), notebook) == "–"
 
     def test_the_notebook_of_a_recorded_rung_has_a_finding(self):
         recorded = [name for rung, name in NOTEBOOKS.items() if rung in find().rungs("W3")]
