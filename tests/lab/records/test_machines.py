@@ -62,13 +62,15 @@ def test_the_reference_comes_first_and_each_machine_once(folder, record, found):
     assert [results.folder.name for results in find_machines(record, folder)] == found
 
 
-def test_this_machine_is_named_here_and_an_unknown_one_refused(folder):
-    own = this_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    with pytest.raises(RecordError, match=f"no records of device '{own}'"):
-        find_machines(HERE, folder)
-    (folder / own).mkdir()
-    assert [results.folder.name for results in find_machines(HERE, folder)] == [REFERENCE, own]
-    (folder / own).rmdir()
+def test_this_machine_is_named_here_and_an_unknown_one_refused(folder, tmp_path, monkeypatch):
+    told = {"device_name": "My own GPU"}
+    monkeypatch.setattr("rosellm.lab.records.machines.environment", lambda device: told)
+    (tmp_path / REFERENCE).mkdir()
+    with pytest.raises(RecordError, match="no records of device 'my-own-gpu'"):
+        find_machines(HERE, tmp_path)
+    (tmp_path / "my-own-gpu").mkdir()
+    found = find_machines(HERE, tmp_path)
+    assert [results.folder.name for results in found] == [REFERENCE, "my-own-gpu"]
     with pytest.raises(RecordError, match="no records of device 'abacus'"):
         find_machines(f"{FOLDER},abacus", folder)
 
