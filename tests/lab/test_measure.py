@@ -22,6 +22,21 @@ from rosellm.roseinfer.recipe import LADDER
 SMALL = ["--device", "cpu"]
 
 
+def test_a_record_tells_the_model_that_was_measured_and_the_size(tmp_path, monkeypatch):
+    for name in ("equality", "kv_pressure", "bookkeeping"):
+        monkeypatch.setitem(recordings.EXPERIMENTS, name, lambda arguments: {})
+    given = ["--experiments", "equality,kv_pressure,bookkeeping", "--model", "gpt2", "--size", "small"]
+    assert measure.main([*SMALL, "--output", str(tmp_path), "--workloads", "", *given]) == 0
+
+    def told(name):
+        record = json.loads((tmp_path / f"{name}.json").read_text())
+        return record.get("model"), record.get("size")
+
+    assert told("equality") == (SHIPPED, "small")  # always measured on that one
+    assert told("kv_pressure") == ("gpt2", "small")
+    assert told("bookkeeping") == (None, None)  # of Python alone
+
+
 def test_unknown_workloads_rungs_and_experiments_are_told_before_anything_runs(tmp_path, capsys):
     for option, known in (("--workloads", "W0"), ("--rungs", "dense"), ("--experiments", "counts")):
         assert measure.main([*SMALL, "--output", str(tmp_path / "out"), option, "W99"]) == 2

@@ -246,7 +246,8 @@ def _arrivals_record(
 ) -> dict[str, Any]:
     engine = streaming_engine(gpt, tokenizer, streaming_options(workload, workload.max_batch_size))
     figures = measure(engine, workload, arguments.seconds, arguments.limits_ms)
-    facts = {"model": arguments.model, "lengths_of": WORKLOAD.id, **engine_facts(engine)}
+    facts = {"model": arguments.model, "size": arguments.size.name, "lengths_of": WORKLOAD.id}
+    facts |= engine_facts(engine)
     return new_record("arrivals", gpt.device, **facts, figures=figures)
 
 

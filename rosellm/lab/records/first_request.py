@@ -155,6 +155,7 @@ def main(argv: list[str] | None = None) -> None:
             processes.append(process)
             print(told(process), flush=True)
     facts = {"model": arguments.model, "workload": WORKLOAD.id, "options": options}
+    facts |= {"size": arguments.size.name}
     figures = {"aims_s": AIMS_S, "aim_share": AIM_SHARE, "processes": processes}
     record = new_record("first_request", torch.device(arguments.device), **facts, figures=figures)
     write_record(path, record)

@@ -17,7 +17,7 @@ import torch
 from rosellm.errors import PromptError, RoseError
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.measured_model import settle
-from rosellm.lab.records.recordings import EXPERIMENTS, NEEDS_GPU
+from rosellm.lab.records.recordings import EXPERIMENTS, NEEDS_GPU, measured
 from rosellm.lab.records.rungs import check_rung, runnable
 from rosellm.lab.records.sizes import positions_needed
 from rosellm.models.loading import arch_of, load_parts, resolve_device
@@ -83,8 +83,8 @@ def measure_workload(workload: str, rung: str, arguments: argparse.Namespace) ->
 
 def measure_experiment(name: str, arguments: argparse.Namespace) -> None:
     """One experiment, its record kept as ``NAME.json``."""
-    figures = EXPERIMENTS[name](arguments)
-    record = new_record(name, resolve_device(arguments.device), model=arguments.model, figures=figures)
+    figures, where = EXPERIMENTS[name](arguments), resolve_device(arguments.device)
+    record = new_record(name, where, **measured(name, arguments), figures=figures)
     write_record(arguments.output / f"{name}.json", record)
 
 

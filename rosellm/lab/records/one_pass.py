@@ -338,6 +338,7 @@ def main(argv: list[str] | None = None) -> None:
     figures = measure(arguments, gpt, tokenizer)
     facts = {
         "model": arguments.model,
+        "size": arguments.size.name,
         "workload": WORKLOAD.id,
         "dtype": str(gpt.dtype).removeprefix("torch."),
     }

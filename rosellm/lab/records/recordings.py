@@ -204,6 +204,14 @@ def _of_workloads(
     return {f"{experiment.__name__}-{w}": partial(experiment, workload=w) for w in workloads}
 
 
+def measured(name: str, arguments: argparse.Namespace) -> dict[str, str]:
+    """What the record of an experiment says that it measured: the model and how large; of Python, nothing."""
+    if name == "bookkeeping":
+        return {}
+    model = SHIPPED if name == "equality" else arguments.model
+    return {"model": model, "size": arguments.size.name}
+
+
 EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "counts": counts,
     "equality": equality,

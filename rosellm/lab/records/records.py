@@ -19,6 +19,7 @@ from rosellm.roseinfer.recipe import LADDER
 REFERENCE = "nvidia-h200"  # the device that sentences are about: notebooks', README.md's
 RIVALS_FILE = "rivals-h200.json"
 BYTES_FP16 = 2
+FULL_SIZE = "full"  # also of a record that tells none
 SHORT_NAMES = {"decode_tok_s": "decode_throughput_tok_s", "total_tok_s": "total_throughput_tok_s"}
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rosellm.lab.records import lengths, step_records
+from rosellm.lab.records.records import FULL_SIZE
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 
@@ -17,12 +18,16 @@ LEDGER_ROOM, STEPS_ROOM = 64, 14  # tokens that are decoded, and some to spare
 
 @dataclass(frozen=True)
 class Size:
-    """The most that anything is measured with: rows together, requests, new tokens, tokens of a prompt."""
+    """The most that anything is measured with: rows together, requests, new tokens, tokens of a prompt.
+
+    Records tell its name.
+    """
 
     rows: int
     requests: int
     new_tokens: int
     prompt: int
+    name: str = "own"
 
     @property
     def effort(self) -> dict[str, Any]:
@@ -62,7 +67,9 @@ class Size:
 
 
 MANY = 1 << 20
-SIZES = {"full": Size(MANY, MANY, MANY, MANY), "small": Size(rows=4, requests=6, new_tokens=8, prompt=96)}
+WHOLE = Size(MANY, MANY, MANY, MANY, FULL_SIZE)
+SMALL = Size(rows=4, requests=6, new_tokens=8, prompt=96, name="small")
+SIZES = {size.name: size for size in (WHOLE, SMALL)}
 
 
 def positions_needed(size: Size) -> dict[str, int]:
