@@ -65,7 +65,7 @@ def beside(
     """A table's rows, the machines of a key below one another; and for each machine what it lacks.
 
     keys: a tuple's parts are joined to the row's label. figures: the cells after it. Raises its RecordError
-    only where there is one machine.
+    only where there is one machine, and of the first machine whatever else it raises.
     """
     rows: list[list[Any]] = []
     lacking: dict[str, list[str]] = {}
@@ -75,8 +75,9 @@ def beside(
         for results, name in zip(machines, names, strict=True):
             try:
                 rows.append([f"{label}{name}", *figures(results, key)])
-            except LACKING:
-                if len(machines) == 1:
+            except LACKING as error:
+                is_typo = results is machines[0] and not isinstance(error, RecordError)
+                if len(machines) == 1 or is_typo:
                     raise
                 lacking.setdefault(name, []).append(label)
     return rows, [_told(name, labels, len(keys)) for name, labels in lacking.items()]

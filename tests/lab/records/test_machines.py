@@ -98,8 +98,13 @@ def test_a_rows_label_joins_the_parts_of_its_key_and_a_machine_without_any_is_to
     )
     assert [label for label, _ in rows] == ["W1, 8, NVIDIA H200", "W2, 64, NVIDIA H200"]
     assert lacking == [f"no such record, {NAME}"]
-    rows, lacking = beside(machines, [7], lambda one, key: [{"W1": 1}[one.folder.name]])  # a figure's name
-    assert rows == [] and len(lacking) == 2
+    rows, lacking = beside(machines, [7], lambda one, key: [{REFERENCE: 1}[one.folder.name]])
+    assert rows == [["7, NVIDIA H200", 1]] and lacking == [f"no such record, {NAME}"]
+
+
+def test_a_cells_own_mistake_is_raised_and_not_told_as_a_record_that_all_lack(machines):
+    with pytest.raises(KeyError, match="rato"):
+        beside(machines, ["W1"], lambda one, w: [one.figures(f"steps-{w}")["rato"]])
 
 
 def test_a_figure_that_a_record_lacks_is_refused_with_those_it_has(machines):
