@@ -176,7 +176,7 @@ class RecordedPair:
         for results in self._having("timelines"):
             recorded = results.figures("timelines", self.after)
             old, new = (Trace.from_dict(recorded[name]) for name in (self.before, self.after))
-            title = f"{STEPS} decode steps of {recorded['batch']} sequences, profiled, {results.device_name}"
+            title = f"{STEPS} decode steps of {recorded['batch']} sequences, profiled, {name_of(results)}"
             show(timeline(old, new, (self.before, self.after), title))
 
     def recorded_equality(self) -> None:

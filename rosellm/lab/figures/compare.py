@@ -10,7 +10,7 @@ from IPython.display import Markdown, display
 from rosellm.lab.figures.bars import before_after
 from rosellm.lab.figures.charts import Chart
 from rosellm.lab.records.bench import Run
-from rosellm.lab.records.machines import names_of
+from rosellm.lab.records.machines import name_of, names_of
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.roseinfer.bench.workloads import WORKLOADS
@@ -30,7 +30,7 @@ def recorded_chart(machines: Sequence[Results], before: str, after: str) -> Char
         if row.is_measured
     ]
     rows = [row for _, row in labelled]
-    where = " and ".join(results.device_name for results in machines)
+    where = " and ".join(map(name_of, machines))
     chart = before_after(
         [label for label, _ in labelled],
         [median(row.before) for row in rows],

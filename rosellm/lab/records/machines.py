@@ -6,7 +6,9 @@ A machine is a folder of records, named after its device. Adding the folder is a
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +39,11 @@ def find_machines(record: str = REFERENCE, folder: Path | None = None) -> list[R
     record: names, separated by commas; ``here`` stands for this machine's own. Raises RecordError.
     """
     asked = [name.strip() for name in record.split(",")]
-    return [find(name, folder) for name in dict.fromkeys([REFERENCE, *map(_folder, asked)])]
+    found = [find(name, folder) for name in dict.fromkeys([REFERENCE, *map(_folder, asked)])]
+    if len(found) == 1:
+        return found
+    names = Counter(map(name_of, found))
+    return [replace(one, is_namesake=names[name_of(one)] > 1) for one in found]
 
 
 def _folder(name: str) -> str:
@@ -47,11 +53,15 @@ def _folder(name: str) -> str:
 
 
 def name_of(results: Results) -> str:
-    """The device's name, of a CPU with the dtype of its models; the folder's if no record tells it."""
+    """The device's name, of a CPU with the dtype of its models; the folder's if no record tells it.
+
+    Where machines have the same name, each with its folder's.
+    """
     try:
-        return f"{results.device_name}{'' if results.is_gpu else ', fp32'}"
+        name = f"{results.device_name}{'' if results.is_gpu else ', fp32'}"
     except RecordError:
         return results.folder.name
+    return f"{name} ({results.folder.name})" if results.is_namesake else name
 
 
 def names_of(machines: Sequence[Results]) -> list[str]:

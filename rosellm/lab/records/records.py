@@ -65,9 +65,14 @@ def results_folder() -> Path:
 
 @dataclass(frozen=True)
 class Results:
-    """The records of one device, a JSON file each: ``<workload>-<rung>.json``, or named by what they hold."""
+    """The records of one device, a JSON file each: ``<workload>-<rung>.json``, or named by what they hold.
+
+    is_namesake: whether it stands beside another of the same device name, so that only the folder tells them
+    apart.
+    """
 
     folder: Path
+    is_namesake: bool = False
 
     def names(self) -> list[str]:
         """What there is to load, in alphabetical order."""

@@ -83,6 +83,20 @@ def test_a_cpu_is_named_with_its_dtype_and_a_folder_without_records_by_itself(ma
     assert name_of(Results(tmp_path)) == "Abacus, fp32"
 
 
+def test_machines_of_one_name_are_told_apart_by_their_folders(machines, folder, tmp_path):
+    for name in (REFERENCE, FOLDER, f"{FOLDER}-new"):
+        (tmp_path / name).mkdir()
+        shutil.copy(folder / name.removesuffix("-new") / "W1-dense.json", tmp_path / name)
+    one, *both = find_machines(f"{FOLDER},{FOLDER}-new", tmp_path)
+    names = [f"{NAME} ({FOLDER})", f"{NAME} ({FOLDER}-new)"]
+    assert [name_of(results) for results in (one, *both)] == ["NVIDIA H200", *names]
+    assert list(values_beside(both, "W1")) == names == list(speeds_beside(both, "Qwen3-0.6B", "D1"))
+    rows, _ = beside([one, *both], ["W1"], lambda results, w: [results.value(w, "dense")])
+    assert [label for label, _ in rows] == [f"W1, {name}" for name in ("NVIDIA H200", *names)]
+    shutil.copytree(tmp_path / REFERENCE, tmp_path / f"{REFERENCE}-new")
+    assert name_of(find_machines(f"{REFERENCE}-new", tmp_path)[0]) == f"NVIDIA H200 ({REFERENCE})"
+
+
 def test_rows_of_a_key_stand_below_one_another_and_what_a_machine_lacks_is_told(machines):
     rows, lacking = beside(machines, ("W2", LACKING), lambda one, w: [one.value(w, "dense")])
     assert [label for label, _ in rows] == ["W2, NVIDIA H200", f"W2, {NAME}", f"{LACKING}, NVIDIA H200"]
