@@ -13,8 +13,9 @@ import torch
 from torch.utils import deterministic as deterministic_settings
 
 from rosellm.errors import RoseError
+from rosellm.lab.records.machines import find_machines
 from rosellm.lab.records.model_ladder import by_role
-from rosellm.lab.records.records import Results
+from rosellm.lab.records.records import REFERENCE, Results
 from rosellm.lab.running import readme
 from tests.ledgers import ROWS, ledger_of
 
@@ -108,6 +109,14 @@ def test_a_step_is_told_with_its_floor_and_the_roles_of_a_tenth_or_more_above_it
     assert "products" in named
     tenth = (ledger.step_us - ledger.floor_us) / 10
     assert sorted(map(int, named.values())) == sorted(round(us) for us in above.values() if us >= tenth)
+
+
+def test_calls_of_another_model_are_refused_and_the_reason_is_told_below_the_table(tmp_path):
+    for name, model in ((REFERENCE, "gpt2"), ("mine", "rose-tiny")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "user_calls.json").write_text(json.dumps({"model": model, "figures": {}}))
+    told = readme.calls_table(find_machines("mine", tmp_path)).splitlines()
+    assert told[2:] == ["", "Recorded with another model (rose-tiny, not gpt2), mine."]
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from rosellm.lab.figures.ledger import waterfall
 from rosellm.lab.figures.timeline import timeline
 from rosellm.lab.figures.widgets import Control, explore
 from rosellm.lab.records.ledger import Ledger
-from rosellm.lab.records.machines import LACKING, beside, check_same_size, name_of
-from rosellm.lab.records.records import RecordError, Results, number, read_us
+from rosellm.lab.records.machines import LACKING, beside, check_same_size, name_of, why_lacking
+from rosellm.lab.records.records import RecordError, Results, UnlikeError, number, read_us
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.step_time import StepTimes, step_times, steps_of
 from rosellm.lab.records.timelines import STEPS
@@ -140,31 +140,41 @@ class RecordedPair:
         Raises the reference's RecordError.
         """
         for results in self.machines:
+            found, why = None, why_lacking(None)
             try:
                 found = read(results)
-            except LACKING:
+            except LACKING as error:
                 if results is self.results:
                     raise
-                found = None
+                why = why_lacking(error)
             if found:
                 yield name_of(results), found
             else:
-                print(f"no such record, {name_of(results)}")
+                print(f"{why}, {name_of(results)}")
 
     def _having(self, record: str) -> list[Results]:
         """The machines that have ``record`` of both rungs; of the others one line says that they do not."""
-        lacking = [one for one in self.others if not self._has(one, record)]
-        for results in lacking:
-            print(f"no record {record!r} of these rungs, {name_of(results)}")
-        return [results for results in self.machines if results not in lacking]
+        having = [self.results]
+        for results in self.others:
+            why = self._why_without(results, record)
+            if why is None:
+                having.append(results)
+            else:
+                print(f"{why}, {name_of(results)}")
+        return having
 
-    def _has(self, results: Results, record: str) -> bool:
-        if record not in results.names():
-            return False
-        recorded = results.figures(record)
-        return self.after in recorded or all(
-            {self.before, self.after} <= set(one) for one in recorded.values()
-        )
+    def _why_without(self, results: Results, record: str) -> str | None:
+        """Why a machine cannot show ``record`` of both rungs; None if it can."""
+        try:
+            recorded = results.figures(record)
+        except UnlikeError as error:
+            return f"{record!r} {error.why}"
+        except RecordError:
+            recorded = {}
+        both = {self.before, self.after}
+        if self.after in recorded or (recorded and all(both <= set(one) for one in recorded.values())):
+            return None
+        return f"no record {record!r} of these rungs"
 
     def _sessions(self) -> tuple[str, str]:
         """The records of a step and of a whole run, by name."""

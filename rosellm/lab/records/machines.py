@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from rosellm.environment import environment
-from rosellm.lab.records.records import REFERENCE, RecordError, Results, find
+from rosellm.lab.records.records import REFERENCE, RecordError, Results, UnlikeError, find
 
 HERE = "here"
 LACKING = (RecordError, LookupError)  # of a record, or of a figure in one
@@ -36,14 +36,16 @@ def this_machine(device: torch.device) -> str:
 def find_machines(record: str = REFERENCE, folder: Path | None = None) -> list[Results]:
     """The reference's records, then those of each other folder that ``record`` names, once each.
 
-    record: names, separated by commas; ``here`` stands for this machine's own. Raises RecordError.
+    record: names, separated by commas; ``here`` stands for this machine's own. Raises RecordError. The others
+    refuse to load a record of another model or size than the reference's.
     """
     asked = [name.strip() for name in record.split(",")]
     found = [find(name, folder) for name in dict.fromkeys([REFERENCE, *map(_folder, asked)])]
     if len(found) == 1:
         return found
     names = Counter(map(name_of, found))
-    return [replace(one, is_namesake=names[name_of(one)] > 1) for one in found]
+    first, *others = (replace(one, is_namesake=names[name_of(one)] > 1) for one in found)
+    return [first, *(replace(one, like=first) for one in others)]
 
 
 def _folder(name: str) -> str:
@@ -89,20 +91,26 @@ def beside(
                 is_typo = results is machines[0] and not isinstance(error, RecordError)
                 if len(machines) == 1 or is_typo:
                     raise
-                lacking.setdefault(name, []).append(label)
-    return rows, [_told(name, labels, len(keys)) for name, labels in lacking.items()]
+                lacking.setdefault(f"{why_lacking(error)}{name}", []).append(label)
+    return rows, [_told(line, labels, len(keys)) for line, labels in lacking.items()]
 
 
-def _told(name: str, lacking: Sequence[str], n_keys: int) -> str:
-    which = "" if len(lacking) == n_keys else f": {'; '.join(lacking)}"
-    return f"no such record{name}{which}"
+def why_lacking(error: Exception | None) -> str:
+    """What readers are told of a figure that raised ``error``, or, None, of one that is not there."""
+    return error.why if isinstance(error, UnlikeError) else "no such record"
+
+
+def _told(line: str, lacking: Sequence[str], n_keys: int) -> str:
+    return line if len(lacking) == n_keys else f"{line}: {'; '.join(lacking)}"
 
 
 def check_same_size(results: Results, reference: Results, record: str) -> None:
-    """Raises RecordError unless both measured ``record`` with the same model, batch and context."""
-    one, other = (
-        {"model": record["model"], **{key: record["figures"].get(key) for key in ("batch", "context")}}
-        for record in (results.load(record), reference.load(record))
-    )
-    if one != other:
-        raise RecordError(f"{record} of {results.folder.name} was measured with {one}, not {other}")
+    """Raises UnlikeError unless both measured ``record`` at the same batch and context."""
+    one, other = (two.figures(record) for two in (results, reference))
+    differences = [
+        f"another {key} ({one.get(key)}, not {other.get(key)})"
+        for key in ("batch", "context")
+        if one.get(key) != other.get(key)
+    ]
+    if differences:
+        raise UnlikeError(f"{record} of {results.folder.name}", differences)

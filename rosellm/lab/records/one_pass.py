@@ -242,7 +242,8 @@ def told_long(long: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
 def recorded(results: Results) -> dict[str, dict[str, Any]]:
     """Model → the recorded figures of :func:`measure`; W8's own model first."""
     paths = [*results.folder.glob(f"{NAME}.json"), *sorted(results.folder.glob(f"*/{NAME}.json"))]
-    records = [Results(path.parent).load(NAME) for path in paths]
+    folders = [results if path.parent == results.folder else Results(path.parent) for path in paths]
+    records = [folder.load(NAME) for folder in folders]
     return {Path(record["model"]).name: record["figures"] for record in records}
 
 

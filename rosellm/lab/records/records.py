@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rosellm
 from rosellm.errors import RoseError
@@ -25,6 +25,17 @@ SHORT_NAMES = {"decode_tok_s": "decode_throughput_tok_s", "total_tok_s": "total_
 
 class RecordError(RoseError):
     """A record, figure or folder of records that does not exist, or cannot be read."""
+
+
+class UnlikeError(RecordError):
+    """A record that was made with another model, or at another size, than the one that it would stand beside.
+
+    ``why`` tells readers so.
+    """
+
+    def __init__(self, where: str, differences: Iterable[str]) -> None:
+        self.why = f"recorded with {' and '.join(differences)}"
+        super().__init__(f"{where} was {self.why}")
 
 
 def number(value: float | None) -> str:
@@ -67,11 +78,13 @@ def results_folder() -> Path:
 class Results:
     """The records of one device, a JSON file each: ``<workload>-<rung>.json``, or named by what they hold.
 
+    like: records that these stand beside; one of the same name must be of the same model and size.
     is_namesake: whether it stands beside another of the same device name, so that only the folder tells them
     apart.
     """
 
     folder: Path
+    like: Results | None = None
     is_namesake: bool = False
 
     def names(self) -> list[str]:
@@ -79,8 +92,16 @@ class Results:
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
     def load(self, name: str) -> dict[str, Any]:
-        """The whole file ``name``, such as ``kv_append``; raises RecordError, listing what exists."""
-        return _read(self._path(name))
+        """The whole file ``name``, such as ``kv_append``; raises RecordError, listing what exists.
+
+        Raises UnlikeError for one that is unlike that of ``like``.
+        """
+        path = self._path(name)
+        if self.like is not None and name in self.like.names():
+            differences = _facts(path).differences(_facts(self.like._path(name)))
+            if differences:
+                raise UnlikeError(f"{name} of {self.folder.name}", differences)
+        return _read(path)
 
     def figures(self, name: str, *keys: str) -> Any:
         """What a record's figures hold under ``keys``, each within the one before. Raises RecordError."""
@@ -126,7 +147,7 @@ class Results:
         found = [
             path.stem.removeprefix(prefix)
             for path in sorted(self.folder.glob(f"{prefix}*.json"))
-            if _facts(path)[1]
+            if _facts(path).is_run
         ]
         return sorted(found, key=lambda rung: list(LADDER).index(rung) if rung in LADDER else len(LADDER))
 
@@ -167,26 +188,42 @@ class Results:
 
     def _environment(self, name: str | None) -> dict[str, Any]:
         wanted = self.names() if name is None else [name]
-        known = [env for env in (_facts(self._path(one))[0] for one in wanted) if env]
+        known = [env for env in (_facts(self._path(one)).environment for one in wanted) if env]
         if not known:
             raise RecordError(f"no record of {self.folder.name} tells its environment: {_listed(wanted)}")
         return max(known, key=lambda env: env["time_utc"])
 
 
-def _facts(path: Path) -> tuple[dict[str, Any] | None, bool]:
-    """A record's environment, and whether it is of its workload and this engine.
+class _Facts(NamedTuple):
+    """What is asked of a record without its figures; is_run: of its workload and this engine."""
 
-    Read anew when the file has changed.
-    """
+    environment: dict[str, Any] | None
+    is_run: bool
+    model: Any  # None: it is of none, or does not tell
+    size: str
+
+    def differences(self, other: _Facts) -> list[str]:
+        """In what it is unlike ``other``, for readers."""
+        found = []
+        if self.model != other.model and None not in (self.model, other.model):
+            named = isinstance(self.model, str) and isinstance(other.model, str)
+            found.append("another model" + (f" ({self.model}, not {other.model})" if named else ""))
+        if self.size != other.size:
+            found.append(f"another size ({self.size}, not {other.size})")
+        return found
+
+
+def _facts(path: Path) -> _Facts:
+    """Read anew when the file has changed."""
     return _read_facts(path, path.stat().st_mtime_ns)
 
 
 @cache
-def _read_facts(path: Path, _modified_ns: int) -> tuple[dict[str, Any] | None, bool]:
+def _read_facts(path: Path, _modified_ns: int) -> _Facts:
     record = _read(path)
     departures = record.get("not_comparable", [])
     is_run = record.get("kind") != "rivals" and all(told.startswith("dtype=") for told in departures)
-    return record.get("environment"), is_run
+    return _Facts(record.get("environment"), is_run, record.get("model"), record.get("size", FULL_SIZE))
 
 
 def find(device: str = REFERENCE, folder: Path | None = None) -> Results:

@@ -26,7 +26,15 @@ from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import beside, find_machines, name_of
 from rosellm.lab.records.model_ladder import by_role, recorded_ledgers
 from rosellm.lab.records.model_runs import Row, recorded_models, runs_told, table, unit_of
-from rosellm.lab.records.records import RecordError, Results, floor_tok_s, number, results_folder, rivals
+from rosellm.lab.records.records import (
+    RecordError,
+    Results,
+    UnlikeError,
+    floor_tok_s,
+    number,
+    results_folder,
+    rivals,
+)
 from rosellm.lab.records.verdicts import WORKLOADS
 from rosellm.lab.running.gallery import reading_minutes
 from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS
@@ -57,7 +65,11 @@ def results_table(machines: Sequence[Results]) -> str:
     rows += [f"| {' | '.join(row)} |" for row in table]
     where = results.environment_line(f"W3-{BEST_RUNG}")
     told = f"Completion tokens per second of the whole run, medians. {where}."
-    return "\n".join([*rows, "", told, *(f"{line[0].upper()}{line[1:]}." for line in lacking)])
+    return "\n".join([*rows, "", told, *_sentences(lacking)])
+
+
+def _sentences(lines: Sequence[str]) -> list[str]:
+    return [f"{line[0].upper()}{line[1:]}." for line in lines]
 
 
 def _measured(results: Results, workload: str, others: Sequence[float | None]) -> list[str]:
@@ -164,17 +176,23 @@ def _above_floor(ledger: Ledger) -> str:
 def calls_table(machines: Sequence[Results]) -> str:
     """Of each recorded workload: the scheduler's tokens a second, and what is left of them to those who call.
 
-    A machine without the record is left out.
+    A machine without the record is left out; one whose record is of another model or size is told below.
     """
     calls = user_calls.GENERATE, user_calls.STREAMS
     rows = [f"| | `{user_calls.BENEATH}`, tok/s | `{calls[0]}` | `{calls[1]}` |", "|---|--:|--:|--:|"]
+    refused = []
     for results in machines:
         where = "" if results is machines[0] else f", {name_of(results)}"
-        for workload, figures in user_calls.recorded(results).items():
+        try:
+            recorded = user_calls.recorded(results)
+        except UnlikeError as error:
+            refused.append(f"{error.why}{where}")
+            continue
+        for workload, figures in recorded.items():
             shares = (f"{user_calls.shares(figures)[call]:.1%}".replace("%", " %") for call in calls)
             beneath = number(user_calls.rate(figures, user_calls.BENEATH))
             rows.append(f"| {workload}{where} | {beneath} | {' | '.join(shares)} |")
-    return "\n".join(rows)
+    return "\n".join([*rows, "", *_sentences(refused)] if refused else rows)
 
 
 SECTIONS: dict[str, Callable[[Sequence[Results]], str]] = {

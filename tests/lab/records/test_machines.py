@@ -11,6 +11,7 @@ from rosellm.environment import environment
 from rosellm.lab.figures.ladder import README_THEMES, ladder_chart, readme_chart, values_beside
 from rosellm.lab.figures.ladder_svg import ladder_svg
 from rosellm.lab.figures.models import against_floor
+from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records import first_request
 from rosellm.lab.records.machines import (
     HERE,
@@ -121,6 +122,56 @@ def test_a_cells_own_mistake_is_raised_and_not_told_as_a_record_that_all_lack(ma
         beside(machines, ["W1"], lambda one, w: [one.figures(f"steps-{w}")["rato"]])
 
 
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"model": "rose-tiny"}, "another model (rose-tiny, not gpt2)"),
+        ({"size": "small"}, "another size (small, not full)"),
+        (
+            {"model": "rose-tiny", "size": "small"},
+            "another model (rose-tiny, not gpt2) and another size (small, not full)",
+        ),
+        ({"model": {"n_layers": 2}}, "another model"),
+    ],
+)
+def test_a_record_of_another_model_or_size_does_not_stand_beside_the_reference_and_the_reason_is_told(
+    folder, tmp_path, facts, why, capsys
+):
+    one, other = beside_the_reference(folder, tmp_path, "kv_pressure", facts)
+    rows, lacking = beside([one, other], ["W6", "W7"], lambda of, w: [of.figures("kv_pressure", w, "ratio")])
+    assert [label for label, _ in rows] == ["W6, NVIDIA H200", "W7, NVIDIA H200"]
+    assert lacking == [f"recorded with {why}, {NAME}"]
+    nb = RecordedPair(before="dense", after="split_kv", results=one, others=(other,))
+    assert list(dict(nb.each_machine(lambda of: of.figures("kv_pressure")))) == ["NVIDIA H200"]
+    assert capsys.readouterr().out == f"recorded with {why}, {NAME}\n"
+
+
+@pytest.mark.parametrize("facts", [{}, {"size": "full"}, {"model": None}])
+def test_a_record_that_tells_no_size_is_of_the_full_one_and_one_without_a_model_is_of_any(
+    folder, tmp_path, facts
+):
+    one, other = beside_the_reference(folder, tmp_path, "kv_pressure", facts)
+    assert other.figures("kv_pressure") == one.figures("kv_pressure")
+
+
+def test_timelines_and_ledgers_of_another_size_are_not_drawn_and_the_reason_is_told(folder, tmp_path, capsys):
+    one, other = beside_the_reference(folder, tmp_path, "ledger", {"size": "small"})
+    nb = RecordedPair(before="dense", after="paged", results=one, others=(other,))
+    assert nb._having("ledger") == [one]
+    told = f"'ledger' recorded with another size (small, not full), {NAME}\n"
+    assert capsys.readouterr().out == told
+
+
+def beside_the_reference(folder: Path, copy: Path, name: str, facts: dict) -> list[Results]:
+    """The reference with its record ``name``, and a machine that has it, too, but with these ``facts``."""
+    record = Results(folder / REFERENCE).load(name)
+    environment = record["environment"] | {"device_name": NAME}
+    for where, one in ((REFERENCE, record), ("mine", record | {"environment": environment} | facts)):
+        (copy / where).mkdir()
+        (copy / where / f"{name}.json").write_text(json.dumps(one))
+    return find_machines("mine", copy)
+
+
 def test_a_figure_that_a_record_lacks_is_refused_with_those_it_has(machines):
     assert machines[1].figures("steps-W1", "batch") == 8
     with pytest.raises(RecordError, match="steps-W1 of made-up-gpu-9 has no 'nothing': it has batch"):
@@ -140,7 +191,7 @@ def test_steps_of_another_size_are_not_compared(machines, tmp_path):
     record = machines[1].load("steps-W1")
     record["figures"]["batch"] = 4
     (tmp_path / "steps-W1.json").write_text(json.dumps(record))
-    with pytest.raises(RecordError, match="'batch': 4"):
+    with pytest.raises(RecordError, match=r"steps-W1 of .* recorded with another batch \(4, not 8\)"):
         check_same_size(Results(tmp_path), machines[0], "steps-W1")
 
 
