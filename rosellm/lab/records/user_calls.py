@@ -27,7 +27,6 @@ from rosellm.lab.records.jobs import BENCHMARKS
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import Results
-from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.records.step_time import free_memory
 from rosellm.lab.records.turns import in_turns
 from rosellm.roseinfer.bench.prompts import Prompts, make_prompts, request_params
@@ -108,7 +107,7 @@ def measure(arguments: Namespace) -> None:
 
 def _record(arguments: Namespace, figures: dict[str, Any]) -> dict[str, Any]:
     facts = {"model": arguments.model, "load_format": arguments.load_format, "readers": READERS}
-    (facts["size"],) = (name for name, size in SIZES.items() if size == arguments.size)
+    facts["size"] = arguments.size.name
     ordered = {name: figures[name] for name in WORKLOADS if name in figures}
     return new_record(NAME, torch.device(arguments.device), **facts, figures=ordered)
 
