@@ -79,12 +79,12 @@ def _few_rows_linear(case: Case, draw: Draw) -> Operands:
 
 
 def _prologue(case: Case, draw: Draw, weight: Tensor) -> NormPrologue:
-    """LayerNorm and RMSNorm in turn."""
+    """LayerNorm, with a gain, and RMSNorm in turn."""
     scale = draw.put("norm.scale", 1 + 0.3 * draw.normal(case.width), case.dtype)
     if case.option % 4 == 1:
         return NormPrologue(scale, EPS)
     sums = (weight.float() @ scale.float()).cpu()
-    return NormPrologue(scale, EPS, draw.put("norm.sums", sums, torch.float32))
+    return NormPrologue(scale, EPS, draw.put("norm.sums", sums, torch.float32), gain=2.0)
 
 
 def _some_rows_linear(case: Case, draw: Draw) -> Operands:

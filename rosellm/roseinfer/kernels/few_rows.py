@@ -35,12 +35,14 @@ class NormPrologue(NamedTuple):
     """A norm of x's rows before the product: scale ``[K]`` of x's dtype, and the variance's ``eps``.
 
     sums ``[N]`` fp32, ``weight.float() @ scale.float()``: LayerNorm, its shift in the product's bias; without
-    them RMSNorm (Zhang & Sennrich 2019).
+    them RMSNorm (Zhang & Sennrich 2019). gain multiplies what is normalised: a scale of at most 1 then stands
+    for a larger one, and x times scale is finite in fp16.
     """
 
     scale: Tensor
     eps: float
     sums: Tensor | None = None
+    gain: float = 1.0
 
     @property
     def kind(self) -> str:
@@ -74,8 +76,8 @@ def few_rows_linear_ref(
 ) -> Tensor:
     """The specification: ``f(norm(x) @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``, in fp32.
 
-    A norm divides after the product, which so need not wait for it: ``((x * scale) @ w - mean * sums) /
-    deviation``, and without the mean for RMSNorm. activation: "gelu" (tanh form) or "swiglu", which halves N.
+    A norm divides after the product, which so need not wait for it: ``((x * scale) @ w - mean * sums) * gain
+    / deviation``, and without the mean for RMSNorm. activation: "gelu" (tanh form) or "swiglu", which halves N.
     residual of the result's shape: updated in place and returned.
     """
     wide = x.float()
@@ -90,9 +92,9 @@ def few_rows_linear_ref(
 def normed_ref(y: Tensor, x: Tensor, norm: NormPrologue) -> Tensor:
     """A product y ``[M, N]`` of scaled rows x ``[M, K]``, normalised by the moments of those rows."""
     if norm.sums is None:
-        return y * (x.square().mean(dim=1, keepdim=True) + norm.eps).rsqrt()
+        return y * norm.gain * (x.square().mean(dim=1, keepdim=True) + norm.eps).rsqrt()
     mean, variance = x.mean(dim=1, keepdim=True), x.var(dim=1, correction=0, keepdim=True)
-    return (y - mean * norm.sums) * (variance + norm.eps).rsqrt()
+    return (y - mean * norm.sums) * norm.gain * (variance + norm.eps).rsqrt()
 
 
 @triton.jit
@@ -215,20 +217,20 @@ def _few_rows_product(
 
 
 @triton.jit
-def _normed(y, total, squares, sums, eps, K: tl.constexpr, NORM: tl.constexpr):
+def _normed(y, total, squares, sums, eps, gain, K: tl.constexpr, NORM: tl.constexpr):
     """A product of scaled rows, normalised by the sums and sums of squares of the rows themselves."""
     if NORM == "rms":
-        y *= tl.rsqrt(squares / K + eps)
+        y *= tl.rsqrt(squares / K + eps) * gain
     if NORM == "layer":
         mean = total / K
         variance = tl.maximum(squares / K - mean * mean, 0.0)
-        y = (y - mean * sums) * tl.rsqrt(variance + eps)
+        y = (y - mean * sums) * (tl.rsqrt(variance + eps) * gain)
     return y
 
 
 @triton.jit(do_not_specialize=["M"])
 def _few_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr, scale_ptr, sums_ptr, out_ptr, eps, M, N,
+    x_ptr, weight_ptr, bias_ptr, scale_ptr, sums_ptr, out_ptr, eps, gain, M, N,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -279,7 +281,7 @@ def _few_rows_kernel(
             weights, scales, weight_place, scale_place, x_place, inner,
             K, BLOCK_M, BLOCK_N, SLICES, BLOCK_K, HELD, NORM, WHOLE,
         )  # fmt: skip
-    y = _normed(y, total, squares, sums, eps, K, NORM)
+    y = _normed(y, total, squares, sums, eps, gain, K, NORM)
     if BIAS:
         y += bias
     y = activated(y, BLOCK_M, BLOCK_N, ACTIVATION)
@@ -308,11 +310,11 @@ def make_few_rows_linear(
         cut = shape_of(rows, n, k, x.dtype)
         fused = {"BIAS": bias is not None, "ADD": residual is not None, "ACTIVATION": activation}
         fused |= {"NORM": "none" if norm is None else norm.kind}
-        scale, eps, sums = norm or (x, 0.0, x)
+        scale, eps, sums, gain = norm or (x, 0.0, x, 1.0)
         bias, sums = (x if it is None else it for it in (bias, sums))
         options = {**_blocks(rows, k, cut), **_launch(rows, cut, x), "DEPENDENT": dependent, **launch}
         _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
-            x, weight, bias, scale, sums, out, eps, rows, n, K=k, **fused, **options
+            x, weight, bias, scale, sums, out, eps, gain, rows, n, K=k, **fused, **options
         )
         return out
 

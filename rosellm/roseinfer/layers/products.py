@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -133,11 +134,20 @@ class NormedWeights:
     @classmethod
     def of(cls, projection: Projection, norm: torch.nn.LayerNorm | torch.nn.RMSNorm) -> NormedWeights:
         """``LayerNorm(x) @ W.T + b`` is ``((x - mean) / deviation * scale) @ W.T + (b + W @ shift)``."""
-        weight, bias, scale = projection.weight, projection.bias, norm.weight
+        weight, bias = projection.weight, projection.bias
+        scale, gain = _at_most_one(norm.weight)
         if isinstance(norm, torch.nn.RMSNorm):
-            return cls(weight, bias, NormPrologue(scale, norm.eps or 0.0, None))
+            return cls(weight, bias, NormPrologue(scale, norm.eps or 0.0, None, gain))
         shifted = _times(weight, norm.bias) + (0 if bias is None else bias.float())
-        return cls(weight, shifted.to(weight.dtype), NormPrologue(scale, norm.eps, _times(weight, scale)))
+        return cls(weight, shifted.to(weight.dtype), NormPrologue(scale, norm.eps, _times(weight, scale), gain))
+
+
+def _at_most_one(scale: Tensor) -> tuple[Tensor, float]:
+    """A scale and its gain, a power of two: fp16 ends at 65,504, and ``x * scale`` is not yet normalised."""
+    if scale.dtype != torch.float16:
+        return scale, 1.0
+    gain = 2.0 ** max(0, math.frexp(scale.abs().max().item())[1])
+    return (scale, gain) if gain == 1 else (scale / gain, gain)
 
 
 def _times(weight: Tensor, vector: Tensor) -> Tensor:

@@ -70,9 +70,9 @@ def with_options(case: dict, options: tuple[str, ...], seed: int = 0) -> dict:
     n, k = case["weight"].shape
     scale = (1 + 0.3 * torch.randn(k, generator=generator)).to(case["weight"])
     if "rms" in options:
-        case |= {"norm": NormPrologue(scale, EPS)}
+        case |= {"norm": NormPrologue(scale, EPS, gain=4.0)}
     if "layer" in options:
-        case |= {"norm": NormPrologue(scale, EPS, case["weight"].float() @ scale.float())}
+        case |= {"norm": NormPrologue(scale, EPS, case["weight"].float() @ scale.float(), gain=0.5)}
     case["activation"] = next((one for one in ("gelu", "swiglu") if one in options), "none")
     if "residual" in options:
         shape = len(case["x"]), n // 2 if "swiglu" in options else n
@@ -104,7 +104,7 @@ def by_definition(case: dict) -> Tensor:
     """Norm without shift, product, bias, activation, residual sum, by torch's own functions, in fp64."""
     x, norm, bias = case["x"].double(), case.get("norm"), case.get("bias")
     if norm is not None:
-        scale, width = norm.scale.double(), x.shape[1:]
+        scale, width = norm.scale.double() * norm.gain, x.shape[1:]
         rms = norm.sums is None
         x = F.rms_norm(x, width, scale, EPS) if rms else F.layer_norm(x, width, scale, eps=EPS)
     y = F.linear(x, case["weight"].double(), None if bias is None else bias.double())
@@ -128,7 +128,8 @@ def test_the_spec_is_norm_then_product_then_activation_then_sum(k, options):
 def test_a_layer_norms_shift_belongs_in_the_bias():
     case = with_options(make_case(6, 48, 64), ("layer",))
     shift = torch.randn(64, generator=torch.Generator().manual_seed(2))
-    normed = F.layer_norm(case["x"].double(), (64,), case["norm"].scale.double(), shift.double(), EPS)
+    scale = (case["norm"].scale * case["norm"].gain).double()
+    normed = F.layer_norm(case["x"].double(), (64,), scale, shift.double(), EPS)
     expected = F.linear(normed, case["weight"].double(), case["bias"].double())
     case["bias"] = case["bias"] + case["weight"] @ shift
     assert_near(few_rows_linear_ref(**case), expected.float())

@@ -204,6 +204,27 @@ def test_a_product_of_normed_weights_is_the_norm_and_then_the_projection(dtype, 
     assert_near(found, exact(exact_norm(x.float())).to(dtype))
 
 
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_an_fp16_row_is_normed_where_it_times_the_scale_is_beyond_fp16(rows, kind, device):
+    generator = torch.Generator().manual_seed(2)
+    norm = (torch.nn.LayerNorm if kind == "layer" else torch.nn.RMSNorm)(48, eps=1e-5)
+    norm.weight.data = 30 * torch.rand(48, generator=generator)
+    norm.weight.data[7] = 30.0
+    projection = Projection(64, 48, bias=False)
+    projection.weight.data = 0.01 * torch.randn(64, 48, generator=generator)
+    for module in (norm, projection):
+        module.to(device, torch.float16).requires_grad_(False)
+    x = 100 * torch.randn(rows, 48, generator=generator)
+    x[:, 7] = 60_000.0
+    x = x.to(device, torch.float16)
+    w = NormedWeights.of(projection, norm)
+    found = TRITON.few_rows_linear(x=x, weight=w.weight, bias=w.bias, norm=w.norm)
+    exact_norm, exact = copy.deepcopy(norm).float(), copy.deepcopy(projection).float()
+    assert_near(found, exact(exact_norm(x.float())).half())
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 @pytest.mark.parametrize("kernels", [TORCH, TRITON], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("shape", ["small", "llama"])
