@@ -3,26 +3,26 @@
 Capacity is the requests a second of workload W8's lengths that a streaming engine serves when all come at
 once. Each live run is what ``benchmark_streaming --request-rate`` does, with one engine for all. Where the
 model has the positions, the inter-token latency of running requests is measured beside a prompt of 16,000
-tokens, too, prefilled in chunks of one or several sizes and as one whole. The records are DIR/arrivals.json
-and DIR/long_prompt.json, of another model than W8's own in DIR/MODEL.
+tokens, too, prefilled in chunks of one or several sizes and as one whole, in passes of its own and in the
+decode step's. The records are DIR/arrivals.json, DIR/long_prompt.json and DIR/long_prompt_joined.json, of
+another model than W8's own in DIR/MODEL.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rosellm.command_line import INT32_MAX, OneLineParser, command, whole_number
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, measure_serving_times
+from rosellm.lab.records.step_time import free_memory
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
@@ -38,21 +38,28 @@ from rosellm.roseinfer.engine import Engine
 
 WORKLOAD = WORKLOADS["W8"]
 SIZES = ("prompt_tokens", "min_prompt_tokens", "max_new_tokens", "min_new_tokens", "max_batch_size")
-SWITCHES = ("--paged-attn", "--cuda-graph", "--no-prefix-cache", "--no-stop-on-eos", "--pretok")
+SWITCHES = ("--no-prefix-cache", "--no-stop-on-eos", "--pretok")
+BEST = ("--paged-attn", "--cuda-graph")  # the device's best rung
 SHARES = (0.5, 0.8, 0.95)
 ROUNDS = 4  # how often each place is taken in the run that tells the capacity
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # whose steps are timed
 FEW_PLACES = 16
 LONG_TOKENS, LONG_CHUNK, LONG_AFTER_MS, BLOCK_SIZE = 16_000, 512, 200, 64
 LONG_RUNNING = Workload("long", 32, 256, max_batch_size=33, prompt_tokens=64)  # beside the long prompt
+LONG_RECORDS = {"long_prompt": None, "long_prompt_joined": "one_pass"}  # and their rungs; None: the best
 
 
-def streaming_options(workload: Workload, num_requests: int, rate: float | None = None) -> list[str]:
-    """As typed for ``benchmark_streaming``: requests of the workload's lengths. rate: None: all at once."""
+def streaming_options(
+    workload: Workload, num_requests: int, rate: float | None = None, rung: str | None = None
+) -> list[str]:
+    """As typed for ``benchmark_streaming``: requests of the workload's lengths.
+
+    rate: None: all at once. rung: None: the device's best.
+    """
     sizes = {name: value for name, value in workload.flags().items() if name in SIZES and value is not None}
     sizes |= {"num_requests": num_requests, "request_rate": rate or "inf"}
     given = [(f"--{name.replace('_', '-')}", str(value)) for name, value in sizes.items()]
-    return [*chain.from_iterable(given), *SWITCHES]
+    return [*chain.from_iterable(given), *(BEST if rung is None else ("--rung", rung)), *SWITCHES]
 
 
 def arrivals_of(options: Sequence[str]) -> list[Arrival]:
@@ -114,11 +121,16 @@ def recorded(results: Results) -> dict[str, Any]:
 def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
     """Model → the medians of its recorded runs beside a long prompt.
 
-    ``chunked``, perhaps other sizes of chunks (``chunks of 128``), and ``whole``.
+    ``chunked``, perhaps other sizes of chunks (``chunks of 128``), and ``whole``; ``joined, chunked`` and so
+    on: in the decode step's passes.
     """
-    paths = sorted(results.folder.glob("*/long_prompt.json"))
-    found = {path.parent.name: Results(path.parent).load(path.stem)["results"] for path in paths}
-    return {model: {way: result["medians"] for way, result in both.items()} for model, both in found.items()}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, joined in zip(LONG_RECORDS, ("", "joined, "), strict=True):
+        for path in sorted(results.folder.glob(f"*/{name}.json")):
+            ways = Results(path.parent).load(name)["results"]
+            own = {f"{joined}{way}": result["medians"] for way, result in ways.items()}
+            found.setdefault(path.parent.name, {}).update(own)
+    return found
 
 
 def long_prompt_times(results: Results) -> dict[str, ServingTimes]:
@@ -174,27 +186,32 @@ def told(run: dict[str, Any]) -> str:
 
 def long_prompt_options(
     tokens: int = LONG_TOKENS,
-    chunk: int = LONG_CHUNK,
+    chunks: Sequence[int] = (LONG_CHUNK,),
     running: Workload | None = None,
     after_ms: int | None = None,
+    rung: str | None = None,
 ) -> list[str]:
     """As typed for ``benchmark_streaming``: so long a prompt joins ``running``, or else ``LONG_RUNNING``.
 
-    after_ms: None: ``LONG_AFTER_MS``.
+    Running requests have as many new tokens more as there are chunks of the smallest size, so that they still
+    run when the prompt's last one comes. after_ms: None: ``LONG_AFTER_MS``. rung: None: the device's best.
     """
     running = running or LONG_RUNNING
+    running = replace(running, max_new_tokens=running.max_new_tokens + -(-tokens // min(chunks)))
     longest = running.max_new_tokens + (running.prompt_tokens or 1)
     blocks = blocks_for(tokens + 1, BLOCK_SIZE) + 2 * running.num_requests * blocks_for(longest, BLOCK_SIZE)
-    given = {
+    given: dict[str, Any] = {
         "--long-prompt-tokens": tokens,
         "--long-prompt-after-ms": LONG_AFTER_MS if after_ms is None else after_ms,
-        "--prefill-chunk": chunk,
+        "--prefill-chunk": chunks[0],
         "--num-kv-blocks": blocks,
         "--warmup-runs": 1,
         "--repeat-runs": 2,
     }
+    if chunks[1:]:
+        given["--long-prompt-chunks"] = ",".join(map(str, chunks[1:]))
     own = [str(text) for pair in given.items() for text in pair]
-    return streaming_options(running, running.num_requests) + own
+    return streaming_options(running, running.num_requests, rung=rung) + own
 
 
 def _limits(text: str) -> tuple[float, float]:
@@ -231,14 +248,19 @@ def main(argv: list[str] | None = None) -> None:
     if gpt.config.n_positions < LONG_TOKENS + LONG_RUNNING.max_new_tokens:
         print(f"long prompt: left out, the model has {gpt.config.n_positions} positions")
         return
-    gc.collect()
-    torch.cuda.empty_cache()
+    record_long_prompt(arguments, folder, gpt, tokenizer)
+
+
+def record_long_prompt(arguments: Namespace, folder: Path, gpt: Transformer, tokenizer: AnyTokenizer) -> None:
+    """Write each of ``LONG_RECORDS``."""
     of_model = ["--hf-model-id", arguments.model, "--load-format", arguments.load_format]
-    chunk, *others = arguments.chunks
-    options = [*long_prompt_options(chunk=chunk), *of_model, "--device", arguments.device]
-    options += ["--long-prompt-chunks", ",".join(map(str, others))] if others else []
-    record = BENCHMARK.measure(BENCHMARK.parse_options(options), gpt, tokenizer)
-    write_record(folder / "long_prompt.json", record)
+    of_model += ["--device", arguments.device]
+    for name, rung in LONG_RECORDS.items():
+        free_memory()
+        options = BENCHMARK.parse_options(
+            [*long_prompt_options(chunks=arguments.chunks, rung=rung), *of_model]
+        )
+        write_record(folder / f"{name}.json", BENCHMARK.measure(options, gpt, tokenizer))
 
 
 def _arrivals_record(

@@ -177,7 +177,7 @@ def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
     chunk = LONG_CHUNK if tokens < FEW_TOKENS else arrivals.LONG_CHUNK
     soon = tokens < FEW_TOKENS and gpt.device.type == "cuda"
     after_ms = SOON_MS if soon else arrivals.LONG_AFTER_MS
-    return arrivals.long_prompt_options(tokens, chunk, running, after_ms)
+    return arrivals.long_prompt_options(tokens, (chunk,), running, after_ms)
 
 
 def measure(arguments: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> dict[str, Any]:

@@ -77,7 +77,8 @@ def few_rows_linear_ref(
     """The specification: ``f(norm(x) @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``, in fp32.
 
     A norm divides after the product, which so need not wait for it: ``((x * scale) @ w - mean * sums) * gain
-    / deviation``, and without the mean for RMSNorm. activation: "gelu" (tanh form) or "swiglu", which halves N.
+    / deviation``, and without the mean for RMSNorm. activation: "gelu" (tanh form) or "swiglu", which halves
+    N.
     residual of the result's shape: updated in place and returned.
     """
     wide = x.float()

@@ -139,7 +139,9 @@ class NormedWeights:
         if isinstance(norm, torch.nn.RMSNorm):
             return cls(weight, bias, NormPrologue(scale, norm.eps or 0.0, None, gain))
         shifted = _times(weight, norm.bias) + (0 if bias is None else bias.float())
-        return cls(weight, shifted.to(weight.dtype), NormPrologue(scale, norm.eps, _times(weight, scale), gain))
+        return cls(
+            weight, shifted.to(weight.dtype), NormPrologue(scale, norm.eps, _times(weight, scale), gain)
+        )
 
 
 def _at_most_one(scale: Tensor) -> tuple[Tensor, float]:

@@ -23,9 +23,9 @@ from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prompt_buffer import PromptBuffer
 from rosellm.roseinfer.steps.prompt_inputs import Chunks
 
-JOINED_TOKENS = 128, 256, 512, 1024  # of prompts; a step with more of them is left to separate passes
+JOINED_TOKENS = 32, 128, 256, 512, 1024  # of prompts; a step with more of them is left to separate passes
 JOINED_PLACES = 16, 64  # prompts
-FEWEST_ROWS = 64
+FEWEST_ROWS = 32
 
 
 def joined_rows(rows: int) -> int:

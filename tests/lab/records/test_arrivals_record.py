@@ -53,18 +53,28 @@ def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_pa
     monkeypatch.setattr(arrivals, "LONG_RUNNING", Workload("long", 3, 80, 4, prompt_tokens=8))
     monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)
     monkeypatch.setattr(arrivals, "LONG_TOKENS", 400)
-    monkeypatch.setattr(arrivals.long_prompt_options, "__defaults__", (400, 64, None, None))
+    monkeypatch.setattr(arrivals.long_prompt_options, "__defaults__", (400, (64,), None, None, None))
     assert arrivals.main([*SMALL, f"--output={tmp_path}", "--chunks=64,32"]) == 0
-    record = json.loads((tmp_path / "rose-tiny" / "long_prompt.json").read_text())
-    assert record["options"]["long_prompt_tokens"] == 400 and record["options"]["prefill_chunk"] == 64
-    assert list(record["results"]) == ["chunked", "chunks of 32", "whole"]
-    assert all("itl_beside_p99_s" in result["medians"] for result in record["results"].values())
+    for name, prefill in {"long_prompt": "packed", "long_prompt_joined": "joined"}.items():
+        record = json.loads((tmp_path / "rose-tiny" / f"{name}.json").read_text())
+        assert record["options"]["long_prompt_tokens"] == 400 and record["options"]["prefill_chunk"] == 64
+        assert list(record["results"]) == ["chunked", "chunks of 32", "whole"]
+        assert all("itl_beside_p99_s" in result["medians"] for result in record["results"].values())
+        assert record["recipe"]["prefill"] == prefill
 
 
 def test_the_long_prompt_and_what_it_joins_fit_into_the_blocks_that_are_asked_for() -> None:
     asked = BENCHMARK.parse_options(arrivals.long_prompt_options())
     assert asked.prompt_tokens == 16_000 and asked.num_requests == 33 and asked.max_batch_size == 33
     assert asked.num_kv_blocks * asked.block_size >= 16_000 + 1 + 32 * (64 + 256)
+
+
+@pytest.mark.parametrize("chunks", [(512,), (512, 128), (96, 32)])
+def test_running_requests_have_a_token_for_every_chunk_of_the_long_prompt(chunks: tuple[int, ...]) -> None:
+    asked = BENCHMARK.parse_options(arrivals.long_prompt_options(chunks=chunks))
+    running = [tokens for _, prompt, tokens in asked.trace if prompt != 16_000]
+    assert min(running) >= 256 + 16_000 / min(chunks)
+    assert (asked.prefill_chunk, *(asked.long_prompt_chunks or ())) == chunks
 
 
 @pytest.mark.parametrize("limits", ["5", "a,b", "0,4", "1,2,3", "nan,1"])
@@ -102,6 +112,9 @@ def test_what_is_recorded_is_found_and_told_and_before_that_nothing(tmp_path) ->
     (tmp_path / "Qwen3" / "long_prompt.json").write_text(json.dumps({"results": both}))
     long = arrivals.recorded_long_prompt(Results(tmp_path))
     assert long == {"Qwen3": {way: {"itl_beside_p50_s": 0.01} for way in ("chunked", "whole")}}
+    (tmp_path / "Qwen3" / "long_prompt_joined.json").write_text(json.dumps({"results": both}))
+    long = arrivals.recorded_long_prompt(Results(tmp_path))
+    assert list(long["Qwen3"]) == ["chunked", "whole", "joined, chunked", "joined, whole"]
 
 
 def test_notebook_33_tells_the_recorded_latencies_and_capacity():

@@ -166,11 +166,11 @@ def test_a_small_record_has_runs_passes_and_latencies_of_both_ways(tmp_path, cap
         for kind in ("chunked", "whole"):
             medians = figures["long_prompt"][way][kind]["medians"]
             assert 0 < medians["itl_beside_p50_s"] <= medians["itl_beside_p99_s"]
-    assert all(len(us) == 2 for us in figures["beside_us"]["4"]["96"].values())
+    assert all(len(us) == 2 for us in figures["beside_us"]["4"]["32"].values())
     tokens = {run["repeats"][0]["tokens_sha256"] for run in figures["runs"].values()}
     assert len(tokens) == 1
     said = capsys.readouterr().out
-    assert "W8: apart" in said and "4 rows, a prompt of 96: apart" in said and "beside a long prompt" in said
+    assert "W8: apart" in said and "4 rows, a prompt of 32: apart" in said and "beside a long prompt" in said
 
 
 def test_nothing_recorded_is_no_figures(tmp_path) -> None:

@@ -210,7 +210,7 @@ def test_a_joined_step_sends_one_copy_and_replays_two_runs(captured, monkeypatch
     engine.begin_decode(running)
     engine.begin_prefill([late])
     assert len(sends) == 1 and engine.late_captures == 0
-    assert replays == [(16, 128, ""), (16, 16, "greedy")]
+    assert replays == [(16, 32, ""), (16, 16, "greedy")]
 
 
 def test_a_step_without_prompts_is_the_decode_step_of_its_bucket(captured, monkeypatch):
@@ -335,7 +335,8 @@ def test_the_graphs_of_a_large_engine_are_few():
     ).step.joined
     joined._graphs = object()
     variants = {
-        rows: sorted({str(variant_for(rows, 12, 1 << k, 132)) for k in range(11)}) for rows in (64, 128, 256)
+        rows: sorted({str(variant_for(rows, 12, 1 << k, 132)) for k in range(11)})
+        for rows in (32, 64, 128, 256)
     }
     assert len(joined.captures(variants.__getitem__)) < 80
 
@@ -346,10 +347,10 @@ def test_what_is_captured_serves_every_number_of_rows_tokens_and_prompts(capture
     ).step.joined
     keys = {capture.args for capture in joined.captures(lambda rows: [""])}
     for rows in range(1, 301):
-        for tokens, places in ((1, 1), (129, 17), (1024, 64)):
+        for tokens, places in ((1, 1), (33, 1), (129, 17), (1024, 64)):
             rows_of, tokens_of, places_of = joined.sizes(rows, [tokens - places + 1] + [1] * (places - 1))
             assert {(rows_of, tokens_of, ""), (rows_of, places_of, "greedy")} <= keys
-    assert captured_sizes(1, 1, 1) == (64, 128, 16)
+    assert captured_sizes(1, 1, 1) == (32, 32, 16)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,182 @@
+"""Measure attention of whole prompts, causal, against torch's own libraries on the same shapes.
+
+Each length has as many prompts as make ``--tokens`` tokens. Ours reads queries, keys and values as slices of
+one projection, and stores keys and values into a paged cache, too; the libraries read contiguous tensors
+``[B, H, T, D]``, and store nothing. All take turns; a turn's calls follow each other on the device. The
+record is DIR/MODEL/prompt_attention.json.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rosellm.command_line import OneLineParser, command, whole_number, whole_numbers
+from rosellm.errors import OptionError
+from rosellm.lab.records.model_runs import short_name
+from rosellm.lab.records.records import Results, number
+from rosellm.models.arch import Arch
+from rosellm.models.loading import arch_of, resolve_device
+from rosellm.roseinfer.bench.record import new_record, write_record
+from rosellm.roseinfer.bench.workloads import LOAD_FORMAT
+from rosellm.roseinfer.kernels.prefill import BLOCK_M
+from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
+from rosellm.roseinfer.kernels.table import choose_kernels
+
+NAME = "prompt_attention"
+OURS, FLASH, CUDNN = "rosellm", "FlashAttention", "cuDNN"
+LIBRARIES = {FLASH: SDPBackend.FLASH_ATTENTION, CUDNN: SDPBackend.CUDNN_ATTENTION}
+LENGTHS, TOKENS, MOST_TOKENS = (2048, 8192, 32768), 32768, 2**20
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+TURNS, SECONDS = 7, 0.2  # measured turns of each way, seconds of each turn
+
+Way = Callable[[], Tensor]
+
+
+def ways(arch: Arch, length: int, prompts: int, device: torch.device) -> dict[str, Way]:
+    """Each way's call for the same random prompts, which gives ``[B, T, H, D]``; on a CPU without cuDNN."""
+    heads, dtype = (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads), DTYPES[device.type]
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (prompts * length, sum(heads), arch.head_dim)
+    qkv = torch.randn(shape, dtype=dtype, device=device, generator=generator).split(heads, dim=1)
+    apart = [x.unflatten(0, (prompts, length)).transpose(1, 2).contiguous() for x in qkv]
+    libraries = LIBRARIES if device.type == "cuda" else {FLASH: LIBRARIES[FLASH]}
+    found: dict[str, Way] = {OURS: _ours(arch, qkv, length, prompts)}
+    return found | {
+        name: partial(_library, backend, arch.scale, *apart) for name, backend in libraries.items()
+    }
+
+
+def _ours(arch: Arch, qkv: tuple[Tensor, ...], length: int, prompts: int) -> Way:
+    """The engine's kernel over a paged cache with room for the prompts."""
+    q, k, v = qkv
+    blocks = -(-length // BLOCK_M)
+    table = torch.arange(prompts * blocks, dtype=torch.int32, device=q.device).view(prompts, blocks)
+    caches = [k.new_zeros(prompts * blocks, arch.n_kv_heads, BLOCK_M, arch.head_dim) for _ in range(2)]
+    tiles = make_tiles([0] * prompts, [length] * prompts, None, BLOCK_M, q.device)
+    attend = choose_kernels("auto", "fixed", q.device).prefill_attention
+    operands: dict[str, Any] = {"q": q, "k_new": k, "v_new": v, "block_table": table, "tiles": tiles}
+    operands |= {"k_cache_layer": caches[0], "v_cache_layer": caches[1], "scale": arch.scale}
+    return lambda: attend(**operands).unflatten(0, (prompts, length))
+
+
+def _library(backend: SDPBackend, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    gqa = q.shape[1] > k.shape[1]
+    with sdpa_kernel(backend):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+    return out.transpose(1, 2)
+
+
+def measure(
+    arch: Arch, lengths: list[int], tokens: int, device: torch.device, turns: int, seconds: float = SECONDS
+) -> dict[str, dict[str, Any]]:
+    """Length → prompts, floating-point operations, and way → µs a call of each turn.
+
+    largest_difference: of each library's elements from ours.
+    """
+    found = {}
+    for length in lengths:
+        prompts = max(1, tokens // length)
+        calls = ways(arch, length, prompts, device)
+        ours = calls[OURS]().float()
+        apart = {name: (calls[name]().float() - ours).abs().max().item() for name in calls if name != OURS}
+        found[str(length)] = {
+            "prompts": prompts,
+            "flop": 4 * arch.n_heads * arch.head_dim * prompts * (length * (length + 1) // 2),
+            "us": _in_turns(calls, device, turns, seconds),
+            "largest_difference": apart,
+        }
+    return found
+
+
+def _in_turns(
+    calls: dict[str, Way], device: torch.device, turns: int, seconds: float
+) -> dict[str, list[float]]:
+    """Way → µs a call of each turn; a turn takes about so many seconds."""
+    times = {name: max(1, round(seconds / _call_s(call, 1, device))) for name, call in calls.items()}
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(turns + 1):
+        for name, call in calls.items():
+            us = _call_s(call, times[name], device) * 1e6
+            if turn:  # the first raises the clocks
+                found[name].append(us)
+    return found
+
+
+def _call_s(call: Way, times: int, device: torch.device) -> float:
+    """Seconds a call, of so many that follow each other on the device."""
+    _finish(device)
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    _finish(device)
+    return (time.perf_counter() - start) / times
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rows(figures: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Of each length: its tokens and prompts, TFLOP/s of each way, and ours of the best library's."""
+    found = []
+    for length, measured in figures.items():
+        speeds = {name: measured["flop"] / median(us) / 1e6 for name, us in measured["us"].items()}
+        share = speeds[OURS] / max(speed for name, speed in speeds.items() if name != OURS)
+        shown = (number(speeds[name]) if name in speeds else "–" for name in (OURS, *LIBRARIES))
+        found.append((f"{measured['prompts']} × {int(length):,}", *shown, f"{share:.0%}".replace("%", " %")))
+    return found
+
+
+def recorded(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
+    """Model → its recorded figures, as of :func:`measure`."""
+    paths = sorted(results.folder.glob(f"*/{NAME}.json"))
+    return {path.parent.name: Results(path.parent).load(NAME)["figures"] for path in paths}
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
+    add = parser.add_argument
+    add("--model", required=True, help="whose heads: hub id, local folder or shipped model")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
+    add("--lengths", type=whole_numbers(MOST_TOKENS), default=LENGTHS, metavar="N,N", help="tokens a prompt")
+    add("--tokens", type=whole_number(1), default=TOKENS, metavar="N", help="of all prompts of a length")
+    add("--repeats", type=whole_number(1), default=TURNS, metavar="N", help="measured turns of each way")
+    add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Measure and record."""
+    asked = _parser().parse_args(argv)
+    device, arch = resolve_device(asked.device), arch_of(asked.model, LOAD_FORMAT)
+    if arch.window is not None:
+        raise OptionError(f"{asked.model} has a window of {arch.window} tokens; prompts are compared without")
+    folder = asked.output / short_name(asked.model)
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = measure(arch, sorted(asked.lengths), asked.tokens, device, asked.repeats)
+    facts: dict[str, Any] = {"model": asked.model, "heads": [arch.n_heads, arch.n_kv_heads, arch.head_dim]}
+    facts |= {"dtype": str(DTYPES[device.type]).removeprefix("torch.")}
+    record = new_record(NAME, device, **facts, figures=figures)
+    write_record(folder / f"{NAME}.json", record)
+    for prompts, *speeds, share in rows(figures):
+        ways_told = ", ".join(
+            f"{name} {speed}" for name, speed in zip((OURS, *LIBRARIES), speeds, strict=True)
+        )
+        print(f"{prompts}: TFLOP/s {ways_told}; of the best library {share}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
