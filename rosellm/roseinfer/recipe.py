@@ -352,7 +352,7 @@ def _resident_step(
         layers_for = exhibit.persistent_for_few(layers_for, model, kernels)
     build: Callable[..., ResidentStep] = ResidentStep
     if recipe.prefill == "joined":
-        build = partial(JoinedStep, JoinedPass(packed, bind, graphs, most_tokens))
+        build = partial(JoinedStep, JoinedPass(packed, bind, graphs, most_tokens, room))
     return build(
         rows=rows,
         layers_for=layers_for,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, room_for
-from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX, pieces_for
+from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX
 from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.ranks.group import ALONE, Group
 from rosellm.roseinfer.request import Sequence
@@ -25,7 +25,6 @@ from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
 from rosellm.roseinfer.steps.prompt_buffer import PromptBuffer
-from rosellm.roseinfer.steps.prompt_inputs import Chunks
 from rosellm.roseinfer.steps.rows import NOBODY, Batch
 
 CAPTURED_TOKENS = 4096
@@ -80,7 +79,7 @@ class CapturedPrefill:
             return self.packed.run(sequences, counts)
         with profile_range(PREFILL_RANGE):
             chunks = self.packed.reserved(sequences, counts)
-            pieces = self._pieces(chunks)
+            pieces = self.packed.pieces(chunks, self._buffer.room)
             tokens, in_pieces = layers = self._layer_size(sum(counts), pieces is not None)
             places, mode = places_for(len(counts)), self.packed.mode_of(chunks) if chunks.n_whole else None
             if not self._has(layers, places, mode):
@@ -109,13 +108,6 @@ class CapturedPrefill:
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
         """See ``step.Step.rehearsals``."""
         return self.packed.rehearsals(n_tokens)
-
-    def _pieces(self, chunks: Chunks) -> list[int] | None:
-        """Of each chunk's tiles; None: all are whole."""
-        config = self.packed.model.config
-        return pieces_for(
-            chunks.starts, chunks.counts, BLOCK_M, self._buffer.room, config.n_heads, config.window
-        )
 
     def _layer_size(self, n_tokens: int, in_pieces: bool) -> tuple[int, bool]:
         """The captured run of the layers that serves ``n_tokens``; in pieces, at least a tile of them."""

@@ -1,8 +1,8 @@
 """One pass over the weights for decoding rows and prompt tokens together (Sarathi-Serve, arXiv:2403.02310).
 
 Two kinds of graph, replayed one after the other as in ``captured_prefill``: the layers, for a number of rows,
-of tokens and a variant of attention, and the choice of next and first tokens, for a number of rows, of places
-and a mode.
+of tokens and a variant of attention, with prompts' keys in pieces or not, and the choice of next and first
+tokens, for a number of rows, of places and a mode.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rosellm.models.attention import Attend
 from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.layers.attention import Binder
 from rosellm.roseinfer.steps.cuda_graph import Graphs, batch_bucket
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
@@ -31,6 +32,9 @@ FEWEST_ROWS = 32
 def joined_rows(rows: int) -> int:
     """The captured number of decoding rows that serves ``rows``: a power of two, so that there are few."""
     return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
+
+
+LayerKey = tuple[int, int, str, bool]  # decoding rows, prompts' tokens, attention's variant, in pieces
 
 
 class Sizes(NamedTuple):
@@ -57,10 +61,13 @@ class JoinedPass:
 
     The packed batch is the state's first rows and then the prompts' tokens; what is padding is inert. bind:
     attention of the decoding rows. graphs: captures the runs; None: each kernel is launched from Python.
-    most_tokens: no step has more of prompts; larger graphs are not captured.
+    most_tokens: no step has more of prompts; larger graphs are not captured. room: see
+    ``captured_prefill.room_of``; 0: prompts' keys are never cut.
     """
 
-    def __init__(self, packed: PackedPrefill, bind: Binder, graphs: Graphs | None, most_tokens: int) -> None:
+    def __init__(
+        self, packed: PackedPrefill, bind: Binder, graphs: Graphs | None, most_tokens: int, room: int = 0
+    ) -> None:
         self.packed, self.bind, self._graphs = packed, bind, graphs
         self._most_tokens = min(most_tokens, JOINED_TOKENS[-1])
         self._sizes = launched_sizes if graphs is None else captured_sizes
@@ -70,10 +77,10 @@ class JoinedPass:
         self._idle = DeviceState(n_rows + 1, width, device)
         self._idle.stop_tokens = self.state.stop_tokens  # their number is compiled into a kernel
         self._every_row = torch.arange(n_rows + 1, device=device)
-        self._buffer = PromptBuffer(packed, JOINED_TOKENS[-1], JOINED_PLACES[-1])
+        self._buffer = PromptBuffer(packed, JOINED_TOKENS[-1], JOINED_PLACES[-1], room)
         most = n_rows + JOINED_TOKENS[-1]
         self._hidden = torch.zeros(most, model.config.d_model, dtype=model.dtype, device=device)
-        self._layer_runs: dict[tuple[int, int, str], Callable[[], object]] = {}
+        self._layer_runs: dict[LayerKey, Callable[[], object]] = {}
         self._token_runs: dict[tuple[int, int, str], Callable[[], Tensor]] = {}
 
     def takes(self, counts: list[int]) -> bool:
@@ -92,8 +99,10 @@ class JoinedPass:
         is not captured yet is captured first: inert inputs are staged for it, so nothing else may be.
         """
         rows, tokens, places = sizes
-        run_layers, choose = self._layer_run(rows, tokens, variant), self._token_run(rows, places, mode)
-        self._buffer.send(self._buffer.fill(chunks, tokens, places), tokens, places)
+        pieces = self.packed.pieces(chunks, self._buffer.room)
+        run_layers = self._layer_run(rows, tokens, variant, pieces is not None)
+        choose = self._token_run(rows, places, mode)
+        self._buffer.send(self._buffer.fill(chunks, tokens, places, pieces), tokens, places)
         run_layers()
         return choose()
 
@@ -117,10 +126,13 @@ class JoinedPass:
             runs.append(partial(self._buffer.inertly, 1, kind[1], partial(self._choose, *kind, self._idle)))
         return runs
 
-    def _layer_keys(self, variants: Callable[[int], SequenceOf[str]]) -> list[tuple[int, int, str]]:
-        """Rows, prompts' tokens and attention's variant of the captured runs of the layers."""
-        tokens = _up_to(self._most_tokens, JOINED_TOKENS)
-        return [(r, t, v) for r in self._captured_rows() for t in tokens for v in variants(r)]
+    def _layer_keys(self, variants: Callable[[int], SequenceOf[str]]) -> list[LayerKey]:
+        """Of the captured runs of the layers; in pieces where tiles may be fewer than there is room for."""
+        most_in_pieces = min(self._most_tokens, (self._buffer.room - 1) * BLOCK_M)
+        sizes = [(n, False) for n in _up_to(self._most_tokens, JOINED_TOKENS)]
+        sizes += [(n, True) for n in _up_to(most_in_pieces, JOINED_TOKENS)]
+        sizes.sort(reverse=True)
+        return [(r, n, v, cut) for r in self._captured_rows() for n, cut in sizes for v in variants(r)]
 
     def _token_keys(self) -> list[tuple[int, int, str]]:
         """Rows, places and mode of the captured choices."""
@@ -131,8 +143,8 @@ class JoinedPass:
         """The most first."""
         return sorted({min(joined_rows(n), self._spare) for n in range(1, self._spare + 1)}, reverse=True)
 
-    def _layer_run(self, rows: int, tokens: int, variant: str) -> Callable[[], object]:
-        key = rows, tokens, variant
+    def _layer_run(self, rows: int, tokens: int, variant: str, in_pieces: bool) -> Callable[[], object]:
+        key = rows, tokens, variant, in_pieces
         if key not in self._layer_runs:
             self._layer_runs[key] = self._captured(partial(self._run_layers, *key), tokens, 1)
         return self._layer_runs[key]
@@ -152,10 +164,12 @@ class JoinedPass:
         self._buffer.send_inert(tokens, places)
         return self._graphs.capture(partial(run, self.state), partial(run, self._idle))
 
-    def _run_layers(self, rows: int, tokens: int, variant: str, state: DeviceState) -> Tensor:
+    def _run_layers(
+        self, rows: int, tokens: int, variant: str, in_pieces: bool, state: DeviceState
+    ) -> Tensor:
         """The layers; final hidden states ``[rows + tokens, C]`` stay in the buffer that choices read."""
-        inputs, decoding = self._buffer.layer_inputs(tokens), state.first(rows)
-        attend = joined_attention(rows, self.bind(decoding, variant), self.packed.bind(inputs))
+        inputs, decoding = self._buffer.layer_inputs(tokens, in_pieces), state.first(rows)
+        attend = joined_attention(rows, self.bind(decoding, variant), self.packed.bind(inputs, in_pieces))
         ids = torch.cat((decoding.tokens, inputs.ids))
         positions = torch.cat((decoding.positions, inputs.positions))
         hidden = self.packed.layers_for(rows + tokens)(ids, positions, attend)

@@ -14,7 +14,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
-from rosellm.roseinfer.kernels.prefill_tiles import Tiles, tile_columns
+from rosellm.roseinfer.kernels.prefill_tiles import Tiles, pieces_for, tile_columns
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.fused import Layers
 from rosellm.roseinfer.profile_range import profile_range
@@ -79,6 +79,11 @@ class PackedPrefill:
         for sequence, count in zip(chunks.sequences, chunks.counts, strict=True):
             self.blocks.reserve_prompt(0, sequence.block_ids[0], count + self._ahead(sequence, count))
         return chunks
+
+    def pieces(self, chunks: Chunks, room: int) -> list[int] | None:
+        """Of each chunk's tiles, as many as there is room for; None: all are whole."""
+        c = self.model.config
+        return pieces_for(chunks.starts, chunks.counts, BLOCK_M, room, c.n_heads, c.window)
 
     def mode_of(self, chunks: Chunks) -> str:
         """The chooser's mode for the first tokens."""

@@ -18,23 +18,25 @@ from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
-from rosellm.roseinfer.steps.joined_pass import JOINED_PLACES, JOINED_TOKENS, captured_sizes
+from rosellm.roseinfer.steps.joined_pass import JOINED_PLACES, JOINED_TOKENS, JoinedPass, captured_sizes
 from tests.helpers import (
     MODERN,
     TRITON_DEVICES,
     WINDOWED,
     decode_all,
+    generate,
     greedy_sequences,
     random_model,
     random_prompts,
     small_config,
     small_engine,
     transformers_greedy,
+    uncached_greedy,
 )
 from tests.roseinfer.steps.fake_graphs import captured
-from tests.roseinfer.steps.test_captured_prefill import GARBAGE, random_requests
+from tests.roseinfer.steps.test_captured_prefill import GARBAGE, random_requests, room
 
-__all__ = ["captured"]
+__all__ = ["captured", "room"]
 MODEL = random_model(0)
 JOINED = LADDER["one_pass"]
 RUNGS = {
@@ -210,7 +212,7 @@ def test_a_joined_step_sends_one_copy_and_replays_two_runs(captured, monkeypatch
     engine.begin_decode(running)
     engine.begin_prefill([late])
     assert len(sends) == 1 and engine.late_captures == 0
-    assert replays == [(16, 32, ""), (16, 16, "greedy")]
+    assert replays == [(16, 32, "", False), (16, 16, "greedy")]
 
 
 def test_a_step_without_prompts_is_the_decode_step_of_its_bucket(captured, monkeypatch):
@@ -262,6 +264,66 @@ def test_a_long_prompt_beside_running_requests_gives_them_a_token_with_every_chu
         scheduler.step()
     list(scheduler._collect(0))
     assert joins.tokens == [8] * 5 and len(sequence.tokens) - before == 5
+
+
+# Long prefixes, before whose last tokens attention takes its keys in pieces.
+
+
+@pytest.fixture
+def cut(monkeypatch) -> list[bool]:
+    """Of each run of a joined pass's layers, whether its keys are in pieces."""
+    runs, run_layers = [], JoinedPass._run_layers
+
+    def noted(self, rows, tokens, variant, in_pieces, state):
+        runs.append(in_pieces)
+        return run_layers(self, rows, tokens, variant, in_pieces, state)
+
+    monkeypatch.setattr(JoinedPass, "_run_layers", noted)
+    return runs
+
+
+@shared
+@given(st.integers(0, 10**9))
+def test_tokens_are_the_same_where_chunks_after_long_prefixes_join(captured, room, seed):
+    requests, config = random_requests(random.Random(seed), 9), {"prefill_chunk": 9}
+    expected = serve(small_engine(MODEL, recipe="one_table"), requests, seed, **config)
+    engine = small_engine(MODEL, recipe=JOINED)
+    poison(engine)
+    assert [one[:2] for one in serve(engine, requests, seed, **config)] == [one[:2] for one in expected]
+    assert engine.late_captures == 0
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
+def test_the_kernels_give_the_same_tokens_joined_in_pieces(captured, room, cut, device, config):
+    model, prompts = random_model(0, config), random_prompts([3, 50])
+    expected = [uncached_greedy(model, prompt, 6) for prompt in prompts]
+    options = {"recipe": JOINED, "kernels": "triton", "max_batch_size": 4}
+    engine = small_engine(model.to(device), warm_up=device == "cuda", **options)
+    running, late = greedy_sequences(engine, prompts, 6)
+    engine.prefill([running])
+    cut.clear()
+    for chunk in (25, 8, 8, 9):
+        engine.begin_decode([running])
+        engine.begin_prefill([late], [chunk])
+    assert decode_all(engine, [running, late]) == expected
+    assert device == "cuda" or (False in cut and True in cut)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_long_prompt_that_joins_in_chunks_gives_the_tokens_of_the_whole():
+    model = random_model(0, small_config(n_positions=4096, **MODERN)).to("cuda")
+    prompts = random_prompts([5, 3000])
+    options = {"max_batch_size": 2, "block_size": 64}
+    expected = generate(small_engine(model, recipe="split_kv", **options), prompts, 60)
+    engine = small_engine(model, recipe=JOINED, **options)
+    running, late = greedy_sequences(engine, prompts, 60)
+    engine.prefill([running])
+    for chunk in [64] * 46 + [56]:
+        engine.begin_decode([running])
+        engine.begin_prefill([late], [chunk])
+    assert decode_all(engine, [running, late]) == expected
+    assert engine.late_captures == 0 and any(cut for *_, cut in engine.step.joined._layer_runs)
 
 
 # Rows that change hands.
@@ -349,7 +411,7 @@ def test_what_is_captured_serves_every_number_of_rows_tokens_and_prompts(capture
     for rows in range(1, 301):
         for tokens, places in ((1, 1), (33, 1), (129, 17), (1024, 64)):
             rows_of, tokens_of, places_of = joined.sizes(rows, [tokens - places + 1] + [1] * (places - 1))
-            assert {(rows_of, tokens_of, ""), (rows_of, places_of, "greedy")} <= keys
+            assert {(rows_of, tokens_of, "", False), (rows_of, places_of, "greedy")} <= keys
     assert captured_sizes(1, 1, 1) == (32, 32, 16)
 
 
