@@ -64,6 +64,10 @@ def made_small(command: list[str], folder: Path) -> list[str]:
         "arrivals": [*SHIPPED, "--seconds", "1", "--output", str(folder)],
         "one_pass": [*SHIPPED, "--repeats", "1", "--output", str(folder)],
         "loading_record": ["--model", "rose-tiny-qwen3", "--device", "cpu", "--output", str(folder)],
+        "prompt_attention": [
+            *("--device", "cpu", "--lengths", "64", "--tokens", "128", "--repeats", "1"),
+            *("--output", str(folder)),
+        ],
         "sampling_steps": [
             *("--model", "rose-tiny", "--load-format", "auto", "--device", "cpu", "--batches", "2"),
             *("--context", "20", "--repeats", "1", "--output", str(folder)),

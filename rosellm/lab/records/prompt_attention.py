@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -128,15 +128,22 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def rows(figures: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Of each length: its tokens and prompts, TFLOP/s of each way, and ours of the best library's."""
-    found = []
-    for length, measured in figures.items():
-        speeds = {name: measured["flop"] / median(us) / 1e6 for name, us in measured["us"].items()}
-        share = speeds[OURS] / max(speed for name, speed in speeds.items() if name != OURS)
-        shown = (number(speeds[name]) if name in speeds else "–" for name in (OURS, *LIBRARIES))
-        found.append((f"{measured['prompts']} × {int(length):,}", *shown, f"{share:.0%}".replace("%", " %")))
-    return found
+def tflop_s(measured: Mapping[str, Any]) -> dict[str, float]:
+    """Of each way at one length, from the median of its turns."""
+    return {name: measured["flop"] / median(us) / 1e6 for name, us in measured["us"].items()}
+
+
+def of_best_library(speeds: Mapping[str, float]) -> float:
+    """Our speed as a share of the fastest library's."""
+    return speeds[OURS] / max(speed for name, speed in speeds.items() if name != OURS)
+
+
+def told(length: str, measured: Mapping[str, Any]) -> str:
+    """One length in a line."""
+    speeds = tflop_s(measured)
+    ways_told = ", ".join(f"{name} {number(speed)}" for name, speed in speeds.items())
+    share = f"{of_best_library(speeds):.0%}".replace("%", " %")
+    return f"{measured['prompts']} × {int(length):,}: {ways_told} TFLOP/s; ours {share} of the best library"
 
 
 def recorded(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
@@ -171,11 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     facts |= {"dtype": str(DTYPES[device.type]).removeprefix("torch.")}
     record = new_record(NAME, device, **facts, figures=figures)
     write_record(folder / f"{NAME}.json", record)
-    for prompts, *speeds, share in rows(figures):
-        ways_told = ", ".join(
-            f"{name} {speed}" for name, speed in zip((OURS, *LIBRARIES), speeds, strict=True)
-        )
-        print(f"{prompts}: TFLOP/s {ways_told}; of the best library {share}")
+    print("\n".join(told(*one) for one in figures.items()))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
 With ``--check`` it only reports whether they are up to date. ``--record nvidia-h200,my-gpu`` shows other
 machines beside the reference from then on: a comment in README.md keeps the choice. Computed are the
 ladder's pictures for light and dark pages (``notebooks/results/ladder-*.svg``), the table of results, and the
-notebook index with each notebook's finding, the table of modern models and that of what bounds them, and
-what users' calls reach. All but the pictures are between HTML comments with their names.
+notebook index with each notebook's finding, the tables of modern models, of what bounds them and of attention
+of prompts, and what users' calls reach. All but the pictures are between HTML comments with their names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
@@ -20,7 +21,7 @@ from rosellm.command_line import OneLineParser, command
 from rosellm.errors import RoseError
 from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_chart
 from rosellm.lab.figures.ladder_svg import ladder_svg
-from rosellm.lab.records import user_calls
+from rosellm.lab.records import prompt_attention, user_calls
 from rosellm.lab.records.findings import UNTOLD, finding
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import beside, find_machines, name_of
@@ -173,6 +174,27 @@ def _above_floor(ledger: Ledger) -> str:
     return f"**{ledger.step_us:,.0f}** ({f'{floor_us:,.0f}' if floor_us else '–'}; {roles})"
 
 
+def prompts_table(machines: Sequence[Results]) -> str:
+    """Attention of whole prompts on each model's heads: ours in bold, the libraries' in brackets, TFLOP/s."""
+    columns: dict[str, dict[str, str]] = {}
+    for results in machines:
+        where = "" if results is machines[0] else f", {name_of(results)}"
+        for model, figures in prompt_attention.recorded(results).items():
+            cells = {f"{one['prompts']} × {int(n):,}": _speeds(one) for n, one in figures.items()}
+            columns[f"{model}{where}"] = cells
+    rows = [f"| TFLOP/s | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
+    for prompts in dict.fromkeys(name for cells in columns.values() for name in cells):
+        rows.append(f"| {prompts} | {' | '.join(cells.get(prompts, '–') for cells in columns.values())} |")
+    return "\n".join(rows)
+
+
+def _speeds(measured: Mapping[str, Any]) -> str:
+    speeds = prompt_attention.tflop_s(measured)
+    share = f"{prompt_attention.of_best_library(speeds):.0%}".replace("%", " %")
+    others = (number(speed) for name, speed in speeds.items() if name != prompt_attention.OURS)
+    return f"**{number(speeds[prompt_attention.OURS])}** ({'; '.join(others)}): {share}"
+
+
 def calls_table(machines: Sequence[Results]) -> str:
     """Of each recorded workload: the scheduler's tokens a second, and what is left of them to those who call.
 
@@ -200,6 +222,7 @@ SECTIONS: dict[str, Callable[[Sequence[Results]], str]] = {
     "notebooks": notebook_index,
     "models": models_table,
     "bounds": bounds_table,
+    "prompts": prompts_table,
     "calls": calls_table,
 }
 

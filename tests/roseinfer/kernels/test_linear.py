@@ -86,11 +86,11 @@ def parameters(case: dict) -> dict:
     return case | ({} if norm is None else norm._asdict())
 
 
-def assert_equals_spec(kernel, spec, case: dict) -> None:
+def assert_equals_spec(kernel, spec, case: dict, tolerance: float | None = None) -> None:
     """The same result, in the residual if there is one; no other argument is written."""
     before, expected = clones(parameters(case)), spec(**clones(case))
     found = kernel(**case)
-    assert_near(found, expected)
+    assert_near(found, expected, tolerance)
     if "residual" in case:
         assert found is case["residual"]
         before.pop("residual")
@@ -373,7 +373,8 @@ def test_the_kernels_equal_the_spec_at_a_real_size(n, k, options, device, dtype)
         assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, case)
         for parts in {parts_of(rows, n, k), parts_of(rows, 768, 3072)} - {1}:
             operands = {"x": case["x"], "weight": case["weight"], "parts": parts}
-            assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, operands)
+            # sums in fp32, of which a tensor core drops bits: off by 1.4e-5 over 7,168 products
+            assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, operands, 4e-5)
 
 
 @pytest.mark.gpu

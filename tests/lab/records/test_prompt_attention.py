@@ -1,0 +1,52 @@
+"""The command that measures attention of prompts beside torch's libraries; here on a CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from rosellm.lab.records import prompt_attention
+from rosellm.lab.records.records import Results
+from rosellm.lab.running.readme import prompts_table
+from tests.helpers import MODERN, small_config
+
+
+@pytest.mark.parametrize("shape", [{}, MODERN], ids=["gpt2", "qwen3"])
+def test_every_way_gives_the_same_attention_of_the_same_prompts(shape) -> None:
+    calls = prompt_attention.ways(small_config(**shape), 70, 3, torch.device("cpu"))
+    ours, library = (calls[name]() for name in (prompt_attention.OURS, prompt_attention.FLASH))
+    assert ours.shape == library.shape and ours.shape[:2] == (3, 70)
+    torch.testing.assert_close(ours, library, rtol=1e-4, atol=1e-5)
+
+
+def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_path, capsys) -> None:
+    options = ["--model=rose-tiny", "--device=cpu", "--lengths=64,9", "--tokens=128", "--repeats=2"]
+    assert prompt_attention.main([*options, f"--output={tmp_path}"]) == 0
+    figures = prompt_attention.recorded(Results(tmp_path))["rose-tiny"]
+    heads, _, head_dim = json.loads((tmp_path / "rose-tiny" / "prompt_attention.json").read_text())["heads"]
+    for length, prompts in ((9, 14), (64, 2)):
+        found = figures[str(length)]
+        pairs = sum(token + 1 for token in range(length))  # of a query and a key that it sees
+        assert found["prompts"] == prompts and found["flop"] == 4 * head_dim * heads * prompts * pairs
+        assert all(len(us) == 2 and min(us) > 0 for us in found["us"].values())
+        assert 0 <= found["largest_difference"][prompt_attention.FLASH] < 1e-4
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["14 × 9", "2 × 64"]
+
+
+def test_readme_tells_ours_and_the_share_of_the_better_library(tmp_path) -> None:
+    folder = tmp_path / "gpu" / "Qwen3"
+    folder.mkdir(parents=True)
+    us = {"rosellm": [2.0, 4.0, 3.0], "FlashAttention": [6.0], "cuDNN": [2.4]}
+    figures = {"2048": {"prompts": 16, "flop": 3e8, "us": us, "largest_difference": {}}}
+    (folder / "prompt_attention.json").write_text(json.dumps({"figures": figures}))
+    told = prompts_table([Results(tmp_path / "gpu")]).splitlines()
+    assert told[0] == "| TFLOP/s | Qwen3 |" and told[2:] == ["| 16 × 2,048 | **100** (50.0; 125): 80 % |"]
+
+
+def test_a_model_with_a_window_is_refused_in_one_line(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(prompt_attention, "arch_of", lambda *_: small_config(window=8))
+    assert prompt_attention.main(["--model=any", "--device=cpu", f"--output={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "window of 8 tokens" in said and not list(tmp_path.iterdir())
