@@ -78,8 +78,7 @@ def few_rows_linear_ref(
 
     A norm divides after the product, which so need not wait for it: ``((x * scale) @ w - mean * sums) * gain
     / deviation``, and without the mean for RMSNorm. activation: "gelu" (tanh form) or "swiglu", which halves
-    N.
-    residual of the result's shape: updated in place and returned.
+    N. residual of the result's shape: updated in place and returned.
     """
     wide = x.float()
     y = (wide if norm is None else wide * norm.scale.float()) @ weight.float().t()
