@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from rosellm.lab.running.interruption import is_running
 from rosellm.models.arch import Arch
 from rosellm.models.tokenizer import train_tokenizer
 from rosellm.models.weights import save_model
@@ -87,7 +88,7 @@ def spawned_by(process: subprocess.Popen, n_processes: int) -> list[int]:
 
 
 def have_ended(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+    return not any(map(is_running, pids))
 
 
 def seconds_until(condition: Callable[[], object], at_most: float = WITHIN_S) -> float:

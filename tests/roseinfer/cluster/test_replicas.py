@@ -28,6 +28,7 @@ from rosellm.errors import (
     RoseError,
 )
 from rosellm.lab.records.replica_runs import stream_with_a_death
+from rosellm.lab.running.interruption import is_running
 from rosellm.models.checkpoint import checkpoint_folder
 from rosellm.roseinfer.cluster import runtime, seats as seats_module
 from rosellm.roseinfer.outputs import RequestOutput
@@ -84,16 +85,18 @@ class Bar:
 
 def actors() -> set[int]:
     """Processes of replicas on the cluster, which is this process's child."""
-    return {pid for pid, command in commands().items() if command and command[0].startswith("ray::Replica")}
+    commands = commands_below(os.getpid())
+    return {pid for pid, command in commands.items() if command and command[0].startswith("ray::Replica")}
 
 
-def commands() -> dict[int, list[str]]:
-    """Of all processes of the cluster that live, by process id."""
+def commands_below(pid: int) -> dict[int, list[str]]:
+    """Of all processes that descend from one and live, by process id; none if that has ended itself."""
     found = {}
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = process.cmdline()
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = process.cmdline()
     return found
 
 
@@ -259,21 +262,21 @@ def test_replicas_of_two_ranks_each_give_the_tokens_of_one_engine_though_a_rank_
     wanted = [output.text for output in one.generate(PROMPTS, params, use_tqdm=False)]
     with StreamingManager(pairs) as manager:
         assert streamed(manager, PROMPTS, params) == wanted
-        ranks = [rank for pid in actors() - before for rank in ranks_of(pid)]
+        ranks = other_ranks(actors() - before)
         assert len(ranks) == 2
         request = manager.add_request(PROMPTS[0], params[0])
-        ranks[0].kill()
+        os.kill(min(ranks), signal.SIGKILL)
         assert streamed(manager, PROMPTS, params) == wanted
         assert manager.result(request).text == wanted[0]
-    ranks += [rank for pid in actors() - before for rank in ranks_of(pid)]
+    ranks |= other_ranks(actors() - before)
     del pairs, manager
-    until(lambda: actors() == before and not any(rank.is_running() for rank in ranks))
+    until(lambda: actors() == before and not any(map(is_running, ranks)))
 
 
-def ranks_of(pid: int) -> list[psutil.Process]:
-    """The other ranks of a replica's rank 0."""
-    children = psutil.Process(pid).children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+def other_ranks(replicas: set[int]) -> set[int]:
+    """Process ids of the ranks that the replicas' first ones have started."""
+    below = [item for pid in replicas for item in commands_below(pid).items()]
+    return {pid for pid, command in below if "spawn_main" in " ".join(command)}
 
 
 def test_bad_requests_are_refused_before_anything_runs(llm, one):
@@ -391,7 +394,7 @@ SERVERS = ("gcs_server", "raylet", "dashboard.py", "DashboardAgent", "RuntimeEnv
 
 def process_id(name: str) -> int:
     """Of a process of the cluster, the first one so named."""
-    return next(pid for pid, command in commands().items() if name in " ".join(command[:3]))
+    return next(pid for pid, command in commands_below(os.getpid()).items() if name in " ".join(command[:3]))
 
 
 def test_everything_listens_on_the_loopback_only(llm):
