@@ -173,9 +173,11 @@ def test_a_round_also_delivers_to_requests_that_the_step_did_not_run(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as those that were preempted after their last token."""
-    gate = Gate(engine, monkeypatch)
+    gate, both_are_there = Gate(engine, monkeypatch), threading.Event()
     with StreamingManager(engine) as manager:
+        manager._orders.put(both_are_there.wait)
         requests = [manager.add_request(prompt, greedy(4)) for prompt in ([9, 8], [7])]
+        both_are_there.set()
         with gate.held():
             running, other = (manager._stream(request).running for request in requests)
             delivered = []
