@@ -17,7 +17,7 @@ from tests.exercises import solution_in, solved
 from tests.side_by_side import SIDE_BY_SIDE
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-LIMITS = {"cells": 30, "words": 800, "code": 150, "median": 7, "longest": 15, "imports": 4}
+LIMITS = {"cells": 30, "words": 800, "code": 150, "median": 7, "longest": 15, "imports": 4, "columns": 112}
 CARD = ("Change", "Invariant", "Hypothesis", "Wins", "Loses", "Superseded by")
 
 
@@ -25,7 +25,10 @@ each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def shape(notebook: NotebookNode) -> dict[str, float]:
-    """Cells; words of Markdown; lines of code without blanks: all, a cell's median and most; import lines."""
+    """Cells; words of Markdown; lines of code without blanks: all, a cell's median and most; import lines.
+
+    Wider lines of code than ``columns`` run off a page.
+    """
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     lines = [n for source in code if (n := sum(map(bool, map(str.strip, source.splitlines()))))]
     text = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
@@ -36,6 +39,7 @@ def shape(notebook: NotebookNode) -> dict[str, float]:
         "median": median(lines),
         "longest": max(lines),
         "imports": sum(map(_import_lines, code)),
+        "columns": max(len(line) for source in code for line in source.splitlines()),
     }
 
 
@@ -175,4 +179,12 @@ def test_the_shape_of_a_notebook_is_counted():
         nbformat.v4.new_code_cell(""),
     ]
     counted = shape(nbformat.v4.new_notebook(cells=cells))
-    assert counted == {"cells": 4, "words": 3, "code": 6, "median": 3, "longest": 5, "imports": 4}
+    assert counted == {
+        "cells": 4,
+        "words": 3,
+        "code": 6,
+        "median": 3,
+        "longest": 5,
+        "imports": 4,
+        "columns": 15,
+    }
