@@ -30,6 +30,8 @@ def test_a_rung_is_told_against_the_one_it_changes(rung):
 def test_unknown_rungs_and_parameters_out_of_range_are_refused():
     with pytest.raises(RecipeError, match="unknown"):
         open_rung("nothing")
+    with pytest.raises(ParameterError, match="new_tokens is 4; this notebook needs 5 or more"):
+        open_rung("cuda_graph", device="cpu", new_tokens=4, least_new_tokens=5)
     with pytest.raises(ParameterError, match="batch is 0"):
         open_rung("cuda_graph", device="cpu", batch=0)
     with pytest.raises(RecordError, match="no records of device"):
@@ -59,7 +61,11 @@ def test_a_prediction_stands_beside_the_recorded_steps(rung, capsys):
 
 def test_a_step_is_the_median_of_its_engines_medians():
     times = StepTimes(((1.0, 2.0, 9.0), (4.0, 4.0, 4.0), (3.0, 3.0, 50.0)))
-    assert times.us == 3.0 and times.range_us == (2.0, 4.0)
+    assert times.us == 3.0 and times.range_us == times.spread_us == (2.0, 4.0)
+
+
+def test_what_one_engine_repeats_are_its_turns():
+    assert StepTimes(((4.0, 2.0, 9.0),)).spread_us == (2.0, 9.0)
 
 
 def test_an_ablation_shows_what_lies_between_two_rungs(capsys):

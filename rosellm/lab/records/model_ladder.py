@@ -13,7 +13,7 @@ from rosellm.lab.records.machines import name_of
 from rosellm.lab.records.model_runs import RIVAL, short_name
 from rosellm.lab.records.records import RecordError, Results, floor_us, modern_rivals, read_us
 from rosellm.lab.records.step_records import step_shape
-from rosellm.lab.records.step_time import recorded_steps
+from rosellm.lab.records.step_time import StepTimes, recorded_steps
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS
@@ -34,22 +34,35 @@ OTHER_WORK, IDLE = "other work", "idle"
 
 def gpt2_ladder(results: Results, workload: str) -> dict[str, float]:
     """Rung → µs of GPT-2's recorded step at the batch and context of ``workload``, D1 or D64."""
-    return {rung: times.us for rung, times in recorded_steps(results, TWINS[workload]).items()}
+    return _us(recorded_steps(results, TWINS[workload]))
 
 
 def recorded_ladder(results: Results, model: str, workload: str) -> dict[str, float]:
     """Rung → µs of a model's recorded step, in the ladder's order. Raises ``RecordError``."""
-    steps = recorded_steps(_of(results, model, f"steps-{workload}", f"--ladder {workload}"), workload)
-    return {rung: steps[rung].us for rung in LADDER if rung in steps}
+    return _us(_model_steps(results, model, workload))
 
 
 def twin_ladders(results: Results, model: str) -> dict[str, dict[str, float]]:
-    """Both models' ladders at each of ``TWINS``: ``GPT-2, W0``, ``Qwen3, D1``, … Raises ``RecordError``."""
-    family, ladders = model.partition("-")[0], {}
+    """Both models' ladders, µs a step, as :func:`twin_steps` names them. Raises ``RecordError``."""
+    return {name: _us(steps) for name, steps in twin_steps(results, model).items()}
+
+
+def twin_steps(results: Results, model: str) -> dict[str, dict[str, StepTimes]]:
+    """Both models' steps at each of ``TWINS``: ``GPT-2, W0``, ``Qwen3, D1``, … Raises ``RecordError``."""
+    family, steps = model.partition("-")[0], {}
     for workload, twin in TWINS.items():
-        ladders[f"GPT-2, {twin}"] = gpt2_ladder(results, workload)
-        ladders[f"{family}, {workload}"] = recorded_ladder(results, model, workload)
-    return ladders
+        steps[f"GPT-2, {twin}"] = recorded_steps(results, twin)
+        steps[f"{family}, {workload}"] = _model_steps(results, model, workload)
+    return steps
+
+
+def _model_steps(results: Results, model: str, workload: str) -> dict[str, StepTimes]:
+    steps = recorded_steps(_of(results, model, f"steps-{workload}", f"--ladder {workload}"), workload)
+    return {rung: steps[rung] for rung in LADDER if rung in steps}
+
+
+def _us(steps: dict[str, StepTimes]) -> dict[str, float]:
+    return {rung: times.us for rung, times in steps.items()}
 
 
 def speeds_beside(others: Sequence[Results], model: str, workload: str) -> dict[str, dict[str, float]]:

@@ -43,6 +43,12 @@ class StepTimes:
         medians = [median(turns) for turns in self.turns_us]
         return min(medians), max(medians)
 
+    @property
+    def spread_us(self) -> tuple[float, float]:
+        """The least and the largest of what was repeated: engines' medians, or the turns of the only one."""
+        turns, *others = self.turns_us
+        return self.range_us if others else (min(turns), max(turns))
+
 
 def recorded_steps(results: Results, workload: str) -> dict[str, StepTimes]:
     """Rung → its recorded step at a workload's batch size and mid-run context."""
