@@ -2,7 +2,7 @@
 
 What is timed is the sum of a layer's partial products with residual and norm, as a captured step has them;
 ``none`` is residual and norm alone. Each way is first checked to give the sum. The record is
-DIR/all_reduce.json.
+DIR/all_reduce.json; it keeps the other ways that it has of the same commit, ranks and sizes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import DeviceError, RoseError
+from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.records import Results
 from rosellm.models.loading import resolve_device
 from rosellm.models.part import Part
@@ -62,6 +63,13 @@ class Plan:
         """Those that are measured in this way."""
         return [kb for kb in self.sizes_kb if way in (NONE, LIBRARY) or kb <= MOST_ONE_SHOT_KB]
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What all ways of a record have in common."""
+        dtype = str(DTYPES[self.device]).removeprefix("torch.")
+        told = {"ranks": self.n_ranks, "dtype": dtype, "row_bytes": ROW_BYTES}
+        return told | {"calls": CALLS[self.device], "sizes_kb": list(self.sizes_kb)}
+
 
 def two_gpus(results: Results) -> Results:
     """Where the records of two GPUs of that device are."""
@@ -92,10 +100,8 @@ def measure(plan: Plan) -> dict[str, Any]:
     finally:
         kill(ranks.processes)
     found += [] if answers.empty() else [answers.get()]
-    dtype = DTYPES[plan.device]
-    facts = {"ranks": plan.n_ranks, "dtype": str(dtype).removeprefix("torch."), "row_bytes": ROW_BYTES}
     del store
-    return {**facts, "calls": CALLS[plan.device], "us": found[0]}
+    return {**plan.facts, "us": found[0]}
 
 
 @torch.inference_mode()
@@ -252,7 +258,11 @@ def main(argv: list[str] | None = None) -> None:
     )
     arguments.output.mkdir(parents=True, exist_ok=True)
     path = check_writable(arguments.output / f"{NAME}.json")
+    begun = new_record(NAME, device, figures={**plan.facts, "us": {}})
+    kept = kept_parts(path, begun, plan.ways, "us")
     figures = measure(plan)
+    us = kept | figures["us"]
+    figures["us"] = {way: us[way] for way in WAYS if way in us}
     write_record(path, new_record(NAME, device, figures=figures))
     for line in _told(figures["us"], plan.sizes_kb):
         print(line)

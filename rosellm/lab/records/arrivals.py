@@ -20,7 +20,7 @@ from typing import Any
 
 from rosellm.command_line import INT32_MAX, OneLineParser, command, whole_number
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
-from rosellm.lab.records.records import Results
+from rosellm.lab.records.records import RecordError, Results
 from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, measure_serving_times
 from rosellm.lab.records.step_time import free_memory
 from rosellm.lab.records.watched_step import Begun, watched
@@ -242,17 +242,32 @@ def main(argv: list[str] | None = None) -> None:
     """Measure and write the record of arrivals, then, if the model has the positions, of a long prompt."""
     arguments = settle(_parser().parse_args(argv), WORKLOAD)
     workload = arguments.size.of(WORKLOAD)
-    gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
     folder = folder_of(arguments.output, arguments.model, WORKLOAD)
+    _check_chunks(folder, arguments.chunks)
+    gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
     write_record(folder / "arrivals.json", _arrivals_record(arguments, workload, gpt, tokenizer))
-    if gpt.config.n_positions < LONG_TOKENS + LONG_RUNNING.max_new_tokens:
-        print(f"long prompt: left out, the model has {gpt.config.n_positions} positions")
-        return
     record_long_prompt(arguments, folder, gpt, tokenizer)
 
 
+def _check_chunks(folder: Path, chunks: Sequence[int]) -> None:
+    """Raises ``RecordError`` if a record of a long prompt has other sizes of chunks, which it would lose."""
+    for path in (folder / f"{name}.json" for name in LONG_RECORDS):
+        asked = Results(folder).load(path.stem)["options"] if path.is_file() else {}
+        had = [asked.get("prefill_chunk"), *(asked.get("long_prompt_chunks") or ())]
+        if lost := [size for size in had if size and size not in chunks]:
+            lost_sizes = ", ".join(map(str, lost))
+            raise RecordError(
+                f"{path} would lose chunks of {lost_sizes}: name them too, or choose another --output"
+            )
+
+
 def record_long_prompt(arguments: Namespace, folder: Path, gpt: Transformer, tokenizer: AnyTokenizer) -> None:
-    """Write each of ``LONG_RECORDS``."""
+    """Write each of ``LONG_RECORDS``; without the positions one line says that they are left out."""
+    asked = BENCHMARK.parse_options(long_prompt_options(chunks=arguments.chunks))
+    needed, there = asked.prompt_tokens + asked.max_new_tokens, gpt.config.n_positions
+    if there < needed:
+        print(f"long prompt: left out, it needs {needed} positions and the model has {there} positions")
+        return
     of_model = ["--hf-model-id", arguments.model, "--load-format", arguments.load_format]
     of_model += ["--device", arguments.device]
     for name, rung in LONG_RECORDS.items():

@@ -9,7 +9,8 @@ from typing import Any
 
 from rosellm.lab.records.records import RecordError, Results
 
-OF_MACHINE = ("device_name", "git_commit")  # of an environment, what parts of one record have in common
+# Of an environment, what parts of one record have in common; a copy without git has its version alone.
+OF_MACHINE = ("device_name", "git_commit", "rosellm")
 
 
 def earlier_parts(path: Path, today: dict[str, Any], key: str | None = None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Each length has as many prompts as make ``--tokens`` tokens. Ours reads queries, keys and values as slices of
 one projection, and stores keys and values into a paged cache, too; the libraries read contiguous tensors
 ``[B, H, T, D]``, and store nothing. All take turns; a turn's calls follow each other on the device. The
-record is DIR/MODEL/prompt_attention.json.
+record is DIR/MODEL/prompt_attention.json; it keeps the other lengths that it has of the same commit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rosellm.command_line import OneLineParser, command, whole_number, whole_numbers
 from rosellm.errors import OptionError
+from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.model_runs import short_name
 from rosellm.lab.records.records import Results, number
 from rosellm.models.arch import Arch
 from rosellm.models.loading import arch_of, resolve_device
-from rosellm.roseinfer.bench.record import new_record, write_record
+from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
 from rosellm.roseinfer.bench.workloads import LOAD_FORMAT
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
@@ -82,12 +83,12 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """Length → prompts, floating-point operations, and way → µs a call of each turn.
 
-    largest_difference: of each library's elements from ours.
+    largest_difference: of each library's elements from ours. Raises ``OptionError`` if no library runs here.
     """
     found = {}
     for length in lengths:
         prompts = max(1, tokens // length)
-        calls = ways(arch, length, prompts, device)
+        calls = _that_run(ways(arch, length, prompts, device))
         ours = calls[OURS]().float()
         apart = {name: (calls[name]().float() - ours).abs().max().item() for name in calls if name != OURS}
         found[str(length)] = {
@@ -96,6 +97,23 @@ def measure(
             "us": _in_turns(calls, device, turns, seconds),
             "largest_difference": apart,
         }
+    return found
+
+
+def _that_run(calls: dict[str, Way]) -> dict[str, Way]:
+    """Without the libraries that refuse such heads on this device, each told in a line."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except RuntimeError as error:
+            if name == OURS or isinstance(error, torch.OutOfMemoryError):
+                raise
+            print(f"{name} is left out: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        else:
+            found[name] = call
+    if found.keys() == {OURS}:
+        raise OptionError("no library attends with such heads on this device")
     return found
 
 
@@ -173,11 +191,15 @@ def main(argv: list[str] | None = None) -> None:
         raise OptionError(f"{asked.model} has a window of {arch.window} tokens; prompts are compared without")
     folder = asked.output / short_name(asked.model)
     folder.mkdir(parents=True, exist_ok=True)
-    figures = measure(arch, sorted(asked.lengths), asked.tokens, device, asked.repeats)
+    path = check_writable(folder / f"{NAME}.json")
     facts: dict[str, Any] = {"model": asked.model, "heads": [arch.n_heads, arch.n_kv_heads, arch.head_dim]}
-    facts |= {"dtype": str(DTYPES[device.type]).removeprefix("torch.")}
-    record = new_record(NAME, device, **facts, figures=figures)
-    write_record(folder / f"{NAME}.json", record)
+    facts |= {"tokens": asked.tokens, "dtype": str(DTYPES[device.type]).removeprefix("torch.")}
+    lengths = sorted(set(asked.lengths))
+    kept = kept_parts(path, new_record(NAME, device, **facts, figures={}), list(map(str, lengths)))
+    figures = measure(arch, lengths, asked.tokens, device, asked.repeats)
+    found = kept | figures
+    ordered = {length: found[length] for length in sorted(found, key=int)}
+    write_record(path, new_record(NAME, device, **facts, figures=ordered))
     print("\n".join(told(*one) for one in figures.items()))
 
 

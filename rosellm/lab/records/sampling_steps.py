@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import torch
+
 from rosellm.command_line import OneLineParser, command, whole_number, whole_numbers
 from rosellm.errors import PromptError
 from rosellm.lab.records.bench import Bench, make_prompts
@@ -26,9 +28,9 @@ from rosellm.lab.records.records import Results, number
 from rosellm.lab.records.step_time import free_memory, prompt_length, room, turn_us
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
-from rosellm.models.loading import LOAD_FORMATS, load_parts
+from rosellm.models.loading import LOAD_FORMATS, arch_of, load_parts, resolve_device, resolve_dtype
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.record import new_record, write_record
+from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
 from rosellm.roseinfer.bench.workloads import LOAD_FORMAT
 from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
 from rosellm.roseinfer.sampling import SamplingParams
@@ -148,32 +150,38 @@ def extra_us(turns_us: Mapping[str, list[float]]) -> dict[str, float]:
 def measure(arguments: argparse.Namespace) -> None:
     """Measure every batch size; write and tell what was found after each.
 
-    Raises, before it measures, ``PromptError``, or ``RecordError`` if the record would lose others.
+    Raises, before it loads the model, ``PromptError``, or ``RecordError`` if the record would lose others.
     """
-    model, _ = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
-    _check_positions(model, arguments.context)
-    rung = get_rung(arguments.rung, model.device)
-    path = arguments.output / short_name(arguments.model) / f"{NAME}.json"
-    record = partial(_record, arguments, rung, model)
+    device, arch = resolve_device(arguments.device), arch_of(arguments.model, arguments.load_format)
+    _check_positions(arch, arguments.context)
+    rung = get_rung(arguments.rung, device)
+    folder = arguments.output / short_name(arguments.model)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = check_writable(folder / f"{NAME}.json")
+    record = partial(_record, arguments, rung, device, resolve_dtype("auto", device, arch))
     batches = kept_parts(path, record({}), [str(batch) for batch in arguments.batches], "batches")
+    model, _ = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
     for batch in arguments.batches:
         turns_us = measure_modes(model, rung, batch, arguments.context, arguments.repeats)
         batches[str(batch)] = {
             name: {"median_us": median(turns), "turns_us": turns} for name, turns in turns_us.items()
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_record(path, record(batches))
         print(_told(batch, turns_us), flush=True)
         free_memory()
 
 
 def _record(
-    arguments: argparse.Namespace, rung: str, model: Transformer, batches: dict[str, Any]
+    arguments: argparse.Namespace,
+    rung: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    batches: dict[str, Any],
 ) -> dict[str, Any]:
     facts = {
         "model": arguments.model,
         "load_format": arguments.load_format,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
     }
     figures = {
         "rung": rung,
@@ -181,11 +189,11 @@ def _record(
         "batches": {batch: batches[batch] for batch in sorted(batches, key=int)},
         "modes": {name: asdict(mode) for name, mode in MODES.items()},
     }
-    return new_record(NAME, model.device, **facts, figures=figures)
+    return new_record(NAME, device, **facts, figures=figures)
 
 
-def _check_positions(model: Transformer, context: int) -> None:
-    needed, there = prompt_length(context) + room(), model.config.n_positions
+def _check_positions(arch: Arch, context: int) -> None:
+    needed, there = prompt_length(context) + room(), arch.n_positions
     if needed > there:
         raise PromptError(f"a context of {context} tokens needs {needed} positions; the model has {there}")
 

@@ -40,6 +40,20 @@ def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path, capsys) -> None:
     assert figures["ranks"] == 3 and set(figures["us"]) == {"none", "one_shot"}
 
 
+def test_a_way_measured_alone_leaves_the_others_of_the_same_sizes_in_the_record(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        all_reduce, "measure", lambda plan: {**plan.facts, "us": {way: {} for way in plan.ways}}
+    )
+    monkeypatch.setattr(all_reduce, "_told", lambda *_given: [])
+    run(capsys, tmp_path, "--ways=library")
+    assert list(run(capsys, tmp_path, "--ways=one_shot")["figures"]["us"]) == ["none", "library", "one_shot"]
+    assert all_reduce.main([*FEW, f"--output={tmp_path}", "--ways=one_shot", "--sizes-kb=8"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "would lose library, measured with another sizes_kb" in said
+
+
 def test_a_record_is_found_beside_the_single_devices(tmp_path, capsys) -> None:
     alone = Results(tmp_path / "gpu")
     alone.folder.mkdir()

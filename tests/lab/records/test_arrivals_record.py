@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from rosellm.lab.records.sizes import Size
 from rosellm.roseinfer.bench.arrivals import poisson_times
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.benchmark_streaming import BENCHMARK
+from tests.helpers import small_config
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--device=cpu", "--seconds=1"]
@@ -61,6 +63,26 @@ def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_pa
         assert list(record["results"]) == ["chunked", "chunks of 32", "whole"]
         assert all("itl_beside_p99_s" in result["medians"] for result in record["results"].values())
         assert record["recipe"]["prefill"] == prefill
+
+
+def test_a_long_prompts_record_is_not_replaced_by_one_of_fewer_sizes_of_chunks(tmp_path, capsys) -> None:
+    (tmp_path / "rose-tiny").mkdir()
+    asked = {"prefill_chunk": 512, "long_prompt_chunks": [128, 32]}
+    path = tmp_path / "rose-tiny" / "long_prompt_joined.json"
+    path.write_text(json.dumps({"options": asked}))
+    assert arrivals.main([*SMALL, f"--output={tmp_path}", "--chunks=512,32"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{path} would lose chunks of 128" in said
+    assert [file.name for file in (tmp_path / "rose-tiny").iterdir()] == [path.name]
+
+
+def test_the_answers_beside_a_long_prompt_need_positions_too(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(arrivals, "_arrivals_record", lambda *_given: {})
+    gpt = SimpleNamespace(config=small_config(n_positions=16_384))
+    monkeypatch.setattr(arrivals, "load_parts", lambda *_given: (gpt, None))
+    assert arrivals.main([*SMALL, f"--output={tmp_path}", "--chunks=512,32"]) == 0
+    told = "long prompt: left out, it needs 16756 positions and the model has 16384 positions"
+    assert capsys.readouterr().out.splitlines()[-1] == told
 
 
 def test_the_long_prompt_and_what_it_joins_fit_into_the_blocks_that_are_asked_for() -> None:

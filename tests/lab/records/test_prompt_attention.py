@@ -6,7 +6,9 @@ import json
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
+from rosellm.errors import OptionError
 from rosellm.lab.records import prompt_attention
 from rosellm.lab.records.records import Results
 from rosellm.lab.running.readme import prompts_table
@@ -33,6 +35,41 @@ def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_pa
         assert all(len(us) == 2 and min(us) > 0 for us in found["us"].values())
         assert 0 <= found["largest_difference"][prompt_attention.FLASH] < 1e-4
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["14 × 9", "2 × 64"]
+
+
+def test_a_length_measured_alone_leaves_the_others_in_the_record(tmp_path, capsys, monkeypatch) -> None:
+    found = {"prompts": 1, "flop": 1, "us": {"rosellm": [1.0]}, "largest_difference": {}}
+    monkeypatch.setattr(
+        prompt_attention, "measure", lambda _arch, lengths, *_: {str(length): found for length in lengths}
+    )
+    monkeypatch.setattr(prompt_attention, "told", lambda *_given: "")
+    options = ["--model=rose-tiny", "--device=cpu", f"--output={tmp_path}"]
+    for length in (64, 9):
+        assert prompt_attention.main([*options, "--tokens=128", f"--lengths={length}"]) == 0
+    assert list(prompt_attention.recorded(Results(tmp_path))["rose-tiny"]) == ["9", "64"]
+    assert prompt_attention.main([*options, "--tokens=256", "--lengths=9"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "would lose 64, measured with another tokens" in said
+
+
+def test_a_library_that_refuses_such_heads_is_left_out_and_without_any_one_line_says_so(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    library = prompt_attention._library
+
+    def refused(backend, *operands):
+        if backend == refused.backend:
+            raise RuntimeError("No viable backend\nmore")
+        return library(backend, *operands)
+
+    monkeypatch.setattr(prompt_attention, "_library", refused)
+    shape, device = small_config(), torch.device("cpu")
+    names = list(prompt_attention.ways(shape, 9, 1, device))
+    refused.backend = SDPBackend.FLASH_ATTENTION
+    with pytest.raises(OptionError, match="no library attends with such heads"):
+        prompt_attention.measure(shape, [9], 9, device, 1, seconds=0.0)
+    assert names == ["rosellm", "FlashAttention"]
+    assert capsys.readouterr().err == "FlashAttention is left out: No viable backend\n"
 
 
 def test_readme_tells_ours_and_the_share_of_the_better_library(tmp_path) -> None:

@@ -119,6 +119,7 @@ def test_a_batch_size_measured_alone_leaves_the_others_of_its_context_in_the_rec
     for batch in ("8", "1"):
         assert sampling_steps.main([*asked, "--context=20", f"--batches={batch}"]) == 0
     assert list(recorded_modes(Results(tmp_path))["rose-tiny"]) == [1, 8]
+    monkeypatch.setattr(sampling_steps, "load_parts", lambda *_given: pytest.fail("loaded before refusing"))
     assert sampling_steps.main([*asked, "--context=30", "--batches=8"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "would lose 1, measured with another context" in said
