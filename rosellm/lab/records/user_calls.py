@@ -1,7 +1,8 @@
 """Measure what users call beside the scheduler beneath it, in turns on one engine.
 
 ``LLM.generate`` with the text of every completion, and streams of a ``StreamingManager``, read by a thread
-each, at most 256; the scheduler gets token ids and gives token ids. The record, renewed after each workload,
+each, at most 256, or all by one thread from an inbox; the scheduler gets token ids and gives token ids. The
+record, renewed after each workload,
 is DIR/user_calls.json, of another model than W3's own in DIR/MODEL; it keeps what it has of the same commit.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Barrier
 from time import perf_counter
 from typing import Any
@@ -30,7 +32,7 @@ from rosellm.lab.records.records import Results
 from rosellm.lab.records.step_time import free_memory
 from rosellm.lab.records.turns import in_turns
 from rosellm.roseinfer.bench.prompts import Prompts, make_prompts, request_params
-from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
+from rosellm.roseinfer.bench.record import check_writable, engine_facts, new_record, write_record
 from rosellm.roseinfer.bench.runs import check_served, run_figures
 from rosellm.roseinfer.bench.workloads import DTYPE, WORKLOADS, Workload
 from rosellm.roseinfer.llm import LLM
@@ -43,7 +45,8 @@ from rosellm.roseinfer.serving.streaming import StreamingManager
 
 NAME = "user_calls"
 MEASURED = "W3,W4,W6,W8"
-BENEATH, GENERATE, STREAMS = "OfflineScheduler", "LLM.generate", "StreamingManager"
+BENEATH, GENERATE = "OfflineScheduler", "LLM.generate"
+STREAMS, INBOX = "StreamingManager", "StreamingManager, one inbox"
 AIM_SHARE = 0.95  # of the throughput of the scheduler beneath
 READERS = 256
 RUN_S = 1.0  # on a GPU: the calls of a run take so long together
@@ -84,10 +87,24 @@ def stream(llm: LLM, prompts: Prompts, params: list[SamplingParams]) -> Timed:
         return [manager.result(request_id) for request_id in ids], seconds
 
 
+def follow(llm: LLM, prompts: Prompts, params: list[SamplingParams]) -> Timed:
+    """The same pieces, all of them read by this thread from one inbox, as an event loop's would be."""
+    inbox: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
+    with StreamingManager(llm) as manager:
+        start = perf_counter()
+        ids = [manager.add_request(prompt, own, inbox) for prompt, own in zip(prompts, params, strict=True)]
+        left = len(ids)
+        while left:
+            left -= inbox.get()[1] is None
+        seconds = perf_counter() - start
+        return [manager.result(request_id) for request_id in ids], seconds
+
+
 CALLS: dict[str, Callable[[LLM, Prompts, list[SamplingParams]], Timed]] = {
     BENEATH: run_scheduler,
     GENERATE: generate,
     STREAMS: stream,
+    INBOX: follow,
 }
 
 
@@ -96,7 +113,7 @@ def measure(arguments: Namespace) -> None:
 
     Raises ``RecordError``, before it measures, if the record would lose other workloads.
     """
-    path = folder_of(arguments.output, arguments.model, WORKLOADS["W3"]) / f"{NAME}.json"
+    path = check_writable(folder_of(arguments.output, arguments.model, WORKLOADS["W3"]) / f"{NAME}.json")
     figures = kept_parts(path, _record(arguments, {}), [workload.id for workload in arguments.workloads])
     for workload in arguments.workloads:
         figures[workload.id] = measure_calls(arguments, workload)
@@ -151,8 +168,9 @@ def rate(figures: dict[str, Any], way: str) -> float:
 
 
 def shares(figures: dict[str, Any]) -> dict[str, float]:
-    """Way to call → its throughput over that of the scheduler beneath."""
-    return {way: rate(figures, way) / rate(figures, BENEATH) for way in CALLS if way != BENEATH}
+    """Way to call, of those recorded → its throughput over that of the scheduler beneath."""
+    ways = [way for way in CALLS if way != BENEATH and way in figures]
+    return {way: rate(figures, way) / rate(figures, BENEATH) for way in ways}
 
 
 def recorded(results: Results) -> dict[str, dict[str, Any]]:
@@ -181,6 +199,8 @@ def main(argv: list[str] | None = None) -> None:
     """Check the names, then measure."""
     arguments = settle(_parser().parse_args(argv), WORKLOADS["W3"])
     names = list(filter(None, arguments.workloads.split(",")))
+    if not names:
+        raise RoseError(f"--workloads names none; use {', '.join(WORKLOADS)}")
     if unknown := [name for name in names if name not in WORKLOADS]:
         raise RoseError(f"workload {unknown[0]!r} is unknown; use {', '.join(WORKLOADS)}")
     arguments.workloads = [WORKLOADS[name] for name in names]

@@ -200,8 +200,7 @@ def calls_table(machines: Sequence[Results]) -> str:
 
     A machine without the record is left out; one whose record is of another model or size is told below.
     """
-    calls = user_calls.GENERATE, user_calls.STREAMS
-    rows = [f"| | `{user_calls.BENEATH}`, tok/s | `{calls[0]}` | `{calls[1]}` |", "|---|--:|--:|--:|"]
+    found: list[tuple[str, dict[str, Any]]] = []
     refused = []
     for results in machines:
         where = "" if results is machines[0] else f", {name_of(results)}"
@@ -210,11 +209,19 @@ def calls_table(machines: Sequence[Results]) -> str:
         except UnlikeError as error:
             refused.append(f"{error.why}{where}")
             continue
-        for workload, figures in recorded.items():
-            shares = (f"{user_calls.shares(figures)[call]:.1%}".replace("%", " %") for call in calls)
-            beneath = number(user_calls.rate(figures, user_calls.BENEATH))
-            rows.append(f"| {workload}{where} | {beneath} | {' | '.join(shares)} |")
+        found += [(f"{workload}{where}", figures) for workload, figures in recorded.items()]
+    _, *calls = [way for way in user_calls.CALLS if not found or any(way in each for _, each in found)]
+    heads = " | ".join(f"`{call}`" for call in calls)
+    rows = [f"| | `{user_calls.BENEATH}`, tok/s | {heads} |", "|---|--:|" + "--:|" * len(calls)]
+    rows += [f"| {name} | {' | '.join(_calls_cells(figures, calls))} |" for name, figures in found]
     return "\n".join([*rows, "", *_sentences(refused)] if refused else rows)
+
+
+def _calls_cells(figures: dict[str, Any], calls: Sequence[str]) -> list[str]:
+    """The scheduler's tokens a second, and each call's share of them; a dash: not recorded."""
+    shares = user_calls.shares(figures)
+    told = (f"{shares[call]:.1%}".replace("%", " %") if call in shares else "–" for call in calls)
+    return [number(user_calls.rate(figures, user_calls.BENEATH)), *told]
 
 
 SECTIONS: dict[str, Callable[[Sequence[Results]], str]] = {

@@ -22,7 +22,7 @@ def figures(tmp_path_factory) -> dict:
 def test_each_workload_has_the_runs_of_every_way_to_call(figures) -> None:
     assert set(figures) == {"W4", "W8"}
     for ways in figures.values():
-        assert [len(ways[way]["repeats"]) for way in user_calls.CALLS] == [2, 2, 2]
+        assert [len(ways[way]["repeats"]) for way in user_calls.CALLS] == [2, 2, 2, 2]
         assert ways["engine"]["max_batch_size"] == 4
 
 
@@ -65,7 +65,10 @@ def test_shares_are_of_the_schedulers_throughput() -> None:
     )
 
 
-def test_an_unknown_workload_is_refused_in_one_line(tmp_path, capsys) -> None:
-    assert user_calls.main(["--device=cpu", "--workloads=W77", f"--output={tmp_path}"]) != 0
+@pytest.mark.parametrize(
+    ("workloads", "told"), [("W77", "workload 'W77' is unknown"), (",", "--workloads names none")]
+)
+def test_an_unknown_workload_or_none_is_refused_in_one_line(workloads, told, tmp_path, capsys) -> None:
+    assert user_calls.main(["--device=cpu", f"--workloads={workloads}", f"--output={tmp_path}"]) == 2
     said = capsys.readouterr().err
-    assert "workload 'W77' is unknown" in said and said.count("\n") == 1
+    assert told in said and said.count("\n") == 1
