@@ -142,16 +142,15 @@ class Arch:
     @property
     def n_parameters(self) -> int:
         """Number of parameters; a tied embedding counts once."""
-        c = self.d_model
-        places = self.n_positions * c if self.rope is None else 0
-        last_norm = c * (2 if self.norm.kind == "layer" else 1)
-        heads = self.vocab_size * c * (1 if self.tie_embeddings else 2)
-        return heads + places + self.n_layers * self.n_layer_parameters + last_norm
+        tables = 0 if self.tie_embeddings else self.vocab_size
+        tables += self.n_positions if self.rope is None else 0
+        return self.n_step_parameters + tables * self.d_model
 
     @property
     def n_step_parameters(self) -> int:
         """Parameters that a decode step reads whole: those of the layers, the last norm and the head."""
-        return self.n_layers * self.n_layer_parameters + (self.vocab_size + 1) * self.d_model
+        last_norm = 2 if self.norm.kind == "layer" else 1
+        return self.n_layers * self.n_layer_parameters + (self.vocab_size + last_norm) * self.d_model
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of KV cache per token, over all layers."""

@@ -274,7 +274,7 @@ def floor_us(results: Results, workload: str) -> float:
     """
     one = _workload(workload)
     shape = KNOWN_SHAPES["gpt2"]
-    weights = (shape.n_parameters - shape.n_positions * shape.d_model) * BYTES_FP16
+    weights = shape.n_step_parameters * BYTES_FP16
     cached = one.max_batch_size * one.mean_context * shape.kv_bytes_per_token(BYTES_FP16)
     return read_us(results, weights + cached)
 
