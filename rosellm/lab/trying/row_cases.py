@@ -79,10 +79,10 @@ def _few_rows_linear(case: Case, draw: Draw) -> Operands:
 
 
 def _prologue(case: Case, draw: Draw, weight: Tensor) -> NormPrologue:
-    """LayerNorm, with a gain, and RMSNorm in turn."""
+    """LayerNorm and RMSNorm in turn, each with a gain."""
     scale = draw.put("norm.scale", 1 + 0.3 * draw.normal(case.width), case.dtype)
     if case.option % 4 == 1:
-        return NormPrologue(scale, EPS)
+        return NormPrologue(scale, EPS, gain=0.5)
     sums = (weight.float() @ scale.float()).cpu()
     return NormPrologue(scale, EPS, draw.put("norm.sums", sums, torch.float32), gain=2.0)
 

@@ -371,7 +371,7 @@ def test_a_window_hides_what_lies_before_it(window, dtype, device):
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("pieces", [2, 3, 8])
+@pytest.mark.parametrize("pieces", [2, 3, 5, 8])
 def test_tiles_in_pieces_equal_the_spec(pieces, dtype, device):
     starts, counts = [0, 1, 63, 64, 1000], [70, 1, 3, 64, 5]
     case = make_case(starts, counts, n_kv_heads=1, dtype=dtype, device=device, seed=pieces)
