@@ -28,7 +28,7 @@ from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records.bench import Bench, Run, compare, get_model, make_prompts
 from rosellm.lab.records.experiments import equality
 from rosellm.lab.records.machines import find_machines, name_of
-from rosellm.lab.records.parameters import check_parameters
+from rosellm.lab.records.parameters import check_least_new, check_parameters
 from rosellm.lab.records.records import REFERENCE, RecordError, number, results_folder, signed
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.model import Transformer
@@ -150,17 +150,20 @@ def open_rung(
     batch: int = 6,
     prompt_lengths: list[int] | None = None,
     new_tokens: int = 24,
+    least_new_tokens: int = 1,
     record: str = REFERENCE,
 ) -> Rung:
     """A rung for its notebook, against ``before`` (by default the rung that it changes).
 
-    batch: sequences that decode together; prompt_lengths: tokens, taken in turn; new_tokens: a sequence.
+    batch: sequences that decode together; prompt_lengths: tokens, taken in turn; new_tokens: a sequence, and
+    least_new_tokens those that the notebook's runs need.
     record: folders of records to show beside ``nvidia-h200``, which sentences rest on, separated by commas;
     ``here`` is this machine's. Raises ParameterError, RecipeError, RecordError.
     """
     after, lengths = get_rung(rung), [2, 40, 90] if prompt_lengths is None else prompt_lengths
     gpt = get_model(model, device, dtype, load_format)
     check_parameters(gpt, batch=batch, prompt_lengths=lengths, new_tokens=new_tokens)
+    check_least_new(least_new_tokens, new_tokens)
     exact = partial(get_model, model, device, "float32", load_format)
     before = get_rung(before or BEFORE[after])
     results, *others = find_machines(record)

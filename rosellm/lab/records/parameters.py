@@ -43,6 +43,12 @@ def check_parameters(gpt: Transformer, **given: Any) -> None:
         )
 
 
+def check_least_new(least: int, new_tokens: int) -> None:
+    """Raises ParameterError for fewer new tokens than a notebook's runs need."""
+    if new_tokens < least:
+        raise ParameterError(f"new_tokens is {new_tokens}; this notebook needs {least} or more")
+
+
 def model_path(model: str) -> str:
     """``model``, or the folder of that name seen from where the caller stands.
 
