@@ -206,7 +206,7 @@ def _work(seat: _Seat, load: Load) -> None:
     tqdm.set_lock(RLock())  # its default is a semaphore, which a killed process would leave behind
     try:
         follower = Follower(seat.part, seat.pipe)
-        watch_rank_0(seat.beats, seat.part.rank, lambda: follower.is_busy)
+        watch_rank_0(seat.beats, seat.part.rank, lambda: follower.is_busy, lambda: follower.is_waiting)
         _follow(follower, seat, load)
     except BaseException as error:
         with suppress(OSError):  # rank 0 may have hung up for the same reason

@@ -10,11 +10,15 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from rosellm import LLM, SamplingParams
 from rosellm.errors import RankError
+from rosellm.models.part import Part
+from rosellm.roseinfer.ranks.members import Follower
+from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 from tests.roseinfer.ranks import (
     LOADED_WITHIN_S,
     WITHIN_S,
@@ -61,6 +65,39 @@ def test_a_rank_that_dies_or_hangs_while_it_runs_ends_the_engine_with_its_error(
     assert have_ended(pids)
     with pytest.raises(RankError, match=said):
         llm.generate("again", LONG, use_tqdm=False)
+
+
+class StuckLoad(Load):
+    """Of a rank 1 that never ends its twentieth command; its process and other threads go on."""
+
+    def part(self, part: Part):
+        if part.rank == 1:
+            found, commands = Follower._run, count(1)
+
+            def stuck(*_: object) -> None:
+                threading.Event().wait()
+
+            Follower._run = lambda self, name: stuck if next(commands) == 20 else found(self, name)
+        return super().part(part)
+
+
+def test_a_rank_whose_command_never_ends_ends_the_engine_with_its_error():
+    loaded = load_ranks(2, StuckLoad("rose-tiny", "cpu"))
+    engine = loaded.build(loaded.model, loaded.tokenizer, max_batch_size=4)
+    pids, began = other_ranks(), time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of 2 has not moved for 6 seconds"):
+        run(engine, [[1, 2, 3]], LONG)
+    assert time.monotonic() - began < WITHIN_S
+    assert have_ended(pids)
+
+
+def test_a_rank_that_is_stopped_while_it_loads_ends_the_start_with_its_error():
+    with program("-c", SCRIPT) as script:
+        (pid,) = spawned_by(script, 1)
+        os.kill(pid, signal.SIGSTOP)
+        said = script.communicate(timeout=LOADED_WITHIN_S)[1]
+    assert "RankError: rank 1 of 2 has not moved for 6 seconds" in said
+    assert have_ended([pid])
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_told_at_the_next_request(llm):

@@ -54,11 +54,14 @@ class _Member:
 
 
 class Follower(_Member):
-    """Another rank than 0: it runs what it is told, until rank 0 hangs up; ``is_busy`` while it does."""
+    """Another rank than 0: it runs what it is told, until rank 0 hangs up.
+
+    is_busy: while it does; is_waiting: while what it runs waits for other ranks.
+    """
 
     def __init__(self, part: Part, pipe: Connection) -> None:
         super().__init__(part)
-        self._pipe, self.is_busy = pipe, False
+        self._pipe, self.is_busy, self.is_waiting = pipe, False, False
         self._runs: dict[str, weakref.WeakMethod] = {}
         self._results: dict[str, Any] = {}
 
@@ -66,6 +69,18 @@ class Follower(_Member):
         """See ``group.Group``: the latest method of that name is run."""
         self._runs[name] = weakref.WeakMethod(run)  # a step that was only tried is not kept
         return run
+
+    def summed(self, x: Tensor) -> Tensor:
+        """See ``group.Ranks``."""
+        return self._with_others(self.collectives.summed, x)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """See ``group.Ranks``."""
+        return self._with_others(self.collectives.gathered, x)
+
+    def least(self, number: int) -> int:
+        """See ``group.Group``."""
+        return self._with_others(self.collectives.least, number)
 
     def check(self) -> None:
         """Rank 0 has ended if this one could notice."""
@@ -85,6 +100,12 @@ class Follower(_Member):
             self.is_busy = True
             self._results[name] = self._run(name)(*given)
             self.is_busy = False
+
+    def _with_others(self, run: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        self.is_waiting = True
+        result = run(*arguments, **named)
+        self.is_waiting = False
+        return result
 
     def _run(self, name: str) -> Callable[..., Any]:
         run = self._runs[name]()

@@ -1,7 +1,8 @@
 """Ranks watch each other: one that has died, or has not moved for seconds, ends the others.
 
-Every process counts up in memory that all of them share, from a thread of its own. Time is counted in looks,
-not in seconds: a machine that slept, or a terminal that stopped all of them, has not lost a rank.
+Every process counts up in memory that all of them share, from a thread of its own, unless its command hangs.
+Time is counted in looks, not in seconds: a machine that slept, or a terminal that stopped all of them, has
+not lost a rank.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess, parent_process
 from threading import Event, Thread
-from time import monotonic, sleep
+from time import monotonic, process_time, sleep, thread_time
 from typing import Any
 
 import psutil
@@ -22,20 +23,26 @@ import psutil
 LOOK_S = 0.25
 KILLED_WITHIN_S = 1.0
 HUNG_AFTER = 24  # looks at a count that stays the same
+LEAST_S = 0.001  # of processor time between two looks, if a command computes
 
 Beats = Any  # a shared array of int64, one count a rank
 
 
 class _Counts:
-    """How often each rank's count has been seen unchanged since it last moved."""
+    """How often each rank's count has been seen unchanged since it last moved.
 
-    def __init__(self, beats: Beats, ranks: range) -> None:
+    is_stopped: whether a rank that has not begun to count yet never will, as things are.
+    """
+
+    def __init__(self, beats: Beats, ranks: range, is_stopped: Callable[[int], bool]) -> None:
         self._beats, self._last, self._still = beats, list(beats), dict.fromkeys(ranks, 0)
+        self._is_stopped = is_stopped
 
     def look(self) -> int | None:
-        """A rank that hangs. One that has not begun to count yet is not waited for."""
+        """A rank that hangs."""
         for rank in self._still:
-            moved = self._beats[rank] != self._last[rank] or not self._beats[rank]
+            begins = not self._beats[rank] and not self._is_stopped(rank)
+            moved = begins or self._beats[rank] != self._last[rank]
             self._last[rank] = self._beats[rank]
             self._still[rank] = 0 if moved else self._still[rank] + 1
             if self._still[rank] >= HUNG_AFTER:
@@ -59,7 +66,8 @@ class Watch(Thread):
     ) -> None:
         super().__init__(name="ranks", daemon=True)
         self._processes, self._pipes, self._beats, self._on_failure = processes, pipes, beats, on_failure
-        self._counts = _Counts(beats, range(1, len(beats)))
+        pids = dict(enumerate((process.pid for process in processes), start=1))
+        self._counts = _Counts(beats, range(1, len(beats)), lambda rank: _is_stopped(pids[rank]))
         self._words: dict[int, str] = {}
         self.ended, self.failed, self.reason = Event(), False, ""
 
@@ -123,16 +131,37 @@ def join(processes: list[BaseProcess], within_s: float) -> None:
         process.join(max(0.0, late - monotonic()))
 
 
-def watch_rank_0(beats: Beats, rank: int, is_busy: Callable[[], bool]) -> None:
-    """In another rank's process: count, and end it once rank 0 has died or hangs.
+class _Work:
+    """Whether the other threads of this process compute, or a compiler does that they have started."""
 
-    is_busy: whether this rank waits for rank 0 in the midst of a command. Between commands rank 0 may be kept
-    from counting by its program, and hangs only if it is stopped.
+    def __init__(self) -> None:
+        self._spent_s = self._last_s = 0.0
+
+    def look(self) -> None:
+        """Note how much processor time they have taken; from one thread only, whose own does not count."""
+        self._last_s, self._spent_s = self._spent_s, process_time() - thread_time()
+
+    def is_done(self) -> bool:
+        """Between the last two looks."""
+        return self._spent_s - self._last_s >= LEAST_S or bool(psutil.Process().children())
+
+
+def watch_rank_0(
+    beats: Beats, rank: int, is_busy: Callable[[], bool], is_waiting: Callable[[], bool]
+) -> None:
+    """In another rank's process: count while it moves, and end it once rank 0 has died or hangs.
+
+    is_busy: whether this rank is in the midst of a command, and is_waiting: for other ranks there. If it is
+    neither waiting nor computing, its command hangs. Between commands rank 0 may be kept from counting by its
+    program, and hangs only if it is stopped.
     """
-    counts = _Counts(beats, range(1))
+    counts = _Counts(beats, range(1), lambda _: _is_stopped(os.getppid()))
+    work = _Work()
 
     def goes_on() -> bool:
-        beats[rank] += 1
+        work.look()
+        if not is_busy() or is_waiting() or work.is_done():
+            beats[rank] += 1
         return counts.look() is None or not (is_busy() or _is_stopped(os.getppid()))
 
     end_with_parent(f"rank {rank}: rank 0 has ended, and so do I", goes_on)
@@ -156,7 +185,7 @@ def end_with_parent(said: str, goes_on: Callable[[], bool] = lambda: True) -> No
     Thread(target=look, name="parent", daemon=True).start()
 
 
-def _is_stopped(pid: int) -> bool:
+def _is_stopped(pid: int | None) -> bool:
     with suppress(psutil.Error):
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     return False
