@@ -13,7 +13,7 @@ from tqdm import tqdm
 from rosellm.errors import PromptError, RecipeError, RoseError, told
 from rosellm.models.chat import Message, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
-from rosellm.roseinfer.cluster.replicas import Replicas
+from rosellm.roseinfer.cluster.replicas import Replicas, check_replicas
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
@@ -33,9 +33,10 @@ class LLM:
     model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
     best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None.
     tensor_parallel_size: how many GPUs run the model together, or on a CPU processes, each with its part of
-    every layer (``tensor_parallel.load_engine``); the rungs from ``packed_prefill`` on can, but not
-    ``persistent_kernel``. device: "auto", "cuda" or "cpu". dtype: "auto" (the checkpoint's own on a GPU,
-    float32 on a CPU), "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for random weights.
+    every layer (``tensor_parallel.load_engine``); the rungs from ``packed_prefill`` on can, but neither
+    ``persistent_kernel`` nor ``one_pass``. device: "auto", "cuda" or "cpu". dtype: "auto" (the checkpoint's
+    own on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for
+    random weights.
     prefix_cache: keep the keys and values of prompts, for prompts that begin alike, in this call or a later
     one. prefill_chunk: the most prompt tokens between two tokens of running requests, as in
     ``SchedulerConfig``. The sizes, ``deterministic`` and ``warm_up`` are those of ``Engine``.
@@ -86,6 +87,7 @@ class LLM:
             "deterministic": deterministic,
             "warm_up": warm_up,
         }
+        check_replicas(data_parallel_size)
         self._runner: OneEngine | Replicas
         if data_parallel_size == 1 and ray_address is None:
             engine = load_engine(model, tensor_parallel_size=tensor_parallel_size, **options)

@@ -122,7 +122,7 @@ def _is_plain(config: Arch) -> bool:
 _ONE_KERNEL = "its one kernel has LayerNorm, GELU and biases, and no rotary embeddings"
 _OF_SOME_MODELS = (("gemm", "persistent", _ONE_KERNEL, _is_plain),)
 _OF_RANKS = (
-    ("step", ("resident",), "rank 0 tells the others what to run, not what its host computes"),
+    ("step", ("resident",), "rank 0 tells the others what to run, not what it computes; rung split_kv can"),
     ("prefill", ("packed",), "all inputs of a prefill, run by itself, are told in one array"),
     ("gemm", ("library", "small_m"), "its one kernel does not sum over ranks"),
     ("numerics", ("fast",), "a sum over ranks has another order of its own"),

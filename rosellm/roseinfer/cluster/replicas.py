@@ -51,7 +51,7 @@ class Replicas(Owned):
         options: dict[str, Any],
     ) -> None:
         super().__init__()
-        _check_count(n)
+        check_replicas(n)
         if options["device"] not in ("auto", "cuda"):
             resolve_device(options["device"])
         self.tokenizer = load_tokenizer_of(model, options["load_format"])
@@ -137,7 +137,8 @@ def _maker(places: Places, model: str, n_ranks: int, options: dict[str, Any]) ->
     return lambda index: places.actor(index, Replica, model, n_ranks, options)
 
 
-def _check_count(n: int) -> None:
+def check_replicas(n: int) -> None:
+    """Raise ``OptionError`` unless there can be so many replicas."""
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_REPLICAS:
         raise OptionError(
             f"data_parallel_size is {told(n)}; it must be a whole number from 1 to {MOST_REPLICAS}"

@@ -24,6 +24,12 @@ STORE_BYTES = 128 * 2**20
 LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 # No process a core for tasks, of which none come; and an engine's process is no background work.
 SYSTEM = {"prestart_worker_first_driver": False, "worker_niceness": 0}
+# Of "auto" alone Ray takes its token by itself. It makes one for the first local cluster, and from then on
+# `ray start` guards every cluster by it.
+MODE = "RAY_AUTH_MODE"
+TOKEN = (
+    f"; if the cluster was started by somebody with ~/.ray/auth_token, have that file and set {MODE}=token"
+)
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # RFC 9113, 3.4
 SETTINGS_FRAME = 4
 
@@ -145,7 +151,7 @@ class Places:
 def _connect(ray: Any, address: str | None, n_actors: int, environment: dict[str, Any] | None) -> None:
     if address is not None:
         _check_answers(address)
-        return _init(ray, address=address, runtime_env=environment)  # of "auto" alone Ray takes its token
+        return _init(ray, address=address, runtime_env=environment)
     with _local_settings(ray):
         _init(
             ray,
@@ -161,7 +167,8 @@ def _init(ray: Any, **options: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # of many types: versions that differ, no token, no room in memory
-        raise ClusterError(f"Ray cannot be used: {_first_line(error)}") from error
+        of_token = TOKEN if options["address"] not in ("auto", "local") and MODE not in os.environ else ""
+        raise ClusterError(f"Ray cannot be used: {_first_line(error)}{of_token}") from error
 
 
 @contextmanager

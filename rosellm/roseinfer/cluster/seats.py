@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
@@ -111,6 +112,7 @@ class Seats:
 
     def lose(self, seat: Seat, death: Death) -> None:
         """A replica has died, or will now: replace it, unless it has died too often."""
+        self._hear_out(seat.calls)
         self._ray.kill(seat.actor)
         seat.actor = seat.facts = None
         seat.calls.clear()
@@ -135,6 +137,12 @@ class Seats:
     def _start(self, seat: Seat) -> None:
         seat.actor = self._make(seat.index)
         seat.calls.append(seat.actor.load.remote(self._config))
+
+    def _hear_out(self, calls: deque[Any]) -> None:
+        """Ray prints the error of a call that nobody has asked for its answer."""
+        for call in self._ray.wait(list(calls), num_returns=len(calls), timeout=0)[0] if calls else []:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.get(call)
 
     def _answer(self, seat: Seat) -> Facts | Report | Death:
         try:

@@ -25,7 +25,7 @@ class Lost(Exception):
     """A call to an actor that is gone."""
 
 
-class Raised(Exception):
+class Raised(Lost):
     """A call that raised ``cause``."""
 
     def __init__(self, cause: BaseException) -> None:
@@ -51,13 +51,23 @@ class Actor:
         while not call.is_done:
             self._calls.popleft().run()
 
+    def run_all(self) -> list[Call]:
+        """Run, and return, all calls that have come so far."""
+        ran = list(self._calls)
+        for call in ran:
+            self.run_until(call)
+        return ran
+
 
 class Call:
-    """An answer to come. What a call has done before its actor dies is done, but nobody hears of it."""
+    """An answer to come. What a call has done before its actor dies is done, but nobody hears of it.
+
+    is_heard: whether somebody has asked for the answer since it came.
+    """
 
     def __init__(self, actor: Actor, run: Callable[[], Any]) -> None:
         self.actor, self._run = actor, run
-        self.is_done, self.answer, self.error = False, None, None
+        self.is_done, self.is_heard, self.answer, self.error = False, False, None, None
 
     def run(self) -> None:
         self.is_done = True
@@ -78,7 +88,12 @@ class InlineRay:
     def __init__(self, choose: Callable[[list[Call]], Call | None] = lambda calls: calls[0]) -> None:
         self.choose = choose
 
-    def wait(self, calls: list[Call], timeout: float) -> tuple[list[Call], list[Call]]:
+    def wait(
+        self, calls: list[Call], num_returns: int = 1, timeout: float = 0.0
+    ) -> tuple[list[Call], list[Call]]:
+        if num_returns > 1 or not timeout:
+            done = [call for call in calls if call.is_done]
+            return done, [call for call in calls if not call.is_done]
         chosen = self.choose(calls)
         if chosen is None:
             return [], calls
@@ -89,6 +104,7 @@ class InlineRay:
         if isinstance(calls, list):
             return [self.get(call) for call in calls]
         calls.actor.run_until(calls)
+        calls.is_heard = True
         if calls.error is not None:
             raise calls.error
         return calls.answer

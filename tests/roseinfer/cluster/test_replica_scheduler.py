@@ -271,6 +271,24 @@ def test_a_replica_whose_rank_has_failed_is_replaced_and_nobody_notices():
     assert fleet.actors[1] is not broken
 
 
+def test_every_error_of_a_replica_is_heard_since_ray_prints_others():
+    ran: list[Call] = []
+
+    def choose(calls: list[Call]) -> Call:
+        ran.extend(calls[-1].actor.run_all())
+        return calls[-1]
+
+    fleet = InlineFleet(InlineRay(choose), 2, fake)
+
+    def failed(*_: object) -> None:
+        raise RankError("rank 1 of 2 was ended by SIGKILL; the engine has ended, make another")
+
+    fleet.actors[1].loaded.advance = failed
+    run_all(fleet.scheduler(SchedulerConfig()), [[i] for i in range(1, 7)], greedy(20, **ENDS))
+    errors = [call.is_heard for call in ran if call.error is not None]
+    assert len(errors) > 1 and all(errors)
+
+
 def test_replicas_that_die_again_and_again_end_all_streams_with_one_line(monkeypatch):
     monkeypatch.setattr(seats_module, "MOST_DEATHS", 2)
     chance = random.Random(0)

@@ -32,7 +32,7 @@ def refused(error: type[Exception], **options) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize("n", [0, -1, 1.5, "2", None, 10**30])
+@pytest.mark.parametrize("n", [0, -1, 1.5, 1.0, True, "2", None, 10**30])
 def test_a_number_of_replicas_that_makes_no_sense_is_refused(n):
     assert "it must be a whole number from 1 to 1024" in refused(OptionError, data_parallel_size=n)
 
@@ -149,6 +149,20 @@ def test_what_ray_itself_refuses_is_one_line(monkeypatch):
     monkeypatch.setattr(ray, "init", init)
     wanted = "Ray cannot be used: RuntimeError: Version mismatch: the cluster was started with Ray 2.61"
     assert refused(ClusterError) == wanted
+
+
+@pytest.mark.parametrize("is_set", [False, True], ids=["unset", "set"])
+def test_a_cluster_that_may_ask_for_a_token_is_told_how_it_is_given(monkeypatch, is_set):
+    ray = pytest.importorskip("ray", reason=runtime.EXTRA)
+
+    def init(**_options: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(runtime, "_check_answers", lambda _address: None)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token") if is_set else monkeypatch.delenv("RAY_AUTH_MODE", False)
+    told = refused(ClusterError, ray_address="127.0.0.1:6379")
+    assert ("have that file and set RAY_AUTH_MODE=token" in told) == (not is_set)
 
 
 class FakeRay:
