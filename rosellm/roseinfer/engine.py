@@ -80,6 +80,7 @@ class Engine(Owned):
         super().__init__()
         _check_sizes(max_batch_size, num_kv_blocks, block_size)
         _check_share(gpu_memory_utilization)
+        _check_switches(prefix_cache=prefix_cache, deterministic=deterministic, warm_up=warm_up)
         self.model, self.tokenizer, self.config, self.group = model, tokenizer, model.whole, group
         self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
@@ -349,6 +350,12 @@ def _check_share(value: float) -> None:
         raise OptionError(
             f"gpu_memory_utilization is {told(value)}; it must be a number above 0 and at most 1"
         )
+
+
+def _check_switches(**switches: bool) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise OptionError(f"{name} is {told(value)}; use True or False")
 
 
 def _model_len(wanted: int | None, config: Arch) -> int:

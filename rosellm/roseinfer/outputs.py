@@ -134,4 +134,4 @@ def _cumulative(sequence: Sequence) -> float | None:
     """The sum of the log-probabilities of the sequence's own tokens."""
     if sequence.logprobs is None:
         return None
-    return sum(likely[0][1] for likely in sequence.logprobs)
+    return sum((likely[0][1] for likely in sequence.logprobs), 0.0)

@@ -10,6 +10,8 @@ from rosellm.errors import SamplingError, told
 
 INT64_MAX = 2**63 - 1
 MOST_LOGPROBS = 20
+MOST_COMPLETIONS = 16384  # as in vLLM
+REPETITION_BOUNDS = 1e-30, 1e30  # a float32 logit of up to 1e8 stays finite, divided or multiplied by these
 NOT_FINITE = -2  # in place of a token id
 NO_TOKEN = "the model's logits are not finite; nothing can be chosen from them"
 
@@ -23,15 +25,16 @@ class SamplingParams:
     al. 2020); 1 keeps all. min_p: keep tokens at least that many times as likely as the most likely one
     (Nguyen et al. 2024); 0 keeps all. min_p comes first and top_p last; the most likely token always stays.
     repetition_penalty: the logit of a token of prompt or output is divided by it if positive, else multiplied
-    (Keskar et al. 2019); 1 is none. frequency_penalty: subtracted from a token's logit for each time that it
-    is in the output; presence_penalty: once if it is there at all; 0 is none. Penalties come before the
-    temperature, and change greedy choices, too. max_tokens: the most new tokens. seed: the same seed and
-    logits give the same tokens whatever shares the batch; None draws a fresh one. ignore_eos: continue past
-    the end-of-sequence token. stop: a string or list of strings at which the text ends, excluding the stop
-    string. logprobs: with each token return its log-probability and those of as many of the most likely ones,
-    0 to 20, by the model's own logits, before penalties and temperature; None returns none. n: completions
-    of the prompt, by ``LLM.generate`` and ``LLM.chat`` alone; each has a seed of its own, the i-th
-    ``seed + i``. Raises ``SamplingError``.
+    (Keskar et al. 2019), and counts as 1e-30 at least and 1e30 at most; 1 is none. frequency_penalty:
+    subtracted from a token's logit for each time that it is in the output; presence_penalty: once if it is
+    there at all; 0 is none. Penalties come before the temperature, and change greedy choices, too.
+    max_tokens: the most new tokens. seed: the same seed and logits give the same tokens whatever shares the
+    batch; None draws a fresh one. ignore_eos: continue past the end-of-sequence token. stop: a string or list
+    of strings at which the text ends, excluding the stop string. logprobs: with each token return its
+    log-probability and those of as many of the most likely ones, 0 to 20, by the model's own logits, before
+    penalties and temperature; None returns none. n: completions of the prompt, 1 to 16,384, by
+    ``LLM.generate`` and ``LLM.chat`` alone; each has a seed of its own, the i-th ``seed + i``. Raises
+    ``SamplingError``.
     """
 
     temperature: float = 1.0
@@ -61,10 +64,10 @@ class SamplingParams:
             self._whole("seed", 0, INT64_MAX)
         if self.logprobs is not None:
             self._whole("logprobs", 0, MOST_LOGPROBS)
-        self._whole("n", 1)
-        if self.n > 1 and self.is_greedy:
-            told_n = f"n is {told(self.n)}"
-            raise SamplingError(f"{told_n}; it must be 1 at temperature 0, where completions are equal")
+        if self.is_greedy:
+            self._whole("n", 1, 1, "1 at temperature 0, where completions are equal")
+        else:
+            self._whole("n", 1, MOST_COMPLETIONS)
         if not isinstance(self.ignore_eos, bool):
             raise SamplingError(f"ignore_eos is {told(self.ignore_eos)}; use True or False")
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -77,11 +80,11 @@ class SamplingParams:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
             raise SamplingError(f"{name} is {told(value)}; it must be {allowed}")
 
-    def _whole(self, name: str, low: int, high: float = math.inf) -> None:
+    def _whole(self, name: str, low: int, high: float = math.inf, allowed: str | None = None) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            allowed = f", {low} or more" if high == math.inf else f" from {low} to {high}"
-            raise SamplingError(f"{name} is {told(value)}; it must be a whole number{allowed}")
+            limits = f", {low} or more" if high == math.inf else f" from {low} to {high}"
+            raise SamplingError(f"{name} is {told(value)}; it must be {allowed or f'a whole number{limits}'}")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -94,6 +97,12 @@ class SamplingParams:
             return [self]
         seeds = [None if self.seed is None else (self.seed + i) & INT64_MAX for i in range(self.n)]
         return [replace(self, n=1, seed=seed) for seed in seeds]
+
+    @property
+    def repetition(self) -> float:
+        """The repetition penalty by which logits are divided or multiplied: within ``REPETITION_BOUNDS``."""
+        least, most = REPETITION_BOUNDS
+        return float(min(max(self.repetition_penalty, least), most))
 
     @property
     def is_filtered(self) -> bool:

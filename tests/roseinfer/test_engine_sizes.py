@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from rosellm.errors import OptionError, PromptError
+from rosellm.errors import OptionError, PromptError, told
 from rosellm.roseinfer.cache import budget
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.engine import Engine
@@ -82,6 +82,14 @@ def test_where_not_one_block_has_room_a_smaller_block_is_advised(room_for):
 def test_blocks_that_are_asked_for_are_not_questioned(room_for):
     room_for(0)
     assert small_engine(random_model(0), num_kv_blocks=3).num_kv_blocks == 3
+
+
+@pytest.mark.parametrize("bad", ["no", "", 1, 0, None, 10**5000, torch.tensor(True)], ids=type)
+@pytest.mark.parametrize("option", ["prefix_cache", "deterministic", "warm_up"])
+def test_an_option_that_is_on_or_off_is_true_or_false_and_nothing_else(option, bad):
+    with pytest.raises(OptionError) as refusal:
+        small_engine(random_model(0), **{option: bad})
+    assert str(refusal.value) == f"{option} is {told(bad)}; use True or False"
 
 
 def use_memory(monkeypatch, memory: FakeMemory) -> None:

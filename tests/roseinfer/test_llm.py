@@ -382,6 +382,9 @@ def test_a_manager_takes_an_llm_or_an_engine_and_nothing_else() -> None:
         ({"load_format": "pickle"}, CheckpointError),
         ({"max_batch_size": 0}, OptionError),
         ({"block_size": 3}, OptionError),
+        ({"prefix_cache": "no"}, OptionError),
+        ({"deterministic": "no"}, OptionError),
+        ({"warm_up": "no"}, OptionError),
     ],
 )
 def test_bad_options_are_refused(checkpoint: Path, options: dict, error) -> None:

@@ -20,7 +20,7 @@ ROUNDS = 64
 # The words that the end of a step reads or writes, as constants of its kernel.
 ADVANCED = {"TOKEN": TOKEN, "POSITION": POSITION, "LIMIT": LIMIT, "STOP": STOP, "ROUND": ROUND}
 INT32_MAX = 2**31 - 1
-FLOAT32_MAX, FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+FLOAT32_MAX = torch.finfo(torch.float32).max
 _ROW = struct.Struct("<6iq6f2i")
 
 
@@ -112,6 +112,5 @@ def row_bytes(sequence: Sequence, position: int, rounds: int, counts: int = 0) -
     top_k, temperature = min(params.top_k, INT32_MAX), min(params.temperature, FLOAT32_MAX)
     numbers = position, sequence.max_length, stop, rounds
     filters = temperature, params.top_p, params.min_p
-    repetition = min(max(params.repetition_penalty, FLOAT32_TINY), FLOAT32_MAX)
-    penalties = repetition, params.presence_penalty, params.frequency_penalty
+    penalties = params.repetition, params.presence_penalty, params.frequency_penalty
     return _ROW.pack(token, *numbers, top_k, sequence.seed, *filters, *penalties, counts, sequence.n_prompt)

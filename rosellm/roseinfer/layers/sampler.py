@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.token_counts import counts_of
-from rosellm.roseinfer.kernels.draw import FLOAT32, Noise, draw, finite_only, penalised_ref
+from rosellm.roseinfer.kernels.draw import Noise, draw, finite_only, penalised_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.request import Sequence
 
@@ -36,11 +36,9 @@ class Sampler:
         device, own = logits.device, [sequences[row] for row in rows]
         seen = counts_of(own, logits.shape[1], device)
         params = [s.params for s in own]
-        by = [[float(p.repetition_penalty), p.presence_penalty, p.frequency_penalty] for p in params]
+        by = [[p.repetition, p.presence_penalty, p.frequency_penalty] for p in params]
         index = torch.tensor(rows, device=device)
-        repetition, presence, frequency = torch.tensor(by, device=device).T
-        repetition = repetition.clamp(FLOAT32.tiny, FLOAT32.max)
-        return index, penalised_ref(logits[index], seen, repetition, presence, frequency)
+        return index, penalised_ref(logits[index], seen, *torch.tensor(by, device=device).T)
 
     def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
         params = [s.params for s in sequences]

@@ -78,6 +78,14 @@ def inbox_putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], 
     return put
 
 
+def unborn_output(stream: Stream, tokenizer: AnyTokenizer) -> RequestOutput:
+    """The output of a request that was cancelled before its prompt was tokenized."""
+    sequence = Sequence(stream.request_id, [], stream.params, n_pools=0)
+    sequence.metrics = stream.metrics
+    sequence.cancel()
+    return RequestOutput.of(sequence, tokenizer)
+
+
 def output_of(stream: Stream) -> RequestOutput:
     """The output of an ended stream; raises the request's error."""
     outcome = stream.outcome

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import TIMEOUT_MAX, Lock, Thread
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -23,7 +23,14 @@ from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig, config_or_default
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
-from rosellm.roseinfer.serving.stream import Running, Stream, inbox_putter, output_of, raise_again
+from rosellm.roseinfer.serving.stream import (
+    Running,
+    Stream,
+    inbox_putter,
+    output_of,
+    raise_again,
+    unborn_output,
+)
 from rosellm.roseinfer.serving.turns import Pieces, Turns
 
 ORDERS_A_STEP = 1024
@@ -160,10 +167,9 @@ class StreamingManager:
 
     def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
         """Wait, at most ``timeout`` seconds, for the request's end. Raises the request's error."""
-        if not isinstance(timeout, (int, float, type(None))):
-            raise RoseError(f"timeout is {told(timeout)}; give seconds, or None")
+        longest = _longest_wait(timeout)
         stream = self._stream(request_id)
-        if not stream.ended.wait(timeout):
+        if not stream.ended.wait(longest):
             raise RoseError(f"request {request_id} has not ended within {timeout} s")
         return output_of(stream)
 
@@ -341,7 +347,7 @@ class StreamingManager:
         if stream.ended.is_set():
             return
         if stream.running is None:
-            self._end(stream, RequestOutput(stream.request_id, [], [], "cancelled", stream.metrics, str))
+            self._end(stream, unborn_output(stream, self._tokenizer))
             return
         self._scheduler.cancel(stream.running.sequence.request_id)
         self._finish(stream.running)
@@ -383,6 +389,15 @@ def _closed() -> ClosedError:
 def _check_whole(name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise RoseError(f"{name} is {told(value)}; it must be a whole number, {low} or more")
+
+
+def _longest_wait(timeout: float | None) -> float | None:
+    """What an event takes of ``timeout``: None, without end, if it is longer than any wait can be."""
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout >= 0:
+        raise RoseError(f"timeout is {told(timeout)}; it must be seconds, 0 or more, or None")
+    return timeout if timeout <= TIMEOUT_MAX else None
 
 
 def _served_by(given: Engine | Fleet | Serves) -> Engine | Fleet:

@@ -21,6 +21,8 @@ from rosellm.roseinfer.cache.device_state import (
     row_bytes,
 )
 from rosellm.roseinfer.kernels.advance import advance_ref, make_advance
+from rosellm.roseinfer.kernels.draw import penalised_ref
+from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
 from tests.helpers import CPU, INTERPRETED, ON_GPU, TRITON_DEVICES
@@ -103,7 +105,7 @@ def as_float32(x: float) -> float:
     floats=st.fixed_dictionaries(
         {
             "min_p": st.floats(0, 1),
-            "repetition_penalty": st.floats(1e-30, 1e300),
+            "repetition_penalty": st.floats(1e-30, 1e30),
             "presence_penalty": st.floats(-2, 2),
             "frequency_penalty": st.floats(-2, 2),
         }
@@ -130,6 +132,26 @@ def test_a_row_holds_what_the_sequence_says(
     for name in ("repetition", "presence", "frequency"):
         assert getattr(row, name).item() == as_float32(floats[f"{name}_penalty"])
     assert row.min_p.item() == as_float32(floats["min_p"])
+
+
+@pytest.mark.parametrize("logit", [-1e8, -1e4, -4.0, 4.0, 1e4, 1e8])
+@pytest.mark.parametrize("extreme", [5e-324, 1e-38, 1e39, 1.79e308, 10**300], ids=float)
+def test_a_rows_repetition_penalty_leaves_logits_of_any_size_finite_and_of_their_sign(extreme, logit):
+    by = row_of(make_sequence([1], repetition_penalty=extreme), 0, 0).repetition
+    logit = torch.tensor([logit])
+    assert by > 0
+    for penalised in (logit / by, logit * by):
+        assert penalised.isfinite() and penalised.sign() == logit.sign()
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-38, 1e-30, 0.5, 1, 1.3, 1e30, 1e39, 10**300], ids=float)
+def test_the_host_s_sampler_penalises_by_what_a_row_holds(penalty):
+    sequence = make_sequence([0], repetition_penalty=penalty)
+    row = row_of(sequence, 0, 0)
+    logits, seen = torch.tensor([[1.5, 1.0], [-1.5, 1.0]]), torch.tensor([[1, 0]])
+    expected = [penalised_ref(one[None], seen, row.repetition, row.presence, row.frequency) for one in logits]
+    _, found = Sampler()._penalise(logits, [0, 1], [sequence] * 2)
+    assert torch.equal(found, torch.cat(expected))
 
 
 def test_a_row_that_ignores_the_end_has_no_stop_token():

@@ -14,7 +14,7 @@ from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw, penalised_re
 from rosellm.roseinfer.kernels.noise import gumbel_noise, gumbel_noise_triton
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
+from rosellm.roseinfer.sampling import MOST_COMPLETIONS, NOT_FINITE, SamplingParams
 from tests.helpers import (
     TRITON_DEVICES,
     decode_all,
@@ -165,6 +165,9 @@ def test_draws_follow_the_allowed_distribution(device):
         {"seed": 2**63},
         {"seed": 1.0},
         {"ignore_eos": 1},
+        {"n": 0},
+        {"n": 10**8},
+        {"n": True},
         {"stop": ""},
         {"stop": ["a", ""]},
         {"stop": 5},
@@ -191,6 +194,12 @@ def test_parameters_outside_their_range_are_refused_by_name_and_value(bad):
             "top_k is 18446744073709551616; it must be a whole number from 0 to 9223372036854775807",
         ),
         ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number, 1 or more"),
+        ({"n": 16385}, "n is 16385; it must be a whole number from 1 to 16384"),
+        ({"n": 10**5000}, "n is an integer of 16610 bits; it must be a whole number from 1 to 16384"),
+        (
+            {"n": 10**8, "temperature": 0},
+            "n is 100000000; it must be 1 at temperature 0, where completions are equal",
+        ),
         ({"temperature": -1}, "temperature is -1; it must be a number from 0 (greedy) to 1.79e308"),
         (
             {"temperature": 10**400},
@@ -202,12 +211,16 @@ def test_parameters_outside_their_range_are_refused_by_name_and_value(bad):
             "top_k is an integer of 20001 bits; it must be a whole number from 0 to 9223372036854775807",
         ),
     ],
-    ids=[0, 1, 2, 3, 4, 5, 6],
+    ids=range(10),
 )
 def test_a_refusal_tells_the_allowed_range(bad, told):
     with pytest.raises(SamplingError) as caught:
         SamplingParams(**bad)
     assert str(caught.value) == told
+
+
+def test_as_many_completions_as_allowed_are_made_of_parameters():
+    assert len(SamplingParams(n=MOST_COMPLETIONS, seed=5).each()) == MOST_COMPLETIONS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -284,6 +297,8 @@ def penalised_by_hand(logits: list[float], prompt: list[int], output: list[int],
 PENALTIES = [
     {"repetition_penalty": 1.4},
     {"repetition_penalty": 0.6},
+    {"repetition_penalty": 1e-25},
+    {"repetition_penalty": 1e25},
     {"presence_penalty": 1.5},
     {"frequency_penalty": -0.7},
     {"repetition_penalty": 2.0, "presence_penalty": -2.0, "frequency_penalty": 0.9},
@@ -320,11 +335,24 @@ def test_penalties_change_greedy_and_drawn_tokens_of_their_own_row_only():
     assert Sampler()(logits, rows) == [5, 6, 6, 6]
 
 
-@pytest.mark.parametrize("extreme", [5e-324, 1e-40, 1e39, sys.float_info.max])
-def test_the_most_extreme_repetition_penalties_leave_a_token_to_choose(extreme):
-    logits = torch.tensor([[0.5, -1.0, 0.25]])
-    (token,) = Sampler()(logits, [sequence((0, 1), temperature=0.0, repetition_penalty=extreme)])
-    assert token == (0 if extreme < 1 else 2)
+EXTREMES = [5e-324, 1e-40, 1e-38, 1e39, sys.float_info.max, 10**300]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0], ids=str)
+@pytest.mark.parametrize("size", [1.0, 2e4, 2e8])
+@pytest.mark.parametrize("extreme", EXTREMES, ids=float)
+def test_the_most_extreme_repetition_penalties_leave_a_token_to_choose(extreme, size, temperature):
+    logits = size * torch.tensor([[0.5, -1.0, 0.25]])
+    one = sequence((0, 1), temperature=temperature, top_k=1, repetition_penalty=extreme)
+    assert Sampler()(logits, [one]) == [0 if extreme < 1 else 2]
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e8])
+@pytest.mark.parametrize("extreme", EXTREMES, ids=float)
+def test_a_row_of_negative_logits_has_a_likeliest_token_under_any_repetition_penalty(extreme, size):
+    logits = size * torch.tensor([[-1.0, -0.5, -0.75]])
+    one = sequence((0, 1, 2), temperature=0.0, repetition_penalty=extreme)
+    assert Sampler()(logits, [one]) == [1]
 
 
 # Exactness: draws against the distribution

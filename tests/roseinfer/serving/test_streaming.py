@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
 from time import perf_counter, process_time, sleep
 
 import pytest
 
-from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
 from rosellm.models.tokenizer import Tokenizer, train_tokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
@@ -132,6 +133,38 @@ def test_text_comes_while_the_request_is_still_running(
             with pytest.raises(RoseError, match="has not ended yet"):
                 manager.forget(request)
         assert len(manager.result(request).token_ids) == 3
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e10, 1e308, 10**400, threading.TIMEOUT_MAX], ids=told)
+def test_a_result_may_be_waited_for_as_long_as_one_likes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, timeout: float
+) -> None:
+    gate = Gate(engine, monkeypatch)
+    with StreamingManager(engine) as manager, ThreadPoolExecutor(1) as clients:
+        request = manager.add_request(WORDS, greedy(3))
+        with gate.held():
+            result = clients.submit(manager.result, request, timeout)
+            assert wait([result], timeout=0.05).not_done
+        assert len(result.result(timeout=100).token_ids) == 3
+
+
+@pytest.mark.parametrize("timeout", [math.nan, -1, -0.5, -math.inf, -(10**400), True, False, "1"], ids=told)
+def test_a_timeout_that_is_no_length_of_time_is_refused(engine: Engine, timeout) -> None:
+    with StreamingManager(engine) as manager:
+        request = manager.add_request([1], greedy(2))
+        with pytest.raises(RoseError) as refusal:
+            manager.result(request, timeout)
+    assert str(refusal.value) == f"timeout is {told(timeout)}; it must be seconds, 0 or more, or None"
+
+
+def test_a_timeout_of_zero_asks_without_waiting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(engine, monkeypatch)
+    with StreamingManager(engine) as manager:
+        request = manager.add_request([1], greedy(2))
+        with gate.held(), pytest.raises(RoseError, match="has not ended within 0 s"):
+            manager.result(request, timeout=0)
+        manager.result(request)
+        assert len(manager.result(request, timeout=0).token_ids) == 2
 
 
 def test_tokens_are_timed_as_their_piece_is_handed_over(engine: Engine) -> None:
@@ -286,9 +319,9 @@ def test_cancelling_ends_active_and_waiting_requests(engine: Engine, run_ahead: 
     assert_all_free(engine)
 
 
-def test_a_request_can_be_cancelled_while_it_is_tokenised(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def tokenization_held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Within: no text's tokenization ends; the event tells that one has begun."""
     begun, go_on = threading.Event(), threading.Event()
     encode = engine.tokenizer.encode
 
@@ -298,15 +331,53 @@ def test_a_request_can_be_cancelled_while_it_is_tokenised(
         return encode(text, special)
 
     monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
-    with StreamingManager(engine, tokenize_workers=1) as manager:
-        request = manager.add_request(WORDS, ENDLESS)
-        assert begun.wait(10)
-        assert manager.cancel(request)
-        result = manager.result(request, timeout=100)
+    try:
+        yield begun
+    finally:
         go_on.set()
+
+
+def test_a_request_can_be_cancelled_while_it_is_tokenised(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StreamingManager(engine, tokenize_workers=1) as manager:
+        with tokenization_held(engine, monkeypatch) as begun:
+            request = manager.add_request(WORDS, ENDLESS)
+            assert begun.wait(10)
+            assert manager.cancel(request)
+            result = manager.result(request, timeout=100)
         assert (result.finish_reason, result.token_ids, result.text) == ("cancelled", [], "")
         assert manager.result(manager.add_request(WORDS, greedy(2)), timeout=100).finish_reason == "length"
     assert_all_free(engine)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "expected"), [(None, "(None, None)"), (0, "([], 0.0)"), (3, "([], 0.0)")]
+)
+def test_a_request_cancelled_while_it_is_tokenised_has_the_log_probabilities_of_no_tokens_if_it_asked(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, logprobs: int | None, expected: str
+) -> None:
+    asked = SamplingParams(max_tokens=9, logprobs=logprobs, stop="and")
+    with StreamingManager(engine, tokenize_workers=1) as manager:
+        with tokenization_held(engine, monkeypatch) as begun:
+            request = manager.add_request(WORDS, asked)
+            assert begun.wait(10) and manager.cancel(request)
+            output = manager.result(request, timeout=100)
+        assert output.metrics is manager.metrics(request)
+    assert repr((output.logprobs, output.cumulative_logprob)) == expected
+    assert (output.request_id, output.prompt_token_ids, output.text) == (request, [], "")
+
+
+def test_a_request_cancelled_while_it_waits_has_its_prompt_and_the_log_probabilities_of_no_tokens(
+    engine: Engine,
+) -> None:
+    with StreamingManager(engine, SchedulerConfig(max_batch_size=1)) as manager:
+        manager.add_request([1], ENDLESS)
+        waiting = manager.add_request([2, 3], SamplingParams(max_tokens=9, logprobs=3))
+        assert manager.cancel(waiting)
+        output = manager.result(waiting, timeout=100)
+    assert repr((output.logprobs, output.cumulative_logprob)) == "([], 0.0)"
+    assert (output.prompt_token_ids, output.token_ids, output.text) == ([2, 3], [], "")
 
 
 def test_an_error_in_the_worker_reaches_every_waiter(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
