@@ -724,6 +724,8 @@ COMMANDS = [
     streaming("--submit-interval-ms inf", "'inf'", "at most 86400000, a day"),
     streaming("--prompt \udcff --tokenize-workers 1", "text '\\udcff' cannot be encoded"),
     streaming(f"--tokenize-workers {nines}", "--tokenize-workers", "too large"),
+    streaming("--trace file", "file: the header is kept; it must name seconds, prompt_tokens, new_tokens"),
+    streaming("--long-prompt-tokens 9999999", "'9999999' is too large; use at most 1048576"),
     kv_append(f"--batch-sizes 8,{nines}", "--batch-sizes", "too large; use at most 1099511627776"),
     kv_append("--batch-sizes=", "'' is not a whole number, 1 or more"),
     kv_append("--head-dim 2147483647 --num-heads 2147483647", "out of memory"),

@@ -38,7 +38,7 @@ from rosellm.roseinfer.bench.arrivals import (
 from rosellm.roseinfer.bench.cli import Benchmark
 from rosellm.roseinfer.bench.job import Job
 from rosellm.roseinfer.bench.long_prompt import gap_figures, joined_by
-from rosellm.roseinfer.bench.options import count, counts
+from rosellm.roseinfer.bench.options import MOST_TOKENS, count, counts
 from rosellm.roseinfer.bench.prompts import Prompts
 from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.bench.summary import summary_line
@@ -175,7 +175,7 @@ def summary(result: dict[str, Any]) -> list[str]:
 def _long_prompt_lines(medians: dict[str, float]) -> list[str]:
     places = {"beside": "ITL beside the long prompt", "apart": "ITL apart from it"}
     return [
-        summary_line(f"{told} p50/p99", [medians[f"itl_{place}_p{p}_s"] for p in (50, 99)], "ms")
+        summary_line(f"{told} p50/p99", [medians.get(f"itl_{place}_p{p}_s") for p in (50, 99)], "ms")
         for place, told in places.items()
     ]
 
@@ -255,7 +255,7 @@ def _add_options(parser: ArgumentParser) -> None:
     trace = "JSON lines, or CSV with a header: seconds, prompt_tokens, new_tokens of each request"
     add("--trace", type=read_trace, metavar="FILE", help=trace)
     more = "one more request, of this many prompt tokens and one new, joins the others"
-    add("--long-prompt-tokens", **count(None), help=more)
+    add("--long-prompt-tokens", **count(None, high=MOST_TOKENS), help=more)
     when = "when it does, after the others"
     add("--long-prompt-after-ms", type=_milliseconds, default=500.0, metavar="MS", help=when)
     sizes = "other sizes of --prefill-chunk to compare; none by default"

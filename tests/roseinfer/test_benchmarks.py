@@ -169,6 +169,20 @@ def test_a_trace_that_fails_costs_no_measurement(tmp_path, monkeypatch, capsys):
     assert json.loads(record.read_text())["results"]["online"]["repeats"]
 
 
+def test_a_summary_that_cannot_be_printed_costs_no_measurement(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("rosellm.roseinfer.bench.cli.print_summary", fail)
+    sizes, record = (
+        "--device cpu --num-requests 1 --max-new-tokens 2 --warmup-runs 0",
+        tmp_path / "record.json",
+    )
+    assert benchmark_scheduler.main([*sizes.split(), "--repeat-runs=1", "--json", str(record)]) == 2
+    assert "Broken pipe" in capsys.readouterr().err
+    assert json.loads(record.read_text())["results"]["online"]["repeats"]
+
+
 def test_the_append_form_prints_a_line_a_batch_then_a_row_a_variant_and_writes_its_record(tmp_path):
     path = tmp_path / "record.json"
     shape = ("--num-heads", 2, "--head-dim", 8, "--block-size", 4, "--repeats", 2)

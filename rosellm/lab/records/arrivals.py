@@ -29,7 +29,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
 from rosellm.roseinfer.bench.job import Job, choose_recipe, make_engine, scheduler_config
 from rosellm.roseinfer.bench.options import counts
-from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens, request_params
+from rosellm.roseinfer.bench.prompts import largest_request, make_prompts, new_tokens, request_params
 from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.benchmark_streaming import BENCHMARK, StreamingLoad, run_streaming_benchmark
@@ -264,7 +264,7 @@ def _check_chunks(folder: Path, chunks: Sequence[int]) -> None:
 def record_long_prompt(arguments: Namespace, folder: Path, gpt: Transformer, tokenizer: AnyTokenizer) -> None:
     """Write each of ``LONG_RECORDS``; without the positions one line says that they are left out."""
     asked = BENCHMARK.parse_options(long_prompt_options(chunks=arguments.chunks))
-    needed, there = asked.prompt_tokens + asked.max_new_tokens, gpt.config.n_positions
+    needed, there = sum(largest_request(asked, asked.prompt_tokens)), gpt.config.n_positions
     if there < needed:
         print(f"long prompt: left out, it needs {needed} positions and the model has {there} positions")
         return

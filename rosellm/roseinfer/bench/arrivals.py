@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import reprlib
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,11 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rosellm.command_line import INT32_MAX
+from rosellm.roseinfer.bench.options import MOST_TOKENS
 from rosellm.roseinfer.request import RequestMetrics
 
 DAY_S = 86_400  # no request arrives later
 N_SAMPLES = 200  # of the queue's length over a run
 FIELDS = ("seconds", "prompt_tokens", "new_tokens")
+MOST = {"prompt_tokens": MOST_TOKENS, "new_tokens": INT32_MAX}  # as of the options of these names
+
+Lines = list[tuple[int, str]]  # with their numbers, from 1 on
 
 
 class Arrival(NamedTuple):
@@ -38,57 +43,82 @@ def poisson_times(rate: float, n_requests: int, seed: int) -> list[float]:
 def read_trace(text: str) -> list[Arrival]:
     """An argparse type: a file's arrivals, in order of time.
 
-    Each line is a JSON object with the FIELDS, or the file is CSV with a header line of them.
+    Each line is a JSON object with the FIELDS, or the file is CSV with a header line of them. Blank lines
+    are passed over.
     """
-    path = Path(text)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = _numbered(Path(text).read_text(encoding="utf-8-sig"))  # a spreadsheet writes the mark
     except (OSError, UnicodeDecodeError) as error:
         told = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ArgumentTypeError(f"cannot read {text}: {told}") from None
     if not lines:
         raise ArgumentTypeError(f"{text} has no arrivals")
-    rows = _json_rows(lines) if lines[0].lstrip().startswith("{") else _csv_rows(lines)
+    rows = _json_rows(lines) if lines[0][1].lstrip().startswith("{") else _csv_rows(lines)
     arrivals: list[Arrival] = []
     try:
         arrivals.extend(_arrival(number, row) for number, row in rows)
-    except (ValueError, csv.Error) as error:
+    except ValueError as error:
         raise ArgumentTypeError(f"{text}{error}") from None
     if not arrivals:
         raise ArgumentTypeError(f"{text} has no arrivals")
     return sorted(arrivals, key=lambda arrival: arrival.seconds)
 
 
-def _json_rows(lines: list[str]) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(lines, 1):
+def _numbered(text: str) -> Lines:
+    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _json_rows(lines: Lines) -> Iterator[tuple[int, Any]]:
+    for number, line in lines:
         try:
             yield number, json.loads(line)
         except (ValueError, RecursionError):
             yield number, None
 
 
-def _csv_rows(lines: list[str]) -> Iterator[tuple[int, Any]]:
-    header, *rows = csv.reader(lines)
+def _csv_rows(lines: Lines) -> Iterator[tuple[int, Any]]:
+    (_, header), *rows = _csv_cells(lines)
     names = [name.strip() for name in header]
     if not set(names) >= set(FIELDS):
         raise ValueError(f": the header is {','.join(names)}; it must name {', '.join(FIELDS)}")
-    for number, row in enumerate(rows, 2):
+    for number, row in rows:
         yield number, dict(zip(names, row, strict=False))
+
+
+def _csv_cells(lines: Lines) -> Iterator[tuple[int, list[str]]]:
+    """Each row's cells, and the line where it begins: a quoted cell may span several."""
+    reader, begin = csv.reader(line for _, line in lines), 0
+    try:
+        for row in reader:
+            yield lines[begin][0], row
+            begin = reader.line_num
+    except csv.Error as error:
+        raise ValueError(f", line {lines[begin][0]}: {error}") from None
 
 
 def _arrival(number: int, row: object) -> Arrival:
     here = f", line {number}"
     if not isinstance(row, dict) or any(row.get(name) is None for name in FIELDS):
         raise ValueError(f"{here}: it must give {', '.join(FIELDS)}")
+    values = {name: _number(row[name]) for name in FIELDS}
+    if not 0 <= values["seconds"] <= DAY_S:
+        told = reprlib.repr(row["seconds"])
+        raise ValueError(f"{here}: seconds is {told}; it must be a number from 0 to {DAY_S}, a day")
+    for name, most in MOST.items():
+        if not (values[name].is_integer() and 1 <= values[name] <= most):
+            told = reprlib.repr(row[name])
+            raise ValueError(f"{here}: {name} is {told}; it must be a whole number from 1 to {most}")
+    return Arrival(values["seconds"], int(values["prompt_tokens"]), int(values["new_tokens"]))
+
+
+def _number(value: object) -> float:
+    """NaN if it is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return math.nan
     try:
-        seconds, (prompt, new) = float(row["seconds"]), (int(row[name]) for name in FIELDS[1:])
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{here}: {', '.join(FIELDS)} must be finite numbers") from None
-    if not 0 <= seconds <= DAY_S:
-        raise ValueError(f"{here}: seconds is {seconds}; it must be 0 or more and at most {DAY_S}, a day")
-    if not (1 <= prompt <= INT32_MAX and 1 <= new <= INT32_MAX):
-        raise ValueError(f"{here}: prompt_tokens and new_tokens must be whole numbers, 1 or more")
-    return Arrival(seconds, prompt, new)
+        return float(value)
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 def submit_by_deadline(

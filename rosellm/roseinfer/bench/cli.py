@@ -48,21 +48,28 @@ class Benchmark:
     ) -> dict[str, Any]:
         """Measure, print, and return the record; a sweep may share one model. build: makes the engine.
 
-        The record is written if requested, and only then the trace: an error there costs no measurement.
+        The record is written if requested, and only then the last summary and the trace: an error there
+        costs no measurement.
         """
         runs, results = self.runs(options), {}  # refuses what does not go together
         job = make_job(options, gpt, tokenizer, build)
         for mode, run in runs.items():
             results[mode] = repeat(run, job, mode, options.warmup_runs, options.repeat_runs)
+            if len(results) == len(runs):
+                record = self._recorded(options, job.engine, results)
             print_summary(results[mode], self.summary(results[mode]))
-        facts = {**request_facts(options), "not_comparable": departures(options, job.engine)}
-        facts |= engine_facts(job.engine)
-        record = new_record(self.form, job.engine.device, **facts, results=results)
-        if options.json:
-            write_record(options.json, record)
         if options.profile:
             together = 1 if mode == "naive" else job.engine.max_batch_size
             write_trace(run, job.shortened(together, PROFILED_STEPS + 1), options.profile)
+        return record
+
+    def _recorded(self, options: Namespace, engine: Engine, results: dict[str, Any]) -> dict[str, Any]:
+        """The record, written if requested."""
+        facts = {**request_facts(options), "not_comparable": departures(options, engine)}
+        facts |= engine_facts(engine)
+        record = new_record(self.form, engine.device, **facts, results=results)
+        if options.json:
+            write_record(options.json, record)
         return record
 
     def main(self, argv: list[str] | None = None) -> int:

@@ -10,7 +10,16 @@ from rosellm.errors import PromptError, RecipeError
 from rosellm.models.loading import AnyTokenizer, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.options import departures
-from rosellm.roseinfer.bench.prompts import Prompts, encode_prompts, make_prompts, request_params
+from rosellm.roseinfer.bench.prompts import (
+    Prompts,
+    encode_prompts,
+    largest_request,
+    longest_prompt_of,
+    make_prompts,
+    new_tokens,
+    request_params,
+    trace_of,
+)
 from rosellm.roseinfer.bench.record import dtype_name
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
@@ -44,13 +53,12 @@ def make_job(
 ) -> Job:
     """Build what the options ask for, and print what is about to be measured."""
     recipe = choose_recipe(options)
-    prompts, params = make_prompts(options, gpt.config.vocab_size), request_params(options)
-    encoded = encode_prompts(prompts, tokenizer)
-    longest = max(map(len, encoded))
+    longest = longest_prompt_of(options, tokenizer)
     check_positions(options, longest, gpt.config.n_positions)
+    prompts, params = make_prompts(options, gpt.config.vocab_size), request_params(options)
     engine = make_engine(options, recipe, gpt, tokenizer, longest, build)
     print_header(engine, options)
-    given = encoded if options.pretok else prompts
+    given = encode_prompts(prompts, tokenizer) if options.pretok else prompts
     return Job(engine, given, params, scheduler_config(options))
 
 
@@ -111,8 +119,14 @@ def kv_blocks_wanted(options: Namespace, gpt: Transformer, longest_prompt: int) 
 
 
 def longest_request(options: Namespace, gpt: Transformer, longest_prompt: int) -> int:
-    """Tokens that the longest request may have, prompt and output; at most the model's positions."""
-    return min(longest_prompt + options.max_new_tokens, gpt.config.n_positions)
+    """Tokens that the longest request may have, prompt and output; at most the model's positions.
+
+    Of lengths drawn at random the longest of both count: an engine may serve more such requests later.
+    """
+    most = longest_prompt + options.max_new_tokens
+    if trace_of(options):
+        most = sum(largest_request(options, longest_prompt))
+    return min(most, gpt.config.n_positions)
 
 
 def scheduler_config(options: Namespace) -> SchedulerConfig:
@@ -133,18 +147,24 @@ def print_header(engine: Engine, options: Namespace) -> None:
     where = engine.device.type + (f" x {n_ranks}" if n_ranks > 1 else "")
     print(f"Model: {options.hf_model_id}, {options.load_format}, {where}, {dtype_name(engine)}")
     print(f"Recipe: {recipe} ({engine.kernels.name} kernels)")
-    least, most = options.min_new_tokens, options.max_new_tokens
-    requests = f"{options.num_requests}, {most if least is None else f'{least} to {most}'} new tokens each"
+    requests = f"{options.num_requests}, {_new_tokens_told(options)} new tokens each"
     print(f"Requests: {requests}, {options.max_batch_size} at a time", flush=True)
     if told := departures(options, engine):
         print(f"Not comparable with {options.workload}'s records: {', '.join(told)}", flush=True)
 
 
+def _new_tokens_told(options: Namespace) -> str:
+    least, most = options.min_new_tokens, options.max_new_tokens
+    if trace_of(options):
+        least = min(new_tokens(options))
+    return str(most) if least in (None, most) else f"{least} to {most}"
+
+
 def check_positions(options: Namespace, longest_prompt: int, n_positions: int) -> None:
-    """Raise ``PromptError`` if the model has too few positions for the options."""
-    if longest_prompt + options.max_new_tokens > n_positions:
+    """Raise ``PromptError`` if the model has too few positions for one of the requests."""
+    prompt, new = largest_request(options, longest_prompt)
+    if prompt + new > n_positions:
         name = f"{options.workload}: " if options.workload else ""
         raise PromptError(
-            f"{name}{longest_prompt} prompt tokens and {options.max_new_tokens} new ones exceed the "
-            f"model's {n_positions} positions"
+            f"{name}{prompt} prompt tokens and {new} new ones exceed the model's {n_positions} positions"
         )

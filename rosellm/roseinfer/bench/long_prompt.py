@@ -25,7 +25,7 @@ def gap_figures(outputs: list[RequestOutput]) -> dict[str, Any]:
     """Inter-token latencies, seconds, beside the last request's prefill and apart from it.
 
     A gap that has any moment in common with the time from that request's arrival to its token is beside it.
-    Raises ``RoseError`` if there is none.
+    Raises ``RoseError`` if none is beside it; if none is apart from it, those figures are None.
     """
     *running, long = outputs
     begin, end = long.metrics.arrival, long.metrics.token_times[0]

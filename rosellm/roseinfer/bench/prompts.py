@@ -19,25 +19,56 @@ OF_PROMPTS, OF_OUTPUTS, OF_PREFIXES, OF_SAMPLING = 1, 2, 3, 4
 def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
     """One prompt per request: text, or with ``--prompt-tokens`` seeded random token ids."""
     if options.prompt_tokens is not None:
-        random, longest = np.random.default_rng(options.seed), options.prompt_tokens
-        ids = random.integers(vocab_size, size=(options.num_requests, longest)).tolist()
-        shared = np.random.default_rng([options.seed, OF_PREFIXES])
-        prefix = shared.integers(vocab_size, size=options.shared_prefix_tokens).tolist()
-        if trace := _trace(options):
-            return [prefix + row[: arrival.prompt_tokens] for row, arrival in zip(ids, trace, strict=True)]
-        if options.min_prompt_tokens is None:
-            return [prefix + row for row in ids]
-        lengths = _lengths(options, options.min_prompt_tokens, longest, OF_PROMPTS)
-        return [prefix + row[:n] for row, n in zip(ids, lengths, strict=True)]
+        return _random_prompts(options, vocab_size)
     if options.shared_prefix_tokens:
         raise OptionError("--shared-prefix-tokens needs --prompt-tokens: prompts of random token ids")
-    texts = [options.prompt * n for n in options.prompt_repeats]
+    texts = _texts(options)
     return [texts[i % len(texts)] for i in range(options.num_requests)]
+
+
+def _random_prompts(options: Namespace, vocab_size: int) -> list[list[int]]:
+    """Every prompt takes as many ids as the longest from the generator: it begins alike at any length."""
+    random, longest = np.random.default_rng(options.seed), options.prompt_tokens
+    shared = np.random.default_rng([options.seed, OF_PREFIXES])
+    prefix = shared.integers(vocab_size, size=options.shared_prefix_tokens).tolist()
+    lengths = _own_lengths(options)
+    return [prefix + random.integers(vocab_size, size=longest)[:n].tolist() for n in lengths]
+
+
+def _texts(options: Namespace) -> list[str]:
+    return [options.prompt * n for n in options.prompt_repeats[: options.num_requests]]
+
+
+def longest_prompt_of(options: Namespace, tokenizer: AnyTokenizer) -> int:
+    """Tokens of the longest prompt, known before random ids are drawn, which take memory."""
+    if options.prompt_tokens is None:
+        return max(map(len, encode_prompts(_texts(options), tokenizer)))
+    return options.shared_prefix_tokens + max(_own_lengths(options))
+
+
+def largest_request(options: Namespace, longest_text: int) -> tuple[int, int]:
+    """Prompt tokens and new ones of the request that has the most of both together.
+
+    longest_text: tokens of the longest prompt of text; such prompts count as all alike.
+    """
+    if options.prompt_tokens is None:
+        return longest_text, max(new_tokens(options))
+    prompts = [options.shared_prefix_tokens + n for n in _own_lengths(options)]
+    return max(zip(prompts, new_tokens(options), strict=True), key=sum)
+
+
+def _own_lengths(options: Namespace) -> list[int]:
+    """Tokens of each prompt of random ids, without those that all begin with."""
+    if trace := trace_of(options):
+        return [arrival.prompt_tokens for arrival in trace]
+    if options.min_prompt_tokens is None:
+        return [options.prompt_tokens] * options.num_requests
+    return _lengths(options, options.min_prompt_tokens, options.prompt_tokens, OF_PROMPTS)
 
 
 def new_tokens(options: Namespace) -> list[int]:
     """How many tokens each request asks for."""
-    if trace := _trace(options):
+    if trace := trace_of(options):
         return [arrival.new_tokens for arrival in trace]
     if options.min_new_tokens is None:
         return [options.max_new_tokens] * options.num_requests
@@ -55,7 +86,7 @@ def request_params(options: Namespace) -> list[SamplingParams]:
     ]
 
 
-def _trace(options: Namespace) -> list[Arrival] | None:
+def trace_of(options: Namespace) -> list[Arrival] | None:
     """What ``--trace`` says, an option of the streaming benchmark only."""
     return vars(options).get("trace")
 

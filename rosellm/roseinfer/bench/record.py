@@ -60,8 +60,8 @@ def distribution(
 
 
 def across_repeats(repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Every repeat's raw figures, and the median and mean over the repeats of each numeric one."""
-    numeric = [name for name, value in repeats[0].items() if isinstance(value, (int, float))]
+    """Every repeat's raw figures, and the median and mean over the repeats of each number that all have."""
+    numeric = [name for name in repeats[0] if all(isinstance(one[name], (int, float)) for one in repeats)]
     columns = {name: [repeat[name] for repeat in repeats] for name in numeric}
     return {
         "repeats": repeats,

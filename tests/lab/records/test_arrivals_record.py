@@ -76,12 +76,12 @@ def test_a_long_prompts_record_is_not_replaced_by_one_of_fewer_sizes_of_chunks(t
     assert [file.name for file in (tmp_path / "rose-tiny").iterdir()] == [path.name]
 
 
-def test_the_answers_beside_a_long_prompt_need_positions_too(tmp_path, capsys, monkeypatch) -> None:
+def test_a_long_prompt_needs_positions_for_itself_and_its_token(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(arrivals, "_arrivals_record", lambda *_given: {})
-    gpt = SimpleNamespace(config=small_config(n_positions=16_384))
+    gpt = SimpleNamespace(config=small_config(n_positions=16_000))
     monkeypatch.setattr(arrivals, "load_parts", lambda *_given: (gpt, None))
     assert arrivals.main([*SMALL, f"--output={tmp_path}", "--chunks=512,32"]) == 0
-    told = "long prompt: left out, it needs 16756 positions and the model has 16384 positions"
+    told = "long prompt: left out, it needs 16001 positions and the model has 16000 positions"
     assert capsys.readouterr().out.splitlines()[-1] == told
 
 

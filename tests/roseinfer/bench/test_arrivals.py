@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from argparse import ArgumentTypeError
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rosellm.roseinfer import benchmark_streaming
+from rosellm.roseinfer.bench import job
 from rosellm.roseinfer.bench.arrivals import (
     Arrival,
     goodput,
@@ -20,8 +22,13 @@ from rosellm.roseinfer.bench.arrivals import (
     read_trace,
     submit_by_deadline,
 )
+from rosellm.roseinfer.bench.job import SPARE_KV_BLOCKS, kv_blocks_wanted, longest_request, print_header
+from rosellm.roseinfer.bench.prompts import make_prompts
+from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import RequestMetrics
+from tests.helpers import random_model
 
+HEADER = "seconds,prompt_tokens,new_tokens\n"
 ROWS = [(0.5, 3, 4), (0.0, 2, 6), (1.25, 9, 1)]
 TINY = ["--device=cpu", "--rung=dense", "--max-batch-size=2", "--no-stop-on-eos"]
 TINY += ["--warmup-runs=0", "--repeat-runs=1"]
@@ -55,6 +62,21 @@ def test_a_trace_is_read_in_order_of_time(tmp_path: Path, write) -> None:
     assert read_trace(str(write(tmp_path))) == [Arrival(*row) for row in sorted(ROWS)]
 
 
+@pytest.mark.parametrize("text", [f"{HEADER}0,1,2\n", '{"seconds": 0, "prompt_tokens": 1, "new_tokens": 2}'])
+def test_a_trace_may_begin_with_a_byte_order_mark_as_spreadsheets_write(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text, encoding="utf-8-sig")
+    assert read_trace(str(path)) == [Arrival(0.0, 1, 2)]
+
+
+def test_blank_lines_and_cells_of_several_lines_are_no_arrivals(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(
+        b'\r\nuser,seconds,prompt_tokens,new_tokens\r\n\r\n"a\r\nb",0,1,2\r\n  \r\nc,1,3.0,4\r\n'
+    )
+    assert read_trace(str(path)) == [Arrival(0.0, 1, 2), Arrival(1.0, 3, 4)]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -63,24 +85,32 @@ def test_a_trace_is_read_in_order_of_time(tmp_path: Path, write) -> None:
         ("seconds,tokens\n1,2\n", "the header is seconds,tokens; it must name seconds, prompt_tokens"),
         ("seconds,prompt_tokens,new_tokens\n0,1,2\n1,2\n", "line 3: it must give seconds"),
         (
-            "seconds,prompt_tokens,new_tokens\n0,1,many\n",
-            "line 2: seconds, prompt_tokens, new_tokens must be",
+            f"{HEADER}0,1,many\n",
+            ", line 2: new_tokens is 'many'; it must be a whole number from 1 to 2147483647",
         ),
-        ("seconds,prompt_tokens,new_tokens\n-1,1,1\n", "line 2: seconds is -1.0; it must be 0 or more"),
-        ("seconds,prompt_tokens,new_tokens\nnan,1,1\n", "line 2: seconds is nan"),
-        ('{"seconds": 0, "prompt_tokens": 0, "new_tokens": 1}', "line 1: prompt_tokens and new_tokens must"),
-        (
-            "seconds,prompt_tokens,new_tokens\n1764000000000,1,1\n",
-            "line 2: seconds is 1764000000000.0; it must be 0 or more and at most 86400, a day",
-        ),
-        ("seconds,prompt_tokens,new_tokens\ninf,1,1\n", "line 2: seconds is inf"),
-        ('{"seconds": 0, "prompt_tokens": 1e999, "new_tokens": 1}', "line 1: seconds, prompt_tokens, new_t"),
-        ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": -1e999}', "must be finite numbers"),
-        (f'{{"seconds": 1{"0" * 400}, "prompt_tokens": 1, "new_tokens": 1}}', "must be finite numbers"),
+        (f"{HEADER}0,3.7,1\n", "line 2: prompt_tokens is '3.7'; it must be a whole number from 1 to 1048576"),
+        (f"{HEADER}0,1048577,1\n", "prompt_tokens is '1048577'; it must be a whole number from 1 to 1048576"),
+        (f"{HEADER}-1,1,1\n", "line 2: seconds is '-1'; it must be a number from 0 to 86400, a day"),
+        (f"{HEADER}nan,1,1\n", "line 2: seconds is 'nan'"),
+        (f"{HEADER}1764000000000,1,1\n", "line 2: seconds is '1764000000000'; it must be a number from 0 to"),
+        (f"{HEADER}inf,1,1\n", "line 2: seconds is 'inf'"),
+        (f"{HEADER}\n \n0,1,1\n\n0,1,0\n", "line 6: new_tokens is '0'"),
+        (f"user,{HEADER}'a',0,1,1\n\"b\nc\",0,1,x\nd,0,1,1\n", "line 3: new_tokens is 'x'"),
+        (f"{HEADER}\n0,1,{'9' * 140_000}\n", ", line 3: field larger than field limit"),
+        (f"{'x' * 140_000}\n", ", line 1: field larger than field limit"),
+        ('{"seconds": 0, "prompt_tokens": 0, "new_tokens": 1}', "line 1: prompt_tokens is 0; it must be"),
+        ('{"seconds": 0, "prompt_tokens": 3.7, "new_tokens": 1}', "line 1: prompt_tokens is 3.7; it must be"),
+        ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": true}', "line 1: new_tokens is True; it must be"),
+        ('{"seconds": true, "prompt_tokens": 1, "new_tokens": 1}', "line 1: seconds is True; it must be"),
+        ('{"seconds": 0, "prompt_tokens": [1], "new_tokens": 1}', "line 1: prompt_tokens is [1]; it must be"),
+        ('{"seconds": 0, "prompt_tokens": 1e999, "new_tokens": 1}', "line 1: prompt_tokens is inf; it must"),
+        ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": -1e999}', "line 1: new_tokens is -inf; it must"),
+        (f'{{"seconds": 1{"0" * 400}, "prompt_tokens": 1, "new_tokens": 1}}', "line 1: seconds is 1000"),
         (f'{{"seconds": 1{"0" * 5000}, "prompt_tokens": 1, "new_tokens": 1}}', "line 1: it must give"),
         ('{"seconds": ' + "[" * 200_000, "line 1: it must give"),
         ('{"seconds": 0', "line 1: it must give"),
         ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1}\n[]', "line 2: it must give"),
+        ('\n{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1}\n\n{}', "line 4: it must give"),
     ],
 )
 def test_a_broken_trace_is_one_line_that_says_where(tmp_path: Path, capsys, text: str, told: str) -> None:
@@ -163,6 +193,59 @@ def test_a_user_replays_a_trace_and_the_record_tells_all(tmp_path: Path, capsys)
     assert repeat["completion_tokens"] == 11 and repeat["total_time_s"] > 1.25
     assert repeat["within_limits_share"] == 1 and 0 <= repeat["lag_p50_s"] < 1.0
     assert max(repeat["queue_in_flight"]) >= 1 and repeat["queue_in_flight"][-1] == 0
+
+
+def of_trace(folder: Path, *rows: str) -> list[str]:
+    """Options that name a trace of these rows."""
+    path = folder / "trace.csv"
+    path.write_text("\n".join([HEADER.strip(), *rows]))
+    return ["--device=cpu", "--trace", str(path)]
+
+
+def test_a_trace_fits_if_each_of_its_requests_does(tmp_path: Path, capsys) -> None:
+    fits = [*of_trace(tmp_path, "0,500,1", "0,5,100"), "--warmup-runs=0", "--repeat-runs=1"]
+    assert benchmark_streaming.main(fits) == 0
+    assert "Requests: 2, 1 to 100 new tokens each, 8 at a time\n" in capsys.readouterr().out
+    assert benchmark_streaming.main(of_trace(tmp_path, "0,500,1", "0,413,100", "0,5,200")) == 2
+    told = "error: 413 prompt tokens and 100 new ones exceed the model's 512 positions\n"
+    assert capsys.readouterr().err == told
+    assert benchmark_streaming.main([*of_trace(tmp_path, "0,500,1"), "--shared-prefix-tokens=12"]) == 2
+    assert "512 prompt tokens and 1 new ones exceed" in capsys.readouterr().err
+
+
+def test_the_kv_cache_holds_the_requests_of_a_trace_and_no_more(tmp_path: Path) -> None:
+    gpt, parse = random_model(0), benchmark_streaming.BENCHMARK.parse_options  # 64 positions
+    options = parse(
+        [*of_trace(tmp_path, "0,40,1", "0,1,30", "0,2,2"), "--block-size=8", "--max-batch-size=3"]
+    )
+    assert longest_request(options, gpt, longest_prompt=40) == 41
+    assert kv_blocks_wanted(options, gpt, longest_prompt=40) == 3 * 6 + SPARE_KV_BLOCKS
+
+
+def test_requests_of_a_trace_that_ask_for_as_many_tokens_are_told_by_one_number(
+    tmp_path: Path, capsys
+) -> None:
+    options = benchmark_streaming.BENCHMARK.parse_options(of_trace(tmp_path, "0,1,4", "0,2,4"))
+    print_header(Engine(random_model(0), max_batch_size=2), options)
+    assert "Requests: 2, 4 new tokens each, " in capsys.readouterr().out
+
+
+def test_a_trace_that_does_not_fit_is_refused_before_its_prompts_are_drawn(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(job, "make_prompts", lambda *_given: pytest.fail("prompts were drawn"))
+    assert benchmark_streaming.main(of_trace(tmp_path, *["0,5,1"] * 100, "0,100000,1")) == 2
+
+
+def test_the_prompts_of_a_trace_take_memory_for_their_own_tokens_only(tmp_path: Path) -> None:
+    rows = of_trace(tmp_path, *["0,5,1"] * 1000, "0,20000,1")
+    options = benchmark_streaming.BENCHMARK.parse_options(rows)
+    tracemalloc.start()
+    prompts = make_prompts(options, 50257)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [len(prompt) for prompt in prompts] == [5] * 1000 + [20_000]
+    assert peak < 4e6  # all at the longest's length take 160 MB in numpy alone
 
 
 def test_a_user_asks_for_a_rate(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
-from rosellm.errors import RoseError
+from rosellm.errors import PromptError, RoseError
 from rosellm.roseinfer import benchmark_streaming
+from rosellm.roseinfer.bench.job import check_positions
 from rosellm.roseinfer.bench.long_prompt import gap_figures
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics
@@ -35,6 +37,44 @@ def test_gaps_are_beside_a_prefill_if_they_share_a_moment_with_it() -> None:
     assert figures["itl_apart_mean_s"] == 1.5 and figures["long_prompt_ttft_s"] == 3
     with pytest.raises(RoseError, match="no request was running"):
         gap_figures([running, output_of(8.5, [9.0])])
+
+
+def test_without_a_gap_apart_from_the_prefill_the_figures_apart_have_no_value() -> None:
+    figures = gap_figures([output_of(0.0, [1.0, 2.0, 5.0]), output_of(0.5, [7.0])])
+    assert figures["itl_beside_max_s"] == 3 and figures["itl_beside_p50_s"] == 2
+    assert [figures[f"itl_apart_{which}_s"] for which in ("mean", "p50", "p99")] == [None] * 3
+
+
+@pytest.mark.parametrize("long_arrivals", [(0.5, 0.5), (2.5, 0.5), (0.5, 2.5)])
+def test_a_run_without_a_gap_apart_from_the_prefill_is_recorded_and_told(
+    long_arrivals: tuple[float, ...], tmp_path: Path, capsys, monkeypatch
+) -> None:
+    """Also if only one of two runs is without."""
+    arrivals, running = cycle(long_arrivals), output_of(0.0, [1.0, 2.0, 5.0])
+
+    def figures(_outputs: list[RequestOutput]) -> dict:
+        return gap_figures([running, output_of(next(arrivals), [7.0])])
+
+    monkeypatch.setattr(benchmark_streaming, "gap_figures", figures)
+    record, argv = (
+        tmp_path / "record.json",
+        [*RUN, "--max-new-tokens=2", "--warmup-runs=0", "--repeat-runs=2"],
+    )
+    assert benchmark_streaming.main([*argv, "--long-prompt-tokens=40", "--json", str(record)]) == 0
+    assert capsys.readouterr().out.count("ITL apart from it p50/p99: none/none ms\n") == 2
+    for result in json.loads(record.read_text())["results"].values():
+        found = [repeat["itl_apart_p50_s"] for repeat in result["repeats"]]
+        assert found == [None if arrival == 0.5 else 1.0 for arrival in long_arrivals]
+        assert "itl_apart_p50_s" not in result["medians"] and result["medians"]["itl_beside_max_s"] == 3
+
+
+def test_a_long_prompt_and_the_others_fit_if_each_request_does(capsys) -> None:
+    options = benchmark_streaming.BENCHMARK.parse_options([*RUN, "--long-prompt-tokens=480"])
+    check_positions(options, options.prompt_tokens, 481)
+    with pytest.raises(
+        PromptError, match="480 prompt tokens and 1 new ones exceed the model's 480 positions"
+    ):
+        check_positions(options, options.prompt_tokens, 480)
 
 
 def test_a_user_compares_chunks_with_a_whole_prompt(tmp_path: Path, capsys) -> None:

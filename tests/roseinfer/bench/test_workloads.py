@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rosellm.errors import OptionError, RoseError
+from rosellm.errors import OptionError, PromptError, RoseError
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import resolve_device
 from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.job import choose_recipe, print_header
+from rosellm.roseinfer.bench.job import check_positions, choose_recipe, print_header
 from rosellm.roseinfer.bench.options import departures, request_facts
 from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens, request_params
 from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, MODERN_MODEL, WORKLOADS, get_workload
@@ -172,6 +172,24 @@ def test_each_request_of_a_job_has_its_own_length_and_prompts_begin_alike_whatev
     assert new_tokens(options) == [1024] * 256
 
 
+@pytest.mark.parametrize("given", [["--workload=W6"], ["--workload=W8"], ["--workload=PFX"]])
+def test_prompts_of_random_ids_are_those_of_one_draw_at_the_longest_length(given):
+    options = benchmark_scheduler.BENCHMARK.parse_options([*given, "--device=cpu", "--num-requests=40"])
+    sizes = options.num_requests, options.prompt_tokens
+    drawn = np.random.default_rng(options.seed).integers(50257, size=sizes).tolist()
+    prefix = options.shared_prefix_tokens
+    own = [prompt[prefix:] for prompt in make_prompts(options, 50257)]
+    assert own == [row[: len(prompt)] for row, prompt in zip(drawn, own, strict=True)]
+
+
+def test_requests_of_unequal_lengths_fit_if_each_of_them_does():
+    options = benchmark_scheduler.BENCHMARK.parse_options(["--workload=MIX", "--device=cpu"])
+    longest = max(map(len, make_prompts(options, 50)))
+    check_positions(options, longest, 947 + 998)
+    with pytest.raises(PromptError, match="MIX: 947 prompt tokens and 998 new ones exceed"):
+        check_positions(options, longest, 947 + 998 - 1)
+
+
 def test_bounds_the_wrong_way_round_are_refused():
     for given in ("--prompt-tokens=99", "--max-new-tokens=99"):
         with pytest.raises(OptionError, match="the shortest length is 100, the longest 99"):
@@ -181,7 +199,7 @@ def test_bounds_the_wrong_way_round_are_refused():
 def test_a_model_of_too_few_positions_is_one_line_before_anything_is_built(capsys):
     assert benchmark_scheduler.main(["--workload=MIX", "--device=cpu", "--hf-model-id=rose-tiny"]) == 2
     told = capsys.readouterr()
-    assert told.err == "error: MIX: 1018 prompt tokens and 1024 new ones exceed the model's 512 positions\n"
+    assert told.err == "error: MIX: 947 prompt tokens and 998 new ones exceed the model's 512 positions\n"
     assert told.out == ""
 
 
