@@ -20,7 +20,7 @@ from rosellm.lab.records.records import results_folder
 from rosellm.lab.running.run_notebooks import run
 from rosellm.models.families.table import write_arch
 from tests.exercises import solved
-from tests.helpers import small_config
+from tests.helpers import WINDOWED, small_config
 from tests.lab.made_up_machine import FOLDER, NAME, add_complete_machine
 from tests.side_by_side import SIDE_BY_SIDE
 from tests.warm_kernel import WarmKernel
@@ -282,6 +282,13 @@ def test_a_model_may_have_fewer_positions_than_the_shipped_one(number, tmp_path,
     (path,) = [path for path in NOTEBOOKS if path.stem.startswith(number)]
     given = {"model": str(tmp_path), "load_format": "dummy", "prompt_lengths": [2, 20]}
     assert errors(kernel, path, NON_DEFAULT | given) == []
+
+
+def test_pieces_of_long_contexts_may_lie_before_a_sliding_window(tmp_path, kernel):
+    shape = small_config(**WINDOWED, n_positions=2048, vocab_size=300, head_dim=16)
+    (tmp_path / "config.json").write_text(json.dumps(write_arch(shape)))
+    (path,) = [path for path in NOTEBOOKS if path.stem == "27_long_contexts"]
+    assert errors(kernel, path, {"model": str(tmp_path), "load_format": "dummy"}) == []
 
 
 def test_the_batch_runner_takes_a_notebook_of_the_package_with_other_parameters(tmp_path):

@@ -96,13 +96,11 @@ def _heading(one: Any) -> str:
 
 
 def _file(one: Any) -> str:
-    """The file relative to the checkout; "this notebook" for anything defined there."""
+    """The file relative to the checkout, or beside a notebook; "this notebook" for anything defined there."""
     try:
         path = Path(inspect.getsourcefile(_unwrapped(one)) or "").resolve()
     except TypeError:
         raise SourceError(f"{_name(one)} has no Python source to show") from None
-    return (
-        path.relative_to(CHECKOUT).as_posix()
-        if path.is_relative_to(CHECKOUT / "rosellm")
-        else "this notebook"
-    )
+    if path.is_relative_to(CHECKOUT / "rosellm"):
+        return path.relative_to(CHECKOUT).as_posix()
+    return "/".join(path.parts[-2:]) if path.is_file() else "this notebook"

@@ -117,18 +117,15 @@ class Ledger:
 
     def _repr_markdown_(self) -> str:
         """Markdown: the rows, their sum, and how far to trust them."""
-        lines = ["| cause | µs | share | launches | floor, µs |", "|:--|--:|--:|--:|--:|"]
-        for row in self.rows:
-            cells = (
-                row.cause,
-                number(row.us),
-                _percent(row.share),
-                f"{row.launches:.3g}",
-                number(row.floor_us),
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-        total = f"**{number(self.step_us)}** | {_percent(1)} | | **{number(self.floor_us)}**"
-        lines.append(f"| **the step** | {total} |")
+        heads = ["cause", "µs", "share", "launches", "floor, µs"]
+        table = [
+            [row.cause, number(row.us), _percent(row.share), f"{row.launches:.3g}", number(row.floor_us)]
+            for row in self.rows
+        ]
+        step, floor = (f"**{number(us)}**" for us in (self.step_us, self.floor_us))
+        rows = [heads, [":--", *["--:"] * 4], *table, ["**the step**", step, _percent(1), "", floor]]
+        columns = len(heads) if self.floor_us is not None else len(heads) - 1
+        lines = [f"| {' | '.join(row[:columns])} |" for row in rows]
         return "\n".join([*lines, "", self.cross_check])
 
     def __repr__(self) -> str:

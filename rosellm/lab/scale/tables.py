@@ -10,17 +10,17 @@ from typing import Any
 from rosellm.lab.records.records import signed
 from rosellm.lab.scale import plan
 from rosellm.lab.scale.cluster import Failures, Fleet, Outcome
-from rosellm.lab.scale.fitting import Check, Run
+from rosellm.lab.scale.fitting import KINDS, Check, Run
 from rosellm.lab.scale.pairs import PairCheck
 from rosellm.lab.scale.step_model import Achieved, StepModel
 from rosellm.lab.scale.sums import Sums
 from rosellm.lab.scale.work import DECODE_TERMS, PREFILL_TERMS, Cut
 
 Row = list[Any]
-STEPS = ("", "", "step, ms", "planned", "model not seen", "whole run, ms", "planned")
-PAIRS = ("", "", "GPUs", "measured, s", "planned, s", "error", "beyond one's")
+STEPS = ("", "", "step, ms", "planned", "model not seen", "prefill, ms", "planned", "run, ms", "planned")
+PAIRS = ("model", "workload", "GPUs", "measured, s", "planned, s", "error", "beyond one's")
 ROUTES = ("prompts", "router", "knee", "TTFT p50, ms", "p90", "p99")
-FAILURES = ("s between a host's", "failures", "away, expected %", "begun anew, %", "TTFT p50, ms", "p99")
+FAILURES = ("a host fails every, s", "failures", "away, expected %", "begun anew, %", "TTFT p50, ms", "p99")
 LAYOUTS = ("replicas × GPUs of each", "a lone token, ms", "requests a second")
 PERCENTS = (50, 90, 99)
 _signed = partial(signed, decimals=0)
@@ -40,13 +40,15 @@ def step_rows(runs: Sequence[Run], checks: Iterable[Check]) -> list[Row]:
     of = {(one.model, one.workload, one.kind): one for one in checks}
     rows = []
     for run in runs:
-        step, whole = (of.get((run.model, run.workload, kind)) for kind in ("decode step", "whole run"))
-        row: Row = [run.model, run.workload, *[""] * 3]
-        if step:
-            row[2:] = [f"{step.measured:.2f}", _signed(step.error), _signed(step.held_out_error)]
-        assert whole is not None
-        rows.append([*row, f"{whole.measured:,.1f}", _signed(whole.error)])
+        step, prefill, whole = (of.get((run.model, run.workload, kind)) for kind in KINDS)
+        row: Row = [run.model, run.workload, *_told(step), _signed(step.held_out_error) if step else ""]
+        rows.append([*row, *_told(prefill), *_told(whole)])
     return rows
+
+
+def _told(check: Check | None) -> Row:
+    """What was measured, and how far the plan is from it."""
+    return [f"{check.measured:,.2f}", _signed(check.error)] if check else ["", ""]
 
 
 def sum_rows(figures: Mapping[str, Any]) -> list[Row]:
