@@ -18,8 +18,8 @@ def render_chat(folder: Path | None, messages: list[Message], add_generation_pro
 
     messages: ``{"role": "user", "content": "..."}`` and so on, from the first to the last. The text has its
     special tokens: encode it with ``special=False``. add_generation_prompt: end where the model's answer
-    begins. Raises ``CheckpointError`` without a template (a dummy's folder is None), and ``PromptError`` for
-    other messages or those that the template refuses.
+    begins. Raises ``CheckpointError`` without a template (a dummy's folder is None) or for one that cannot
+    be read, and ``PromptError`` for other messages or those that the template refuses.
     """
     _check_messages(messages)
     if folder is None:
@@ -30,7 +30,16 @@ def render_chat(folder: Path | None, messages: list[Message], add_generation_pro
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except Exception as error:  # a template is a program: it may fail in any way
+        if _is_syntax_error(error):
+            raise refusal(
+                CheckpointError, f"the chat template in {folder} has a syntax error", error
+            ) from error
         raise refusal(PromptError, f"the chat template in {folder} fails on the messages", error) from error
+
+
+def _is_syntax_error(error: Exception) -> bool:
+    """Of jinja2, which is imported by its users only."""
+    return any(kind.__name__ == "TemplateSyntaxError" for kind in type(error).__mro__)
 
 
 def _check_messages(messages: object) -> None:
@@ -59,4 +68,6 @@ def _templated(folder: Path) -> Any:
         raise refusal(CheckpointError, f"{folder} has no tokenizer with a chat template", error) from error
     if not tokenizer.chat_template:
         raise CheckpointError(f"{folder} has no chat template; give a prompt as text")
+    if not isinstance(tokenizer.chat_template, (str, dict)):
+        raise CheckpointError(f"the chat template in {folder} is {_told(tokenizer.chat_template)}; give text")
     return tokenizer

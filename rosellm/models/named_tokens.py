@@ -33,6 +33,13 @@ def named_tokens(folder: Path) -> dict[str, bool]:
         raise CheckpointError(f"{folder} names tokens in a form that is not known") from error
 
 
+def named_class(folder: Path) -> str | None:
+    """The class of transformers that reads the tokenizer, without the ``Fast`` that older files add."""
+    files = (_object(folder / name) for name in ("tokenizer_config.json", "config.json"))
+    named = next(filter(None, (file.get("tokenizer_class") for file in files)), None)
+    return named.removesuffix("Fast") if isinstance(named, str) else None
+
+
 def _listed(source: dict[str, Any]) -> Iterator[Any]:
     for name in LISTS:
         listed = source.get(name) or []

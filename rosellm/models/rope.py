@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rosellm.errors import CheckpointError
+from rosellm.errors import CheckpointError, told
 
 LEAST, MOST = 1e-6, 1e12  # of any number that a scaling is made of
 
@@ -124,15 +124,15 @@ def read_rope(config: dict[str, Any]) -> Rope:
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     fields = {} if config.get(name) is None else config[name]
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{name} is {fields!r}; an object is needed")
+        raise CheckpointError(f"{name} is {told(fields)}; an object is needed")
     if any(isinstance(value, dict) for value in fields.values()):
         raise CheckpointError("rope_parameters differ between kinds of layers; one kind is supported")
     theta = _number(fields, "rope_theta", config.get("rope_theta", 10_000.0), above=1.0)
     if (partial := fields.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1):
-        raise CheckpointError(f"partial_rotary_factor {partial!r} is not supported; only 1.0 is")
+        raise CheckpointError(f"partial_rotary_factor {told(partial)} is not supported; only 1.0 is")
     kind = fields.get("rope_type", fields.get("type", "default"))
     if not isinstance(kind, str) or kind not in _SCALINGS:
-        raise CheckpointError(f"rope_type {kind!r} is not supported; {', '.join(_SCALINGS)} are")
+        raise CheckpointError(f"rope_type {told(kind)} is not supported; {', '.join(_SCALINGS)} are")
     return Rope(theta, _SCALINGS[kind](fields, config))
 
 
@@ -156,7 +156,7 @@ def _read_yarn(fields: dict[str, Any], config: dict[str, Any]) -> Yarn:
     amplitude = _yarn_amplitude(fields, factor)
     fast, slow = _number(fields, "beta_fast", 32.0), _number(fields, "beta_slow", 1.0)
     if not isinstance(truncate := fields.get("truncate", True), bool):
-        raise CheckpointError(f"truncate is {truncate!r} in the rope parameters; true or false is needed")
+        raise CheckpointError(f"truncate is {told(truncate)} in the rope parameters; true or false is needed")
     return Yarn(factor, _original(fields, config), amplitude, fast, slow, truncate)
 
 
@@ -178,7 +178,7 @@ def _original(fields: dict[str, Any], config: dict[str, Any]) -> int:
     given = (config.get(name), fields.get(name), config.get("max_position_embeddings"))
     length = _number({name: next((value for value in given if value is not None), None)}, name)
     if length != int(length):
-        raise CheckpointError(f"{name} is {length!r} in the rope parameters; a whole number is needed")
+        raise CheckpointError(f"{name} is {told(length)} in the rope parameters; a whole number is needed")
     return int(length)
 
 
@@ -186,8 +186,8 @@ def _number(fields: dict[str, Any], name: str, default: Any = None, above: float
     value = default if fields.get(name) is None else fields[name]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not above < value <= MOST:
-        told = f"a number above {above:g} and at most {MOST:g} is needed"
-        raise CheckpointError(f"{name} is {value!r} in the rope parameters; {told}")
+        needed = f"a number above {above:g} and at most {MOST:g} is needed"
+        raise CheckpointError(f"{name} is {told(value)} in the rope parameters; {needed}")
     return value
 
 

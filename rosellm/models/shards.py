@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from rosellm.errors import CheckpointError
 
 WHOLE = "model.safetensors"
+LONGEST_NAME = 255  # bytes
+MOST_NAMED = 3  # files that an error lists
 
 
 @contextmanager
@@ -33,9 +36,9 @@ def shards_of(folder: Path) -> list[Path]:
         names = _indexed(index)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)} (checkpoints are read from safetensors only)"
-        )
+        others = len(missing) - MOST_NAMED
+        listed = ", ".join(missing[:MOST_NAMED]) + (f" and {others} more" if others > 0 else "")
+        raise CheckpointError(f"{folder} lacks {listed} (checkpoints are read from safetensors only)")
     return [folder / name for name in names]
 
 
@@ -46,6 +49,12 @@ def _indexed(index: Path) -> list[str]:
         outside = [name for name in names if Path(name).name != name]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a valid safetensors index") from error
+    if impossible := [name for name in names if not _can_exist(name)]:
+        raise CheckpointError(f"{index} names a file that cannot exist, {reprlib.repr(impossible[0])}")
     if outside:
         raise CheckpointError(f"{index} names files outside its folder")
     return names
+
+
+def _can_exist(name: str) -> bool:
+    return name.isprintable() and 0 < len(name.encode()) <= LONGEST_NAME

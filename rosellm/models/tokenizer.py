@@ -19,9 +19,11 @@ from rosellm.atomic import replacing, write_text
 from rosellm.errors import CheckpointError, PromptError, RoseError
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
-from rosellm.models.named_tokens import named_tokens
+from rosellm.models.named_tokens import named_class, named_tokens
 
 END_OF_TEXT = "<|endoftext|>"
+RESPLITTING = "LlamaTokenizer"
+"""The class of transformers that puts rules of its own in place of a SentencePiece file's."""
 CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!\S)|\s+"
 """A line break and the indentation after it, a name, up to three digits, punctuation, other white space."""
 
@@ -283,9 +285,12 @@ def _read(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _with_named(path: Path) -> tokenizers.Tokenizer:
-    """A ``tokenizer.json``; what transformers makes of its folder if that names tokens that it lacks."""
+    """A ``tokenizer.json``, or what transformers makes of its folder.
+
+    That counts if the folder names tokens that the file lacks, or a class that splits text in its own way.
+    """
     raw, named = tokenizers.Tokenizer.from_file(str(path)), named_tokens(path.parent)
-    if any(raw.token_to_id(token) is None for token in named):
+    if _is_resplit(path) or any(raw.token_to_id(token) is None for token in named):
         return _convert(path.parent)
     special = {str(token) for token in raw.get_added_tokens_decoder().values() if token.special}
     news = [token for token, is_special in named.items() if is_special and token not in special]
@@ -293,17 +298,23 @@ def _with_named(path: Path) -> tokenizers.Tokenizer:
     return raw
 
 
-def _convert(folder: Path) -> tokenizers.Tokenizer:
-    """The tokenizer that ``transformers`` builds from several files, such as vocab.json with merges.txt.
+def _is_resplit(path: Path) -> bool:
+    """Whether transformers may split text otherwise than the file says, which a byte-level one decides."""
+    return named_class(path.parent) == RESPLITTING and '"ByteLevel"' not in path.read_text(encoding="utf-8")
 
-    A whole tokenizer.json is read directly: transformers' GPT-2 class replaces the file's own pre-tokenizer,
-    and its import takes half a second. No code from the folder is run.
+
+def _convert(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer that ``transformers`` builds from a folder, such as one of vocab.json and merges.txt.
+
+    A whole byte-level tokenizer.json is read directly: transformers' GPT-2 and Qwen2 classes replace the
+    file's own pre-tokenizer, and its import takes half a second. No code from the folder is run.
     """
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     raw = theirs.backend_tokenizer
-    if not raw.get_vocab_size(with_added_tokens=False):
+    added = {str(token) for token in raw.get_added_tokens_decoder().values()}
+    if not raw.get_vocab(with_added_tokens=False).keys() - added:  # at most what its class begins with
         raise ValueError("it is empty or absent")
     return raw
 

@@ -58,7 +58,7 @@ ANGLES = [
     (scaled(rope_theta=NAN), "rope_theta is nan"),
     (scaled(rope_theta=1), "rope_theta is 1 in the rope parameters; a number above 1 and"),
     (scaled(rope_theta=-5.0), "rope_theta is -5.0"),
-    ({"rope_theta": 10**400}, "rope_theta is 1000"),
+    ({"rope_theta": 10**400}, "rope_theta is an integer of 1329 bits in"),
     (scaled(**LLAMA3 | {"low_freq_factor": 4.0}), "low_freq_factor 4.0 is not below high_freq_factor 4.0"),
     (scaled(**LLAMA3 | {"low_freq_factor": 9.0}), "low_freq_factor 9.0 is not below high_freq_factor 4.0"),
     (scaled(**LLAMA3 | {"low_freq_factor": None}), "low_freq_factor is None"),
@@ -143,17 +143,88 @@ OWN = [
     ("phi3", {"sliding_window": True}, "window is True"),
     ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "(longrope) are not supported"),
     ("phi3", {"rope_scaling": YARN}, "(longrope) are not supported"),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window True is not supported; only False is"),
-    ("qwen3", {"use_sliding_window": 1}, "use_sliding_window 1 is not supported"),
+    ("qwen2", {"use_sliding_window": None}, "use_sliding_window is None; true or false is needed"),
+    ("qwen3", {"use_sliding_window": 1}, "use_sliding_window is 1; true or false is needed"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": -1},
+        "max_window_layers is -1; a whole number",
+    ),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 1.0}, "max_window_layers is 1.0"),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0}, "window is 0"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": "7"}, "window is '7'"),
     ("qwen3", {"attention_bias": True}, "attention_bias True is not supported"),
     ("llama", {"attention_bias": "no"}, "attention_bias is 'no'; true or false is needed"),
     ("llama", {"mlp_bias": True}, "mlp_bias True is not supported"),
 ]
 
 
+WINDOWED_BY_LAYER = ["mistral", "qwen2", "qwen3"]
+ONE_OF_EACH = (
+    "1 layers of full_attention mixed with 1 of sliding_attention are not supported; all layers must be"
+)
+LAYER_TYPES = [
+    (["full_attention", "sliding_attention"], ONE_OF_EACH),
+    (["sliding_attention", "full_attention"], ONE_OF_EACH),
+    (["sliding_attention"], "layer_types has 1; a list of 2 kinds, one a layer, is needed"),
+    (["full_attention"] * 3, "layer_types has 3; a list of 2"),
+    ([], "layer_types has 0; a list"),
+    ("full_attention", "layer_types is 'full_attention'; a list"),
+    ({"0": "full_attention"}, "layer_types is {'0'"),
+    (["full_attention", "chunked_attention"], "'chunked_attention', which is not supported; full_attention"),
+    (["full_attention", None], "layer_types name None, which is not supported"),
+    ([["full_attention"], 5], "layer_types name ['full_attention'], which"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", WINDOWED_BY_LAYER)
+@pytest.mark.parametrize(("kinds", "words"), LAYER_TYPES, ids=[words[:40] for _, words in LAYER_TYPES])
+def test_layers_of_two_kinds_or_of_unknown_ones_are_refused(family, kinds, words):
+    fields = {"layer_types": kinds, "sliding_window": 7, "use_sliding_window": True}
+    refused(sizes(family) | {"model_type": family} | fields, words)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_on_the_last_layers_only_is_refused(family):
+    fields = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    refused(sizes(family) | {"model_type": family} | fields, ONE_OF_EACH)
+
+
+@pytest.mark.parametrize("family", WINDOWED_BY_LAYER)
+def test_sliding_layers_without_a_window_are_refused(family):
+    fields = {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}
+    refused(sizes(family) | {"model_type": family} | fields, "but there is no sliding_window in use")
+
+
 @pytest.mark.parametrize(("family", "change", "words"), OWN)
 def test_a_bad_field_of_its_own_is_refused_by_a_family(family, change, words):
     refused(sizes(family) | {"model_type": family} | change, words)
+
+
+NUMBERED = [
+    {name: 10**4000}
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "eos_token_id",
+        "tie_word_embeddings", "dtype", "hidden_act", "rope_theta", "rope_parameters",
+        "partial_rotary_factor",
+    )
+]  # fmt: skip
+NUMBERED += [scaled(**YARN | {name: 10**4000}) for name in ("factor", "beta_fast", "truncate", "rope_type")]
+
+
+@pytest.mark.parametrize("family", ROTARY)
+@pytest.mark.parametrize("change", NUMBERED, ids=[" ".join(change) for change in NUMBERED])
+def test_a_number_of_thousands_of_digits_is_told_by_its_size(family, change):
+    with pytest.raises(CheckpointError) as caught:
+        read_arch(sizes(family) | {"model_type": family} | change)
+    assert "an integer of 13288 bits" in str(caught.value) and len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("length", ["128", [128], {"a": 1}, True], ids=str)
+def test_a_context_that_is_no_number_is_refused_where_yarn_would_stretch_it(length):
+    fields = {"model_type": "llama", "max_position_embeddings": length}
+    refused(sizes("llama") | fields | scaled(**YARN), f"n_positions is {length!r}; a whole number")
 
 
 @pytest.mark.parametrize(
@@ -222,8 +293,9 @@ NUMBERS = [
     NAN,
 ]
 OTHERS = [None, True, False, "", "yarn", "linear", "2", "\n", [], {}, [1], ["a"], {"factor": 2.0}]
+WINDOW = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
 CONFIGS = [
-    sizes(family) | {"model_type": family, "sliding_window": 9, "dtype": "bfloat16"} | rope
+    sizes(family) | {"model_type": family, "dtype": "bfloat16"} | WINDOW | rope
     for family in ROTARY
     for rope in ({}, scaled(**YARN), scaled(**LLAMA3), {"rope_scaling": {"type": "linear", "factor": 2.0}})
 ]

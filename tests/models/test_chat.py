@@ -145,7 +145,6 @@ def test_other_messages_are_refused(folder, messages, words):
     [
         (TEMPLATE, "fails on the messages: no role tool"),
         ("{{ raise_exception('one\ntwo') }}", "fails on the messages: one two"),
-        ("{% for m in messages %}", "fails on the messages: Unexpected end of template"),
         ("{{ messages.nothing.at.all }}", "fails on the messages: "),
         ("{{ 1 / 0 }}", "fails on the messages: division by zero"),
         ("{{ ''.__class__.__mro__ }}", "fails on the messages: access to attribute '__class__'"),
@@ -157,9 +156,28 @@ def test_a_template_that_fails_is_told(untemplated, tmp_path, template, words):
     refused(PromptError, words, folder, [{"role": "tool", "content": "x"}])
 
 
+@pytest.mark.parametrize("in_config", [True, False], ids=["tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for m in messages %}", "Unexpected end of template"),
+        ("{{ messages", "unexpected end of template"),
+        ("{% unknown %}", "unknown tag 'unknown'"),
+        ("{{ messages | nothing }}", "No filter named 'nothing'"),
+    ],
+)
+def test_a_syntax_error_in_a_template_is_the_checkpoints_fault(
+    untemplated, tmp_path, template, words, in_config
+):
+    folder = templated(untemplated, tmp_path, template, in_config)
+    told = f"the chat template in {folder} has a syntax error: "
+    refused(CheckpointError, told, folder, MESSAGES)
+    refused(CheckpointError, words, folder, MESSAGES)
+
+
 @pytest.mark.parametrize("template", [5, {}, ["x"], [{"name": "a"}], True], ids=str)
 def test_a_template_of_another_kind_is_refused(untemplated, tmp_path, template):
     folder = templated(untemplated, tmp_path, template, in_config=True)
-    with pytest.raises((CheckpointError, PromptError)) as caught:
+    with pytest.raises(CheckpointError) as caught:
         render_chat(folder, MESSAGES)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)

@@ -15,6 +15,7 @@ import torch
 import rosellm
 from rosellm.models.arch import Arch, Norm
 from rosellm.models.checkpoint import load_config
+from rosellm.models.families.family import FULL, SLIDING
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
 from rosellm.models.model import Transformer
 from rosellm.models.rope import Linear, Llama3, Rope, Yarn
@@ -34,6 +35,7 @@ from tests.models.family_checks import (
 ROTARY = [family for family in FAMILIES if family != "gpt2"]
 SCALED = [family for family in ROTARY if family != "phi3"]  # transformers' has longrope only
 WINDOWED = ["mistral", "phi3"]
+WINDOWED_BY_LAYER = ["mistral", "qwen2", "qwen3"]
 
 
 def heads(n_heads: int, n_kv_heads: int) -> dict[str, int]:
@@ -127,6 +129,48 @@ def test_a_window_is_seen_in_the_logits():
     assert (our_logits(model, tokens) - narrow)[-1].abs().max() > 1e-3
 
 
+BOTH = {"sliding_window": 7, "use_sliding_window": True}
+ONE_KIND = {
+    "full": ({"layer_types": [FULL] * 2} | BOTH, None),
+    "sliding": ({"layer_types": [SLIDING] * 2} | BOTH, 7),
+}
+SPELLINGS = {
+    f"{family}-{name}": (family, *ONE_KIND[name]) for family in WINDOWED_BY_LAYER for name in ONE_KIND
+}
+SPELLINGS |= {
+    f"{family}-{name}": (family, fields, window)
+    for family in ("qwen2", "qwen3")
+    for name, fields, window in [
+        ("none full", BOTH | {"max_window_layers": 0}, 7),
+        ("as many full as there are", BOTH | {"max_window_layers": 2}, None),
+        ("more full", BOTH | {"max_window_layers": 3}, None),
+        ("default full", BOTH, None),
+        ("no width", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None),
+        ("not in use", {"sliding_window": 7, "max_window_layers": 0}, None),
+        ("the list counts", BOTH | {"max_window_layers": 0, "layer_types": [FULL] * 2}, None),
+        ("a list without use", {"sliding_window": 7, "layer_types": [FULL] * 2}, None),
+    ]
+}
+SPELLINGS |= {"mistral-no list": ("mistral", {"layer_types": None, "sliding_window": 7}, 7)}
+
+
+@pytest.mark.parametrize(("family", "fields", "window"), SPELLINGS.values(), ids=SPELLINGS)
+def test_layers_of_one_kind_equal_transformers_however_a_config_says_it(tmp_path, family, fields, window):
+    from transformers import AutoModelForCausalLM
+
+    their_model(family, head_dim=8).save_pretrained(tmp_path)
+    config = sizes(family) | {"model_type": family, "head_dim": 8} | fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    ours = load_model(str(tmp_path), CPU, torch.float32)
+    assert ours.config.window == window
+    check_equal(theirs, ours)
+    tokens = prompt(20)
+    assert greedy(our_logits, ours, tokens, 6) == greedy(their_logits, theirs, tokens, 6)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers(tmp_path, family):
     theirs = their_model(family, seed=1)
@@ -176,6 +220,8 @@ ARCHES = {family: _arch(family, eos_token_ids=(3, 9)) for family in FAMILIES} | 
     "tied": _arch("qwen3", tie_embeddings=True, head_dim=10, scale=None),
     "biases": _arch("llama", biases=("qkv", "out")),
     "window": _arch("phi3", window=7),
+    "window of qwen2": _arch("qwen2", window=7),
+    "window of qwen3": _arch("qwen3", window=7),
 }
 
 

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, processors
 
 from rosellm.errors import CheckpointError, PromptError
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
-from rosellm.models.families.table import KNOWN_SHAPES, write_arch
+from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
 from rosellm.models.tokenizer import (
     END_OF_TEXT,
     ByteStream,
@@ -26,6 +26,7 @@ from rosellm.models.tokenizer import (
     train_tokenizer,
 )
 from tests.helpers import small_config
+from tests.models.family_checks import sizes
 
 CODE = '''class Queue:
     """A queue — first in, first out."""
@@ -308,6 +309,32 @@ def test_a_models_folder_without_a_vocabulary_has_no_tokenizer(in_parts: Path) -
         CheckpointError, match="has no tokenizer.json, and .* vocabulary in it: it is empty or absent$"
     ):
         load_tokenizer(in_parts, small_config())
+
+
+CLASS_ONLY = {
+    "nothing": {},
+    "a class": {"tokenizer_class": "LlamaTokenizer"},
+    "another class": {"tokenizer_class": "Qwen2Tokenizer"},
+    "tokens": {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|im_end|>",
+        "added_tokens_decoder": {
+            "5": {"content": "<|im_end|>", "special": True},
+            "6": {"content": "<tool_call>", "special": False},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("fields", CLASS_ONLY.values(), ids=CLASS_ONLY)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_any_family_without_a_vocabulary_has_no_tokenizer(tmp_path: Path, family, fields) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(sizes(family) | {"model_type": family}))
+    if fields:
+        (tmp_path / CONFIG).write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="has no tokenizer.json, and") as caught:
+        load_tokenizer(tmp_path, small_config())
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b"[]", b'{"model": {"type": "BPE"}}'])

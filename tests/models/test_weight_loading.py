@@ -93,6 +93,29 @@ def test_a_missing_shard_is_named(folder):
     refused(folder, f"lacks {shard}")
 
 
+def test_of_many_missing_shards_the_first_are_named(folder):
+    where = spread(folder, 3)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {name: f"{name}.safetensors" for name in where}}))
+    refused(folder, f" and {len(where) - 3} more (checkpoints are read from safetensors only)")
+
+
+@pytest.mark.parametrize("name", ["a" * 256, "é" * 128, "a" * 5000, "", "a\nb", "a\0b", "\ud800"], ids=ascii)
+def test_an_index_that_names_a_file_which_cannot_exist_is_refused_in_a_short_line(folder, name):
+    where = spread(folder, 3)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where | {K: name}}))
+    refused(folder, INDEX, "names a file that cannot exist, ")
+    with pytest.raises(CheckpointError) as caught:
+        load(folder)
+    assert len(str(caught.value)) < len(str(folder)) + 120
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "é" * 127, "a b.safetensors"], ids=ascii)
+def test_a_missing_shard_of_any_name_that_a_file_may_have_is_named(folder, name):
+    where = spread(folder, 3)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where | {K: name}}))
+    refused(folder, f"lacks {name} (checkpoints")
+
+
 @pytest.mark.parametrize(
     "name", ["../0.safetensors", "/0.safetensors", "a/0.safetensors", "a/../0.safetensors"]
 )

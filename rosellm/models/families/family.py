@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rosellm.errors import CheckpointError
+from rosellm.errors import CheckpointError, told
 from rosellm.models.arch import Arch
 
 Config = dict[str, Any]
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,47 @@ def check_only(config: Config, only: Mapping[str, Any]) -> None:
     """Raise ``CheckpointError`` for a field that has another value than the one supported."""
     for name, value in only.items():
         if config.get(name, value) != value or type(config.get(name, value)) is not type(value):
-            raise CheckpointError(f"{name} {config[name]!r} is not supported; only {value!r} is")
+            raise CheckpointError(f"{name} {told(config[name])} is not supported; only {value!r} is")
+
+
+def flag(config: Config, name: str) -> bool:
+    """A field that is true or false; false if it is absent."""
+    if not isinstance(found := config.get(name, False), bool):
+        raise CheckpointError(f"{name} is {told(found)}; true or false is needed")
+    return found
+
+
+def with_window(arch: Arch, window: Any, layer_types: Any, n_full: int = 0) -> Arch:
+    """``arch`` with ``window`` if all its layers slide, and without one if all attend to all tokens before.
+
+    layer_types: each layer's kind; None: all but the first ``n_full`` slide, if there is a window. Raises
+    ``CheckpointError``, for a mixture too.
+    """
+    n_layers = arch.n_layers
+    if layer_types is None:
+        n_full = n_layers if window is None else min(n_full, n_layers)
+        layer_types = [FULL] * n_full + [SLIDING] * (n_layers - n_full)
+    _check_kinds(layer_types, n_layers)
+    n_sliding = layer_types.count(SLIDING)
+    if 0 < n_sliding < n_layers:
+        raise CheckpointError(
+            f"{n_layers - n_sliding} layers of {FULL} mixed with {n_sliding} of {SLIDING} are not supported; "
+            "all layers must be of one kind"
+        )
+    if n_sliding and window is None:
+        raise CheckpointError(f"layer_types name {SLIDING}, but there is no sliding_window in use")
+    return replace(arch, window=window if n_sliding else None)
+
+
+def _check_kinds(layer_types: Any, n_layers: int) -> None:
+    if not isinstance(layer_types, list) or len(layer_types) != n_layers:
+        given = f"has {len(layer_types)}" if isinstance(layer_types, list) else f"is {told(layer_types)}"
+        raise CheckpointError(f"layer_types {given}; a list of {n_layers} kinds, one a layer, is needed")
+    for kind in layer_types:
+        if kind not in (FULL, SLIDING):
+            raise CheckpointError(
+                f"layer_types name {told(kind)}, which is not supported; {FULL} and {SLIDING} are"
+            )
 
 
 def eos_ids(config: Config) -> tuple[int, ...]:

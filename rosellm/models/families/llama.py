@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from rosellm.errors import CheckpointError
-from rosellm.models.arch import Arch, Norm
-from rosellm.models.families.family import Config, Family, check_only, dtype_of, eos_field, eos_ids, renamed
+from rosellm.errors import CheckpointError, told
+from rosellm.models.arch import INT32_MAX, Arch, Norm, is_whole
+from rosellm.models.families.family import (
+    Config,
+    Family,
+    check_only,
+    dtype_of,
+    eos_field,
+    eos_ids,
+    flag,
+    renamed,
+)
 from rosellm.models.rope import Linear, Llama3, Rope, Yarn, read_rope
 
 NAMES = {
@@ -29,10 +38,10 @@ ROPE_TYPES = {Linear: "linear", Llama3: "llama3", Yarn: "yarn"}
 def read_arch(config: Config, biases: tuple[str, ...] = (), **parts: Any) -> Arch:
     """What Llama and its relatives share: RMSNorm, rotary embeddings, SwiGLU; ``parts`` are their own."""
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise CheckpointError(f"hidden_act {activation!r} is not supported; 'silu' is")
+        raise CheckpointError(f"hidden_act {told(activation)} is not supported; 'silu' is")
     fields = renamed({"tie_word_embeddings": False} | config, NAMES, NEEDED)
     rope = read_rope(config)
-    if isinstance(rope.scaling, Yarn):
+    if isinstance(rope.scaling, Yarn) and is_whole(fields["n_positions"], 1, INT32_MAX):
         stretched = int(rope.scaling.original_max_position_embeddings * rope.scaling.factor)
         fields["n_positions"] = max(fields["n_positions"], stretched)
     norm = Norm("rms", config.get(EPS, 1e-6))
@@ -89,9 +98,8 @@ def tensor_names(qkv_bias: bool = False, out_bias: bool = False, qk_norm: bool =
 
 def read(config: Config) -> Arch:
     check_only(config, {"mlp_bias": False})
-    if not isinstance(biased := config.get("attention_bias", False), bool):
-        raise CheckpointError(f"attention_bias is {biased!r}; true or false is needed")
-    return read_arch(config, ("qkv", "out") if biased else (), family="llama")
+    biases = ("qkv", "out") if flag(config, "attention_bias") else ()
+    return read_arch(config, biases, family="llama")
 
 
 def write(arch: Arch) -> Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rosellm.models.arch import Arch, Norm
-from rosellm.models.families.family import Config, Family
+from rosellm.models.families.family import Config, Family, with_window
 from rosellm.models.families.llama import read_arch, tensor_names, write_arch
 from rosellm.models.rope import Rope
 
@@ -12,7 +12,8 @@ DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}  # transformers' o
 
 def read(config: Config) -> Arch:
     fields = DEFAULTS | config
-    return read_arch(fields, window=fields["sliding_window"], family="mistral")
+    arch = read_arch(fields, family="mistral")
+    return with_window(arch, fields["sliding_window"], fields.get("layer_types"))
 
 
 def write(arch: Arch) -> Config:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rosellm.models.arch import Arch, Norm
-from rosellm.models.families.family import Config, Family, check_only
+from rosellm.errors import CheckpointError, told
+from rosellm.models.arch import INT32_MAX, Arch, Norm, is_whole
+from rosellm.models.families.family import Config, Family, flag, with_window
 from rosellm.models.families.llama import read_arch, tensor_names, write_arch
 from rosellm.models.rope import Rope
 
@@ -11,12 +12,28 @@ DEFAULTS = {"num_key_value_heads": 32}  # transformers' own
 
 
 def read(config: Config) -> Arch:
-    check_only(config, {"use_sliding_window": False})
-    return read_arch(DEFAULTS | config, ("qkv",), family="qwen2")
+    return windowed(read_arch(DEFAULTS | config, ("qkv",), family="qwen2"), config)
 
 
 def write(arch: Arch) -> Config:
-    return write_arch(arch, "Qwen2", "qwen2", use_sliding_window=False)
+    return write_arch(arch, "Qwen2", "qwen2", **window_fields(arch))
+
+
+def windowed(arch: Arch, config: Config) -> Arch:
+    """``arch`` with the window that the config has in use; the defaults are transformers' own."""
+    if not flag(config, "use_sliding_window"):
+        return with_window(arch, None, config.get("layer_types"))
+    n_full = config.get("max_window_layers", 28)
+    if not is_whole(n_full, 0, INT32_MAX):
+        raise CheckpointError(f"max_window_layers is {told(n_full)}; a whole number is needed")
+    return with_window(arch, config.get("sliding_window", 4096), config.get("layer_types"), n_full)
+
+
+def window_fields(arch: Arch) -> Config:
+    """The fields that :func:`windowed` reads."""
+    if arch.window is None:
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True, "sliding_window": arch.window, "max_window_layers": 0}
 
 
 def _shape(n_layers: int, n_heads: int, n_kv_heads: int, d_model: int, d_ff: int, tied: bool) -> Arch:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from rosellm.models.arch import Arch, Norm
 from rosellm.models.families.family import Config, Family, check_only
 from rosellm.models.families.llama import read_arch, tensor_names, write_arch
+from rosellm.models.families.qwen2 import window_fields, windowed
 from rosellm.models.rope import Rope
 
 DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}  # transformers' own
 
 
 def read(config: Config) -> Arch:
-    check_only(config, {"use_sliding_window": False, "attention_bias": False})
-    return read_arch(DEFAULTS | config, qk_norm=True, family="qwen3")
+    check_only(config, {"attention_bias": False})
+    return windowed(read_arch(DEFAULTS | config, qk_norm=True, family="qwen3"), config)
 
 
 def write(arch: Arch) -> Config:
-    return write_arch(arch, "Qwen3", "qwen3", use_sliding_window=False, attention_bias=False)
+    return write_arch(arch, "Qwen3", "qwen3", **window_fields(arch), attention_bias=False)
 
 
 def _shape(n_layers: int, n_heads: int, d_model: int, d_ff: int, tied: bool) -> Arch:

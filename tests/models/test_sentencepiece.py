@@ -1,0 +1,148 @@
+"""SentencePiece vocabularies, as of Llama 2: the ids of ``transformers``, whose class outranks the file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from rosellm.models.chat import render_chat
+from rosellm.models.tokenizer import load_tokenizer
+from tests.helpers import small_config
+from tests.models.family_checks import sizes
+
+SPECIAL = ["<unk>", "<s>", "</s>"]
+WORDS = "hello there, more words: a b c [INST] is what a user says [/INST] and it ends\n"
+TEXTS = [
+    "hello there", "  a  b", " lead", "x\n  y", "é🙂", "", "▁a", "\ta", "a </s> b", "</s>x", "a<s>  b</s>",
+    "  </s>",
+]  # fmt: skip
+TEMPLATE = """{% for m in messages %}
+{%- if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}
+{%- else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"""
+CHAT = [
+    {"role": "user", "content": "hello there"},
+    {"role": "assistant", "content": "  a b"},
+    {"role": "user", "content": " more"},
+]
+CONFIG = {
+    "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True,
+    "add_eos_token": False, "chat_template": TEMPLATE,
+}  # fmt: skip
+READ_BY = {
+    "": {"tokenizer_class": "LlamaTokenizer"},
+    "Fast": {"tokenizer_class": "LlamaTokenizerFast"},
+    "legacy": {"tokenizer_class": "LlamaTokenizer", "legacy": True},
+    "not legacy": {"tokenizer_class": "LlamaTokenizerFast", "legacy": False},
+    "null legacy": {"tokenizer_class": "LlamaTokenizer", "legacy": None},
+    "no prefix": {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False},
+    "an end": {"tokenizer_class": "LlamaTokenizer", "add_eos_token": True},
+    "the file": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    "no class": {},
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> tokenizers.Tokenizer:
+    """As Llama 2's converted file: a normaliser that puts ▁ before every text and for every space."""
+    raw = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokens = SPECIAL + [f"<0x{byte:02X}>" for byte in range(256)]
+    raw.train_from_iterator([WORDS] * 3, trainers.BpeTrainer(vocab_size=400, special_tokens=tokens))
+    fields = json.loads(raw.to_str())
+    fields["added_tokens"] = [token for token in fields["added_tokens"] if token["content"] in SPECIAL]
+    raw = tokenizers.Tokenizer.from_str(json.dumps(fields | {"pre_tokenizer": None}))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    raw.decoder = decoders.Sequence(list(parts))
+    raw.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    return raw
+
+
+def saved(raw: tokenizers.Tokenizer, folder: Path, fields: dict, family: str = "llama") -> Path:
+    """A checkpoint's folder with that tokenizer."""
+    raw.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(CONFIG | fields))
+    (folder / "config.json").write_text(json.dumps(sizes(family) | {"model_type": family}))
+    return folder
+
+
+def check_equal(folder: Path) -> None:
+    """The ids of transformers for every text, for a chat, and back."""
+    from transformers import AutoTokenizer
+
+    ours, theirs = load_tokenizer(folder, small_config(vocab_size=500)), AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, special) == ids, text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.encode_many(TEXTS) == [theirs.encode(text) for text in TEXTS]
+    ids = theirs.apply_chat_template(CHAT, return_dict=False)
+    assert ours.encode(render_chat(folder, CHAT), special=False) == ids and ids.count(1) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "phi3"])
+@pytest.mark.parametrize("fields", READ_BY.values(), ids=READ_BY)
+def test_texts_and_chats_have_the_ids_of_transformers(trained, tmp_path, fields, family):
+    check_equal(saved(trained, tmp_path, fields, family))
+
+
+def test_a_class_that_only_the_models_config_names_counts_as_in_transformers(trained, tmp_path):
+    folder = saved(trained, tmp_path, {})
+    fields = sizes("llama") | {"model_type": "llama", "tokenizer_class": "LlamaTokenizer"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    check_equal(folder)
+
+
+def test_no_space_is_put_between_a_special_token_and_the_text_after_it(trained, tmp_path):
+    tokenizer = load_tokenizer(saved(trained, tmp_path, READ_BY[""]), small_config(vocab_size=500))
+    ids = tokenizer.encode("<s>[INST]", special=False)
+    first = trained.id_to_token(ids[1])
+    assert first.startswith("[") and tokenizer.decode(ids) == "[INST]"
+
+
+def test_the_classes_ids_differ_from_those_of_the_file(trained, tmp_path):
+    """Else the tests above would hold without it."""
+    tokenizer = load_tokenizer(saved(trained, tmp_path, READ_BY[""]), small_config(vocab_size=500))
+    differ = {text for text in TEXTS if tokenizer.encode(text) != trained.encode(text).ids}
+    assert {"  a  b", " lead", "a </s> b", "</s>x"} <= differ and "hello there" not in differ
+
+
+@pytest.fixture
+def byte_level(tmp_path: Path) -> Path:
+    raw = tokenizers.Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    raw.train_from_iterator([WORDS] * 3, trainer)
+    return saved(raw, tmp_path, READ_BY["Fast"])
+
+
+def test_a_byte_level_file_is_read_as_it_is_whatever_class_is_named(byte_level):
+    raw = tokenizers.Tokenizer.from_file(str(byte_level / "tokenizer.json"))
+    tokenizer = load_tokenizer(byte_level, small_config(vocab_size=500))
+    for text in TEXTS:
+        assert tokenizer.encode(text) == raw.encode(text).ids
+
+
+def test_byte_level_and_shipped_tokenizers_load_without_transformers(byte_level):
+    code = f"""
+import sys
+from pathlib import Path
+from rosellm.models.loading import load_tokenizer_of
+from rosellm.models.tokenizer import load_tokenizer
+from tests.helpers import small_config
+load_tokenizer_of("rose-tiny")
+load_tokenizer_of("rose-tiny-qwen3")
+load_tokenizer(Path({str(byte_level)!r}), small_config(vocab_size=500))
+assert "transformers" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
