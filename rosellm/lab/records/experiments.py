@@ -5,6 +5,7 @@ Each takes a model and sizes, and gives a plain dict that goes into a record unc
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -231,7 +232,8 @@ def step_grid(
             if not rows and model.device.type == "cuda":
                 _raise_clocks(bench, steps)
             seconds = bench.run_ahead(steps)
-            kv_bytes = batch * (context + steps / 2) * model.config.kv_bytes_per_token(model.dtype.itemsize)
+            read = min(context + steps / 2, model.config.window or math.inf)
+            kv_bytes = batch * read * model.config.kv_bytes_per_token(model.dtype.itemsize)
             rows.append(
                 {
                     "batch": batch,

@@ -117,15 +117,16 @@ class Ledger:
 
     def _repr_markdown_(self) -> str:
         """Markdown: the rows, their sum, and how far to trust them."""
-        heads = ["cause", "µs", "share", "launches", "floor, µs"]
-        table = [
-            [row.cause, number(row.us), _percent(row.share), f"{row.launches:.3g}", number(row.floor_us)]
+        lines = ["| cause | µs | share | launches |", "|:--|--:|--:|--:|"]
+        lines += [
+            f"| {row.cause} | {number(row.us)} | {_percent(row.share)} | {row.launches:.3g} |"
             for row in self.rows
         ]
-        step, floor = (f"**{number(us)}**" for us in (self.step_us, self.floor_us))
-        rows = [heads, [":--", *["--:"] * 4], *table, ["**the step**", step, _percent(1), "", floor]]
-        columns = len(heads) if self.floor_us is not None else len(heads) - 1
-        lines = [f"| {' | '.join(row[:columns])} |" for row in rows]
+        lines.append(f"| **the step** | **{number(self.step_us)}** | {_percent(1)} | |")
+        if self.floor_us is not None:
+            us = [number(row.floor_us) for row in self.rows]
+            column = [" floor, µs |", "--:|", *(f" {one} |" for one in us), f" **{number(self.floor_us)}** |"]
+            lines = [line + cell for line, cell in zip(lines, column, strict=True)]
         return "\n".join([*lines, "", self.cross_check])
 
     def __repr__(self) -> str:
