@@ -2,8 +2,9 @@
 
 There are two kinds of graph, replayed one after the other: the layers, for a bucket of tokens, and the choice
 of first tokens, for a number of places and a mode. In one graph every combination would be needed, three
-times as many as all decode steps have; a second replay is submitted while the first still runs. Few tokens
-after a long prefix have graphs of their own, in which attention takes its keys in pieces (``prefill_tiles``).
+times as many as all decode steps have; a second replay is submitted while the first still runs. Few prompts
+have graphs of the layers with fewer programs, and few tokens after a long prefix have some in which attention
+takes its keys in pieces (``prefill_tiles``).
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
-from rosellm.roseinfer.steps.prompt_buffer import PromptBuffer
+from rosellm.roseinfer.steps.prompt_buffer import FEW, PromptBuffer, Tiling
 from rosellm.roseinfer.steps.rows import NOBODY, Batch
 
 CAPTURED_TOKENS = 4096
+FEW_TOKENS = 1024  # of more, the tiles that are there outnumber those that are not
 # Sequences whose first tokens one graph chooses. The head reads all its weights for one row as for many, in
 # tiles of 16 and of 64 rows.
 PLACES = 1, 16, 64, 256
@@ -41,6 +43,17 @@ def bucket_of(n_tokens: int) -> int:
 def places_for(n_sequences: int) -> int:
     """The captured choice of first tokens that serves ``n_sequences``, at most ``PLACES[-1]``."""
     return next(places for places in PLACES if n_sequences <= places)
+
+
+LayerSize = tuple[int, Tiling]  # tokens, and whose tiles
+
+
+def layer_size(n_tokens: int, n_prompts: int, in_pieces: bool) -> LayerSize:
+    """The captured run of the layers that serves so many; in pieces, of at least a tile."""
+    tokens = bucket_of(n_tokens)
+    if in_pieces:
+        return max(tokens, BLOCK_M), "pieces"
+    return tokens, "few" if n_prompts <= FEW < tokens <= FEW_TOKENS else "many"
 
 
 def room_of(model: Transformer, most_positions: int) -> int:
@@ -67,7 +80,7 @@ class CapturedPrefill:
         self._buffer = PromptBuffer(packed, self._most_tokens, PLACES[-1], room)
         model, width = packed.model, packed.model.config.d_model
         self._hidden = torch.zeros(self._most_tokens, width, dtype=model.dtype, device=model.device)
-        self._layer_runs: dict[tuple[int, bool], Callable[[], object]] = {}
+        self._layer_runs: dict[LayerSize, Callable[[], object]] = {}
         self._token_runs: dict[tuple[int, str], Callable[[], Tensor]] = {}
         self._prepare = group.command("capture_prefill", self._prepared)
         self._replay = group.command("captured_prefill", self._replayed)
@@ -80,12 +93,12 @@ class CapturedPrefill:
         with profile_range(PREFILL_RANGE):
             chunks = self.packed.reserved(sequences, counts)
             pieces = self.packed.pieces(chunks, self._buffer.room)
-            tokens, in_pieces = layers = self._layer_size(sum(counts), pieces is not None)
+            size = layer_size(sum(counts), len(counts), pieces is not None)
             places, mode = places_for(len(counts)), self.packed.mode_of(chunks) if chunks.n_whole else None
-            if not self._has(layers, places, mode):
-                self._prepare(tokens, in_pieces, places, mode)
-            host = self._buffer.fill(chunks, tokens, places, pieces)
-            hidden = self._replay(host, tokens, in_pieces, places, mode)
+            if not self._has(size, places, mode):
+                self._prepare(*size, places, mode)
+            host = self._buffer.fill(chunks, size[0], places, pieces)
+            hidden = self._replay(host, *size, places, mode)
             return hidden, self.packed.rows.batch(chunks.whole) if chunks.n_whole else NOBODY
 
     def captures(self) -> list[Callable[[], object]]:
@@ -109,18 +122,15 @@ class CapturedPrefill:
         """See ``step.Step.rehearsals``."""
         return self.packed.rehearsals(n_tokens)
 
-    def _layer_size(self, n_tokens: int, in_pieces: bool) -> tuple[int, bool]:
-        """The captured run of the layers that serves ``n_tokens``; in pieces, at least a tile of them."""
-        return max(bucket_of(n_tokens), BLOCK_M if in_pieces else 1), in_pieces
+    def _layer_sizes(self) -> list[LayerSize]:
+        """Of the captured runs of the layers, those of the most tokens first.
 
-    def _layer_sizes(self) -> list[tuple[int, bool]]:
-        """Tokens of the captured runs of the layers, the most first, and whether their tiles are in pieces.
-
-        They are if there may be fewer tiles than there is room for.
+        Tiles are in pieces if there may be fewer of them than there is room for.
         """
         most_in_pieces = min(self._most_tokens, (self._buffer.room - 1) * BLOCK_M)
-        whole = {self._layer_size(n, False) for n in range(1, self._most_tokens + 1)}
-        in_pieces = {self._layer_size(n, True) for n in range(1, most_in_pieces + 1)}
+        tokens, most_prompts = range(1, self._most_tokens + 1), len(self.packed.rows)
+        whole = {layer_size(n, m, False) for n in tokens for m in (1, min(n, most_prompts))}
+        in_pieces = {layer_size(n, 1, True) for n in range(1, most_in_pieces + 1)}
         return sorted(whole | in_pieces, reverse=True)
 
     def _token_kinds(self) -> list[tuple[int, str]]:
@@ -130,24 +140,24 @@ class CapturedPrefill:
         return [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes]
 
     def _replayed(
-        self, host: np.ndarray, tokens: int, in_pieces: bool, places: int, mode: str | None
+        self, host: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None
     ) -> Tensor:
         """The part of :meth:`run` on the device; mode: of choosing first tokens, None if there are none."""
         self._buffer.send(host, tokens, places)
-        self._layer_run(tokens, in_pieces)()
+        self._layer_run(tokens, tiling)()
         return self._hidden if mode is None else self._token_run(places, mode)()
 
-    def _has(self, layers: tuple[int, bool], places: int, mode: str | None) -> bool:
-        return layers in self._layer_runs and (mode is None or (places, mode) in self._token_runs)
+    def _has(self, size: LayerSize, places: int, mode: str | None) -> bool:
+        return size in self._layer_runs and (mode is None or (places, mode) in self._token_runs)
 
-    def _prepared(self, tokens: int, in_pieces: bool, places: int, mode: str | None) -> None:
+    def _prepared(self, tokens: int, tiling: Tiling, places: int, mode: str | None) -> None:
         """Capture what :meth:`_replayed` would; inert inputs are staged for it, so nothing else may be."""
-        self._layer_run(tokens, in_pieces)
+        self._layer_run(tokens, tiling)
         if mode is not None:
             self._token_run(places, mode)
 
-    def _layer_run(self, tokens: int, in_pieces: bool) -> Callable[[], object]:
-        size = tokens, in_pieces
+    def _layer_run(self, tokens: int, tiling: Tiling) -> Callable[[], object]:
+        size = tokens, tiling
         if size not in self._layer_runs:
             run = partial(self._run_layers, *size)
             self._layer_runs[size] = self._captured(run, tokens, PLACES[-1])
@@ -164,9 +174,9 @@ class CapturedPrefill:
         self._buffer.send_inert(tokens, places)
         return self._graphs.capture(run, run)
 
-    def _run_layers(self, tokens: int, in_pieces: bool) -> Tensor:
-        inputs = self._buffer.layer_inputs(tokens, in_pieces)
-        return self._hidden[:tokens].copy_(self.packed.layers(inputs, in_pieces))
+    def _run_layers(self, tokens: int, tiling: Tiling) -> Tensor:
+        inputs = self._buffer.layer_inputs(tokens, tiling)
+        return self._hidden[:tokens].copy_(self.packed.layers(inputs, tiling == "pieces"))
 
     def _choose(self, places: int, mode: str) -> Tensor:
         return self.packed.first_tokens(self._buffer.place_inputs(places), self._hidden, mode)

@@ -168,7 +168,8 @@ class JoinedPass:
         self, rows: int, tokens: int, variant: str, in_pieces: bool, state: DeviceState
     ) -> Tensor:
         """The layers; final hidden states ``[rows + tokens, C]`` stay in the buffer that choices read."""
-        inputs, decoding = self._buffer.layer_inputs(tokens, in_pieces), state.first(rows)
+        inputs = self._buffer.layer_inputs(tokens, "pieces" if in_pieces else "many")
+        decoding = state.first(rows)
         attend = joined_attention(rows, self.bind(decoding, variant), self.packed.bind(inputs, in_pieces))
         ids = torch.cat((decoding.tokens, inputs.ids))
         positions = torch.cat((decoding.positions, inputs.positions))

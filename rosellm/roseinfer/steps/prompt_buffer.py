@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,6 +14,11 @@ from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import tile_columns
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prompt_inputs import NO_CHUNKS, Chunks, PromptInputs, Shape
+
+# For whose tiles a run of the layers has programs: of as many prompts as there may be, or of FEW at most; or
+# for pieces of tiles. A program without a tile does nothing, but takes its turn on the GPU.
+Tiling = Literal["many", "few", "pieces"]
+FEW = 16
 
 
 class PromptBuffer:
@@ -30,12 +36,14 @@ class PromptBuffer:
 
     def shape(self, tokens: int, places: int) -> Shape:
         """With room for the tiles of as many sequences as there may be, one for each token."""
-        return Shape(tokens, max(self._tiles(tokens), self.room), places, self.packed.row_words)
+        tiles = _most_tiles(tokens, self.most_places)
+        return Shape(tokens, max(tiles, self.room), places, self.packed.row_words)
 
-    def layer_inputs(self, tokens: int, in_pieces: bool = False) -> PromptInputs[Tensor]:
+    def layer_inputs(self, tokens: int, tiling: Tiling = "many") -> PromptInputs[Tensor]:
         """What a run of the layers reads, however many of the places are sent."""
         inputs = self._inputs(self.shape(tokens, self.most_places))
-        n_tiles = self.room if in_pieces else self._tiles(tokens)
+        prompts = FEW if tiling == "few" else self.most_places
+        n_tiles = self.room if tiling == "pieces" else _most_tiles(tokens, prompts)
         return replace(inputs, columns=inputs.columns[:, :n_tiles])
 
     def place_inputs(self, places: int) -> PromptInputs[Tensor]:
@@ -64,13 +72,14 @@ class PromptBuffer:
         self.send_inert(tokens, places)
         run()
 
-    def _tiles(self, tokens: int) -> int:
-        """The most that so many tokens may have."""
-        return min(tokens, min(tokens, self.most_places) + tokens // BLOCK_M)
-
     def _inputs(self, shape: Shape) -> PromptInputs[Tensor]:
         return PromptInputs.of(self._part(shape), shape)
 
     def _part(self, shape: Shape) -> Tensor:
         start = self._tokens_at - shape.place_words
         return self.words[start : start + shape.words]
+
+
+def _most_tiles(tokens: int, prompts: int) -> int:
+    """Of so many tokens, at most, of so many prompts, at most."""
+    return min(tokens, prompts + tokens // BLOCK_M)

@@ -12,10 +12,17 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, room_for
-from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, LONG_PREFIX
+from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, LONG_PREFIX, tile_columns
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.steps.captured_prefill import PLACES, CapturedPrefill, places_for, room_of
+from rosellm.roseinfer.steps.captured_prefill import (
+    PLACES,
+    CapturedPrefill,
+    LayerSize,
+    layer_size,
+    places_for,
+    room_of,
+)
 from tests.helpers import (
     MODERN,
     TRITON_DEVICES,
@@ -192,6 +199,35 @@ def test_every_number_of_sequences_has_the_smallest_choice_that_holds_it():
     assert list(PLACES) == sorted(PLACES)
 
 
+@pytest.fixture
+def large(captured) -> CapturedPrefill:
+    """Of an engine of 256 rows; nothing is captured."""
+    model = random_model(0, small_config(n_positions=4096))
+    return small_engine(model, recipe=BEST_RUNG, max_batch_size=256, warm_up=False).step.prompts
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 10**9))
+def test_a_run_that_is_captured_has_a_program_for_each_tile(large, seed):
+    chance = random.Random(seed)
+    most = chance.choice([1, 3, 40, 64, 65, 300])
+    counts = [chance.randint(1, most) for _ in range(chance.choice([1, 2, 15, 16, 17, 30, 256]))]
+    while sum(counts) > large._most_tokens:
+        counts.pop()
+    size = layer_size(sum(counts), len(counts), in_pieces=False)
+    assert size in large._layer_sizes()
+    n_tiles = tile_columns([0] * len(counts), counts, None, BLOCK_M).shape[1]
+    assert n_tiles <= large._buffer.layer_inputs(*size).columns.shape[1] <= size[0]
+
+
+def test_few_prompts_have_few_programs(large):
+    def programs(n_tokens: int, n_prompts: int) -> int:
+        return large._buffer.layer_inputs(*layer_size(n_tokens, n_prompts, False)).columns.shape[1]
+
+    assert [programs(n, 1) for n in (1, 16, 64, 512, 1000, 1025)] == [1, 16, 17, 24, 32, 280]
+    assert [programs(n, 17) for n in (17, 64, 512, 1000, 1025)] == [32, 64, 264, 272, 280]
+
+
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
 def test_the_kernels_give_the_same_tokens_padded(captured, device, config):
@@ -238,13 +274,13 @@ def room(monkeypatch) -> int:
 
 
 @pytest.fixture
-def replayed(monkeypatch) -> list[tuple[int, bool]]:
+def replayed(monkeypatch) -> list[LayerSize]:
     """Sizes of the layers' runs."""
     runs, run_layers = [], CapturedPrefill._run_layers
 
-    def noted(self, tokens, in_pieces):
-        runs.append((tokens, in_pieces))
-        return run_layers(self, tokens, in_pieces)
+    def noted(self, *size):
+        runs.append(size)
+        return run_layers(self, *size)
 
     monkeypatch.setattr(CapturedPrefill, "_run_layers", noted)
     return runs
@@ -273,7 +309,7 @@ def test_the_kernels_give_the_same_tokens_in_pieces(captured, room, replayed, de
     engine.begin_prefill([sequences[0], sequences[2]], [40, 25])
     replayed.clear()
     engine.prefill(sequences)
-    assert (BLOCK_M, True) in replayed or device == "cuda"
+    assert (BLOCK_M, "pieces") in replayed or device == "cuda"
     assert decode_all(engine, sequences) == expected
     assert engine.late_captures == 0 or device == "cpu"
 
@@ -284,11 +320,11 @@ def test_only_prefills_after_long_prefixes_are_cut(captured, room, replayed):
     replayed.clear()
     engine.begin_prefill(sequences, [25, 15, 10])
     engine.begin_prefill(sequences, [9, 4, 9])
-    columns = engine.step.prompts._buffer.layer_inputs(BLOCK_M, in_pieces=True).columns
+    columns = engine.step.prompts._buffer.layer_inputs(BLOCK_M, "pieces").columns
     assert columns.shape == (COLUMNS, room)
     assert columns[-1].tolist() == [6] * 6 + [1, 1] + [0] * 8  # 25, 15 and 10 cached tokens
     engine.begin_prefill([sequences[2]], [9])
-    assert replayed == [(64, False), (BLOCK_M, True), (16, False)] and engine.late_captures == 0
+    assert replayed == [(64, "few"), (BLOCK_M, "pieces"), (16, "many")] and engine.late_captures == 0
 
 
 def test_in_deterministic_mode_no_keys_are_cut(captured, room, replayed):
@@ -296,8 +332,8 @@ def test_in_deterministic_mode_no_keys_are_cut(captured, room, replayed):
     (sequence,) = greedy_sequences(engine, random_prompts([150]), 2)
     engine.begin_prefill([sequence], [128])
     engine.begin_prefill([sequence])
-    assert replayed and not any(in_pieces for _, in_pieces in replayed)
-    assert not any(in_pieces for _, in_pieces in engine.step.prompts._layer_sizes())
+    assert replayed and not any(tiling == "pieces" for _, tiling in replayed)
+    assert not any(tiling == "pieces" for _, tiling in engine.step.prompts._layer_sizes())
 
 
 @pytest.mark.parametrize("n_positions, extra", [(4096, [64, 128, 256, 512, 1024]), (1024, [])])
@@ -311,7 +347,7 @@ def test_an_h200_captures_few_more_graphs_for_long_prefixes(captured, monkeypatc
     model = random_model(0, small_config(n_positions=n_positions))
     engine = small_engine(model, recipe=BEST_RUNG, block_size=64, max_batch_size=2, warm_up=False)
     sizes = engine.step.prompts._layer_sizes()
-    assert [tokens for tokens, in_pieces in reversed(sizes) if in_pieces] == extra
+    assert [tokens for tokens, tiling in reversed(sizes) if tiling == "pieces"] == extra
     assert sizes == sorted(set(sizes), reverse=True)
 
 
@@ -329,7 +365,7 @@ def test_on_a_gpu_a_long_prompt_in_chunks_gives_the_tokens_of_the_whole(chunk):
             engine.begin_prefill([sequence], [chunk])
     engine.prefill(sequences)
     assert decode_all(engine, sequences) == expected
-    assert engine.late_captures == 0 and (BLOCK_M, True) in engine.step.prompts._layer_runs
+    assert engine.late_captures == 0 and (BLOCK_M, "pieces") in engine.step.prompts._layer_runs
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
