@@ -29,7 +29,7 @@ from rosellm.roseinfer.steps.prompt_buffer import FEW, PromptBuffer, Tiling
 from rosellm.roseinfer.steps.rows import NOBODY, Batch
 
 CAPTURED_TOKENS = 4096
-FEW_TOKENS = 1024  # of more, the tiles that are there outnumber those that are not
+FEW_TOKENS = 1024  # of more, a program without a tile is little beside what there is to compute
 # Sequences whose first tokens one graph chooses. The head reads all its weights for one row as for many, in
 # tiles of 16 and of 64 rows.
 PLACES = 1, 16, 64, 256
