@@ -10,6 +10,7 @@ import math
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from rosellm.lab.records.floors import Ceiling
@@ -55,6 +56,11 @@ class Run:
     def prefill_us(self) -> float:
         """Of all prefills together."""
         return self.medians["prefill_time_s"] * 1e6
+
+    @property
+    def total_us(self) -> float:
+        """Of the whole run."""
+        return self.medians["total_time_s"] * 1e6
 
     def decode_terms(self) -> tuple[float, ...]:
         """The floors of its mean step."""
@@ -125,11 +131,16 @@ def _run(model: str, record: dict[str, Any], ceiling: Ceiling) -> Run:
 
 
 def fit(runs: Iterable[Run]) -> Achieved:
-    """The coefficients by which relative errors are least; none is negative."""
+    """The coefficients by which relative errors are least; none is negative.
+
+    The host's time is that of runs of one request and one token, beyond their prefills.
+    """
     runs = list(runs)
     decodes = [_relative(run.decode_terms(), run.decode_us) for run in runs if run.rows]
     prefills = [_relative(run.prefill_terms(), run.prefill_us) for run in runs]
-    return Achieved(tuple(non_negative(decodes)), tuple(non_negative(prefills)))
+    lone = [one.total_us - one.prefill_us for one in runs if len(one.requests) == 1 and not one.rows]
+    host_us = median(lone) if lone else 0.0
+    return Achieved(tuple(non_negative(decodes)), tuple(non_negative(prefills)), host_us)
 
 
 def _relative(terms: Sequence[float], measured: float) -> tuple[float, ...]:
@@ -144,7 +155,7 @@ def check(runs: Sequence[Run]) -> list[Check]:
 
 
 def _checks(run: Run, everything: Achieved, blind: Achieved) -> Iterator[Check]:
-    measured = (run.decode_us if run.rows else 0.0, run.prefill_us, run.medians["total_time_s"] * 1e6)
+    measured = (run.decode_us if run.rows else 0.0, run.prefill_us, run.total_us)
     planned, held_out = (planned_us(run, achieved) for achieved in (everything, blind))
     for kind, *us in zip(KINDS, measured, planned, held_out, strict=True):
         if us[0]:
@@ -161,7 +172,7 @@ def planned_us(run: Run, achieved: Achieved) -> tuple[float, float, float]:
 def whole_run_s(run: Run, times: StepModel) -> float:
     """Seconds until the last of a run's requests would be served."""
     made = simulate(run.requests, times, run.config, run.most)
-    return max(one.token_times[-1] for one in made)
+    return max(one.token_times[-1] for one in made) + times.achieved.host_us / 1e6
 
 
 def worst(checks: Iterable[Check], kind: str, held_out: bool = False) -> float:

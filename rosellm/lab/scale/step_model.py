@@ -17,10 +17,15 @@ FAR = 1024  # a context, by which attention's time for each cached token is told
 
 @dataclass(frozen=True)
 class Achieved:
-    """How many times its floor each term of a decode step and of a prefill takes; a layer's, in µs."""
+    """How many times its floor each term of a decode step and of a prefill takes.
+
+    A layer's and a prompt's, which is its host's, in µs; host_us: of a run's first and last steps, for which
+    the device waits.
+    """
 
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
+    host_us: float = 0.0
 
 
 @dataclass(frozen=True)

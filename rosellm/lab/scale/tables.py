@@ -27,12 +27,13 @@ _signed = partial(signed, decimals=0)
 
 
 def coefficients(achieved: Achieved) -> list[str]:
-    """A line for decode steps and one for prefills."""
+    """A line for decode steps, one for prefills, and one for the host."""
     both = (("decode", DECODE_TERMS, achieved.decode), ("prefill", PREFILL_TERMS, achieved.prefill))
-    return [
+    lines = [
         f"{kind:8}" + ", ".join(f"{term} {value:.2f}" for term, value in zip(terms, values, strict=True))
         for kind, terms, values in both
     ]
+    return [*lines, f"host    a run, µs {achieved.host_us:.0f}"]
 
 
 def step_rows(runs: Sequence[Run], checks: Iterable[Check]) -> list[Row]:

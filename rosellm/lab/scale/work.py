@@ -9,7 +9,15 @@ from rosellm.models.arch import Arch
 from rosellm.models.part import Part
 
 DECODE_TERMS = ("a layer, µs", "weights", "weights of several rows", "attention", "activations")
-PREFILL_TERMS = ("a layer, µs", "products", "attention", "activations")
+PREFILL_TERMS = (
+    "a layer, µs",
+    "products",
+    "products of many tokens",
+    "attention",
+    "activations",
+    "a prompt, µs",
+)
+MANY_TOKENS = 4096  # of a pass
 ACTIVATIONS = ("norm", "elementwise", "embedding", "append")
 
 
@@ -52,7 +60,8 @@ class Cut:
         """``PREFILL_TERMS`` of a pass of ``prompts`` prompts that have ``tokens`` together, each as many."""
         floors = prefill_floors_us(self.part, prompts, tokens / prompts, self.itemsize, self.ceiling)
         products = floors["GEMM"] + floors["head"] / self.ranks
-        return self.whole.n_layers, products, floors["attention"], _activations(floors)
+        many = products * (tokens > MANY_TOKENS)
+        return self.whole.n_layers, products, many, floors["attention"], _activations(floors), prompts
 
     @property
     def pair_us(self) -> float:

@@ -14,7 +14,7 @@ from rosellm.lab.scale.step_model import Achieved
 from rosellm.models.families.table import KNOWN_SHAPES, write_arch
 from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, WORKLOADS
 
-ACHIEVED = Achieved((12.0, 1.0, 0.25, 1.2, 4.0), (40.0, 1.1, 1.6, 1.4))
+ACHIEVED = Achieved((12.0, 1.0, 0.25, 1.2, 4.0), (40.0, 1.1, 0.0, 1.6, 1.4, 0.0))
 
 
 def took(seconds: float) -> dict:

@@ -15,7 +15,7 @@ from rosellm.lab.scale.sums import Sums
 from rosellm.lab.scale.work import Cut
 from rosellm.models.families.table import KNOWN_SHAPES
 
-ACHIEVED = Achieved((12.0, 1.0, 0.25, 1.2, 4.0), (40.0, 1.1, 1.6, 1.4))
+ACHIEVED = Achieved((12.0, 1.0, 0.25, 1.2, 4.0), (40.0, 1.1, 0.0, 1.6, 1.4, 0.0))
 LLAMA = Cut(KNOWN_SHAPES["meta-llama/Llama-3.1-8B"], Ceiling(4.4e6, 7e8))
 
 
@@ -31,7 +31,7 @@ def test_every_recorded_run_has_a_row_with_its_errors() -> None:
     assert [row[:2] for row in rows] == [[run.model, run.workload] for run in runs]
     assert all(len(row) == len(tables.STEPS) for row in rows)
     assert all(row[-1] == "0%" or row[-1][0] in "+−" for row in rows)
-    assert [line.split()[0] for line in tables.coefficients(ACHIEVED)] == ["decode", "prefill"]
+    assert [line.split()[0] for line in tables.coefficients(ACHIEVED)] == ["decode", "prefill", "host"]
 
 
 def test_a_pair_is_told_with_the_sign_of_its_error() -> None:
