@@ -7,7 +7,8 @@ is of a chunk, never of a program's share: it doesn't depend on the number of pr
 
 A refused token bounds the next draw, which the last program makes alone. The tiles' best scores are bounds of
 what they hold before that token: only tiles whose own token is not before it, and whose score is above that
-of all that are, are drawn from again. They are few where a token is refused seldom.
+of all that are, are drawn from again. They are few where a token is refused seldom, and the next draw then is
+most often the best of the tiles' tokens before it: the programs sum up the mass before some of these, too.
 """
 
 from __future__ import annotations
@@ -38,21 +39,23 @@ def listed_logits(logits_ptr, listed_ptr, n_listed, chunk, TILE: tl.constexpr, C
 
 @triton.jit
 def sum_before(
-    logits_ptr, listed_ptr, sums_ptr, maxima, tile, inside, best, temperature, pivot, pivot_token,
-    first, step, TILE: tl.constexpr, CHUNK: tl.constexpr,
+    logits_ptr, listed_ptr, sums_ptr, n_sums, maxima, tile, inside, best, temperature, pivots, pivot_tokens,
+    first, step, TILE: tl.constexpr, CHUNK: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the mass before the pivot in every step-th chunk from ``first`` on; returns how many chunks are.
+    """Stores the mass before each pivot in every step-th chunk from ``first`` on; returns how many there are.
 
-    All programs of a row list the same tiles in the same place.
+    pivots, and their tokens: PIVOTS of them, each before the one before it; each has room for n_sums. All
+    programs of a row list the same tiles in the same place.
     """
-    n_listed = list_tiles(listed_ptr, tile, inside & (maxima >= pivot))
+    n_listed = list_tiles(listed_ptr, tile, inside & (maxima >= pivots[0]))
     n_chunks = tl.cdiv(n_listed, CHUNK // TILE)
     inverse = 1 / temperature
     for chunk in range(first, n_chunks, step):
         x, tokens = listed_logits(logits_ptr, listed_ptr, n_listed, chunk, TILE, CHUNK)
-        ahead = comes_before(x, tokens, pivot, pivot_token)
-        shares = tl.where(ahead, tl.exp((x - best) * inverse), 0.0)
-        tl.store(sums_ptr + chunk, tl.sum(tl.sum(shares, axis=1), axis=0))
+        shares = tl.exp((x - best) * inverse)
+        for i in tl.static_range(PIVOTS):
+            ahead = comes_before(x, tokens, pivots[i], pivot_tokens[i])
+            tl.store(sums_ptr + i * n_sums + chunk, tl.sum(tl.where(ahead, shares, 0.0)))
     return n_chunks
 
 
@@ -72,11 +75,10 @@ def best_scored(scores, tokens):
 
 @triton.jit
 def drawn_before_pivot(
-    logits_ptr, listed_ptr, scores, tokens, maxima, tile, inside, pivot, pivot_token, amount,
+    logits_ptr, listed_ptr, own, scores, tokens, maxima, tile, inside, pivot, pivot_token, amount,
     key_first, key_second, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The token of the highest score before the pivot; scores and tokens: of each tile's draw."""
-    own = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf"))
+    """The token of the highest score before the pivot; own, scores and tokens: of each tile's draw."""
     ahead = comes_before(own, tokens, pivot, pivot_token)
     token, top = best_scored(tl.where(ahead, scores, float("-inf")), tokens)
     again = inside & (ahead == 0) & (scores > top) & (maxima >= pivot)
@@ -93,10 +95,24 @@ def drawn_before_pivot(
 
 
 @triton.jit
+def foreseen(logits_ptr, own, scores, tokens, PIVOTS: tl.constexpr):
+    """The best of the tiles' draws, the best of those before it, and so on: their logits and tokens."""
+    token, _ = best_scored(scores, tokens)
+    pivot = tl.load(logits_ptr + token)
+    pivots, pivot_tokens = (pivot,), (token,)  # type: tuple, tuple
+    for _ in tl.static_range(1, PIVOTS):
+        ahead = comes_before(own, tokens, pivot, token)
+        token, _ = best_scored(tl.where(ahead, scores, float("-inf")), tokens)
+        pivot = tl.load(logits_ptr + token)
+        pivots, pivot_tokens = pivots + (pivot,), pivot_tokens + (token,)
+    return pivots, pivot_tokens
+
+
+@triton.jit
 def choose_by_mass(
-    logits_ptr, values_ptr, indices_ptr, maxima_ptr, masses_ptr, listed_ptr, sums_ptr, arrived_ptr,
+    logits_ptr, values_ptr, indices_ptr, maxima_ptr, masses_ptr, listed_ptr, sums_ptr, n_sums, arrived_ptr,
     seed_ptr, position_ptr, temperature, top_p, tile, inside,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, PIVOTS: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
     """Of a row, whose pointers these are. Leaves the head's values and indices if their best token is kept.
 
@@ -106,13 +122,13 @@ def choose_by_mass(
     tokens = tl.load(indices_ptr + tile, mask=inside, other=2147483647)
     maxima = tl.load(maxima_ptr + tile, mask=inside, other=float("-inf"))
     masses = tl.load(masses_ptr + tile, mask=inside, other=0.0)
+    own = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf"))
     best = tl.max(maxima, axis=0)
     most = top_p * tl.sum(masses * tl.exp((maxima - best) / temperature), axis=0)
-    token, _ = best_scored(scores, tokens)
-    pivot = tl.load(logits_ptr + token)
+    pivots, pivot_tokens = foreseen(logits_ptr, own, scores, tokens, PIVOTS)
     n_chunks = sum_before(
-        logits_ptr, listed_ptr, sums_ptr, maxima, tile, inside, best, temperature, pivot, token,
-        tl.program_id(1), tl.num_programs(1), TILE, CHUNK,
+        logits_ptr, listed_ptr, sums_ptr, n_sums, maxima, tile, inside, best, temperature,
+        pivots, pivot_tokens, tl.program_id(1), tl.num_programs(1), TILE, CHUNK, PIVOTS,
     )  # fmt: skip
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
@@ -121,17 +137,23 @@ def choose_by_mass(
         if refused:
             key_first, key_second = row_key(tl.load(seed_ptr), tl.load(position_ptr) + 1)
             amount = tl.minimum(temperature, MAX_TEMPERATURE)
+            pivot, token = pivots[0], pivot_tokens[0]
             while refused:
                 token = drawn_before_pivot(
-                    logits_ptr, listed_ptr, scores, tokens, maxima, tile, inside, pivot, token, amount,
+                    logits_ptr, listed_ptr, own, scores, tokens, maxima, tile, inside, pivot, token, amount,
                     key_first, key_second, TILE, CHUNK,
                 )  # fmt: skip
                 pivot = tl.load(logits_ptr + token)
-                n_chunks = sum_before(
-                    logits_ptr, listed_ptr, sums_ptr, maxima, tile, inside, best, temperature, pivot, token,
-                    0, 1, TILE, CHUNK,
-                )  # fmt: skip
-                tl.debug_barrier()
-                refused = is_refused(sums_ptr, n_chunks, tile, most)
+                known = tl.zeros((), tl.int32)
+                for i in tl.static_range(1, PIVOTS):
+                    known = tl.where(token == pivot_tokens[i], i, known)
+                n_summed = n_chunks
+                if known == 0:
+                    n_summed = sum_before(
+                        logits_ptr, listed_ptr, sums_ptr, n_sums, maxima, tile, inside, best, temperature,
+                        (pivot,), (token,), 0, 1, TILE, CHUNK, 1,
+                    )  # fmt: skip
+                    tl.debug_barrier()
+                refused = is_refused(sums_ptr + known * n_sums, n_summed, tile, most)
             tl.store(values_ptr + tile, tl.where(tile == 0, 0.0, float("-inf")), mask=inside)
             tl.store(indices_ptr + tile, token + tile * 0, mask=inside)

@@ -47,7 +47,8 @@ ROLES = {"_choose_filtered_kernel": "sampling"}
 BLOCK, FEWER, FEW = 4096, 1024, 256  # candidates at a time: in a pass, by pivots, each with all
 PIVOTS, WARPS = 16, 8
 COPIED = 4  # candidates are copied if they are in at most one tile of so many
-CHUNK = 4096  # tokens whose mass is summed at a time for rows by mass
+CHUNK = 8192  # tokens whose mass is summed at a time for rows by mass
+DRAWS = 3  # whose mass a row's programs sum up together
 PROGRAMS_PER_SM, MOST_SPLITS = 2, 16  # programs of all rows, and of one
 REGISTERS = 128  # a thread, at most: two programs fit an SM
 Splits = Callable[[int, int, torch.device], int]
@@ -177,8 +178,8 @@ def _choose_filtered_kernel(
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr,
     state_stride, seed_stride, TILES,
     TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEWER: tl.constexpr, FEW: tl.constexpr,
-    PIVOTS: tl.constexpr, COPIED: tl.constexpr, CHUNK: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PIVOTS: tl.constexpr, COPIED: tl.constexpr, CHUNK: tl.constexpr, DRAWS: tl.constexpr,
+    MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """All programs of a row by mass share it; another row is the first one's."""
     row = tl.program_id(0).to(tl.int64)
@@ -201,10 +202,11 @@ def _choose_filtered_kernel(
     listed_ptr += row * TILES
     seed_ptr, position_ptr = seeds_ptr + row * seed_stride, positions_ptr + row * state_stride
     if by_mass:
+        n_sums = tl.cdiv(TILES, CHUNK // TILE)
         choose_by_mass(
             logits_ptr, values_ptr, indices_ptr, maxima_ptr, masses_ptr + row * TILES, listed_ptr,
-            sums_ptr + row * tl.cdiv(TILES, CHUNK // TILE), arrived_ptr + row, seed_ptr, position_ptr,
-            temperature, top_p, tile, inside, TILE, CHUNK, MAX_TEMPERATURE,
+            sums_ptr + row * n_sums * DRAWS, n_sums, arrived_ptr + row, seed_ptr, position_ptr,
+            temperature, top_p, tile, inside, TILE, CHUNK, DRAWS, MAX_TEMPERATURE,
         )  # fmt: skip
     else:
         maxima = tl.load(maxima_ptr + tile, mask=inside, other=float("-inf"))
@@ -246,13 +248,18 @@ def make_choose_filtered(dependent: int = False, splits: Splits = splits_for) ->
         (rows, n_tiles), device = tiles.values.shape, tiles.values.device
         n_chunks = triton.cdiv(n_tiles, CHUNK // tiles.width)
         room = max(1, n_tiles // COPIED) * tiles.width
-        sums, copies = (torch.empty(rows, n, device=device) for n in (n_chunks, room))
+        sums, copies = (torch.empty(rows, n, device=device) for n in (DRAWS * n_chunks, room))
         listed, copied = (torch.empty(rows, n, device=device, dtype=torch.int32) for n in (n_tiles, room))
         settings = state.temperatures, state.top_k, state.top_p, state.min_p, state.seeds, state.positions
         strides = state.positions.stride(0), state.seeds.stride(0)
         widths = {"TILE": tiles.width, "WIDTH": triton.next_power_of_2(n_tiles), "BLOCK": BLOCK}
         constants = {**widths, "FEWER": FEWER, "FEW": FEW, "PIVOTS": PIVOTS, "COPIED": COPIED}
-        constants |= {"CHUNK": CHUNK, "MAX_TEMPERATURE": MAX_TEMPERATURE, "DEPENDENT": dependent}
+        constants |= {
+            "CHUNK": CHUNK,
+            "DRAWS": DRAWS,
+            "MAX_TEMPERATURE": MAX_TEMPERATURE,
+            "DEPENDENT": dependent,
+        }
         _choose_filtered_kernel[(rows, splits(rows, n_chunks, device))](
             tiles.logits, tiles.values, tiles.indices, tiles.maxima, tiles.masses, tiles.arrived,
             listed, sums, copies, copied, *settings, *strides, n_tiles,
