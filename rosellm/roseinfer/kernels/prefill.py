@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rosellm.errors import OptionError
 from rosellm.models.attention import in_window, masked_attention
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.paged_cache import AttentionShape, described_rows, layer_arguments, slot_offset
 from rosellm.roseinfer.kernels.partial_rows import new_partial
 from rosellm.roseinfer.kernels.prefill_pieces import combine_tiles, store_piece
@@ -203,7 +204,7 @@ def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.conste
 def _prefill_attention_kernel(
     out_ptr, partial, new, k_new, v_new, cache, k_cached, v_cached, table_ptr, table_stride, tiles_ptr,
     tiles_stride, scale_log2, shape: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, DOT: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, DOT: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per (tile, HEADS query heads of a group): prefix, new tokens before the tile, the tile.
 
@@ -224,6 +225,8 @@ def _prefill_attention_kernel(
     sequence_first = tl.load(tiles_ptr + 3 * tiles_stride + tile)
     start = tl.load(tiles_ptr + 4 * tiles_stride + tile)
     table_row = tl.load(tiles_ptr + 5 * tiles_stride + tile).to(tl.int64)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
     if n_rows == 0:
         return
     table_ptr += table_row * table_stride
@@ -304,7 +307,12 @@ def _prefill_attention_kernel(
 
 
 def make_prefill_attention(
-    block_m: int = 64, block_n: int = 64, num_warps: int = 4, num_stages: int = 3, heads: int = 1
+    block_m: int = 64,
+    block_n: int = 64,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    heads: int = 1,
+    dependent: int = False,
 ) -> Callable[..., Tensor]:
     """FlashAttention (Dao et al. 2022, arXiv:2205.14135), called like :func:`prefill_attention_ref`.
 
@@ -314,15 +322,16 @@ def make_prefill_attention(
 
     Caches and out are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided,
     ``[H, D]`` contiguous, k_new and v_new alike); block_table rows are contiguous; all of one dtype; scale is
-    positive. No two new tokens may share a slot, and no new token a slot of a prefix that is read. Slots are
-    written in no particular order: programs read new tokens from k_new and v_new only. Products of fp16 and
-    bf16 run on tensor cores, those of fp32 in full fp32; the softmax is always fp32.
+    positive. Tiles and table were written two or more kernels ago. No two new tokens may share a slot, and no
+    new token a slot of a prefix that is read. Slots are written in no particular order: programs read new
+    tokens from k_new and v_new only. Products of fp16 and bf16 run on tensor cores, those of fp32 in full
+    fp32; the softmax is always fp32.
     """
     if block_n < SMALLEST_DOT or block_m % block_n:
         raise OptionError(
             f"block_m={block_m}, block_n={block_n}: block_n must divide block_m and be {SMALLEST_DOT} or more"
         )
-    launch = {"num_warps": num_warps, "num_stages": num_stages}
+    launch = {"num_warps": num_warps, "num_stages": num_stages, **launch_options(dependent)}
 
     def prefill_attention(
         *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, tiles, scale, window=None
@@ -335,6 +344,7 @@ def make_prefill_attention(
         table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
         together = math.gcd(heads, shape.GROUP)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "DOT": _dot_dtype(q), "WINDOW": window or 0}
+        blocks["DEPENDENT"] = dependent
         copied = _described(new.k, new.v, block_n, shape)
         cached = None, None
         if copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:
@@ -344,7 +354,7 @@ def make_prefill_attention(
             **blocks, **launch,
         )  # fmt: skip
         if partial is not None:
-            combine_tiles(out, partial, tiles)
+            combine_tiles(out, partial, tiles, dependent)
         return out
 
     return prefill_attention
@@ -371,7 +381,14 @@ def _dot_dtype(q: Tensor):
 _made = cache(make_prefill_attention)
 
 
-def prefill_attention(*, q: Tensor, k_new: Tensor, **arguments) -> Tensor:
+def make_fastest_prefill_attention(dependent: int = False) -> Callable[..., Tensor]:
     """The kernel of :func:`make_prefill_attention` as :func:`launch_for` says; tiles of size ``BLOCK_M``."""
-    launch = launch_for(q.dtype, q.shape[2], q.shape[1] // k_new.shape[1])
-    return _made(BLOCK_M, *launch)(q=q, k_new=k_new, **arguments)
+
+    def prefill_attention(*, q: Tensor, k_new: Tensor, **arguments) -> Tensor:
+        launch = launch_for(q.dtype, q.shape[2], q.shape[1] // k_new.shape[1])
+        return _made(BLOCK_M, *launch, dependent=dependent)(q=q, k_new=k_new, **arguments)
+
+    return prefill_attention
+
+
+prefill_attention = make_fastest_prefill_attention()

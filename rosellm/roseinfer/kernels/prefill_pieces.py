@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.partial_rows import PartialRows
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.triton_or_none import tl, triton
@@ -27,7 +28,7 @@ def store_piece(partial, row, stored, m_i, l_i, acc, shape: tl.constexpr):
 @triton.jit(do_not_specialize=["tiles_stride"], do_not_specialize_on_alignment=["tiles_ptr"])
 def _combine_tiles_kernel(
     out_ptr, partial, tiles_ptr, tiles_stride, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per (piece, query head, ROWS queries), of which those of a tile's first piece do the work.
 
@@ -39,6 +40,8 @@ def _combine_tiles_kernel(
     n_rows = tl.load(tiles_ptr + tiles_stride + tile)
     this = tl.load(tiles_ptr + 6 * tiles_stride + tile)
     pieces = tl.load(tiles_ptr + 7 * tiles_stride + tile)
+    wait_for_predecessor(DEPENDENT)
+    launch_dependents(DEPENDENT)
     if pieces < 2 or this > 0:
         return
     i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -67,7 +70,7 @@ def _combine_tiles_kernel(
     tl.store(place, (acc / l_i[:, None]).to(out_ptr.dtype.element_ty), mask=mine)
 
 
-def combine_tiles(out: Tensor, partial: PartialRows, tiles: Tiles) -> None:
+def combine_tiles(out: Tensor, partial: PartialRows, tiles: Tiles, dependent: int = False) -> None:
     """out ``[N, H, D]`` gets the results of tiles in several pieces; other rows stay.
 
     The partial result of a tile's row is at the index of the piece times ``size``, plus that of the row.
@@ -75,5 +78,6 @@ def combine_tiles(out: Tensor, partial: PartialRows, tiles: Tiles) -> None:
     (_, n_heads, head_dim), n_pieces = out.shape, tiles.columns.shape[1]
     _combine_tiles_kernel[(n_pieces, n_heads, triton.cdiv(tiles.size, ROWS))](
         out, partial, tiles.columns, tiles.columns.stride(0), n_heads, head_dim,
-        triton.next_power_of_2(head_dim), tiles.size, ROWS, PARTS,
+        triton.next_power_of_2(head_dim), tiles.size, ROWS, PARTS, DEPENDENT=dependent,
+        **launch_options(dependent),
     )  # fmt: skip

@@ -93,7 +93,7 @@ def triton_kernels(dependent: int) -> Kernels:
         kv.kv_append_triton,
         kv.kv_append_triton_full_batch,
         kv.kv_append_triton_identity_pos,
-        prefill.prefill_attention,
+        prefill.make_fastest_prefill_attention(dependent),
         rotary.make_position_heads(dependent),
         noise.gumbel_noise_triton,
         attention.make_append_and_attend(dependent),

@@ -26,8 +26,7 @@ ROOT = Path(__file__).parents[3]
 COMPILED = pytest.mark.timeout(2000)  # the first test compiles all kernels: minutes on a busy machine
 KERNELS = {"_embed", "_add_norm", "_few_rows", "_some_rows", "_silu_mul", "_position_heads", "_plan"}
 KERNELS |= {"_decode_attention", "_combine_pieces", "_best_tokens", "_advance", "_choose_filtered"}
-KERNELS |= {"_count_tokens", "_filtered_tiles"}
-OF_PREFILLS = {"_prefill_attention", "_combine_tiles"}
+KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_tiles"}
 
 
 def test_only_dependent_launches_ask_the_driver_for_anything():
@@ -86,10 +85,10 @@ def test_the_best_rung_of_each_architecture_compiles_for_it(capability, compiled
     """Dependent launches from 9.0 on, ordinary ones before."""
     kernels = compiled[str(capability)]
     assert all(f".target sm_{capability}" in ptx for _, ptx, *_ in kernels)
-    assert {name.removesuffix("_kernel") for name, *_ in kernels} == KERNELS | OF_PREFILLS
+    assert {name.removesuffix("_kernel") for name, *_ in kernels} == KERNELS
     for name, ptx, dependent, shared in kernels:
         assert shared <= SHARED_MEMORY[capability], name
-        assert dependent == (capability >= 90 and name.removesuffix("_kernel") not in OF_PREFILLS), name
+        assert dependent == (capability >= 90), name
         assert ("griddepcontrol" in ptx) == dependent, name
 
 

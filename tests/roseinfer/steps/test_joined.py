@@ -290,9 +290,9 @@ def combined(monkeypatch) -> list[int]:
     """Of each run that combines pieces of tiles on a CPU, how many the most cut tile has."""
     calls, combine = [], prefill.combine_tiles
 
-    def noted(out, partial, tiles):
+    def noted(out, partial, tiles, dependent):
         calls.append(0 if tiles.columns.is_cuda else int(tiles.columns[-1].max()))
-        combine(out, partial, tiles)
+        combine(out, partial, tiles, dependent)
 
     monkeypatch.setattr(prefill, "combine_tiles", noted)
     return calls
