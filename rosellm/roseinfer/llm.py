@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, islice
 from threading import Lock
 from typing import Any, NoReturn, cast
@@ -142,11 +142,7 @@ class LLM:
             each_made(self._runner.limits.check, ids, [own[0] for own in each])
         with self._lock, held_interrupt():
             outputs = iter(self._run(copies, list(chain.from_iterable(each)), use_tqdm))
-        grouped = [RequestOutput.group(list(islice(outputs, len(own)))) for own in each]
-        for prompt, output in zip(many, grouped, strict=True):
-            for completion in output.outputs:
-                completion.prompt = prompt if isinstance(prompt, str) else None
-        return grouped
+        return [_grouped(outputs, len(own), prompt) for prompt, own in zip(many, each, strict=True)]
 
     def chat(
         self,
@@ -170,9 +166,20 @@ class LLM:
         return outputs
 
     def _run(self, ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        if not use_tqdm:
+            return self._runner.run(ids, params)
         n_tokens = min(sum(own.max_tokens for own in params), sys.maxsize)
-        with tqdm(total=n_tokens, desc="tokens", unit=" tok", disable=not use_tqdm) as progress:
+        with tqdm(total=n_tokens, desc="tokens", unit=" tok") as progress:
             return self._runner.run(ids, params, progress)
+
+
+def _grouped(outputs: Iterator[RequestOutput], n: int, prompt: str | list[int]) -> RequestOutput:
+    """The next ``n`` outputs as the completions of one prompt, which they tell if it is text."""
+    completions = list(islice(outputs, n))
+    if isinstance(prompt, str):
+        for completion in completions:
+            completion.prompt = prompt
+    return RequestOutput.group(completions)
 
 
 def _as_many(prompts: Any) -> list[str | list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 
 from rosellm.errors import RoseError
@@ -54,7 +54,7 @@ class RequestOutput:
     token_ids: list[int]
     finish_reason: str
     metrics: RequestMetrics = field(compare=False)
-    decode: Callable[[], str | None] = field(repr=False, compare=False)
+    text_or_decoder: str | Callable[[], str] | None = field(repr=False, compare=False)
     error: str | None = None
     prompt: str | None = None
     logprobs: list[dict[int, Logprob]] | None = field(default=None, repr=False, compare=False)
@@ -80,19 +80,22 @@ class RequestOutput:
             token_ids=sequence.output,
             finish_reason=sequence.finish_reason,
             metrics=sequence.metrics,
-            decode=_decoder(sequence, tokenizer),
+            text_or_decoder=_decoder(sequence, tokenizer),
             error=sequence.error,
             logprobs=_decoded(sequence, tokenizer) if sequence.logprobs is not None else None,
             cumulative_logprob=_cumulative(sequence),
         )
 
-    @cached_property
+    @property
     def text(self) -> str | None:
         """The completion, without its end-of-sequence token, cut before the first stop string.
 
         Decoded when first read; None if the engine has no tokenizer.
         """
-        return self.decode()
+        text = self.text_or_decoder
+        if callable(text):
+            self.text_or_decoder = text = text()
+        return text
 
     @property
     def outputs(self) -> list[RequestOutput]:
@@ -101,16 +104,16 @@ class RequestOutput:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles hold the text, not its decoder."""
-        return self.__dict__ | {"text": self.text, "decode": None}
+        return self.__dict__ | {"text_or_decoder": self.text}
 
 
-def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[], str | None]:
+def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[], str] | None:
     """Returns the text when called; decodes it only then, unless it was followed all along."""
     text = sequence.text
     if text is not None:
         return lambda: text.text
     if tokenizer is None:
-        return lambda: None
+        return None
     ends_with_eos = sequence.finish_reason == "stop"  # stop strings were not searched for
     return partial(tokenizer.decode, sequence.output[:-1] if ends_with_eos else sequence.output)
 

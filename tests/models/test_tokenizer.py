@@ -6,6 +6,7 @@ import json
 import random
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -89,6 +90,21 @@ def test_training_is_deterministic(tokenizer: Tokenizer) -> None:
 def test_many_texts_are_encoded_as_one_by_one(tokenizer: Tokenizer) -> None:
     texts = [CODE, SAMPLE, ""]
     assert tokenizer.encode_many(texts) == [tokenizer.encode(text) for text in texts]
+
+
+def test_equal_texts_are_encoded_once_to_lists_of_their_own(tokenizer: Tokenizer) -> None:
+    told: list[list[str]] = []
+
+    def encode_batch_fast(texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        told.append(texts)
+        return tokenizer._raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    spied = Tokenizer(tokenizer._raw, None)
+    spied._raw = SimpleNamespace(encode_batch_fast=encode_batch_fast)
+    first, other, second = spied.encode_many([CODE, SAMPLE, CODE])
+    assert told == [[CODE, SAMPLE]]
+    assert (first, other) == (tokenizer.encode(CODE), tokenizer.encode(SAMPLE))
+    assert second == first and second is not first
 
 
 def test_special_tokens_leave_no_trace_in_text(tokenizer: Tokenizer) -> None:
