@@ -116,13 +116,13 @@ def _ours(results: Results, model: str) -> dict[str, float | None]:
 
 
 def pieces_of(
-    lengths: Sequence[int], tile: int, pieces: int
+    lengths: Sequence[int], tile: int, pieces: int, lead: int = 0
 ) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
     """Of each piece of a plan, what it walks through as (row, first tile, tiles); and the tiles of each row.
 
-    lengths: cached tokens of each row, at least one.
+    lengths: cached tokens of each row, at least one. lead: as of ``Variant``.
     """
-    starts = make_plan_ref(torch.tensor(lengths), Variant(tile, pieces)).starts
+    starts = make_plan_ref(torch.tensor(lengths), Variant(tile, pieces, lead=lead)).starts
     assert starts is not None  # rows are cut
     at: list[list[int]] = starts.tolist()
     tiles, cut = [-(-n // tile) for n in lengths], []

@@ -71,7 +71,7 @@ def programs_of(lengths: Sequence[int], variant: Variant, kv_heads: int) -> list
     """
     if not variant.combine:
         return [[(row, n)] for row, n in enumerate(lengths)] * kv_heads
-    cut, _ = pieces_of(lengths, variant.tile, variant.pieces)
+    cut, _ = pieces_of(lengths, variant.tile, variant.pieces, variant.lead)
     return [[_tokens(lengths, variant.tile, *span) for span in spans] for spans in cut] * kv_heads
 
 

@@ -120,7 +120,7 @@ def _attention(model: Transformer, bench: Callable[..., Bench], batch: int, cont
     before = BEFORE["fused_append"]
     engine = bench(before).engine
     kernels, binder = engine.kernels, AppendAndAttend(engine.kernels, engine.blocks, model)
-    plan = Plan(Variant.parse(binder.variant(batch, context)), model.config.window)
+    plan = Plan(Variant.parse(binder.variant(batch, context, context)), model.config.window)
 
     def decode(*, context_lens: Tensor, **operands: Any) -> Tensor:
         return kernels.append_and_attend(**operands, positions=context_lens, plan=plan)

@@ -2,8 +2,8 @@
 
 A row is a sequence; its keys are cut into tiles. The tiles of all rows, one after the other, are cut into
 pieces of equal length, one for each program (Stream-K, Osama et al. 2023, arXiv:2301.03598): a piece may end
-one row, hold several and begin another. Context lengths are read on the device, so one captured launch serves
-them all.
+one row, hold several and begin another. To begin a row takes time, too, and counts as some tiles. Context
+lengths are read on the device, so one captured launch serves them all.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROLES = {"_plan_kernel": "attention"}
 PLANNED_ELEMENTS = 2048  # of the matrix (pieces, rows) that a program of the plan compares
 SHORT, MIDDLE, LONG = 128, 512, 1024  # cached tokens
 MANY = 7  # programs a processor
+UNEVEN, UNEVEN_SHARE = 1.5, 4  # the longest row's cached tokens over the mean's, and programs a processor
 
 
 class Variant(NamedTuple):
@@ -30,6 +31,7 @@ class Variant(NamedTuple):
     memory. For groups of one query head: lanes, 1 if each token of a tile has a softmax of its own, combined
     at the end, so that threads work without each other, which takes ``tile * D / warps / 32`` more registers;
     dot, 1 if products run on tensor cores, as groups' always do, heads repeated to ``SMALLEST_DOT`` rows.
+    lead: as many tiles as to begin a row takes; only where a piece is more than a few of them.
     """
 
     tile: int
@@ -38,6 +40,7 @@ class Variant(NamedTuple):
     stages: int = 1
     lanes: int = 0
     dot: int = 0
+    lead: int = 0
 
     @property
     def combine(self) -> bool:
@@ -69,25 +72,42 @@ class Plan(NamedTuple):
 
 
 def variant_for(
-    rows: int, kv_heads: int, longest: int, num_sms: int, group: int = 1, head_dim: int = 64
+    rows: int,
+    kv_heads: int,
+    longest: int,
+    num_sms: int,
+    group: int = 1,
+    head_dim: int = 64,
+    mean: float | None = None,
 ) -> Variant:
     """The fastest measured on an H200 for ``rows`` of at most ``longest`` cached tokens, cut where that pays.
 
-    Rows that fill the GPU stay whole, unless the longest alone may take longer than all others together.
-    Lengths between two powers of two have one variant: each is captured in a graph of its own.
+    mean: of a row on average; None: all have as many. Rows that fill the GPU stay whole, unless the longest
+    alone may take longer than all others together, or, of single heads, most are much shorter than it.
+    Lengths between two powers of two have one variant, or two: each is captured in a graph of its own.
     """
-    reach, programs = triton.next_power_of_2(max(longest, 1)), rows * kv_heads
-    fills = 4 * programs >= (8 if group == 1 else 5) * num_sms
-    balanced = group == 1 or reach * num_sms <= LONG * programs
-    stay_whole = (fills and balanced) or reach <= SHORT or (rows > 2 and reach <= MIDDLE)
+    reach, share = triton.next_power_of_2(max(longest, 1)), rows * kv_heads / num_sms
+    if reach <= SHORT:
+        stay_whole = True
+    elif group == 1:
+        uneven = share >= UNEVEN_SHARE and mean is not None and longest > UNEVEN * mean
+        stay_whole = not uneven and (share >= 2 or (rows > 2 and reach <= MIDDLE))
+    else:
+        stay_whole = (share >= 1.25 and reach <= LONG * share) or (rows > 2 and reach <= MIDDLE)
     choose = whole_rows if stay_whole else cut_rows
     return choose(rows, kv_heads, longest, num_sms, group, head_dim)
 
 
 def cut_rows(
-    rows: int, kv_heads: int, longest: int, num_sms: int, group: int = 1, head_dim: int = 64
+    rows: int,
+    kv_heads: int,
+    longest: int,
+    num_sms: int,
+    group: int = 1,
+    head_dim: int = 64,
+    mean: float | None = None,
 ) -> Variant:
-    """The fastest measured in pieces: two programs a processor, of many tiles up to eight."""
+    """The fastest measured in pieces: two programs a processor, of many tiles up to eight. Ignores mean."""
     pieces = max(1, 2 * num_sms // kv_heads)
     tiles = rows * -(-triton.next_power_of_2(max(longest, 1)) // 16)
     if tiles > 8 * pieces:
@@ -97,18 +117,26 @@ def cut_rows(
 
 
 def _long_pieces(rows: int, tiles_each: float, pieces: int, group: int, head_dim: int) -> Variant:
-    """tiles_each: of 16 tokens, in a piece."""
+    """tiles_each: of 16 tokens, in a piece. Few rows have a long piece each, and lead little."""
     if group == 1:
-        return Variant(16, 4 * pieces, 2, 3, 1)
+        many = rows >= 2 * pieces
+        return Variant(16, 8 * pieces, 1, 3, 1, lead=4) if many else Variant(16, 4 * pieces, 2, 3, 1)
     if head_dim > 64:
-        return Variant(32, 2 * pieces, 2, 2) if tiles_each <= 32 else Variant(64, pieces, 4, 3)
+        lead = 3 if rows >= pieces else 0
+        return Variant(32, 2 * pieces, 2, 2) if tiles_each <= 32 else Variant(64, pieces, 4, 3, lead=lead)
     return Variant(32, 4 * pieces, 1, 2) if rows > 2 else Variant(128, pieces, 4, 2)
 
 
 def whole_rows(
-    rows: int, kv_heads: int, longest: int, num_sms: int, group: int = 1, head_dim: int = 64
+    rows: int,
+    kv_heads: int,
+    longest: int,
+    num_sms: int,
+    group: int = 1,
+    head_dim: int = 64,
+    mean: float | None = None,
 ) -> Variant:
-    """The fastest measured with one piece for each row."""
+    """The fastest measured with one piece for each row. Ignores mean."""
     programs, reach = rows * kv_heads, triton.next_power_of_2(max(longest, 1))
     if group == 1:
         return _whole_single_heads(programs / num_sms, reach)
@@ -149,11 +177,11 @@ def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None
     if not variant.combine:
         return Plan(variant, window)
     tiles = _tiles_of(positions.long().clamp_min(0), variant.tile, window)  # [B]
-    ends = tiles.cumsum(0)
+    ends = (tiles + variant.lead).cumsum(0)
     filled = ends[-1].clamp_max(variant.pieces)
     start = (torch.arange(variant.pieces + 1, device=ends.device) * ends[-1] // filled).minimum(ends[-1])
     row = torch.searchsorted(ends, start, right=True)
-    tile = start - torch.cat((ends.new_zeros(1), ends))[row]
+    tile = (start - torch.cat((ends.new_zeros(1), ends))[row] - variant.lead).clamp_min(0)
     touched = torch.stack((ends - tiles, ends - 1), dim=1)  # [B, 2]: the first and the last tile of each row
     covers = torch.searchsorted(start, touched, right=True) - 1
     return Plan(variant, window, torch.stack((row, tile), dim=1).int(), covers.int())
@@ -177,7 +205,8 @@ def span_of(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
 @triton.jit(do_not_specialize=["n_rows", "n_pieces"])
 def _plan_kernel(
     starts_ptr, covers_ptr, positions_ptr, position_stride, n_rows, n_pieces, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, LEAD: tl.constexpr, WINDOW: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per CHUNK pieces; each sums up the tiles of all rows, and the first writes ``covers``."""
     row = tl.arange(0, ROWS)
@@ -187,16 +216,16 @@ def _plan_kernel(
     launch_dependents(DEPENDENT)
     position = tl.load(positions_ptr + row * position_stride, mask=exists, other=0)
     _, _, tiles = span_of(position, TILE, WINDOW)
-    tiles = tl.where(exists, tiles, 0)
-    ends = tl.cumsum(tiles, axis=0)
-    total = tl.sum(tiles, axis=0)
+    length = tl.where(exists, tiles + LEAD, 0)
+    ends = tl.cumsum(length, axis=0)
+    total = tl.sum(length, axis=0)
     filled = tl.minimum(total, n_pieces).to(tl.int64)
     start = tl.minimum(piece * total.to(tl.int64) // filled, total).to(tl.int32)
     before = exists[None, :] & (ends[None, :] <= start[:, None])
     passed = tl.max(tl.where(before, ends[None, :], 0), axis=1)
     planned = piece <= n_pieces
     tl.store(starts_ptr + 2 * piece, tl.sum(before.to(tl.int32), axis=1), mask=planned)
-    tl.store(starts_ptr + 2 * piece + 1, start - passed, mask=planned)
+    tl.store(starts_ptr + 2 * piece + 1, tl.maximum(start - passed - LEAD, 0), mask=planned)
     if tl.program_id(0) == 0:
         first = tl.cdiv((ends - tiles + 1) * filled, total) - 1
         last = tl.cdiv(ends * filled, total) - 1
@@ -217,7 +246,13 @@ def make_planner(dependent: int = False) -> Callable[..., Plan]:
         rows = triton.next_power_of_2(n_rows)
         chunk = min(128, max(1, PLANNED_ELEMENTS // rows))
         arguments = starts, covers, positions, positions.stride(0), n_rows, pieces
-        sizes = {"ROWS": rows, "CHUNK": chunk, "TILE": variant.tile, "WINDOW": window or 0}
+        sizes = {
+            "ROWS": rows,
+            "CHUNK": chunk,
+            "TILE": variant.tile,
+            "LEAD": variant.lead,
+            "WINDOW": window or 0,
+        }
         _plan_kernel[(-(-(pieces + 1) // chunk),)](*arguments, **sizes, **launch)
         return Plan(variant, window, starts, covers)
 

@@ -56,16 +56,34 @@ def store_partial(partial, part, kv_head, m_i, l_i, acc, shape: tl.constexpr, M:
 
 
 @triton.jit
+def _cut_row(starts_ptr, covers_ptr, BY_CUT: tl.constexpr):
+    """A program's row, its first and its last piece; these are the same where there is nothing to combine."""
+    if BY_CUT:
+        cut = tl.program_id(0)
+        row = tl.load(starts_ptr + 2 * cut + 2).to(tl.int64)
+        inside = tl.load(starts_ptr + 2 * cut + 3) > 0
+        first = tl.load(covers_ptr + 2 * row, mask=inside, other=-1)
+        last = tl.load(covers_ptr + 2 * row + 1, mask=inside, other=-1)
+        last = tl.where(first == cut, last, first)
+    else:
+        row = tl.program_id(0).to(tl.int64)
+        first = tl.load(covers_ptr + 2 * row)
+        last = tl.load(covers_ptr + 2 * row + 1)
+    return row, first, last
+
+
+@triton.jit
 def _combine_pieces_kernel(
-    out_ptr, partial, covers_ptr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    out_ptr, partial, starts_ptr, covers_ptr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    PARTS: tl.constexpr, BY_CUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, query head): the weighted mean of the partial results of a row that was cut."""
-    row = tl.program_id(0).to(tl.int64)
+    """One program per query head and row, or start of a piece but the first, whichever are fewer.
+
+    The weighted mean of the partial results of a row that was cut, by the program of its first cut.
+    """
     head = tl.program_id(1)
     d = tl.arange(0, D)
-    first = tl.load(covers_ptr + 2 * row)
-    last = tl.load(covers_ptr + 2 * row + 1)
+    row, first, last = _cut_row(starts_ptr, covers_ptr, BY_CUT)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     if first < last:
@@ -99,9 +117,10 @@ def make_combine(dependent: int) -> Callable[[Tensor, PartialRows, Plan], None]:
         batch, n_heads, head_dim = out.shape
         padded = triton.next_power_of_2(head_dim)
         parts = min(COMBINED_AT_ONCE, triton.next_power_of_2(plan.variant.pieces // batch + 2))
-        warps = 1 if parts * padded <= ONE_WARP_COMBINES else 4
-        _combine_pieces_kernel[(batch, n_heads)](
-            out, partial, plan.covers, n_heads, head_dim, padded, parts, num_warps=warps, **launch
-        )
+        warps, by_cut = 1 if parts * padded <= ONE_WARP_COMBINES else 4, plan.variant.pieces <= batch
+        _combine_pieces_kernel[(plan.variant.pieces - 1 if by_cut else batch, n_heads)](
+            out, partial, plan.starts, plan.covers, n_heads, head_dim, padded, parts, by_cut,
+            num_warps=warps, **launch,
+        )  # fmt: skip
 
     return combine

@@ -26,8 +26,11 @@ class Binder(ABC):
         self.kernels, self.blocks, self.model = kernels, blocks, model
         self.config = model.config
 
-    def variant(self, rows: int, longest: int) -> str:
-        """The kernel variant for ``rows`` of at most ``longest`` cached tokens; each has its own graphs."""
+    def variant(self, rows: int, longest: int, mean: float) -> str:
+        """The kernel variant for ``rows`` of at most ``longest`` cached tokens; each has its own graphs.
+
+        mean: cached tokens of a row on average.
+        """
         return ""  # a single variant
 
     @abstractmethod
@@ -99,10 +102,11 @@ class AppendAndAttend(Binder):
         on_gpu = model.device.type == "cuda"
         self.num_sms = torch.cuda.get_device_properties(model.device).multi_processor_count if on_gpu else 1
 
-    def variant(self, rows: int, longest: int) -> str:
+    def variant(self, rows: int, longest: int, mean: float) -> str:
         """How the kernel is launched."""
-        c, seen = self.config, min(longest, self.config.window or longest)
-        return str(self.choose(rows, c.n_kv_heads, seen, self.num_sms, c.group, c.head_dim))
+        c, window = self.config, self.config.window or longest
+        seen, mean = min(longest, window), min(mean, window)
+        return str(self.choose(rows, c.n_kv_heads, seen, self.num_sms, c.group, c.head_dim, mean))
 
     def __call__(self, state: DeviceState, variant: str) -> PagedAttention:
         plan = self.kernels.plan_attention(state.positions, Variant.parse(variant), self.config.window)

@@ -137,7 +137,7 @@ def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
 class InvariantAppendAndAttend(AppendAndAttend):
     """One tile for any batch and context, and every context whole."""
 
-    def variant(self, rows: int, longest: int) -> str:
+    def variant(self, rows: int, longest: int, mean: float) -> str:
         """A single variant."""
         return str(DECODE)
 

@@ -98,7 +98,7 @@ class JoinedStep(ResidentStep):
             chunks = self.joined.packed.reserved(sequences, counts)
             sizes = self.joined.sizes(int(decoding.indices[-1]) + 1, counts)
             mode = self.next_tokens.chooser.mode([s.params for s in decoding.sequences + chunks.whole])
-            variant = self.bind.variant(sizes.rows, int(self.rows.position[decoding.indices].max()))
+            variant = self._variant(sizes.rows, decoding)
             hidden = self.joined(sizes, chunks, variant, mode)
             for sequence, n in zip(sequences, counts, strict=True):
                 sequence.n_cached += n

@@ -167,7 +167,7 @@ class ResidentStep:
             bucket = min(batch_bucket(int(batch.indices[-1]) + 1), len(self.rows))
             self._in_flight.start()
             with profile_range(f"{STEP_RANGE}.model"):
-                variant = self.bind.variant(bucket, int(self.rows.position[batch.indices].max()))
+                variant = self._variant(bucket, batch)
                 if batch is not self._wishes.batch:
                     self._wishes = self._wishes_of(batch)
                 hidden = self._step(bucket, self._wishes.mode, variant)()
@@ -194,9 +194,15 @@ class ResidentStep:
         for mode in self.next_tokens.chooser.modes:
             self._choose(hidden[0], idle, mode)
 
+    def _variant(self, rows: int, batch: Batch) -> str:
+        """The attention variant for what the batch has cached."""
+        cached = self.rows.position[batch.indices]
+        return self.bind.variant(rows, int(cached.max()), float(cached.mean()))
+
     def _variants_of(self, rows: int) -> list[str]:
-        powers = [1 << k for k in range((self._longest - 1).bit_length() + 1)]
-        return sorted({self.bind.variant(rows, min(power, self._longest)) for power in powers})
+        """For any lengths, all equal or most of them short."""
+        longest = [min(1 << k, self._longest) for k in range((self._longest - 1).bit_length() + 1)]
+        return sorted({self.bind.variant(rows, most, mean) for most in longest for mean in (0, most)})
 
     @torch.inference_mode()
     def last_logits(self) -> Tensor:

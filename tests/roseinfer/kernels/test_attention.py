@@ -191,7 +191,9 @@ def test_a_plan_for_another_window_is_refused():
 
 @guarded
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("variant", [WHOLE, FEW, MANY, Variant(TILE, 7, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "variant", [WHOLE, FEW, MANY, Variant(TILE, 7, 4, 2), Variant(TILE, 5, lead=4)], ids=str
+)
 @pytest.mark.parametrize("block_size", [4, 64])
 def test_the_kernel_equals_the_spec_at_the_edges_of_tiles_blocks_and_pieces(
     block_size, variant, device, dtype
@@ -260,7 +262,8 @@ def test_the_kernel_equals_the_spec_over_random_shapes(seed, device, dtype):
         device=device,
         seed=seed,
     )
-    assert_equals_spec(case, Variant(rng.choice((16, 32)), rng.choice((0, 1, 5, 12)), stages=1 + seed % 2))
+    pieces, lead = rng.choice((0, 1, 5, 12)), rng.choice((0, 3))
+    assert_equals_spec(case, Variant(rng.choice((16, 32)), pieces, stages=1 + seed % 2, lead=lead))
 
 
 @guarded

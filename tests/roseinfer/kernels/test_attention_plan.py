@@ -29,6 +29,7 @@ WILD, TILE = 2**30, 16
 WHOLE = Variant(TILE)
 guarded = pytest.mark.usefixtures("guarded_outputs")
 some_positions = st.lists(st.integers(-3, 300), min_size=1, max_size=12)
+leads = st.sampled_from((0, 1, 4))
 
 
 def tiles_of(position: int, tile: int, window: int | None) -> int:
@@ -38,16 +39,23 @@ def tiles_of(position: int, tile: int, window: int | None) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(some_positions, st.integers(1, 40), st.sampled_from((16, 64)), st.sampled_from((None, 1, 40, 64)))
-def test_pieces_hold_every_tile_once_and_differ_by_one_at_the_most(positions, pieces, tile, window):
-    plan = make_plan_ref(torch.tensor(positions, dtype=torch.int32), Variant(tile, pieces), window)
+@given(
+    some_positions, st.integers(1, 40), st.sampled_from((16, 64)), st.sampled_from((None, 1, 40, 64)), leads
+)
+def test_pieces_hold_every_tile_once_and_equally_many_or_nearly(positions, pieces, tile, window, lead):
+    """In whole rows begun, their lead counts; a piece that ends within a lead has up to a lead less to do."""
+    plan = make_plan_ref(torch.tensor(positions, dtype=torch.int32), Variant(tile, pieces, lead=lead), window)
     counts = [tiles_of(position, tile, window) for position in positions]
     tiles = [(row, i) for row, count in enumerate(counts) for i in range(count)]
     index = {place: i for i, place in enumerate((*tiles, (len(positions), 0)))}
     starts = [index[tuple(place)] for place in plan.starts.tolist()]
     sizes = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
-    assert starts[0] == 0 and starts[-1] == len(tiles)
-    assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 0
+    assert starts[0] == 0 and starts[-1] == len(tiles) and min(sizes) >= 0
+    assert lead or max(sizes) - min(sizes) <= 1
+    total = len(tiles) + lead * len(positions)
+    begun = [sum(i == 0 for _, i in tiles[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+    work = [size + lead * rows for size, rows in zip(sizes, begun, strict=True)]
+    assert max(work) <= -(-total // min(pieces, total)) + lead
     owners = [piece for piece, size in enumerate(sizes) for _ in range(size)]
     mine = [[owners[index[row, 0]], owners[index[row, count - 1]]] for row, count in enumerate(counts)]
     assert plan.covers.tolist() == mine
@@ -56,11 +64,11 @@ def test_pieces_hold_every_tile_once_and_differ_by_one_at_the_most(positions, pi
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @settings(max_examples=40, deadline=None)
-@given(some_positions, st.integers(1, 200), st.sampled_from((16, 64)), st.sampled_from((None, 1, 40)))
-def test_the_plan_kernel_equals_its_spec(device, positions, pieces, tile, window):
+@given(some_positions, st.integers(1, 200), st.sampled_from((16, 64)), st.sampled_from((None, 1, 40)), leads)
+def test_the_plan_kernel_equals_its_spec(device, positions, pieces, tile, window, lead):
     strided = torch.full((len(positions), 3), WILD, dtype=torch.int32, device=device)
     strided[:, 1] = torch.tensor(positions)
-    arguments = strided[:, 1], Variant(tile, pieces), window
+    arguments = strided[:, 1], Variant(tile, pieces, lead=lead), window
     found, expected = make_planner()(*arguments), make_plan_ref(*arguments)
     assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
 
@@ -69,7 +77,7 @@ def test_the_plan_kernel_equals_its_spec(device, positions, pieces, tile, window
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_a_plan_of_long_contexts_does_not_overflow(device):
     positions = torch.full((40,), 2**28, dtype=torch.int32, device=device)
-    positions[7], variant = -(2**31), Variant(16, 133)
+    positions[7], variant = -(2**31), Variant(16, 133, lead=4)
     found, expected = make_planner()(positions, variant), make_plan_ref(positions, variant)
     assert torch.equal(found.starts, expected.starts) and torch.equal(found.covers, expected.covers)
 
@@ -100,9 +108,18 @@ def test_a_variant_is_chosen_for_any_step_and_can_be_told_by_its_text(rows, kv_h
 def test_a_warm_up_meets_every_variant_at_powers_of_two(choose, rows, kv_heads, group, head_dim):
     """Where ``ResidentStep.captures`` looks for them: no step meets a new one while requests wait."""
     shape = 132, group, head_dim
-    met = {choose(rows, kv_heads, 1 << power, *shape) for power in range(17)}
-    assert {choose(rows, kv_heads, n, *shape) for n in (*range(1, 2100), *range(2100, 65536, 97))} <= met
+    met = {choose(rows, kv_heads, n, *shape, mean) for n in (1 << k for k in range(17)) for mean in (0, n)}
+    lengths = (*range(1, 2100), *range(2100, 65536, 97))
+    assert {choose(rows, kv_heads, n, *shape, share * n) for n in lengths for share in (0.2, 0.9, 1)} <= met
     assert len(met) <= 6
+
+
+def test_many_rows_of_single_heads_are_cut_if_most_are_much_shorter_than_the_longest():
+    assert variant_for(256, 12, 900, 132, mean=400) == cut_rows(256, 12, 900, 132)
+    for rows, mean in ((256, 800), (256, None), (32, 400)):
+        assert variant_for(rows, 12, 500, 132, mean=mean and mean / 1.8) == whole_rows(rows, 12, 500, 132)
+    assert not variant_for(256, 12, 100, 132, mean=10).combine  # so short that cutting does not pay
+    assert not variant_for(256, 8, 900, 132, group=2, head_dim=128, mean=400).combine
 
 
 def test_a_long_context_is_spread_over_the_whole_gpu():
@@ -140,10 +157,10 @@ def test_a_binder_chooses_for_the_models_shape_and_no_more_tokens_than_its_windo
     split, whole = (kind(TRITON, None, model) for kind in (SplitAppendAndAttend, AppendAndAttend))
     for binder, choose in ((split, variant_for), (whole, whole_rows)):
         binder.num_sms = 132
-        for rows, longest in ((1, 30), (3, 1000), (200, 700)):
-            seen = min(longest, window or longest)
-            chosen = choose(rows, 2 // group, seen, 132, group=group, head_dim=16)
-            assert Variant.parse(binder.variant(rows, longest)) == chosen
+        for rows, longest, mean in ((1, 30, 30), (3, 1000, 200.5), (300, 700, 300.0), (300, 700, 650.0)):
+            seen, seen_mean = min(longest, window or longest), min(mean, window or mean)
+            chosen = choose(rows, 2 // group, seen, 132, group=group, head_dim=16, mean=seen_mean)
+            assert Variant.parse(binder.variant(rows, longest, mean)) == chosen
     positions = torch.tensor([60, 3], dtype=torch.int32)
     bound = split(SimpleNamespace(positions=positions), str(Variant(TILE, 3)))
     assert bound.plan.window == window and bound.plan.variant == Variant(TILE, 3)
