@@ -3,8 +3,9 @@
 With ``--check`` it only reports whether they are up to date. ``--record nvidia-h200,my-gpu`` shows other
 machines beside the reference from then on: a comment in README.md keeps the choice. Computed are the
 ladder's pictures for light and dark pages (``notebooks/results/ladder-*.svg``), the table of results, and the
-notebook index with each notebook's finding, the tables of modern models, of what bounds them and of attention
-of prompts, and what users' calls reach. All but the pictures are between HTML comments with their names.
+notebook index with each notebook's finding, the tables of modern models, of what bounds them and GPT-2 and of
+attention of prompts, and what users' calls reach. All but the pictures are between HTML comments with their
+names.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from rosellm.lab.records.records import (
     results_folder,
     rivals,
 )
+from rosellm.lab.records.sizes import LEDGER_WORKLOADS
 from rosellm.lab.records.verdicts import WORKLOADS
 from rosellm.lab.running.gallery import reading_minutes
-from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS
+from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, WORKLOADS as WORKLOADS_BY_NAME
 from rosellm.roseinfer.recipe import BEST_RUNG, SIDE_BRANCHES
 
 ROOT = results_folder().parent.parent
@@ -164,6 +166,20 @@ def bounds_table(machines: Sequence[Results]) -> str:
     return "\n".join(rows)
 
 
+def steps_table(machines: Sequence[Results]) -> str:
+    """What a recorded step of the best rung takes at four workloads' sizes, its floor, where the rest goes.
+
+    A machine without ledgers is left out.
+    """
+    rows = [f"| µs | {' | '.join(LEDGER_WORKLOADS)} |", f"|---|{'--:|' * len(LEDGER_WORKLOADS)}"]
+    batches = [str(WORKLOADS_BY_NAME[name].max_batch_size) for name in LEDGER_WORKLOADS]
+    for results in (one for one in machines if "ledger" in one.names()):
+        where = "" if results is machines[0] else f", {name_of(results)}"
+        ledgers = (Ledger.from_dict(results.figures("ledger", batch, BEST_RUNG)) for batch in batches)
+        rows.append(f"| `{BEST_RUNG}`{where} | {' | '.join(map(_above_floor, ledgers))} |")
+    return "\n".join(rows)
+
+
 def _above_floor(ledger: Ledger) -> str:
     """The step, its floor, and the roles that take a tenth or more of what lies between, largest first."""
     above = {role: time.us - (time.floor_us or 0.0) for role, time in by_role(ledger).items()}
@@ -226,6 +242,7 @@ def _calls_cells(figures: dict[str, Any], calls: Sequence[str]) -> list[str]:
 
 SECTIONS: dict[str, Callable[[Sequence[Results]], str]] = {
     "results": results_table,
+    "steps": steps_table,
     "notebooks": notebook_index,
     "models": models_table,
     "bounds": bounds_table,

@@ -160,6 +160,24 @@ def test_the_ledger_that_readme_leaves_out_is_of_kernels_that_took_15_percent_lo
     assert round(ledgers["PRE"].busy_us / ledgers["PRE"].step_us, 2) == 1.15
 
 
+def test_what_bounds_gpt2_is_what_readme_tells():
+    """Beside its table: a kernel's time and its bytes', and where W8's time goes."""
+    products, norms = [], []
+    for batch in ("1", "8", "64", "256"):
+        rows = {row.cause: row for row in Ledger.from_dict(RESULTS.figures("ledger", batch, "split_kv")).rows}
+        gemm, norm = rows["GEMM"], rows["norm"]
+        assert (gemm.launches, norm.launches) == (48, 25 if int(batch) > 16 else 1)
+        assert rows["attention"].launches == 12
+        products.append((gemm.us / 48, gemm.floor_us / 48))
+        norms += [norm.us / 25] * (norm.launches == 25)
+    (times, floors), told = zip(*products, strict=True), ([2.3, 5.8], [0.8, 1.4])
+    assert tuple([round(min(x), 1), round(max(x), 1)] for x in (times, floors)) == told
+    assert all(round(us) == 2 for us in norms)
+    w8 = RESULTS.record("W8", "split_kv")["results"]["online"]["medians"]
+    assert round(w8["prefill_time_s"] / w8["total_time_s"], 2) == 0.13
+    assert round(w8["decode_tokens"] / w8["decode_steps"]) == 158
+
+
 @pytest.mark.parametrize("workload", ["W2", "W3"])
 def test_the_slowest_steps_are_near_the_median(workload):
     figures = RESULTS.record(workload, BEST_RUNG)["results"]["online"]["medians"]
