@@ -36,8 +36,14 @@ PLACES = 1, 16, 64, 256
 
 
 def bucket_of(n_tokens: int) -> int:
-    """The captured run that serves ``n_tokens``: powers of two to 512, then multiples of 512."""
-    return 1 << (n_tokens - 1).bit_length() if n_tokens <= 512 else -(-n_tokens // 512) * 512
+    """The captured run that serves ``n_tokens``: powers of two to 256, then multiples of 128, 256 and 512.
+
+    Of many tokens a layer's time is that of its products, and grows with all that are padded.
+    """
+    for limit, step in ((256, None), (1024, 128), (2048, 256)):
+        if n_tokens <= limit:
+            return 1 << (n_tokens - 1).bit_length() if step is None else -(-n_tokens // step) * step
+    return -(-n_tokens // 512) * 512
 
 
 def places_for(n_sequences: int) -> int:

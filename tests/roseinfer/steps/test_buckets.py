@@ -9,13 +9,15 @@ from rosellm.roseinfer.steps.cuda_graph import batch_bucket, batch_buckets
 
 def test_every_number_of_tokens_has_the_smallest_bucket_that_holds_it():
     buckets = sorted({bucket_of(n) for n in range(1, CAPTURED_TOKENS + 1)})
-    assert buckets == [1 << i for i in range(10)] + list(range(1024, CAPTURED_TOKENS + 1, 512))
+    large = [*range(384, 1024, 128), *range(1024, 2048, 256), *range(2048, CAPTURED_TOKENS + 1, 512)]
+    assert buckets == [1 << i for i in range(9)] + large
     for n in range(1, CAPTURED_TOKENS + 1):
         assert bucket_of(n) == next(bucket for bucket in buckets if bucket >= n)
 
 
-def test_a_bucket_wastes_less_than_half_of_its_tokens():
+def test_a_bucket_wastes_less_than_half_of_its_tokens_and_a_large_one_less_than_a_fifth():
     assert all(bucket_of(n) < 2 * n for n in range(1, CAPTURED_TOKENS + 1))
+    assert all(bucket_of(n) < 1.25 * n for n in range(513, CAPTURED_TOKENS + 1))
 
 
 def test_large_buckets_are_whole_tiles():
