@@ -82,6 +82,8 @@ def _csv_rows(lines: Lines) -> Iterator[tuple[int, Any]]:
     if not set(names) >= set(FIELDS):
         raise ValueError(f": the header is {','.join(names)}; it must name {', '.join(FIELDS)}")
     for number, row in rows:
+        if len(row) > len(names):
+            raise ValueError(f", line {number}: it has {len(row)} cells, the header {len(names)}")
         yield number, dict(zip(names, row, strict=False))
 
 

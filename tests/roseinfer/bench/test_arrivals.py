@@ -89,6 +89,7 @@ def test_blank_lines_and_cells_of_several_lines_are_no_arrivals(tmp_path: Path) 
             ", line 2: new_tokens is 'many'; it must be a whole number from 1 to 2147483647",
         ),
         (f"{HEADER}0,3.7,1\n", "line 2: prompt_tokens is '3.7'; it must be a whole number from 1 to 1048576"),
+        (f"{HEADER}0,1,2\n0,5,10,3\n", ", line 3: it has 4 cells, the header 3"),
         (f"{HEADER}0,1048577,1\n", "prompt_tokens is '1048577'; it must be a whole number from 1 to 1048576"),
         (f"{HEADER}-1,1,1\n", "line 2: seconds is '-1'; it must be a number from 0 to 86400, a day"),
         (f"{HEADER}nan,1,1\n", "line 2: seconds is 'nan'"),
