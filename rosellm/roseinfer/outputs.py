@@ -108,7 +108,7 @@ class RequestOutput:
 
 
 def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[], str] | None:
-    """Returns the text when called; decodes it only then, unless it was followed all along."""
+    """Gives the text, decoded only then unless it was followed all along; None without a tokenizer."""
     text = sequence.text
     if text is not None:
         return lambda: text.text

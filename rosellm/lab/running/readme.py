@@ -3,9 +3,9 @@
 With ``--check`` it only reports whether they are up to date. ``--record nvidia-h200,my-gpu`` shows other
 machines beside the reference from then on: a comment in README.md keeps the choice. Computed are the
 ladder's pictures for light and dark pages (``notebooks/results/ladder-*.svg``), the table of results, and the
-notebook index with each notebook's finding, the tables of modern models, of what bounds them and GPT-2 and of
-attention of prompts, and what users' calls reach. All but the pictures are between HTML comments with their
-names.
+notebook index with each notebook's finding, the tables of modern models, of what bounds their steps and
+GPT-2's, of attention of prompts, and of what users' calls reach. All but the pictures are between HTML
+comments with their names.
 """
 
 from __future__ import annotations

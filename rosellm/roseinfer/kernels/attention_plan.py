@@ -21,7 +21,7 @@ ROLES = {"_plan_kernel": "attention"}
 PLANNED_ELEMENTS = 2048  # of the matrix (pieces, rows) that a program of the plan compares
 SHORT, MIDDLE, LONG = 128, 512, 1024  # cached tokens
 MANY = 7  # programs a processor
-UNEVEN, UNEVEN_SHARE = 1.5, 4  # the longest row's cached tokens over the mean's, and programs a processor
+UNEVEN, UNEVEN_FROM = 1.5, 4  # the longest row's cached tokens over the mean's; programs a processor
 
 
 class Variant(NamedTuple):
@@ -31,7 +31,7 @@ class Variant(NamedTuple):
     memory. For groups of one query head: lanes, 1 if each token of a tile has a softmax of its own, combined
     at the end, so that threads work without each other, which takes ``tile * D / warps / 32`` more registers;
     dot, 1 if products run on tensor cores, as groups' always do, heads repeated to ``SMALLEST_DOT`` rows.
-    lead: as many tiles as to begin a row takes; only where a piece is more than a few of them.
+    lead: tiles that the beginning of a row counts as where cuts are placed.
     """
 
     tile: int
@@ -61,8 +61,8 @@ class Plan(NamedTuple):
 
     starts ``[PIECES + 1, 2]`` int32: row and tile at which each piece starts, and the end of the last; a
     row's tiles are counted from the first that its window touches. covers ``[B, 2]`` int32: the first and the
-    last piece of each row. Where pieces are more than tiles, the last are empty. Both are None where a piece
-    is a row.
+    last piece of each row. Where pieces are more than tiles, the last are empty, and so is one within a row's
+    lead. Both are None where a piece is a row.
     """
 
     variant: Variant
@@ -82,15 +82,16 @@ def variant_for(
 ) -> Variant:
     """The fastest measured on an H200 for ``rows`` of at most ``longest`` cached tokens, cut where that pays.
 
-    mean: of a row on average; None: all have as many. Rows that fill the GPU stay whole, unless the longest
-    alone may take longer than all others together, or, of single heads, most are much shorter than it.
+    mean: of a row on average; None: all have as many. Rows that fill the GPU stay whole, unless, in groups,
+    the longest alone may take longer than all others together, or, of single heads, it exceeds the mean by
+    half and more.
     Lengths between two powers of two have one variant, or two: each is captured in a graph of its own.
     """
     reach, share = triton.next_power_of_2(max(longest, 1)), rows * kv_heads / num_sms
     if reach <= SHORT:
         stay_whole = True
     elif group == 1:
-        uneven = share >= UNEVEN_SHARE and mean is not None and longest > UNEVEN * mean
+        uneven = share >= UNEVEN_FROM and mean is not None and longest > UNEVEN * mean
         stay_whole = not uneven and (share >= 2 or (rows > 2 and reach <= MIDDLE))
     else:
         stay_whole = (share >= 1.25 and reach <= LONG * share) or (rows > 2 and reach <= MIDDLE)
@@ -107,7 +108,7 @@ def cut_rows(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant:
-    """The fastest measured in pieces: two programs a processor, of many tiles up to eight. Ignores mean."""
+    """The fastest measured in pieces: two programs a processor, of many tiles up to 16. Ignores mean."""
     pieces = max(1, 2 * num_sms // kv_heads)
     tiles = rows * -(-triton.next_power_of_2(max(longest, 1)) // 16)
     if tiles > 8 * pieces:
@@ -117,7 +118,7 @@ def cut_rows(
 
 
 def _long_pieces(rows: int, tiles_each: float, pieces: int, group: int, head_dim: int) -> Variant:
-    """tiles_each: of 16 tokens, in a piece. Few rows have a long piece each, and lead little."""
+    """tiles_each: of 16 tokens, in a piece. The beginnings of few rows do not count."""
     if group == 1:
         many = rows >= 2 * pieces
         return Variant(16, 8 * pieces, 1, 3, 1, lead=4) if many else Variant(16, 4 * pieces, 2, 3, 1)

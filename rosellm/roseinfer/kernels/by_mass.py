@@ -8,7 +8,7 @@ is of a chunk, never of a program's share: it doesn't depend on the number of pr
 A refused token bounds the next draw, which the last program makes alone. The tiles' best scores are bounds of
 what they hold before that token: only tiles whose own token is not before it, and whose score is above that
 of all that are, are drawn from again. They are few where a token is refused seldom, and the next draw then is
-most often the best of the tiles' tokens before it: the programs sum up the mass before some of these, too.
+likely the best of the tiles' tokens before it: the programs sum up the mass before two of these, too.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def listed_logits(logits_ptr, listed_ptr, n_listed, chunk, TILE: tl.constexpr, C
 @triton.jit
 def sum_before(
     logits_ptr, listed_ptr, sums_ptr, n_sums, maxima, tile, inside, best, temperature, pivots, pivot_tokens,
-    first, step, TILE: tl.constexpr, CHUNK: tl.constexpr, PIVOTS: tl.constexpr,
+    first, step, TILE: tl.constexpr, CHUNK: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the mass before each pivot in every step-th chunk from ``first`` on; returns how many there are.
+    """Stores the mass before each pivot in every step-th chunk from ``first`` on; returns the chunks' number.
 
-    pivots, and their tokens: PIVOTS of them, each before the one before it; each has room for n_sums. All
+    pivots, and their tokens: DRAWS of them, none likelier than the next; each has room for n_sums. All
     programs of a row list the same tiles in the same place.
     """
     n_listed = list_tiles(listed_ptr, tile, inside & (maxima >= pivots[0]))
@@ -53,7 +53,7 @@ def sum_before(
     for chunk in range(first, n_chunks, step):
         x, tokens = listed_logits(logits_ptr, listed_ptr, n_listed, chunk, TILE, CHUNK)
         shares = tl.exp((x - best) * inverse)
-        for i in tl.static_range(PIVOTS):
+        for i in tl.static_range(DRAWS):
             ahead = comes_before(x, tokens, pivots[i], pivot_tokens[i])
             tl.store(sums_ptr + i * n_sums + chunk, tl.sum(tl.where(ahead, shares, 0.0)))
     return n_chunks
@@ -95,12 +95,12 @@ def drawn_before_pivot(
 
 
 @triton.jit
-def foreseen(logits_ptr, own, scores, tokens, PIVOTS: tl.constexpr):
+def foreseen(logits_ptr, own, scores, tokens, DRAWS: tl.constexpr):
     """The best of the tiles' draws, the best of those before it, and so on: their logits and tokens."""
     token, _ = best_scored(scores, tokens)
     pivot = tl.load(logits_ptr + token)
     pivots, pivot_tokens = (pivot,), (token,)  # type: tuple, tuple
-    for _ in tl.static_range(1, PIVOTS):
+    for _ in tl.static_range(1, DRAWS):
         ahead = comes_before(own, tokens, pivot, token)
         token, _ = best_scored(tl.where(ahead, scores, float("-inf")), tokens)
         pivot = tl.load(logits_ptr + token)
@@ -112,7 +112,7 @@ def foreseen(logits_ptr, own, scores, tokens, PIVOTS: tl.constexpr):
 def choose_by_mass(
     logits_ptr, values_ptr, indices_ptr, maxima_ptr, masses_ptr, listed_ptr, sums_ptr, n_sums, arrived_ptr,
     seed_ptr, position_ptr, temperature, top_p, tile, inside,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, PIVOTS: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, DRAWS: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
     """Of a row, whose pointers these are. Leaves the head's values and indices if their best token is kept.
 
@@ -125,10 +125,10 @@ def choose_by_mass(
     own = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf"))
     best = tl.max(maxima, axis=0)
     most = top_p * tl.sum(masses * tl.exp((maxima - best) / temperature), axis=0)
-    pivots, pivot_tokens = foreseen(logits_ptr, own, scores, tokens, PIVOTS)
+    pivots, pivot_tokens = foreseen(logits_ptr, own, scores, tokens, DRAWS)
     n_chunks = sum_before(
         logits_ptr, listed_ptr, sums_ptr, n_sums, maxima, tile, inside, best, temperature,
-        pivots, pivot_tokens, tl.program_id(1), tl.num_programs(1), TILE, CHUNK, PIVOTS,
+        pivots, pivot_tokens, tl.program_id(1), tl.num_programs(1), TILE, CHUNK, DRAWS,
     )  # fmt: skip
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
@@ -145,7 +145,7 @@ def choose_by_mass(
                 )  # fmt: skip
                 pivot = tl.load(logits_ptr + token)
                 known = tl.zeros((), tl.int32)
-                for i in tl.static_range(1, PIVOTS):
+                for i in tl.static_range(1, DRAWS):
                     known = tl.where(token == pivot_tokens[i], i, known)
                 n_summed = n_chunks
                 if known == 0:

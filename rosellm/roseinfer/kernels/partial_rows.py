@@ -77,7 +77,7 @@ def _combine_pieces_kernel(
     out_ptr, partial, starts_ptr, covers_ptr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     PARTS: tl.constexpr, BY_CUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per query head and row, or start of a piece but the first, whichever are fewer.
+    """One program per query head and row, or per cut between pieces if these are fewer.
 
     The weighted mean of the partial results of a row that was cut, by the program of its first cut.
     """

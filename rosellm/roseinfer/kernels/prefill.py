@@ -119,7 +119,7 @@ FP32_LAUNCH = Launch(16, 8, 1)  # products in registers, which 64 keys would spi
 
 
 def launch_for(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
-    """How :func:`prefill_attention` runs ``group`` query heads per key head: the fastest on an H200.
+    """How to run ``group`` query heads per key head: the fastest on an H200.
 
     Keys are taken 64 at a time, those of fp32 16: sums then have the same order for any chunks and cached
     prefixes of multiples of 64 tokens. Heads of 64 leave registers for two of them in a program, which reads
@@ -389,6 +389,3 @@ def make_fastest_prefill_attention(dependent: int = False) -> Callable[..., Tens
         return _made(BLOCK_M, *launch, dependent=dependent)(q=q, k_new=k_new, **arguments)
 
     return prefill_attention
-
-
-prefill_attention = make_fastest_prefill_attention()

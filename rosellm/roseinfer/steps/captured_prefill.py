@@ -36,9 +36,9 @@ PLACES = 1, 16, 64, 256
 
 
 def bucket_of(n_tokens: int) -> int:
-    """The captured run that serves ``n_tokens``: powers of two to 256, then multiples of 128, 256 and 512.
+    """The captured run that serves ``n_tokens``: powers of two to 256, multiples of 128 to 1,024, then fewer.
 
-    Of many tokens a layer's time is that of its products, and grows with all that are padded.
+    Of many tokens those that pad take as long as others.
     """
     for limit, step in ((256, None), (1024, 128), (2048, 256)):
         if n_tokens <= limit:

@@ -16,8 +16,8 @@ from rosellm.roseinfer.kernels import prefill as module
 from rosellm.roseinfer.kernels.prefill import (
     BLOCK_M,
     launch_for,
+    make_fastest_prefill_attention,
     make_prefill_attention,
-    prefill_attention,
     prefill_attention_ref,
     room_for,
 )
@@ -39,7 +39,10 @@ TOLERANCE = {
     torch.bfloat16: {"rtol": 2e-2, "atol": 1e-2},
 }
 TENSORS = ("q", "k_new", "v_new", "k_cache_layer", "v_cache_layer", "block_table")
-small_tiles = make_prefill_attention(block_m=16, block_n=16)
+small_tiles, prefill_attention = (
+    make_prefill_attention(block_m=16, block_n=16),
+    make_fastest_prefill_attention(),
+)
 
 
 @dataclass
