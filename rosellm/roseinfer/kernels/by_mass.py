@@ -44,8 +44,8 @@ def sum_before(
 ):  # fmt: skip
     """Stores the mass before each pivot in every step-th chunk from ``first`` on; returns the chunks' number.
 
-    pivots, and their tokens: DRAWS of them, none likelier than the next; each has room for n_sums. All
-    programs of a row list the same tiles in the same place.
+    pivots, and their tokens: DRAWS of them, of which the first bounds what is listed; each has room for
+    n_sums. All programs of a row list the same tiles in the same place.
     """
     n_listed = list_tiles(listed_ptr, tile, inside & (maxima >= pivots[0]))
     n_chunks = tl.cdiv(n_listed, CHUNK // TILE)
