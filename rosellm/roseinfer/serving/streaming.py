@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +22,7 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig, config_or_default
+from rosellm.roseinfer.serving.asked import each_made, one_each
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from rosellm.roseinfer.serving.stream import (
     Running,
@@ -62,7 +63,7 @@ class Fleet(Protocol):
 
     @property
     def tokenizer(self) -> AnyTokenizer: ...
-    def encode(self, prompt: str | list[int]) -> list[int]: ...
+    def encode_many(self, prompts: SequenceOf[str | list[int]]) -> list[list[int]]: ...
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence: ...
     def own(self, scheduler: object, name: str) -> None: ...
     def disown(self, scheduler: object) -> None: ...
@@ -140,23 +141,26 @@ class StreamingManager:
 
         Raises ``PromptError``, ``SamplingError``, ``OverloadError``, ``ClosedError`` or ``WorkerError``.
         """
-        arrival = perf_counter()
-        if not isinstance(prompt, (str, list)):
-            raise PromptError(f"the prompt is {prompt!r}; give text or a list of token ids")
+        _check_prompt(prompt)
         if not isinstance(params, SamplingParams):
             raise SamplingError(f"params is {params!r}; give SamplingParams")
-        if inbox is not None and not isinstance(inbox, SimpleQueue):
-            raise RoseError(f"inbox is {inbox!r}; give a queue.SimpleQueue, which is never full")
-        pool = self._pool if isinstance(prompt, str) else None
-        with self._lock:
-            stream = self._new_stream(params, arrival, inbox)
-            if pool is not None:
-                pool.submit(self._prepare_in_pool, stream, prompt)
-            self._streams[stream.request_id] = stream
-            self._in_flight.add(stream)
-        if pool is None:
-            self._prepare_here(stream, prompt)
-        return stream.request_id
+        return self._add([prompt], [params], inbox)[0]
+
+    def add_requests(
+        self,
+        prompts: SequenceOf[str | list[int]],
+        params: SamplingParams | list[SamplingParams],
+        inbox: SimpleQueue | None = None,
+    ) -> list[int]:
+        """Queue all of the prompts, or none, and return the requests' ids; see :meth:`add_request`.
+
+        params: one for all, or one each. Texts are tokenized on all cores, and the requests start together.
+        """
+        if not isinstance(prompts, (list, tuple)):
+            raise PromptError(f"the prompts are {told(prompts)}; give a list, of texts or lists of token ids")
+        for index, prompt in enumerate(prompts):
+            _check_prompt(prompt, f"prompt {index}")
+        return self._add(prompts, one_each(params, len(prompts)), inbox)
 
     def stream_text(self, request_id: int) -> Iterator[str]:
         """The request's text in pieces, until it ends; for one reader. Raises the request's error."""
@@ -213,15 +217,35 @@ class StreamingManager:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
-    def _new_stream(self, params: SamplingParams, arrival: float, inbox: SimpleQueue | None) -> Stream:
-        """A new stream, if there is room for it; the lock is held."""
+    def _add(
+        self, prompts: SequenceOf[str | list[int]], params: list[SamplingParams], inbox: SimpleQueue | None
+    ) -> list[int]:
+        arrival = perf_counter()
+        if inbox is not None and not isinstance(inbox, SimpleQueue):
+            raise RoseError(f"inbox is {inbox!r}; give a queue.SimpleQueue, which is never full")
+        pool = self._pool if any(isinstance(prompt, str) for prompt in prompts) else None
+        with self._lock:
+            self._check_room(len(prompts))
+            streams = [self._new_stream(own, arrival, inbox) for own in params]
+            if pool is not None:
+                pool.submit(self._prepare_in_pool, streams, prompts)
+            self._streams.update((stream.request_id, stream) for stream in streams)
+            self._in_flight.update(streams)
+        if pool is None:
+            self._prepare_here(streams, prompts)
+        return [stream.request_id for stream in streams]
+
+    def _check_room(self, n_new: int) -> None:
+        """Raises if so many requests cannot be accepted; the lock is held."""
         if self._refusal is not None:
             raise_again(self._refusal)
-        if self.max_in_flight is not None and len(self._in_flight) >= self.max_in_flight:
+        if self.max_in_flight is not None and len(self._in_flight) + n_new > self.max_in_flight:
             raise OverloadError(
-                f"{len(self._in_flight)} requests are in flight and max_in_flight is {self.max_in_flight}; "
-                "try again later"
+                f"{len(self._in_flight)} requests are in flight, {n_new} more are asked for, and "
+                f"max_in_flight is {self.max_in_flight}; try again later"
             )
+
+    def _new_stream(self, params: SamplingParams, arrival: float, inbox: SimpleQueue | None) -> Stream:
         request_id = next(self._ids)
         metrics = RequestMetrics(arrival)
         if inbox is not None:
@@ -229,26 +253,32 @@ class StreamingManager:
         pieces = Pieces(self._turns)
         return Stream(request_id, params, metrics, pieces, pieces.append)
 
-    def _prepare_here(self, stream: Stream, prompt: str | list[int]) -> None:
+    def _prepare_here(self, streams: list[Stream], prompts: SequenceOf[str | list[int]]) -> None:
         try:
-            self._prepare(stream, prompt)
+            self._prepare(streams, prompts)
         except BaseException:
             with self._lock:
-                self._in_flight.discard(stream)
-                del self._streams[stream.request_id]
+                self._in_flight.difference_update(streams)
+                for stream in streams:
+                    del self._streams[stream.request_id]
             raise
 
-    def _prepare(self, stream: Stream, prompt: str | list[int]) -> None:
-        ids = self.engine.encode(prompt)
+    def _prepare(self, streams: list[Stream], prompts: SequenceOf[str | list[int]]) -> None:
+        ids = self.engine.encode_many(prompts)
+        params = [stream.params for stream in streams]
         with self._lock:  # make_sequence increments a counter
-            sequence = self.engine.make_sequence(ids, stream.params)
-        self._orders.put(partial(self._start, stream, sequence))
+            if len(ids) == 1:
+                sequences = [self.engine.make_sequence(ids[0], params[0])]
+            else:
+                sequences = each_made(self.engine.make_sequence, ids, params)
+        self._orders.put(partial(self._start, streams, sequences))
 
-    def _prepare_in_pool(self, stream: Stream, prompt: str | list[int]) -> None:
+    def _prepare_in_pool(self, streams: list[Stream], prompts: SequenceOf[str | list[int]]) -> None:
         try:
-            self._prepare(stream, prompt)
-        except BaseException as error:  # any error, even a tokenizer's panic, reaches the reader
-            self._end(stream, error)
+            self._prepare(streams, prompts)
+        except BaseException as error:  # any error, even a tokenizer's panic, reaches the readers
+            for stream in streams:
+                self._end(stream, error)
 
     def _stream(self, request_id: int) -> Stream:
         try:
@@ -295,12 +325,13 @@ class StreamingManager:
                 return
             wait = False
 
-    def _start(self, stream: Stream, sequence: Sequence) -> None:
-        if stream.ended.is_set():  # cancelled while being tokenized
-            return
-        running = Running.of(stream, sequence, self._tokenizer, self.stream_interval)
-        stream.running = running
-        self._running[self._scheduler.submit(sequence)] = running
+    def _start(self, streams: list[Stream], sequences: list[Sequence]) -> None:
+        for stream, sequence in zip(streams, sequences, strict=True):
+            if stream.ended.is_set():  # cancelled while being tokenized
+                continue
+            running = Running.of(stream, sequence, self._tokenizer, self.stream_interval)
+            stream.running = running
+            self._running[self._scheduler.submit(sequence)] = running
 
     def _hand_over(self, sequences: list[Sequence]) -> None:
         """Deliver text that is due: to reading threads in rounds, but what comes first or last at once."""
@@ -341,7 +372,8 @@ class StreamingManager:
         stream.metrics.preemptions = output.metrics.preemptions
         if output.error is not None:
             return self._end(stream, SamplingError(output.error))
-        self._end(stream, replace(output, request_id=stream.request_id, metrics=stream.metrics))
+        output.request_id, output.metrics = stream.request_id, stream.metrics  # copying takes longer
+        self._end(stream, output)
 
     def _cancel(self, stream: Stream) -> None:
         if stream.ended.is_set():
@@ -384,6 +416,11 @@ class StreamingManager:
 
 def _closed() -> ClosedError:
     return ClosedError("the streaming manager is closed")
+
+
+def _check_prompt(prompt: object, name: str = "the prompt") -> None:
+    if not isinstance(prompt, (str, list)):
+        raise PromptError(f"{name} is {prompt!r}; give text or a list of token ids")
 
 
 def _check_whole(name: str, value: int, low: int) -> None:

@@ -452,11 +452,81 @@ def test_a_request_of_the_wrong_type_is_refused(engine: Engine, prompt, params, 
 def test_overload_is_told_in_numbers_until_a_request_ends(engine: Engine) -> None:
     with StreamingManager(engine, SchedulerConfig(max_batch_size=1, max_in_flight=2)) as manager:
         first, _ = manager.add_request([1], ENDLESS), manager.add_request([2], ENDLESS)
-        with pytest.raises(OverloadError, match="2 requests are in flight and max_in_flight is 2"):
+        with pytest.raises(
+            OverloadError, match="2 requests are in flight, 1 more are asked for, and max_in_flight is 2"
+        ):
             manager.add_request([3], greedy())
         manager.cancel(first)
         manager.result(first, timeout=100)
         manager.add_request([3], greedy())
+
+
+@pytest.mark.parametrize("tokenize_workers", [0, 2])
+def test_requests_added_together_get_what_they_get_one_by_one(engine: Engine, tokenize_workers: int) -> None:
+    prompts: list = [WORDS[:9], [5, 6], WORDS[:9], WORDS[3:7]]
+    params = [greedy(3 + i) for i in range(4)]
+    with StreamingManager(engine, tokenize_workers=tokenize_workers) as manager:
+        alone = [manager.result(manager.add_request(*one)) for one in zip(prompts, params, strict=True)]
+        together = manager.add_requests(prompts, params)
+        read = ["".join(manager.stream_text(request)) for request in together]
+        assert [manager.result(request) for request in together] == alone
+        assert read == [one.text for one in alone] and len(set(together)) == 4
+        same = manager.add_requests(tuple(prompts), greedy(5))  # one for all
+        assert [len(manager.result(request).token_ids) for request in same] == [5] * 4
+        assert manager.add_requests([], greedy()) == []
+    assert_all_free(engine)
+
+
+def test_requests_added_together_are_prefilled_together(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    begin_prefill = engine.begin_prefill
+
+    def noted(sequences, counts=None):
+        begun.append(len(sequences))
+        return begin_prefill(sequences, counts)
+
+    monkeypatch.setattr(engine, "begin_prefill", noted)
+    with StreamingManager(engine, SchedulerConfig(max_batch_size=8)) as manager:
+        for request in manager.add_requests([[i, 7] for i in range(8)], greedy(3)):
+            manager.result(request)
+    assert begun == [8]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "error", "told"),
+    [
+        ("ab", greedy(), PromptError, "the prompts are 'ab'; give a list"),
+        (["a", 7], greedy(), PromptError, "prompt 1 is 7; give text"),
+        ([[1], [2], []], greedy(), PromptError, "prompt 2: "),
+        ([[1], [2]], [greedy()], SamplingError, "1 SamplingParams for 2 prompts"),
+        ([[1], [2]], [greedy(), None], SamplingError, "give one SamplingParams"),
+        (
+            [[1]] * 4,
+            greedy(),
+            OverloadError,
+            "0 requests are in flight, 4 more are asked for, and max_in_fli",
+        ),
+    ],
+)
+def test_of_requests_added_together_none_is_queued_if_one_is_refused(
+    engine: Engine, prompts, params, error: type[RoseError], told: str
+) -> None:
+    with StreamingManager(engine, SchedulerConfig(max_in_flight=3)) as manager:
+        with pytest.raises(error, match=told):
+            manager.add_requests(prompts, params)
+        assert not manager._in_flight and not manager._streams
+        assert manager.result(manager.add_request([1], greedy(2))).finish_reason == "length"
+    assert_all_free(engine)
+
+
+def test_an_error_of_texts_tokenized_together_reaches_each_of_their_readers(engine: Engine) -> None:
+    with StreamingManager(engine, tokenize_workers=1) as manager:
+        for request in manager.add_requests([WORDS, ""], greedy()):
+            with pytest.raises(PromptError):
+                list(manager.stream_text(request))
+    assert_all_free(engine)
 
 
 def test_closing_under_load_is_quick_and_releases_every_waiter(engine: Engine) -> None:
