@@ -4,23 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from queue import SimpleQueue
 from threading import Lock
-
-
-class Gate:
-    """Closed until it is opened, once, for the one reader that waits at it."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._lock.acquire()
-
-    def open(self) -> None:
-        self._lock.release()
-
-    def wait(self) -> None:
-        self._lock.acquire()
 
 
 class Pieces:
@@ -29,13 +14,14 @@ class Pieces:
     ``append`` adds one and wakes nobody; :meth:`Turns.call` does.
     """
 
-    __slots__ = ("_items", "_turns", "append", "gates")
+    __slots__ = ("_gate", "_items", "_turns", "append", "n_waiting")
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._items: deque[str | None] = deque()
+        self._gate: SimpleQueue[None] = SimpleQueue()
         self.append = self._items.append
-        self.gates: list[Gate] = []  # of readers to be called; guarded by the lock of the turns
+        self.n_waiting = 0  # readers to be called; guarded by the lock of the turns
 
     def __len__(self) -> int:
         return len(self._items)
@@ -48,6 +34,13 @@ class Pieces:
             except IndexError:
                 self._turns.wait(self)
 
+    def open_gate(self) -> None:
+        """Let one waiting reader go on."""
+        self._gate.put(None)
+
+    def wait_at_gate(self) -> None:
+        self._gate.get()
+
 
 class Turns:
     """Wakes readers in turn: each one, once awake, wakes the next.
@@ -59,16 +52,16 @@ class Turns:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._line: deque[Gate] = deque()
+        self._line: deque[Pieces] = deque()
         self._is_moving = False  # a reader has been woken and will wake the next
 
     def call(self, many: Iterable[Pieces]) -> None:
         """Line up whoever waits for one of these; each has something to read."""
         with self._lock:
             for pieces in many:
-                if pieces.gates:
-                    self._line.extend(pieces.gates)
-                    pieces.gates.clear()
+                if pieces.n_waiting:
+                    self._line.extend([pieces] * pieces.n_waiting)
+                    pieces.n_waiting = 0
             if self._is_moving or not self._line:
                 return
             self._is_moving = True
@@ -76,15 +69,14 @@ class Turns:
 
     def wait(self, pieces: Pieces) -> None:
         """Until ``pieces`` may have something to read."""
-        gate = Gate()
         with self._lock:
             if pieces:
                 return
-            pieces.gates.append(gate)
+            pieces.n_waiting += 1
         try:
-            gate.wait()
+            pieces.wait_at_gate()
         except BaseException:
-            self._give_up(pieces, gate)
+            self._give_up(pieces)
             raise
         self._next()
 
@@ -93,14 +85,16 @@ class Turns:
             if not self._line:
                 self._is_moving = False
                 return
-            gate = self._line.popleft()
-        gate.open()
+            pieces = self._line.popleft()
+        pieces.open_gate()
 
-    def _give_up(self, pieces: Pieces, gate: Gate) -> None:
+    def _give_up(self, pieces: Pieces) -> None:
         """A reader was interrupted; if its turn has come already, it is passed on."""
         with self._lock:
-            for waiting in (pieces.gates, self._line):
-                if gate in waiting:
-                    waiting.remove(gate)
-                    return
+            if pieces.n_waiting:
+                pieces.n_waiting -= 1
+                return
+            if pieces in self._line:
+                self._line.remove(pieces)
+                return
         self._next()

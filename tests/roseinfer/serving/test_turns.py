@@ -10,7 +10,7 @@ from time import sleep
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rosellm.roseinfer.serving.turns import Gate, Pieces, Turns
+from rosellm.roseinfer.serving.turns import Pieces, Turns
 
 WAIT_S = 20.0
 N_READERS = 12
@@ -58,7 +58,7 @@ def waiting() -> tuple[Turns, list[Pieces], list[Future]]:
     many = [Pieces(turns) for _ in range(N_READERS)]
     with ThreadPoolExecutor(N_READERS) as threads:
         reading = [threads.submit(read_all, pieces) for pieces in many]
-        until(lambda: all(pieces.gates for pieces in many))
+        until(lambda: all(pieces.n_waiting for pieces in many))
         yield turns, many, reading
         put(turns, many, None)
 
@@ -67,15 +67,14 @@ def test_a_reader_is_woken_only_after_the_one_before_is_awake(
     waiting: tuple[Turns, list[Pieces], list[Future]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns, many, _ = waiting
-    opened: list[Gate] = []
-    first = list(many[0].gates)
+    opened: list[Pieces] = []
     with monkeypatch.context() as patch:
-        patch.setattr(Gate, "open", lambda gate: opened.append(gate))
+        patch.setattr(Pieces, "open_gate", lambda pieces: opened.append(pieces))
         put(turns, many, "a")
-        assert opened == first
+        assert opened == many[:1]
         put(turns, many, "b")  # the first has not stirred yet
-        assert opened == first
-    opened[0].open()
+        assert opened == many[:1]
+    opened[0].open_gate()
     until(lambda: not any(map(len, many)))
 
 
@@ -90,7 +89,7 @@ def test_a_reader_that_does_not_come_back_holds_up_nobody() -> None:
 
         away = [threads.submit(walk_away, pieces) for pieces in many[::2]]
         reading = [threads.submit(read_all, pieces) for pieces in many[1::2]]
-        until(lambda: all(pieces.gates for pieces in many))
+        until(lambda: all(pieces.n_waiting for pieces in many))
         for piece in ("a", "b", None):
             put(turns, many, piece)
         assert [one.result(WAIT_S) for one in reading] == [["a", "b"]] * len(reading)
@@ -105,13 +104,13 @@ def test_an_interrupted_reader_passes_its_turn_on(
     turns, many, reading = waiting
     interrupted = Pieces(turns)
 
-    def interrupt(_gate: Gate) -> None:
+    def interrupt(_pieces: Pieces) -> None:
         if called_first:
             put(turns, [interrupted, *many], "a")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Gate, "wait", interrupt)
+        patch.setattr(Pieces, "wait_at_gate", interrupt)
         interrupted.get()
     put(turns, [interrupted, *many], None)
     assert [one.result(WAIT_S) for one in reading] == [["a"] if called_first else []] * N_READERS
@@ -122,7 +121,7 @@ def test_two_readers_of_one_request_both_find_its_end() -> None:
     pieces = Pieces(turns)
     with ThreadPoolExecutor(2) as threads:
         both = [threads.submit(read_all, pieces) for _ in range(2)]
-        until(lambda: len(pieces.gates) == 2)
+        until(lambda: pieces.n_waiting == 2)
         put(turns, [pieces], "a")
         pieces.append(None)
         put(turns, [pieces], None)
