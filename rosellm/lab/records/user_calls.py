@@ -1,9 +1,9 @@
 """Measure what users call beside the scheduler beneath it, in turns on one engine.
 
-``LLM.generate`` with the text of every completion, and streams of a ``StreamingManager``, added by one call
-and read by a thread each, at most 256, or all by one thread from an inbox; the scheduler gets token ids and
-gives token ids. The record, renewed after each workload, is DIR/user_calls.json, of another model than W3's
-own in DIR/MODEL; it keeps what it has of the same commit.
+``LLM.generate`` with the text of every completion, and streams of a ``StreamingManager``, read by a thread
+each, at most 256, or all by one thread from an inbox; the scheduler gets token ids and gives token ids. The
+record, renewed after each workload,
+is DIR/user_calls.json, of another model than W3's own in DIR/MODEL; it keeps what it has of the same commit.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def stream(llm: LLM, prompts: Prompts, params: list[SamplingParams]) -> Timed:
         together = Barrier(readers)
         list(threads.map(lambda _: together.wait(), range(readers)))
         start = perf_counter()
-        ids = manager.add_requests(prompts, params)
+        ids = [manager.add_request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
         list(threads.map(lambda one: deque(manager.stream_text(one), maxlen=0), ids))
         seconds = perf_counter() - start
         return [manager.result(request_id) for request_id in ids], seconds
@@ -92,7 +92,7 @@ def follow(llm: LLM, prompts: Prompts, params: list[SamplingParams]) -> Timed:
     inbox: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
     with StreamingManager(llm) as manager:
         start = perf_counter()
-        ids = manager.add_requests(prompts, params, inbox)
+        ids = [manager.add_request(prompt, own, inbox) for prompt, own in zip(prompts, params, strict=True)]
         left = len(ids)
         while left:
             left -= inbox.get()[1] is None

@@ -1,8 +1,7 @@
 """Kernels compiled on all cores, before any of them is launched.
 
 Triton compiles a kernel at its first launch, and the launches of a step come one after the other. Most of a
-compilation is outside Python, so threads compile at the same time. The rest needs the interpreter, and so do the
-launches that name the kernels: beside compiling threads they would take ten times as long.
+compilation is outside Python, so threads compile at the same time.
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from threading import Event, Lock, get_ident
+from threading import Lock, get_ident
 from typing import Any
 
 from rosellm.triton_or_none import has_triton, triton
 
-NAMING_S = 5.0  # after which threads compile anyway, lest a launch that reads its kernel waits for ever
 _ONE_AT_A_TIME = Lock()
 
 
@@ -28,17 +26,13 @@ def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
     """
     if not has_triton:
         return
-    named = Event()
     with (
-        ThreadPoolExecutor(initializer=named.wait, initargs=(NAMING_S,)) as pool,
+        ThreadPoolExecutor() as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
         _launching_nothing(),
     ):
-        try:
-            for run in runs:
-                run()
-        finally:
-            named.set()
+        for run in runs:
+            run()
 
 
 @contextmanager
