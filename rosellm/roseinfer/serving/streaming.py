@@ -160,7 +160,7 @@ class StreamingManager:
             raise PromptError(f"the prompts are {told(prompts)}; give a list, of texts or lists of token ids")
         for index, prompt in enumerate(prompts):
             _check_prompt(prompt, f"prompt {index}")
-        return self._add(prompts, one_each(params, len(prompts)), inbox)
+        return self._add(list(prompts), one_each(params, len(prompts)), inbox)
 
     def stream_text(self, request_id: int) -> Iterator[str]:
         """The request's text in pieces, until it ends; for one reader. Raises the request's error."""

@@ -521,6 +521,18 @@ def test_of_requests_added_together_none_is_queued_if_one_is_refused(
     assert_all_free(engine)
 
 
+def test_a_list_of_prompts_may_be_used_again_before_they_are_tokenized(engine: Engine) -> None:
+    may_tokenize = threading.Event()
+    with StreamingManager(engine, tokenize_workers=1) as manager:
+        manager._pool.submit(may_tokenize.wait)
+        prompts: list = [WORDS[:9], WORDS[3:7]]
+        requests = manager.add_requests(prompts, greedy(3))
+        prompts.clear()
+        may_tokenize.set()
+        assert [len(manager.result(request).token_ids) for request in requests] == [3, 3]
+    assert_all_free(engine)
+
+
 def test_an_error_of_texts_tokenized_together_reaches_each_of_their_readers(engine: Engine) -> None:
     with StreamingManager(engine, tokenize_workers=1) as manager:
         for request in manager.add_requests([WORDS, ""], greedy()):
