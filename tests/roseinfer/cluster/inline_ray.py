@@ -139,8 +139,8 @@ class InlineFleet(Owned):
         sequence.n_cached = sequence.n_prompt
         return sequence
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        return self.twin.encode(prompt)
+    def encode_many(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        return self.twin.encode_many(prompts)
 
     def scheduler(self, config: SchedulerConfig) -> ReplicaScheduler:
         return ReplicaScheduler(self, config, 1e-6, 0.001)  # a step a call
