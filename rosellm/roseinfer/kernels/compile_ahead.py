@@ -1,13 +1,14 @@
 """Kernels compiled on all cores, before any of them is launched.
 
 Triton compiles a kernel at its first launch, and the launches of a step come one after the other. Most of a
-compilation is outside Python, so threads compile at the same time.
+compilation is outside Python, so threads compile at the same time. Triton 3.6 also builds, at the first
+launch with these types of arguments, an extension in C that launches it: the threads do that, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock, get_ident
@@ -27,12 +28,25 @@ def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
     if not has_triton:
         return
     with (
-        ThreadPoolExecutor() as pool,
+        _Compilers() as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
         _launching_nothing(),
     ):
         for run in runs:
             run()
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels, and build what launches them."""
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future:  # type: ignore[override]
+        return super().submit(_with_launcher, compile_kernel)
+
+
+def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = compile_kernel()
+    triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel
 
 
 @contextmanager

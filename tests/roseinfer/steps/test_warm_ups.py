@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,6 +157,33 @@ def test_nothing_is_launched_within_and_everything_again_after_even_if_a_run_rai
     assert x.tolist() == [1.0] * 16
 
 
+@pytest.fixture
+def stand_in_driver(monkeypatch, tmp_path) -> SimpleNamespace:
+    """Names an H200 to Triton's compiler, whose cache is empty."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    current = {"device": lambda: 0, "stream": lambda device: 0, "target": lambda: target}
+    stand_in = SimpleNamespace(**{f"get_current_{what}": get for what, get in current.items()})
+    monkeypatch.setattr(triton.runtime.driver, "_active", stand_in)
+    return stand_in
+
+
+def test_what_launches_a_kernel_is_built_in_the_thread_that_compiled_it(stand_in_driver):
+    built: list[tuple[str, str, bool]] = []
+
+    def build(src, metadata):
+        built.append((src.fn.__name__, metadata.name, threading.get_ident() == here))
+
+    stand_in_driver.launcher_cls, here = build, threading.get_ident()
+    kernel, x = triton.runtime.jit.JITFunction(_one_more_kernel.fn), torch.zeros(32)
+
+    def launch(size: int) -> None:
+        kernel[(1,)](x, SIZE=size)
+
+    compile_ahead([partial(launch, size) for size in (16, 32, 16)])
+    assert built == [("_one_more_kernel", "_one_more_kernel", False)] * 2
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 1000))
 def test_other_threads_launch_meanwhile_and_two_that_compile_ahead_leave_no_trace(seed):
@@ -185,20 +214,29 @@ def test_other_threads_launch_meanwhile_and_two_that_compile_ahead_leave_no_trac
 @pytest.mark.parametrize("device", [ON_GPU])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rung", RUNGS)
-def test_on_a_gpu_a_warm_up_compiles_nothing_one_after_the_other(device, rung, family, monkeypatch):
+def test_on_a_gpu_a_warm_up_compiles_nothing_one_after_the_other(device, rung, family, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("rosellm.roseinfer.recipe.room_of", lambda model, most_positions: 16)
     compiled_late: list[str] = []
     config = small_config(**FAMILIES[family])
     model = random_model(0, config).to(device)
     engine = small_engine(model, recipe=rung, kernels="triton", warm_up=False)
-    compile_one = triton.runtime.jit.JITFunction._do_compile
+    triton.runtime.driver.active.get_current_target()  # builds the driver's own extension
+    compile_one, build_one = triton.runtime.jit.JITFunction._do_compile, triton.runtime.build._build
+    here = threading.get_ident()
 
     def noted(kernel, *arguments):
         if triton.runtime._async_compile.active_mode.get() is None:
             compiled_late.append(kernel.__name__)
         return compile_one(kernel, *arguments)
 
+    def build_noted(name, *arguments, **options):
+        if threading.get_ident() == here:
+            compiled_late.append(name)
+        return build_one(name, *arguments, **options)
+
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", noted)
+    monkeypatch.setattr(triton.runtime.build, "_build", build_noted)
     engine.warm_up()
     assert compiled_late == []
     assert engine.late_captures == 0
