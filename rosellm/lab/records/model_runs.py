@@ -64,12 +64,12 @@ def table(results: Results, model: str) -> list[Row]:
 
 
 def runs_told(results: Results) -> str:
-    """How many measured runs each model's records have: ``2 of A; 1 of B and C``; a range if they differ."""
+    """How many measured runs each model's records have: ``1 of A; 3 of B, C``; a range if they differ."""
     told: dict[str, list[str]] = {}
     for model in recorded_models(results):
         counts = _repeats(results, model)
         told.setdefault(" to ".join(str(n) for n in sorted({min(counts), max(counts)})), []).append(model)
-    return "; ".join(f"{count} of {' and '.join(models)}" for count, models in sorted(told.items()))
+    return "; ".join(f"{count} of {', '.join(models)}" for count, models in sorted(told.items()))
 
 
 def _repeats(results: Results, model: str) -> list[int]:

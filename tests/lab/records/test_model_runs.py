@@ -17,7 +17,7 @@ def test_each_models_runs_are_counted_alone_and_a_range_is_told_where_they_diffe
     for model, workload, repeats in (("A", "D1", 1), ("B", "D1", 1), ("C", "D1", 2), ("C", "MIX", 3)):
         write_run(tmp_path, model, workload, repeats)
     (tmp_path / "C" / "ledgers.json").write_text("{}")
-    assert runs_told(Results(tmp_path)) == "1 of A and B; 2 to 3 of C"
+    assert runs_told(Results(tmp_path)) == "1 of A, B; 2 to 3 of C"
 
 
 def test_every_recorded_model_is_named_once():
