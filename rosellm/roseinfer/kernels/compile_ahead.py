@@ -27,11 +27,7 @@ def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
     """
     if not has_triton:
         return
-    with (
-        _Compilers() as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-        _launching_nothing(),
-    ):
+    with _Compilers() as pool, triton.AsyncCompileMode(pool, ignore_errors=True), _launching_nothing():
         for run in runs:
             run()
 
