@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from queue import SimpleQueue
-from threading import Lock
+from threading import Lock, current_thread, main_thread
 
 
 class Pieces:
@@ -14,14 +14,16 @@ class Pieces:
     ``append`` adds one and wakes nobody; :meth:`Turns.call` does.
     """
 
-    __slots__ = ("_gate", "_items", "_turns", "append", "n_waiting")
+    __slots__ = ("_gate", "_items", "_main_gate", "_turns", "append", "main_waits", "n_waiting")
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._items: deque[str | None] = deque()
         self._gate: SimpleQueue[None] = SimpleQueue()
+        self._main_gate: SimpleQueue[None] = SimpleQueue()
         self.append = self._items.append
-        self.n_waiting = 0  # readers to be called; guarded by the lock of the turns
+        # Readers to be called, and whether the main thread is; guarded by the lock of the turns.
+        self.n_waiting, self.main_waits = 0, False
 
     def __len__(self) -> int:
         return len(self._items)
@@ -41,13 +43,20 @@ class Pieces:
     def wait_at_gate(self) -> None:
         self._gate.get()
 
+    def open_main_gate(self) -> None:
+        self._main_gate.put(None)
+
+    def wait_at_main_gate(self) -> None:
+        self._main_gate.get()
+
 
 class Turns:
     """Wakes readers in turn: each one, once awake, wakes the next.
 
     Only one thread at a time runs in the interpreter. Of hundreds of readers woken at once each would come
     before the worker, which has the next step to begin; this way it competes with one or two. A reader whose
-    turn comes late finds several pieces and takes them all.
+    turn comes late finds several pieces and takes them all. The main thread is woken apart: Ctrl-C interrupts
+    it anywhere, and must not keep others from their turns.
     """
 
     def __init__(self) -> None:
@@ -59,6 +68,9 @@ class Turns:
         """Line up whoever waits for one of these; each has something to read."""
         with self._lock:
             for pieces in many:
+                if pieces.main_waits:
+                    pieces.main_waits = False
+                    pieces.open_main_gate()
                 if pieces.n_waiting:
                     self._line.extend([pieces] * pieces.n_waiting)
                     pieces.n_waiting = 0
@@ -69,10 +81,16 @@ class Turns:
 
     def wait(self, pieces: Pieces) -> None:
         """Until ``pieces`` may have something to read."""
+        in_main = current_thread() is main_thread()
         with self._lock:
             if pieces:
                 return
-            pieces.n_waiting += 1
+            if in_main:
+                pieces.main_waits = True
+            else:
+                pieces.n_waiting += 1
+        if in_main:
+            return pieces.wait_at_main_gate()
         try:
             pieces.wait_at_gate()
         except BaseException:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from _thread import interrupt_main
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from signal import SIGINT, signal
+from sys import getswitchinterval, setswitchinterval
 from threading import Event
-from time import sleep
+from time import perf_counter, sleep
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from rosellm.roseinfer.serving import turns as turns_module
 from rosellm.roseinfer.serving.turns import Pieces, Turns
 
 WAIT_S = 20.0
@@ -102,18 +108,72 @@ def test_an_interrupted_reader_passes_its_turn_on(
     waiting: tuple[Turns, list[Pieces], list[Future]], monkeypatch: pytest.MonkeyPatch, called_first: bool
 ) -> None:
     turns, many, reading = waiting
-    interrupted = Pieces(turns)
+    interrupted, wait_at_gate = Pieces(turns), Pieces.wait_at_gate
 
-    def interrupt(_pieces: Pieces) -> None:
+    def interrupt(pieces: Pieces) -> None:
+        if pieces is not interrupted:
+            return wait_at_gate(pieces)
         if called_first:
             put(turns, [interrupted, *many], "a")
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as thread, pytest.raises(KeyboardInterrupt):
         patch.setattr(Pieces, "wait_at_gate", interrupt)
-        interrupted.get()
+        thread.submit(interrupted.get).result(WAIT_S)
     put(turns, [interrupted, *many], None)
     assert [one.result(WAIT_S) for one in reading] == [["a"] if called_first else []] * N_READERS
+
+
+class InterruptedHereError(BaseException):
+    pass
+
+
+@pytest.fixture
+def interrupts() -> Iterator[list[str]]:
+    """SIGINT raises in whatever line of ``turns`` the main thread is, and does nothing elsewhere."""
+    lines: list[str] = []
+
+    def interrupt(_signal: int, frame: FrameType) -> None:
+        if frame.f_code.co_filename == turns_module.__file__:
+            lines.append(frame.f_code.co_name)
+            raise InterruptedHereError
+
+    before, switch_s = signal(SIGINT, interrupt), getswitchinterval()
+    setswitchinterval(1e-6)  # threads take turns after every few lines
+    yield lines
+    setswitchinterval(switch_s)
+    signal(SIGINT, before)
+
+
+def test_a_main_thread_that_is_interrupted_anywhere_keeps_nobody_waiting(interrupts: list[str]) -> None:
+    turns, fed = Turns(), Event()
+    own, *many = pieces = [Pieces(turns) for _ in range(N_READERS)]
+
+    def feed() -> int:
+        n, end = 0, perf_counter() + WAIT_S
+        while (n < 1000 or not {"wait", "get"} <= set(interrupts)) and perf_counter() < end:
+            put(turns, pieces, "a")
+            n += 1
+            sleep(0)
+        fed.set()
+        put(turns, pieces, None)
+        return n
+
+    def interrupt() -> None:
+        while not fed.is_set():
+            interrupt_main()
+            sleep(1e-5)
+
+    with ThreadPoolExecutor(N_READERS + 1) as threads:
+        reading = [threads.submit(read_all, one) for one in many]
+        feeding, interrupting = threads.submit(feed), threads.submit(interrupt)
+        piece: str | None = ""
+        while piece is not None:
+            with suppress(InterruptedHereError):
+                piece = own.get()
+        assert [len(one.result(WAIT_S)) for one in reading] == [feeding.result()] * len(many)
+        interrupting.result()
+    assert {"wait", "get"} <= set(interrupts)
 
 
 def test_two_readers_of_one_request_both_find_its_end() -> None:
