@@ -138,8 +138,8 @@ class Engine(Owned):
     def warm_up(self, rows: int | None = None) -> None:
         """Compile kernels and capture graphs: every decode step and prefill, in every mode, that may be run.
 
-        rows: only decode steps of so many sequences. If that takes longer than a second, a progress bar on
-        stderr tells how long.
+        rows: only decode steps of so many sequences. Progress bars on stderr tell how long the compilation
+        and the captures take, each if it is longer than a second.
         """
         self.group.command("warm_up", self._warm_up)(rows)
 

@@ -14,6 +14,8 @@ from functools import partial
 from threading import Lock, get_ident
 from typing import Any
 
+from tqdm import tqdm
+
 from rosellm.triton_or_none import has_triton, triton
 
 _ONE_AT_A_TIME = Lock()
@@ -23,20 +25,38 @@ def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
     """Compile the kernels that ``runs`` launch; they are called, but no kernel of Triton's runs.
 
     What follows a launch finds its outputs as they were allocated. Other threads launch as ever. A kernel
-    that does not compile raises when it is launched, not here. Without Triton nothing is called.
+    that does not compile raises when it is launched, not here. If it takes longer than a second, a progress
+    bar on stderr tells how long. Without Triton nothing is called.
     """
     if not has_triton:
         return
-    with _Compilers() as pool, triton.AsyncCompileMode(pool, ignore_errors=True), _launching_nothing():
+    with (
+        tqdm(desc="compile", total=0, unit=" kernels", delay=1) as bar,
+        _Compilers(bar) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+        _launching_nothing(),
+    ):
         for run in runs:
             run()
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels, and build what launches them."""
+    """Threads that compile kernels, and build what launches them; ``bar`` counts the kernels."""
+
+    def __init__(self, bar: tqdm) -> None:
+        super().__init__()
+        self._bar, self._n_kernels = bar, 0
 
     def submit(self, compile_kernel: Callable[[], Any]) -> Future:  # type: ignore[override]
-        return super().submit(_with_launcher, compile_kernel)
+        self._n_kernels += 1
+        self._bar.total = self._n_kernels
+        future = super().submit(_with_launcher, compile_kernel)
+        future.add_done_callback(self._count)
+        return future
+
+    def _count(self, _future: Future) -> None:
+        with self._bar.get_lock():
+            self._bar.update()
 
 
 def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:

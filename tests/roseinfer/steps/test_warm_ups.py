@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from functools import partial
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -182,6 +183,15 @@ def test_what_launches_a_kernel_is_built_in_the_thread_that_compiled_it(stand_in
 
     compile_ahead([partial(launch, size) for size in (16, 32, 16)])
     assert built == [("_one_more_kernel", "_one_more_kernel", False)] * 2
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(1.2, True), (0.0, False)])
+def test_a_compilation_of_more_than_a_second_tells_how_long_it_takes(stand_in_driver, capsys, seconds, told):
+    stand_in_driver.launcher_cls = lambda src, metadata: sleep(seconds)
+    kernel, x = triton.runtime.jit.JITFunction(_one_more_kernel.fn), torch.zeros(32)
+    compile_ahead([lambda: kernel[(1,)](x, SIZE=16), lambda: kernel[(1,)](x, SIZE=32)])
+    printed = capsys.readouterr().err
+    assert ("compile" in printed and "2/2 [00:0" in printed) == told and (told or not printed)
 
 
 @settings(max_examples=10, deadline=None)
