@@ -131,7 +131,7 @@ def attention_operands(model: Transformer, batch: int, context: int, block_size:
         "v_cache_layer": torch.randn(cache_shape, **normal),
         "block_table": table,
         "context_lens": torch.full((batch,), context, dtype=torch.int32, device=device),
-        "scale": c.head_dim**-0.5,
+        "scale": c.scale,
     }
 
 
