@@ -105,7 +105,7 @@ def add_model_options(parser: ArgumentParser) -> None:
 def add_device_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("device").add_argument
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
-    dtype = "default auto: float16 on cuda, else float32"
+    dtype = "default auto: the model's; on a CPU float32"
     add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
 
 
