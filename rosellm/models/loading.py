@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+from math import prod
 from os import PathLike
+from pathlib import Path
 
 import torch
 
-from rosellm.errors import CheckpointError, DeviceError
+from rosellm.errors import CheckpointError, DeviceError, told
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
 from rosellm.models.part import WHOLE, Part
+from rosellm.models.shards import opened, shards_of
 from rosellm.models.tokenizer import DummyTokenizer, Tokenizer, load_dummy_tokenizer, load_tokenizer
 from rosellm.models.weights import dummy_model, dummy_shape, load_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors' words
 LOAD_FORMATS = ("auto", "dummy")
 
 AnyTokenizer = Tokenizer | DummyTokenizer
@@ -25,14 +31,14 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cuda", "cpu"):
-        raise DeviceError(f"device {name!r} is unknown; use 'auto', 'cuda' or 'cpu'")
+        raise DeviceError(f"device {told(name)} is unknown; use 'auto', 'cuda' or 'cpu'")
     if name == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device 'cuda' is not available on this machine; use device='cpu'")
     return torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> torch.dtype:
-    """A dtype by name, or ``auto``: on a GPU the checkpoint's own, float16 if its config names none.
+    """A dtype by name, or ``auto``: on a GPU the checkpoint's own, float16 if ``arch`` names none.
 
     On a CPU ``auto`` is float32, since 16-bit products are slow there. Raises ``DeviceError``.
     """
@@ -42,13 +48,33 @@ def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> 
         own = arch.dtype if arch is not None else None
         return DTYPES.get(own or "float16", torch.float32)  # of float64 too
     if not isinstance(name, str) or name not in DTYPES:
-        raise DeviceError(f"dtype {name!r} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
+        raise DeviceError(f"dtype {told(name)} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[name]
 
 
 def arch_of(model: str, load_format: str = "auto") -> Arch:
-    """The shape of what :func:`load_parts` loads. Raises ``CheckpointError``."""
-    return dummy_shape(model) if load_format == "dummy" else load_config(checkpoint_folder(model))
+    """The shape of what :func:`load_parts` loads, and its dtype. Raises ``CheckpointError``."""
+    return dummy_shape(model) if load_format == "dummy" else _stored_arch(checkpoint_folder(model))
+
+
+def _stored_arch(folder: Path) -> Arch:
+    """The config's; a dtype that it doesn't name is that of the files."""
+    arch = load_config(folder)
+    return arch if arch.dtype is not None else replace(arch, dtype=stored_dtype(shards_of(folder)))
+
+
+def stored_dtype(shards: list[Path]) -> str | None:
+    """The dtype of most of the files' values, by name, from their headers; None if none are supported.
+
+    Tensors may differ: norms kept in float32 do not make a float16 checkpoint float32.
+    """
+    n_values: Counter[str] = Counter()
+    for shard in shards:
+        with opened(shard) as tensors:
+            for view in map(tensors.get_slice, tensors.keys()):
+                n_values[view.get_dtype()] += prod(view.get_shape())
+    supported = [kind for kind, _ in n_values.most_common() if kind in STORED]
+    return STORED[supported[0]] if supported else None
 
 
 def load_parts(
@@ -69,7 +95,7 @@ def load_parts(
         gpt = dummy_model(model, where, resolve_dtype(dtype, where, shape), part=part)
         return gpt, load_dummy_tokenizer(gpt.config)
     folder = checkpoint_folder(model)
-    config = load_config(folder)
+    config = _stored_arch(folder)
     part.check(config)
     gpt = load_model(str(folder), where, resolve_dtype(dtype, where, config), part)
     return gpt, load_tokenizer(folder, gpt.config)
@@ -88,6 +114,6 @@ def load_tokenizer_of(model: str, load_format: str = "auto") -> AnyTokenizer:
 
 def _check_source(model: str, load_format: str) -> None:
     if not isinstance(model, (str, PathLike)):
-        raise CheckpointError(f"model is {model!r}; give '{SHIPPED}', a folder or a hub id")
+        raise CheckpointError(f"model is {told(model)}; give '{SHIPPED}', a folder or a hub id")
     if load_format not in LOAD_FORMATS:
-        raise CheckpointError(f"load_format {load_format!r} is unknown; use 'auto' or 'dummy'")
+        raise CheckpointError(f"load_format {told(load_format)} is unknown; use 'auto' or 'dummy'")

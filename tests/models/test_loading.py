@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rosellm.errors import CheckpointError, DeviceError
 from rosellm.lab.records.bench import get_model
 from rosellm.models import loading
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families.table import KNOWN_SHAPES
-from rosellm.models.loading import DTYPES, load_parts, resolve_device, resolve_dtype
+from rosellm.models.loading import DTYPES, arch_of, load_parts, resolve_device, resolve_dtype, stored_dtype
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.cache import budget
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
@@ -111,6 +114,52 @@ def test_a_checkpoint_of_16_bits_runs_in_fp32_on_a_cpu(tmp_path, dtype):
     rounded = random_model(0, small_config(vocab_size=4096, **MODERN)).to(dtype).to(torch.float32)
     prompt = [3, 1, 4, 1, 5]
     assert generate(engine, [prompt], 8) == [uncached_greedy(rounded, prompt, 8)]
+
+
+def unnamed(folder: Path, dtype: torch.dtype) -> None:
+    """A checkpoint whose config names no dtype, as GPT-2's."""
+    save_model(random_model(0, small_config(vocab_size=4096)), folder, dtype)
+    load_parts(SHIPPED, "cpu")[1].save(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["torch_dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_where_the_config_names_no_dtype_auto_is_that_of_the_files(tmp_path, dtype):
+    unnamed(tmp_path, dtype)
+    arch = arch_of(str(tmp_path))
+    assert (resolve_dtype("auto", GPU, arch), resolve_dtype("auto", CPU, arch)) == (dtype, torch.float32)
+    assert load_parts(str(tmp_path), "cpu")[0].dtype == torch.float32
+    assert resolve_dtype("auto", GPU, arch_of(str(tmp_path), "dummy")) == torch.float16
+
+
+def test_a_checkpoint_of_an_unnamed_dtype_is_loaded_in_that_of_its_files(tmp_path, monkeypatch):
+    unnamed(tmp_path, torch.bfloat16)
+    asked = []
+    monkeypatch.setattr(loading, "resolve_dtype", lambda *given: asked.append(given) or torch.float32)
+    load_parts(str(tmp_path), "cpu")
+    assert asked[-1][2].dtype == "bfloat16"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_checkpoint_of_bfloat16_that_names_no_dtype_runs_in_it(tmp_path):
+    unnamed(tmp_path, torch.bfloat16)
+    assert load_parts(str(tmp_path), "cuda")[0].dtype == torch.bfloat16
+
+
+def test_of_files_of_several_dtypes_the_one_of_most_values_counts(tmp_path):
+    """Over all files: neither the number of tensors nor their bytes, and no buffers of integers."""
+    kinds = {
+        "a": (torch.float32, 9),
+        "b": (torch.float32, 9),
+        "c": (torch.bfloat16, 20),
+        "d": (torch.int8, 99),
+    }
+    for name, (dtype, n) in kinds.items():
+        save_file({name: torch.zeros(n, dtype=dtype)}, tmp_path / name)
+    assert stored_dtype([tmp_path / name for name in kinds]) == "bfloat16"
+    assert stored_dtype([tmp_path / "d"]) is None
 
 
 def test_an_unknown_dtype_is_refused_before_anything_is_fetched(monkeypatch):
