@@ -6,7 +6,9 @@ from itertools import product
 import pytest
 
 from rosellm.lab.figures.models import recorded_shapes, speed_up, table
+from rosellm.lab.records import user_calls
 from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.lengths import recorded_lengths
 from rosellm.lab.records.model_ladder import by_role, recorded_ledgers
 from rosellm.lab.records.model_runs import recorded_models
 from rosellm.lab.records.records import Results, find, rivals
@@ -138,6 +140,22 @@ def test_of_the_modern_runs_none_is_behind_vllm_and_those_that_readme_calls_clos
     }
 
 
+def test_of_our_own_aims_for_modern_models_those_are_reached_that_readme_tells():
+    aims = {  # tok/s, prompt tok/s of PRE, and milliseconds of TTFT, in the order of README's rows
+        "Qwen3-0.6B": (2_200, 14_000, 60_000, 36_000, 29_000, 2_700, 420, 530_000, 1.0, 3.0),
+        "Llama-3.2-1B": (1_350, 9_500, 60_000, 42_000, 52_000, 4_200, 560, 300_000, 1.2, 4.5),
+        "Llama-3.1-8B": (250, 1_950, 13_200, 8_000, 11_500, 800, 112, 46_000, 5.0, 23),
+    }
+    reached = {
+        (model, row.workload)
+        for model in aims
+        for row, aim in zip(table(RESULTS, model), aims[model], strict=True)
+        if (row.ours <= aim if row.workload.startswith("TTFT") else row.ours >= aim)
+    }
+    llamas = product(("Llama-3.1-8B", "Llama-3.2-1B"), ("D1", "TTFT1K"))
+    assert reached == {*llamas, ("Llama-3.2-1B", "D64"), ("Qwen3-0.6B", "P512")}
+
+
 @pytest.mark.parametrize("model", recorded_models(RESULTS))
 def test_what_bounds_modern_models_is_what_readme_tells(model):
     ledgers = recorded_ledgers(RESULTS, model)
@@ -176,6 +194,21 @@ def test_what_bounds_gpt2_is_what_readme_tells():
     w8 = RESULTS.record("W8", "split_kv")["results"]["online"]["medians"]
     assert round(w8["prefill_time_s"] / w8["total_time_s"], 2) == 0.13
     assert round(w8["decode_tokens"] / w8["decode_steps"]) == 158
+
+
+def test_a_step_of_64_rows_takes_what_readme_tells():
+    steps = recorded_lengths(RESULTS)[64]
+    assert round(steps["equal, whole"].us) == 452
+
+
+def test_of_the_calls_those_keep_the_aim_that_readme_tells():
+    kept = {
+        (workload, way)
+        for workload, figures in user_calls.recorded(RESULTS).items()
+        for way, share in user_calls.shares(figures).items()
+        if share >= user_calls.AIM_SHARE
+    }
+    assert kept == {*product(("W3", "W4", "W6", "W8"), [user_calls.GENERATE]), ("W8", user_calls.INBOX)}
 
 
 @pytest.mark.parametrize("workload", ["W2", "W3"])
