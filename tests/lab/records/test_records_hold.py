@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from rosellm.lab.figures.models import recorded_shapes, speed_up, table
-from rosellm.lab.records import user_calls
+from rosellm.lab.records import first_request, user_calls
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.lengths import recorded_lengths
 from rosellm.lab.records.model_ladder import by_role, recorded_ledgers
@@ -199,6 +199,32 @@ def test_what_bounds_gpt2_is_what_readme_tells():
 def test_a_step_of_64_rows_takes_what_readme_tells():
     steps = recorded_lengths(RESULTS)[64]
     assert round(steps["equal, whole"].us) == 452
+
+
+def test_rows_of_unequal_lengths_take_what_notebook_30_tells():
+    recorded = recorded_lengths(RESULTS)
+
+    def less(rows: int, share: str) -> float:
+        whole, cut = (recorded[rows][f"{share}, {way}"].us for way in ("whole", "cut"))
+        return 1 - cut / whole
+
+    def beside_equal(rows: int, share: str) -> float:
+        return recorded[rows][f"{share}, cut"].us / recorded[rows]["equal, whole"].us - 1
+
+    assert [round(less(rows, "one long"), 2) for rows in (8, 64, 128, 256)] == [0.14, 0.17, 0.18, 0.1]
+    assert [round(less(rows, "spread"), 2) for rows in (64, 128, 256)] == [0.11, 0.07, 0.06]
+    unequal = {one: round(beside_equal(*one), 2) for one in product((64, 128, 256), ("spread", "one long"))}
+    assert unequal.pop((64, "spread")) == 0.03 and max(unequal.values()) == 0.02
+    assert [round(beside_equal(rows, "equal"), 2) for rows in (8, 64, 128, 256)] == [0.16, 0.02, 0, 0.02]
+    w8, *others = (RESULTS.value(workload, "split_kv") for workload in ("W8", "W9", "W10"))
+    assert [round(one / w8, 2) for one in others] == [0.99, 0.96]
+
+
+def test_three_quarters_of_a_warm_up_with_an_empty_cache_are_compilation_as_notebook_32_tells():
+    warm = {
+        one["cache"]: one["parts_s"]["warm_up"] for one in first_request.recorded(RESULTS) if one["warm_up"]
+    }
+    assert 0.7 < 1 - warm["filled"] / warm["empty"] < 0.8
 
 
 def test_of_the_calls_those_keep_the_aim_that_readme_tells():
