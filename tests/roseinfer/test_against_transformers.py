@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from rosellm.models.families.table import FAMILIES as SUPPORTED, read_arch
 from rosellm.models.weights import load_model, save_model
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from tests.helpers import (
+    ON_GPU,
     decode_all,
+    generate,
     greedy_sequences,
     random_model,
     random_prompts,
@@ -49,6 +52,22 @@ FAMILIES = {
     "phi3": {"sliding_window": 11, "num_key_value_heads": 6},
 }
 NAMES = (*SHAPES, *FAMILIES, *SHIPPED_MODELS)
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8, "rope_theta": 100.0}
+LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10_000.0}
+# Shapes that no family's own model above has; d_model is 48, and contexts are longer than YaRN's original.
+RARE: dict[str, tuple[str, dict]] = {
+    "group-8-yarn": (
+        "llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "rope_parameters": YARN}
+    ),
+    "group-4-linear": (
+        "mistral", {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_parameters": LINEAR}
+    ),
+    "group-2-norms": ("qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10}),
+    "wide-heads": ("qwen2", {"head_dim": 22}),
+    "odd-vocabulary": ("llama", {"vocab_size": 257, "tie_word_embeddings": True}),
+}  # fmt: skip
+WAYS = {rung: {"recipe": rung} for rung in ("dense", "paged", BEST_RUNG, "one_pass")}
+WAYS["deterministic"] = {"recipe": BEST_RUNG, "deterministic": True}
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if name in SHAPES:
             save_model(random_model(len(name), SHAPES[name]), path, torch.float32)
         else:
-            their_model(name, seed=2, **FAMILIES[name]).save_pretrained(path)
+            family, fields = RARE.get(name) or (name, FAMILIES[name])
+            their_model(family, seed=2, **fields).save_pretrained(path)
         return path
 
     return save
@@ -124,9 +144,11 @@ def theirs(folder: Path, dtype: torch.dtype, device: str) -> Theirs:
     return Theirs(tokens, steps, (best[..., 0] - best[..., 1]).min().item())
 
 
-def forced(folder: Path, dtype: torch.dtype, device: str, rung: str, tokens: list[list[int]]) -> list[Tensor]:
+def forced(
+    folder: Path, dtype: torch.dtype, device: str, tokens: list[list[int]], **options: Any
+) -> list[Tensor]:
     """Our logits of prefill and each decode step, fed the same ``tokens`` whatever would be chosen."""
-    engine = small_engine(load_model(str(folder), torch.device(device), dtype), recipe=rung)
+    engine = small_engine(load_model(str(folder), torch.device(device), dtype), **options)
     sequences = greedy_sequences(engine, prompts_for(folder), N_TOKENS + 1)
     engine.prefill(sequences)
     steps = [engine.step.last_logits().float().cpu().clone()]
@@ -156,7 +178,7 @@ def test_logits_of_prefill_and_every_step_are_those_of_transformers(folder: Path
     expected = theirs_once(folder, dtype, device)
     largest = max(step.abs().max().item() for step in expected.logits)
     for rung in RUNGS:
-        found = forced(folder, dtype, device, rung, expected.tokens)
+        found = forced(folder, dtype, device, expected.tokens, recipe=rung)
         errors = [(f - e).abs().max().item() for f, e in zip(found, expected.logits, strict=True)]
         told = f"{folder.name} {rung} {device} {dtype}: max error prefill {errors[0]:.2e}"
         print(f"{told}, steps {max(errors[1:]):.2e}, of the largest logit {max(errors) / largest:.1e}")
@@ -182,6 +204,50 @@ def test_greedy_tokens_in_fp32_are_those_of_transformers_on_every_rung(folder: P
     assert decode_all(engine, sequences) == expected.tokens
 
 
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("folder", RARE, indirect=True)
+def test_rare_shapes_have_the_logits_and_greedy_tokens_of_transformers(folder: Path, way: str, device: str):
+    expected = theirs_once(folder, torch.float32, device)
+    largest = max(step.abs().max().item() for step in expected.logits)
+    found = forced(folder, torch.float32, device, expected.tokens, **WAYS[way])
+    errors = [(f - e).abs().max().item() for f, e in zip(found, expected.logits, strict=True)]
+    assert max(errors) <= BOUNDS[torch.float32] * largest < expected.smallest_lead
+    engine = small_engine(load_model(str(folder), torch.device(device), torch.float32), **WAYS[way])
+    assert generate(engine, prompts_for(folder), N_TOKENS) == expected.tokens
+
+
+@torch.inference_mode()
+def exact(folder: Path, dtype: torch.dtype, tokens: list[list[int]]) -> Tensor:
+    """Logits ``[N, B, V]`` of ``transformers`` fed ``tokens``: weights rounded to ``dtype``, sums in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
+    rows = [
+        model.float().eval()(torch.tensor([prompt + row[:-1]])).logits[0, len(prompt) - 1 :]
+        for prompt, row in zip(prompts_for(folder), tokens, strict=True)
+    ]
+    return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("folder", RARE, indirect=True)
+def test_rare_shapes_in_16_bits_are_as_near_to_exact_logits_as_those_of_transformers(
+    folder: Path, dtype: torch.dtype, device: str
+):
+    """In the mean over all logits; the single largest error is a matter of luck."""
+    expected = theirs_once(folder, dtype, device)
+    reference = exact(folder, dtype, expected.tokens)
+
+    def loss(logits: list[Tensor]) -> float:
+        return (torch.stack(logits) - reference).square().mean().sqrt().item()
+
+    for way, options in WAYS.items():
+        found = loss(forced(folder, dtype, device, expected.tokens, **options))
+        assert 0 < found < 1.25 * loss(expected.logits), way
+
+
 def test_every_family_is_compared_on_every_rung_but_those_that_refuse_it():
     assert set(FAMILIES) == set(SUPPORTED)
     assert [arch_of(name).family for name in FAMILIES] == list(FAMILIES)
@@ -197,6 +263,6 @@ def test_another_models_logits_would_be_noticed(tmp_path: Path):
     largest = max(step.abs().max().item() for step in expected.logits)
     gpt.blocks[0].up.weight[0, :3] += 0.1
     save_model(gpt, tmp_path, torch.float32)
-    found = forced(tmp_path, torch.float32, "cpu", "dense", expected.tokens)
+    found = forced(tmp_path, torch.float32, "cpu", expected.tokens, recipe="dense")
     errors = [(f - e).abs().max().item() for f, e in zip(found, expected.logits, strict=True)]
     assert min(errors) > BOUNDS[torch.float32] * largest
