@@ -16,12 +16,13 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError
+from rosellm.lab.records.aims import Verdict
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import Results
@@ -84,21 +85,8 @@ def run_ratio(process: dict[str, Any]) -> float:
     return first["throughput_tok_s"] / third["throughput_tok_s"]
 
 
-class Verdict(NamedTuple):
-    """An aim, in ``unit``, and what was found: the median over the processes."""
-
-    told: str
-    aim: float
-    found: float
-    unit: str
-
-    @property
-    def is_kept(self) -> bool:
-        return self.found <= self.aim if self.unit == "s" else self.found >= self.aim
-
-
 def verdicts(processes: Iterable[dict[str, Any]]) -> list[Verdict]:
-    """What came of the aims, in processes with a warm-up, by the cache of compiled kernels."""
+    """What came of the aims, in processes with a warm-up, by the cache of compiled kernels: medians."""
     warm = [one for one in processes if one["warm_up"]]
     found: list[Verdict] = []
     for cache, aim in AIMS_S.items():
