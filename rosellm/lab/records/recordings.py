@@ -11,7 +11,8 @@ import torch
 from tqdm import tqdm
 
 from rosellm.errors import RoseError
-from rosellm.lab.records import experiments, robustness, step_records
+from rosellm.lab.records import experiments, long_step, robustness, step_records
+from rosellm.lab.records.aims import aims_of
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps
@@ -141,6 +142,14 @@ def lengths(arguments: argparse.Namespace, batch: int) -> dict:
     return step_records.figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
 
 
+def longer_step(arguments: argparse.Namespace) -> dict:
+    """Step time at a longer context than the workloads', and what it should be at most."""
+    size, model = arguments.size, _model(arguments)
+    rows, context = min(long_step.BATCH, size.rows), min(long_step.CONTEXT, size.prompt)
+    aims = aims_of(long_step.AIMS_US, arguments.model, size.name)
+    return step_records.steps_at(model, [long_step.RUNG], rows, context, **size.effort) | {"aims_us": aims}
+
+
 def cold_start(arguments: argparse.Namespace) -> dict:
     """Time to the first tokens of a fresh process."""
     best = _best_rung(arguments)
@@ -226,6 +235,7 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "kv_pressure": kv_pressure,
     "determinism": determinism,
     **{f"lengths-{batch}": partial(lengths, batch=batch) for batch in BATCHES},
+    long_step.NAME: longer_step,
     **_of_workloads(steps, STEP_WORKLOADS),
     **_of_workloads(ablations, STEP_WORKLOADS),
     **_of_workloads(leave_one_out, step_records.WHOLE_RUNS),

@@ -34,7 +34,11 @@ def step_shape(workload: Workload) -> tuple[int, int]:
 
 def ladder_steps(model: Transformer, rungs: list[str], workload: Workload, **effort: Any) -> dict[str, Any]:
     """Every rung's step at a workload's batch size and mid-run context, in turns."""
-    batch, context = step_shape(workload)
+    return steps_at(model, rungs, *step_shape(workload), **effort)
+
+
+def steps_at(model: Transformer, rungs: list[str], batch: int, context: int, **effort: Any) -> dict[str, Any]:
+    """Every rung's step of ``batch`` rows that have ``context`` tokens cached each, in turns."""
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
     makers = {rung: partial(Bench, model, rung, prompts, room()) for rung in rungs}
     return figures_of(batch, context, measure_steps(makers, **effort))
