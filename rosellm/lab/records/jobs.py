@@ -16,8 +16,9 @@ import torch
 
 from rosellm.errors import PromptError, RoseError
 from rosellm.lab.records.bench import get_model
-from rosellm.lab.records.measured_model import settle
+from rosellm.lab.records.measured_model import place_of, settle
 from rosellm.lab.records.recordings import EXPERIMENTS, NEEDS_GPU, measured
+from rosellm.lab.records.records import FULL_SIZE
 from rosellm.lab.records.rungs import check_rung, runnable
 from rosellm.lab.records.sizes import positions_needed
 from rosellm.models.loading import arch_of, load_parts, resolve_device
@@ -51,9 +52,13 @@ def benchmark_arguments(name: str, rung: str, arguments: argparse.Namespace) -> 
 def plan(arguments: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Job]]:
     """``arguments`` completed for this machine, and the jobs asked for, by the names of their files.
 
-    Raises ``RoseError`` for anything that cannot run here.
+    At full size the records of another model than GPT-2 go to a folder of that name in ``output``, which may
+    be where GPT-2's are. Raises ``RoseError`` for anything that cannot run here.
     """
-    arguments = settle(arguments, WORKLOADS["W1"])
+    workload = WORKLOADS["W1"]
+    arguments = settle(arguments, workload)
+    if arguments.size.name == FULL_SIZE:
+        arguments.output = place_of(arguments.output, arguments.model, workload)
     return arguments, _jobs(arguments)
 
 

@@ -32,8 +32,13 @@ def settle(arguments: Namespace, workload: Workload) -> Namespace:
     return arguments
 
 
+def place_of(output: Path, model: str, workload: Workload) -> Path:
+    """Where its records go: ``output`` for the workload's own model, a folder in it for any other."""
+    return output if model == workload.model else output / Path(model).name
+
+
 def folder_of(output: Path, model: str, workload: Workload) -> Path:
-    """Where its records go: ``output`` for the workload's own model, a folder in it for any other; made."""
-    folder = output if model == workload.model else output / Path(model).name
+    """:func:`place_of`, made."""
+    folder = place_of(output, model, workload)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
