@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -213,3 +215,40 @@ def test_loading_needs_the_memory_of_the_weights_and_one_tensor(large, fault, fi
     assert n_bytes > 5 * (largest + slack)
     assert peak > 0.9 * n_bytes
     assert (peak <= n_bytes + largest + slack) == fits
+
+
+def all_at_once(gpt: Transformer, files: list[Path], folder: Path) -> None:
+    held = [tensor.to(gpt.device, gpt.dtype) for file in files for tensor in load_file(file).values()]
+    _copy_weights(gpt, files, folder)
+    held.clear()
+
+
+def a_second_copy(gpt: Transformer, files: list[Path], folder: Path) -> None:
+    _copy_weights(gpt, files, folder)
+    gpt.load_state_dict({name: tensor.clone() for name, tensor in gpt.state_dict().items()})
+
+
+_copy_weights = weights._copy_weights
+WAYS = {"as it is": (_copy_weights, True), "all": (all_at_once, False), "copy": (a_second_copy, False)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("copy", "fits"), WAYS.values(), ids=WAYS)
+def test_loading_shards_to_a_gpu_needs_the_memory_of_the_weights_and_one_tensor_there(
+    large, copy, fits, tmp_path, monkeypatch
+):
+    """In bytes as asked for: what the allocator rounds up is not the loader's."""
+    folder, n_bytes, largest = large
+    sharded = shutil.copytree(folder, tmp_path / "sharded")
+    assert len(set(spread(sharded, 5).values())) == 5
+    monkeypatch.setattr(weights, "_copy_weights", copy)
+    gpu = torch.device("cuda")
+    torch.zeros(1, device=gpu)  # its context is there
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(gpu)
+    before = torch.cuda.memory_stats(gpu)["requested_bytes.all.current"]
+    gpt = load_model(str(sharded), gpu, torch.float32)
+    peak = torch.cuda.memory_stats(gpu)["requested_bytes.all.peak"] - before
+    assert gpt.device.type == "cuda"
+    assert n_bytes <= peak
+    assert (peak <= n_bytes + largest + (1 << 20)) == fits
