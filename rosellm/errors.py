@@ -1,8 +1,12 @@
 """Errors that a user can cause; commands print them in one line and exit with status 2."""
 
+from reprlib import Repr
 from traceback import format_exception_only
+from typing import Any
 
 LONGEST_TOLD_BITS = 128
+LONGEST_TOLD = 200  # characters
+LONGEST_TOLD_ERROR = 1000
 
 
 class RoseError(ValueError):
@@ -53,13 +57,41 @@ class ClusterError(RoseError):
     """Ray is missing, too old or does not answer, or all replicas on it have died."""
 
 
-def told(value: object) -> str:
-    """``value`` for an error message; of an exception its type and message, even if its ``__str__`` fails.
+class OneLine(Repr):
+    """Any object's ``repr`` in one line; of a long list, string or array some of it."""
 
-    A huge integer is described by its size, since Python refuses to print thousands of digits.
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxlong = self.maxother = LONGEST_TOLD
+
+    def repr1(self, x: Any, level: int) -> str:
+        """As of the base, which goes by a type's name alone: of a list, whoever defined it."""
+        if isinstance(x, int) and x.bit_length() > LONGEST_TOLD_BITS:
+            return f"an integer of {x.bit_length()} bits"
+        if type(x).__module__ != "builtins":
+            return self.repr_instance(x, level)
+        return super().repr1(x, level)
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return " ".join(super().repr_instance(x, level).split())
+
+
+_one_line = OneLine()
+
+
+def told(value: object) -> str:
+    """``value`` for an error message, in one line of at most ``LONGEST_TOLD`` characters.
+
+    A huge integer is described by its size, since Python refuses to print thousands of digits. Of an
+    exception its type and its message's first line, even if its ``__str__`` fails.
     """
     if isinstance(value, BaseException):
-        return format_exception_only(value)[0].strip()
-    if isinstance(value, int) and value.bit_length() > LONGEST_TOLD_BITS:
-        return f"an integer of {value.bit_length()} bits"
-    return repr(value)
+        return _cut(format_exception_only(value)[0].strip().splitlines()[0], LONGEST_TOLD_ERROR)
+    return _cut(_one_line.repr(value), LONGEST_TOLD)
+
+
+def _cut(text: str, longest: int) -> str:
+    """``text`` without its middle if it is longer than that."""
+    half = (longest - len("...")) // 2
+    return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"

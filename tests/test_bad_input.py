@@ -40,6 +40,7 @@ from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
 from rosellm.models.weights import save_model
 from rosellm.roseinfer import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
@@ -118,6 +119,7 @@ def check(one: Row, given: Any) -> None:
     message = str(caught.value)
     assert type(caught.value) is one.error
     assert "\n" not in message and all(word in message for word in one.words), message
+    assert len(message) < 1000
 
 
 def asked(prompts: object, params: object = GREEDY) -> Callable[[LLM], object]:
@@ -168,12 +170,13 @@ def engine(**options: object) -> Callable[[LLM], object]:
 
 REQUESTS = [
     row(asked("\udcff"), PromptError, "'\\udcff' cannot be encoded"),
-    row(asked(["a", "x\ud800y"]), PromptError, "'x\\ud800y' cannot be encoded"),
-    row(asked([[np.int64(3)], [np.float32(3)]]), PromptError, "prompt 1", "not in the vocabulary of 300"),
+    row(asked(["a", "x\ud800y"]), PromptError, "prompt 1: text 'x\\ud800y' cannot be encoded"),
+    row(asked([[1], "\ud800", "a"]), PromptError, "prompt 1: text '\\ud800' cannot be encoded"),
+    row(asked([[np.int64(3)], [np.float32(3)]]), PromptError, "prompt 1: token id 3.0 is of type float"),
     row(asked(torch.tensor(1)), PromptError, "prompts is tensor(1)", "give text"),
     row(asked({"prompt": "a"}), PromptError, "prompts is {'prompt': 'a'}", "give text, token ids"),
     row(asked([b"a"]), PromptError, "prompt 0 is b'a'", "give text"),
-    row(asked([[1], [True]]), PromptError, "prompt 1: token id True", "vocabulary of 300"),
+    row(asked([[1], [True]]), PromptError, "prompt 1: token id True is of type bool; it must be an int"),
     row(asked([[1], [-1]]), PromptError, "prompt 1: token id -1", "vocabulary of 300"),
     row(asked([[1], [300]]), PromptError, "prompt 1: token id 300", "vocabulary of 300"),
     row(asked([[HUGE]]), PromptError, f"token id {HUGE}", "vocabulary of 300"),
@@ -197,6 +200,16 @@ REQUESTS = [
     row(asked(["a"], {}), SamplingError, "sampling parameters are {}", "give one SamplingParams"),
     row(asked(["a"], []), SamplingError, "0 SamplingParams for 1 prompts", "one each"),
     row(asked(["a"], SamplingParams), SamplingError, "class", "give one SamplingParams"),
+    *(
+        row(asked(["a"], params), SamplingError, f"sampling parameters are {words}", "give one Sampling")
+        for params, words in (
+            (10**5000, "an integer of"),
+            ([10**5000], "[an integer of"),
+            (np.eye(40), "array([[1., 0."),
+        )
+    ),
+    row(asked([{"a": np.eye(40)}]), PromptError, "prompt 0 is {'a': array([[1., 0.", "give text or token"),
+    row(lambda llm: llm.chat([{"role": 10**5000}]), PromptError, "message 0 is {'role': an integer of"),
     row(params(temperature=None), SamplingError, "temperature is None", "from 0"),
     row(params(temperature=10**400), SamplingError, "temperature is an integer of", "1.79e308"),
     row(params(temperature=1j), SamplingError, "temperature is 1j", "from 0"),
@@ -218,7 +231,7 @@ SCHEDULERS = [
     row(offline([[1]], None), SamplingError, "sampling parameters are None", "give one SamplingParams"),
     row(online(lambda s: s.add_request("hi", GREEDY)), PromptError, "str", "token id in a list"),
     row(online(lambda s: s.add_request((1,), GREEDY)), PromptError, "tuple", "token id in a list"),
-    row(online(lambda s: s.add_request([[1]], GREEDY)), PromptError, "token id [1]", "vocabulary of 300"),
+    row(online(lambda s: s.add_request([[1]], GREEDY)), PromptError, "token id [1] is of type list"),
     row(
         online(lambda s: s.add_request([1], None)), SamplingError, "None", "SamplingParams",
     ),
@@ -226,11 +239,14 @@ SCHEDULERS = [
         online(lambda s: s.add_requests(5, GREEDY)), PromptError, "5",
     ),
     row(online(lambda s: s.add_requests([[1]] * 3, GREEDY), max_in_flight=4), OverloadError, "3 more", "4"),
+    row(online(lambda s: s.add_request([np.int64(1)], GREEDY)), PromptError, "is of type int64", "an int"),
+    row(online(lambda s: s.cancel(10**5000)), RoseError, "request an integer of", "never added"),
     row(online(lambda s: s.cancel("x")), RoseError, "request 'x' is unknown", "never added"),
     row(online(lambda s: s.take_result(-5)), RoseError, "request -5 is unknown", "never added"),
     row(lambda _: SchedulerConfig(max_batch_size="8"), RoseError, "max_batch_size is '8'", "1 or more"),
     row(lambda _: SchedulerConfig(prefill_token_budget=-1), RoseError, "is -1", "1 or more"),
     row(lambda _: SchedulerConfig(admission_policy=[]), RoseError, "admission_policy is []", "fifo or pack"),
+    row(lambda _: SchedulerConfig(admission_policy=10**5000), RoseError, "policy is an integer of"),
     row(lambda llm: OnlineScheduler(llm.engine, SchedulerConfig(HUGE)), RoseError, str(HUGE), "at most 4"),
     row(streamed(lambda m: m.add_request("\udcff", GREEDY)), PromptError, "'\\udcff' cannot be encoded"),
     row(
@@ -238,6 +254,32 @@ SCHEDULERS = [
         PromptError, "'\\udcff' cannot be encoded",
     ),
     row(streamed(lambda m: m.add_request(b"x", GREEDY)), PromptError, "b'x'", "give text or a list"),
+    *(
+        row(streamed(call), error, words)
+        for call, error, words in (
+            (lambda m: m.add_request(10**5000, GREEDY), PromptError, "the prompt is an integer of"),
+            (lambda m: m.add_request(np.eye(40), GREEDY), PromptError, "the prompt is array([[1., 0."),
+            (lambda m: m.add_requests([[1], 10**5000], GREEDY), PromptError, "prompt 1 is an integer of"),
+            (lambda m: m.add_requests([torch.eye(40)], GREEDY), PromptError, "prompt 0 is tensor([[1., 0."),
+            (lambda m: m.add_requests(np.eye(40), GREEDY), PromptError, "the prompts are array([[1., 0."),
+            (lambda m: m.add_request([1], 10**5000), SamplingError, "params is an integer of"),
+            (lambda m: m.add_request([1], np.eye(40)), SamplingError, "params is array([[1., 0."),
+            (lambda m: m.add_requests([[1]], 10**5000), SamplingError, "parameters are an integer of"),
+            (lambda m: m.add_request([1], GREEDY, 10**5000), RoseError, "inbox is an integer of"),
+            (lambda m: m.cancel(10**5000), RoseError, "request an integer of"),
+            (lambda m: m.stream_text(10**5000), RoseError, "request an integer of"),
+            (lambda m: m.result(np.eye(40)), RoseError, "request array([[1., 0."),
+        )
+    ),
+    row(lambda _: StreamingManager(10**5000), RoseError, "engine is an integer of", "give an Engine"),
+    row(
+        streamed(lambda m: m.add_requests(["a", "\ud800"], GREEDY)),
+        PromptError, "prompt 1: text '\\ud800' cannot be encoded",
+    ),
+    row(
+        streamed(lambda m: m.result(m.add_requests(["a", "\ud800"], GREEDY)[0], 30), tokenize_workers=1),
+        PromptError, "prompt 1: text '\\ud800' cannot be encoded",
+    ),
     row(streamed(lambda m: m.add_request([], GREEDY)), PromptError, "empty", "at least one token id"),
     row(streamed(lambda m: m.add_request([1], {})), SamplingError, "params is {}", "give SamplingParams"),
     row(streamed(lambda m: m.add_request([300], GREEDY)), PromptError, "id 300", "vocabulary of 300"),
@@ -283,14 +325,22 @@ OPTIONS = [
     row(
         engine(recipe=["dense"]), RecipeError, "rung ['dense'] is unknown",
     ),
+    row(engine(recipe=10**5000), RecipeError, "rung an integer of", "dense, paged"),
+    row(engine(kernels=10**5000), RecipeError, "kernels=an integer of"),
+    row(lambda _: Recipe(gemm=10**5000), RecipeError, "gemm=an integer of"),
     row(engine(kernels="cuda"), RecipeError, "kernels='cuda'", "'auto', 'triton' or 'torch'"),
     row(lambda _: LLM(5), CheckpointError, "model is 5", "a folder or a hub id"),
+    row(lambda _: LLM(10**5000), CheckpointError, "model is an integer of", "a folder or a hub id"),
+    row(lambda _: LLM(np.eye(40)), CheckpointError, "model is array([[1., 0.", "a folder or a hub id"),
     row(lambda _: LLM(None), CheckpointError, "model is None", "a folder or a hub id"),
     row(lambda _: LLM(b"gpt2", load_format="dummy"), CheckpointError, "model is b'gpt2'", "a hub id"),
     row(lambda _: LLM("a" * 5000, device="cpu"), CheckpointError, "aaa", "use 'rose-tiny'"),
     row(lambda _: LLM("\0", load_format="dummy"), CheckpointError, "'\\x00'", "use one of gpt2"),
     row(lambda _: LLM("rose-tiny", device=None), DeviceError, "device None", "'cuda' or 'cpu'"),
     row(lambda _: LLM("rose-tiny", device="cpu", dtype=["half"]), DeviceError, "['half']", "'float16'"),
+    row(lambda _: LLM("rose-tiny", device=10**5000), DeviceError, "device an integer of", "'cpu'"),
+    row(lambda _: LLM("rose-tiny", device="cpu", dtype=10**5000), DeviceError, "dtype an integer of"),
+    row(lambda _: LLM("rose-tiny", load_format=10**5000), CheckpointError, "load_format an integer of"),
     row(lambda _: LLM("rose-tiny", load_format=None), CheckpointError, "load_format None", "'dummy'"),
 ]  # fmt: skip
 

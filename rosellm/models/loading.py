@@ -58,13 +58,13 @@ def arch_of(model: str, load_format: str = "auto") -> Arch:
 
 
 def _stored_arch(folder: Path) -> Arch:
-    """The config's; a dtype that it doesn't name is that of the files."""
+    """The config's; a dtype that it doesn't name is that of the files, if it has 16 bits."""
     arch = load_config(folder)
     return arch if arch.dtype is not None else replace(arch, dtype=stored_dtype(shards_of(folder)))
 
 
 def stored_dtype(shards: list[Path]) -> str | None:
-    """The dtype of most of the files' values, by name, from their headers; None if none are supported.
+    """The dtype of most of the files' values, by name, from their headers; None if it has not 16 bits.
 
     Tensors may differ: norms kept in float32 do not make a float16 checkpoint float32.
     """
@@ -73,8 +73,8 @@ def stored_dtype(shards: list[Path]) -> str | None:
         with opened(shard) as tensors:
             for view in map(tensors.get_slice, tensors.keys()):
                 n_values[view.get_dtype()] += prod(view.get_shape())
-    supported = [kind for kind, _ in n_values.most_common() if kind in STORED]
-    return STORED[supported[0]] if supported else None
+    most = next((STORED[kind] for kind, _ in n_values.most_common() if kind in STORED), None)
+    return most if most in ("float16", "bfloat16") else None
 
 
 def load_parts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from itertools import chain, islice
 from threading import Lock
 from typing import Any, NoReturn, cast
@@ -19,7 +20,7 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.asked import each_made, one_each
+from rosellm.roseinfer.serving.asked import each_encoded, each_made, one_each
 from rosellm.roseinfer.serving.held_interrupt import held_interrupt
 from rosellm.roseinfer.serving.one_engine import OneEngine
 from rosellm.roseinfer.tensor_parallel import load_engine
@@ -135,7 +136,7 @@ class LLM:
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
-        ids = self._runner.encode_many(many)
+        ids = each_encoded(self._runner.encode_many, many)
         each = [own.each() for own in params]
         copies = [prompt for prompt, own in zip(ids, each, strict=True) for _ in own]
         if len(copies) > len(ids):  # an error numbers prompts, not their copies
@@ -158,7 +159,7 @@ class LLM:
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         many = cast("list[list[Message]]", messages if several else [messages])
         texts = [render_chat(self._folder, one) for one in many]
-        ids = self._runner.encode_many(texts, special=False)
+        ids = each_encoded(partial(self._runner.encode_many, special=False), texts)
         outputs = self.generate(ids, sampling_params, use_tqdm)
         for text, output in zip(texts, outputs, strict=True):
             for completion in output.outputs:

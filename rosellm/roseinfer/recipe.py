@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 import torch
 
-from rosellm.errors import DeviceError, RecipeError
+from rosellm.errors import DeviceError, RecipeError, told
 from rosellm.models.arch import PROJECTIONS, Arch
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import TABLES
@@ -69,13 +69,13 @@ class Recipe:
         for name, allowed in recipe_choices().items():
             if getattr(self, name) not in allowed:
                 raise RecipeError(
-                    f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}"
+                    f"{name}={told(getattr(self, name))} is unknown; use one of {', '.join(allowed)}"
                 )
         for rule in _RULES:
             broken = [name for name, allowed in rule.needs.items() if getattr(self, name) not in allowed]
             if getattr(self, rule.field) == rule.value and broken:
-                told = " or ".join(map(repr, rule.needs[broken[0]]))
-                raise RecipeError(f"{rule.field}={rule.value!r} needs {broken[0]}={told}: {rule.reason}")
+                needed = " or ".join(map(repr, rule.needs[broken[0]]))
+                raise RecipeError(f"{rule.field}={rule.value!r} needs {broken[0]}={needed}: {rule.reason}")
 
     def check_serves(self, config: Arch) -> None:
         """Raise ``RecipeError``, with the reason, if a variant cannot run models of that shape."""
@@ -258,7 +258,7 @@ def get_rung(name: str | None, device: torch.device | None = None) -> str:
     if name is None:
         return BEST_RUNG if device is None else best_rung(device)
     if not isinstance(name, str) or name not in LADDER:
-        raise RecipeError(f"rung {name!r} is unknown; use one of {', '.join(LADDER)}")
+        raise RecipeError(f"rung {told(name)} is unknown; use one of {', '.join(LADDER)}")
     return name
 
 

@@ -21,9 +21,10 @@ class SamplingParams:
     """How one request's tokens are chosen and when it stops.
 
     temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k most likely tokens; 0
-    keeps all. top_p: keep the smallest set of most likely tokens whose probability reaches it (Holtzman et
-    al. 2020); 1 keeps all. min_p: keep tokens at least that many times as likely as the most likely one
-    (Nguyen et al. 2024); 0 keeps all. min_p comes first and top_p last; the most likely token always stays.
+    keeps all, and so does -1, which becomes 0. top_p: keep the smallest set of most likely tokens whose
+    probability reaches it (Holtzman et al. 2020); 1 keeps all. min_p: keep tokens at least that many times as
+    likely as the most likely one (Nguyen et al. 2024); 0 keeps all. min_p comes first and top_p last; the
+    most likely token always stays.
     repetition_penalty: the logit of a token of prompt or output is divided by it if positive, else multiplied
     (Keskar et al. 2019), and counts as 1e-30 at least and 1e30 at most; 1 is none. frequency_penalty:
     subtracted from a token's logit for each time that it is in the output; presence_penalty: once if it is
@@ -58,7 +59,8 @@ class SamplingParams:
         self._number("repetition_penalty", math.ulp(0.0), sys.float_info.max, "a number above 0 (1: none)")
         for name in ("presence_penalty", "frequency_penalty"):
             self._number(name, -2.0, 2.0, "a number from -2 to 2")
-        self._whole("top_k", 0, INT64_MAX)
+        self._whole("top_k", -1, INT64_MAX, f"a whole number from 0 to {INT64_MAX}, or -1")
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
         self._whole("max_tokens", 1)
         if self.seed is not None:
             self._whole("seed", 0, INT64_MAX)

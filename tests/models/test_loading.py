@@ -126,10 +126,11 @@ def unnamed(folder: Path, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_where_the_config_names_no_dtype_auto_is_that_of_the_files(tmp_path, dtype):
+def test_where_the_config_names_no_dtype_auto_is_that_of_files_of_16_bits_else_float16(tmp_path, dtype):
     unnamed(tmp_path, dtype)
     arch = arch_of(str(tmp_path))
-    assert (resolve_dtype("auto", GPU, arch), resolve_dtype("auto", CPU, arch)) == (dtype, torch.float32)
+    assert resolve_dtype("auto", GPU, arch) == (dtype if dtype.itemsize == 2 else torch.float16)
+    assert resolve_dtype("auto", CPU, arch) == torch.float32
     assert load_parts(str(tmp_path), "cpu")[0].dtype == torch.float32
     assert resolve_dtype("auto", GPU, arch_of(str(tmp_path), "dummy")) == torch.float16
 

@@ -71,9 +71,19 @@ def _numbered(text: str) -> Lines:
 def _json_rows(lines: Lines) -> Iterator[tuple[int, Any]]:
     for number, line in lines:
         try:
-            yield number, json.loads(line)
+            row = json.loads(line, object_pairs_hook=_once_each)
+        except KeyError as twice:
+            raise ValueError(f", line {number}: it names {twice.args[0]} twice") from None
         except (ValueError, RecursionError):
-            yield number, None
+            row = None
+        yield number, row
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a ``KeyError`` tells which of the FIELDS it names twice."""
+    if name := _twice([name for name, _ in pairs]):
+        raise KeyError(name)
+    return dict(pairs)
 
 
 def _csv_rows(lines: Lines) -> Iterator[tuple[int, Any]]:
@@ -81,10 +91,17 @@ def _csv_rows(lines: Lines) -> Iterator[tuple[int, Any]]:
     names = [name.strip() for name in header]
     if not set(names) >= set(FIELDS):
         raise ValueError(f": the header is {','.join(names)}; it must name {', '.join(FIELDS)}")
+    if name := _twice(names):
+        raise ValueError(f": the header names {name} twice")
     for number, row in rows:
         if len(row) > len(names):
             raise ValueError(f", line {number}: it has {len(row)} cells, the header {len(names)}")
         yield number, dict(zip(names, row, strict=False))
+
+
+def _twice(names: list[str]) -> str | None:
+    """The first of the FIELDS that is named more than once; other columns may be, such as nameless ones."""
+    return next((name for name in FIELDS if names.count(name) > 1), None)
 
 
 def _csv_cells(lines: Lines) -> Iterator[tuple[int, list[str]]]:

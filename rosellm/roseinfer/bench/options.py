@@ -95,6 +95,11 @@ def writable_file(text: str) -> Path:
         raise ArgumentTypeError(str(error)) from error
 
 
+def top_k(text: str) -> int:
+    """An argparse type: as ``SamplingParams`` has it, where -1 is 0."""
+    return max(whole_number(-1)(text), 0)
+
+
 def add_model_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--hf-model-id", default=SHIPPED, metavar="MODEL", help="hub id, local folder or the shipped model")
@@ -150,7 +155,8 @@ def add_request_options(parser: ArgumentParser) -> None:
     add("--shared-prefix-tokens", **count(Workload.shared_prefix_tokens, 0, MOST_TOKENS), help=shared)
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=Workload.temperature, metavar="T", help="0: greedy")
-    add("--top-k", **count(Workload.top_k, low=0), help="sample from the N most likely tokens; 0: from all")
+    likely = "sample from the N most likely tokens; 0 or -1: from all"
+    add("--top-k", type=top_k, default=Workload.top_k, metavar="N", help=likely)
     nucleus = "sample from the most likely tokens that reach this probability; 1: from all"
     add("--top-p", type=float, default=Workload.top_p, metavar="P", help=nucleus)
     add("--seed", **count(0, low=0), help="seed of random ids, lengths and each request's sampling")

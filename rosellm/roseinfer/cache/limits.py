@@ -54,5 +54,8 @@ def _check_token_ids(prompt: list[int], vocab_size: int) -> None:
     if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return
     for token in prompt:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+        if not isinstance(token, int) or isinstance(token, bool):
+            kind = type(token).__name__
+            raise PromptError(f"token id {told(token)} is of type {kind}; it must be an int")
+        if not 0 <= token < vocab_size:
             raise PromptError(f"token id {told(token)} is not in the vocabulary of {vocab_size}")

@@ -122,7 +122,7 @@ class Runtime:
         joined = self.ray.get_runtime_context().gcs_address
         if address != "auto" and _host_and_port(address) != _host_and_port(joined):
             raise ClusterError(
-                f"Ray is connected to {joined} in this process, and cannot be to {address!r} too"
+                f"Ray is connected to {joined} in this process, and cannot be to {told(address)} too"
             )
 
 
@@ -194,7 +194,7 @@ def _check_answers(address: str) -> None:
     where = _found() if address == "auto" else address
     host, port = _host_and_port(where)
     if not _speaks_http2(host, port):
-        raise ClusterError(f"no Ray cluster answers at {where!r} within {ANSWERS_WITHIN_S:g} s")
+        raise ClusterError(f"no Ray cluster answers at {told(where)} within {ANSWERS_WITHIN_S:g} s")
 
 
 def _found() -> str:

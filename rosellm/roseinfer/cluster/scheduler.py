@@ -6,7 +6,7 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
-from rosellm.errors import RoseError
+from rosellm.errors import RoseError, told
 from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.cluster.known_prefixes import marks
 from rosellm.roseinfer.cluster.replica import Facts, Gain, Order, Report
@@ -182,4 +182,4 @@ def _order(sequence: Sequence) -> Order:
 
 
 def _raise_unknown(request_id: int) -> None:
-    raise RoseError(f"request {request_id!r} is unknown: it was never added, or its result was taken")
+    raise RoseError(f"request {told(request_id)} is unknown: it was never added, or its result was taken")

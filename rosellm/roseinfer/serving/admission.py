@@ -41,7 +41,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.admission_policy not in POLICIES:
-            raise RoseError(f"admission_policy is {self.admission_policy!r}; use {' or '.join(POLICIES)}")
+            raise RoseError(f"admission_policy is {told(self.admission_policy)}; use {' or '.join(POLICIES)}")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "admission_policy" or (value is None and field.default is None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence as SequenceOf
 from typing import TypeVar
 
 from rosellm.errors import PromptError, SamplingError, told
@@ -16,7 +16,9 @@ def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> l
     if isinstance(params, SamplingParams):
         return [params] * n_prompts
     if not isinstance(params, (list, tuple)) or not all(isinstance(own, SamplingParams) for own in params):
-        raise SamplingError(f"sampling parameters are {params!r}; give one SamplingParams, or a list of them")
+        raise SamplingError(
+            f"sampling parameters are {told(params)}; give one SamplingParams, or a list of them"
+        )
     if len(params) != n_prompts:
         raise SamplingError(
             f"{len(params)} SamplingParams for {n_prompts} prompts; give one for all, or one each"
@@ -30,6 +32,22 @@ def check_prompts(prompts: object) -> None:
         raise PromptError(f"the prompts are {told(prompts)}; give a list of lists of token ids")
 
 
+def each_encoded(
+    encode_many: Callable[[SequenceOf[str | list[int]]], list[list[int]]],
+    prompts: SequenceOf[str | list[int]],
+) -> list[list[int]]:
+    """The token ids of each prompt, as ``encode_many`` gives them; an error names the prompt."""
+    try:
+        return encode_many(prompts)
+    except PromptError:
+        for index, prompt in enumerate(prompts):
+            try:
+                encode_many([prompt])
+            except PromptError as error:
+                raise _numbered(index, error) from error
+        raise
+
+
 def each_made(
     make: Callable[[list[int], SamplingParams], T],
     prompts: list[list[int]],
@@ -41,5 +59,9 @@ def each_made(
         try:
             made.append(make(prompt, own))
         except PromptError as error:
-            raise PromptError(f"prompt {index}: {error}") from error
+            raise _numbered(index, error) from error
     return made
+
+
+def _numbered(index: int, error: PromptError) -> PromptError:
+    return PromptError(f"prompt {index}: {error}")

@@ -176,7 +176,7 @@ class OnlineScheduler:
             )
 
     def _raise_unknown(self, request_id: int) -> None:
-        raise RoseError(f"request {request_id!r} is unknown: it was never added, or its result was taken")
+        raise RoseError(f"request {told(request_id)} is unknown: it was never added, or its result was taken")
 
     def _begin_decode(self) -> tuple[int, list[list[Sequence]]]:
         """Begin one more token for all that decode; returns the rows run, and who got tokens meanwhile."""

@@ -22,7 +22,7 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig, config_or_default
-from rosellm.roseinfer.serving.asked import each_made, one_each
+from rosellm.roseinfer.serving.asked import each_encoded, each_made, one_each
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from rosellm.roseinfer.serving.stream import (
     Running,
@@ -110,6 +110,7 @@ class StreamingManager:
         self.max_in_flight = config.max_in_flight
         self._scheduler = _scheduler_of(engine, replace(config, max_in_flight=None))
         self._pool = ThreadPoolExecutor(tokenize_workers) if tokenize_workers else None
+        self._making = Lock()  # guards the engine's count of sequences; the worker never waits for it
         self._lock = Lock()  # guards the fields below, down to the orders
         self._streams: dict[int, Stream] = {}
         self._in_flight: set[Stream] = set()
@@ -143,7 +144,7 @@ class StreamingManager:
         """
         _check_prompt(prompt)
         if not isinstance(params, SamplingParams):
-            raise SamplingError(f"params is {params!r}; give SamplingParams")
+            raise SamplingError(f"params is {told(params)}; give SamplingParams")
         return self._add([prompt], [params], inbox)[0]
 
     def add_requests(
@@ -222,7 +223,7 @@ class StreamingManager:
     ) -> list[int]:
         arrival = perf_counter()
         if inbox is not None and not isinstance(inbox, SimpleQueue):
-            raise RoseError(f"inbox is {inbox!r}; give a queue.SimpleQueue, which is never full")
+            raise RoseError(f"inbox is {told(inbox)}; give a queue.SimpleQueue, which is never full")
         pool = self._pool if any(isinstance(prompt, str) for prompt in prompts) else None
         with self._lock:
             self._check_room(len(prompts))
@@ -264,14 +265,17 @@ class StreamingManager:
             raise
 
     def _prepare(self, streams: list[Stream], prompts: SequenceOf[str | list[int]]) -> None:
-        ids = self.engine.encode_many(prompts)
-        params = [stream.params for stream in streams]
-        with self._lock:  # make_sequence increments a counter
-            if len(ids) == 1:
-                sequences = [self.engine.make_sequence(ids[0], params[0])]
-            else:
-                sequences = each_made(self.engine.make_sequence, ids, params)
+        if len(prompts) == 1:
+            (ids,) = self.engine.encode_many(prompts)
+            sequences = [self._make(ids, streams[0].params)]
+        else:
+            params = [stream.params for stream in streams]
+            sequences = each_made(self._make, each_encoded(self.engine.encode_many, prompts), params)
         self._orders.put(partial(self._start, streams, sequences))
+
+    def _make(self, ids: list[int], params: SamplingParams) -> Sequence:
+        with self._making:
+            return self.engine.make_sequence(ids, params)
 
     def _prepare_in_pool(self, streams: list[Stream], prompts: SequenceOf[str | list[int]]) -> None:
         try:
@@ -284,7 +288,7 @@ class StreamingManager:
         try:
             return self._streams[request_id]
         except (KeyError, TypeError):
-            raise RoseError(f"request {request_id!r} is unknown: never added, or forgotten") from None
+            raise RoseError(f"request {told(request_id)} is unknown: never added, or forgotten") from None
 
     def _read(self, stream: Stream, pieces: Pieces) -> Iterator[str]:
         while (piece := pieces.get()) is not None:
@@ -316,7 +320,10 @@ class StreamingManager:
             self._hand_over(self._scheduler.step())
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
-        """Incoming orders, at most a few hundred; waits for one if nothing runs."""
+        """Incoming orders, at most ``ORDERS_A_STEP``; waits for one if nothing runs.
+
+        One order may start any number of requests: all that were added together.
+        """
         wait = not self._scheduler.has_unfinished
         for _ in range(ORDERS_A_STEP):
             try:
@@ -420,7 +427,7 @@ def _closed() -> ClosedError:
 
 def _check_prompt(prompt: object, name: str = "the prompt") -> None:
     if not isinstance(prompt, (str, list)):
-        raise PromptError(f"{name} is {prompt!r}; give text or a list of token ids")
+        raise PromptError(f"{name} is {told(prompt)}; give text or a list of token ids")
 
 
 def _check_whole(name: str, value: int, low: int) -> None:
@@ -440,7 +447,7 @@ def _longest_wait(timeout: float | None) -> float | None:
 def _served_by(given: Engine | Fleet | Serves) -> Engine | Fleet:
     engine: Any = getattr(given, "served", given)
     if not hasattr(engine, "make_sequence"):
-        raise RoseError(f"engine is {engine!r}; give an Engine or an LLM")
+        raise RoseError(f"engine is {told(engine)}; give an Engine or an LLM")
     return engine
 
 

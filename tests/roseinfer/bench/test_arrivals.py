@@ -69,6 +69,12 @@ def test_a_trace_may_begin_with_a_byte_order_mark_as_spreadsheets_write(tmp_path
     assert read_trace(str(path)) == [Arrival(0.0, 1, 2)]
 
 
+def test_columns_that_a_trace_is_not_read_for_may_share_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(",,seconds,prompt_tokens,new_tokens\na,b,0,1,2\n")
+    assert read_trace(str(path)) == [Arrival(0.0, 1, 2)]
+
+
 def test_blank_lines_and_cells_of_several_lines_are_no_arrivals(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_bytes(
@@ -110,6 +116,13 @@ def test_blank_lines_and_cells_of_several_lines_are_no_arrivals(tmp_path: Path) 
         (f'{{"seconds": 1{"0" * 5000}, "prompt_tokens": 1, "new_tokens": 1}}', "line 1: it must give"),
         ('{"seconds": ' + "[" * 200_000, "line 1: it must give"),
         ('{"seconds": 0', "line 1: it must give"),
+        (f"seconds, {HEADER}9,0,1,2\n", ": the header names seconds twice"),
+        ("seconds,prompt_tokens,new_tokens,new_tokens\n", ": the header names new_tokens twice"),
+        (
+            '{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1}\n'
+            '{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1, "seconds": 2}',
+            ", line 2: it names seconds twice",
+        ),
         ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1}\n[]', "line 2: it must give"),
         ('\n{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1}\n\n{}', "line 4: it must give"),
     ],

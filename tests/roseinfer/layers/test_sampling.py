@@ -140,7 +140,8 @@ def test_draws_follow_the_allowed_distribution(device):
         {"temperature": math.inf},
         {"temperature": "1"},
         {"temperature": True},
-        {"top_k": -1},
+        {"top_k": -2},
+        {"top_k": -1.0},
         {"top_k": 1.5},
         {"top_k": 2**63},
         {"top_k": None},
@@ -191,7 +192,7 @@ def test_parameters_outside_their_range_are_refused_by_name_and_value(bad):
         ),
         (
             {"top_k": 2**64},
-            "top_k is 18446744073709551616; it must be a whole number from 0 to 9223372036854775807",
+            "top_k is 18446744073709551616; it must be a whole number from 0 to 9223372036854775807, or -1",
         ),
         ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number, 1 or more"),
         ({"n": 16385}, "n is 16385; it must be a whole number from 1 to 16384"),
@@ -208,7 +209,8 @@ def test_parameters_outside_their_range_are_refused_by_name_and_value(bad):
         ({"top_p": 10**5000}, "top_p is an integer of 16610 bits; it must be a number above 0 and at most 1"),
         (
             {"top_k": -(2**20000)},
-            "top_k is an integer of 20001 bits; it must be a whole number from 0 to 9223372036854775807",
+            "top_k is an integer of 20001 bits; "
+            "it must be a whole number from 0 to 9223372036854775807, or -1",
         ),
     ],
     ids=range(10),
@@ -217,6 +219,12 @@ def test_a_refusal_tells_the_allowed_range(bad, told):
     with pytest.raises(SamplingError) as caught:
         SamplingParams(**bad)
     assert str(caught.value) == told
+
+
+def test_a_top_k_of_minus_one_is_zero_as_in_vllm():
+    params = SamplingParams(top_k=-1)
+    assert params == SamplingParams(top_k=0) and repr(params) == repr(SamplingParams())
+    assert not params.is_filtered
 
 
 def test_as_many_completions_as_allowed_are_made_of_parameters():

@@ -500,6 +500,7 @@ def test_requests_added_together_are_prefilled_together(
         ("ab", greedy(), PromptError, "the prompts are 'ab'; give a list"),
         (["a", 7], greedy(), PromptError, "prompt 1 is 7; give text"),
         ([[1], [2], []], greedy(), PromptError, "prompt 2: "),
+        ([[1], "a", "\ud800"], greedy(), PromptError, "prompt 2: text .* cannot be encoded"),
         ([[1], [2]], [greedy()], SamplingError, "1 SamplingParams for 2 prompts"),
         ([[1], [2]], [greedy(), None], SamplingError, "give one SamplingParams"),
         (
@@ -518,6 +519,55 @@ def test_of_requests_added_together_none_is_queued_if_one_is_refused(
             manager.add_requests(prompts, params)
         assert not manager._in_flight and not manager._streams
         assert manager.result(manager.add_request([1], greedy(2))).finish_reason == "length"
+    assert_all_free(engine)
+
+
+def test_a_request_ends_while_the_sequences_of_many_prompts_are_made(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, made = engine.make_sequence, []
+
+    def made_after_the_end_of_the_first(ids, params):
+        manager.result(first, timeout=20)
+        made.append(ids)
+        return make(ids, params)
+
+    with StreamingManager(engine) as manager:
+        first = manager.add_request([1], greedy(4))
+        monkeypatch.setattr(engine, "make_sequence", made_after_the_end_of_the_first)
+        requests = manager.add_requests([[2], [3], [4]], greedy(2))
+        assert [len(manager.result(request).token_ids) for request in requests] == [2, 2, 2]
+    assert made == [[2], [3], [4]]
+    assert_all_free(engine)
+
+
+class YieldingLock:
+    """A lock that, each time it is free again, lets ``call`` run."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._lock, self._call = threading.Lock(), call
+
+    def __enter__(self) -> None:
+        assert self._lock.acquire(timeout=20)
+
+    def __exit__(self, *_error: object) -> None:
+        self._lock.release()
+        self._call()
+
+
+def test_requests_are_added_between_the_sequences_of_many_prompts(engine: Engine) -> None:
+    between: list[int] = []
+
+    def add_another() -> None:
+        if len(between) < 3 and threading.current_thread() is threading.main_thread():
+            between.append(0)
+            between[-1] = others.submit(manager.add_request, [9], greedy(2)).result(timeout=20)
+
+    with StreamingManager(engine) as manager, ThreadPoolExecutor(1) as others:
+        manager._making = YieldingLock(add_another)
+        together = manager.add_requests([[2], [3], [4]], greedy(2))
+        assert len(between) == 3 and min(between) > max(together)
+        assert all(len(manager.result(request).token_ids) == 2 for request in together + between)
     assert_all_free(engine)
 
 

@@ -1,0 +1,90 @@
+"""What an error message tells of a value: one line, bounded, whatever the value is."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+
+from rosellm.errors import LONGEST_TOLD, LONGEST_TOLD_ERROR, told
+
+
+class Broken:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+class Lines:
+    def __repr__(self) -> str:
+        return "first\n   second\u2028third"
+
+
+class list_(list):
+    """Not what ``reprlib`` takes a type of this name for."""
+
+
+list_.__name__ = "array"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("a  b", "'a  b'"),
+        ("\n\ud800", "'\\n\\ud800'"),
+        ([1, "a", None], "[1, 'a', None]"),
+        (10**30, str(10**30)),
+        (-(10**5000), "an integer of 16610 bits"),
+        ([10**5000], "[an integer of 16610 bits]"),
+        ({"a": (10**5000,)}, "{'a': (an integer of 16610 bits,)}"),
+        (True, "True"),
+        (np.int64(1), "np.int64(1)"),
+        (np.eye(2), "array([[1., 0.], [0., 1.]])"),
+        ([torch.eye(2)], "[tensor([[1., 0.], [0., 1.]])]"),
+        (array("i", [1]), "array('i', [1])"),
+        (deque([1]), "deque([1])"),
+        (list_([1]), "[1]"),
+        (Lines(), "first second third"),
+        (ValueError("first\nsecond"), "ValueError: first"),
+    ],
+    ids=range(16),
+)
+def test_a_value_is_told_as_python_writes_it_in_one_line(value: object, expected: str) -> None:
+    assert told(value) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a" * 10**6,
+        b"a" * 10**6,
+        list(range(10**6)),
+        [["a" * 1000] * 1000] * 1000,
+        {i: "a" * 1000 for i in range(1000)},
+        np.arange(900.0).reshape(30, 30),
+        torch.eye(900),
+        10**1000,
+        Broken(),
+        [Broken()] * 100,
+    ],
+    ids=range(10),
+)
+def test_however_large_a_value_is_its_text_is_one_short_line(value: object) -> None:
+    text = told(value)
+    assert 0 < len(text) <= LONGEST_TOLD and len(text.splitlines()) == 1
+
+
+def test_a_long_text_is_told_by_its_beginning_and_its_end() -> None:
+    text = told("a" * 300 + "z")
+    assert text.startswith("'aaa") and "..." in text and text.endswith("az'")
+
+
+def test_an_error_is_told_by_its_first_line_even_if_it_has_no_message() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    assert "Mute" in told(Mute()) and len(told(Mute()).splitlines()) == 1
+    assert len(told(ValueError("a" * 10**6))) <= LONGEST_TOLD_ERROR
