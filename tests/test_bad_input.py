@@ -769,6 +769,7 @@ COMMANDS = [
     scheduler("--profile .", "cannot write .", "not a regular file"),
     scheduler("--workload=", "workload '' is unknown; benchmark_scheduler runs W0"),
     scheduler("--rung=", "rung '' is unknown; use one of dense"),
+    scheduler("--top-k -2", "--top-k: '-2' is not a whole number, -1 or more"),
     scheduler("stray", "unrecognized arguments: stray"),
     streaming("--submit-interval-ms 1e300", "'1e300'", "at most 86400000, a day"),
     streaming("--submit-interval-ms inf", "'inf'", "at most 86400000, a day"),

@@ -252,6 +252,11 @@ def test_unequal_workloads_differ_in_how_they_sample_and_each_request_has_a_seed
         assert params != request_params(options_of("--workload", name, "--seed=1"))
 
 
+@pytest.mark.parametrize("option", [["--top-k", "-1"], ["--top-k=-1"], ["--top-k=0"]])
+def test_a_top_k_of_minus_one_is_zero_on_the_command_line_too(option: list[str]) -> None:
+    assert options_of(*option).top_k == 0
+
+
 def test_prompts_with_a_shared_prefix_have_just_that_in_common():
     prompts = make_prompts(options_of("--workload=PFX"), 50257)
     assert {len(prompt) for prompt in prompts} == {544}
