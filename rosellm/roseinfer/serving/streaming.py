@@ -110,12 +110,12 @@ class StreamingManager:
         self.max_in_flight = config.max_in_flight
         self._scheduler = _scheduler_of(engine, replace(config, max_in_flight=None))
         self._pool = ThreadPoolExecutor(tokenize_workers) if tokenize_workers else None
+        self._ids = count(1)  # safe in any thread
         self._making = Lock()  # guards the engine's count of sequences; the worker never waits for it
         self._lock = Lock()  # guards the fields below, down to the orders
         self._streams: dict[int, Stream] = {}
         self._in_flight: set[Stream] = set()
         self._turns = Turns()
-        self._ids = count(1)
         self._refusal: RoseError | None = None  # why requests are refused
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._running: dict[int, Running] = {}  # the worker's; keyed by the scheduler's request id
@@ -225,9 +225,9 @@ class StreamingManager:
         if inbox is not None and not isinstance(inbox, SimpleQueue):
             raise RoseError(f"inbox is {told(inbox)}; give a queue.SimpleQueue, which is never full")
         pool = self._pool if any(isinstance(prompt, str) for prompt in prompts) else None
+        streams = [self._new_stream(own, arrival, inbox) for own in params]
         with self._lock:
             self._check_room(len(prompts))
-            streams = [self._new_stream(own, arrival, inbox) for own in params]
             if pool is not None:
                 pool.submit(self._prepare_in_pool, streams, prompts)
             self._streams.update((stream.request_id, stream) for stream in streams)

@@ -20,6 +20,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving import streaming
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
+from rosellm.roseinfer.serving.stream import Stream
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
 from rosellm.roseinfer.text import LateText
 from tests.helpers import random_model, small_config, small_engine
@@ -539,6 +540,23 @@ def test_a_request_ends_while_the_sequences_of_many_prompts_are_made(
         assert [len(manager.result(request).token_ids) for request in requests] == [2, 2, 2]
     assert made == [[2], [3], [4]]
     assert_all_free(engine)
+
+
+def test_the_streams_of_many_prompts_are_made_without_the_lock_that_the_worker_needs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free: list[bool] = []
+
+    def noted(*given) -> Stream:
+        free.append(not manager._lock.locked())
+        return new_stream(*given)
+
+    with StreamingManager(engine) as manager:
+        new_stream = manager._new_stream
+        monkeypatch.setattr(manager, "_new_stream", noted)
+        for request in manager.add_requests([[2], [3], [4]], greedy(2)):
+            manager.result(request)
+    assert free == [True] * 3
 
 
 class YieldingLock:
