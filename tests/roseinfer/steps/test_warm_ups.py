@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 import threading
-from functools import partial
-from time import sleep
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from tests.helpers import (
 from tests.roseinfer.steps.fake_graphs import FakeGraphs, captured
 
 __all__ = ["captured"]
+ROOT = Path(__file__).parents[3]
 RUNGS = ("packed_prefill", BEST_RUNG, "one_pass")
 FAMILIES = {"gpt2": {}, "qwen3": MODERN}
 Launch = tuple[str, tuple, tuple]
@@ -158,40 +161,21 @@ def test_nothing_is_launched_within_and_everything_again_after_even_if_a_run_rai
     assert x.tolist() == [1.0] * 16
 
 
-@pytest.fixture
-def stand_in_driver(monkeypatch, tmp_path) -> SimpleNamespace:
-    """Names an H200 to Triton's compiler, whose cache is empty."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    current = {"device": lambda: 0, "stream": lambda device: 0, "target": lambda: target}
-    stand_in = SimpleNamespace(**{f"get_current_{what}": get for what, get in current.items()})
-    monkeypatch.setattr(triton.runtime.driver, "_active", stand_in)
-    return stand_in
+def compile_two_kernels(tmp_path: Path, seconds: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.roseinfer.steps.compile_two_kernels", str(seconds)]
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
 
 
-def test_what_launches_a_kernel_is_built_in_the_thread_that_compiled_it(stand_in_driver):
-    built: list[tuple[str, str, bool]] = []
-
-    def build(src, metadata):
-        built.append((src.fn.__name__, metadata.name, threading.get_ident() == here))
-
-    stand_in_driver.launcher_cls, here = build, threading.get_ident()
-    kernel, x = triton.runtime.jit.JITFunction(_one_more_kernel.fn), torch.zeros(32)
-
-    def launch(size: int) -> None:
-        kernel[(1,)](x, SIZE=size)
-
-    compile_ahead([partial(launch, size) for size in (16, 32, 16)])
-    assert built == [("_one_more_kernel", "_one_more_kernel", False)] * 2
+def test_what_launches_a_kernel_is_built_in_the_thread_that_compiled_it(tmp_path):
+    done = compile_two_kernels(tmp_path, seconds=0.0)
+    assert json.loads(done.stdout) == [["one_more_kernel", "one_more_kernel", False]] * 2
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(1.2, True), (0.0, False)])
-def test_a_compilation_of_more_than_a_second_tells_how_long_it_takes(stand_in_driver, capsys, seconds, told):
-    stand_in_driver.launcher_cls = lambda src, metadata: sleep(seconds)
-    kernel, x = triton.runtime.jit.JITFunction(_one_more_kernel.fn), torch.zeros(32)
-    compile_ahead([lambda: kernel[(1,)](x, SIZE=16), lambda: kernel[(1,)](x, SIZE=32)])
-    printed = capsys.readouterr().err
-    assert ("compile" in printed and "2/2 [00:0" in printed) == told and (told or not printed)
+def test_a_compilation_of_more_than_a_second_tells_how_long_it_takes(tmp_path, seconds, told):
+    printed = compile_two_kernels(tmp_path, seconds).stderr
+    assert ("compile: 100%" in printed and "2/2 [00:0" in printed) == told == ("kernels" in printed)
 
 
 @settings(max_examples=10, deadline=None)
