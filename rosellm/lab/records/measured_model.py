@@ -5,10 +5,11 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from rosellm.errors import RoseError
 from rosellm.lab.records.sizes import SIZES
 from rosellm.models.checkpoint import SHIPPED, SHIPPED_MODELS
 from rosellm.models.loading import LOAD_FORMATS, resolve_device
-from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, Workload
+from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, WORKLOADS, Workload
 
 
 def add_model_options(parser: ArgumentParser) -> None:
@@ -30,6 +31,16 @@ def settle(arguments: Namespace, workload: Workload) -> Namespace:
     if arguments.load_format is None:
         arguments.load_format = "auto" if arguments.model in SHIPPED_MODELS else LOAD_FORMAT
     return arguments
+
+
+def workloads_named(text: str) -> list[Workload]:
+    """Those that an option lists, separated by commas. Raises ``RoseError`` for none or an unknown one."""
+    names = list(filter(None, text.split(",")))
+    if not names:
+        raise RoseError(f"--workloads names none; use {', '.join(WORKLOADS)}")
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        raise RoseError(f"workload {unknown[0]!r} is unknown; use {', '.join(WORKLOADS)}")
+    return [WORKLOADS[name] for name in names]
 
 
 def place_of(output: Path, model: str, workload: Workload) -> Path:

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.errors import RoseError
 from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.jobs import BENCHMARKS
-from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
+from rosellm.lab.records.measured_model import add_model_options, folder_of, settle, workloads_named
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.step_time import free_memory
@@ -198,12 +197,7 @@ def _parser() -> OneLineParser:
 def main(argv: list[str] | None = None) -> None:
     """Check the names, then measure."""
     arguments = settle(_parser().parse_args(argv), WORKLOADS["W3"])
-    names = list(filter(None, arguments.workloads.split(",")))
-    if not names:
-        raise RoseError(f"--workloads names none; use {', '.join(WORKLOADS)}")
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        raise RoseError(f"workload {unknown[0]!r} is unknown; use {', '.join(WORKLOADS)}")
-    arguments.workloads = [WORKLOADS[name] for name in names]
+    arguments.workloads = workloads_named(arguments.workloads)
     measure(arguments)
 
 

@@ -1,0 +1,80 @@
+"""One side of a comparison of versions: serves a benchmark's requests whenever it is asked.
+
+It runs as a file, so that ``rosellm`` is the version that PYTHONPATH names, which may be older than this
+file: whatever it imports must be in both. A line in is a request, a line out its answer, both JSON: of
+:class:`Benchmark <rosellm.roseinfer.bench.cli.Benchmark>` the form and the options, which builds the engine
+and serves the requests once; then seconds that as many runs as needed take together, which gives figures.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rosellm
+from rosellm.errors import RoseError
+from rosellm.models.loading import load_parts
+from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
+from rosellm.roseinfer.bench.job import make_job
+from rosellm.roseinfer.engine import Engine
+
+BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
+
+Run = Callable[[], dict[str, Any]]
+
+
+def prepare(form: str, argv: list[str]) -> tuple[Run, Engine]:
+    """A run of the benchmark's requests, which have been served once, and the engine that serves them."""
+    options = BENCHMARKS[form].parse_options(argv)
+    parts = load_parts(options.hf_model_id, options.device, options.dtype, options.load_format)
+    job = make_job(options, *parts)
+    (run,) = BENCHMARKS[form].runs(options).values()
+    run(job)
+    return partial(run, job), job.engine
+
+
+def sample(run: Run, seconds: float) -> dict[str, Any]:
+    """Completion tokens a second of all runs together. Raises AssertionError if their tokens differ."""
+    runs = [run()]
+    while sum(one["total_time_s"] for one in runs) < seconds:
+        runs.append(run())
+    (digest,) = {one["tokens_sha256"] for one in runs}
+    tokens, total = (sum(one[name] for one in runs) for name in ("completion_tokens", "total_time_s"))
+    return {"runs": len(runs), "total_time_s": total, "tok_s": tokens / total, "tokens_sha256": digest}
+
+
+def answer(asked: Any, held: list[Run]) -> dict[str, Any]:
+    """What a line asks for. held: the run of the benchmark that was prepared last."""
+    if not isinstance(asked, list):
+        return sample(held[0], asked)
+    held.clear()  # and with it the engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    run, engine = prepare(*asked)
+    held.append(run)
+    return {"package": str(Path(rosellm.__file__).parent), "rung": engine.rung}
+
+
+def main() -> None:
+    """Answer until standard input ends; nothing else is printed there."""
+    answers, held = sys.stdout, list[Run]()
+    with redirect_stdout(StringIO()):
+        for line in sys.stdin:
+            try:
+                answered = answer(json.loads(line), held)
+            except RoseError as error:
+                answered = {"error": str(error)}
+            print(json.dumps(answered), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The command that measures this checkout beside an earlier commit; here both are this one, on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rosellm.errors import RoseError
+from rosellm.lab.records import versions
+from rosellm.lab.records.versions import Side, measure_workload, workloads_named
+
+GIVEN = ["--device=cpu", "--repeats=2"]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("records")
+    assert versions.main([*GIVEN, "--old=HEAD", "--workloads=W1,W4", f"--output={folder}"]) == 0
+    return json.loads((folder / "rose-tiny" / "versions.json").read_text())
+
+
+def test_both_sides_serve_each_workload_in_turns_and_give_the_same_tokens(record) -> None:
+    assert list(record["figures"]) == ["W1", "W4"]
+    for sides in record["figures"].values():
+        assert [len(sides[side]["repeats"]) for side in (versions.OLD, versions.NEW)] == [2, 2]
+        samples = [one for side in sides.values() for one in side["repeats"]]
+        assert len({one["tokens_sha256"] for one in samples}) == 1
+        assert {side["rung"] for side in sides.values()} == {"split_kv"}
+        assert all(one["tok_s"] > 0 for one in samples)
+
+
+def test_the_record_names_the_whole_hash_of_the_earlier_commit(record) -> None:
+    assert record["old_commit"] == record["environment"]["git_commit"] and len(record["old_commit"]) == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--old=no-such-commit"], "no-such-commit"),
+        (["--old=--output=x"], "--output=x"),
+        (["--old=HEAD", "--workloads=,"], "--workloads names none"),
+        (["--old=HEAD", "--workloads=W99"], "workload 'W99' is unknown"),
+        (["--old=HEAD", "--rung=no_such_rung", "--workloads=W1"], "the old side: rung 'no_such_rung'"),
+    ],
+)
+def test_what_cannot_be_compared_is_told_in_one_line(tmp_path, capfd, options, told) -> None:
+    assert versions.main([*GIVEN, f"--output={tmp_path}", *options]) == 2
+    assert told in capfd.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_a_version_that_cannot_start_ends_the_comparison(tmp_path, capfd) -> None:
+    (tmp_path / "rosellm").mkdir()
+    (tmp_path / "rosellm" / "__init__.py").write_text("raise ImportError('too old')")
+    side = Side(versions.OLD, tmp_path)
+    with pytest.raises(RoseError, match="the old side ended with status 1"):
+        side.prepare("scheduler", [])
+    side.close()
+    assert "too old" in capfd.readouterr().err
+
+
+class Made:
+    """A side without a process."""
+
+    def __init__(self, digest: str) -> None:
+        self.digest = digest
+
+    def prepare(self, form: str, options: list[str]) -> str:
+        return "split_kv"
+
+    def sample(self, seconds: float) -> dict:
+        return {"tok_s": 100.0 + seconds, "tokens_sha256": self.digest}
+
+
+def test_different_tokens_are_no_comparison(tmp_path) -> None:
+    given = [*GIVEN, "--old=HEAD", f"--output={tmp_path}"]
+    arguments = versions.settle(versions._parser().parse_args(given), versions.WORKLOADS["W1"])
+    sides = {versions.OLD: Made("a"), versions.NEW: Made("b")}
+    with pytest.raises(RoseError, match="W1: the two versions give different tokens"):
+        measure_workload(arguments, sides, *workloads_named("W1"))
+    same = measure_workload(arguments, {name: Made("a") for name in sides}, *workloads_named("W1"))
+    assert versions.told("W1", same) == "W1, tok/s: old 100, new 100 (+0.0 %)"
+
+
+def test_the_package_of_a_commit_is_that_commits_alone() -> None:
+    with versions.package_of(versions.full_hash("HEAD")) as folder:
+        assert [path.name for path in Path(folder).iterdir()] == ["rosellm"]
+        assert (folder / "rosellm" / "__init__.py").is_file()
+    assert not folder.exists()
