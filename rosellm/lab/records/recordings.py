@@ -13,8 +13,9 @@ from tqdm import tqdm
 from rosellm.errors import RoseError
 from rosellm.lab.records import experiments, long_step, robustness, step_records
 from rosellm.lab.records.aims import aims_of
-from rosellm.lab.records.bench import get_model
+from rosellm.lab.records.bench import get_model, make_prompts as random_prompts
 from rosellm.lab.records.floors import measure_ceilings
+from rosellm.lab.records.ledger import tokens_before_profile
 from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps
 from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.sizes import GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
@@ -23,8 +24,11 @@ from rosellm.lab.records.timelines import TIMELINES, timeline
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import arch_of, resolve_device
 from rosellm.models.model import Transformer
+from rosellm.roseinfer.bench.prompts import make_prompts, request_params
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
+from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.recipe import get_rung
+from rosellm.roseinfer.sampling import SamplingParams
 
 NEEDS_GPU = ("autotune", "ceilings", *(f"lengths-{batch}" for batch in BATCHES))
 
@@ -114,6 +118,16 @@ def ledger_w6(arguments: argparse.Namespace) -> dict:
     w = arguments.size.of(WORKLOADS["W6"])
     context = _prompt_length(w) + w.max_new_tokens // 2
     return experiments.ledgers(_model(arguments), [_best_rung(arguments)], w.max_batch_size, context)
+
+
+def ledger_w8(arguments: argparse.Namespace) -> dict:
+    """The same of unequal requests, greedy, at a temperature, and filtered: each with half of its output."""
+    model, rung = _model(arguments), _best_rung(arguments)
+    ledgers = {}
+    for name in each("ledger_w8", ("W8", "W9", "W10")):
+        prompts, params = _half_done(arguments, name, model.config.vocab_size)
+        ledgers[name] = experiments.ledger_of_requests(model, rung, prompts, params)
+    return ledgers
 
 
 def grid(arguments: argparse.Namespace) -> dict:
@@ -230,6 +244,7 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "bookkeeping": bookkeeping,
     "ledger": ledger,
     "ledger_w6": ledger_w6,
+    "ledger_w8": ledger_w8,
     "grid": grid,
     "cold_start": cold_start,
     "kv_pressure": kv_pressure,
@@ -251,6 +266,19 @@ def _by_rung(
 
 def _best_rung(arguments: argparse.Namespace) -> str:
     return get_rung(None, resolve_device(arguments.device))
+
+
+def _half_done(
+    arguments: argparse.Namespace, workload: str, vocab_size: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """As many requests of the workload as run together: random ids for prompt and half the output of each."""
+    given = arguments.size.options(WORKLOADS[workload])
+    options = BENCHMARK.parse_options([str(text) for pair in given.items() for text in pair])
+    params = request_params(options)[: options.max_batch_size]
+    prompts = map(len, make_prompts(options, vocab_size))
+    halves = [n + own.max_tokens // 2 for n, own in zip(prompts, params, strict=False)]
+    lengths = [max(1, n - tokens_before_profile()) for n in halves]
+    return random_prompts(len(lengths), lengths, vocab_size), params
 
 
 def _prompt_length(workload: Workload) -> int:

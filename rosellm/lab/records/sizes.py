@@ -85,6 +85,7 @@ def positions_needed(size: Size) -> dict[str, int]:
         "autotune": min(LONGEST_TUNED, size.prompt),
         "ledger": max(half[name] for name in LEDGER_WORKLOADS),
         "ledger_w6": half["W6"],
+        "ledger_w8": half["W8"],
         "grid": max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM,
         "timelines": half["W1"],
         "kv_pressure": max(whole["W6"], whole["W7"]),

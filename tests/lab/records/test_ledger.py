@@ -19,6 +19,7 @@ from rosellm.lab.records.floors import BLOCK, Ceiling, floors_us, prefill_floors
 from rosellm.lab.records.ledger import Ledger, of_unprofiled, step_ledger, tokens_needed
 from rosellm.lab.records.records import find, floor_us
 from rosellm.lab.records.roles import by_place, kernel_role, operator_role
+from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.records.trace import Event, Trace, read_trace
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import LADDER, best_rung
@@ -417,6 +418,25 @@ def test_the_recorded_ledgers_are_those_of_every_rung_at_the_workloads_sizes(tmp
     assert asked == [*(([rung], 256, 32) for rung in here), ([best_rung(CPU)], 1024, 256)]
     assert "256" in json.loads((tmp_path / "ledger.json").read_text())["figures"]
     assert (tmp_path / "ledger_w6.json").exists()
+
+
+def test_the_ledgers_of_unequal_requests_are_of_their_lengths_and_of_how_they_sample(monkeypatch, tmp_path):
+    asked = []
+
+    def noted(model, rung, prompts, params, steps=2):
+        asked.append((list(map(len, prompts)), params))
+        return ledger_of_requests(model, rung, prompts, params, steps)
+
+    ledger_of_requests = experiments.ledger_of_requests
+    monkeypatch.setattr(recordings.experiments, "ledger_of_requests", noted)
+    options = ["--device", "cpu", "--output", str(tmp_path), "--workloads", "", "--experiments", "ledger_w8"]
+    assert measure.main(options) == 0
+    figures = json.loads((tmp_path / "ledger_w8.json").read_text())["figures"]
+    assert list(figures) == ["W8", "W9", "W10"]
+    assert all(Ledger.from_dict(one).batch == SIZES["small"].rows for one in figures.values())
+    lengths, temperatures = zip(*((tuple(n), params[0].temperature) for n, params in asked), strict=True)
+    assert len(set(lengths)) == 1 and len(set(lengths[0])) > 1
+    assert temperatures == (0.0, 0.6, 0.8) and asked[2][1][0].top_k == 50
 
 
 @pytest.mark.gpu
