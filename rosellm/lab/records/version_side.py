@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
@@ -64,8 +65,9 @@ def answer(asked: Any, held: list[Run]) -> dict[str, Any]:
     return {"package": str(Path(rosellm.__file__).parent), "rung": engine.rung}
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Answer until standard input ends; nothing else is printed there."""
+    ArgumentParser(description=__doc__).parse_args(argv)
     answers, held = sys.stdout, list[Run]()
     with redirect_stdout(StringIO()):
         for line in sys.stdin:
