@@ -1,7 +1,9 @@
 """The committed records show what the ladder claims (the floors that every rung had to pass)."""
 
 import json
-from itertools import product
+from collections import defaultdict
+from itertools import chain, product
+from statistics import median
 
 import pytest
 
@@ -235,6 +237,27 @@ def test_of_the_calls_those_keep_the_aim_that_readme_tells():
         if share >= user_calls.AIM_SHARE
     }
     assert kept == {*product(("W3", "W4", "W6", "W8"), [user_calls.GENERATE]), ("W8", user_calls.INBOX)}
+
+
+def test_gpt2_in_turns_with_the_engine_for_it_alone_changed_as_readme_tells():
+    changes = defaultdict(list)
+    for call in RESULTS.load("turns-models")["calls"]:
+        for workload, sides in call["tok_s"].items():
+            old, new = (median(chain(*sides[side])) for side in ("old", "new"))
+            changes[workload].append(new / old - 1)
+    w0, w1 = changes.pop("W0"), changes.pop("W1")
+    assert len(w0) == 4 and all(0.06 < change < 0.14 for change in w0)
+    assert len(w1) == 5 and sum(-0.06 < change < -0.03 for change in w1) == 4
+    assert all(min(others) < 0 < max(others) for others in changes.values())
+
+
+def test_eight_billion_weights_load_in_the_time_and_memory_that_readme_tells():
+    figures = Results(RESULTS.folder / "Llama-3.1-8B").load("loading")["figures"]
+    ways = {way: figures[way] for way in ("uncached", "cached", "dummy")}
+    assert [round(way["seconds"], 1) for way in ways.values()] == [10.0, 2.3, 0.1]
+    for way in ways.values():
+        assert way["gpu_peak_bytes"] == pytest.approx(1.01 * figures["weights_bytes"], rel=0.005)
+        assert way["anonymous_peak_bytes"] < figures["largest_tensor_bytes"]
 
 
 @pytest.mark.parametrize("workload", ["W2", "W3"])
