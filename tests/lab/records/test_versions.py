@@ -26,7 +26,7 @@ def test_both_sides_serve_each_workload_in_turns_and_give_the_same_tokens(record
     for sides in record["figures"].values():
         assert [len(sides[side]["repeats"]) for side in (versions.OLD, versions.NEW)] == [2, 2]
         samples = [one for side in sides.values() for one in side["repeats"]]
-        assert len({one["tokens_sha256"] for one in samples}) == 1
+        assert len(versions.all_of("tokens_sha256", sides)) == 1
         assert {side["rung"] for side in sides.values()} == {"split_kv"}
         assert all(one["tok_s"] > 0 for one in samples)
 
@@ -62,26 +62,35 @@ def test_a_version_that_cannot_start_ends_the_comparison(tmp_path, capfd) -> Non
 
 
 class Made:
-    """A side without a process."""
+    """A side without a process: a sample is of two runs."""
 
-    def __init__(self, digest: str) -> None:
-        self.digest = digest
+    def __init__(self, digest: str, tokens: int = 8) -> None:
+        self.digest, self.tokens = digest, tokens
 
     def prepare(self, form: str, options: list[str]) -> str:
         return "split_kv"
 
     def sample(self, seconds: float) -> dict:
-        return {"tok_s": 100.0 + seconds, "tokens_sha256": self.digest}
+        return {"tok_s": 100.0, "completion_tokens": [8, self.tokens], "tokens_sha256": [self.digest]}
 
 
-def test_different_tokens_are_no_comparison(tmp_path) -> None:
+def measured(tmp_path, old: Made, new: Made) -> dict:
     given = [*GIVEN, "--old=HEAD", f"--output={tmp_path}"]
     arguments = versions.settle(versions._parser().parse_args(given), versions.WORKLOADS["W1"])
-    sides = {versions.OLD: Made("a"), versions.NEW: Made("b")}
-    with pytest.raises(RoseError, match="W1: the two versions give different tokens"):
-        measure_workload(arguments, sides, *workloads_named("W1"))
-    same = measure_workload(arguments, {name: Made("a") for name in sides}, *workloads_named("W1"))
-    assert versions.told("W1", same) == "W1, tok/s: old 100, new 100 (+0.0 %)"
+    return measure_workload(arguments, {versions.OLD: old, versions.NEW: new}, *workloads_named("W1"))
+
+
+def test_runs_of_fewer_tokens_are_no_comparison(tmp_path) -> None:
+    with pytest.raises(RoseError, match="W1: the runs make different numbers of tokens"):
+        measured(tmp_path, Made("a"), Made("a", tokens=7))
+
+
+@pytest.mark.parametrize(
+    ("digest", "tokens"), [("a", "the same tokens"), ("b", "not always the same tokens")]
+)
+def test_other_tokens_are_told(tmp_path, digest, tokens) -> None:
+    found = measured(tmp_path, Made("a"), Made(digest))
+    assert versions.told("W1", found) == f"W1, tok/s: old 100, new 100 (+0.0 %), {tokens}"
 
 
 def test_the_package_of_a_commit_is_that_commits_alone() -> None:
