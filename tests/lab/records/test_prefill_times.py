@@ -10,7 +10,15 @@ import pytest
 
 from rosellm.errors import RoseError
 from rosellm.lab.records import prefill_times
-from rosellm.lab.records.prefill_times import AIMS_MS, Shape, measure, shapes_of, timed_prefill, verdicts
+from rosellm.lab.records.prefill_times import (
+    AIMS_MS,
+    BUSY_CYCLES,
+    Shape,
+    measure,
+    shapes_of,
+    timed_prefill,
+    verdicts,
+)
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.sizes import SMALL, WHOLE
 from rosellm.lab.records.watched_step import watched
@@ -95,8 +103,24 @@ def test_a_prefill_that_leaves_tokens_out_is_no_measurement(engine, monkeypatch)
         timed_prefill(engine, prompts)
 
 
+@pytest.mark.parametrize("needed", range(len(BUSY_CYCLES)))
+def test_a_prefill_that_a_device_has_waited_for_is_repeated_with_more_time_for_the_host(
+    engine, monkeypatch, needed
+) -> None:
+    given: list[int] = []
+    free = engine.budget.available
+
+    def keep_busy(_device, cycles):
+        given.append(cycles)
+        return lambda: cycles >= BUSY_CYCLES[needed]
+
+    monkeypatch.setattr(prefill_times, "keep_busy", keep_busy)
+    assert timed_prefill(engine, random_prompts([9]))["tokens"] == 9
+    assert given == BUSY_CYCLES[: needed + 1] and engine.budget.available == free
+
+
 def test_a_device_that_has_waited_for_the_host_is_no_measurement(engine, monkeypatch) -> None:
-    monkeypatch.setattr(prefill_times, "keep_busy", lambda _device: lambda: False)
+    monkeypatch.setattr(prefill_times, "keep_busy", lambda _device, _cycles: lambda: False)
     with pytest.raises(RoseError, match="the host took longer"):
         timed_prefill(engine, random_prompts([9]))
 
