@@ -1,9 +1,9 @@
 """Measure what users call beside the scheduler beneath it, in turns on one engine.
 
 ``LLM.generate`` with the text of every completion, and streams of a ``StreamingManager``, read by a thread
-each, at most 256, or all by one thread from an inbox; the scheduler gets token ids and gives token ids. The
-record, renewed after each workload,
-is DIR/user_calls.json, of another model than W3's own in DIR/MODEL; it keeps what it has of the same commit.
+each, at most 256, or all by one thread from an inbox, added one by one or in one call; the scheduler gets
+token ids and gives token ids. The record, renewed after each workload, is DIR/user_calls.json, of another
+model than W3's own in DIR/MODEL; it keeps what it has of the same commit.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ NAME = "user_calls"
 MEASURED = "W3,W4,W6,W8"
 BENEATH, GENERATE = "OfflineScheduler", "LLM.generate"
 STREAMS, INBOX = "StreamingManager", "StreamingManager, one inbox"
+ONE_CALL = f"{INBOX}, one call"
 AIM_SHARE = 0.95  # of the throughput of the scheduler beneath
 READERS = 256
 RUN_S = 1.0  # on a GPU: the calls of a run take so long together
@@ -88,10 +89,20 @@ def stream(llm: LLM, prompts: Prompts, params: list[SamplingParams]) -> Timed:
 
 def follow(llm: LLM, prompts: Prompts, params: list[SamplingParams]) -> Timed:
     """The same pieces, all of them read by this thread from one inbox, as an event loop's would be."""
+    each = list(zip(prompts, params, strict=True))
+    return _followed(llm, lambda manager, inbox: [manager.add_request(*one, inbox) for one in each])
+
+
+def follow_added_together(llm: LLM, prompts: Prompts, params: list[SamplingParams]) -> Timed:
+    """As :func:`follow`, of requests that are added in one call."""
+    return _followed(llm, lambda manager, inbox: manager.add_requests(prompts, params, inbox))
+
+
+def _followed(llm: LLM, add: Callable[[StreamingManager, SimpleQueue], list[int]]) -> Timed:
     inbox: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
     with StreamingManager(llm) as manager:
         start = perf_counter()
-        ids = [manager.add_request(prompt, own, inbox) for prompt, own in zip(prompts, params, strict=True)]
+        ids = add(manager, inbox)
         left = len(ids)
         while left:
             left -= inbox.get()[1] is None
@@ -104,6 +115,7 @@ CALLS: dict[str, Callable[[LLM, Prompts, list[SamplingParams]], Timed]] = {
     GENERATE: generate,
     STREAMS: stream,
     INBOX: follow,
+    ONE_CALL: follow_added_together,
 }
 
 

@@ -22,7 +22,7 @@ def figures(tmp_path_factory) -> dict:
 def test_each_workload_has_the_runs_of_every_way_to_call(figures) -> None:
     assert set(figures) == {"W4", "W8"}
     for ways in figures.values():
-        assert [len(ways[way]["repeats"]) for way in user_calls.CALLS] == [2, 2, 2, 2]
+        assert [len(ways[way]["repeats"]) for way in user_calls.CALLS] == [2, 2, 2, 2, 2]
         assert ways["engine"]["max_batch_size"] == 4
 
 
