@@ -356,8 +356,9 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
             return FewRowsShape(columns, 4, 64, k // 256, 4, 1)
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
     if n < 2048:
-        warps = 8 if rows <= 8 else 4
-        return FewRowsShape(8, 8, 64, 4, warps, 1) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
+        if rows <= 8 and k <= 3072:
+            return FewRowsShape(8, 4, 256, triton.cdiv(k, 1024), 4, 1)  # all of K at once
+        return FewRowsShape(8, 8, 64, 4, 4, 1) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
     if n > k:
         if k <= 2048 and n < WIDE:
             return FewRowsShape(16, 4, 64, 8, 4, 1) if rows <= 8 else FewRowsShape(32, 8, 64, 4, 8, 1)
