@@ -60,6 +60,7 @@ def made_small(command: list[str], folder: Path) -> list[str]:
             *("--workloads", "TTFT64", "--ladder", "", "--ledgers", "", "--output", str(folder)),
         ],
         "first_request": [*SHIPPED, "--output", str(folder)],
+        "prefill_times": [*SHIPPED, "--repeats", "1", "--output", str(folder)],
         "user_calls": [*SHIPPED, "--repeats", "1", "--workloads", "W8", "--output", str(folder)],
         "versions": [
             *SHIPPED,

@@ -1,0 +1,75 @@
+"""What README.md tells of the records of an H100."""
+
+from statistics import median
+
+from rosellm.lab.records import first_request, user_calls
+from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.model_ladder import GPT2, by_role
+from rosellm.lab.records.prefill_times import AIMS_MS
+from rosellm.lab.records.records import find
+from rosellm.lab.records.versions import NEW, OLD
+
+RESULTS = find("nvidia-h100-80gb-hbm3")
+
+
+def test_all_are_of_the_same_gpu():
+    assert {RESULTS.load(name)["environment"]["device_name"] for name in RESULTS.names()} == {
+        "NVIDIA H100 80GB HBM3"
+    }
+
+
+def test_no_workload_in_turns_with_the_engine_for_gpt2_alone_is_slower():
+    figures = RESULTS.load("versions")["figures"]
+    medians = {
+        name: [median(one["tok_s"] for one in sides[side]["repeats"]) for side in (OLD, NEW)]
+        for name, sides in figures.items()
+    }
+    changes = {name: round(100 * (new / old - 1), 1) for name, (old, new) in medians.items()}
+    assert changes == {"W0": 13.5, "W1": 1.6, "W2": 1.2, "W3": 22.5}
+
+
+def test_a_full_step_of_w8_is_accounted_for():
+    ledger = Ledger.from_dict(RESULTS.figures("ledger_w8", "W8"))
+    roles = by_role(ledger)
+    assert ledger.batch == 256 and not ledger.is_disturbed
+    assert (round(ledger.step_us), round(ledger.floor_us)) == (1676, 1333)
+    above = [round(roles[role].us - roles[role].floor_us) for role in ("GEMM", "attention")]
+    assert above == [197, 82]
+
+
+def test_bytes_alone_keep_a_step_of_64_rows_with_500_tokens_from_its_aim():
+    recorded = RESULTS.load("step-64x500")["figures"]
+    turns = [us for turn in recorded["turns_us"]["split_kv"] for us in turn]
+    assert round(median(turns)) == 730
+    attention = by_role(Ledger.from_dict(RESULTS.figures("ledger_w8", "W8")))["attention"]
+    kv_bytes = 256 * RESULTS.figures("ledger_w8", "W8", "context") * GPT2.kv_bytes_per_token(2)
+    best = kv_bytes / attention.floor_us
+    needed = 64 * 500 * GPT2.kv_bytes_per_token(2) + 2 * GPT2.n_parameters
+    assert needed / best > recorded["aims_us"]["split_kv"] == 400
+
+
+def test_prefills_take_what_readme_tells_beside_their_aims():
+    shapes = RESULTS.load("prefill_times")["figures"]["shapes"]
+    medians = {name: float(f"{one['medians']['ms']:.2g}") for name, one in shapes.items()}
+    assert medians == {"1x64": 0.32, "1x512": 0.58, "4x256": 0.68, "16x1000": 6.4}
+    assert [AIMS_MS[shape] for shape in AIMS_MS] == [0.30, 0.50, 0.70, 5.0]
+
+
+def test_one_call_adds_to_an_inbox_of_w6_and_little_to_others():
+    found = {name: user_calls.shares(one) for name, one in user_calls.recorded(RESULTS).items()}
+    each, together = (
+        {name: one[way] for name, one in found.items()} for way in (user_calls.INBOX, user_calls.ONE_CALL)
+    )
+    assert (round(each.pop("W6"), 2), round(together.pop("W6"), 2)) == (0.85, 0.91)
+    assert all(-0.01 < together[name] - each[name] < 0.02 for name in each)
+
+
+def test_constructors_and_first_runs_take_what_readme_tells():
+    warm = [one for one in first_request.recorded(RESULTS) if one["warm_up"]]
+    seconds = {
+        cache: sorted(round(first_request.construction_s(one), 1) for one in warm if one["cache"] == cache)
+        for cache in first_request.AIMS_S
+    }
+    assert seconds == {"empty": [16.4, 19.5], "filled": [6.7, 8.5]}
+    shares = sorted(map(first_request.run_ratio, warm))
+    assert [round(shares[0], 2), round(shares[-1], 2)] == [0.94, 0.96]
