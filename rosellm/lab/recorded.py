@@ -16,7 +16,7 @@ from rosellm.lab.figures.timeline import timeline
 from rosellm.lab.figures.widgets import Control, explore
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import LACKING, beside, check_same_size, name_of, why_lacking
-from rosellm.lab.records.records import RecordError, Results, UnlikeError, number, read_us
+from rosellm.lab.records.records import RecordError, Results, UnlikeError, find, number, read_us
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.lab.records.step_time import StepTimes, step_times, steps_of
 from rosellm.lab.records.timelines import STEPS
@@ -24,6 +24,9 @@ from rosellm.lab.records.trace import Trace
 from rosellm.lab.records.verdicts import Verdict, verdicts
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
+
+MIXED = "nvidia-h100-80gb-hbm3"  # the machine that has the ledgers of mixed lengths
+CAUSES = ("attention", "GEMM", "head", "norm", "sampling")
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -246,6 +249,24 @@ class RecordedPair:
         if ledger.is_disturbed:
             raise RecordError(f"the profiler disturbed the ledger of {rung} at batch {batch}")
         return ledger
+
+    def mixed_ledgers(self) -> dict[str, Ledger]:
+        """Where a step of W8, W9 and W10 spends its time, each row with half of its output.
+
+        Printed of the machine that has this record, and of others that have it; the first's is returned.
+        """
+        found: dict[str, dict[str, Ledger]] = {}
+        for results in (find(MIXED), *self.machines):
+            if "ledger_w8" in results.names():
+                recorded = results.figures("ledger_w8")
+                found[name_of(results)] = {name: Ledger.from_dict(one) for name, one in recorded.items()}
+        for machine, ledgers in found.items():
+            rows = [
+                [name, one.step_us, one.floor_us, *map(one.us_by_cause().get, CAUSES)]
+                for name, one in ledgers.items()
+            ]
+            print(text_table([f"{machine}, µs", "step", "floor", *CAUSES], rows))
+        return next(iter(found.values()))
 
     def read_us(self, n_bytes: float, results: Results | None = None) -> float:
         """µs to read so many bytes at the read bandwidth of one of the machines, by default the reference."""

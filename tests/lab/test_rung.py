@@ -132,6 +132,21 @@ def test_a_ledger_that_was_not_recorded_is_refused(rung):
         rung.ledger(7)
 
 
+def test_ledgers_of_mixed_lengths_are_told_of_each_machine_that_has_them(rung, tmp_path, capsys):
+    recorded = results_folder() / "nvidia-h100-80gb-hbm3"
+    steps = rung.mixed_ledgers()
+    table = capsys.readouterr().out
+    assert list(steps) == ["W8", "W9", "W10"] and {one.batch for one in steps.values()} == {256}
+    assert table.count("NVIDIA H100 80GB HBM3, µs") == table.count("step") == 1 and "nan" not in table
+    for name, one in steps.items():
+        assert f"{one.step_us:,.0f}" in next(line for line in table.splitlines() if line.startswith(name))
+    own = json.loads((recorded / "ledger_w8.json").read_text())
+    own["environment"]["device_name"] = "My GPU"
+    (tmp_path / "ledger_w8.json").write_text(json.dumps(own))
+    Rung(**vars(rung) | {"others": (type(rung.results)(tmp_path),)}).mixed_ledgers()
+    assert "My GPU, µs" in capsys.readouterr().out
+
+
 def test_reading_takes_as_long_as_the_recorded_bandwidth_says(rung):
     assert (
         1e6 / 4.8 < rung.read_us(1e12) < 1e6 / 4.2

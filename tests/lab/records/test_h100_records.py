@@ -37,6 +37,14 @@ def test_a_full_step_of_w8_is_accounted_for():
     assert above == [197, 82]
 
 
+def test_drawing_makes_the_head_slower_and_filters_add_a_kernel_as_notebook_31_tells():
+    recorded = RESULTS.figures("ledger_w8").items()
+    w8, w9, w10 = ({row["cause"]: row for row in figures["rows"]} for _, figures in recorded)
+    assert w9["head"]["us"] > 1.5 * w8["head"]["us"] and w10["head"]["us"] > 1.4 * w8["head"]["us"]
+    assert [one["sampling"]["launches"] for one in (w8, w9, w10)] == [1, 1, 2]
+    assert w10["sampling"]["us"] - w8["sampling"]["us"] > 25
+
+
 def test_bytes_alone_keep_a_step_of_64_rows_with_500_tokens_from_its_aim():
     recorded = RESULTS.load("step-64x500")["figures"]
     turns = [us for turn in recorded["turns_us"]["split_kv"] for us in turn]
