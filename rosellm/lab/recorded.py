@@ -265,7 +265,7 @@ class RecordedPair:
                 [name, one.step_us, one.floor_us, *map(one.us_by_cause().get, CAUSES)]
                 for name, one in ledgers.items()
             ]
-            print(text_table([f"{machine}, µs", "step", "floor", *CAUSES], rows))
+            print("\n" + text_table([f"{machine}, µs", "step", "floor", *CAUSES], rows))
         return next(iter(found.values()))
 
     def read_us(self, n_bytes: float, results: Results | None = None) -> float:
