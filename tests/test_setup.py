@@ -191,10 +191,23 @@ def test_ci_checks_style_notebooks_and_tests():
     assert os.access(script, os.X_OK)
     text = script.read_text()
     assert "set -euo pipefail" in text
-    assert re.findall(r"^make (\S+)$", text, re.MULTILINE) == [
+    assert re.findall(r"^make (\S+)", text, re.MULTILINE) == [
         "setup",
         "lint",
+        "notebooks",
         "notebooks",
         "test",
         "test-browser",
     ]
+
+
+def test_ci_runs_every_notebook_with_each_shipped_model():
+    """With its own as a test; with the other one in batch."""
+    whole, some = re.findall(r"^make notebooks (.*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert whole == 'P="model=rose-tiny-qwen3"' and some.endswith('P="model=rose-tiny"')
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    given = re.compile(r'"model: str = \\"([\w-]+)\\"')
+    own = {path.stem[:2]: given.search(path.read_text())[1] for path in notebooks}
+    assert set(own.values()) == {"rose-tiny", "rose-tiny-qwen3"}
+    others = [number for number, model in own.items() if model == "rose-tiny-qwen3"]
+    assert re.search(r'NB="([\d ]+)"', some)[1].split() == others
