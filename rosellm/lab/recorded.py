@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -25,11 +25,19 @@ from rosellm.lab.records.verdicts import Verdict, verdicts
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
-MIXED = "nvidia-h100-80gb-hbm3"  # the machine that has the ledgers of mixed lengths
+MIXED_LEDGERS = "nvidia-h100-80gb-hbm3"  # the machine that they were taken on
 CAUSES = ("attention", "GEMM", "head", "norm", "sampling")
+HEADS = ("step", "floor", *CAUSES)
 
 K = TypeVar("K")
 T = TypeVar("T")
+
+
+def _undisturbed(figures: Mapping[str, Any], told: str) -> Ledger:
+    ledger = Ledger.from_dict(figures)
+    if ledger.is_disturbed:
+        raise RecordError(f"the profiler disturbed the ledger of {told}")
+    return ledger
 
 
 @dataclass(kw_only=True)
@@ -245,28 +253,25 @@ class RecordedPair:
 
         Refuses one that the profiler disturbed: nothing may be computed from it.
         """
-        ledger = Ledger.from_dict(results.figures("ledger", str(batch), rung))
-        if ledger.is_disturbed:
-            raise RecordError(f"the profiler disturbed the ledger of {rung} at batch {batch}")
-        return ledger
+        return _undisturbed(results.figures("ledger", str(batch), rung), f"{rung} at batch {batch}")
 
     def mixed_ledgers(self) -> dict[str, Ledger]:
-        """Where a step of W8, W9 and W10 spends its time, each row with half of its output.
+        """Where a step of W8, W9 and W10 spends its time, each row halfway through its output.
 
-        Printed of the machine that has this record, and of others that have it; the first's is returned.
+        Printed of the one machine that has this record, which is returned, and of ``others`` like it.
         """
-        found: dict[str, dict[str, Ledger]] = {}
-        for results in (find(MIXED), *self.machines):
-            if "ledger_w8" in results.names():
-                recorded = results.figures("ledger_w8")
-                found[name_of(results)] = {name: Ledger.from_dict(one) for name, one in recorded.items()}
-        for machine, ledgers in found.items():
-            rows = [
-                [name, one.step_us, one.floor_us, *map(one.us_by_cause().get, CAUSES)]
-                for name, one in ledgers.items()
-            ]
-            print("\n" + text_table([f"{machine}, µs", "step", "floor", *CAUSES], rows))
-        return next(iter(found.values()))
+        first = find(MIXED_LEDGERS)
+        machines = [first, *(replace(one, like=first) for one in self.others if one.folder != first.folder)]
+
+        def figures(results: Results, workload: str) -> list[Any]:
+            ledger = _undisturbed(results.figures("ledger_w8", workload), workload)
+            return [ledger.step_us, ledger.floor_us, *map(ledger.us_by_cause().get, CAUSES)]
+
+        recorded = first.figures("ledger_w8")
+        rows, lacking = beside(machines, recorded, figures)
+        table = text_table([f"{name_of(first)}, µs" if len(machines) == 1 else "µs", *HEADS], rows)
+        print("\n".join(["", table, *lacking]))
+        return {workload: Ledger.from_dict(one) for workload, one in recorded.items()}
 
     def read_us(self, n_bytes: float, results: Results | None = None) -> float:
         """µs to read so many bytes at the read bandwidth of one of the machines, by default the reference."""

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from rosellm.errors import RecipeError
+from rosellm.lab.recorded import MIXED_LEDGERS
 from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.records.records import RecordError, results_folder
 from rosellm.lab.records.step_time import StepTimes
@@ -132,19 +133,45 @@ def test_a_ledger_that_was_not_recorded_is_refused(rung):
         rung.ledger(7)
 
 
-def test_ledgers_of_mixed_lengths_are_told_of_each_machine_that_has_them(rung, tmp_path, capsys):
-    recorded = results_folder() / "nvidia-h100-80gb-hbm3"
+@pytest.fixture
+def beside_the_h100(rung, tmp_path):
+    """A rung beside a machine whose ledgers of mixed lengths have other figures, and the path of these."""
+    record = json.loads((results_folder() / MIXED_LEDGERS / "ledger_w8.json").read_text())
+    record["environment"]["device_name"] = "My GPU"
+    for figures in record["figures"].values():
+        figures["step_us"] = figures["busy_us"] = 99_999.0
+    path = tmp_path / "ledger_w8.json"
+    path.write_text(json.dumps(record))
+    return Rung(**vars(rung) | {"others": (type(rung.results)(tmp_path),)}), path
+
+
+def test_ledgers_of_mixed_lengths_are_told_of_each_machine_that_has_them(rung, beside_the_h100, capsys):
     steps = rung.mixed_ledgers()
     table = capsys.readouterr().out
     assert list(steps) == ["W8", "W9", "W10"] and {one.batch for one in steps.values()} == {256}
-    assert table.count("NVIDIA H100 80GB HBM3, µs") == table.count("step") == 1 and "nan" not in table
+    assert table.count("NVIDIA H100 80GB HBM3, µs") == table.count("step") == 1
     for name, one in steps.items():
         assert f"{one.step_us:,.0f}" in next(line for line in table.splitlines() if line.startswith(name))
-    own = json.loads((recorded / "ledger_w8.json").read_text())
-    own["environment"]["device_name"] = "My GPU"
-    (tmp_path / "ledger_w8.json").write_text(json.dumps(own))
-    Rung(**vars(rung) | {"others": (type(rung.results)(tmp_path),)}).mixed_ledgers()
-    assert "My GPU, µs" in capsys.readouterr().out
+    assert beside_the_h100[0].mixed_ledgers() == steps
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines if "99,999" in line] == [f"{w}, My GPU" for w in steps]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda record: record.update(model="rose-tiny"), "another model"),
+        (lambda record: [one.update(busy_us=1e9) for one in record["figures"].values()], "no such record"),
+    ],
+)
+def test_ledgers_of_mixed_lengths_that_mislead_are_left_out(beside_the_h100, capsys, change, told):
+    rung, path = beside_the_h100
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    rung.mixed_ledgers()
+    shown = capsys.readouterr().out
+    assert "99,999" not in shown and told in shown
 
 
 def test_reading_takes_as_long_as_the_recorded_bandwidth_says(rung):

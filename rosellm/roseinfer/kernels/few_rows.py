@@ -343,9 +343,8 @@ def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
     """Chosen by whole runs of 1 and 8 rows on an H200, for 16-bit weights of GPT-2 to Llama-3.1-8B.
 
-    Of up to 8 rows, products of at least as many inputs as outputs, these fewer than 4,096: by all of a
-    model's products in turn, on an H100. Whole models of wide layers take fewer than 16 rows
-    (``fused.FEWER_ROWS``); ranks' parts take all.
+    The long chunks of K for up to 8 rows: by all of a model's products in turn, on an H100. Whole models of
+    wide layers take fewer than 16 rows (``fused.FEWER_ROWS``); ranks' parts take all.
     """
     if rows == 1:
         return _one_row_shape(n, k, dtype)
@@ -361,7 +360,7 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
     if n < 2048:
         if rows <= 8 and k <= 3072:
-            return FewRowsShape(8, 4, 256, triton.cdiv(k, 1024), 4, 1)  # all of K at once
+            return FewRowsShape(8, 4, 256, 3, 4, 1)  # all of K at once
         return FewRowsShape(8, 8, 64, 4, 4, 1) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
     if n > k:
         if k <= 2048 and n < WIDE:
