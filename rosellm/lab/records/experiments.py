@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, Literal
@@ -34,7 +33,6 @@ from rosellm.lab.records.trace import Trace
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import H2D_RANGE
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.step import STEP_RANGE
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import triton
@@ -216,17 +214,6 @@ def ledgers(
     length, room = max(1, context - tokens_before_profile(steps)), tokens_needed(steps) + 1
     prompts = make_prompts(batch, length, model.config.vocab_size)
     return {rung: step_ledger(Bench(model, rung, prompts, room), steps).as_dict() for rung in rungs}
-
-
-def ledger_of_requests(
-    model: Transformer, rung: str, prompts: list[list[int]], params: list[SamplingParams], steps: int = 8
-) -> dict[str, Any]:
-    """The ledger of a step of these requests, however many tokens they ask for."""
-    room = tokens_needed(steps) + 1
-    bench = Bench(model, rung, prompts, room)
-    bench.params = [replace(own, max_tokens=room) for own in params]
-    bench.restart()
-    return step_ledger(bench, steps).as_dict()
 
 
 def step_grid(

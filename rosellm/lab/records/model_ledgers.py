@@ -1,8 +1,10 @@
-"""Where the time of modern models' workloads goes: a ledger of their decode steps, or of their prefills."""
+"""Where the time of workloads goes: a ledger of their decode steps, or of their prefills."""
 
 from __future__ import annotations
 
 import time
+from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 
 from torch.profiler import record_function
@@ -13,7 +15,9 @@ from rosellm.lab.records.floors import prefill_floors_us
 from rosellm.lab.records.ledger import Ledger, step_ledger, take_ledger, tokens_before_profile, tokens_needed
 from rosellm.lab.records.step_records import step_shape
 from rosellm.models.model import Transformer
+from rosellm.roseinfer.bench.prompts import make_prompts as benchmark_prompts, request_params
 from rosellm.roseinfer.bench.workloads import Workload
+from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done
@@ -28,14 +32,16 @@ STEPS, PREFILLS = 8, 4
 def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
     """Of a decode step at mid-run, or of a prefill if each request has one new token.
 
-    Raises ``LedgerError`` if its requests are of unequal lengths, or the model has too few positions.
+    At mid-run each request has half of its output. Raises ``LedgerError`` if the model has too few positions.
     """
-    if workload.min_prompt_tokens is not None or workload.min_new_tokens is not None:
-        raise LedgerError(f"{workload.id} has requests of unequal lengths; a ledger's are alike")
     needed = positions_needed(workload)
     if needed > model.config.n_positions:
         raise LedgerError(f"{workload.id} needs {needed} positions; the model has {model.config.n_positions}")
-    return (_prefill_ledger if workload.max_new_tokens == 1 else _decode_ledger)(model, rung, workload)
+    if workload.max_new_tokens == 1:
+        return prefill_ledger(model, rung, *_prefilled_together(workload))
+    if workload.min_prompt_tokens is None and workload.min_new_tokens is None:
+        return _decode_ledger(model, rung, workload)
+    return _unequal_ledger(model, rung, workload)
 
 
 def positions_needed(workload: Workload) -> int:
@@ -50,6 +56,19 @@ def _decode_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
     return step_ledger(Bench(model, rung, prompts, _room()), STEPS)
 
 
+def _unequal_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
+    """Of requests that are as long, and sample, as the benchmark's own."""
+    options = Namespace(**vars(BENCHMARK.parse_options(["--workload", workload.id])) | workload.flags())
+    vocab_size, params = model.config.vocab_size, request_params(options)[: workload.max_batch_size]
+    prompts = map(len, benchmark_prompts(options, vocab_size))
+    halves = [n + own.max_tokens // 2 for n, own in zip(prompts, params, strict=False)]
+    lengths = [max(1, n - tokens_before_profile(STEPS)) for n in halves]
+    bench = Bench(model, rung, make_prompts(len(lengths), lengths, vocab_size), _room())
+    bench.params = [replace(own, max_tokens=_room()) for own in params]
+    bench.restart()
+    return step_ledger(bench, STEPS)
+
+
 def _prompt_length(workload: Workload) -> int:
     return max(1, step_shape(workload)[1] - tokens_before_profile(STEPS))
 
@@ -58,10 +77,14 @@ def _room() -> int:
     return tokens_needed(STEPS) + 1
 
 
-def _prefill_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
-    """Of one iteration's prompts: as many as the scheduler's budget has room for."""
+def _prefilled_together(workload: Workload) -> tuple[int, int]:
+    """One iteration's prompts, as many as the scheduler's budget has room for, and the tokens of each."""
     length = workload.prompt_tokens or 1
-    prompts = min(workload.num_requests, max(1, SchedulerConfig().prefill_token_budget // length))
+    return min(workload.num_requests, max(1, SchedulerConfig().prefill_token_budget // length)), length
+
+
+def prefill_ledger(model: Transformer, rung: str, prompts: int, length: int) -> Ledger:
+    """Of a prefill of ``prompts`` prompts of ``length`` tokens together. Raises ``LedgerError``."""
     prefills = Prefills(model, rung, prompts, length)
     floors = partial(prefill_floors_us, model.config, prompts, length, model.dtype.itemsize)
     return take_ledger(prefills.run, prefills.engine, PREFILLS, prompts, length, floors)

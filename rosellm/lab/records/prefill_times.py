@@ -25,7 +25,7 @@ from rosellm.lab.records.bench import make_prompts
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import Results, number
-from rosellm.lab.records.sizes import Size
+from rosellm.lab.records.sizes import LONGEST_PREFILL, Size
 from rosellm.lab.records.turns import in_turns
 from rosellm.models.loading import arch_of
 from rosellm.roseinfer.bench.record import check_writable, engine_facts, new_record, write_record
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
         return f"{self.prompts}x{self.tokens}"
 
 
-AIMS_MS = {Shape(1, 64): 0.30, Shape(1, 512): 0.50, Shape(4, 256): 0.70, Shape(16, 1000): 5.0}
+AIMS_MS = {Shape(1, 64): 0.30, Shape(1, 512): 0.50, Shape(4, 256): 0.70, Shape(16, LONGEST_PREFILL): 5.0}
 
 
 def shapes_of(size: Size) -> list[Shape]:

@@ -13,10 +13,11 @@ from tqdm import tqdm
 from rosellm.errors import RoseError
 from rosellm.lab.records import experiments, long_step, robustness, step_records
 from rosellm.lab.records.aims import aims_of
-from rosellm.lab.records.bench import get_model, make_prompts as random_prompts
+from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.floors import measure_ceilings
-from rosellm.lab.records.ledger import tokens_before_profile
 from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps
+from rosellm.lab.records.model_ledgers import prefill_ledger, workload_ledger
+from rosellm.lab.records.prefill_times import shapes_of
 from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.sizes import GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
 from rosellm.lab.records.step_records import STEP_WORKLOADS
@@ -24,11 +25,8 @@ from rosellm.lab.records.timelines import TIMELINES, timeline
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import arch_of, resolve_device
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.prompts import make_prompts, request_params
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
-from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.recipe import get_rung
-from rosellm.roseinfer.sampling import SamplingParams
 
 NEEDS_GPU = ("autotune", "ceilings", *(f"lengths-{batch}" for batch in BATCHES))
 
@@ -123,11 +121,17 @@ def ledger_w6(arguments: argparse.Namespace) -> dict:
 def ledger_w8(arguments: argparse.Namespace) -> dict:
     """The same of unequal requests, greedy, at a temperature, and filtered: each with half of its output."""
     model, rung = _model(arguments), _best_rung(arguments)
-    ledgers = {}
-    for name in each("ledger_w8", ("W8", "W9", "W10")):
-        prompts, params = _half_done(arguments, name, model.config.vocab_size)
-        ledgers[name] = experiments.ledger_of_requests(model, rung, prompts, params)
-    return ledgers
+    sized = {name: arguments.size.of(WORKLOADS[name]) for name in ("W8", "W9", "W10")}
+    return {
+        name: workload_ledger(model, rung, sized[name]).as_dict() for name in each("ledger_w8", list(sized))
+    }
+
+
+def ledger_prefills(arguments: argparse.Namespace) -> dict:
+    """Where the time of prefills goes, of those whose times have aims."""
+    model, rung = _model(arguments), _best_rung(arguments)
+    shapes = each("ledger_prefills", shapes_of(arguments.size))
+    return {str(shape): prefill_ledger(model, rung, *shape).as_dict() for shape in shapes}
 
 
 def grid(arguments: argparse.Namespace) -> dict:
@@ -245,6 +249,7 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "ledger": ledger,
     "ledger_w6": ledger_w6,
     "ledger_w8": ledger_w8,
+    "ledger_prefills": ledger_prefills,
     "grid": grid,
     "cold_start": cold_start,
     "kv_pressure": kv_pressure,
@@ -266,19 +271,6 @@ def _by_rung(
 
 def _best_rung(arguments: argparse.Namespace) -> str:
     return get_rung(None, resolve_device(arguments.device))
-
-
-def _half_done(
-    arguments: argparse.Namespace, workload: str, vocab_size: int
-) -> tuple[list[list[int]], list[SamplingParams]]:
-    """As many requests of the workload as run together: random ids for prompt and half the output of each."""
-    given = arguments.size.options(WORKLOADS[workload])
-    options = BENCHMARK.parse_options([str(text) for pair in given.items() for text in pair])
-    params = request_params(options)[: options.max_batch_size]
-    prompts = map(len, make_prompts(options, vocab_size))
-    halves = [n + own.max_tokens // 2 for n, own in zip(prompts, params, strict=False)]
-    lengths = [max(1, n - tokens_before_profile()) for n in halves]
-    return random_prompts(len(lengths), lengths, vocab_size), params
 
 
 def _prompt_length(workload: Workload) -> int:

@@ -12,7 +12,7 @@ from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 
 LEDGER_WORKLOADS = STEP_WORKLOADS
 GRID_CONTEXTS = (64, 256, 512, 1000)
-LONGEST_TUNED = 960
+LONGEST_TUNED, LONGEST_PREFILL = 960, 1000
 LEDGER_ROOM, STEPS_ROOM = 64, 14  # tokens that are decoded, and some to spare
 
 
@@ -86,6 +86,7 @@ def positions_needed(size: Size) -> dict[str, int]:
         "ledger": max(half[name] for name in LEDGER_WORKLOADS),
         "ledger_w6": half["W6"],
         "ledger_w8": half["W8"],
+        "ledger_prefills": min(LONGEST_PREFILL, size.prompt) + 1,
         "grid": max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM,
         "timelines": half["W1"],
         "kv_pressure": max(whole["W6"], whole["W7"]),

@@ -12,7 +12,7 @@ import torch
 import rosellm
 from rosellm.lab import measure
 from rosellm.lab.figures.palette import CAUSES
-from rosellm.lab.records import experiments, recordings
+from rosellm.lab.records import experiments, model_ledgers, recordings
 from rosellm.lab.records.account import PROFILED_STEP, HostTimeline, LedgerError, account
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
 from rosellm.lab.records.floors import BLOCK, Ceiling, floors_us, prefill_floors_us, sum_blocks
@@ -423,12 +423,11 @@ def test_the_recorded_ledgers_are_those_of_every_rung_at_the_workloads_sizes(tmp
 def test_the_ledgers_of_unequal_requests_are_of_their_lengths_and_of_how_they_sample(monkeypatch, tmp_path):
     asked = []
 
-    def noted(model, rung, prompts, params, steps=2):
-        asked.append((list(map(len, prompts)), params))
-        return ledger_of_requests(model, rung, prompts, params, steps)
+    def noted(bench, steps):
+        asked.append(([len(sequence.tokens) for sequence in bench.sequences], bench.params))
+        return step_ledger(bench, steps)
 
-    ledger_of_requests = experiments.ledger_of_requests
-    monkeypatch.setattr(recordings.experiments, "ledger_of_requests", noted)
+    monkeypatch.setattr(model_ledgers, "step_ledger", noted)
     options = ["--device", "cpu", "--output", str(tmp_path), "--workloads", "", "--experiments", "ledger_w8"]
     assert measure.main(options) == 0
     figures = json.loads((tmp_path / "ledger_w8.json").read_text())["figures"]
@@ -437,6 +436,18 @@ def test_the_ledgers_of_unequal_requests_are_of_their_lengths_and_of_how_they_sa
     lengths, temperatures = zip(*((tuple(n), params[0].temperature) for n, params in asked), strict=True)
     assert len(set(lengths)) == 1 and len(set(lengths[0])) > 1
     assert temperatures == (0.0, 0.6, 0.8) and asked[2][1][0].top_k == 50
+
+
+def test_the_ledgers_of_prefills_are_of_the_shapes_that_have_aims(tmp_path):
+    asked = ["--workloads", "", "--experiments", "ledger_prefills"]
+    assert measure.main(["--device", "cpu", "--output", str(tmp_path), *asked]) == 0
+    figures = json.loads((tmp_path / "ledger_prefills.json").read_text())["figures"]
+    ledgers = {shape: Ledger.from_dict(one) for shape, one in figures.items()}
+    assert {shape: (one.batch, one.context) for shape, one in ledgers.items()} == {
+        "1x64": (1, 64),
+        "1x96": (1, 96),
+        "4x96": (4, 96),
+    }
 
 
 @pytest.mark.gpu

@@ -73,9 +73,14 @@ def test_a_model_with_too_few_positions_is_told(tiny):
         workload_ledger(tiny, "split_kv", MODEL_WORKLOADS["PRE"])
 
 
-def test_requests_of_unequal_lengths_are_refused(tiny):
-    with pytest.raises(LedgerError, match="MIX has requests of unequal lengths"):
-        workload_ledger(tiny, "split_kv", MODEL_WORKLOADS["MIX"])
+def test_unequal_requests_have_half_of_their_own_outputs(tiny):
+    lengths = {"prompt_tokens": 90, "min_prompt_tokens": 60, "max_new_tokens": 120, "min_new_tokens": 60}
+    ledger = workload_ledger(tiny, "split_kv", replace(MODEL_WORKLOADS["MIX"], max_batch_size=4, **lengths))
+    assert ledger.batch == 4 and 60 + 30 < ledger.context < 90 + 60
+    assert sum(row.us for row in ledger.rows) == pytest.approx(ledger.step_us)
+    alike = {**lengths, "min_prompt_tokens": 90, "min_new_tokens": 120}
+    longest = workload_ledger(tiny, "split_kv", replace(MODEL_WORKLOADS["MIX"], max_batch_size=4, **alike))
+    assert longest.context == pytest.approx(90 + 60, abs=1)
 
 
 def test_the_command_records_ledgers_that_read_back(tmp_path, monkeypatch):
