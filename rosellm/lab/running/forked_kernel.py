@@ -16,6 +16,7 @@ from multiprocessing.context import ForkServerContext
 from subprocess import Popen
 from threading import RLock
 from typing import Any, cast
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -132,10 +133,21 @@ class Client(AsyncKernelClient):
         super().start_channels(shell, iopub, stdin, hb, control)
 
 
-class StartedKernelManager(AsyncKernelManager):
-    """The manager of a kernel that starts from scratch."""
+class OwnKernelManager(AsyncKernelManager):
+    """The manager of a kernel that is this process's own."""
 
     client_factory = Type(Client)
+
+
+class StartedKernelManager(OwnKernelManager):
+    """The manager of a kernel that starts from scratch, on Linux.
+
+    A TCP port would be chosen seconds before that kernel binds it, and may be taken by then. Its sockets are
+    in Linux's abstract namespace (unix(7)) instead, under a name drawn at random.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(transport="ipc", ip=f"@rosellm-{uuid4().hex}", **options)
 
 
 def kernel_manager(in_child: Callable[[], object]) -> type[AsyncKernelManager]:
@@ -144,7 +156,7 @@ def kernel_manager(in_child: Callable[[], object]) -> type[AsyncKernelManager]:
         return StartedKernelManager
     kernel = ForkedKernel(in_child)
 
-    class Manager(StartedKernelManager):
+    class Manager(OwnKernelManager):
         def __init__(self, **options: Any) -> None:
             super().__init__(**options)
             self.provisioner = ForkedProvisioner(kernel, parent=self, kernel_spec=self.kernel_spec)

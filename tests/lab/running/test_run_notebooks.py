@@ -22,8 +22,9 @@ import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from rosellm.lab.running import notebook_workers
+from rosellm.lab.running.forked_kernel import StartedKernelManager
 from rosellm.lab.running.interruption import Interruption, is_running
-from rosellm.lab.running.notebook_workers import NotebookError
+from rosellm.lab.running.notebook_workers import Job, NotebookError, kernel_environment
 from rosellm.lab.running.run_notebooks import check_parameters, main, parse_parameters, run, select
 
 ROOT = Path(__file__).parents[3]
@@ -177,6 +178,21 @@ class TestRun:
         one, other = (printed(tmp_path / "build" / path.name).splitlines() for path in notebooks)
         assert one[0] == other[0] == "True False __main__"
         assert one[1] != other[1]
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="a GPU's machine is Linux")
+    def test_a_kernel_that_starts_from_scratch_has_no_port_that_another_process_may_take(
+        self, folder, tmp_path, monkeypatch
+    ):
+        source = "import os\nfrom ipykernel.connect import get_connection_info\n"
+        source += "print(os.getpid(), get_connection_info(unpack=True)['transport'])"
+        for name, value in kernel_environment(tmp_path / "kernels").items():
+            monkeypatch.setenv(name, value)
+        job = Job(save(folder, "a", source), {}, tmp_path / "scratch")
+        job.scratch.mkdir()
+        assert notebook_workers._execute(job, StartedKernelManager)[1] == ""
+        pid, transport = printed(job.scratch / "a.ipynb").split()
+        assert transport == "ipc"
+        assert wait_until(lambda: not is_running(int(pid)))
 
     def test_a_selection_renews_its_card_and_keeps_the_others(self, folder, tmp_path):
         notebooks, build = [save(folder, "a", "print(1)"), save(folder, "b", "print(1)")], tmp_path / "build"
