@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from rosellm.lab.recorded import MIXED_LEDGERS
 from rosellm.lab.records.records import REFERENCE
 
 NAME, FOLDER = "Made-up GPU 9", "made-up-gpu-9"
@@ -26,9 +27,13 @@ def add_made_up_machine(results: Path) -> Path:
 
 
 def add_complete_machine(results: Path) -> None:
-    """Write one beside the others that has every record of the reference, of one GPU and of two."""
+    """Write one beside the others that has every record of the reference, of one GPU and of two.
+
+    And those ledgers that the reference lacks.
+    """
     for pair in ("", "-x2"):
         shutil.copytree(results / f"{REFERENCE}{pair}", results / f"{FOLDER}{pair}")
+    shutil.copy(results / MIXED_LEDGERS / "ledger_w8.json", results / FOLDER)
     newest = {"device_name": NAME, "device_memory_bytes": 1, "time_utc": "9999"}  # tells the device's name
     (results / FOLDER / "newest.json").write_text(json.dumps({"environment": newest}), encoding="utf-8")
 
