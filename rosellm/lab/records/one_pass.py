@@ -285,10 +285,9 @@ def both_ways(gpt: Transformer, workload: Workload) -> dict[str, LiveRun]:
     typed = arrivals.streaming_options(workload, workload.num_requests)
     options = STREAMING.parse_options(typed)
     prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
-    given = options, prompts, params
-    most = workload.max_batch_size
-    engines = {way: Engine(gpt, recipe=one, max_batch_size=most) for way, one in ways_of(gpt.device).items()}
-    return {way: _live_run(engine, *given) for way, engine in engines.items()}
+    sizes = gpt, None, max(map(len, prompts))
+    engines = {way: make_engine(options, one, *sizes) for way, one in ways_of(gpt.device).items()}
+    return {way: _live_run(engine, options, prompts, params) for way, engine in engines.items()}
 
 
 def _live_run(engine: Engine, options: Namespace, prompts: Any, params: list[SamplingParams]) -> LiveRun:

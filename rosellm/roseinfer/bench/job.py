@@ -92,7 +92,7 @@ def make_engine(
     options: Namespace,
     recipe: str | Recipe,
     gpt: Transformer,
-    tokenizer: AnyTokenizer,
+    tokenizer: AnyTokenizer | None,
     longest_prompt: int,
     build: Callable[..., Engine] = Engine,
 ) -> Engine:
