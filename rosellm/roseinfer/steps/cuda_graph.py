@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from rosellm.no_collection import no_collection
+
 T = TypeVar("T")
 
 
@@ -87,11 +89,12 @@ def record_graph(
     with torch.cuda.stream(side):
         if warm_up is not None:
             warm_up()
-        graph.capture_begin(**shared, capture_error_mode="thread_local")
-        try:
-            outputs = run()
-        finally:
-            graph.capture_end()
+        with no_collection():
+            graph.capture_begin(**shared, capture_error_mode="thread_local")
+            try:
+                outputs = run()
+            finally:
+                graph.capture_end()
     torch.cuda.current_stream().wait_stream(side)
 
     def replay() -> T:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from threading import Event, Thread
 
 import pytest
@@ -38,8 +40,33 @@ def test_a_capture_is_not_spoiled_by_what_another_thread_calls():
     assert replay().tolist() == [6] * 4
 
 
-def test_captures_are_recorded_in_thread_local_error_mode(monkeypatch):
-    modes = []
+class Circle:
+    """Garbage that only a collection finds."""
+
+    def __init__(self, held: object) -> None:
+        self.me, self.held = self, held
+
+
+@pytest.mark.gpu
+def test_a_capture_is_not_spoiled_by_garbage_that_holds_graphs():
+    x = torch.zeros(4, device="cuda")
+    held = Circle(record_graph(lambda: x + 1, None))
+    gone = weakref.ref(held)
+    del held
+
+    def run() -> torch.Tensor:
+        many = [[i] for i in range(20 * gc.get_threshold()[0])]  # enough for a collection
+        return x + len(many[0])
+
+    assert record_graph(run, None)().tolist() == [1] * 4
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.fixture
+def modes(monkeypatch) -> list[str]:
+    """The error modes of captures, which are not made."""
+    modes: list[str] = []
 
     class Graph:
         def capture_begin(self, capture_error_mode="global", **_options):
@@ -57,5 +84,17 @@ def test_captures_are_recorded_in_thread_local_error_mode(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, Graph)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: Graph())
     monkeypatch.setattr("rosellm.roseinfer.steps.cuda_graph._capture_stream", Graph)
+    return modes
+
+
+def test_captures_are_recorded_in_thread_local_error_mode(modes):
     assert record_graph(lambda: 1, None)() == 1
     assert modes == ["thread_local"]
+
+
+def test_nothing_is_collected_during_a_capture(modes):
+    assert record_graph(gc.isenabled, None)() is False
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        record_graph(lambda: 1 // 0, None)
+    assert gc.isenabled() and len(modes) == 2
