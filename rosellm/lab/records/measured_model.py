@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from rosellm.errors import RoseError
@@ -33,14 +34,17 @@ def settle(arguments: Namespace, workload: Workload) -> Namespace:
     return arguments
 
 
-def workloads_named(text: str) -> list[Workload]:
-    """Those that an option lists, separated by commas. Raises ``RoseError`` for none or an unknown one."""
+def workloads_named(text: str, known: Mapping[str, Workload] = WORKLOADS) -> list[Workload]:
+    """Those of ``known`` that an option lists, separated by commas.
+
+    Raises ``RoseError`` for none or an unknown one.
+    """
     names = list(filter(None, text.split(",")))
     if not names:
-        raise RoseError(f"--workloads names none; use {', '.join(WORKLOADS)}")
-    if unknown := [name for name in names if name not in WORKLOADS]:
-        raise RoseError(f"workload {unknown[0]!r} is unknown; use {', '.join(WORKLOADS)}")
-    return [WORKLOADS[name] for name in names]
+        raise RoseError(f"--workloads names none; use {', '.join(known)}")
+    if unknown := [name for name in names if name not in known]:
+        raise RoseError(f"workload {unknown[0]!r} is unknown; use {', '.join(known)}")
+    return [known[name] for name in names]
 
 
 def place_of(output: Path, model: str, workload: Workload) -> Path:

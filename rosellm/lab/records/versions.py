@@ -37,7 +37,7 @@ from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import percent_change
 from rosellm.lab.records.turns import in_turns
 from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
-from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
+from rosellm.roseinfer.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
 
 NAME = "versions"
 OLD, NEW = "old", "new"
@@ -161,7 +161,7 @@ def _options(arguments: Namespace, workload: Workload) -> list[str]:
 def _record(arguments: Namespace, figures: dict[str, Any]) -> dict[str, Any]:
     facts = {"model": arguments.model, "load_format": arguments.load_format, "size": arguments.size.name}
     facts |= {"rung": arguments.rung, "old_commit": arguments.old}
-    ordered = {name: figures[name] for name in WORKLOADS if name in figures}
+    ordered = {name: figures[name] for name in ALL_WORKLOADS if name in figures}
     return new_record(NAME, torch.device(arguments.device), **facts, figures=ordered)
 
 
@@ -193,7 +193,7 @@ def _parser() -> OneLineParser:
 def main(argv: list[str] | None = None) -> None:
     """Check the names, then measure."""
     arguments = settle(_parser().parse_args(argv), WORKLOADS["W1"])
-    arguments.workloads = workloads_named(arguments.workloads)
+    arguments.workloads = workloads_named(arguments.workloads, ALL_WORKLOADS)
     measure(arguments)
 
 

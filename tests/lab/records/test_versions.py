@@ -17,12 +17,12 @@ GIVEN = ["--device=cpu", "--repeats=2"]
 @pytest.fixture(scope="module")
 def record(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("records")
-    assert versions.main([*GIVEN, "--old=HEAD", "--workloads=W1,W4", f"--output={folder}"]) == 0
+    assert versions.main([*GIVEN, "--old=HEAD", "--workloads=W1,W4,TTFT64", f"--output={folder}"]) == 0
     return json.loads((folder / "rose-tiny" / "versions.json").read_text())
 
 
 def test_both_sides_serve_each_workload_in_turns_and_give_the_same_tokens(record) -> None:
-    assert list(record["figures"]) == ["W1", "W4"]
+    assert list(record["figures"]) == ["W1", "W4", "TTFT64"]
     for sides in record["figures"].values():
         assert [len(sides[side]["repeats"]) for side in (versions.OLD, versions.NEW)] == [2, 2]
         samples = [one for side in sides.values() for one in side["repeats"]]
