@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -26,7 +27,8 @@ class StagingBuffer:
         self.waits = 0
         self._pin = device.type == "cuda"
         self._new_event = torch.cuda.Event if self._pin else None  # copies on a CPU are synchronous
-        self._taken = torch.empty(0, dtype=dtype)  # the buffer being written
+        self._taken = torch.empty(0, dtype=dtype)  # the buffer being written, and the event of its copies
+        self._copied: torch.cuda.Event | None = None
         self._capacity = 0
         self._shape: tuple[int, ...] = (0,)
         self._given: np.ndarray | None = None
@@ -36,7 +38,7 @@ class StagingBuffer:
         """A writable, contiguous host array of this shape; its contents are undefined."""
         size = math.prod(shape)
         if self._new_event is not None:
-            self._taken = self._free_buffer()
+            self._taken, self._copied = self._free_buffer(self._new_event)
         if size > self._taken.numel():
             self._capacity = max(self._capacity, 2 * size)
             self._taken = torch.empty(self._capacity, dtype=self.dtype, pin_memory=self._pin)
@@ -55,19 +57,18 @@ class StagingBuffer:
         source = self._taken[: math.prod(self._shape)]
         target = torch.empty_like(source, device=self.device) if out is None else out[: source.numel()]
         target.copy_(source, non_blocking=True)
-        if self._new_event is not None:
-            event = self._new_event()
-            event.record()
-            self._sent.append((self._taken, event))
+        if self._copied is not None:
+            self._copied.record()
+            self._sent.append((self._taken, self._copied))
         return target.view(self._shape)
 
-    def _free_buffer(self) -> Tensor:
+    def _free_buffer(self, new_event: Callable[[], torch.cuda.Event]) -> tuple[Tensor, torch.cuda.Event]:
         """The oldest buffer if its copy has finished, else a new one, up to ``MOST_BUFFERS``."""
         if self._sent and self._sent[0][1].query():
-            return self._sent.popleft()[0]
+            return self._sent.popleft()
         if len(self._sent) < MOST_BUFFERS:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype), new_event()
         buffer, event = self._sent.popleft()
         self.waits += 1
         event.synchronize()
-        return buffer
+        return buffer, event

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
@@ -57,24 +58,27 @@ class Shape(NamedTuple):
     row_words: int
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Words of each part of the inputs, in their order."""
-        n, tiles, places, row_words = self
-        return 2 * places, 2 * places, row_words * places, n, n, COLUMNS * tiles
-
-    @property
-    def starts(self) -> list[int]:
-        """Where each part starts, and where the last ends."""
-        return list(accumulate((-(-size // ALIGNED) * ALIGNED for size in self.sizes), initial=0))
+    def spans(self) -> list[slice]:
+        """The words of each part of the inputs, in their order."""
+        return _layout(self)[0]
 
     @property
     def place_words(self) -> int:
         """Words of the places, which come first."""
-        return self.starts[3]
+        return self.spans[3].start
 
     @property
     def words(self) -> int:
-        return self.starts[-1]
+        return _layout(self)[1]
+
+
+@lru_cache(1024)
+def _layout(shape: Shape) -> tuple[list[slice], int]:
+    """The spans of a shape's parts, and where the last ends."""
+    n, tiles, places, row_words = shape
+    sizes = 2 * places, 2 * places, row_words * places, n, n, COLUMNS * tiles
+    *starts, end = accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0)
+    return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)], end
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,7 @@ class PromptInputs(Generic[A]):
     @classmethod
     def of(cls, buffer: A, shape: Shape) -> PromptInputs[A]:
         """buffer ``[shape.words]``, contiguous and aligned to 16 bytes."""
-        spans = zip(shape.starts, shape.sizes, strict=False)
-        last, slots, rows, ids, positions, columns = (buffer[start : start + n] for start, n in spans)
+        last, slots, rows, ids, positions, columns = (buffer[span] for span in shape.spans)
         wide = torch.int64 if isinstance(buffer, Tensor) else np.int64
         rows, columns = rows.reshape(shape.places, shape.row_words), columns.reshape(COLUMNS, shape.tiles)
         return cls(last.view(wide), slots.view(wide), rows, ids, positions, columns)
@@ -121,7 +124,7 @@ def fill_inputs(
     inputs.columns[:, : columns.shape[1]] = columns
     inputs.columns[:, columns.shape[1] :] = 0
     n = chunks.n_whole
-    inputs.last[:n] = np.cumsum(chunks.counts[:n]) - 1
+    inputs.last[:n] = np.array(chunks.counts[:n], np.int64).cumsum() - 1
     inputs.slots[:n], inputs.rows[:n, :FIELDS] = slots, fields
     inputs.last[n:], inputs.slots[n:], inputs.rows[n:, :FIELDS] = 0, spare, 0
     inputs.rows[n:, POSITION] = INERT
@@ -131,9 +134,10 @@ def fill_inputs(
 def _fill_tokens(inputs: PromptInputs[np.ndarray], chunks: Chunks) -> None:
     sequences, starts, counts, _ = chunks
     n, added = sum(counts), np.array(counts, np.int64)
-    spans = zip(sequences, starts, counts, strict=True)
-    inputs.ids[:n] = [token for s, start, count in spans for token in s.tokens[start : start + count]]
-    inputs.ids[n:] = 0
-    shift = np.array(starts, np.int64) - np.cumsum(added) + added  # from packed row to position
-    inputs.positions[:n] = np.arange(n) + np.repeat(shift, added)
+    ids: list[int] = []
+    for sequence, start, count in zip(sequences, starts, counts, strict=True):
+        ids += sequence.tokens[start : start + count]
+    inputs.ids[:n], inputs.ids[n:] = ids, 0
+    shift = np.array(starts, np.int64) - added.cumsum() + added  # from packed row to position
+    inputs.positions[:n] = np.arange(n) + shift.repeat(added)
     inputs.positions[n:] = INERT

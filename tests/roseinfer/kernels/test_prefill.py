@@ -210,6 +210,13 @@ def test_the_pieces_of_a_tile_follow_each_other_in_the_place_of_the_tile(sequenc
     assert cut.T.tolist() == expected
 
 
+@given(st.integers(0, 5000), st.integers(0, 1000), st.integers(0, 99), st.integers(1, 70))
+def test_the_tiles_of_one_sequence_are_those_it_has_among_others(start, count, row, tile_size):
+    alone = tile_columns([start], [count], [row], tile_size)
+    among = tile_columns([start], [count], [row], tile_size, pieces=[1])
+    assert alone.dtype == among.dtype and alone.flags.c_contiguous and alone.tolist() == among.tolist()
+
+
 PREFIXES = st.lists(st.tuples(st.integers(0, 20_000), st.integers(1, 300)), min_size=1, max_size=8)
 
 
