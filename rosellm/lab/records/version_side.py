@@ -66,7 +66,11 @@ def answer(asked: Any, held: list[Run]) -> dict[str, Any]:
     torch.cuda.empty_cache()
     run, engine = prepare(*asked)
     held.append(run)
-    return {"package": str(Path(rosellm.__file__).parent), "rung": engine.rung}
+    return {
+        "package": str(Path(rosellm.__file__).parent),
+        "rung": engine.rung,
+        "num_kv_blocks": engine.num_kv_blocks,
+    }
 
 
 def main(argv: list[str] | None = None) -> None:

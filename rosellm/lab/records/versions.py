@@ -56,12 +56,12 @@ class Side:
             command_line, env=environment, cwd=folder, stdin=pipe, stdout=pipe, text=True
         )
 
-    def prepare(self, form: str, options: list[str]) -> str | None:
-        """Build the engine for a benchmark and serve its requests once; the engine's rung."""
+    def prepare(self, form: str, options: list[str]) -> dict[str, Any]:
+        """Build the engine for a benchmark and serve its requests once; its rung and its KV blocks."""
         answer = self._ask([form, options])
-        if Path(answer["package"]) != (self._folder / "rosellm").resolve():
-            raise RoseError(f"the {self._name} side imports {answer['package']}, not its own package")
-        return cast(str | None, answer["rung"])
+        if Path(package := answer.pop("package")) != (self._folder / "rosellm").resolve():
+            raise RoseError(f"the {self._name} side imports {package}, not its own package")
+        return answer
 
     def sample(self, seconds: float) -> dict[str, Any]:
         """Figures of runs that take so long together, at least one."""
@@ -138,14 +138,25 @@ def measure(arguments: Namespace) -> None:
 def measure_workload(
     arguments: Namespace, sides: Mapping[str, Side], workload: Workload
 ) -> dict[str, dict[str, Any]]:
-    """Side → its rung and samples. Raises RoseError if the sides' runs make different numbers of tokens."""
+    """Side → its engine and samples.
+
+    Raises RoseError if the sides' caches differ, or the numbers of tokens that their runs make.
+    """
     options = _options(arguments, workload)
-    rungs = {name: side.prepare(workload.form, options) for name, side in sides.items()}
+    engines = {name: side.prepare(workload.form, options) for name, side in sides.items()}
+    _check_caches(workload, {name: engine["num_kv_blocks"] for name, engine in engines.items()})
     seconds = SAMPLE_S if arguments.device == "cuda" else 0.0
     found = in_turns({name: partial(side.sample, seconds) for name, side in sides.items()}, arguments.repeats)
     if len(all_of("completion_tokens", found)) > 1:
         raise RoseError(f"{workload.id}: the runs make different numbers of tokens")
-    return {name: {"rung": rungs[name], **figures} for name, figures in found.items()}
+    return {name: {**engines[name], **figures} for name, figures in found.items()}
+
+
+def _check_caches(workload: Workload, blocks: Mapping[str, int]) -> None:
+    """Both engines are in memory at once; the one with fewer blocks would serve fewer requests together."""
+    if len(set(blocks.values())) > 1:
+        counts = ", ".join(f"{name} {n:,}" for name, n in blocks.items())
+        raise RoseError(f"{workload.id}: memory has no room for two such KV caches: blocks {counts}")
 
 
 def _options(arguments: Namespace, workload: Workload) -> list[str]:

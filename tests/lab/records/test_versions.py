@@ -28,6 +28,7 @@ def test_both_sides_serve_each_workload_in_turns_and_give_the_same_tokens(record
         samples = [one for side in sides.values() for one in side["repeats"]]
         assert len(versions.all_of("tokens_sha256", sides)) == 1
         assert {side["rung"] for side in sides.values()} == {"split_kv"}
+        assert len({side["num_kv_blocks"] for side in sides.values()}) == 1
         assert all(one["tok_s"] > 0 for one in samples)
 
 
@@ -64,11 +65,11 @@ def test_a_version_that_cannot_start_ends_the_comparison(tmp_path, capfd) -> Non
 class Made:
     """A side without a process: a sample is of two runs."""
 
-    def __init__(self, digest: str, tokens: int = 8) -> None:
-        self.digest, self.tokens = digest, tokens
+    def __init__(self, digest: str, tokens: int = 8, blocks: int = 9000) -> None:
+        self.digest, self.tokens, self.blocks = digest, tokens, blocks
 
-    def prepare(self, form: str, options: list[str]) -> str:
-        return "split_kv"
+    def prepare(self, form: str, options: list[str]) -> dict:
+        return {"rung": "split_kv", "num_kv_blocks": self.blocks}
 
     def sample(self, seconds: float) -> dict:
         return {"tok_s": 100.0, "completion_tokens": [8, self.tokens], "tokens_sha256": [self.digest]}
@@ -83,6 +84,13 @@ def measured(tmp_path, old: Made, new: Made) -> dict:
 def test_runs_of_fewer_tokens_are_no_comparison(tmp_path) -> None:
     with pytest.raises(RoseError, match="W1: the runs make different numbers of tokens"):
         measured(tmp_path, Made("a"), Made("a", tokens=7))
+
+
+def test_a_cache_that_the_other_leaves_no_room_for_is_no_comparison(tmp_path) -> None:
+    with pytest.raises(
+        RoseError, match="W1: memory has no room for two such KV caches: blocks old 9,000, new 7"
+    ):
+        measured(tmp_path, Made("a"), Made("a", blocks=70))
 
 
 @pytest.mark.parametrize(
