@@ -341,10 +341,9 @@ def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
 
 
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """Chosen by whole runs of 1 and 8 rows on an H200, for 16-bit weights of GPT-2 to Llama-3.1-8B.
+    """Chosen on an H200 by whole runs of 1 and 8 rows, for 16-bit weights of GPT-2 to Llama-3.1-8B.
 
-    The long chunks of K for up to 8 rows: by all of a model's products in turn, on an H100. Whole models of
-    wide layers take fewer than 16 rows (``fused.FEWER_ROWS``); ranks' parts take all.
+    Whole models of wide layers take fewer than 16 rows (``fused.FEWER_ROWS``); ranks' parts take all.
     """
     if rows == 1:
         return _one_row_shape(n, k, dtype)
@@ -353,24 +352,19 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
     if k <= 1024:
         wide = (rows > 8 and n > k) or (n >= WIDE and dtype != torch.float32)
         columns = 32 if wide else 16
-        if rows <= 8 and n <= k and k > 512 and dtype != torch.float32:
-            return FewRowsShape(16, 8, 128, 1, 4, 1)
         if k % 256 == 0 and dtype != torch.float32:
             return FewRowsShape(columns, 4, 64, k // 256, 4, 1)
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
     if n < 2048:
-        if rows <= 8 and k <= 3072:
-            return FewRowsShape(8, 4, 256, 3, 4, 1)  # all of K at once
-        return FewRowsShape(8, 8, 64, 4, 4, 1) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
+        warps = 8 if rows <= 8 else 4
+        return FewRowsShape(8, 8, 64, 4, warps, 1) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
     if n > k:
         if k <= 2048 and n < WIDE:
             return FewRowsShape(16, 4, 64, 8, 4, 1) if rows <= 8 else FewRowsShape(32, 8, 64, 4, 8, 1)
         return FewRowsShape(32, 4, 64, 2, 4, 4)
     if k <= 2048:
         return FewRowsShape(16, 8, 128, 2, 8, 1)
-    if n >= 4096:
-        return FewRowsShape(16, 4, 128, 2, 4, 4)
-    return FewRowsShape(16, 4, 256, 2, 4, 3) if rows <= 8 else FewRowsShape(16, 4, 128, 1, 4, 6)
+    return FewRowsShape(16, 4, 128, 2, 4, 4) if n >= 4096 else FewRowsShape(16, 4, 128, 1, 4, 6)
 
 
 def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
