@@ -343,7 +343,8 @@ def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
     """Chosen on an H200 by whole runs of 1 and 8 rows, for 16-bit weights of GPT-2 to Llama-3.1-8B.
 
-    Whole models of wide layers take fewer than 16 rows (``fused.FEWER_ROWS``); ranks' parts take all.
+    Of few columns all of K at once: by runs of 8 rows of GPT-2 small on an H100. Whole models of wide layers
+    take fewer than 16 rows (``fused.FEWER_ROWS``); ranks' parts take all.
     """
     if rows == 1:
         return _one_row_shape(n, k, dtype)
@@ -355,6 +356,8 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
         if k % 256 == 0 and dtype != torch.float32:
             return FewRowsShape(columns, 4, 64, k // 256, 4, 1)
         return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
+    if n < 1024 and rows <= 8 and k <= 3072:
+        return FewRowsShape(8, 4, 256, triton.cdiv(k, 1024), 4, 1)  # all of K at once
     if n < 2048:
         warps = 8 if rows <= 8 else 4
         return FewRowsShape(8, 8, 64, 4, warps, 1) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
