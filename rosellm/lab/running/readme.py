@@ -11,7 +11,7 @@ comments with their names.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import nbformat
@@ -22,6 +22,7 @@ from rosellm.command_line import OneLineParser, command
 from rosellm.errors import RoseError
 from rosellm.lab.figures.ladder import README_RIVALS, README_THEMES, readme_chart
 from rosellm.lab.figures.ladder_svg import ladder_svg
+from rosellm.lab.recorded import MIXED_LEDGERS
 from rosellm.lab.records import prompt_attention, user_calls
 from rosellm.lab.records.findings import UNTOLD, finding
 from rosellm.lab.records.ledger import Ledger
@@ -32,6 +33,7 @@ from rosellm.lab.records.records import (
     RecordError,
     Results,
     UnlikeError,
+    find,
     floor_tok_s,
     number,
     results_folder,
@@ -46,6 +48,7 @@ from rosellm.roseinfer.recipe import BEST_RUNG, SIDE_BRANCHES
 ROOT = results_folder().parent.parent
 RECORD = re.compile(r"<!-- record: ([\w., -]+?) -->")
 ROLES_TOLD = {"GEMM": "products"}
+TURNS = "P512", "MIX", "TTFT64", "TTFT1K"  # workloads of prompts and answers by turns, and of first tokens
 PICTURES = {name: f"notebooks/results/ladder-{name}.svg" for name in README_THEMES}
 
 
@@ -156,8 +159,20 @@ def bounds_table(machines: Sequence[Results]) -> str:
             if "ledgers" in Results(results.folder / model).names():
                 where = "" if results is machines[0] else f", {name_of(results)}"
                 columns[f"{model}{where}"] = recorded_ledgers(results, model)
+    return _bounds(columns, MODEL_WORKLOADS)
+
+
+def turns_table(_machines: Sequence[Results]) -> str:
+    """The same of ``TURNS``, by the records of an H100."""
+    results = find(MIXED_LEDGERS)
+    models = sorted(path.parent.name for path in results.folder.glob("*/ledgers.json"))
+    return _bounds({model: recorded_ledgers(results, model) for model in models}, TURNS)
+
+
+def _bounds(columns: Mapping[str, Mapping[str, Ledger]], workloads: Iterable[str]) -> str:
+    """Model → workload → its ledger, as a table."""
     rows = [f"| µs | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
-    for workload in MODEL_WORKLOADS:
+    for workload in workloads:
         cells = [
             _above_floor(ledgers[workload]) if workload in ledgers else "–" for ledgers in columns.values()
         ]
@@ -246,6 +261,7 @@ SECTIONS: dict[str, Callable[[Sequence[Results]], str]] = {
     "notebooks": notebook_index,
     "models": models_table,
     "bounds": bounds_table,
+    "turns": turns_table,
     "prompts": prompts_table,
     "calls": calls_table,
 }

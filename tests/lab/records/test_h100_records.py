@@ -5,7 +5,7 @@ from statistics import median
 from rosellm.lab.records import first_request, user_calls
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.model_ladder import GPT2, by_role
-from rosellm.lab.records.records import find
+from rosellm.lab.records.records import Results, find
 from rosellm.lab.records.versions import NEW, OLD
 
 RESULTS = find("nvidia-h100-80gb-hbm3")
@@ -17,14 +17,49 @@ def test_all_are_of_the_same_gpu():
     }
 
 
-def test_no_workload_in_turns_with_the_engine_for_gpt2_alone_is_slower():
-    figures = RESULTS.load("versions")["figures"]
-    medians = {
-        name: [median(one["tok_s"] for one in sides[side]["repeats"]) for side in (OLD, NEW)]
-        for name, sides in figures.items()
-    }
-    changes = {name: round(100 * (new / old - 1), 1) for name, (old, new) in medians.items()}
-    assert changes == {"W0": 13.5, "W1": 1.6, "W2": 1.2, "W3": 22.5}
+def samples(results: Results, workload: str) -> list[list[float]]:
+    """Tokens a second of each side's samples, the earlier engine's first."""
+    sides = results.figures("versions", workload)
+    return [[one["tok_s"] for one in sides[side]["repeats"]] for side in (OLD, NEW)]
+
+
+def change(results: Results, workload: str) -> float:
+    """Percent between the sides' medians."""
+    old, new = map(median, samples(results, workload))
+    return 100 * (new / old - 1)
+
+
+def test_in_turns_with_the_engine_for_gpt2_alone_no_workload_is_slower_beyond_its_samples():
+    changes = {name: round(change(RESULTS, name)) for name in RESULTS.load("versions")["figures"]}
+    assert changes == {"W0": 17, "W1": 5, "W2": -2, "W3": 8, "W4": 12, "W5": 11, "W6": 3, "W7": 5}
+    old, new = samples(RESULTS, "W2")
+    assert max(new) > min(old)
+    spreads = [(max(side) - min(side)) / median(side) for w in ("W3", "W4") for side in samples(RESULTS, w)]
+    assert 0.15 < max(spreads) < 0.2
+
+
+def test_first_tokens_come_as_much_sooner_as_readme_tells():
+    models = [Results(RESULTS.folder / name) for name in ("Qwen3-0.6B", "Llama-3.2-1B")]
+    assert [round(change(one, "TTFT64")) for one in models] == [5, 3]
+    assert all(abs(change(one, "TTFT1K")) < 1 for one in models)
+    assert all(abs(change(one, "D1")) < 0.2 for one in models)
+    hosts = [
+        1e3 / median(samples(one, name)[1]) - one.figures("ledgers", name, "step_us") / 1e3
+        for one in models
+        for name in ("TTFT64", "TTFT1K")
+    ]
+    assert (round(min(hosts), 1), round(max(hosts), 1)) == (0.4, 0.7)
+
+
+def test_prefills_are_mostly_products_as_readme_tells():
+    shapes = ("1x64", "1x512", "4x256")
+    ledgers = {shape: Ledger.from_dict(RESULTS.figures("ledger_prefills", shape)) for shape in shapes}
+    assert not any(one.is_disturbed for one in ledgers.values())
+    roles = {shape: by_role(one) for shape, one in ledgers.items()}
+    products = [(round(one["GEMM"].us), round(one["GEMM"].floor_us)) for one in roles.values()]
+    assert products == [(182, 61), (341, 117), (448, 233)]
+    assert round(roles["1x64"]["norm"].us) == 49 and round(roles["1x512"]["attention"].us) == 117
+    assert all(2 * one["GEMM"].us > ledgers[shape].step_us for shape, one in roles.items())
 
 
 def test_a_full_step_of_w8_is_accounted_for():
