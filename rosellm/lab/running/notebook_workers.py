@@ -56,10 +56,12 @@ class Running:
 def kernel_environment(folder: Path) -> dict[str, str]:
     """An environment in which the kernel "python3" is this interpreter, whatever kernels are installed.
 
-    The kernel's description is written to ``folder``, which must exist while kernels run.
+    The kernel's description is written to ``folder``, which must exist while kernels run. What else the
+    caller's JUPYTER_PATH leads to, such as pages' templates, is found as before.
     """
     write_kernel_spec(folder / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
-    return {"JUPYTER_PATH": str(folder), "JUPYTER_RUNTIME_DIR": str(folder), **ONE_THREAD}
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("JUPYTER_PATH"))))
+    return {"JUPYTER_PATH": path, "JUPYTER_RUNTIME_DIR": str(folder), **ONE_THREAD}
 
 
 def supervise(jobs: Sequence[Job], workers: int, timeout: float, interruption: Interruption) -> list[Outcome]:

@@ -448,6 +448,14 @@ class TestInterrupted:
         assert self.is_whole(build)
 
 
+def test_what_the_callers_jupyter_path_leads_to_comes_after_the_kernel(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "theirs"))
+    path = kernel_environment(tmp_path / "ours")["JUPYTER_PATH"]
+    assert path.split(os.pathsep) == [str(tmp_path / "ours"), str(tmp_path / "theirs")]
+    monkeypatch.delenv("JUPYTER_PATH")
+    assert kernel_environment(tmp_path / "own")["JUPYTER_PATH"] == str(tmp_path / "own")
+
+
 def test_a_page_that_cannot_be_made_is_told_in_one_line(tmp_path, monkeypatch):
     def fail(*_):
         raise ValueError("no template\nin any path")
