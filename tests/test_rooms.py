@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "rosellm"
 
 # From the ground up. A file imports from its own floor or below; a folder stands for all files in it.
 FLOORS = (
-    ("errors", "atomic", "command_line", "environment", "frozen_heap", "triton_or_none"),
+    ("errors", "atomic", "command_line", "environment", "frozen_heap", "no_collection", "triton_or_none"),
     ("models/*",),
     ("rosetrainer/*",),
     ("roseinfer/ranks/*",),
