@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
+import psutil
 import pytest
 
 from rosellm import LLM, SamplingParams
 from rosellm.errors import RankError
 from rosellm.models.part import Part
 from rosellm.roseinfer.ranks.members import Follower
+from rosellm.roseinfer.ranks.watch import LOOK_S, _Work
 from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 from tests.roseinfer.ranks import (
     LOADED_WITHIN_S,
@@ -89,6 +91,29 @@ def test_a_rank_whose_command_never_ends_ends_the_engine_with_its_error():
         run(engine, [[1, 2, 3]], LONG)
     assert time.monotonic() - began < WITHIN_S
     assert have_ended(pids)
+
+
+@pytest.mark.parametrize("computes", [False, True], ids=["poll", "compute"])
+def test_threads_that_only_poll_are_not_taken_for_a_command_at_work(monkeypatch, computes):
+    monkeypatch.setattr(psutil.Process, "children", lambda _: [])
+    ended, work, seen = threading.Event(), _Work(), []
+
+    def spend() -> None:
+        while not ended.wait(0 if computes else 0.005):  # gloo's do a hundred times a second, and are several
+            pass
+
+    threads = [threading.Thread(target=spend) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    work.look()
+    for _ in range(4):
+        time.sleep(LOOK_S)
+        work.look()
+        seen.append(work.is_done())
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert any(seen) if computes else not all(seen)
 
 
 def test_a_rank_that_is_stopped_while_it_loads_ends_the_start_with_its_error():

@@ -23,7 +23,7 @@ import psutil
 LOOK_S = 0.25
 KILLED_WITHIN_S = 1.0
 HUNG_AFTER = 24  # looks at a count that stays the same
-LEAST_S = 0.001  # of processor time between two looks, if a command computes
+LEAST_S = 0.01  # of processor time between two looks, if a command computes; threads that poll take 1 to 3 ms
 
 Beats = Any  # a shared array of int64, one count a rank
 
