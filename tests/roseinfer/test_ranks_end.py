@@ -9,8 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
+from pathlib import Path
 
 import psutil
 import pytest
@@ -69,27 +70,34 @@ def test_a_rank_that_dies_or_hangs_while_it_runs_ends_the_engine_with_its_error(
         llm.generate("again", LONG, use_tqdm=False)
 
 
+@dataclass(frozen=True)
 class StuckLoad(Load):
-    """Of a rank 1 that never ends its twentieth command; its process and other threads go on."""
+    """Of a rank 1 that never ends its twentieth command, whose begin it writes into a file.
+
+    Its process and other threads go on.
+    """
+
+    begun: Path = Path()
 
     def part(self, part: Part):
         if part.rank == 1:
             found, commands = Follower._run, count(1)
 
             def stuck(*_: object) -> None:
+                self.begun.write_text(str(time.monotonic()))
                 threading.Event().wait()
 
             Follower._run = lambda self, name: stuck if next(commands) == 20 else found(self, name)
         return super().part(part)
 
 
-def test_a_rank_whose_command_never_ends_ends_the_engine_with_its_error():
-    loaded = load_ranks(2, StuckLoad("rose-tiny", "cpu"))
+def test_a_rank_whose_command_never_ends_ends_the_engine_with_its_error(tmp_path):
+    loaded = load_ranks(2, StuckLoad("rose-tiny", "cpu", begun=tmp_path / "begun"))
     engine = loaded.build(loaded.model, loaded.tokenizer, max_batch_size=4)
-    pids, began = other_ranks(), time.monotonic()
+    pids = other_ranks()
     with pytest.raises(RankError, match="rank 1 of 2 has not moved for 6 seconds"):
         run(engine, [[1, 2, 3]], LONG)
-    assert time.monotonic() - began < WITHIN_S
+    assert time.monotonic() - float((tmp_path / "begun").read_text()) < WITHIN_S
     assert have_ended(pids)
 
 
