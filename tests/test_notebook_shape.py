@@ -17,7 +17,8 @@ from tests.exercises import solution_in, solved
 from tests.side_by_side import SIDE_BY_SIDE
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-LIMITS = {"cells": 30, "words": 800, "code": 150, "median": 7, "longest": 15, "imports": 4, "columns": 112}
+LIMITS = {"cells": 40, "words": 1500, "code": 200, "median": 8, "longest": 20, "imports": 5, "columns": 112}
+HIDDEN = "hide-input"
 CARD = ("Change", "Invariant", "Hypothesis", "Wins", "Loses", "Superseded by")
 
 
@@ -27,9 +28,11 @@ each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def shape(notebook: NotebookNode) -> dict[str, float]:
     """Cells; words of Markdown; lines of code without blanks: all, a cell's median and most; import lines.
 
-    Wider lines of code than ``columns`` run off a page.
+    Cells tagged ``hide-input`` are folded, so their code does not count. Wider lines of code than ``columns``
+    run off a page.
     """
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    shown = [cell for cell in notebook.cells if HIDDEN not in cell.metadata.get("tags", [])]
+    code = [cell.source for cell in shown if cell.cell_type == "code"]
     lines = [n for source in code if (n := sum(map(bool, map(str.strip, source.splitlines()))))]
     text = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     return {
@@ -59,6 +62,18 @@ def exercises(notebook: NotebookNode) -> Iterator[tuple[str, str]]:
 def test_a_notebook_is_short_enough_to_be_finished(path):
     over = {name: n for name, n in shape(nbformat.read(path, 4)).items() if n > LIMITS[name]}
     assert not over, f"over {LIMITS}"
+
+
+@each
+def test_plumbing_is_folded_in_pages_and_in_lab(path):
+    """Parameters, imports alone, the rung's opening and sentences held by claims."""
+    plumbing = re.compile(r"\b(?:open_rung|conclude|predict|verdict|outcome)\(")
+    for cell in nbformat.read(path, 4).cells:
+        if cell.cell_type == "code":
+            tags = cell.metadata.get("tags", [])
+            assert cell.metadata.get("jupyter", {}).get("source_hidden", False) == (HIDDEN in tags)
+            if "parameters" in tags or plumbing.search(cell.source):
+                assert HIDDEN in tags, cell.source
 
 
 @each
@@ -177,10 +192,11 @@ def test_the_shape_of_a_notebook_is_counted():
         nbformat.v4.new_code_cell("from a import (\n    b,\n    c,\n)\n\nx = 1"),
         nbformat.v4.new_code_cell("y = 2"),
         nbformat.v4.new_code_cell(""),
+        nbformat.v4.new_code_cell("z = 3\n" * 30, metadata={"tags": ["hide-input"]}),
     ]
     counted = shape(nbformat.v4.new_notebook(cells=cells))
     assert counted == {
-        "cells": 4,
+        "cells": 5,
         "words": 3,
         "code": 6,
         "median": 3,
