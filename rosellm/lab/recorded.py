@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -130,12 +129,10 @@ class RecordedPair:
         return one, other
 
     def _saved_in_runs(self, results: Results, workload: str) -> float | None:
-        try:
-            before, after = self._whole_run_us(results, workload)
-        except RecordError:
-            if results is self.results:
-                raise
-            return None  # of a machine that has only its steps
+        """None where no session ran both rungs."""
+        if workload not in self._verdicts(results):
+            return None
+        before, after = self._whole_run_us(results, workload)
         return before - after
 
     def print_table(
@@ -281,7 +278,8 @@ class RecordedPair:
         """Whole-run tokens per second of both rungs, as recorded."""
         recorded = {results: self._verdicts(results) for results in self.machines}
         for results in [results for results, found in recorded.items() if not found]:
-            say(f"`{self.before}` and `{self.after}` have no records of {name_of(results)} yet.")
+            why = "have no records yet" if not self._recorded_runs(results) else "were not recorded together"
+            say(f"`{self.before}` and `{self.after}` {why} on {name_of(results)}.")
         shown = [results for results, found in recorded.items() if found]
         if shown:
             show(pair.recorded_chart(shown, self.before, self.after))
@@ -293,37 +291,38 @@ class RecordedPair:
         return self._verdicts(self.results)
 
     def _verdicts(self, results: Results) -> dict[str, Verdict]:
-        found = verdicts(results, self.before, self.after)
-        return {one.workload: one for one in found if one.is_measured}
+        return {one.workload: one for one in self._recorded_runs(results) if one.is_comparable}
+
+    def _recorded_runs(self, results: Results) -> list[Verdict]:
+        return [one for one in verdicts(results, self.before, self.after) if one.is_measured]
 
     def verdict(self) -> None:
-        """By workload: tokens per second before and after, the least change that counts, the verdict."""
+        """By workload: tokens per second before and after, the change, the spread of repeats, the verdict.
+
+        A line names the workloads whose runs are of different sessions: they are not compared.
+        """
         recorded = {results: self._verdicts(results) for results in self.machines}
 
         def figures(results: Results, workload: str) -> list[Any]:
             if workload not in recorded[results]:
                 raise RecordError(f"{results.folder.name} has no verdict on {workload}")
             one = recorded[results][workload]
-            counts_from = "unknown" if math.isinf(one.noise) else f"{one.noise:.1%}"
-            return [median(one.before), median(one.after), one.change, counts_from, one.word]
+            spread = f"{one.spread / median(one.before):.1%}"
+            return [median(one.before), median(one.after), one.change, spread, one.word]
 
-        headers = ["", f"{self.before}, tok/s", f"{self.after}, tok/s", "change", "counts from", "verdict"]
+        headers = ["", f"{self.before}, tok/s", f"{self.after}, tok/s", "change", "spread", "verdict"]
         workloads = recorded[self.results] or next(filter(None, recorded.values()), {})
-        self.print_table(headers, workloads, figures)
-        self._print_commits(recorded)
+        if workloads:
+            self.print_table(headers, workloads, figures)
+        self._print_apart()
 
-    def _print_commits(self, recorded: dict[Results, dict[str, Verdict]]) -> None:
-        """On which workloads the two rungs' runs are of different commits, hence of different sessions."""
-        for results, found in recorded.items():
-            apart: dict[tuple[str, ...], list[str]] = {}
-            for workload in found:
-                records = (results.record(workload, rung) for rung in (self.before, self.after))
-                commits = tuple(str(record["environment"]["git_commit"])[:7] for record in records)
-                apart.setdefault(commits, []).append(workload)
-            for (old, new), names in apart.items():
-                if old != new:
-                    print(f"{' '.join(names)}: recorded at {old} and {new}, so code or host may differ")
+    def _print_apart(self) -> None:
+        """On which workloads the two rungs' runs are of different sessions."""
+        for results in self.machines:
+            apart = [one.workload for one in self._recorded_runs(results) if not one.same_session]
+            if apart:
+                print(f"{' '.join(apart)}: recorded in different sessions, so not compared")
 
     def gain(self, workload: str) -> float:
-        """The recorded whole-run gain: 0.5 is half as many tokens per second again."""
+        """The recorded whole-run gain, 0.5 for 50 % more tokens per second; both rungs of one session."""
         return self.verdicts()[workload].ratio - 1

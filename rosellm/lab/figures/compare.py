@@ -17,7 +17,7 @@ from rosellm.roseinfer.bench.workloads import WORKLOADS
 
 
 def recorded_chart(machines: Sequence[Results], before: str, after: str) -> Chart:
-    """Whole-run tokens per second of two rungs on each workload that both were measured on, medians.
+    """Whole-run tokens per second, medians, on each workload that one session measured both rungs on.
 
     Several machines stand one below the other.
     """
@@ -27,7 +27,7 @@ def recorded_chart(machines: Sequence[Results], before: str, after: str) -> Char
         (f"{row.workload}{name}", row)
         for of_workload in zip(*each, strict=True)
         for name, row in zip(names, of_workload, strict=True)
-        if row.is_measured
+        if row.is_comparable
     ]
     rows = [row for _, row in labelled]
     where = " and ".join(map(name_of, machines))

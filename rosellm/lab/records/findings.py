@@ -70,7 +70,7 @@ def finding(results: Results, notebook: str) -> str:
 
 def _gains(results: Results, rung: str) -> str:
     """The three largest changes that count."""
-    rows = [row for row in verdicts(results, BEFORE[rung], rung) if row.is_measured]
+    rows = [row for row in verdicts(results, BEFORE[rung], rung) if row.is_comparable]
     largest_first = sorted(rows, key=lambda row: -abs(math.log(row.ratio)))
     told = [f"{row.workload} {row.change}" for row in largest_first if row.sign][:3]
     if told:

@@ -313,11 +313,11 @@ def told_verdict(model: str, figures: Mapping[str, Any], predicted: tuple[float,
 
 
 def verdict_of(figures: Mapping[str, Any]) -> Verdict:
-    """Whole runs, prompts apart and then joined; every turn counts, so there is no noise beyond theirs."""
+    """Whole runs, prompts apart and then joined; from turns in one process."""
     before, after = (
         [run["total_throughput_tok_s"] for run in figures["runs"][way]["repeats"]] for way in (APART, JOINED)
     )
-    return Verdict(WORKLOAD.id, before, after, noise=0.0)
+    return Verdict(WORKLOAD.id, before, after)
 
 
 def _parser() -> OneLineParser:

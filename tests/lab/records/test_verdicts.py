@@ -6,31 +6,31 @@ import pytest
 
 from rosellm.lab.figures.compare import recorded_chart
 from rosellm.lab.records.records import find
-from rosellm.lab.records.verdicts import WORKLOADS, Verdict, run_to_run, verdicts
+from rosellm.lab.records.verdicts import WORKLOADS, Verdict, verdicts
 from rosellm.roseinfer.recipe import BEFORE
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "noise", "sign"),
+    ("before", "after", "sign"),
     [
-        ([100, 101, 102], [120, 121, 122], 0.05, 1),
-        ([120, 121, 122], [100, 101, 102], 0.05, -1),
-        ([100, 101, 130], [120, 121, 122], 0.05, 0),  # the repeats overlap
-        ([100, 101, 102], [103, 104, 105], 0.05, 0),  # apart, but by no more than the noise
-        ([100, 101, 102], [103, 104, 105], 0.01, 1),
+        ([100, 101, 102], [120, 121, 122], 1),
+        ([120, 121, 122], [100, 101, 102], -1),
+        ([100, 101, 130], [120, 121, 122], 0),  # the repeats overlap
+        ([100, 101, 102], [103, 104, 105], 0),  # disjoint, but by less than twice the larger spread
+        ([100.0, 100.1, 100.2], [103, 103.5, 104], 1),
     ],
 )
-def test_a_difference_counts_only_beyond_the_repeats_and_the_noise(before, after, noise, sign):
-    assert Verdict("W1", before, after, noise).sign == sign
+def test_a_difference_counts_only_beyond_twice_the_larger_spread_of_disjoint_repeats(before, after, sign):
+    assert Verdict("W1", before, after).sign == sign
 
 
-def test_noise_is_what_rungs_of_the_same_code_differ_by_and_the_largest_stands_in_above_the_gate():
-    results = find()
-    noise = run_to_run(results)
-    assert set(noise) == set(WORKLOADS)
-    assert all(0 < value < 0.2 for value in noise.values())
-    assert noise["W3"] == noise["W4"] == max(noise.values())
-    assert noise["W1"] < noise["W3"]
+def test_runs_of_different_sessions_are_not_compared():
+    one = Verdict("W1", [100, 101, 102], [200, 201, 202], same_session=False)
+    assert (one.change, one.sign, one.word) == ("–", 0, "not compared: different sessions")
+    assert math.isnan(one.ratio)
+    apart = verdicts(find(), BEFORE["reused_index_buffers"], "reused_index_buffers")
+    assert [row.same_session for row in apart] == [False] * 6
+    assert all(row.same_session for row in verdicts(find(), BEFORE["cuda_graph"], "cuda_graph"))
 
 
 def test_every_recorded_rung_has_three_repeats_of_every_workload():
@@ -44,10 +44,6 @@ def test_of_a_rung_without_records_nothing_is_said():
     rows = verdicts(find(), "dense", "unheard_of")
     assert [(row.change, row.sign, row.word) for row in rows] == [("–", 0, "not measured")] * 6
     assert "W1" not in recorded_chart([find()], "dense", "unheard_of").table
-
-
-def test_where_no_noise_is_known_no_difference_counts():
-    assert set(run_to_run(find("cpu")).values()) == {math.inf}
 
 
 def test_the_recorded_chart_tells_every_workload_and_change():
