@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from rosellm.lab.figures import compare as pair
-from rosellm.lab.figures.charts import show, text_table
+from rosellm.lab.figures.charts import show, show_table
 from rosellm.lab.figures.compare import say
 from rosellm.lab.figures.ledger import waterfall
 from rosellm.lab.figures.timeline import timeline
@@ -140,7 +140,7 @@ class RecordedPair:
     ) -> None:
         """A row for each key and machine, ``figures`` after its label; what a machine lacks is told below."""
         rows, lacking = beside(self.machines, keys, figures)
-        print("\n".join([text_table(headers, rows), *lacking]))
+        show_table(headers, rows, *lacking)
 
     def each_machine(self, read: Callable[[Results], T]) -> Iterator[tuple[str, T]]:
         """The machines by name, and what ``read`` finds in their records; a line tells of one without it.
@@ -266,8 +266,7 @@ class RecordedPair:
 
         recorded = first.figures("ledger_w8")
         rows, lacking = beside(machines, recorded, figures)
-        table = text_table([f"{name_of(first)}, µs" if len(machines) == 1 else "µs", *HEADS], rows)
-        print("\n".join(["", table, *lacking]))
+        show_table([f"{name_of(first)}, µs" if len(machines) == 1 else "µs", *HEADS], rows, *lacking)
         return {workload: Ledger.from_dict(one) for workload, one in recorded.items()}
 
     def read_us(self, n_bytes: float, results: Results | None = None) -> float:

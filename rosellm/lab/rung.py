@@ -19,7 +19,7 @@ from IPython.display import display
 
 from rosellm.errors import RecipeError, RoseError
 from rosellm.lab.figures import compare as pair
-from rosellm.lab.figures.charts import show, text_table
+from rosellm.lab.figures.charts import show, show_table, text_table
 from rosellm.lab.figures.compare import say
 from rosellm.lab.figures.flow import flow
 from rosellm.lab.figures.source import show_pair, show_source
@@ -38,7 +38,7 @@ from rosellm.roseinfer.recipe import BEFORE, LADDER, get_rung
 __all__ = [  # what notebooks take from here
     "BEFORE", "LADDER", "WORKLOADS", "Bench", "ClaimError", "Control", "Rung", "exercise", "explore",
     "get_model", "make_prompts", "median", "name_of", "number", "open_rung", "partial", "say", "show",
-    "signed", "text_table", "torch", "verdicts",
+    "show_table", "signed", "text_table", "torch", "verdicts",
 ]  # fmt: skip
 
 CLOSEST_CALL = 1e-3  # of two logits in fp32: below that, the order of a sum may decide
@@ -117,7 +117,7 @@ class Rung(RecordedPair):
         if self.gpt.device.type == "cuda":
             show(pair.live_chart(*self.runs, f"One decode step of {self.batch} sequences here"))
         else:
-            print(text_table(["a step", self.before, self.after], _counted(*self.runs)))
+            show_table(["per step", self.before, self.after], _counted(*self.runs))
 
     def tokens_equal(self) -> None:
         """Both rungs' tokens, here in fp32 and as recorded on the GPU. Raises ClaimError."""

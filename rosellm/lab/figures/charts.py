@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import pandas
 import plotly.graph_objects as go
 from IPython.display import display
 
@@ -75,6 +78,29 @@ def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     pads = [str.rjust if to_right else str.ljust for to_right in right]
     padded = ([pad(cell, w) for pad, cell, w in zip(pads, line, widths, strict=True)] for line in written)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """A table in HTML for pages and JupyterLab, in aligned text elsewhere; ``notes`` are lines below it."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    notes: Sequence[str] = ()
+
+    def __repr__(self) -> str:
+        return "\n".join([text_table(self.headers, self.rows), *self.notes])
+
+    def _repr_html_(self) -> str:
+        cells = [[_cell(value) for value in row] for row in self.rows]
+        frame = pandas.DataFrame(cells, columns=list(self.headers))
+        below = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return frame.to_html(index=False, border=0, justify="left", classes="figures") + below
+
+
+def show_table(headers: Sequence[str], rows: Iterable[Sequence[Any]], *notes: str) -> None:
+    """Display a :class:`Table`."""
+    display(Table(headers, [list(row) for row in rows], notes))
 
 
 def _cell(value: Any) -> str:
