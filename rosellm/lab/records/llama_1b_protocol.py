@@ -1,0 +1,88 @@
+"""Measure one stream at a time of Llama-3.2-1B as the published megakernel was: microseconds per token.
+
+Each of 8 prompts of 32 random token ids generates 128 tokens greedily by ``LLM.generate``, alone.
+``call_us`` is the whole call over 128 tokens; ``decode_us`` is the time from the first token to the last over
+the 127 decode steps between them, which is what the published figures count. Prompts take turns. The record
+is DIR/llama_1b_protocol.json.
+Source of the published figures: https://github.com/msaroufim/megakernels-vs-cuda-graphs
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.lab.records.bench import make_prompts
+from rosellm.lab.records.parameters import model_path
+from rosellm.models.loading import LOAD_FORMATS
+from rosellm.roseinfer.bench.record import (
+    across_repeats,
+    check_writable,
+    engine_facts,
+    new_record,
+    tokens_sha256,
+    write_record,
+)
+from rosellm.roseinfer.bench.runs import check_served
+from rosellm.roseinfer.llm import LLM
+from rosellm.roseinfer.sampling import SamplingParams
+
+NAME = "llama_1b_protocol"
+MODEL = "meta-llama/Llama-3.2-1B"
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 128
+
+
+def measure(llm: LLM, repeats: int) -> dict[str, Any]:
+    """Each call's figures, prompt by prompt, and medians; a first round of all prompts does not count."""
+    prompts = make_prompts(PROMPTS, PROMPT_TOKENS, llm.engine.config.vocab_size)
+    list(_calls(llm, prompts))
+    return across_repeats([call for _ in range(repeats) for call in _calls(llm, prompts)])
+
+
+def _calls(llm: LLM, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    for prompt in prompts:
+        start = perf_counter()
+        outputs = llm.generate(prompt, params, use_tqdm=False)
+        seconds = perf_counter() - start
+        check_served(outputs)
+        (output,) = outputs
+        yield {
+            "call_us": seconds / len(output.token_ids) * 1e6,
+            "decode_us": output.metrics.tpot * 1e6,
+            "tokens_sha256": tokens_sha256([output.token_ids]),
+        }
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
+    add = parser.add_argument
+    add("--model", default=MODEL, help=f"shape of the model; default: {MODEL}")
+    add("--load-format", choices=LOAD_FORMATS, default="dummy", help="default: dummy, random weights")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
+    add("--repeats", type=whole_number(1), default=10, metavar="N", help="measured calls of each prompt")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Measure and write the record."""
+    arguments = _parser().parse_args(argv)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    path = check_writable(arguments.output / f"{NAME}.json")
+    llm = LLM(model_path(arguments.model), device=arguments.device, load_format=arguments.load_format)
+    figures = measure(llm, arguments.repeats) | {"engine": engine_facts(llm.engine)}
+    sizes = {"prompts": PROMPTS, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
+    facts = {"model": arguments.model, "load_format": arguments.load_format, **sizes}
+    write_record(path, new_record(NAME, llm.engine.device, **facts, figures=figures))
+    decode, call = (figures["medians"][name] for name in ("decode_us", "call_us"))
+    print(f"{decode:.1f} µs per decode step, {call:.1f} µs per token of a whole call")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
