@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rosellm.lab import _NEEDED
+from rosellm.lab.figures import _NEEDED
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -83,7 +83,8 @@ def find_spec(name, package=None):
         return None
 importlib.util.find_spec = find_spec
 import rosellm.roseinfer.llm
-import rosellm.lab.measure
+import rosellm.lab.records.llama_1b_protocol
+import rosellm.lab.rung
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     told = "ModuleNotFoundError: rosellm.lab needs papermill, plotly: pip install 'rosellm[notebooks]'"

@@ -1,11 +1,1 @@
-"""Code shared by the notebooks. Needs the extra ``notebooks``."""
-
-from importlib.util import find_spec
-
-_NEEDED = """IPython ipykernel ipywidgets jupyter_client kaleido nbclient nbconvert nbformat nbstripout
-    papermill PIL plotly yaml"""
-_missing = [name for name in _NEEDED.split() if find_spec(name) is None]
-if _missing:
-    raise ModuleNotFoundError(
-        f"rosellm.lab needs {', '.join(_missing)}: pip install 'rosellm[notebooks]'", name=_missing[0]
-    )
+"""Code shared by the notebooks. ``records``, which measures, needs no more than the engine does."""

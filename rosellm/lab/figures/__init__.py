@@ -1,1 +1,11 @@
-"""Charts, diagrams and controls."""
+"""Charts, diagrams and controls. Needs the extra ``notebooks``, as does all of the lab but ``records``."""
+
+from importlib.util import find_spec
+
+_NEEDED = """IPython ipykernel ipywidgets jupyter_client kaleido nbclient nbconvert nbformat nbstripout
+    pandas papermill PIL plotly yaml"""
+_missing = [name for name in _NEEDED.split() if find_spec(name) is None]
+if _missing:
+    raise ModuleNotFoundError(
+        f"rosellm.lab needs {', '.join(_missing)}: pip install 'rosellm[notebooks]'", name=_missing[0]
+    )
