@@ -95,7 +95,7 @@ class Table:
         cells = [[_cell(value) for value in row] for row in self.rows]
         frame = pandas.DataFrame(cells, columns=list(self.headers))
         below = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return frame.to_html(index=False, border=0, justify="left", classes="figures") + below
+        return frame.to_html(index=False, border=0, classes="figures") + below
 
 
 def show_table(headers: Sequence[str], rows: Iterable[Sequence[Any]], *notes: str) -> None:

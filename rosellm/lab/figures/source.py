@@ -1,4 +1,4 @@
-"""The package's own source in a notebook: whole, or two side by side."""
+"""The package's own source in a notebook: whole, or two compared."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Sequence
+from difflib import SequenceMatcher, ndiff
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,17 @@ def show_source(*objects: Any, only: Sequence[str] = ()) -> None:
 
 
 def show_pair(before: object, after: object) -> None:
-    """Displays two sources side by side."""
-    cells = [f"<td>\n\n{_heading(one)}\n```python\n{source_of(one)}\n```\n\n</td>" for one in (before, after)]
-    display(Markdown(f"<table><tr>{''.join(cells)}</tr></table>"))
+    """Displays two sources as one, with the lines that only one of them has marked ``-`` or ``+``.
+
+    Sources that share less than a third of their lines stand one below the other.
+    """
+    old, new = (source_of(one).splitlines() for one in (before, after))
+    if SequenceMatcher(None, old, new).ratio() < 1 / 3:
+        show_source(before, after)
+        return
+    lines = [line.rstrip() for line in ndiff(old, new) if not line.startswith("?")]
+    heading = f"{_heading(before)} → {_heading(after)}"
+    display(Markdown(f"{heading}\n```diff\n" + "\n".join(lines) + "\n```"))
 
 
 def source_of(one: Any, only: Sequence[str] = ()) -> str:

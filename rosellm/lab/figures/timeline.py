@@ -20,6 +20,7 @@ from rosellm.roseinfer.steps.step import STEP_RANGE
 
 MAX_RECTANGLES, MAX_BYTES = 1_500, 56_000
 PIXELS, ZOOM, LANE_PIXELS = 560, 16, 30
+SOLID = 0.99  # busy share from which neighbours of one label are one rectangle
 GAPS_TOLD = ("operators", "GPU kernels")
 
 
@@ -50,10 +51,11 @@ class _Panel(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """Events drawn as one; ``us`` by label."""
+    """Events drawn as one, ``busy`` µs wide; ``us`` by label."""
 
     start: float
     end: float
+    busy: float
     us: Counter[str]
     first: Event
     events: int
@@ -74,9 +76,9 @@ def timeline(before_trace: Trace, after_trace: Trace, names: tuple[str, str], ti
 
     Lanes: the engine's ranges by depth, the operators that Python called, the host's waits, the GPU's
     kernels, its copies. Operators and kernels have the colour of their role; empty space is a gap. Neighbours
-    that a ``ZOOM``-fold enlargement could not separate share a rectangle, drawn as what it mostly is; more do
-    if there would be more than ``MAX_RECTANGLES`` or ``MAX_BYTES`` of JSON. The axis states the resolution in
-    µs. Raises ``ChartError``.
+    that a ``ZOOM``-fold enlargement could not separate share a rectangle, as wide as they are busy and drawn
+    as what it mostly is; more do if there would be more than ``MAX_RECTANGLES`` or ``MAX_BYTES`` of JSON. The
+    axis states the resolution in µs. Raises ``ChartError``.
     """
     if len(names) != 2:
         raise ChartError(f"a timeline has two names, one per trace, not {len(names)}: {', '.join(names)}")
@@ -144,20 +146,24 @@ def _part(range_name: str) -> str:
 
 
 def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
-    """Joins events at most ``sight`` apart that share a label or together last no longer than ``sight``."""
+    """Joins events within ``sight`` of each other, or of one label with next to nothing between them.
+
+    A rectangle is as wide as its events are busy, so it ends at most ``sight`` too early.
+    """
     merged: list[_Rectangle] = []
     for event, label in zip(lane.events, lane.labels, strict=True):
         end = event.start + event.duration
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and event.start - last.end <= sight
-            and (set(last.us) == {label} or end - last.start <= sight)
-        ):
-            us = last.us + Counter({label: event.duration})
-            merged[-1] = last._replace(end=max(last.end, end), us=us, events=last.events + 1)
-        else:
-            merged.append(_Rectangle(event.start, end, Counter({label: event.duration}), event, 1))
+        us = Counter({label: event.duration})
+        if merged:
+            last = merged[-1]
+            longer = max(last.end, end)
+            busy = last.busy + max(0.0, end - max(event.start, last.end))
+            span = longer - last.start
+            if span <= sight or (set(last.us) == {label} and busy >= SOLID * span):
+                merged[-1] = _Rectangle(last.start, longer, busy, last.us + us, last.first, last.events + 1)
+                continue
+        before = merged[-1].end if merged else event.start
+        merged.append(_Rectangle(event.start, end, end - max(event.start, min(before, end)), us, event, 1))
     return merged
 
 
@@ -194,7 +200,7 @@ def _draw(panels: Sequence[_Panel], merged: list[list[list[_Rectangle]]]) -> Cha
 def _add_bars(chart: Chart, legend: str, label: str, bars: list[tuple[int, float, _Rectangle]]) -> None:
     colour, hatch = STYLES.get(label, (PALE, ""))
     chart.add_bar(
-        x=np.array([one.end - one.start for _, _, one in bars], np.float32),  # typed arrays are stored packed
+        x=np.array([one.busy for _, _, one in bars], np.float32),  # typed arrays are stored packed
         y=np.array([y for y, _, _ in bars], np.int8),
         base=np.array([start for _, start, _ in bars], np.float32),
         width=0.8,

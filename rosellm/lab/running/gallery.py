@@ -8,45 +8,59 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple
 
 import nbformat
+from jinja2 import Environment
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from plotly.offline import get_plotlyjs
 
+import rosellm
 from rosellm.atomic import write_text
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.figures.widgets import FRAMES, WIDGET
-from rosellm.lab.records.findings import UNTOLD, finding
-from rosellm.lab.records.records import find
 
 RECORD = "gallery.json"
-PAGE = """{% extends 'lab/index.html.j2' %}
-{% block html_head_js_requirejs %}<script src="plotly.min.js"></script>{% endblock %}
-{% block html_head_js_mathjax %}{% endblock %}
-{% block html_head_js_mermaidjs %}{% endblock %}
-{% block body_header %}{{ super() }}
-<style>
-.jp-RenderedMarkdown .highlight { overflow-x: auto; margin-bottom: 1em }
-.jp-RenderedMarkdown .highlight pre { font-family: var(--jp-code-font-family, monospace) }
-.jp-RenderedMarkdown .highlight pre { font-size: var(--jp-code-font-size); white-space: pre }
-</style>
-<p style="margin: 1em 5em; font-family: sans-serif"><a href="index.html">All notebooks</a></p>
-{% endblock %}"""
+PAGES = Path(rosellm.__file__).parent / "assets" / "pages"
+SHORT_PATH = ("00", "01", "03", "05", "13", "18", "20")
 
-CARD = Template(
-    """<article>$frame$image<h2>$title</h2></a>
-<p>$finding</p>
-<p class="run"><b class="$status">$status</b> $name · $minutes min · ran $seconds s$place
-<small>$given</small></p>
-<p><small>$error</small></p></article>"""
+
+class Act(NamedTuple):
+    """A part of the course: what it is about, and the numbers of its notebooks."""
+
+    name: str
+    about: str
+    numbers: tuple[str, ...]
+
+
+ACTS = (
+    Act("The map", "Where a decode step's time goes, rung by rung.", ("00",)),
+    Act(
+        "Act I: feed the GPU",
+        "At first it waits for Python most of the time; at the end it runs on its own.",
+        ("01", "02", "03", "04", "05", "06", "07", "09", "10", "11", "12", "13"),
+    ),
+    Act(
+        "Act II: give it less to do",
+        "Fewer kernels, smaller ones, launched before their inputs are there.",
+        ("14", "15", "16", "18", "19", "20", "21", "22"),
+    ),
+    Act("Modern models", "Qwen3 and Llama 3, long and unequal contexts.", ("26", "27", "28", "30")),
+    Act(
+        "Serving",
+        "Determinism, failures, sampling, the first request, arrivals.",
+        ("23", "24", "31", "32", "33", "34"),
+    ),
+    Act("More GPUs", "Sharing a model, replicas, planning.", ("35", "36", "37")),
+    Act("Your turn", "Write a kernel; find out why your own loop is slow.", ("25", "29")),
 )
+YOURS = Act("Yours", "Notebooks of your own.", ())
 
 OPTIONS = "{responsive: true, displayModeBar: false}"
 SLIDER = Template(
     """<label>$label <input type="range" min="0" max="$last" value="$first" id="$name-slider"></label>
-<output id="$name-value"></output><div id="$name"></div><script>(() => {
+<output id="$name-value"></output><div class="figure"><div id="$name"></div></div><script>(() => {
 const values = $values, figures = [$figures];
 const slider = document.getElementById("$name-slider"), shown = document.getElementById("$name-value");
 const draw = () => {
@@ -57,29 +71,6 @@ slider.addEventListener("input", draw);
 draw()$links
 })()</script>"""
 )
-
-INDEX = Template("""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>RoseLLM notebooks</title>
-<style>
-:root { color-scheme: light dark }
-body { font: 15px/1.4 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem }
-main { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1.2rem }
-article { border: 1px solid #8885; border-radius: 8px; overflow: hidden; padding-bottom: .4rem }
-article a { color: inherit; text-decoration: none }
-img, i { display: block; width: 100%; height: 10rem; object-fit: contain; background: #fff }
-i { background: #8882; font: bold 4rem/10rem system-ui; text-align: center; color: #888 }
-h2 { font-size: 1.05rem } article h2, article p { margin: .5rem .8rem } .run { color: #888 }
-.ok { color: #2a8a3a } .failed, .timeout { color: #d03030 }
-</style></head><body>
-<h1>RoseLLM notebooks</h1>
-<p>$count executed, $failures failed. Findings are computed from the records of one $device: tokens per second
-of whole runs, against the rung before. W0 to W3 are 1, 8, 64 and 256 sequences at a time, W4 and W5 are
-streams.</p>
-<main>
-$cards
-</main></body></html>
-""")
 
 
 @dataclass(frozen=True)
@@ -123,9 +114,9 @@ def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], out
 
 
 def page(notebook: NotebookNode, folder: Path) -> str:
-    """A notebook as one HTML page; figures are drawn by the ``plotly.min.js`` beside it, images are embedded.
+    """A notebook as one HTML page; figures are drawn by the ``plotly.min.js`` beside it.
 
-    ``folder`` is where the notebook's relative images are.
+    ``folder`` is the notebook's, whose other notebooks the page links to.
     """
     shown = without_widgets(nbformat.from_dict(notebook))
     for number, output in enumerate(_outputs(shown)):
@@ -134,10 +125,30 @@ def page(notebook: NotebookNode, folder: Path) -> str:
             output["data"] = {"text/html": _slider(data[FRAMES], number)}
         elif PLOTLY in data:
             output["data"] = {"text/html": _plot(data[PLOTLY], number)}
-    exporter = HTMLExporter(embed_images=True, raw_template=PAGE)
+    template = (PAGES / "page.html.j2").read_text(encoding="utf-8")
+    exporter = HTMLExporter(raw_template=template, exclude_input_prompt=True, exclude_output_prompt=True)
     metadata = {"name": title(notebook) or "RoseLLM", "path": str(folder)}
-    body, _ = exporter.from_notebook_node(shown, resources={"metadata": metadata})
-    return _link_pages(body, {path.stem for path in folder.glob("*.ipynb")})
+    resources = {"metadata": metadata, "way": _neighbours(notebook, folder)}
+    body, _ = exporter.from_notebook_node(shown, resources=resources)
+    return _link_pages(_with_contents(body), {path.stem for path in folder.glob("*.ipynb")})
+
+
+def _neighbours(notebook: NotebookNode, folder: Path) -> dict[str, tuple[str, str]]:
+    """Name and title of the notebook before and the one after, in the order of their numbers."""
+    titles = {path.stem: title(nbformat.read(path, 4)) for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
+    names, own = list(titles), title(notebook)
+    here = [i for i, name in enumerate(names) if titles[name] == own]
+    if not here:
+        return {}
+    near = {"before": here[0] - 1, "after": here[0] + 1}
+    return {side: (names[i], titles[names[i]]) for side, i in near.items() if 0 <= i < len(names)}
+
+
+def _with_contents(body: str) -> str:
+    """A page with links to its sections."""
+    sections = re.findall(r'<h2 id="([^"]+)">(.*?)<a class="anchor-link"', body)
+    links = "".join(f'<a href="#{anchor}">{re.sub("<[^>]+>", "", name)}</a>' for anchor, name in sections)
+    return body.replace("<!-- contents -->", f'<nav class="contents">{links}</nav>', 1)
 
 
 def without_widgets(notebook: NotebookNode) -> NotebookNode:
@@ -156,6 +167,12 @@ def title(notebook: NotebookNode) -> str:
         if cell.cell_type == "markdown" and heading:
             return re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).strip()
     return ""
+
+
+def question(notebook: NotebookNode) -> str:
+    """The line in italics below the title; "" if there is none."""
+    asked = re.search(r"^\*([^*\n]+)\*$", notebook.cells[0].source if notebook.cells else "", re.MULTILINE)
+    return asked[1] if asked else ""
 
 
 def reading_minutes(notebook: NotebookNode) -> int:
@@ -187,6 +204,7 @@ def _card(notebook: Path, outcome: Outcome, output: Path) -> dict[str, Any]:
     fresh = picture(nbformat.read(executed, as_version=4), notebook.parent) if executed.exists() else ""
     return asdict(outcome) | {
         "title": title(committed) or outcome.name,
+        "question": question(committed),
         "minutes": reading_minutes(committed),
         "picture": picture(committed, notebook.parent) or fresh,
     }
@@ -197,30 +215,21 @@ def _outcome(card: dict[str, Any]) -> Outcome:
 
 
 def _index(cards: dict[str, dict[str, Any]], output: Path) -> str:
-    return INDEX.substitute(
-        count=len(cards),
-        failures=sum(card["status"] != "ok" for card in cards.values()),
-        device=find().device_name,
-        cards="\n".join(_card_html(card, output) for card in cards.values()),
-    )
+    shown = [card | {"has_page": (output / f"{name}.html").exists()} for name, card in cards.items()]
+    in_an_act = {number for act in ACTS for number in act.numbers}
+    acts = []
+    for act in (*ACTS, YOURS):
+        own = [card for card in shown if _is_of(card["name"][:2], act, in_an_act)]
+        if own:
+            acts.append({"name": act.name, "about": act.about, "cards": own})
+    start = [(card["name"], card["name"][:2]) for card in shown if card["name"][:2] in SHORT_PATH]
+    template = Environment(autoescape=True).from_string((PAGES / "index.html.j2").read_text(encoding="utf-8"))
+    failures = sum(card["status"] != "ok" for card in shown)
+    return template.render(acts=acts, start=start, count=len(shown), failures=failures)
 
 
-def _card_html(card: dict[str, Any], output: Path) -> str:
-    shown = {key: html.escape(str(value)) for key, value in card.items()}
-    told = finding(find(), card["name"]).removeprefix(UNTOLD)
-    shown["finding"] = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(told))
-    image = f'<img src="{card["picture"]}" alt="">' if card["picture"] else f"<i>{shown['name'][:2]}</i>"
-    page_exists = (output / f"{card['name']}.html").exists()
-    frame = f'<a href="{shown["name"]}.html">' if page_exists else "<a>"
-    given = " ".join(f"{name}={value}" for name, value in card["parameters"].items())
-    return CARD.substitute(
-        shown,
-        frame=frame,
-        image=image,
-        seconds=f"{card['seconds']:.1f}",
-        place=html.escape(place(_outcome(card))),
-        given=html.escape(given),
-    )
+def _is_of(number: str, act: Act, in_an_act: set[str]) -> bool:
+    return number in act.numbers or (act is YOURS and number not in in_an_act)
 
 
 def _outputs(notebook: NotebookNode) -> Iterator[NotebookNode]:
@@ -232,7 +241,7 @@ def _outputs(notebook: NotebookNode) -> Iterator[NotebookNode]:
 def _plot(figure: dict[str, Any], number: int) -> str:
     name, arguments = f"figure-{number}", _arguments(figure)
     draw = f'Plotly.newPlot("{name}", {arguments}, {OPTIONS}){_links(arguments)}'
-    return f'<div id="{name}"></div><script>{draw}</script>'
+    return f'<div class="figure"><div id="{name}"></div></div><script>{draw}</script>'
 
 
 def _slider(frames: dict[str, Any], number: int) -> str:
@@ -251,8 +260,9 @@ def _slider(frames: dict[str, Any], number: int) -> str:
 
 
 def _arguments(figure: dict[str, Any]) -> str:
-    """A figure's data and layout, as JavaScript inside a page."""
-    call = [json.dumps(figure.get(key, default)) for key, default in (("data", []), ("layout", {}))]
+    """A figure's data and layout, as wide as the page, as JavaScript inside a page."""
+    layout = {key: value for key, value in figure.get("layout", {}).items() if key != "width"}
+    call = [json.dumps(one) for one in (figure.get("data", []), layout)]
     return ", ".join(call).replace("</", "<\\/")
 
 

@@ -1,6 +1,7 @@
 """The timeline of two traces: every event once, nested ranges below each other, gaps kept, small."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch.profiler import record_function
 from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
 from rosellm.lab.figures.palette import STYLES
 from rosellm.lab.figures.timeline import MAX_RECTANGLES, timeline
+from rosellm.lab.records.records import find
 from rosellm.lab.records.trace import Event, Trace, record_trace
+from rosellm.roseinfer.recipe import BEFORE
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
 NAMES = ("cuda_graph", "resident")
@@ -95,6 +98,19 @@ def test_a_long_step_stays_small_and_says_from_where_on_it_merges(n_kernels):
     said = chart.table.splitlines()[-1]
     assert said.startswith(f"{2 * (n_kernels + 6):,} events in {len(drawn):,} rectangles: within ")
     assert chart.layout.xaxis.title.text == f"µs ({said})"
+
+
+@pytest.mark.parametrize("after", sorted(find().figures("timelines")))
+def test_a_lane_of_a_recorded_step_is_drawn_as_wide_as_it_is_busy(after):
+    recorded = find().figures("timelines", after)
+    sides = {name: recorded[name] for name in (BEFORE[after], after)}
+    chart = timeline(*map(Trace.from_dict, sides.values()), tuple(sides), "t")
+    drawn = Counter()
+    for y, start, end, _ in rectangles(chart):
+        drawn[y] += end - start
+    shares = [line.split()[-2:] for line in chart.table.splitlines()[2:-1]]
+    told = [float(busy.replace(",", "")) for busy, _ in shares]
+    assert list(drawn.values()) == pytest.approx(told, rel=0.01)
 
 
 def test_a_gap_that_can_be_seen_survives_merging():

@@ -1,8 +1,6 @@
 """Pages of executed notebooks, their titles and pictures."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 
 import nbformat
@@ -11,9 +9,20 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from rosellm.lab.figures.charts import PLOTLY
 from rosellm.lab.figures.widgets import FRAMES, WIDGET
-from rosellm.lab.records.findings import NOTEBOOKS, OTHERS, finding
-from rosellm.lab.records.records import Results, find, number
-from rosellm.lab.running.gallery import Outcome, page, picture, publish_gallery, reading_minutes, title
+from rosellm.lab.running.gallery import (
+    ACTS,
+    SHORT_PATH,
+    Outcome,
+    page,
+    picture,
+    publish_gallery,
+    question,
+    reading_minutes,
+    title,
+)
+
+FOLDER = Path(__file__).parents[3] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 
@@ -43,13 +52,13 @@ class TestPages:
         assert "displayModeBar: false" in text and "newPlot" not in text
 
     def test_links_between_notebooks_become_links_between_pages(self, tmp_path):
-        (tmp_path / "01_dense.ipynb").touch()
+        nbformat.write(new_notebook(), tmp_path / "01_dense.ipynb")
         notebook = new_notebook(cells=[new_markdown_cell("[a](01_dense.ipynb#x) [b](elsewhere.ipynb)")])
         text = page(notebook, tmp_path)
         assert 'href="01_dense.html#x"' in text and 'href="elsewhere.ipynb"' in text
 
     def test_links_in_a_figure_lead_to_pages_and_are_set_after_each_drawing(self, tmp_path):
-        (tmp_path / "01_dense.ipynb").touch()
+        nbformat.write(new_notebook(), tmp_path / "01_dense.ipynb")
         layout = {"yaxis": {"ticktext": ['<a href="01_dense.ipynb">dense</a>', "other"]}}
         figure = new_output("display_data", {PLOTLY: {"data": [], "layout": layout}})
         text = page(new_notebook(cells=[new_code_cell("show()", outputs=[figure])]), tmp_path)
@@ -102,52 +111,65 @@ class TestPicture:
 
 
 class TestCards:
-    def publish(self, folder: Path, name: str) -> str:
+    def publish(self, folder: Path, name: str, status: str = "ok", error: str = "") -> str:
         notebook = folder / f"{name}.ipynb"
-        nbformat.write(new_notebook(cells=[new_markdown_cell("# 02 · Who reads `it`?")]), notebook)
+        first = new_markdown_cell("# 02 · Who reads `it`?\n\n*Does anybody?*")
+        nbformat.write(new_notebook(cells=[first]), notebook)
         (folder / "build").mkdir()
-        publish_gallery({name: notebook}, [Outcome(name, 1.25, "ok")], folder / "build")
+        publish_gallery({name: notebook}, [Outcome(name, 1.25, status, error)], folder / "build")
         return (folder / "build" / "index.html").read_text()
 
-    def test_a_card_has_the_question_the_finding_and_the_seconds(self, tmp_path):
+    def test_a_card_has_the_title_and_the_question_of_its_notebook(self, tmp_path):
         index = self.publish(tmp_path, "02_mask_removal")
-        told = finding(find(), "02_mask_removal")
-        assert "<h2>02 · Who reads it?</h2>" in index and f"<p>{told}</p>" in index and "1.2 s" in index
-        assert re.search(r"tok/s W\d [+−]", told)
-        assert find().device_name in index
-        assert "http" not in index
+        assert "<h3>02 · Who reads it?</h3>" in index and "<p>Does anybody?</p>" in index
+        assert "http" not in index and "failed" not in index.partition("</style>")[2]
 
-    def test_code_in_a_finding_is_set_as_code(self, tmp_path):
-        assert "<code>" in self.publish(tmp_path, "25_your_kernel")
+    def test_a_notebook_that_failed_says_so(self, tmp_path):
+        index = self.publish(tmp_path, "02_mask_removal", "failed", "ValueError: <x>")
+        assert '<b class="failed">failed</b> ValueError: &lt;x&gt;' in index
 
-    def test_a_notebook_of_ones_own_has_a_card_without_a_finding(self, tmp_path):
-        assert "<p></p>" in self.publish(tmp_path, "99_mine")
-        assert finding(find(), "99_mine") == "–"
+    def test_a_notebook_of_ones_own_stands_apart(self, tmp_path):
+        assert "<h2>Yours</h2>" in self.publish(tmp_path, "99_mine")
 
-    def test_findings_are_those_of_the_records_now_not_of_an_earlier_run(self, tmp_path):
-        self.publish(tmp_path, "02_mask_removal")
-        kept = json.loads((tmp_path / "build" / "gallery.json").read_text())
-        assert "finding" not in kept["02_mask_removal"]
 
-    @pytest.mark.parametrize("rows", [[], [{"batch_size": 256, "medians_s": {"wall": 1e-5}}]])
-    def test_appends_without_a_gpus_time_of_256_tokens_have_no_finding(self, tmp_path, rows):
-        (tmp_path / "kv_append.json").write_text(json.dumps({"rows": rows}))
-        (notebook,) = (name for name, told in OTHERS.items() if told.__name__ == "_append")
-        assert finding(Results(tmp_path), notebook) == "–"
+def test_every_notebook_is_in_one_act_and_the_short_path_is_the_start():
+    numbers = [path.stem[:2] for path in NOTEBOOKS]
+    assert sorted(number for act in ACTS for number in act.numbers) == numbers
+    assert set(SHORT_PATH) <= set(numbers)
 
-    def test_the_notebook_of_a_recorded_rung_has_a_finding(self):
-        recorded = [name for rung, name in NOTEBOOKS.items() if rung in find().rungs("W3")]
-        assert len(recorded) > 20
-        assert all(finding(find(), name) != "–" for name in recorded)
 
-    def test_mixed_lengths_have_a_finding_as_soon_as_w8_is_recorded(self, tmp_path):
-        shutil.copy(find().folder / "ceilings.json", tmp_path)
-        assert finding(Results(tmp_path), "30_mixed_lengths") == "–"
-        shutil.copy(find().folder / "W7-split_kv.json", tmp_path / "W8-split_kv.json")
-        told = finding(Results(tmp_path), "30_mixed_lengths")
-        best = number(find().value("W7", "split_kv"))
-        assert re.fullmatch(rf"W8: {best} tok/s, [\d.]+ times vLLM's, [\d.]+ % of the floor", told)
+def test_every_notebook_asks_a_question():
+    assert [path.stem for path in NOTEBOOKS if not question(nbformat.read(path, 4)).endswith("?")] == []
 
-    def test_the_notebook_of_two_rungs_has_a_finding_of_each(self):
-        told = finding(find(), NOTEBOOKS["identity_pos"])
-        assert re.fullmatch(r"`full_batch`: tok/s W\d [^;]+; `identity_pos`: tok/s W\d .+", told)
+
+class TestBuiltPages:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pages(cls) -> dict[str, str]:
+        return {path.stem: page(nbformat.read(path, 4), FOLDER) for path in NOTEBOOKS[1:8:3]}
+
+    def test_a_solution_is_closed_with_its_code_inside(self, pages):
+        for text in pages.values():
+            (solution,) = re.findall(r"<details><summary>Solution</summary>(.*?)</details>", text, re.DOTALL)
+            assert '<div class="highlight">' in solution and "def" in solution
+
+    def test_folded_inputs_are_closed_and_exercises_are_open(self, pages):
+        for name, text in pages.items():
+            tags = [
+                cell.metadata.get("tags", []) for cell in nbformat.read(FOLDER / f"{name}.ipynb", 4).cells
+            ]
+            assert text.count('<details class="code">') == sum("hide-input" in one for one in tags) > 3
+            open_code = re.sub(r'<details class="code">.*?</details>', "", text, flags=re.DOTALL)
+            assert '<span class="n">exercise</span>' in open_code
+            assert ">open_rung<" in text and ">open_rung<" not in open_code
+
+    def test_a_page_leads_to_its_neighbours_and_its_sections(self, pages):
+        text = pages["04_autotune"]
+        assert text.count('href="03_pinned_h2d.html"') >= 2 and text.count('href="05_cuda_graph.html"') >= 2
+        anchors = re.findall(r'<nav class="contents">(.*?)</nav>', text)
+        targets = re.findall(r'href="#([^"]+)"', anchors[0])
+        assert len(targets) > 4 and all(f'<h2 id="{target}"' in text for target in targets)
+
+    def test_figures_take_the_width_of_the_page(self, pages):
+        figures = re.findall(r"Plotly.newPlot\(.*", pages["04_autotune"])
+        assert figures and not [one for one in figures if '"width": 760' in one]
