@@ -35,7 +35,7 @@ from rosellm.errors import (
 )
 from rosellm.lab import measure
 from rosellm.lab.diagnose import __main__ as diagnose
-from rosellm.lab.running import readme, refresh_notebooks, run_notebooks
+from rosellm.lab.running import refresh_notebooks, run_notebooks
 from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
 from rosellm.models.weights import save_model
 from rosellm.roseinfer import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
@@ -801,7 +801,6 @@ COMMANDS = [
     diagnosing("--rung=", "rung '' is unknown; use one of dense"),
     diagnosing("--rung paged --transformers", "--transformers leaves out; give one of both"),
     diagnosing("--model gpt5 --transformers", "model 'gpt5'", "use 'rose-tiny', a local folder"),
-    command(readme.main)("--verify", "unrecognized arguments: --verify"),
     notebooks("--workers x", "--workers: invalid int value: 'x'"),
     notebooks("--timeout nan", "timeout above 0 and finite, not 2 and nan"),
     notebooks("--timeout inf", "timeout above 0 and finite, not 2 and inf"),

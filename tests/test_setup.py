@@ -101,12 +101,6 @@ def test_help_lists_every_target_with_its_meaning():
     assert make().stdout == make("help").stdout
 
 
-def test_every_make_command_of_the_readme_exists():
-    named = set(re.findall(r"(?:^|`|\$ )make ([a-z][a-z-]*)", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert named <= set(PHONY)
-    assert {"notebooks", "test"} <= named
-
-
 def test_setup_for_a_cpu_takes_torch_without_cuda_and_once(copy):
     for _ in range(2):
         assert make("setup", "CPU=1", folder=copy).returncode == 0

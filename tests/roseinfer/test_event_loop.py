@@ -57,7 +57,7 @@ def test_to_thread_generates_while_the_loop_turns(llm, texts):
 
 
 async def pieces(manager: StreamingManager, prompt: str) -> AsyncIterator[str]:
-    """README.md's three lines."""
+    """A stream, piece by piece, without blocking the loop."""
     stream = manager.stream_text(manager.add_request(prompt, GREEDY))
     while (piece := await asyncio.to_thread(next, stream, None)) is not None:
         yield piece

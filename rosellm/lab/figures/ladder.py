@@ -1,4 +1,4 @@
-"""The whole ladder as a chart: one workload beside its floor, or three for README.md."""
+"""The whole ladder as a chart, beside its floor."""
 
 from __future__ import annotations
 
@@ -9,34 +9,15 @@ from typing import Any
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, short, text_table
 from rosellm.lab.figures.lines import log_ticks
-from rosellm.lab.figures.palette import BLUE, GREEN, MAGENTA, ORANGE, PALE, SKY, TEXT, VIOLET, fill
-from rosellm.lab.records.findings import NOTEBOOKS
+from rosellm.lab.figures.palette import BLUE, GREEN, MAGENTA, ORANGE, PALE, SKY, VIOLET, fill
 from rosellm.lab.records.machines import name_of
-from rosellm.lab.records.records import Results, floor_tok_s, number, rivals
-from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
+from rosellm.lab.records.notebooks import NOTEBOOKS
+from rosellm.lab.records.records import Results, number
+from rosellm.roseinfer.recipe import SIDE_BRANCHES
 
 FLOOR, ROW, LABEL = "bytes floor", 19, 0.85
-README_WORKLOADS = {"W1": "8 sequences at a time", "W2": "64 sequences", "W3": "256 sequences"}
-README_RIVALS = ("vLLM 0.22.1", "transformers 5.17 generate")
-README_WIDTH, README_ROW = 1024, 24
+RIVALS = (ORANGE, MAGENTA, VIOLET, PALE)  # of their lines, in turn
 BESIDE = (SKY, VIOLET, ORANGE, MAGENTA)  # of other machines' dots, in turn
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours for a page whose background is not drawn: text, rungs, the bytes floor, rivals in turn."""
-
-    text: str
-    rung: str
-    floor: str
-    rivals: tuple[str, ...]
-
-
-EVERY_PAGE = Theme(TEXT, BLUE, GREEN, (ORANGE, MAGENTA, VIOLET, PALE))
-README_THEMES = {
-    "light": Theme("#3f464f", BLUE, GREEN, (ORANGE, MAGENTA)),
-    "dark": Theme("#d0d7de", "#3f7fc6", "#3cc98d", ("#ff8a3c", "#ee72ac")),
-}
 
 
 @dataclass(frozen=True)
@@ -90,37 +71,10 @@ def ladder_chart(
     if floor:
         shares = {rung: value and value / floor * 100 for rung, value in values.items()}
         panels.append(Panel("% of the floor", 0.76, 1.0, shares, GREEN, " %"))
-    chart = _draw(panels, rungs, EVERY_PAGE, title, ROW)
+    chart = _draw(panels, rungs, title, ROW)
     chart.update_yaxes(ticktext=[_linked(rung) for rung in rungs])
     chart.table = _table(panels, lines, rungs)
     return chart
-
-
-def readme_chart(machines: Sequence[Results], theme: Theme) -> Chart:
-    """Whole-run tokens per second of every recorded rung on three workloads, with rivals and the floor.
-
-    machines: the reference, whose rivals and floor are drawn, and others.
-    """
-    results, *others = machines
-    panels, share = [], 1 / len(README_WORKLOADS)
-    for i, (workload, told) in enumerate(README_WORKLOADS.items()):
-        place, head = (i * share, (i + 1) * share - 0.025), f"{workload}: {told}"
-        values, lines = results.values(workload), _readme_lines(results, workload)
-        beside = values_beside(others, workload)
-        panels.append(Panel(head, *place, values, theme.rung, is_log=True, lines=lines, beside=beside))
-    title = (
-        f"Tokens per second of the whole run, GPT-2 small, fp16, on {results.device_name} (logarithmic). "
-        "Hollow: side branches, kept off the ladder"
-    )
-    shown = {rung for panel in panels for values in (panel.values, *panel.beside.values()) for rung in values}
-    chart = _draw(panels, [rung for rung in LADDER if rung in shown], theme, title, README_ROW)
-    return chart.update_layout(width=README_WIDTH, font_color=theme.text)
-
-
-def _readme_lines(results: Results, workload: str) -> dict[str, float]:
-    others = rivals(workload)
-    lines = {FLOOR: floor_tok_s(results, workload)}
-    return lines | {name: others[name][workload] for name in README_RIVALS if name in others}
 
 
 def values_beside(others: Sequence[Results], workload: str) -> dict[str, dict[str, float]]:
@@ -128,12 +82,12 @@ def values_beside(others: Sequence[Results], workload: str) -> dict[str, dict[st
     return {name_of(results): results.values(workload) for results in others}
 
 
-def _draw(panels: Sequence[Panel], rungs: list[str], theme: Theme, title: str, row: int) -> Chart:
+def _draw(panels: Sequence[Panel], rungs: list[str], title: str, row: int) -> Chart:
     chart, top = Chart(), -0.6 - LABEL * max(len(panel.lines) for panel in panels)
     _name_machines(chart, panels, top - 0.9)
     for i, panel in enumerate(panels, 1):
         _add_panel(chart, i, panel, rungs)
-        _add_lines(chart, i, panel, len(rungs), theme)
+        _add_lines(chart, i, panel, len(rungs))
         is_left = panel.is_log
         chart.add_annotation(
             x=panel.start if is_left else (panel.start + panel.end) / 2,
@@ -221,14 +175,14 @@ def _text(panel: Panel, value: float | None) -> str:
     return "" if value is None else number(value) + panel.suffix
 
 
-def _add_lines(chart: Chart, i: int, panel: Panel, n_rungs: int, theme: Theme) -> None:
+def _add_lines(chart: Chart, i: int, panel: Panel, n_rungs: int) -> None:
     """Draws each line through all rungs up to its name above them."""
     low, high = panel.range
-    colours = dict(zip((n for n in panel.lines if n != FLOOR), theme.rivals * 9, strict=False))
+    colours = dict(zip((n for n in panel.lines if n != FLOOR), RIVALS * 9, strict=False))
     largest_first = sorted(panel.lines.items(), key=lambda line: -line[1])  # so that no line crosses a name
     for row, (name, value) in enumerate(largest_first):
         at, y, axis = math.log10(value), -0.6 - LABEL * (row + 0.5), f"x{i}" if i > 1 else None
-        line = {"color": colours.get(name, theme.floor), "dash": "solid" if name == FLOOR else "dash"}
+        line = {"color": colours.get(name, GREEN), "dash": "solid" if name == FLOOR else "dash"}
         ends = {"x0": value, "x1": value, "y0": y - 0.3, "y1": n_rungs - 0.4}
         chart.add_shape(type="line", xref=axis, **ends, line=line | {"width": 1.5})
         at_left = (at - low) / (high - low) > 0.8

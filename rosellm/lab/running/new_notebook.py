@@ -1,7 +1,7 @@
 """Write a working notebook: ``python -m rosellm.lab.running.new_notebook 40_my_idea``.
 
-It compares the rung of that name with the one below it, or two others if there is no such rung; it has been
-executed and is listed in README.md's index.
+It compares the rung of that name with the one below it, or two others if there is no such rung, and has been
+executed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
@@ -17,7 +18,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser, command
-from rosellm.lab.running import readme
+from rosellm.lab.records.records import results_folder
 from rosellm.lab.running.notebook_workers import NotebookError, kernel_environment
 from rosellm.lab.running.refresh_notebooks import execute, normalise
 from rosellm.roseinfer.recipe import BEFORE
@@ -66,6 +67,11 @@ def twice(n):
 </details>"""
 
 
+def folded(*tags: str) -> dict[str, Any]:
+    """A cell's metadata: its source is folded in pages and in JupyterLab."""
+    return {"jupyter": {"source_hidden": True}, "tags": sorted({"hide-input", *tags})}
+
+
 def draft(name: str) -> NotebookNode:
     """The notebook ``NN_topic``, not yet executed. Raises NotebookError for another kind of name."""
     found = NAME.fullmatch(name)
@@ -77,14 +83,14 @@ def draft(name: str) -> NotebookNode:
     after = topic if topic in BEFORE else TO_BEGIN_WITH
     cells = [
         new_markdown_cell(CARD.format(number=number, topic=topic)),
-        new_code_cell(IMPORTS),
-        new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
-        new_code_cell(START.format(after=after)),
+        new_code_cell(IMPORTS, metadata=folded()),
+        new_code_cell(PARAMETERS, metadata=folded("parameters")),
+        new_code_cell(START.format(after=after), metadata=folded()),
         new_markdown_cell("## Here"),
-        new_code_cell("nb.compare()", metadata={"tags": ["nbval-ignore-output"]}),
-        new_code_cell("nb.tokens_equal()"),
+        new_code_cell("nb.compare()", metadata=folded("nbval-ignore-output")),
+        new_code_cell("nb.tokens_equal()", metadata=folded()),
         new_markdown_cell("## The recorded GPU"),
-        new_code_cell("nb.recorded()\nnb.verdict()"),
+        new_code_cell("nb.recorded()\nnb.verdict()", metadata=folded()),
         new_markdown_cell("## Exercise"),
         new_code_cell(STUB, metadata={"tags": ["exercise"]}),
         new_markdown_cell(SOLUTION),
@@ -107,14 +113,13 @@ def write(name: str, folder: Path) -> Path:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Write the notebook, then renew README.md."""
+    """Write the notebook."""
     parser = OneLineParser(prog="python -m rosellm.lab.running.new_notebook", description=__doc__)
     parser.add_argument(
         "name", nargs="?", default="", help="two digits and a topic or a rung, like 40_my_idea"
     )
-    path = write(parser.parse_args(argv).name, readme.ROOT / "notebooks")
-    print(f"{path.relative_to(readme.ROOT)} written and executed")
-    readme.main([])
+    path = write(parser.parse_args(argv).name, results_folder().parent)
+    print(f"notebooks/{path.name} written and executed")
 
 
 if __name__ == "__main__":

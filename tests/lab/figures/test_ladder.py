@@ -1,27 +1,16 @@
-"""The ladder's chart and its links; the picture for README.md."""
+"""The ladder's chart and its links."""
 
 import json
 import math
-import re
-from xml.etree import ElementTree
 
 import pytest
 
-from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle, short
-from rosellm.lab.figures.ladder import (
-    README_RIVALS,
-    README_THEMES,
-    README_WORKLOADS,
-    ladder_chart,
-    readme_chart,
-)
-from rosellm.lab.figures.ladder_svg import ladder_svg
-from rosellm.lab.records.findings import notebooks_of
-from rosellm.lab.records.records import find, floor_tok_s, number, rivals
+from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
+from rosellm.lab.figures.ladder import ladder_chart
+from rosellm.lab.records.notebooks import notebooks_of
+from rosellm.lab.records.records import number, rivals
 from rosellm.roseinfer.recipe import LADDER, SIDE_BRANCHES
 
-SVG = "{http://www.w3.org/2000/svg}"
-RECORDED = find().rungs("W1")
 VALUES = {rung: 1000.0 * (i + 1) for i, rung in enumerate(LADDER)}
 
 
@@ -88,64 +77,3 @@ def test_the_chart_is_small_enough_for_a_notebook():
     others = rivals("W3")
     chart = ladder_chart(VALUES, "tok/s", {name: 1.0 for name in others}, 1e6, title="t")
     assert len(json.dumps(bundle(chart)[PLOTLY])) < 9_000
-
-
-def drawn(theme: str) -> ElementTree.Element:
-    return ElementTree.fromstring(ladder_svg(readme_chart([find()], README_THEMES[theme])))
-
-
-@pytest.mark.parametrize("theme", README_THEMES)
-def test_the_picture_tells_every_recorded_value_the_rivals_and_the_floor(theme):
-    texts = {text.text for text in drawn(theme).iter(f"{SVG}text")}
-    for workload in README_WORKLOADS:
-        assert {number(value) for value in find().values(workload).values()} <= texts
-        others = {
-            name: values[workload] for name, values in rivals(workload).items() if name in README_RIVALS
-        }
-        assert len(others) == 2
-        lines = others | {"bytes floor": floor_tok_s(find(), workload)}
-        assert {f"{name} {short(value)}" for name, value in lines.items()} <= texts
-    assert set(RECORDED) <= texts
-
-
-def test_the_picture_has_a_dot_for_every_value_where_its_axis_says():
-    results, dots = find(), [*drawn("light").iter(f"{SVG}circle")]
-    assert len(dots) == len(README_WORKLOADS) * len(RECORDED)
-    hollow = [dot for dot in dots if dot.get("fill") == "none"]
-    assert len(hollow) == len(README_WORKLOADS) * len(SIDE_BRANCHES & set(RECORDED))
-    first = sorted(dots, key=lambda dot: float(dot.get("cx")))[: len(RECORDED)]  # of the panel at the left
-    places = [float(dot.get("cx")) for dot in sorted(first, key=lambda dot: float(dot.get("cy")))]
-    logs = [math.log10(results.value("W1", rung)) for rung in RECORDED]
-    scale = (places[-1] - places[0]) / (logs[-1] - logs[0])
-    assert places == pytest.approx([places[0] + scale * (log - logs[0]) for log in logs], abs=0.4)
-    low, high = readme_chart([results], README_THEMES["light"]).layout.xaxis.range
-    assert 200 < scale * (high - low) < 300
-
-
-def test_a_line_stands_where_a_dot_of_its_value_would():
-    results = find()
-    value = results.value("W1", "paged")
-    figure = readme_chart([results], README_THEMES["light"])
-    figure.layout.shapes[0].update(x0=value, x1=value)
-    picture = ElementTree.fromstring(ladder_svg(figure))
-    line = next(path for path in picture.iter(f"{SVG}path") if path.get("stroke-dasharray"))
-    place = float(re.match(r"M([\d.]+) ", line.get("d"))[1])
-    assert any(float(dot.get("cx")) == pytest.approx(place, abs=0.2) for dot in picture.iter(f"{SVG}circle"))
-
-
-def test_the_pictures_read_on_their_pages():
-    """WCAG 2: text and lines have a contrast of 4.5 and 2.2 or more with the page."""
-    for theme, page in (("light", "#ffffff"), ("dark", "#0d1117")):
-        one = README_THEMES[theme]
-        assert contrast(one.text, page) >= 4.5
-        assert min(contrast(colour, page) for colour in (one.rung, one.floor, *one.rivals)) >= 2.2
-
-
-def contrast(a: str, b: str) -> float:
-    def luminance(colour: str) -> float:
-        channels = [int(pair, 16) / 255 for pair in re.findall("..", colour[1:])]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    high, low = sorted((luminance(a), luminance(b)), reverse=True)
-    return (high + 0.05) / (low + 0.05)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from rosellm.lab.records import arrivals
-from rosellm.lab.records.findings import UNTOLD, finding
 from rosellm.lab.records.records import Results, find
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.records.simulation import simulated_run
@@ -120,15 +119,12 @@ def test_a_watched_run_is_simulated_from_its_own_steps() -> None:
     assert made["total_throughput_tok_s"] == pytest.approx(live["total_throughput_tok_s"], rel=0.3)
 
 
-def test_what_is_recorded_is_found_and_told_and_before_that_nothing(tmp_path) -> None:
+def test_what_is_recorded_is_found_and_before_that_nothing(tmp_path) -> None:
     assert arrivals.recorded(Results(tmp_path)) == {} == arrivals.recorded_long_prompt(Results(tmp_path))
-    assert finding(Results(tmp_path), "33_arrivals") == UNTOLD
     runs = [{"share": share, "ttft_p99_s": share / 10} for share in (0.5, 0.95)]
     figures = {"capacity_req_s": 400.0, "runs": runs}
     (tmp_path / "arrivals.json").write_text(json.dumps({"max_batch_size": 256, "figures": figures}))
     assert arrivals.recorded(Results(tmp_path)) == {"max_batch_size": 256, **figures}
-    told = finding(Results(tmp_path), "33_arrivals")
-    assert told == "TTFT p99 50.0 ms at 50%, 95.0 ms at 95% of 400 requests a second"
     (tmp_path / "Qwen3").mkdir()
     both = {way: {"medians": {"itl_beside_p50_s": 0.01}} for way in ("chunked", "whole")}
     (tmp_path / "Qwen3" / "long_prompt.json").write_text(json.dumps({"results": both}))

@@ -11,7 +11,6 @@ import pytest
 
 from rosellm.errors import RoseError
 from rosellm.lab.records import first_request
-from rosellm.lab.records.findings import finding
 from rosellm.lab.records.first_process import first_run
 from rosellm.lab.records.measured_model import folder_of, settle
 from rosellm.lab.records.records import Results
@@ -127,7 +126,3 @@ def test_the_aims_are_judged_by_the_processes_with_a_warm_up(tmp_path) -> None:
         (7.0, False),
         (90.0, False),
     ]
-    told = finding(Results(tmp_path), "32_first_request")
-    assert told.startswith(
-        "an engine is built in 19.0 s, with compiled kernels in 7.00 s; first W8 run: 90.0 %"
-    )

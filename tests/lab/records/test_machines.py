@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rosellm.environment import environment
-from rosellm.lab.figures.ladder import README_THEMES, ladder_chart, readme_chart, values_beside
-from rosellm.lab.figures.ladder_svg import ladder_svg
+from rosellm.lab.figures.ladder import ladder_chart, values_beside
 from rosellm.lab.figures.models import against_floor
 from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records import first_request
@@ -274,16 +273,6 @@ def test_the_ladder_has_a_dot_for_each_of_a_machines_values_and_names_it(machine
 def test_a_rung_that_only_another_machine_measured_has_a_row():
     chart = ladder_chart({"dense": 1.0}, "tok/s", title="t", beside={NAME: {"paged": 2.0}})
     assert [line.split()[0] for line in chart.table.splitlines()[2:]] == ["dense", "paged"]
-
-
-def test_readmes_picture_names_the_machine_and_has_its_dots(machines):
-    alone, both = (
-        ladder_svg(readme_chart(some, README_THEMES["light"])) for some in (machines[:1], machines)
-    )
-    assert f"● {NAME}" in both and NAME not in alone
-    assert both.count("<circle") - alone.count("<circle") == sum(
-        len(machines[1].values(workload)) for workload in ("W1", "W2", "W3")
-    )
 
 
 def test_a_modern_models_chart_and_ladder_take_machines_with_and_without_it(machines, folder):

@@ -12,7 +12,6 @@ import torch
 from rosellm.lab.figures.charts import ChartError
 from rosellm.lab.figures.passes import pass_timeline
 from rosellm.lab.records import arrivals, one_pass, passes
-from rosellm.lab.records.findings import UNTOLD, finding
 from rosellm.lab.records.passes import Pass
 from rosellm.lab.records.records import Results
 from rosellm.roseinfer.bench.arrivals import Arrival
@@ -142,14 +141,6 @@ def test_both_ways_give_the_same_tokens_and_the_joined_one_takes_fewer_passes() 
     runs = one_pass.both_ways(random_model(0), workload)
     assert runs["apart"].tokens == runs["joined"].tokens and len(runs["joined"].tokens) == 16
     assert len(runs["joined"].passes) < len(runs["apart"].passes)
-
-
-def test_the_finding_is_computed_from_the_record(tmp_path) -> None:
-    assert finding(Results(tmp_path), "34_one_pass") == UNTOLD
-    record = {"model": "gpt2", "figures": made_up_figures(FASTER)}
-    (tmp_path / "one_pass.json").write_text(json.dumps(record))
-    told = finding(Results(tmp_path), "34_one_pass")
-    assert told == "gpt2, W8: +10.0 % tok/s, faster, passes 14 → 10"
 
 
 def test_a_small_record_has_runs_passes_and_latencies_of_both_ways(tmp_path, capsys, monkeypatch) -> None:

@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend
 from rosellm.errors import OptionError
 from rosellm.lab.records import prompt_attention
 from rosellm.lab.records.records import Results
-from rosellm.lab.running.readme import prompts_table
 from tests.helpers import MODERN, small_config
 
 
@@ -70,16 +69,6 @@ def test_a_library_that_refuses_such_heads_is_left_out_and_without_any_one_line_
         prompt_attention.measure(shape, [9], 9, device, 1, seconds=0.0)
     assert names == ["rosellm", "FlashAttention"]
     assert capsys.readouterr().err == "FlashAttention is left out: No viable backend\n"
-
-
-def test_readme_tells_ours_and_the_share_of_the_better_library(tmp_path) -> None:
-    folder = tmp_path / "gpu" / "Qwen3"
-    folder.mkdir(parents=True)
-    us = {"rosellm": [2.0, 4.0, 3.0], "FlashAttention": [6.0], "cuDNN": [2.4]}
-    figures = {"2048": {"prompts": 16, "flop": 3e8, "us": us, "largest_difference": {}}}
-    (folder / "prompt_attention.json").write_text(json.dumps({"figures": figures}))
-    told = prompts_table([Results(tmp_path / "gpu")]).splitlines()
-    assert told[0] == "| TFLOP/s | Qwen3 |" and told[2:] == ["| 16 × 2,048 | **100** (50.0; 125): 80 % |"]
 
 
 def test_a_model_with_a_window_is_refused_in_one_line(tmp_path, capsys, monkeypatch) -> None:

@@ -8,7 +8,6 @@ import torch
 
 from rosellm.lab.records import sampling_steps
 from rosellm.lab.records.bench import Bench
-from rosellm.lab.records.findings import finding
 from rosellm.lab.records.records import Results, find
 from rosellm.lab.records.sampling_steps import (
     GREEDY,
@@ -182,14 +181,3 @@ def test_log_probabilities_read_the_head_once_a_run(batch, runs):
 def test_what_a_mode_adds_is_the_difference_of_medians():
     turns = {GREEDY: [9.0, 10.0, 30.0], "top-p": [1.0, 14.0, 15.0]}
     assert extra_us(turns) == {"top-p": 4.0}
-
-
-def test_the_finding_tells_of_the_largest_batch_and_of_nothing_without_a_record(tmp_path):
-    assert finding(Results(tmp_path), "31_sampling") == "–"
-    steps = {GREEDY: 100.0, "top-k, top-p": 103.0, "top-k, top-p, sorted": 250.0}
-    modes = {name: {"turns_us": [us]} for name, us in steps.items()}
-    figures = {"batches": {"8": {}, "64": modes}}
-    (tmp_path / "gpt2").mkdir()
-    (tmp_path / "gpt2" / "sampling_steps.json").write_text(json.dumps({"figures": figures}))
-    told = "top-k and top-p, gpt2, 64 rows: +3.0 % a step, sorted +150.0 %"
-    assert finding(Results(tmp_path), "31_sampling") == told

@@ -53,18 +53,3 @@ def test_a_notebook_and_the_map_show_the_machine_beside_the_h200(project):
     assert f"● {NAME}" in map_  # the ladder's chart
     assert f"| {NAME} |" in map_  # the table of gains
     assert f"W2, {NAME}" in map_ and f"no such record, {NAME}: {LACKING}" in map_  # the table of steps
-
-
-def test_readmes_command_shows_the_machine_from_then_on(project):
-    command = ("rosellm.lab.running.readme", "--record", FOLDER)
-    assert "README.md renewed" in ran(project, *command)
-    text = (project / "README.md").read_text()
-    assert f"<!-- record: nvidia-h200,{FOLDER} -->" in text
-    assert f"| W2, {NAME} |" in text and f"No such record, {NAME}: {LACKING}." in text
-    assert f"<br>{NAME}: tok/s" in text  # findings
-    assert f"{NAME}: –" not in text and "– %" not in text  # nothing where nothing is known
-    assert f"None of {NAME}." in text  # modern models
-    assert f"● {NAME}" in (project / "notebooks/results/ladder-dark.svg").read_text()
-    assert ran(project, "rosellm.lab.running.readme", "--check") == ""
-    ran(project, "rosellm.lab.running.readme", "--record", "nvidia-h200")
-    assert (project / "README.md").read_text() == (ROOT / "README.md").read_text()

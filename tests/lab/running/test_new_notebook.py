@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -19,13 +18,11 @@ LAST = '    ("one_pass", "split_kv", {"prefill": "joined"}),\n'
 MINE = '    ("my_idea", "dependent_launch", {"prefill": "padded"}),\n'
 STILL_HOLD = (
     "tests/lab/figures/test_ladder.py",
-    "tests/lab/records/test_records_hold.py",
     "tests/lab/records/test_verdicts.py",
     "tests/lab/running/test_gallery.py",
     "tests/lab/trying/test_try_rung.py::test_bad_requests_are_refused_in_one_line",
     "tests/roseinfer/test_recipe.py",
     "tests/exhibits/test_persistent_layers.py::test_the_rung_is_a_side_branch_that_changes_the_products_only",
-    "tests/test_readme.py::test_the_computed_parts_are_up_to_date",
     "tests/test_notebooks.py::test_a_committed_notebook_has_no_faults[40_my_idea]",
     "tests/test_notebooks.py::test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own[00_map]",
     "tests/test_notebooks.py::test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own[40_my_idea]",
@@ -60,8 +57,6 @@ def ran(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_rung_added_by_one_line_and_a_notebook_made_by_one_command_leave_all_whole(project):
     made = ran(project, "rosellm.lab.running.new_notebook", "40_my_idea")
     assert made.returncode == 0, made.stderr
-    row = r"\]\(notebooks/40_my_idea.ipynb\) \| my_idea: \*What does `my_idea` change\?\* \| \d+ \| – \|"
-    assert re.search(row, (project / "README.md").read_text())
     tested = ran(project, "pytest", *STILL_HOLD, *NBVAL, "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0, tested.stdout[-3000:]
 

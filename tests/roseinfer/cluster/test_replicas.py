@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
 
@@ -37,8 +35,8 @@ from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 
-README = (Path(__file__).parents[3] / "README.md").read_text()
-REPLICAS, REPLICAS_OF_RANKS = re.findall(r'^LLM\("rose-tiny", (data.*=2)\) ', README, re.MULTILINE)
+REPLICAS = "data_parallel_size=2"
+REPLICAS_OF_RANKS = "data_parallel_size=2, tensor_parallel_size=2"
 PROMPTS = ["import os\n", "def main(", [5, 6, 7], "class A:", "for i in range(", "return"]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, logprobs=2),

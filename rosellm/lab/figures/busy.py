@@ -1,0 +1,115 @@
+"""A decode step on every rung, and how much of it the GPU works: the ladder in one picture."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rosellm.atomic import write_text
+from rosellm.command_line import OneLineParser, command
+from rosellm.lab.figures.charts import Chart, finish, text_table
+from rosellm.lab.figures.palette import BLUE, ORANGE, PALE
+from rosellm.lab.figures.svg import FONT, px, rect, texts
+from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.machines import name_of
+from rosellm.lab.records.records import Results, find, number, results_folder
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, SIDE_BRANCHES
+
+FIRST_RESIDENT = "resident_step"
+ACTS = "Act I: feed the GPU", "Act II: give it less to do"
+NAMES = "the GPU works", "the GPU waits"
+README_BATCH = 8
+INKS = {"light": "#3f464f", "dark": "#d0d7de"}
+WIDTH, ROW, LEFT, RIGHT, HEAD = 1024, 22, 190, 150, 66
+
+
+class Step(NamedTuple):
+    """A rung's decode step, µs; ``busy_us`` counts overlapping kernels once, so it is at most ``us``."""
+
+    rung: str
+    act: str
+    us: float
+    busy_us: float
+
+    @property
+    def share(self) -> float:
+        return self.busy_us / self.us
+
+
+def steps_of(results: Results, batch: int | str) -> list[Step]:
+    """Every rung up to the best one with an undisturbed ledger at ``batch``. Raises RecordError."""
+    recorded = results.figures("ledger", str(batch))
+    found, act = [], ACTS[0]
+    for rung in LADDER:
+        act = ACTS[1] if rung == FIRST_RESIDENT else act
+        if rung in recorded and rung not in SIDE_BRANCHES:
+            ledger = Ledger.from_dict(recorded[rung])
+            if not ledger.is_disturbed:
+                busy = min(ledger.busy, 1.0) * ledger.step_us
+                found.append(Step(rung, act, ledger.step_us, busy))
+        if rung == BEST_RUNG:
+            break
+    return found
+
+
+def busy_chart(results: Results, batch: int | str) -> Chart:
+    """A bar a rung: the µs of a step in which the GPU works, then those in which it waits."""
+    steps = steps_of(results, batch)
+    labels = [[step.act for step in steps], [step.rung for step in steps]]
+    chart = Chart()
+    columns = [step.busy_us for step in steps], [step.us - step.busy_us for step in steps]
+    written = [""] * len(steps), [_label(step) for step in steps]
+    for name, values, text, colour in zip(NAMES, columns, written, (BLUE, PALE), strict=True):
+        chart.add_bar(x=values, y=labels, orientation="h", name=name, text=text, marker_color=colour)
+    chart.update_traces(textposition="outside", cliponaxis=False)
+    chart.update_xaxes(range=[0, 1.4 * max(step.us for step in steps)], title="µs")
+    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    chart.update_layout(barmode="stack")
+    chart.table = text_table(["", "step, µs", "GPU busy, µs", "GPU busy"], [_row(step) for step in steps])
+    rows = "1 sequence" if str(batch) == "1" else f"{batch} sequences"
+    title = f"One decode step of {rows}, GPT-2 small in fp16, {name_of(results)}"
+    return finish(chart, title, 20 * len(steps), legend=NAMES)
+
+
+def _row(step: Step) -> list[str | float]:
+    return [step.rung, step.us, step.busy_us, f"{step.share:.0%}"]
+
+
+def _label(step: Step) -> str:
+    return f"{number(step.us)} µs, {step.share:.0%} busy"
+
+
+def busy_svg(results: Results, batch: int, ink: str) -> str:
+    """The same picture without scripts, for README.md."""
+    steps = steps_of(results, batch)
+    scale = (WIDTH - LEFT - RIGHT) / max(step.us for step in steps)
+    title = f"One decode step of {batch} sequences, GPT-2 small in fp16, on one {results.device_name}"
+    bold = ' font-weight="bold"'
+    parts = [texts([title], 8, 22, 15, ink, extra=bold, anchor="start")]
+    for i, (name, colour) in enumerate(zip(NAMES, (BLUE, PALE), strict=True)):
+        parts += [rect(LEFT + 150 * i, 34, 12, 12, 2, colour)]
+        parts += [texts([name], LEFT + 150 * i + 18, 45, 12, ink, anchor="start")]
+    y, act = HEAD, ""
+    for step in steps:
+        if step.act != act:
+            act = step.act
+            parts += [texts([act], 8, y + 12, 12, ORANGE, extra=bold, anchor="start")]
+            y += ROW
+        busy, whole = step.busy_us * scale, step.us * scale
+        parts += [texts([step.rung], LEFT - 10, y + 12, 12, ink, anchor="end")]
+        parts += [rect(LEFT, y, whole, ROW - 6, 2, PALE), rect(LEFT, y, busy, ROW - 6, 2, BLUE)]
+        parts += [texts([_label(step)], LEFT + whole + 8, y + 12, 12, ink, anchor="start")]
+        y += ROW
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {px(y + 8)}" font-family="{FONT}"'
+    return f'{head} role="img"><title>{title}</title>{"".join(parts)}</svg>\n'
+
+
+@command
+def main(argv: list[str] | None = None) -> None:
+    """Write README.md's picture, for light and dark pages."""
+    OneLineParser(prog="python -m rosellm.lab.figures.busy", description=main.__doc__).parse_args(argv)
+    for name, ink in INKS.items():
+        write_text(results_folder() / f"busy-{name}.svg", busy_svg(find(), README_BATCH, ink))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

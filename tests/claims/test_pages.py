@@ -1,0 +1,168 @@
+"""README's and docs' figures are those of the records: each is read out of the table or sentence itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from rosellm.lab.figures.busy import README_BATCH, steps_of
+from rosellm.lab.records import prompt_attention
+from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.model_ladder import by_role, recorded_ledgers
+from rosellm.lab.records.records import _rivals_file, find
+from rosellm.roseinfer.recipe import BEST_RUNG
+from tests.claims.reading import ROOT, falsified, number, rows, wrong
+
+H200, H100 = find(), find("nvidia-h100-80gb-hbm3")
+RIVALS = _rivals_file()
+LEASE = RIVALS["one_lease_2026_11_26"]
+MODELS = {
+    "GPT-2 small": "gpt2",
+    "Qwen3-0.6B": "qwen3-0.6b",
+    "Qwen2.5-1.5B (not tuned for)": "qwen2.5-1.5b",
+    "Llama-3.2-1B": "llama-1b",
+    "Llama-3.1-8B": "llama-8b",
+}
+WORKLOADS = {
+    "1 request of 512 tokens": "W0",
+    "512 requests, prompts and outputs of 16 to 512": "W8",
+    "1 request of 512": "D1",
+    "256 requests, prompts and outputs of 100 to 1,024": "MIX",
+    "first token of a prompt of 1,024, ms": "TTFT1K",
+    "16 requests of 256 after prompts of 200": "16x256 p200",
+    "16 requests of 256 after prompts of 8,192": "L8K",
+    "64 prompts of 2,048, prompt tokens per second": "PRE",
+}
+Claims = list[tuple[float, str]]
+
+
+def results_table(text: str) -> Claims:
+    """Both engines' figures of one lease, and their ratio: above 1 where ours is better."""
+    claims: Claims = []
+    for model, workload, *cells in rows(text, "results"):
+        together = "W2" if model == "GPT-2 small" else "D64"
+        name = WORKLOADS.get(workload) or {"64 requests of 512, all together": together}[workload]
+        figures = LEASE["figures"][MODELS[model]][name]
+        theirs, ours = figures["vLLM 0.26.0"], figures["rosellm ab671af"]
+        ratio = theirs / ours if figures["unit"] == "ms" else ours / theirs
+        claims += zip((theirs, ours, ratio), cells, strict=True)
+    return claims
+
+
+def single_streams(text: str) -> Claims:
+    """The published figures and ours of the same protocol on the same GPU model."""
+    (published,) = RIVALS["modern_models"]["published"].values()
+    megakernel = published["HazyResearch megakernel, us a token"]
+    graph = published["CUDA graph with programmatic dependent launch, us a token"]
+    ours = LEASE["llama_1b_protocol"]
+    found = re.findall(
+        r"([\d.]+) µs\*{0,2} per (?:token here|decode step here)"
+        r"|([\d.]+) µs(?:\s+for the megakernel| and a CUDA)"
+        r"|([\d.]+) µs(?:\s+for a CUDA| on the same)|and ([\d.]+) µs per\s+token of the whole call",
+        text,
+    )
+    values = (ours["decode only"], megakernel, graph, ours["rosellm ab671af, LLM.generate, whole call / 128"])
+    claims = [(values[i], group) for groups in found for i, group in enumerate(groups) if group]
+    assert {value for value, _ in claims} >= {ours["decode only"], megakernel, graph}
+    return claims
+
+
+def h100_stream(text: str) -> Claims:
+    """The record of the protocol's command on an H100."""
+    medians = H100.load("llama_1b_protocol")["figures"]["medians"]
+    found = re.search(r"gives ([\d.]+) µs per decode step and ([\d.]+) µs per token", text)
+    assert found
+    return list(zip((medians["decode_us"], medians["call_us"]), found.groups(), strict=True))
+
+
+def floor_speed(text: str) -> Claims:
+    """The one ceiling that all floors rest on."""
+    found = re.search(r"at ([\d.]+) TB/s", text)
+    assert found
+    return [(max(H200.figures("ceilings", "read_TB_s")), found[1])]
+
+
+def steps_table(text: str) -> Claims:
+    """Recorded ledgers of the best rung: the step, its floor, and what lies above the floor."""
+    ledgers: dict[str, dict[tuple[int, int], Ledger]] = {"GPT-2 small": {}}
+    recorded = [Ledger.from_dict(one[BEST_RUNG]) for one in H200.figures("ledger").values()]
+    ledgers["GPT-2 small"] = {(one.batch, round(one.context)): one for one in recorded}
+    for model in ("Qwen3-0.6B", "Llama-3.2-1B", "Llama-3.1-8B"):
+        own = recorded_ledgers(H200, model).values()
+        ledgers[model] = {(one.batch, round(one.context)): one for one in own}
+    claims: Claims = []
+    for model, size, *cells in rows(text, "steps"):
+        batch, context = (int(number(one)) for one in size.split("×"))
+        ledger = ledgers[model][batch, context]
+        roles = by_role(ledger)
+        above = [roles[name].us - (roles[name].floor_us or 0) for name in ("GEMM", "attention", "norm")]
+        floor = ledger.floor_us or 0.0
+        claims += zip([ledger.step_us, floor, 100 * floor / ledger.step_us, *above], cells, strict=True)
+    return claims
+
+
+def prompts_table(text: str) -> Claims:
+    """Attention of whole prompts against two libraries, TFLOP/s."""
+    recorded, claims = prompt_attention.recorded(H200), []
+    for model, size, *cells in rows(text, "prompts"):
+        tokens = size.split("×")[1].strip().replace(",", "")
+        speeds = prompt_attention.tflop_s(recorded[model][tokens])
+        assert f"{recorded[model][tokens]['prompts']} ×" in size
+        claims += zip([speeds[name] for name in ("rosellm", "FlashAttention", "cuDNN")], cells, strict=True)
+    return claims
+
+
+CHECKS: dict[str, tuple[Callable[[str], Claims], ...]] = {
+    "README.md": (results_table, single_streams),
+    "docs/performance.md": (floor_speed, steps_table, prompts_table, single_streams, h100_stream),
+}
+PAGES = {page: (ROOT / page).read_text(encoding="utf-8") for page in CHECKS}
+MEASURED = re.compile(r"(?<![\w.])([\d,]*\d(?:\.\d+)?)\*{0,2} (?:µs|ms|TB/s|tok/s|TFLOP/s)\b")
+
+
+def complaints(page: str, text: str) -> list[str]:
+    return [one for check in CHECKS[page] for one in wrong(check(text))]
+
+
+def claimed(page: str) -> list[re.Match[str]]:
+    """Every number of the page's tables, and every measured one in its sentences."""
+    text, found = PAGES[page], []
+    for table in re.finditer(r"<!-- (?:results|steps|prompts) -->\n(.*?)<!-- /", text, re.DOTALL):
+        for line in re.finditer(r"^\|(?!---).*\|$", table[0], re.MULTILINE):
+            cells = line[0].split("|")[3:] if "vLLM" not in line[0] and "µs" not in line[0] else []
+            start = table.start() + line.start() + len("|".join(line[0].split("|")[:3]))
+            figures = re.compile(r"−?[\d,]*\d(?:\.\d+)?%?(?= \|)")
+            found += figures.finditer(text, start, table.start() + line.end()) if cells else []
+    return [*found, *MEASURED.finditer(text)]
+
+
+@pytest.mark.parametrize("page", CHECKS)
+def test_every_figure_of_a_page_is_the_recorded_one(page):
+    assert complaints(page, PAGES[page]) == []
+
+
+@pytest.mark.parametrize("page", CHECKS)
+def test_a_falsified_figure_is_found_wherever_it_stands(page):
+    figures = claimed(page)
+    assert len(figures) > 30
+    missed = []
+    for one in figures:
+        text = falsified(PAGES[page], one.start(), one.end())
+        with suppress(AssertionError, KeyError):  # a claim that cannot be read is found as well
+            missed += [] if complaints(page, text) else [PAGES[page][one.start() - 40 : one.end() + 10]]
+    assert missed == []
+
+
+@pytest.mark.parametrize("page", sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")))
+def test_only_pages_whose_figures_are_checked_state_measured_ones(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert page in CHECKS or not MEASURED.findall(text)
+
+
+def test_readmes_picture_is_described_as_the_records_say():
+    """First the GPU waits, then it works, then it has less to do."""
+    steps = steps_of(H200, README_BATCH)
+    assert steps[0].share < 0.5 < 0.9 < steps[-1].share and steps[-1].us < steps[0].us / 10
