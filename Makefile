@@ -14,7 +14,7 @@ export NB P CLUSTER
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
 .DEFAULT_GOAL := help
-.PHONY: help setup notebooks test test-quick test-browser check soak lint lab new-notebook measure refresh clean
+.PHONY: help setup notebooks test test-all test-browser soak lint lab new-notebook measure refresh clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,16 +39,14 @@ notebooks: $(STAMP) ## execute the notebooks into build/ (NB="03 05" selects, P=
 	@exec $(PY) -m rosellm.lab.running.run_notebooks --select "$$NB" --parameters "$$P" --workers $(WORKERS) --timeout $(TIMEOUT) \
 		$(if $(CLUSTER),--cluster "$$CLUSTER")
 
-test: export OMP_NUM_THREADS := 1
-test: $(STAMP) ## run the package's tests (pytest) and every notebook as a test (nbval); T="tests/test_atomic.py" runs that alone
-	$(PY) -m pytest $(or $(T),tests notebooks) $(SHARED) --nbval --nbval-current-env --nbval-cell-timeout 120 \
-		--nbval-sanitize-with notebooks/nbval_sanitize.cfg
+NBVAL := --nbval --nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with notebooks/nbval_sanitize.cfg
 
-test-quick: export OMP_NUM_THREADS := 1
-test-quick: $(STAMP) ## run one case of each of the package's tests, without notebooks and slow files
-	$(PY) -m pytest tests $(SHARED) --quick -q
+test test-all: export OMP_NUM_THREADS := 1
+test: $(STAMP) ## run the tests and every notebook as a test, in five minutes on two cores; T="tests/test_atomic.py" runs that alone
+	$(PY) -m pytest $(or $(T),tests notebooks) $(SHARED) $(NBVAL)
 
-check: lint test-quick ## lint and test-quick: what to run before each commit
+test-all: $(STAMP) ## run the slow cases as well, in about twenty minutes
+	$(PY) -m pytest $(or $(T),tests notebooks) $(SHARED) $(NBVAL) -m "not browser"
 
 test-browser: $(STAMP)-browser ## open notebooks in JupyterLab and headless Chromium, run them, move controls (NB selects)
 	$(PY) -m pytest tests/browser -m browser

@@ -2,6 +2,7 @@
 
 import rosellm  # noqa: F401, I001  (settles how Triton runs, so it comes before anything that imports Triton)
 import gc
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,17 +14,17 @@ from xdist.scheduler import LoadFileScheduling
 
 from rosellm.frozen_heap import frozen_heap
 from tests import quick_interpreter
+from tests.cover import combinations
 from tests.warm_kernel import WarmKernel
 
 DRAWN = ("stderr", "application/vnd.plotly.v1+json", "text/html", "image/svg+xml", "image/png")
-PROCESSES = {
+PROCESSES = {  # files whose tests each run processes of their own
     "test_autoreload.py",
     "test_benchmarks.py",
     "test_new_notebook.py",
     "test_notebooks.py",
     "test_open_lab.py",
     "test_ranks_end.py",
-    "test_readme.py",
     "test_run_notebooks.py",
 }
 LONG = PROCESSES | {
@@ -34,42 +35,13 @@ LONG = PROCESSES | {
     "test_types.py",
     "test_wheel.py",
 }
-NOT_QUICK = PROCESSES | {
-    "test_atomic.py",
-    "test_bad_input.py",
-    "test_bench.py",
-    "test_captured_ranks.py",
-    "test_cuts.py",
-    "test_benchmark_rivals.py",
-    "test_dependent_launch.py",
-    "test_held_interrupt.py",
-    "test_ledger.py",
-    "test_machine_folder.py",
-    "test_measure.py",
-    "test_persistent_layers.py",
-    "test_refresh.py",
-    "test_replica_scheduler.py",
-    "test_replicas.py",
-    "test_state_machines.py",
-    "test_streaming_load.py",
-    "test_sweep_on_ray.py",
-    "test_tensor_parallel.py",
-    "test_told_ranks.py",
-    "test_train.py",
-    "test_wheel.py",
-    "test_widgets.py",
-}
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background, it would be ignored
 quick_interpreter.install()
 settings.register_profile("shared", deadline=None)  # other processes may slow any example
 settings.load_profile("shared")
 nbval.plugin.RunningKernel = WarmKernel
 FROZEN = ExitStack()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    told = "one case of each test; no notebook, and no file whose tests take seconds or start processes"
-    parser.addoption("--quick", action="store_true", help=told)
 
 
 class Scheduling(LoadFileScheduling):
@@ -85,12 +57,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> Scheduling | None
     return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes long comes first, so that two workers end together."""
-    if config.option.quick:
-        quick = _one_case_each(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in quick])
-        items[:] = quick
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Combinations are slow; what takes long comes first, so that two workers end together."""
+    for item in combinations(items):
+        item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not _is_long(item))
 
 
@@ -107,14 +78,6 @@ def pytest_unconfigure() -> None:
 
 def _is_long(item: pytest.Item) -> bool:
     return item.path.suffix == ".ipynb" or item.path.name in LONG
-
-
-def _one_case_each(items: list[pytest.Item]) -> list[pytest.Item]:
-    cases = {}
-    for item in items:
-        if item.path.name not in NOT_QUICK and not _lacks_gpu(item):
-            cases.setdefault(item.nodeid.partition("[")[0], item)
-    return list(cases.values())
 
 
 def _lacks_gpu(item: pytest.Item) -> bool:

@@ -242,7 +242,14 @@ def _with_solutions(notebook: NotebookNode) -> Iterator[str]:
             yield solved(cell.source, below.source) if "exercise" in _tags(cell) else cell.source
 
 
-@each_notebook
+QUICK = ("03", "20", "31")  # the others' second run is slow
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.stem[:2] in QUICK else pytest.mark.slow) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_refuses_a_bad_parameter_and_runs_with_others_than_its_own(path, kernel, results):
     """Its tables and charts of records show the machine that ``record`` names beside the reference."""
     *before, told = first_answers(kernel, path, {"batch": 0})
@@ -313,7 +320,9 @@ def test_a_cell_that_fails_is_told_and_the_kernel_starts_without_modules_of_the_
     assert not kernel.is_alive()
 
 
-@pytest.mark.parametrize("number", ["16", "19", "24"])
+@pytest.mark.parametrize(
+    "number", ["16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("19", "24"))]
+)
 def test_a_notebook_runs_with_the_other_shipped_model(number, kernel):
     (path,) = [path for path in NOTEBOOKS if path.stem.startswith(number)]
     assert errors(kernel, path, NON_DEFAULT | {"model": "rose-tiny-qwen3"}) == []

@@ -50,6 +50,7 @@ def check(checker: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_type_checker_takes_the_usual_example_and_finds_what_is_wrong(checker: str, tmp_path: Path) -> None:
     assert find_spec(checker) is not None
@@ -64,6 +65,7 @@ def test_the_package_lists_what_it_offers() -> None:
     assert set(rosellm.__all__) <= set(dir(rosellm))
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_a_path_that_tools_can_follow(tmp_path: Path) -> None:
     build = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
     copy = tmp_path / "copy"

@@ -53,6 +53,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.slow
 def test_both_models_give_the_checkouts_tokens(fresh, tmp_path):
     """A path in a .pth file brings its packages, but no editable install of this checkout."""
     code = USE.format(models=SHIPPED_MODELS)
@@ -63,6 +64,7 @@ def test_both_models_give_the_checkouts_tokens(fresh, tmp_path):
     assert (Path(where) / "py.typed").is_file()
 
 
+@pytest.mark.slow
 def test_it_has_every_file_of_the_package_that_git_has(fresh):
     (installed,) = (fresh.parents[1] / "lib").glob("python*/site-packages/rosellm")
     listed = subprocess.run(["git", "ls-files", "rosellm"], cwd=ROOT, capture_output=True, text=True).stdout
@@ -71,6 +73,7 @@ def test_it_has_every_file_of_the_package_that_git_has(fresh):
     assert len(paths) > 150 and lacking == []
 
 
+@pytest.mark.slow
 def test_its_commands_run_from_anywhere(fresh, tmp_path):
     command = ("rosellm.roseinfer.benchmark_scheduler", "--device", "cpu", "--num-requests", "1")
     assert "=== online summary ===" in run(

@@ -91,6 +91,7 @@ class StuckLoad(Load):
         return super().part(part)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_command_never_ends_ends_the_engine_with_its_error(tmp_path):
     loaded = load_ranks(2, StuckLoad("rose-tiny", "cpu", begun=tmp_path / "begun"))
     engine = loaded.build(loaded.model, loaded.tokenizer, max_batch_size=4)
@@ -101,6 +102,7 @@ def test_a_rank_whose_command_never_ends_ends_the_engine_with_its_error(tmp_path
     assert have_ended(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("computes", [False, True], ids=["poll", "compute"])
 def test_threads_that_only_poll_are_not_taken_for_a_command_at_work(monkeypatch, computes):
     monkeypatch.setattr(psutil.Process, "children", lambda _: [])
@@ -124,6 +126,7 @@ def test_threads_that_only_poll_are_not_taken_for_a_command_at_work(monkeypatch,
     assert any(seen) if computes else not all(seen)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_while_it_loads_ends_the_start_with_its_error():
     with program("-c", SCRIPT) as script:
         (pid,) = spawned_by(script, 1)
@@ -141,6 +144,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_told_at_the_next_request(llm):
         llm.generate("import os", LONG, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_other_three():
     engine = ranks_of("rose-tiny", 4)
     pids = other_ranks()
@@ -173,6 +177,7 @@ def test_an_error_of_rank_0_ends_the_others_and_is_itself_raised(llm, monkeypatc
         llm.generate("import os", LONG, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_a_dropped_llm_ends_its_ranks():
     llm = LLM(tensor_parallel_size=2, device="cpu")
     llm.generate("import os", SamplingParams(max_tokens=4), use_tqdm=False)
@@ -192,6 +197,7 @@ print(len(llm.generate("import os", SamplingParams(max_tokens=4), use_tqdm=False
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_keeps_rank_0_from_counting_between_requests_ends_nothing():
     done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60)
     assert done.stdout.split()[1:] == ["1"], done.stderr
@@ -204,6 +210,7 @@ def script() -> Iterator[subprocess.Popen]:
         yield process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name)
 def test_when_rank_0_ends_or_hangs_no_other_rank_is_left(script, how):
     pids = [int(pid) for pid in script.stdout.readline().split()]
@@ -216,6 +223,7 @@ def test_when_rank_0_ends_or_hangs_no_other_rank_is_left(script, how):
         assert "KeyboardInterrupt" in script.communicate(timeout=WITHIN_S)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how, is_read", [(signal.SIGTERM, True), (signal.SIGKILL, False)], ids=["SIGTERM", "SIGKILL-and-unread"]
 )

@@ -70,6 +70,7 @@ def test_preempted_requests_get_the_tokens_of_one_rank(pair):
     pair[1].check_integrity()
 
 
+@pytest.mark.slow
 def test_four_ranks_give_the_tokens_of_one():
     prompts, wishes = PROMPTS[:4], WISHES[:4]
     expected, got = (tokens_of(run(ranks_of("rose-tiny", n_ranks), prompts, wishes)[1]) for n_ranks in (1, 4))
@@ -134,6 +135,7 @@ SIZES = {"n_heads": 8, "d_model": 64, "d_ff": 128, "vocab_size": 500, "n_positio
 GROUPED = small_config(**MODERN | SIZES)
 
 
+@pytest.mark.slow
 def test_key_value_heads_are_repeated_where_there_are_fewer_than_ranks(tmp_path):
     model = saved(GROUPED, tmp_path)
     prompts = random_prompts([1, 9, 33, 100], vocab_size=500)
@@ -188,6 +190,7 @@ def test_the_whole_of_a_loaded_model_is_itself():
     assert model.config is model.whole
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 def test_a_sum_by_one_kernel_over_shared_memory_gives_the_tokens_of_one_rank(tmp_path):
     model = saved(GROUPED, tmp_path)

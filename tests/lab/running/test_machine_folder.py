@@ -43,6 +43,7 @@ def shown(notebook: Path) -> str:
     return "\n".join(str(output.get("data", output.get("text"))) for output in outputs)
 
 
+@pytest.mark.slow
 def test_a_notebook_and_the_map_show_the_machine_beside_the_h200(project):
     run = ["rosellm.lab.running.run_notebooks", "--select", "00 05", "--parameters", f"record={FOLDER}"]
     ran(project, *run)

@@ -54,10 +54,11 @@ def ran(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_rung_added_by_one_line_and_a_notebook_made_by_one_command_leave_all_whole(project):
     made = ran(project, "rosellm.lab.running.new_notebook", "40_my_idea")
     assert made.returncode == 0, made.stderr
-    tested = ran(project, "pytest", *STILL_HOLD, *NBVAL, "-q", "-p", "no:cacheprovider")
+    tested = ran(project, "pytest", *STILL_HOLD, *NBVAL, "-m", "not browser", "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0, tested.stdout[-3000:]
 
 

@@ -276,6 +276,7 @@ class TestCommand:
 WAITS = "import os, time\nos.open({note!r}, os.O_CREAT)\nwhile True:\n    time.sleep(0.1)"
 
 
+@pytest.mark.slow
 class TestInterrupted:
     """Stopped by signals as a terminal, a service manager or an impatient user sends them."""
 

@@ -32,7 +32,10 @@ KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 NODE = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": runtime.STORE_BYTES}
 WITHIN_S = 120.0
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray's test clusters need Linux")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="Ray's test clusters need Linux"),
+]
 
 
 @pytest.fixture(scope="module")

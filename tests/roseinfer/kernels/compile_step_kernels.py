@@ -1,8 +1,8 @@
-"""Compiles the best rung's kernels without a GPU: ``compile_step_kernels OUTPUT.json``.
+"""Compiles the best rung's kernels without a GPU: ``compile_step_kernels CAPABILITY OUTPUT.json``.
 
 The wrappers launch them as ever, for the shapes of some models, but a stand-in for Triton's driver names the
-target, and nothing is run. The output lists, by compute capability, ``[kernel, PTX, dependent, bytes of
-shared memory]`` of the kernels of the rung that is best for such a GPU; for an H200 also of some ordinary
+target, and nothing is run. The output lists ``[kernel, PTX, dependent, bytes of shared memory]`` of the
+kernels of the rung that is best for a GPU of that compute capability; for an H200 also of some ordinary
 launches. For 8.0 and 10.0 the PTX is assembled, too. To be started with TRITON_INTERPRET=0.
 """
 
@@ -217,4 +217,4 @@ def compiled_for(capability: int) -> list[tuple[str, str, bool, int]]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps({one: compiled_for(one) for one in SHARED_MEMORY}))
+    Path(sys.argv[2]).write_text(json.dumps(compiled_for(int(sys.argv[1]))))

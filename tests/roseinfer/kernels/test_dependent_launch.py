@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import DeviceState
@@ -19,6 +21,7 @@ from rosellm.roseinfer.kernels.dependent_launch import launch_options
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, choose_kernels
 from rosellm.roseinfer.layers.fused import build_layers
 from tests.helpers import CPU, FAMILIES, random_model, small_config
+from tests.roseinfer.kernels import compile_step_kernels
 from tests.roseinfer.kernels.compile_step_kernels import SHARED_MEMORY
 from tests.roseinfer.kernels.kernel_checks import assert_replays_equal_ordinary_launches
 
@@ -44,16 +47,33 @@ def test_dependent_launches_are_for_gpus():
 # What is compiled, which needs no GPU.
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, list[tuple[str, str, bool, int]]]:
-    """Capability → kernel, PTX, dependent, shared bytes, as the wrappers launch them on such a GPU."""
-    folder = tmp_path_factory.mktemp("compiled")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "cache")}
+@pytest.fixture
+def compiled(capability, tmp_path, pytestconfig) -> list[tuple[str, str, bool, int]]:
+    """Kernel, PTX, dependent, shared bytes, as the wrappers launch them on a GPU of ``capability``.
+
+    Compiled once for the same kernels: pytest's cache keeps the result.
+    """
+    name = f"compiled/{capability}-{kernels_digest()}"
+    if (kept := pytestconfig.cache.get(name, None)) is not None:
+        return kept
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment |= {"TRITON_DISABLE_LINE_INFO": "1", "DISABLE_PTXAS_OPT": "1"}  # a fifth of the time
-    output = folder / "ptx.json"
-    command = [sys.executable, "-m", "tests.roseinfer.kernels.compile_step_kernels", str(output)]
+    script = "tests.roseinfer.kernels.compile_step_kernels"
+    command = [sys.executable, "-m", script, str(capability), str(tmp_path / "ptx.json")]
     subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=1800)
-    return json.loads(output.read_text())
+    made = json.loads((tmp_path / "ptx.json").read_text())
+    pytestconfig.cache.set(name, made)
+    return made
+
+
+def kernels_digest() -> str:
+    """Of all that a kernel is compiled from: the engine's and models' sources, the script, the compiler."""
+    sources = [*(ROOT / "rosellm" / "roseinfer").rglob("*.py"), *(ROOT / "rosellm" / "models").rglob("*.py")]
+    sources += [*(ROOT / "rosellm" / "rosetrainer").rglob("*.py"), Path(compile_step_kernels.__file__)]
+    digest = sha256(triton.__version__.encode())
+    for path in sorted(sources):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def places(pattern: str, ptx: str) -> list[int]:
@@ -61,8 +81,10 @@ def places(pattern: str, ptx: str) -> list[int]:
 
 
 @COMPILED
-def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_writes(compiled):
-    kernels = compiled["90"]
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90])
+def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_writes(compiled, capability):
+    kernels = compiled
     assert all(".target sm_90" in ptx for _, ptx, *_ in kernels)
     ordinary = [ptx for _, ptx, dependent, _ in kernels if not dependent]
     assert ordinary and not any("griddepcontrol" in ptx for ptx in ordinary)
@@ -80,10 +102,11 @@ def test_compiled_for_an_h200_each_kernel_waits_once_then_releases_once_then_wri
 
 
 @COMPILED
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 89, 100])
 def test_the_best_rung_of_each_architecture_compiles_for_it(capability, compiled):
     """Dependent launches from 9.0 on, ordinary ones before."""
-    kernels = compiled[str(capability)]
+    kernels = compiled
     assert all(f".target sm_{capability}" in ptx for _, ptx, *_ in kernels)
     assert {name.removesuffix("_kernel") for name, *_ in kernels} == KERNELS
     for name, ptx, dependent, shared in kernels:
