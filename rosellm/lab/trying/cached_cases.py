@@ -117,7 +117,7 @@ class _Held:
 
 
 def _contexts(case: Case, draw: Draw, least: int) -> Tensor:
-    """Cached tokens of each row, few but for the edges of a block.
+    """Cached tokens of each row, few but for the edges of a block and the case's long context.
 
     least: -1 for some inert rows.
     """
@@ -125,6 +125,8 @@ def _contexts(case: Case, draw: Draw, least: int) -> Tensor:
     lengths = draw.whole(0, min(most, SHORT), case.rows)
     edges = torch.tensor([0, case.block_size, case.block_size - 1, most - 1])[: case.rows]
     lengths[: len(edges)] = edges
+    if case.cached:
+        lengths[0] = case.cached
     if least < 0:
         lengths[4::3] = least
     return lengths
@@ -178,7 +180,7 @@ def _rotary(case: Case, draw: Draw, at_least: int = 0) -> Rotary | None:
 def _prefill_attention(case: Case, draw: Draw) -> Operands:
     counts = draw.whole(1, 20, min(case.rows, 4))
     starts = draw.whole(0, 2 * case.block_size + 2, len(counts))
-    starts[0], counts[-1] = 0, BLOCK_M + 3 if case.option % 3 == 1 else 2
+    starts[0], counts[-1] = case.cached, BLOCK_M + 3 if case.option % 3 == 1 else 2
     held = _Held.of(case, draw, starts, counts)
     q, k, v = _heads(case, draw, int(counts.sum()), ("q", "k_new", "v_new"))
     made = held.caches() | {"q": q, "k_new": k, "v_new": v}

@@ -14,13 +14,16 @@ from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 
 EPS = 1e-2  # large enough for its absence to show
-POSITIONS = 200
+POSITIONS = 1100  # more than the longest context
 Operands = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """The sizes of one call; a kernel has those of them that its operands have. option: which of its uses."""
+    """The sizes of one call; a kernel has those of them that its operands have.
+
+    option: which of its uses. cached: tokens of the first row's context, 0 for a short one.
+    """
 
     rows: int
     heads: int
@@ -31,6 +34,7 @@ class Case:
     outputs: int
     dtype: torch.dtype = torch.float32
     option: int = 0
+    cached: int = 0
 
 
 Maker = Callable[[Case, Draw], Operands]
@@ -42,16 +46,24 @@ NARROW = Case(FEW_ROWS, 6, 3, 10, 8, 100, 62)
 GPT2 = Case(33, 12, 12, 64, 64, 768, 96)
 MANY_ROWS = Case(130, 1, 1, 8, 8, 24, 10)
 WIDE = Case(3, 4, 2, 128, 16, 2048, 40)  # heads as Qwen3's and Llama 3's, a width as Llama 3.2's
+# Contexts, widths and vocabularies of many tiles: a kernel that forgets its loop is right on all the others.
+LONG = Case(2, 2, 1, 16, 16, 4096, 200, cached=300)
+LONGEST = Case(1, 1, 1, 16, 64, 8192, 1300, cached=1025)
 MOST_RANDOM, USES = 20, 6
 
 
-def cases(model: Arch | None, dtypes: tuple[torch.dtype, ...], seed: int, n_random: int) -> Iterator[Case]:
-    """From the smallest up to GPT-2's, a Llama's and the model's own sizes, then random ones.
+def cases(
+    model: Arch | None, dtypes: tuple[torch.dtype, ...], seed: int, n_random: int, context: int = 0
+) -> Iterator[Case]:
+    """From the smallest up to GPT-2's, a Llama's, long ones and the model's own, then random ones.
 
-    Each use of a kernel, and the types, in turn.
+    Each use of a kernel, and the types, in turn. context: cached tokens of one case more.
     """
     rng = np.random.default_rng(seed)
     sizes = [SMALLEST, ODD, ODD, GROUPED, GROUPED, NARROW, GPT2, MANY_ROWS, WIDE]
+    sizes += [LONG, LONG, LONGEST, LONG]  # without pieces, with a window, longer, in pieces
+    if context:
+        sizes.append(replace(LONGEST, width=64, outputs=100, cached=min(context, POSITIONS - 2)))
     if model is not None:
         heads = model.n_heads, model.n_kv_heads, model.head_dim
         sizes.append(Case(17, *heads, block_size=16, width=model.d_model, outputs=2 * model.d_model))
@@ -64,4 +76,5 @@ def _random(rng: np.random.Generator) -> Case:
     rows, width, outputs = (int(n) for n in rng.integers(2, (MOST_RANDOM, 200, 100)))
     kv_heads, group, half = (int(n) for n in rng.integers(1, (4, 4, 20)))
     block_size = 1 << int(rng.integers(0, 7))
-    return Case(rows, kv_heads * group, kv_heads, 2 * half, block_size, width, 2 * outputs)
+    cached = int(rng.integers(0, 400))
+    return Case(rows, kv_heads * group, kv_heads, 2 * half, block_size, width, 2 * outputs, cached=cached)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -13,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from rosellm.errors import RoseError, told
 from rosellm.lab.trying.cached_cases import CACHED
@@ -30,6 +33,8 @@ EXACT = {"kv_append", "kv_append_full_batch", "kv_append_identity_pos", "plan_at
 BY_POSITION = {"gumbel_noise", "plan_attention"}  # as the engine calls them
 COPIED = torch.float32, torch.float16, torch.bfloat16  # whatever the model's type: bits are bits
 N_RANDOM = 4
+UNINTERPRETED = "Cannot call @triton.jit'd outside of the scope of a kernel"
+TRITON_FIRST = "triton was imported before rosellm, so it cannot interpret kernels here: import rosellm first"
 MOST_TOLD = 4  # faults
 
 
@@ -78,12 +83,13 @@ def check_kernel(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
     n_random: int = N_RANDOM,
+    context: int = 0,
 ) -> Verdict:
     """Tries ``kernel`` in place of the kernel ``name``, up to the first case that fails.
 
     Sizes run from one row of one element over odd ones to GPT-2's (33 rows, 12 heads of 64, blocks of 64), a
-    Llama's (heads of 128, 2,048 columns) and the model's, then ``n_random`` random ones. Inputs are new each
-    time; the seed that drew them is told.
+    Llama's (heads of 128, 2,048 columns), contexts of 300, 1,025 and ``context`` cached tokens, 8,192 columns
+    and the model's, then ``n_random`` random ones. Inputs are new each time; a verdict names their seed.
     Operands are given by name, or by position to ``BY_POSITION``, as the engine does.
 
     dtype: of the model, checked beside fp32; appends are checked in all types. model: whose sizes are tried
@@ -94,7 +100,10 @@ def check_kernel(
     seed = secrets.randbits(31) if seed is None else seed
     dtypes = COPIED if name.startswith("kv_append") else tuple(dict.fromkeys((torch.float32, dtype)))
     n, launched = 0, set[str]()
-    for n, case in enumerate(cases(model, dtypes, seed, n_random), 1):  # noqa: B007
+    drawn = list(cases(model, dtypes, seed, n_random, context))
+    for n, case in enumerate(
+        tqdm(drawn, desc=name, unit="case", leave=False, delay=1, disable=_is_silent()), 1
+    ):
         with launches() as names:
             found = faults_of(name, kernel, case, seed + n, where)
         launched |= {one.name for one in names}
@@ -103,6 +112,11 @@ def check_kernel(
     return Verdict(
         name, n, seed, launched=frozenset(launched), interpreted=bool(launched) and where.type == "cpu"
     )
+
+
+def _is_silent() -> bool:
+    """Progress is for a terminal and for JupyterLab, not for a notebook that is executed in batch."""
+    return not (sys.stderr.isatty() or "JPY_SESSION_NAME" in os.environ)
 
 
 def check_name(name: str, kernel: object) -> None:
@@ -131,6 +145,8 @@ def faults_of(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:
+        if UNINTERPRETED in str(error) and device.type == "cpu":
+            raise KernelError(TRITON_FIRST) from None
         return [f"raised {_first_line(error)}"]
     faults = _compared(_results(name, returned), expected, exact)
     for buffer, then, right in zip(drawn.buffers, before, wanted.buffers, strict=True):

@@ -97,7 +97,9 @@ def _some_rows_linear(case: Case, draw: Draw) -> Operands:
 def _best_tokens(case: Case, draw: Draw) -> Operands:
     """With one row of the weight near each hidden state, so that no two logits nearly tie."""
     hidden, weight = draw.normal(case.rows, case.width), draw.normal(case.outputs, case.width)
-    hidden = hidden + 4 * weight[draw.whole(0, case.outputs, case.rows)]
+    near = draw.whole(0, case.outputs, case.rows)
+    near[0] = case.outputs - 1
+    hidden = hidden + 4 * weight[near]
     made = {
         "hidden": draw.put("hidden", hidden, case.dtype),
         "weight": draw.put("weight", weight, case.dtype),

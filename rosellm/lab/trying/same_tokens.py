@@ -18,6 +18,7 @@ from rosellm.roseinfer.steps.kv_append import AppendGate
 CLOSEST_CALL = 1e-3  # of two logits in fp32: below that, the order of a sum may decide
 NEW_TOKENS, BLOCK_SIZE = 6, 16
 UNEQUAL, EQUAL = [2, 14, 20], [15, 15, 15]  # prompts that cross the edges of blocks
+LONG = 300  # a prompt of several tiles of keys
 GREEDY = {"temperature": 0.0}
 SAMPLED: list[dict[str, Any]] = [
     GREEDY,
@@ -44,17 +45,24 @@ class Counted:
 
 
 def same_tokens(
-    name: str, base: str, ours: Kernels, replaced: Replaced, models: Mapping[str, Transformer]
+    name: str,
+    base: str,
+    ours: Kernels,
+    replaced: Replaced,
+    models: Mapping[str, Transformer],
+    context: int = LONG,
 ) -> dict[str, dict[str, int]]:
     """Model → kernel → calls. Raises KernelError for other tokens, or a kernel that the first never calls.
 
-    ours: the base rung's kernels. A greedy run of unequal prompts and one of equal ones, partly sampled.
+    ours: the base rung's kernels. A greedy run of unequal prompts, one of equal ones, partly sampled, and one
+    of a prompt of ``context`` tokens, or as many as a model takes.
     """
     calls: dict[str, dict[str, int]] = {}
     for model_name, model in models.items():
         counted: dict[str, Any] = {one: Counted(one, kernel) for one, kernel in replaced.items()}
         mine = replace(ours, **counted)
-        for lengths, wishes in ((UNEQUAL, [GREEDY]), (EQUAL, SAMPLED)):
+        long = [min(context, model.config.n_positions - NEW_TOKENS)]
+        for lengths, wishes in ((UNEQUAL, [GREEDY]), (EQUAL, SAMPLED), (long, [GREEDY])):
             expected, found = (_generate(model, base, kernels, lengths, wishes) for kernels in (ours, mine))
             if expected != found and not _is_close_call(model, base, ours, lengths, expected, found, wishes):
                 raise KernelError(f"{name} on {model_name}: {_difference(base, expected, found)}")

@@ -17,7 +17,7 @@ from IPython.display import display
 from torch.profiler import record_function
 
 from rosellm.errors import RecipeError, told
-from rosellm.lab.figures.charts import Chart, show, text_table
+from rosellm.lab.figures.charts import Chart, show, show_table
 from rosellm.lab.figures.ladder import ladder_chart
 from rosellm.lab.figures.ledger import waterfall
 from rosellm.lab.records.bench import Bench, get_model, make_prompts
@@ -37,7 +37,7 @@ from rosellm.lab.trying.check_kernel import (
     faults_of,
     launches,
 )
-from rosellm.lab.trying.same_tokens import same_tokens
+from rosellm.lab.trying.same_tokens import LONG, same_tokens
 from rosellm.models.checkpoint import SHIPPED_MODELS
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
@@ -123,14 +123,16 @@ class TriedRung:
             print(self._untimed)
             return
         old, new = self.step_times.values()
-        rows = [[name, one.us, *one.range_us] for name, one in self.step_times.items()]
-        print(text_table(["step, µs", "median", "least engine", "most"], rows))
-        print(f"{self.name}: {percent_change(old.us, new.us)}")
+        turns = {name: [us for own in one.turns_us for us in own] for name, one in self.step_times.items()}
+        rows = [[name, self.step_times[name].us, min(own), max(own)] for name, own in turns.items()]
+        change = f"{self.name}: {percent_change(old.us, new.us)}"
+        show_table(["step, µs", "median", "fastest turn", "slowest turn"], rows, change)
 
     def ladder(self, workload: str = "W1") -> Chart:
         """The recorded ladder's speeds relative to the base rung's, and beside it this one's, measured here.
 
-        Also the ladders of ``others`` relative to their own. An interpreted kernel has a row without a value.
+        Also the ladders of ``others`` relative to their own. On a CPU this rung has a row without a value:
+        its ratio would say nothing of a GPU.
         """
         recorded = {name: one.us for name, one in recorded_steps(self.results, workload).items()}
         if self.base not in recorded:
@@ -141,7 +143,7 @@ class TriedRung:
         for rung, us in recorded.items():
             speeds[rung] = recorded[self.base] / us
             if rung == self.base:
-                speeds[self.name] = None if self.is_interpreted else self._speed
+                speeds[self.name] = self._speed if self.model.device.type == "cuda" else None
         title = (
             f"Steps a second, {self.base} = 1: {workload} recorded on {self.results.device_name}, "
             f"{self.name} against {self.base} on this machine"
@@ -217,7 +219,8 @@ class TriedRung:
             mark = Marked(f"kernel {kernel}", ROLES[kernel], frozenset(one.name for one in launched))
             marked.append(mark)
             ranged[kernel] = _in_range(mine, f"rosellm.lab.trying.{mark.name}")
-        bench = self._bench(replace(kernels, **ranged), 1, 1 + tokens_needed())
+        prompt_tokens = max(1, self.context - tokens_needed() // 2)
+        bench = self._bench(replace(kernels, **ranged), prompt_tokens, 1 + tokens_needed())
         return replace(step_ledger(bench, marked=marked), name=name)
 
 
@@ -249,8 +252,8 @@ def try_rung(
     Triton or plain torch. First each is checked against its specification (:func:`check_kernel`; seed None
     draws new inputs each time). Then the engine runs with them, in fp32, on the model and on a small one of
     grouped queries, greedily and with sampling: its tokens must be the base rung's, and each kernel must have
-    been called. batch, context: of the steps that are then timed. record: folders of records to stand
-    beside, as for ``open_rung``.
+    been called. batch, context: of the steps that are then timed; a context of that many tokens is checked,
+    too. record: folders of records to stand beside, as for ``open_rung``.
 
     Raises KernelError for a kernel that is wrong or that the base rung never calls, RecipeError for an
     unknown rung or a base that this device or model cannot run, ParameterError.
@@ -268,6 +271,7 @@ def try_rung(
         "device": transformer.device,
         "seed": seed,
     }
+    checked["context"] = context
     verdicts = tuple(check_kernel(one, kernels[one], **checked) for one in names)
     if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
         raise KernelError("\n".join(wrong))
@@ -277,7 +281,7 @@ def try_rung(
         for one in (model, GROUPED_MODEL)
     }
     served = {one: it for one, it in exact.items() if one == model or _serves(base, it)}
-    calls = same_tokens(name, base, ours, kernels, served)
+    calls = same_tokens(name, base, ours, kernels, served, max(context, LONG))
     return TriedRung(
         name=name,
         base=base,

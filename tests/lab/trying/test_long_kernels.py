@@ -1,0 +1,138 @@
+"""Kernels that are right on small sizes and wrong on long ones: every one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rosellm.lab.trying.check_kernel import check_kernel
+from rosellm.lab.trying.same_tokens import LONG
+from rosellm.lab.trying.try_rung import KernelError, try_rung
+from rosellm.roseinfer.kernels.table import TORCH
+from tests.helpers import ON_GPU
+
+Kernel = Callable[..., Any]
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="gpu", marks=ON_GPU.marks)]
+
+
+def last_tokens(name: str, most: int) -> Kernel:
+    """One tile of keys, without the loop over the others."""
+
+    def attend(*, window: int | None, **operands: Any) -> Any:
+        return getattr(TORCH, name)(window=min(window or most, most), **operands)
+
+    return attend
+
+
+def first_tokens(most: int) -> Kernel:
+    def attend(*, context_lens: torch.Tensor, **operands: Any) -> Any:
+        return TORCH.paged_attention_decode(context_lens=context_lens.clamp(max=most), **operands)
+
+    return attend
+
+
+def norm_of(most: int) -> Kernel:
+    """Moments of the first columns only, as with one block of registers."""
+
+    def norm(
+        *, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None, eps: float, **more: Any
+    ) -> Any:
+        whole = TORCH.add_norm(x=x, scale=scale, shift=shift, eps=eps, **more)
+        some = x[:, :most].float()
+        centred = x.float() - (some.mean(1, keepdim=True) if shift is not None else 0)
+        variance = centred[:, :most].square().mean(1, keepdim=True)
+        normed = centred * torch.rsqrt(variance + eps) * scale.float()
+        return whole.copy_(normed + (0 if shift is None else shift.float()))
+
+    return norm
+
+
+def norm_zero_beyond(most: int) -> Kernel:
+    def norm(**operands: Any) -> Any:
+        out = TORCH.add_norm(**operands)
+        out[:, most:] = 0
+        return out
+
+    return norm
+
+
+def product_of(name: str, most: int) -> Kernel:
+    """The first columns of K only."""
+
+    def product(*, x: torch.Tensor, weight: torch.Tensor, **operands: Any) -> Any:
+        if x.shape[1] > most:
+            x = torch.cat((x[:, :most], torch.zeros_like(x[:, most:])), dim=1)
+            weight = torch.cat((weight[:, :most], torch.zeros_like(weight[:, most:])), dim=1)
+        return getattr(TORCH, name)(x=x, weight=weight, **operands)
+
+    return product
+
+
+def head_of(most: int) -> Kernel:
+    """Only the first words of the vocabulary."""
+
+    def best(*, weight: torch.Tensor, **operands: Any) -> Any:
+        return TORCH.best_tokens(weight=weight[:most], **operands)
+
+    return best
+
+
+def zero_beyond(name: str, most: int) -> Kernel:
+    def columns(**operands: Any) -> Any:
+        out = getattr(TORCH, name)(**operands)
+        out[:, most:] = 0
+        return out
+
+    return columns
+
+
+def early_positions(most: int) -> Kernel:
+    def rotated(*, positions: torch.Tensor, **operands: Any) -> Any:
+        return TORCH.position_heads(positions=positions.clamp(max=most), **operands)
+
+    return rotated
+
+
+WRONG: dict[str, tuple[str, Kernel]] = {
+    "the last 128 tokens": ("paged_attention_decode", last_tokens("paged_attention_decode", 128)),
+    "the last 512 tokens": ("paged_attention_decode", last_tokens("paged_attention_decode", 512)),
+    "the first 128 tokens": ("paged_attention_decode", first_tokens(128)),
+    "the first 1,024 tokens": ("paged_attention_decode", first_tokens(1024)),
+    "append, the last 128": ("append_and_attend", last_tokens("append_and_attend", 128)),
+    "append, the last 1,024": ("append_and_attend", last_tokens("append_and_attend", 1024)),
+    "prompts, the last 128": ("prefill_attention", last_tokens("prefill_attention", 128)),
+    "norms zero beyond 2,048": ("add_norm", norm_zero_beyond(2048)),
+    "moments of 2,048 columns": ("add_norm", norm_of(2048)),
+    "moments of 4,096 columns": ("add_norm", norm_of(4096)),
+    "few rows, K of 2,048": ("few_rows_linear", product_of("few_rows_linear", 2048)),
+    "few rows, K of 4,096": ("few_rows_linear", product_of("few_rows_linear", 4096)),
+    "some rows, K of 4,096": ("some_rows_linear", product_of("some_rows_linear", 4096)),
+    "1,024 words": ("best_tokens", head_of(1024)),
+    "embeddings zero beyond 4,096": ("embed", zero_beyond("embed", 4096)),
+    "silu zero beyond 4,096": ("silu_mul", zero_beyond("silu_mul", 4096)),
+    "positions up to 511": ("position_heads", early_positions(511)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_kernel_that_is_right_on_short_inputs_only_is_refused(wrong, device):
+    name, kernel = WRONG[wrong]
+    verdict = check_kernel(name, kernel, seed=3, device=device)
+    assert not verdict.passed
+    assert "wrong value" in str(verdict), verdict
+
+
+def test_what_only_a_long_prompt_shows_is_refused_by_the_tokens(monkeypatch):
+    """As if no case were long: the engine's own run of a long prompt is left."""
+    monkeypatch.setattr("rosellm.lab.trying.case.LONG", 0)
+    monkeypatch.setattr("rosellm.lab.trying.try_rung.check_kernel", lambda name, *_, **__: passed(name))
+    with pytest.raises(KernelError, match="gives|is .*, fused_append's is"):
+        try_rung("mine", base="fused_append", append_and_attend=last_tokens("append_and_attend", LONG // 3))
+
+
+def passed(name: str) -> Any:
+    return check_kernel("silu_mul", TORCH.silu_mul, n_random=0)
