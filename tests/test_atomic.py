@@ -116,6 +116,7 @@ for writer in range(25):
 """
 
 
+@pytest.mark.slow
 def test_a_record_s_reader_never_finds_half_of_it_though_writers_are_killed_at_random(tmp_path: Path) -> None:
     """A writer is killed once a record of its own was read, in the midst of whichever comes next."""
     killer = [sys.executable, "-c", KILLER, str(tmp_path)]

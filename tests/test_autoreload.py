@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import rosellm
 
 SESSION = '''
@@ -39,6 +41,7 @@ cell("print('undone'); _ = run()")
 '''
 
 
+@pytest.mark.slow
 def test_an_edited_step_runs_without_a_restart_and_can_be_undone(tmp_path):
     copy = tmp_path / "rosellm"
     shutil.copytree(Path(rosellm.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))

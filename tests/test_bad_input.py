@@ -847,6 +847,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", COMMANDS)
 def test_a_command_tells_bad_input_in_one_line_and_leaves_nothing(
     one: Asked, place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -864,6 +865,7 @@ def test_a_command_tells_bad_input_in_one_line_and_leaves_nothing(
     assert after == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [

@@ -65,6 +65,7 @@ def test_each_package_that_a_room_imports_is_declared(room: str, extras: tuple[s
     assert not undeclared
 
 
+@pytest.mark.slow
 def test_the_lab_without_its_extra_says_which_extra_and_the_engine_needs_none() -> None:
     """As in an environment without plotly and papermill."""
     code = """
@@ -96,6 +97,7 @@ def test_the_lab_looks_for_every_package_of_its_extra() -> None:
     assert declared("notebooks") - declared() - {"jupyterlab", "traitlets"} <= needed
 
 
+@pytest.mark.slow
 def test_the_source_distribution_carries_what_a_checkout_has(tmp_path: Path) -> None:
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in files.split():

@@ -82,6 +82,7 @@ def test_a_name_that_measure_does_not_know_would_be_found(wrong, monkeypatch):
         jobs.plan(*parsed.value.args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_a_command_of_each_kind_runs_at_small_size(name, tmp_path, monkeypatch, capsys):

@@ -242,7 +242,7 @@ def _with_solutions(notebook: NotebookNode) -> Iterator[str]:
             yield solved(cell.source, below.source) if "exercise" in _tags(cell) else cell.source
 
 
-QUICK = ("03", "20", "31")  # the others' second run is slow
+QUICK = ("03", "20")  # the others' second run is slow
 
 
 @pytest.mark.parametrize(
@@ -282,6 +282,7 @@ def faulty_cells(kernel: WarmKernel, path: Path, parameters: dict[str, Any]) -> 
             yield f"{NAME} is not shown", source
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["01", "14"])
 def test_a_model_may_have_fewer_positions_than_the_shipped_one(number, tmp_path, kernel):
     shape = small_config(n_positions=100, vocab_size=300)
@@ -298,6 +299,7 @@ def test_pieces_of_long_contexts_may_lie_before_a_sliding_window(tmp_path, kerne
     assert errors(kernel, path, {"model": str(tmp_path), "load_format": "dummy"}) == []
 
 
+@pytest.mark.slow
 def test_the_batch_runner_takes_a_notebook_of_the_package_with_other_parameters(tmp_path):
     path = NOTEBOOKS[PLAIN]
     given = other_parameters(path)

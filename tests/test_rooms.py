@@ -197,6 +197,7 @@ def house() -> dict[str, File]:
     return read(PACKAGE)
 
 
+@pytest.mark.slow
 def test_every_file_has_one_floor(house):
     assert homeless(house, FLOORS) == []
     empty = [room for rooms in FLOORS for room in rooms if not any(fnmatch(name, room) for name in house)]

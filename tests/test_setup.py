@@ -59,7 +59,7 @@ def test_setup_installs_once_and_again_only_after_pyproject_changed(copy):
     assert installs(copy) == 2
 
 
-@pytest.mark.parametrize("target", ["notebooks", "test", "test-quick", "lint", "lab", "measure", "refresh"])
+@pytest.mark.parametrize("target", ["notebooks", "test", "test-all", "lint", "lab", "measure", "refresh"])
 def test_every_command_may_come_first_and_then_only_runs(copy, target):
     assert make(target, folder=copy).returncode == 0
     assert make(target, folder=copy).returncode == 0

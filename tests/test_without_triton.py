@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 HIDDEN = """
 import sys
@@ -28,6 +30,7 @@ def run_without_triton(source: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_shipped_model_generates_on_every_rung_whose_kernels_torch_has() -> None:
     told = run_without_triton("""
 from rosellm import LLM, SamplingParams
@@ -49,6 +52,7 @@ for rung in (None, *LADDER):
     ]
 
 
+@pytest.mark.slow
 def test_what_notebooks_share_imports() -> None:
     run_without_triton("""
 import pkgutil, importlib

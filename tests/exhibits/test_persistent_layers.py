@@ -129,6 +129,7 @@ def assert_layers_agree(
         assert_near(mine.flatten()[None], theirs.flatten()[None], tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("shape", MODELS)
 def test_one_kernel_gives_the_states_and_the_cache_of_many(shape, device):
@@ -138,6 +139,7 @@ def test_one_kernel_gives_the_states_and_the_cache_of_many(shape, device):
         assert_layers_agree(few, persistent, model, positions, seed=len(positions))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_as_many_rows_as_there_can_be_agree(dtype, device):
@@ -148,6 +150,7 @@ def test_as_many_rows_as_there_can_be_agree(dtype, device):
     assert_layers_agree(few, persistent, model, positions, REAL_TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize(("block_size", "tile"), [(1, 16), (64, 16), (16, 64), (3, 512)])
 def test_neither_blocks_nor_tiles_change_anything(block_size, tile, device):
@@ -168,6 +171,7 @@ def test_only_inert_rows_write_nothing_and_are_finite(rows, device):
     assert attend.blocks.k_cache.isnan().all() and attend.blocks.v_cache.isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_calls_one_after_the_other_share_the_count(device):
     model = random_model(4).to(device)
@@ -177,6 +181,7 @@ def test_calls_one_after_the_other_share_the_count(device):
         assert persistent.count.item() == calls * 5 * model.config.n_layers * persistent.programs
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("rows", [1, 3])
 def test_nothing_is_written_outside_of_what_was_asked_for(rows, request):
@@ -224,6 +229,7 @@ def test_without_a_checkout_the_exhibit_is_missing_in_one_line(monkeypatch, tmp_
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_only_a_recipe_that_asks_loads_the_exhibit():
     program = "import sys; from rosellm.roseinfer import engine; print(sorted(sys.modules))"
     told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

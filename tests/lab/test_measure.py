@@ -22,6 +22,7 @@ from rosellm.roseinfer.recipe import LADDER
 SMALL = ["--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_a_record_tells_the_model_that_was_measured_and_the_size(tmp_path, monkeypatch):
     for name in ("equality", "kv_pressure", "bookkeeping"):
         monkeypatch.setitem(recordings.EXPERIMENTS, name, lambda arguments: {})
@@ -77,6 +78,7 @@ def test_a_job_that_cannot_run_is_told_before_the_first_starts(asked, told, tmp_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(rungs, "LADDER", {rung: LADDER[rung] for rung in ("dense", "autotune", "paged")})
     options = ["--device=cpu", f"--output={tmp_path}", "--rungs=dense", "--repeats=1"]
@@ -91,6 +93,7 @@ def test_on_a_cpu_everything_is_small_and_said_to_be_and_shows_its_progress(tmp_
     assert "counts, batch 4: paged" in said.err and "W7-dense" in said.err
 
 
+@pytest.mark.slow
 def test_rungs_that_cannot_run_the_model_are_left_out_unless_they_are_named(tmp_path, monkeypatch):
     known = {rung: LADDER[rung] for rung in ("dense", "persistent_kernel", "paged")}
     monkeypatch.setattr(rungs, "LADDER", known)
@@ -110,6 +113,7 @@ def test_the_help_says_that_experiments_do_not_follow_rungs(capsys):
     assert "comma-separated, of workloads; default, and of experiments always: all that can run" in said
 
 
+@pytest.mark.slow
 def test_steps_ablations_and_the_best_recipe_less_one_field_are_recorded_in_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(rungs, "LADDER", {rung: LADDER[rung] for rung in ("dense", "dependent_launch")})
     monkeypatch.setattr(step_records, "ABLATED", ("fused_head",))
@@ -189,6 +193,7 @@ def swept(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_sweep_lists_what_failed_and_the_next_one_makes_only_that(swept, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Machines, "fails", ("bookkeeping",))
     assert swept() == 2

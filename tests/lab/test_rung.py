@@ -86,6 +86,7 @@ def test_tokens_are_compared_in_fp32_whatever_the_notebook_runs(rung, capsys):
     assert "fp32, here: pinned_h2d and cuda_graph generate the same tokens" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new_tokens", [1, 4])
 def test_rungs_are_compared_at_few_new_tokens(new_tokens, capsys):
     few = open_rung("resident_step", device="cpu", batch=2, prompt_lengths=[2, 9], new_tokens=new_tokens)
@@ -96,6 +97,7 @@ def test_rungs_are_compared_at_few_new_tokens(new_tokens, capsys):
     assert {len(row) for row in few.runs[0].tokens} == {new_tokens}
 
 
+@pytest.mark.slow
 def test_prompts_that_fill_the_positions_have_equal_tokens_and_are_not_timed(capsys):
     full = open_rung("paged", device="cpu", batch=2, prompt_lengths=[510], new_tokens=2)
     full.tokens_equal()

@@ -154,6 +154,7 @@ SPELLINGS |= {
 SPELLINGS |= {"mistral-no list": ("mistral", {"layer_types": None, "sliding_window": 7}, 7)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "fields", "window"), SPELLINGS.values(), ids=SPELLINGS)
 def test_layers_of_one_kind_equal_transformers_however_a_config_says_it(tmp_path, family, fields, window):
     from transformers import AutoModelForCausalLM
@@ -385,7 +386,6 @@ def meaning(node: ast.AST) -> str | None:
 
 NAMED_ELSEWHERE = {
     "models/checkpoint.py": {"rose-tiny-qwen3"},  # a shipped model's name
-    "lab/records/findings.py": {"train-qwen3"},  # a record's name
     "rosetrainer/train.py": {"qwen3", "QWEN3"},  # what its --arch makes
 }
 

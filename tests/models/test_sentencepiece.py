@@ -132,6 +132,7 @@ def test_a_byte_level_file_is_read_as_it_is_whatever_class_is_named(byte_level):
         assert tokenizer.encode(text) == raw.encode(text).ids
 
 
+@pytest.mark.slow
 def test_byte_level_and_shipped_tokenizers_load_without_transformers(byte_level):
     code = f"""
 import sys

@@ -203,6 +203,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
     return folder, 4 * arch.n_parameters, 4 * 4096 * 768
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "fits"), [("none", True), ("all", False), ("copy", False)])
 def test_loading_needs_the_memory_of_the_weights_and_one_tensor(large, fault, fits):
     """Anonymous memory: the files' own pages are the page cache's, which gives them back."""

@@ -351,6 +351,7 @@ def test_a_model_that_cannot_be_had_names_the_ways_out(monkeypatch, name):
     assert all(way in str(caught.value) for way in (name, "rose-tiny", "local folder", "load_format='dummy'"))
 
 
+@pytest.mark.slow
 def test_a_lost_network_is_told_as_such():
     look_up = "from rosellm.models.checkpoint import checkpoint_folder; checkpoint_folder('no/such-model')"
     for variables, told in (

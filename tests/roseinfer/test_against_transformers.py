@@ -204,6 +204,7 @@ def test_greedy_tokens_in_fp32_are_those_of_transformers_on_every_rung(folder: P
     assert decode_all(engine, sequences) == expected.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("folder", RARE, indirect=True)
@@ -230,6 +231,7 @@ def exact(folder: Path, dtype: torch.dtype, tokens: list[list[int]]) -> Tensor:
     return torch.stack(rows, dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("folder", RARE, indirect=True)

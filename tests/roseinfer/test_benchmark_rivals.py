@@ -259,6 +259,7 @@ def test_workloads_keep_their_sizes_where_none_is_given():
     assert w5.prompt_repeats == (1, 4)
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_workload_by_every_rival(tmp_path, capsys):
     folder = tmp_path / "new" / "records"
     command = f"--rival transformers,rosellm --workloads W1,W4 {SMALL} --rung paged --output {folder}"

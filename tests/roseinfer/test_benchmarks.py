@@ -123,6 +123,7 @@ def test_the_scheduler_form_prints_its_summary_and_writes_record_and_trace(tmp_p
     assert names.count("roseinfer.decode_step_sessions") == 5
 
 
+@pytest.mark.slow
 def test_the_cuda_graph_form_takes_the_best_rung_and_the_switches_show_in_the_record(tmp_path):
     path = tmp_path / "record.json"
     done = run_command(
@@ -133,6 +134,7 @@ def test_the_cuda_graph_form_takes_the_best_rung_and_the_switches_show_in_the_re
     assert record["rung"] == BEST_RUNG and record["append_gate_min_batch"] is None
 
 
+@pytest.mark.slow
 def test_all_modes_run_dense_and_give_the_same_tokens(tmp_path):
     path = tmp_path / "record.json"
     sizes = ("--num-requests", 3, "--max-new-tokens", 4, "--warmup-runs", 0, "--repeat-runs", 1)
@@ -183,6 +185,7 @@ def test_a_summary_that_cannot_be_printed_costs_no_measurement(tmp_path, monkeyp
     assert json.loads(record.read_text())["results"]["online"]["repeats"]
 
 
+@pytest.mark.slow
 def test_the_append_form_prints_a_line_a_batch_then_a_row_a_variant_and_writes_its_record(tmp_path):
     path = tmp_path / "record.json"
     shape = ("--num-heads", 2, "--head-dim", 8, "--block-size", 4, "--repeats", 2)
@@ -243,6 +246,7 @@ TINY_RIVALS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "arguments", "forms"),
     [
@@ -360,6 +364,7 @@ def test_the_table_of_appends_gives_gains_over_the_same_batch_size():
     ]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_had_is_one_line_with_the_ways_out():
     done = run_command("scheduler", "--hf-model-id", "gpt2", "--device", "cpu", HF_HOME="/nonexistent")
     assert done.returncode == 2

@@ -18,6 +18,7 @@ PROMPTS = random_prompts([1, 70, 9, 33], vocab_size=4096)
 OPTIONS = {"block_size": 16, "max_batch_size": 4, "max_model_len": 120, "num_kv_blocks": 40}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm_up", [True, False], ids=["captured", "captured_when_needed"])
 @pytest.mark.usefixtures("captured")
 def test_ranks_that_capture_their_steps_give_the_tokens_of_one(warm_up):

@@ -44,6 +44,7 @@ def cost_of_a_step(parts, rung: str | None, batch: int, length: int) -> Cost:
     return cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [20, 100])
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_the_default_rung_of_a_cpu_copies_half_of_what_the_first_does_in_a_fifth_more_calls(

@@ -216,6 +216,7 @@ def test_slots_are_reserved_once_a_pool(rung, monkeypatch):
     assert calls == ([0] if LADDER[rung].pool == "shared" else list(range(engine.config.n_layers)))
 
 
+@pytest.mark.slow
 @NO_GPU
 @pytest.mark.parametrize(
     "rung",

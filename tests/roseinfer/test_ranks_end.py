@@ -162,6 +162,7 @@ def test_an_error_of_a_rank_is_told_by_its_words(llm):
     assert not other_ranks()
 
 
+@pytest.mark.slow
 def test_an_error_of_rank_0_ends_the_others_and_is_itself_raised(llm, monkeypatch):
     class Broken(Exception):
         pass

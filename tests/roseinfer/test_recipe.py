@@ -127,6 +127,7 @@ def test_an_impossible_combination_is_refused(change):
         replace(LADDER["dense"], **change)
 
 
+@pytest.mark.slow
 def test_every_refusal_is_one_sentence_that_names_a_field_as_it_was_given():
     refused = [(fields, built(**fields)) for fields in EVERY if isinstance(built(**fields), str)]
     assert refused and POSSIBLE

@@ -50,11 +50,13 @@ def test_ranks_give_the_greedy_tokens_of_one_for_prompts_of_mixed_lengths(pair):
     assert got == expected
 
 
+@pytest.mark.slow
 def test_requests_that_sample_in_every_way_together_get_the_tokens_of_one_rank(pair):
     expected, got = (tokens_of(run(engine, PROMPTS, WISHES)[1]) for engine in pair)
     assert got == expected
 
 
+@pytest.mark.slow
 def test_requests_of_one_kind_get_the_tokens_of_one_rank(pair):
     """Each kind has a mode of its own."""
     for wish in WISHES[1], WISHES[2], WISHES[4]:
@@ -62,6 +64,7 @@ def test_requests_of_one_kind_get_the_tokens_of_one_rank(pair):
         assert got == expected
 
 
+@pytest.mark.slow
 def test_preempted_requests_get_the_tokens_of_one_rank(pair):
     prompts, wish = [prompt[:15] for prompt in SHARED], replace(DRAWN, max_tokens=60)
     one, several = (run(engine, prompts, wish) for engine in pair)
@@ -77,6 +80,7 @@ def test_four_ranks_give_the_tokens_of_one():
     assert got == expected
 
 
+@pytest.mark.slow
 def test_prompts_that_begin_alike_are_prefilled_from_the_prefix_cache(pair):
     one, several = pair
     expected = tokens_of(run(one, SHARED, GREEDY)[1])
@@ -124,6 +128,7 @@ def test_a_streaming_manager_runs_ranks_from_its_own_thread(pair):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", ["packed_prefill", "fused_norm"])
 def test_a_rung_gives_the_tokens_of_one_rank(rung):
     model = "rose-tiny-qwen3"
@@ -145,6 +150,7 @@ def test_key_value_heads_are_repeated_where_there_are_fewer_than_ranks(tmp_path)
     assert tokens_of(run(several, prompts, GREEDY)[1]) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 def test_the_kernels_give_the_tokens_of_one_rank(tmp_path):
     model = saved(GROUPED, tmp_path)
@@ -154,6 +160,7 @@ def test_the_kernels_give_the_tokens_of_one_rank(tmp_path):
     assert tokens_of(run(several, prompts, wish)[1]) == expected
 
 
+@pytest.mark.slow
 def test_an_llm_of_two_ranks_completes_text_as_one_of_one_rank_does():
     texts, wish = ["import os\n", "def main("], replace(GREEDY, n=1)
     answers = [
@@ -163,6 +170,7 @@ def test_an_llm_of_two_ranks_completes_text_as_one_of_one_rank_does():
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_dummy_weights_of_ranks_are_those_of_one():
     prompts = PROMPTS[:3]
     expected = tokens_of(run(alone("rose-tiny", load_format="dummy"), prompts, GREEDY)[1])

@@ -127,6 +127,7 @@ def test_a_corpus_needs_a_file_on_both_sides(tmp_path: Path) -> None:
         read_corpus(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_standard_library_yields_megabytes_of_code_and_about_two_percent_held_out(
     standard_library: Corpus,
 ) -> None:

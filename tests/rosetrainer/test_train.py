@@ -99,6 +99,7 @@ def naive_loss(gpt: Transformer, ids: list[int]) -> float:
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_checkpoint_and_nothing_else(smoke: Smoke) -> None:
     names = {path.name for path in smoke.folder.iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -187,6 +188,7 @@ def test_the_command_trains_on_a_gpu(tmp_path: Path) -> None:
     assert made.record["environment"]["device"] == torch.cuda.get_device_name()
 
 
+@pytest.mark.slow
 def test_an_unknown_device_is_one_line_and_status_2() -> None:
     done = run_command("--device", "tpu")
     assert done.returncode == 2
@@ -436,6 +438,7 @@ def test_the_shipped_checkpoint_has_the_full_shape_and_fits_twelve_megabytes() -
     assert sum(path.stat().st_size for path in folder.rglob("*")) <= CHECKPOINT_BYTES
 
 
+@pytest.mark.slow
 def test_the_shipped_model_knows_python_it_was_not_trained_on() -> None:
     folder = checkpoint_folder(SHIPPED)
     gpt = load_model(SHIPPED, CPU, torch.float32)

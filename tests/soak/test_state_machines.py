@@ -44,8 +44,16 @@ def run_machine(driver: type[Driver], n_examples: int, seen: Counter[str]) -> No
         (PrefixDriver, 170, 5000, {"matched tokens", "evictions"}),
         (SchedulerDriver, 80, 5000, ENDS | REFUSED | {"faults", "prefix hits", "preemptions"}),
         (StreamingDriver, 50, 2500, ENDS | REFUSED | {"faults", "ClosedError raised", "WorkerError raised"}),
-        (EngineDriver, 30, 300, {"steps", "prompts cut", "lists passed again"}),
-        (ModelSchedulerDriver, 40, 700, ENDS | REFUSED | {"prefix hits", "preemptions"}),
+        pytest.param(
+            EngineDriver, 30, 300, {"steps", "prompts cut", "lists passed again"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ModelSchedulerDriver,
+            40,
+            700,
+            ENDS | REFUSED | {"prefix hits", "preemptions"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_state_machine_keeps_every_invariant_and_reaches_what_it_is_for(

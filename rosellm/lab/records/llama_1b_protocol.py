@@ -4,7 +4,7 @@ Each of 8 prompts of 32 random token ids generates 128 tokens greedily by ``LLM.
 ``call_us`` is the whole call over 128 tokens; ``decode_us`` is the time from the first token to the last over
 the 127 decode steps between them, which is what the published figures count. Prompts take turns. The record
 is DIR/llama_1b_protocol.json.
-Source of the published figures: https://github.com/msaroufim/megakernels-vs-cuda-graphs
+Source of the published figures: github.com/msaroufim/megakernels-vs-cuda-graphs
 """
 
 from __future__ import annotations

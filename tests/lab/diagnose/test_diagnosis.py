@@ -32,6 +32,7 @@ def theirs(name: str):
     return AutoModelForCausalLM.from_pretrained(checkpoint_folder(name), dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED_MODELS)
 def test_the_work_of_a_step_is_the_same_in_transformers_and_here(name):
     model, arch = theirs(name), load_parts(name, "cpu")[0].config
@@ -95,6 +96,7 @@ def test_transformers_steps_are_those_of_one_generate_and_its_configuration_is_l
     assert model.generation_config.eos_token_id == end
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_diagnosed_and_compared_with_this_engine():
     found = diagnose(theirs("rose-tiny"), batch=2, context=20)
     assert {trial.name for trial in found.trials} == {
@@ -212,6 +214,7 @@ def test_a_gpu_without_room_for_its_ceilings_is_told_in_one_sentence(monkeypatch
         find_ceilings(torch.device("cuda"), torch.float16, 1e6)
 
 
+@pytest.mark.slow
 def test_ceilings_are_positive_and_read_as_many_bytes_as_a_step():
     found = find_ceilings(CPU, torch.bfloat16, 5e6)
     assert found.read_size == 5_000_000

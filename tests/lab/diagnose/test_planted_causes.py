@@ -58,6 +58,7 @@ def test_a_sleep_in_every_layer_is_python_of_the_function_that_sleeps():
     assert found.profile.step_us > LAYERS * 2000
 
 
+@pytest.mark.slow
 def test_a_loop_over_tiny_operators_is_call_bound():
     one = torch.zeros(1)
 
@@ -117,6 +118,7 @@ def test_a_large_product_is_compute_bound():
     assert found.causes[0] == "compute" and "in float32" in found.findings[0].sentence
 
 
+@pytest.mark.slow
 def test_twice_the_batch_of_one_is_tried_and_gives_more_tokens():
     found = diagnose_engine(batch=1)
     tried = {trial.name: trial for trial in found.trials}

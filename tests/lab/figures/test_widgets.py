@@ -60,6 +60,7 @@ def outputs(tmp_path_factory, pytestconfig) -> dict[str, list[nbformat.NotebookN
     return dict(zip(CELLS, (cell.outputs for cell in notebook.cells[1:]), strict=True))
 
 
+@pytest.mark.slow
 def test_the_first_drawing_is_an_ordinary_output_beside_a_view_that_is_all_widget(outputs):
     view, picture = outputs["untouched"]
     assert set(view.data) == {WIDGET}

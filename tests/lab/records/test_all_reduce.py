@@ -34,6 +34,7 @@ def test_two_ranks_record_each_size_of_each_way_with_raw_values(tmp_path, capsys
         assert all(len(one["raw"]) == 2 and 0 < min(one["raw"]) <= one["median"] for one in times.values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 def test_three_ranks_sum_with_the_one_shot_kernel_too(tmp_path, capsys) -> None:
     figures = run(capsys, tmp_path, "--ranks=3", "--ways=one_shot", "--sizes-kb=8")["figures"]
@@ -54,6 +55,7 @@ def test_a_way_measured_alone_leaves_the_others_of_the_same_sizes_in_the_record(
     assert said.count("\n") == 1 and "would lose library, measured with another sizes_kb" in said
 
 
+@pytest.mark.slow
 def test_a_record_is_found_beside_the_single_devices(tmp_path, capsys) -> None:
     alone = Results(tmp_path / "gpu")
     alone.folder.mkdir()
@@ -92,6 +94,7 @@ def test_a_way_that_does_not_give_the_sum_is_no_measurement() -> None:
         bench.times("library", 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how, after_s",
     [(signal.SIGINT, 0.3), (signal.SIGINT, 4.0), (signal.SIGKILL, 0.3)],

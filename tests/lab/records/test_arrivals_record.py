@@ -50,6 +50,7 @@ def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(tmp_p
     assert not (tmp_path / "rose-tiny" / "long_prompt.json").exists()
 
 
+@pytest.mark.slow
 def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(arrivals, "LONG_RUNNING", Workload("long", 3, 80, 4, prompt_tokens=8))
     monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)
@@ -106,6 +107,7 @@ def test_bad_limits_are_told_in_one_line(limits: str, tmp_path, capsys) -> None:
     assert said.count("\n") == 1 and limits in said
 
 
+@pytest.mark.slow
 def test_a_watched_run_is_simulated_from_its_own_steps() -> None:
     """Its throughput, which waiting for requests and steps both make; the machine may be busy."""
     workload = Size(rows=4, requests=4, new_tokens=16, prompt=48).of(WORKLOADS["W8"])

@@ -51,6 +51,7 @@ def test_a_run_yields_every_token_it_was_asked_for(model, prompts):
     )  # after prefill, two warm-up steps, the profiler's and the counted one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", ["dense", "resident_step", "split_kv"])
 @pytest.mark.parametrize("few", [1, 4, 5])
 def test_a_run_of_few_tokens_gives_no_more_and_still_times_a_step(model, prompts, rung, few):

@@ -19,6 +19,7 @@ CUT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model, n_ranks", CUT)
 def test_every_element_of_a_matrix_is_on_one_rank_and_each_has_its_share(model, n_ranks):
     arch = MODELS[model]
@@ -65,6 +66,7 @@ def test_a_number_of_ranks_that_cannot_be_is_refused():
         cuts.cut_matrices(MODELS["rose-tiny"], 3)
 
 
+@pytest.mark.slow
 def test_a_step_s_sums_are_seen_and_the_tokens_are_those_of_one_rank():
     prompts = [[5, 6, 7], [8, 9]]
     sizes = {"device": "cpu", "max_batch_size": 2, "max_model_len": 16, "recipe": cuts.WATCHED}

@@ -24,6 +24,7 @@ SMALL = ["--workload=W8", "--device=cpu", "--num-requests=3", "--max-new-tokens=
 SMALL += ["--prompt-tokens=20", "--max-batch-size=2"]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_tells_the_seconds_of_its_parts_and_of_three_equal_runs() -> None:
     found = first_request.first_process([*SMALL, "--hf-model-id=rose-tiny", "--load-format=auto"])
     parts = found["parts_s"]
@@ -34,6 +35,7 @@ def test_a_fresh_process_tells_the_seconds_of_its_parts_and_of_three_equal_runs(
     assert found["graphs"] == 0 and found["engine"]["max_batch_size"] == 2  # a CPU has no graphs
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why_in_one_line() -> None:
     with pytest.raises(RoseError, match="the new process failed: .*no shape is known") as raised:
         first_request.first_process([*SMALL, "--hf-model-id=nobody/knows", "--load-format=dummy"])

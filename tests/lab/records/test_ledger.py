@@ -359,6 +359,7 @@ def tiny():
     return get_model("rose-tiny", "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", ["dense", "reused_index_buffers", "resident_step", list(LADDER)[-1]])
 def test_a_live_step_on_a_cpu_is_accounted_for(tiny, rung):
     prompts = make_prompts(4, [3, 9], tiny.config.vocab_size)
@@ -396,6 +397,7 @@ def test_too_little_room_and_bad_numbers_of_steps_are_told(tiny):
             step_ledger(bench, steps=wrong)
 
 
+@pytest.mark.slow
 def test_the_experiment_gives_a_ledger_a_rung_near_the_context_asked_for(tiny):
     figures = experiments.ledgers(tiny, ["paged", "one_table"], batch=2, context=60, steps=2)
     assert list(figures) == ["paged", "one_table"]
@@ -404,6 +406,7 @@ def test_the_experiment_gives_a_ledger_a_rung_near_the_context_asked_for(tiny):
         assert figure["context"] == pytest.approx(60, abs=4)
 
 
+@pytest.mark.slow
 def test_the_recorded_ledgers_are_those_of_every_rung_at_the_workloads_sizes(tmp_path, monkeypatch):
     monkeypatch.setattr(recordings, "LEDGER_WORKLOADS", ("W3",))
     asked = []
@@ -420,6 +423,7 @@ def test_the_recorded_ledgers_are_those_of_every_rung_at_the_workloads_sizes(tmp
     assert (tmp_path / "ledger_w6.json").exists()
 
 
+@pytest.mark.slow
 def test_the_ledgers_of_unequal_requests_are_of_their_lengths_and_of_how_they_sample(monkeypatch, tmp_path):
     asked = []
 
@@ -438,6 +442,7 @@ def test_the_ledgers_of_unequal_requests_are_of_their_lengths_and_of_how_they_sa
     assert temperatures == (0.0, 0.6, 0.8) and asked[2][1][0].top_k == 50
 
 
+@pytest.mark.slow
 def test_the_ledgers_of_prefills_are_of_the_shapes_that_have_aims(tmp_path):
     asked = ["--workloads", "", "--experiments", "ledger_prefills"]
     assert measure.main(["--device", "cpu", "--output", str(tmp_path), *asked]) == 0

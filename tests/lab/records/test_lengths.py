@@ -54,6 +54,7 @@ def test_the_longest_row_fits_the_positions_that_are_told():
         contexts_of(8, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_an_engine_cuts_its_rows_as_it_is_asked_to_and_gives_the_same_tokens(device):
     model = random_model(5).to(device)
@@ -83,6 +84,7 @@ def test_an_engine_without_variants_of_attention_says_so():
             Bench(random_model(5), rung, prompts, 4, kernels="torch", prepare=launched(lambda *shape: CUT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_steps_of_every_share_and_way_are_measured_and_read_back(device, monkeypatch, tmp_path):
     monkeypatch.setattr(step_time, "STRETCH", 2)
@@ -135,6 +137,7 @@ def test_without_a_gpu_only_attention_is_interpreted():
     assert kernels.embed is lengths.TORCH.embed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("shape", [{}, MODERN], ids=["single heads", "groups"])
 def test_rows_are_timed_whole_and_cut_whatever_an_engine_would_choose(shape, device, monkeypatch):
@@ -158,6 +161,7 @@ def test_rows_are_timed_whole_and_cut_whatever_an_engine_would_choose(shape, dev
     assert len(steps) == 6 and all(one.us > 0 for one in steps.values())
 
 
+@pytest.mark.slow
 def test_at_full_size_another_models_records_go_to_a_folder_of_its_own_beside_gpt2s(tmp_path):
     ours = tmp_path / "bookkeeping.json"
     ours.write_text("gpt2's")

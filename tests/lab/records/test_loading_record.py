@@ -47,6 +47,7 @@ def test_it_is_cut_into_shards_that_load_as_one_model(tmp_path):
     assert all(0.015 < value.float().std() < 0.025 for value in weights.values() if value.dim() == 2)
 
 
+@pytest.mark.slow
 def test_the_command_records_seconds_and_memory_and_removes_the_checkpoint(shape, tmp_path, capsys):
     scratch, output = tmp_path / "scratch", tmp_path / "records"
     scratch.mkdir()
@@ -65,6 +66,7 @@ def test_the_command_records_seconds_and_memory_and_removes_the_checkpoint(shape
     assert "uncached: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_peak_that_is_gone_at_the_end_is_seen():
     held = loading_record._in_new_process(partial(_two_copies, 64 << 20), CPU)
     assert held["anonymous_peak_bytes"] > 120 << 20
@@ -76,6 +78,7 @@ def _two_copies(n_bytes):
     return kept[: int(both[0])].clone()
 
 
+@pytest.mark.slow
 def test_a_loading_process_that_is_killed_is_told():
     with pytest.raises(RoseError, match="was killed"):
         loading_record._in_new_process(partial(os._exit, 9), CPU)

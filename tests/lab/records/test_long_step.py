@@ -16,6 +16,7 @@ from rosellm.lab.records.step_time import STRETCH, StepTimes, room, step_times
 from tests.helpers import random_model
 
 
+@pytest.mark.slow
 def test_the_command_records_every_turn_and_their_median_is_read_back(tmp_path) -> None:
     given = ["--device=cpu", f"--output={tmp_path}", "--workloads=", "--experiments=step-64x500"]
     assert measure.main(given) == 0

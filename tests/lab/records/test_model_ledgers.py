@@ -45,6 +45,7 @@ def test_no_ledger_needs_more_positions_than_the_workload_itself(name):
     assert positions_needed(workload) <= workload.prompt_tokens + workload.max_new_tokens
 
 
+@pytest.mark.slow
 def test_a_decode_ledger_is_taken_at_mid_run_with_its_rows_adding_up(tiny):
     ledger = workload_ledger(tiny, "split_kv", SHORT["D8"])
     assert (ledger.batch, ledger.context) == (3, pytest.approx(64 - 1 + 40, abs=1))
@@ -52,6 +53,7 @@ def test_a_decode_ledger_is_taken_at_mid_run_with_its_rows_adding_up(tiny):
     assert {"GEMM", "attention", "norm", "head"} <= {row.cause for row in ledger.rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", ["split_kv", "resident_step", "dense"])
 def test_a_prefill_ledger_is_of_one_iterations_prompts(tiny, rung):
     ledger = workload_ledger(tiny, rung, SHORT["PRE"])
@@ -73,6 +75,7 @@ def test_a_model_with_too_few_positions_is_told(tiny):
         workload_ledger(tiny, "split_kv", MODEL_WORKLOADS["PRE"])
 
 
+@pytest.mark.slow
 def test_unequal_requests_have_half_of_their_own_outputs(tiny):
     lengths = {"prompt_tokens": 90, "min_prompt_tokens": 60, "max_new_tokens": 120, "min_new_tokens": 60}
     ledger = workload_ledger(tiny, "split_kv", replace(MODEL_WORKLOADS["MIX"], max_batch_size=4, **lengths))
@@ -92,6 +95,7 @@ def test_the_command_records_ledgers_that_read_back(tmp_path, monkeypatch):
     assert ledgers["D8"].name == "split_kv" and not ledgers["D8"].on_gpu
 
 
+@pytest.mark.slow
 def test_a_ledger_that_fails_is_told_and_the_others_are_recorded(tmp_path, monkeypatch, capsys):
     def out_of_memory(model, rung, workload):
         if workload.id == "D1":
@@ -107,6 +111,7 @@ def test_a_ledger_that_fails_is_told_and_the_others_are_recorded(tmp_path, monke
     assert said.err.count("\n") == 1 and "no ledger of D1, L32K" in said.err
 
 
+@pytest.mark.slow
 def test_a_ledger_measured_alone_leaves_the_others_of_its_commit_in_the_record(tmp_path, monkeypatch):
     monkeypatch.setattr(model_runs, "MODEL_WORKLOADS", MODEL_WORKLOADS | SHORT)
     pair = record(tmp_path, "D8", "PRE")["figures"]
@@ -115,6 +120,7 @@ def test_a_ledger_measured_alone_leaves_the_others_of_its_commit_in_the_record(t
     assert after["D8"] != pair["D8"]
 
 
+@pytest.mark.slow
 def test_a_run_that_would_lose_ledgers_of_another_commit_is_refused_before_it_measures(
     tmp_path, monkeypatch, capsys
 ):

@@ -143,6 +143,7 @@ def test_both_ways_give_the_same_tokens_and_the_joined_one_takes_fewer_passes() 
     assert len(runs["joined"].passes) < len(runs["apart"].passes)
 
 
+@pytest.mark.slow
 def test_a_small_record_has_runs_passes_and_latencies_of_both_ways(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(arrivals, "LONG_RUNNING", Workload("long", 3, 80, 4, prompt_tokens=8))
     monkeypatch.setattr(arrivals, "LONG_AFTER_MS", 10)

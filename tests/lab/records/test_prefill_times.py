@@ -37,6 +37,7 @@ def engine() -> Engine:
     return small_engine(random_model(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["rose-tiny", "rose-tiny-qwen3"])
 def test_the_command_records_every_prefill_of_a_shape_and_their_median(model, tmp_path, capsys) -> None:
     given = [f"--model={model}", "--device=cpu", "--repeats=3", f"--output={tmp_path}"]

@@ -22,6 +22,7 @@ def test_every_way_gives_the_same_attention_of_the_same_prompts(shape) -> None:
     torch.testing.assert_close(ours, library, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_small_record_has_the_turns_of_every_way_and_what_they_multiply(tmp_path, capsys) -> None:
     options = ["--model=rose-tiny", "--device=cpu", "--lengths=64,9", "--tokens=128", "--repeats=2"]
     assert prompt_attention.main([*options, f"--output={tmp_path}"]) == 0

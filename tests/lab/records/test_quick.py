@@ -49,6 +49,7 @@ def test_a_gpu_makes_the_short_experiments_too(recorder):
     assert set(quick.EXPERIMENTS["cuda"]) <= {*EXPERIMENTS, "kv_append"}
 
 
+@pytest.mark.slow
 def test_an_experiment_is_recorded_as_measure_does_and_not_made_twice(recorder, capsys):
     (job,) = [job for job in recorder.jobs() if job.name == "bookkeeping"]
     assert work_off([job], 60.0) == []
@@ -69,6 +70,7 @@ def test_a_record_is_that_of_the_benchmark_itself_and_is_not_made_twice(recorder
     assert said.count("\n") == 1 and said.endswith("s] W0-dense\n")
 
 
+@pytest.mark.slow
 def test_a_record_of_steps_goes_on_at_the_rungs_that_it_lacks(recorder):
     recorder.rungs = ["dense"]
     recorder.steps("W0")
@@ -81,6 +83,7 @@ def test_a_record_of_steps_goes_on_at_the_rungs_that_it_lacks(recorder):
     assert "steps-W0" not in [job.name for job in recorder.jobs()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["commit", "model", "context"])
 def test_steps_begun_with_another_commit_model_or_context_are_measured_anew(recorder, change):
     recorder.rungs = ["dense"]
@@ -153,6 +156,7 @@ def test_a_limit_does_not_outlive_its_block():
         time.sleep(5)
 
 
+@pytest.mark.slow
 def test_the_command_writes_this_machines_folder_beside_the_others_and_says_how_to_show_it(
     recorder, tmp_path, monkeypatch, capsys
 ):

@@ -112,6 +112,7 @@ def test_without_the_mode_bits_do_change_in_a_batch():
     assert bits_changed(alone, final_logits(engine, PROBE, TOKENS, other_prompts=OTHERS * 2)) > 0
 
 
+@pytest.mark.slow
 def test_invariance_asks_every_circumstance_with_and_without_the_mode():
     figures = invariance(MODEL, [1, 2, 4], prompt_tokens=70, new_tokens=6)
     hows = {"1 together", "2 together", "4 together"}
@@ -128,6 +129,7 @@ def pressure() -> dict:
     return kv_pressure(MODEL, 6, 20, 30, share=0.4, repeats=3, block_size=16, recipe=BEST_RUNG)
 
 
+@pytest.mark.slow
 def test_a_tight_pool_preempts_and_an_ample_one_does_not(pressure):
     assert pressure["ample"]["num_kv_blocks"] == 6 * 4
     assert pressure["tight"]["num_kv_blocks"] == 9

@@ -65,6 +65,7 @@ def test_a_mode_asks_the_chooser_for_what_its_name_says_in_all_rows_or_in_the_fi
     assert {one.max_tokens for one in params} == {9} and len({one.seed for one in params}) == 5
 
 
+@pytest.mark.slow
 def test_each_mode_costs_a_whole_step_and_log_probabilities_come_on_top(model, monkeypatch):
     monkeypatch.setattr(ResidentStep, "_hidden", slowed(ResidentStep._hidden, MODEL_S))
     monkeypatch.setattr(LogprobRing, "begin", slowed(LogprobRing.begin, LOGPROBS_S))
@@ -93,6 +94,7 @@ def test_modes_take_turns_on_one_engine_a_head_and_the_first_turn_is_not_counted
     assert turns_us == {name: [9.0 + i, 17.0 + i] for i, name in enumerate(names)}
 
 
+@pytest.mark.slow
 def test_the_command_records_every_turn_and_its_median_and_they_are_read_back(tmp_path, capsys):
     asked = ["--model", "rose-tiny-qwen3", "--load-format", "auto", "--device", "cpu", "--batches", "1,3"]
     asked += ["--context", "20", "--repeats", "3", "--output", str(tmp_path)]

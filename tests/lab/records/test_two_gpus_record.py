@@ -24,6 +24,7 @@ def record(tmp_path_factory) -> dict:
     return two_gpus.recorded(alone, "rose-tiny")
 
 
+@pytest.mark.slow
 def test_both_sides_of_each_kind_are_recorded_with_raw_values(record) -> None:
     assert read_arch(record["model_shape"]).shapes == arch_of("rose-tiny", "auto").shapes
     shared, replicas = record["figures"]["tensor_parallel"]["D64"], record["figures"]["replicas"]["W8"]

@@ -19,6 +19,7 @@ def figures(tmp_path_factory) -> dict:
     return user_calls.recorded(Results(folder / "rose-tiny"))
 
 
+@pytest.mark.slow
 def test_each_workload_has_the_runs_of_every_way_to_call(figures) -> None:
     assert set(figures) == {"W4", "W8"}
     for ways in figures.values():

@@ -21,6 +21,7 @@ def record(tmp_path_factory) -> dict:
     return json.loads((folder / "rose-tiny" / "versions.json").read_text())
 
 
+@pytest.mark.slow
 def test_both_sides_serve_each_workload_in_turns_and_give_the_same_tokens(record) -> None:
     assert list(record["figures"]) == ["W1", "W4", "TTFT64"]
     for sides in record["figures"].values():
@@ -36,6 +37,7 @@ def test_the_record_names_the_whole_hash_of_the_earlier_commit(record) -> None:
     assert record["old_commit"] == record["environment"]["git_commit"] and len(record["old_commit"]) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -52,6 +54,7 @@ def test_what_cannot_be_compared_is_told_in_one_line(tmp_path, capfd, options, t
     assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.slow
 def test_a_version_that_cannot_start_ends_the_comparison(tmp_path, capfd) -> None:
     (tmp_path / "rosellm").mkdir()
     (tmp_path / "rosellm" / "__init__.py").write_text("raise ImportError('too old')")

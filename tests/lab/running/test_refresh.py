@@ -121,6 +121,7 @@ def test_a_selection_that_names_nothing_and_a_file_that_cannot_be_written_are_ex
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: [Errno 30] Read-only file system")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_what_is_done_and_leaves_the_rest_as_it_was(folder, capsys, number):
     """The second notebook sends the signal to the command from within its own kernel."""

@@ -144,6 +144,7 @@ class TestRun:
         assert "batch 42 False" in (build / "00_good.html").read_text()
         assert not list(build.glob(".*"))
 
+    @pytest.mark.slow
     def test_a_kernel_that_dies_fails_its_notebook_only(self, folder, tmp_path):
         notebooks = [save(folder, "a", "import os; os._exit(1)"), save(folder, "b", "print('b')")]
         dead, fine = run(notebooks, tmp_path / "build")
@@ -167,6 +168,7 @@ class TestRun:
         notebooks = [save(folder, "a", meet.format("x", "y")), save(folder, "b", meet.format("y", "x"))]
         assert [outcome.status for outcome in run(notebooks, tmp_path / "build", timeout=60)] == ["ok", "ok"]
 
+    @pytest.mark.slow
     @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels start from nothing where CUDA is")
     def test_a_kernel_has_the_libraries_at_once_but_names_and_random_numbers_of_its_own(
         self, folder, tmp_path
@@ -194,6 +196,7 @@ class TestRun:
         assert transport == "ipc"
         assert wait_until(lambda: not is_running(int(pid)))
 
+    @pytest.mark.slow
     def test_a_selection_renews_its_card_and_keeps_the_others(self, folder, tmp_path):
         notebooks, build = [save(folder, "a", "print(1)"), save(folder, "b", "print(1)")], tmp_path / "build"
         run(notebooks, build)
@@ -256,6 +259,7 @@ class TestCommand:
         command += ["--output", str(tmp_path / "build")]
         return lambda: subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
+    @pytest.mark.slow
     def test_the_kernel_is_this_interpreter_in_the_notebooks_folder_with_one_thread(
         self, folder, tmp_path, start
     ):
@@ -266,6 +270,7 @@ class TestCommand:
         assert process.returncode == 0, err
         assert printed(tmp_path / "build/a.ipynb") == f"{sys.executable} {folder} 1\n"
 
+    @pytest.mark.slow
     def test_a_progress_bar_in_a_notebook_leaves_nothing_behind(self, folder, start):
         save(folder, "a", "from tqdm import tqdm\nfor _ in tqdm(range(3)):\n    pass")
         process = start()

@@ -90,6 +90,7 @@ def test_littles_law_holds_of_what_was_counted_on_the_way() -> None:
     assert outcome.mean_in_flight == pytest.approx(rate * latency, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.5, 0.8])
 def test_a_single_place_with_equal_requests_waits_as_an_m_d_1_queue_does(load) -> None:
     """The mean wait is ρ s / 2 (1 − ρ) (Pollaczek and Khinchine)."""
@@ -129,6 +130,7 @@ def test_replicas_that_never_last_are_told_of() -> None:
         run([Arrival(0.0, 60, 9)], n=1, failures=Failures(1e-3, load_s=0.0))
 
 
+@pytest.mark.slow
 def test_the_projects_router_beats_chance_on_unequal_requests() -> None:
     random = np.random.default_rng(1)
     lengths = random.choice([1, 60], size=(2000, 2), p=[0.8, 0.2]).tolist()
@@ -149,6 +151,7 @@ def test_round_robin_takes_turns_among_those_that_live() -> None:
     assert router.assign() == [(2, 1), (0, 4)]
 
 
+@pytest.mark.slow
 def test_a_thousand_replicas_are_simulated_in_seconds() -> None:
     random = np.random.default_rng(0)
     lengths = random.integers(16, 65, size=(5_000, 2)).tolist()

@@ -30,6 +30,7 @@ def made_up(run: Run) -> Run:
     return replace(run, medians=run.medians | figures)
 
 
+@pytest.mark.slow
 def test_known_coefficients_are_found_again_and_leave_no_error(recorded) -> None:
     runs = [made_up(run) for run in recorded]
     found = fit(runs)
@@ -40,6 +41,7 @@ def test_known_coefficients_are_found_again_and_leave_no_error(recorded) -> None
         assert worst(checks, kind) < 1e-6 and worst(checks, kind, held_out=True) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_held_out_model_is_planned_without_its_own_records(recorded) -> None:
     model = recorded[0].model
     slower = [

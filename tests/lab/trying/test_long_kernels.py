@@ -37,9 +37,7 @@ def first_tokens(most: int) -> Kernel:
 def norm_of(most: int) -> Kernel:
     """Moments of the first columns only, as with one block of registers."""
 
-    def norm(
-        *, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None, eps: float, **more: Any
-    ) -> Any:
+    def norm(*, x: Any, scale: Any, shift: Any, eps: float, **more: Any) -> Any:
         whole = TORCH.add_norm(x=x, scale=scale, shift=shift, eps=eps, **more)
         some = x[:, :most].float()
         centred = x.float() - (some.mean(1, keepdim=True) if shift is not None else 0)

@@ -75,6 +75,7 @@ def test_its_bar_stands_beside_the_recorded_ladder(tried):
     )
 
 
+@pytest.mark.slow
 def test_its_kernel_has_a_role_of_its_own_in_both_ledgers(tried):
     old, new = tried.ledgers
     assert (old.name, new.name) == ("dependent_launch", "tried_one")
@@ -109,6 +110,7 @@ def test_an_interpreted_kernel_climbs_untimed(capsys):
             ask()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 def test_beside_an_interpreted_base_nothing_is_timed():
     rung = try_rung("mine", base="autotune", paged_attention_decode=TORCH.paged_attention_decode, **SMALL)
@@ -172,6 +174,7 @@ def test_a_kernel_that_the_base_never_calls_is_refused_with_the_rung_that_does(b
         try_rung("tried_one", base=base, **{kernel: getattr(TORCH, kernel)}, **SMALL)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_only_another_model_calls_is_refused_with_that_model():
     with pytest.raises(
         KernelError, match="never calls position_heads with rose-tiny.*model='rose-tiny-qwen3'"
@@ -216,6 +219,7 @@ def test_a_near_tie_of_greedy_logits_is_not_a_difference(monkeypatch):
     assert same_tokens("mine", "fused_norm", ours, other, {"rose-tiny": model})["rose-tiny"]["add_norm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", [one for one in LADDER if one not in ("autotune", "persistent_kernel")])
 def test_what_is_said_of_a_rung_s_callers_is_what_its_engine_calls(rung):
     """Rungs whose kernels need Triton everywhere, or a GPU for their form, are left out."""

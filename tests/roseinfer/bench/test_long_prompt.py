@@ -45,6 +45,7 @@ def test_without_a_gap_apart_from_the_prefill_the_figures_apart_have_no_value() 
     assert [figures[f"itl_apart_{which}_s"] for which in ("mean", "p50", "p99")] == [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long_arrivals", [(0.5, 0.5), (2.5, 0.5), (0.5, 2.5)])
 def test_a_run_without_a_gap_apart_from_the_prefill_is_recorded_and_told(
     long_arrivals: tuple[float, ...], tmp_path: Path, capsys, monkeypatch
@@ -77,6 +78,7 @@ def test_a_long_prompt_and_the_others_fit_if_each_request_does(capsys) -> None:
         check_positions(options, options.prompt_tokens, 480)
 
 
+@pytest.mark.slow
 def test_a_user_compares_chunks_with_a_whole_prompt(tmp_path: Path, capsys) -> None:
     for _ in range(4):  # other processes may delay a round of chunks
         chunked, whole = compared(tmp_path / "record.json", capsys)

@@ -206,6 +206,7 @@ assert resident() - before < n_bytes / 4, (resident() - before, n_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_cpu_s_cache_takes_no_memory_before_it_is_written(dtype):
     subprocess.run([sys.executable, "-c", RESIDENT.format(dtype=dtype)], check=True, timeout=120)

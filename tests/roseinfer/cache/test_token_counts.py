@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from rosellm.roseinfer.cache.token_counts import TokenCounts, counts_of, seen_tokens
@@ -25,6 +26,7 @@ def by_hand(prompt: list[int], output: list[int]) -> list[int]:
     return [2 * output.count(token) + (token in prompt) for token in range(VOCAB)]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(moves=MOVES)
 def test_every_holder_has_a_row_of_its_own_that_says_what_it_has_seen(moves):

@@ -277,6 +277,7 @@ def test_the_kernel_equals_the_spec_for_any_batch(rows, device):
         assert_equals_spec(case, variant)
 
 
+@pytest.mark.slow
 @guarded
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize(("tile", "block_size"), [(256, 384), (64, 96), (16, 24), (16, 48), (16, 3)])

@@ -139,6 +139,7 @@ def test_filtered_rows_draw_the_tokens_of_the_specification(size, vocab, device)
     assert_draws_as_specified(random_logits(len(rules), vocab, device, int(size), size), state, 0.8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("vocab", [50257, 151936])
 def test_filtered_rows_draw_the_tokens_of_the_specification_from_real_vocabularies(vocab, device):
@@ -239,6 +240,7 @@ def tokens_by(logits: Tensor, state: DeviceState, splits: int) -> Tensor:
     return tokens_of(tiles, state)
 
 
+@pytest.mark.slow
 @guarded
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("device", TRITON_DEVICES)
@@ -252,6 +254,7 @@ def test_any_number_of_programs_draws_the_tokens_of_the_specification(size, spli
     assert_draws_as_specified(logits, state, 0.8, always(splits))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("splits", [1, 7])
@@ -264,6 +267,7 @@ def test_of_equal_logits_in_any_chunk_the_first_are_kept_by_mass(splits, device)
     assert torch.equal(tokens, tokens_of(expected, state)) and len(tokens.unique()) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_where_the_last_bit_of_a_sum_decides_all_numbers_of_programs_agree(device):
@@ -321,6 +325,7 @@ def test_programs_fill_the_gpu_once_or_are_one_a_row(sms, monkeypatch):
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("varied", ["seeds", "positions"])
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def test_a_hash_without_its_second_mixing_would_be_noticed(monkeypatch):
     assert abs(dispersion(torch.bincount((16 * high[:, 1:] + high[:, :-1]).flatten()))) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tail", [2**14, 2**18])
 def test_the_largest_noise_comes_as_often_as_it_should(tail):
     """Poisson's law for words below ``tail``, of which the winners of large vocabularies are made."""

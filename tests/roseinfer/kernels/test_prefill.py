@@ -379,6 +379,7 @@ def test_a_window_hides_what_lies_before_it(window, dtype, device):
     assert_equals_spec(prefill_attention, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pieces", [2, 3, 5, 8])
@@ -388,6 +389,7 @@ def test_tiles_in_pieces_equal_the_spec(pieces, dtype, device):
     assert_equals_spec(prefill_attention, case, pieces=[pieces] * len(starts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("group", [1, 2, 8])
 @pytest.mark.parametrize("head_dim", [20, 64, 128])
@@ -397,6 +399,7 @@ def test_pieces_of_every_kind_of_head_equal_the_spec(head_dim, group, device):
     assert_equals_spec(prefill_attention, case, pieces=[1, 3, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("block_size", [8, 64])
 def test_each_sequence_may_have_its_own_number_of_pieces(block_size, device):
@@ -405,6 +408,7 @@ def test_each_sequence_may_have_its_own_number_of_pieces(block_size, device):
     assert_equals_spec(prefill_attention, case, pieces=[3, 1, 8, 2, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [1, 20, 64, 500])
@@ -478,6 +482,7 @@ def next_chunk(case: Case, done: int, chunk: int) -> tuple[Case, Tensor]:
     return Case(starts, counts, rows, whole, case.arguments | new), packed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_query_heads_read_the_key_head_of_their_group(group, device):

@@ -54,6 +54,7 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(BITS[x.dtype.itemsize])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
 @pytest.mark.parametrize("n_others", [1, 2, 7, 15, 16, 40])
 def test_logits_are_bitwise_those_of_the_request_alone(n_others, family):
@@ -105,7 +106,14 @@ def heard_logits(engine: Engine, config: SchedulerConfig, prompts: list[list[int
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    "case", ["chunks of 64", "chunks of 192", "prefix cache", "preemption", "all of them", "small batches"]
+    "case",
+    [
+        "all of them",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("chunks of 64", "chunks of 192", "prefix cache", "preemption", "small batches")
+        ),
+    ],
 )
 def test_chunks_cached_prefixes_and_preemption_change_no_bit(case, place):
     device, kernels = place

@@ -53,6 +53,7 @@ def choose(chooser: Chooser, hidden: torch.Tensor, wishes: list[dict], seed: int
     return state.ring[0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WISHES)
 def test_a_rows_token_is_that_of_its_own_wish_whatever_shares_the_batch(name):
     chooser = fused(random_model(0))

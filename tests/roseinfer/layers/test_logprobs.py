@@ -97,6 +97,7 @@ def test_log_probabilities_survive_preemption(deterministic):
         assert_logprobs(uncached_logits(model, prompt + output.token_ids), len(prompt), output, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 16, 17, 64, 65, 150])
 def test_any_number_of_rows_is_found_and_unused_places_change_nothing(captured, n):
     """Rows in any order, from any places, at any rounds; more of them than one run takes."""

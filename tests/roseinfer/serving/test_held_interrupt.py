@@ -40,7 +40,7 @@ print("interrupted", seen, flush=True)
 """
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("prefix_cache", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_a_sigint_the_same_engine_gives_the_same_tokens_and_has_all_its_blocks(prefix_cache):
     rng = random.Random(7)
     code = SERVED.format(prefix_cache=prefix_cache, n=N_INTERRUPTS)

@@ -47,6 +47,7 @@ WISHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wish", WISHES.values(), ids=WISHES)
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("n_blocks", [5, 8])
@@ -66,6 +67,7 @@ def test_tokens_that_are_decoded_again_are_penalised_as_the_first_time():
     assert tokens_of(outputs) == tokens_of(expected) and tight.preemptions > 0
 
 
+@pytest.mark.slow
 def test_what_is_decoded_again_has_the_blocks_for_it_before_it_is_admitted():
     prompts, params = [[1, 2, 3]] * 6, greedy(150)
     model = random_model(0, small_config(n_positions=256))

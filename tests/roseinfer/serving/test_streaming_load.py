@@ -132,6 +132,7 @@ class Client:
             texts[request] += piece or ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokenize_workers", "stream_interval", "run_ahead"),
     [(0, 1, 0), (2, 3, 2)],
@@ -425,6 +426,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_s_exit_closes_a_manager_left_open() -> None:
     left = subprocess.run(
         [sys.executable, "-c", LEFT_OPEN], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -244,6 +244,7 @@ def test_the_kernels_give_the_same_tokens_padded(captured, device, config):
     assert engine.late_captures == 0 or device == "cpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("wish", WISHES[2:], ids=["top_k", "top_p", "penalised", "greedy, penalised"])
 def test_the_kernels_choose_first_tokens_as_the_host_does_padded(captured, device, wish):
@@ -287,6 +288,7 @@ def replayed(monkeypatch) -> list[LayerSize]:
     return runs
 
 
+@pytest.mark.slow
 @shared
 @given(st.integers(0, 10**9))
 def test_tokens_are_the_same_where_long_prefixes_are_cut(captured, room, replayed, seed):
@@ -299,6 +301,7 @@ def test_tokens_are_the_same_where_long_prefixes_are_cut(captured, room, replaye
     assert engine.late_captures == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
 def test_the_kernels_give_the_same_tokens_in_pieces(captured, room, replayed, device, config):
@@ -388,6 +391,7 @@ def test_an_engine_without_warm_up_captures_at_first_use(captured):
     assert engine.late_captures == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", ["cuda_graph", "one_table", "resident_step", *RUNGS, "persistent_kernel"])
 @pytest.mark.parametrize("sizes", [{"max_batch_size": 6}, {"max_batch_size": 20, "max_model_len": 50}])
 def test_no_request_waits_for_a_capture(captured, rung, sizes):

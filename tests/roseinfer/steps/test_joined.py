@@ -134,6 +134,7 @@ def checkpoint(request, tmp_path_factory):
     return folder, transformers_greedy(folder, PROMPTS, 14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [None, 6])
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -149,6 +150,7 @@ def test_prompts_that_join_give_the_tokens_of_transformers(checkpoint, device, c
     assert len(joins.tokens) >= 2 * len(PROMPTS) - 3 and engine.late_captures == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("model", ["tied", "modern"])
 def test_the_kernels_give_the_same_tokens_in_one_pass(captured, device, model):
@@ -298,6 +300,7 @@ def combined(monkeypatch) -> list[int]:
     return calls
 
 
+@pytest.mark.slow
 @shared
 @given(st.integers(0, 10**9))
 def test_tokens_are_the_same_where_chunks_after_long_prefixes_join(captured, room, seed):
@@ -309,6 +312,7 @@ def test_tokens_are_the_same_where_chunks_after_long_prefixes_join(captured, roo
     assert engine.late_captures == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
 def test_the_kernels_give_the_same_tokens_joined_in_pieces(captured, room, cut, combined, device, config):

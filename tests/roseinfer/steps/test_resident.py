@@ -168,6 +168,7 @@ def test_an_edited_last_token_is_what_the_next_step_starts_from():
     assert sequence.tokens[-1:] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("wish", WISHES, ids=WISHES)
 def test_chosen_tokens_are_those_of_the_host_driven_step(wish, device):

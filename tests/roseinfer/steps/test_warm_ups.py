@@ -167,11 +167,13 @@ def compile_two_kernels(tmp_path: Path, seconds: float) -> subprocess.CompletedP
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
 
 
+@pytest.mark.slow
 def test_what_launches_a_kernel_is_built_in_the_thread_that_compiled_it(tmp_path):
     done = compile_two_kernels(tmp_path, seconds=0.0)
     assert json.loads(done.stdout) == [["one_more_kernel", "one_more_kernel", False]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "told"), [(1.2, True), (0.0, False)])
 def test_a_compilation_of_more_than_a_second_tells_how_long_it_takes(tmp_path, seconds, told):
     printed = compile_two_kernels(tmp_path, seconds).stderr
