@@ -62,8 +62,8 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
     add = parser.add_argument
     add("--model", default=MODEL, help=f"shape of the model; default: {MODEL}")
-    add("--load-format", choices=LOAD_FORMATS, default="dummy", help="default: dummy, random weights")
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
+    add("--load-format", choices=LOAD_FORMATS, default="dummy", metavar="FORMAT", help="auto or dummy")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", metavar="D", help="auto, cuda or cpu")
     add("--repeats", type=whole_number(1), default=10, metavar="N", help="measured calls of each prompt")
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
     return parser
