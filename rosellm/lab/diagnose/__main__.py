@@ -7,6 +7,7 @@ transformers' own generate with its cache, on the same checkpoint.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 
 from rosellm.command_line import OneLineParser, command
@@ -47,11 +48,15 @@ def run(options: Namespace) -> Diagnosis:
         rung = get_rung(options.rung, model.device)
         ours = EngineSteps(model, rung, options.batch, options.context)
         ours.name = f"{options.model}, {ours.name}"
-        return diagnose_steps(ours)
+        return diagnose_steps(ours, progress=_tell)
     theirs = load_transformers(options.model, options.load_format, model)
     steps = TransformersSteps(theirs, options.batch, options.context)
     steps.name = f"{options.model}, {steps.name}"
-    return diagnose_steps(steps, lambda: model)
+    return diagnose_steps(steps, lambda: model, progress=_tell)
+
+
+def _tell(stage: str) -> None:
+    print(f"{stage} ...", file=sys.stderr, flush=True)
 
 
 @command

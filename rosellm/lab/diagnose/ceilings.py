@@ -34,8 +34,8 @@ class Ceilings:
 
     def __str__(self) -> str:
         return (
-            f"reads {number(self.read_bytes_per_us / 1e3)} GB/s ({number(self.read_size / 1e6)} MB over and "
-            f"over), copies {number(self.copy_bytes_per_us / 1e3)} GB/s, multiplies "
+            f"reads {number(self.read_bytes_per_us / 1e3)} GB/s ({number(self.read_size / 1e6)} MB, on a "
+            f"CPU partly from its caches), copies {number(self.copy_bytes_per_us / 1e3)} GB/s, multiplies "
             f"{number(self.flops_per_us / 1e3)} GFLOP/s, calls an operator in {number(self.call_us)} µs"
         )
 

@@ -9,10 +9,18 @@ from typing import Any
 
 from rosellm import LLM
 from rosellm.environment import environment
+from rosellm.lab.diagnose.ceilings import Ceilings, find_ceilings
 from rosellm.lab.diagnose.profile import Profile, profile_of
 from rosellm.lab.diagnose.rules import Finding, dtype_name, findings, percent
 from rosellm.lab.diagnose.steps import EngineSteps, Steps, SubjectError, TransformersSteps
-from rosellm.lab.diagnose.trials import Make, Trial, engine_candidates, transformers_candidates, try_all
+from rosellm.lab.diagnose.trials import (
+    MOST_SPREAD,
+    Make,
+    Trial,
+    engine_candidates,
+    transformers_candidates,
+    try_all,
+)
 from rosellm.lab.records.account import WORKING
 from rosellm.lab.records.ledger import MOST_STRETCHED
 from rosellm.lab.records.records import number
@@ -35,6 +43,7 @@ class Diagnosis:
     trials: tuple[Trial, ...]
     undetermined: tuple[str, ...]
     device_name: str
+    busy: str = ""  # why this machine's times are not to be trusted
 
     @property
     def causes(self) -> list[str]:
@@ -42,6 +51,11 @@ class Diagnosis:
         return [finding.cause for finding in self.findings]
 
     def __str__(self) -> str:
+        if self.busy:
+            parts = [
+                f"This machine is busy: {self.busy}. No time here can be trusted; run again when it is quiet."
+            ]
+            return "\n".join(map(_folded, parts))
         parts = [_step_told(self), *map(_sentence, self.findings)]
         if not self.findings:
             parts.append("No rule reaches its threshold.")
@@ -71,16 +85,43 @@ def diagnose(
 
 
 def diagnose_steps(
-    steps: Steps, ours: Callable[[], Transformer] | None = None, trials: bool = True
+    steps: Steps,
+    ours: Callable[[], Transformer] | None = None,
+    trials: bool = True,
+    progress: Callable[[str], object] = lambda _: None,
 ) -> Diagnosis:
-    """The same for steps that exist; ours: loads the checkpoint of transformers' steps into our model."""
+    """The same for steps that exist; ours: loads the checkpoint of transformers' steps into our model.
+
+    progress: called with what is measured next.
+    """
+    progress(f"measuring this machine, then profiling steps of {steps.name}")
     profile = profile_of(steps)
     found = findings(profile)
     candidates = _candidates(steps, found, ours) if trials else {}
+    if candidates:
+        progress(f"trying in turns: {', '.join(candidates)}")
     tried, refused = try_all(steps, candidates)
+    work = steps.work
+    again = find_ceilings(work.device, work.dtype, work.read_bytes)
+    busy = _why_busy(profile.ceilings, again, tried)
     told = (*_undetermined(steps, profile, found, ours), *(f"{name}: {why}" for name, why in refused.items()))
     device_name = environment(steps.work.device)["device_name"]
-    return Diagnosis(profile, found, tried, told, device_name)
+    return Diagnosis(profile, found, tried, told, device_name, busy)
+
+
+def _why_busy(before: Ceilings, after: Ceilings, tried: tuple[Trial, ...]) -> str:
+    """What shows that something else ran meanwhile; "" if nothing does."""
+    pairs = (
+        ("reads", before.read_bytes_per_us, after.read_bytes_per_us),
+        ("multiplies", before.flops_per_us, after.flops_per_us),
+    )
+    for name, one, other in pairs:
+        if max(one, other) > MOST_SPREAD * min(one, other):
+            times = number(max(one, other) / min(one, other))
+            return f"it {name} {times} times as fast at one moment as at another"
+    if tried and all(trial.is_disturbed for trial in tried):
+        return f"the same steps took up to {number(max(trial.spread for trial in tried))} times as long"
+    return ""
 
 
 def steps_of(subject: Any, batch: int, context: int) -> Steps:
@@ -136,7 +177,8 @@ def _step_told(d: Diagnosis) -> str:
 
 def _floor_told(p: Profile) -> str:
     if p.compute_us > p.read_us:
-        return f"multiply with all weights for {p.work.batch} tokens"
+        tokens = "1 token" if p.work.batch == 1 else f"{p.work.batch} tokens"
+        return f"do the arithmetic of its GEMMs for {tokens}"
     kv = f" and {number(p.work.kv_bytes / 1e6)} MB of keys and values" if p.work.kv_bytes else ""
     return f"read {number(p.work.weight_bytes / 1e6)} MB of weights{kv} once"
 

@@ -193,7 +193,7 @@ class TransformersSteps(Steps):
             made = self.model.generate(
                 self._tokens,
                 attention_mask=torch.ones_like(self._tokens),
-                past_key_values=self._cache,
+                **({} if self._cache is None else {cache_name(): self._cache}),
                 max_new_tokens=n,
                 do_sample=False,
                 pad_token_id=0,
@@ -201,8 +201,15 @@ class TransformersSteps(Steps):
                 return_dict_in_generate=True,
                 stopping_criteria=[clock],
             )
-        self._tokens, self._cache = made.sequences, made.past_key_values
+        self._tokens, self._cache = made.sequences, made[cache_name()]
         return clock.ends
+
+
+def cache_name() -> str:
+    """What this version of transformers calls the cache; an older name would be answered by a warning."""
+    from transformers.generation import utils
+
+    return "cache" if "cache" in getattr(utils, "ALL_CACHE_NAMES", ()) else "past_key_values"
 
 
 class _Clock:

@@ -19,6 +19,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import BEFORE, LADDER, best_rung
 
 TURNS = 4
+MOST_SPREAD = 2.0  # of turns of the same steps: beyond, something else keeps the machine busy
 MOST_COPY_BYTES = 2 * 10**9  # of weights that are copied to another dtype
 CAST = torch.bfloat16
 MOST_RUNGS = 3
@@ -43,17 +44,27 @@ Make = Callable[[], Steps]
 class Trial:
     """Tokens a second of a candidate over those of the steps that were diagnosed, turn by turn.
 
-    sign: 1 faster, -1 slower, 0 where turns overlap.
+    sign: 1 faster, -1 slower, 0 where turns overlap. spread: of the turns of the steps that did not change,
+    the longest over the shortest. A ratio is given only where it counts.
     """
 
     name: str
     step_us: float
     ratio: float
     sign: int
+    spread: float = 1.0
+
+    @property
+    def is_disturbed(self) -> bool:
+        return self.spread > MOST_SPREAD
 
     def __str__(self) -> str:
-        told = f"{self.name}: {number(self.ratio)}× the tokens a second, a step of {number(self.step_us)} µs"
-        return told if self.sign else f"{told}; no difference beyond the noise"
+        step = f"a step of {number(self.step_us)} µs"
+        if self.is_disturbed:
+            return f"{self.name}: not compared; the same steps took up to {number(self.spread)}× as long"
+        if not self.sign:
+            return f"{self.name}: no difference beyond the noise, {step}"
+        return f"{self.name}: {number(self.ratio)}× the tokens a second, {step}"
 
 
 def try_in_turns(before: Steps, after: Steps) -> Trial:
@@ -67,7 +78,8 @@ def try_in_turns(before: Steps, after: Steps) -> Trial:
         for side, column in zip(sides, zip(*turns, strict=True), strict=True)
     )
     sign = (min(old) > max(new)) - (max(old) < min(new))
-    return Trial(after.name, median(new) * after.work.batch, median(old) / median(new), sign)
+    ratio, spread = median(old) / median(new), max(old) / min(old)
+    return Trial(after.name, median(new) * after.work.batch, ratio, sign, spread)
 
 
 def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial, ...], dict[str, str]]:

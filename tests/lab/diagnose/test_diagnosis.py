@@ -32,6 +32,12 @@ def theirs(name: str):
     return AutoModelForCausalLM.from_pretrained(checkpoint_folder(name), dtype=torch.float32)
 
 
+@pytest.fixture(autouse=True)
+def on_a_quiet_machine(monkeypatch):
+    """Whatever else runs beside the tests."""
+    monkeypatch.setattr("rosellm.lab.diagnose.diagnosis._why_busy", lambda *_: "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED_MODELS)
 def test_the_work_of_a_step_is_the_same_in_transformers_and_here(name):
@@ -109,6 +115,7 @@ def test_a_model_of_transformers_is_diagnosed_and_compared_with_this_engine():
     assert_told_for_a_cpu(found)
 
 
+@pytest.mark.slow
 def test_an_llm_is_diagnosed_with_its_own_rung_and_left_as_it_was():
     llm = LLM(rung="no_mask", max_batch_size=2)
     found = diagnose(llm, batch=2, context=20)
