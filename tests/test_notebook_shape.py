@@ -119,7 +119,7 @@ REFERENCE_ONLY = {
 RECORDS = re.compile(
     r"\b(?:nb|mixed|epilogue)\.(?:results|ledger|ledger_before|step_us|whole_run_us|verdicts)\b"
 )
-TELLS = re.compile(r"(?<![.\w])(?:print|say|show|display|explore)\(")
+TELLS = re.compile(r"(?<![.\w])(?:print|say|show|show_table|display|explore)\(")
 
 
 @each
