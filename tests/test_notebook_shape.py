@@ -112,7 +112,6 @@ REFERENCE_ONLY = {
     ("27", "rows = "): "times a rival that ran on the reference alone",
     ("28", "floor = "): "a prediction",
     ("28", "def foretold("): "a prediction",
-    ("33", "name, long_times = "): "simulated, with the reference's step times",
     ("34", "w8 = "): "a prediction",
     ("35", "CACHED, ROWS = "): "a plan",
     ("37", "guess = "): "a plan",
@@ -120,7 +119,7 @@ REFERENCE_ONLY = {
 RECORDS = re.compile(
     r"\b(?:nb|mixed|epilogue)\.(?:results|ledger|ledger_before|step_us|whole_run_us|verdicts)\b"
 )
-TELLS = re.compile(r"(?<![.\w])(?:print|say|show|display|explore)\(")
+TELLS = re.compile(r"(?<![.\w])(?:print|say|show|show_table|display|explore)\(")
 
 
 @each

@@ -13,8 +13,8 @@ from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.lines import log_ticks
 from rosellm.lab.figures.palette import BLUE, GRID, ORANGE, PALETTE, TEXT
 from rosellm.lab.records.machines import name_of
-from rosellm.lab.records.model_runs import RIVAL, Row, recorded_models, short_name, table
-from rosellm.lab.records.records import Results, number
+from rosellm.lab.records.model_runs import Row, lease_table, recorded_models, short_name, table
+from rosellm.lab.records.records import LEASE_RIVAL, Results, number
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan_ref
@@ -56,12 +56,13 @@ def _share(value: float | None, row: Row) -> float | None:
 def against_floor(machines: Sequence[Results], model: str) -> Chart:
     """A dot for each engine by workload: its share of the floor, on a log axis that all models share.
 
-    machines: the first has the rival and the floor; the others' dots are shares of that same floor.
+    machines: the first has the floor, and both engines ran in one session on such a GPU; the others' dots are
+    shares of that same floor.
     """
     results, *others = machines
-    rows = table(results, model)
+    rows = lease_table(results, model)
     beside = {name_of(other): _ours(other, model) for other in others}
-    every = [share for name in recorded_models(results) for row in table(results, name)
+    every = [share for name in recorded_models(results) for row in lease_table(results, name)
              for share in shares_of_floor(row) if share]  # fmt: skip
     every += [s for own in beside.values() for row in rows if (s := _share(own.get(row.workload), row))]
     low, high = math.log10(min(every) * 80), math.log10(max(1.0, *every) * 125)
@@ -72,7 +73,7 @@ def against_floor(machines: Sequence[Results], model: str) -> Chart:
             ends = {"x": [ours * 100, theirs * 100], "y": [row.workload] * 2}
             chart.add_scatter(**ends, mode="lines", line={"color": GRID, "width": 3}, hoverinfo="skip")
     chart.update_traces(showlegend=False)
-    columns = {OURS: [row.ours for row in rows], RIVAL: [row.rival for row in rows]}
+    columns = {OURS: [row.ours for row in rows], LEASE_RIVAL: [row.rival for row in rows]}
     columns |= {name: [own.get(row.workload) for row in rows] for name, own in beside.items()}
     for (name, own), look in zip(columns.items(), _looks(), strict=False):
         _add_shares(chart, rows, name, own, *look)
@@ -83,7 +84,7 @@ def against_floor(machines: Sequence[Results], model: str) -> Chart:
     us, them, *rest = columns.values()
     floors, units = [row.floor for row in rows], [row.unit for row in rows]
     cells = zip(names, us, them, floors, units, *rest, strict=True)
-    chart.table = text_table(["", OURS, RIVAL, "floor", "unit", *beside], cells)
+    chart.table = text_table(["", OURS, LEASE_RIVAL, "floor", "unit", *beside], cells)
     title = f"{model} on {results.device_name}: whole runs; dashed: the floor"
     return finish(chart, title, 24 * len(rows), legend=[*columns])
 

@@ -162,8 +162,26 @@ def _packed(values: Sequence[int]) -> np.ndarray:
 
 def _table(ways: Mapping[str, Dealt]) -> str:
     rows = [
-        [name, str(one.variant), len(one.programs), one.longest, one.end, one.fair, one.end / one.fair]
+        [
+            name,
+            one.variant.tile,
+            one.variant.pieces or "each row",
+            len(one.programs),
+            one.longest,
+            one.end,
+            one.fair,
+        ]
         for name, one in ways.items()
     ]
-    headers = ["", "variant", "programs", "longest, tokens", "last ends at", "mean", "×"]
+    rows = [[*row, one.end / one.fair] for row, one in zip(rows, ways.values(), strict=True)]
+    headers = [
+        "",
+        "tile, tokens",
+        "pieces of a head",
+        "programs",
+        "longest, tokens",
+        "last ends at",
+        "mean",
+        "over the mean",
+    ]
     return text_table(headers, rows)

@@ -133,11 +133,11 @@ def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
     return found
 
 
-def long_prompt_times(results: Results) -> dict[str, ServingTimes]:
-    """Model → its recorded steps' times, of those with a recorded long prompt."""
-    folders = [results.folder / model for model in recorded_long_prompt(results)]
-    found = {folder.name: recorded(Results(folder)) for folder in folders}
-    return {model: ServingTimes.from_dict(one["times"]) for model, one in found.items() if one}
+def recorded_servers(results: Results) -> dict[str, dict[str, Any]]:
+    """Model → its :func:`recorded` figures: modern models, then W8's own."""
+    paths = [*sorted(results.folder.glob("*/arrivals.json")), results.folder / "arrivals.json"]
+    folders = [Results(path.parent) for path in paths if path.is_file()]
+    return {one.load("arrivals")["model"].rsplit("/", 1)[-1]: recorded(one) for one in folders}
 
 
 def requests_s(run: dict[str, Any], options: Sequence[str]) -> float:

@@ -115,8 +115,13 @@ def recorded_lengths(results: Results) -> dict[int, dict[str, StepTimes]]:
 
 
 def faster_way(steps: Mapping[str, StepTimes], share: str) -> str:
-    """Whose step takes less at contexts so shared: "whole", "cut", or "either" if their engines overlap."""
-    whole, cut = (steps[f"{share}, {way}"].range_us for way in WAYS)
-    if whole[1] < cut[0]:
-        return "whole"
-    return "cut" if cut[1] < whole[0] else "either"
+    """Whose step takes less at contexts so shared: "whole", "cut", or "either".
+
+    Neither does if the engines of both overlap, or are no further apart than twice their larger spread.
+    """
+    whole, cut = (steps[f"{share}, {way}"] for way in WAYS)
+    (least, most), (least_cut, most_cut) = whole.range_us, cut.range_us
+    spread = max(most - least, most_cut - least_cut)
+    if abs(whole.us - cut.us) <= 2 * spread or (least <= most_cut and least_cut <= most):
+        return "either"
+    return "whole" if whole.us < cut.us else "cut"

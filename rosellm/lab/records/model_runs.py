@@ -19,13 +19,16 @@ import torch
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError, told
 from rosellm.lab.records.earlier import kept_parts
+from rosellm.lab.records.floors import Ceiling, prefill_floors_us
 from rosellm.lab.records.model_ledgers import workload_ledger
-from rosellm.lab.records.records import Results, modern_rivals
+from rosellm.lab.records.records import Results, modern_rivals, one_lease
 from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.step_records import ladder_steps
 from rosellm.lab.records.step_time import free_memory
+from rosellm.models.families.table import read_arch
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device
 from rosellm.models.model import Transformer
+from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens
 from rosellm.roseinfer.bench.record import new_record, write_record
 from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
 from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
@@ -33,6 +36,7 @@ from rosellm.roseinfer.recipe import best_rung
 
 RIVAL = "vLLM 0.22.1"
 LEDGERS_FILE = "ledgers.json"
+BYTES = 2  # of an element, in the models' dtype
 EFFORT = {"engines": 1, "seconds": 0.2, "turns": 2}  # of the ladder's steps
 
 
@@ -58,9 +62,48 @@ def recorded_models(results: Results) -> list[str]:
 
 def table(results: Results, model: str) -> list[Row]:
     """Every workload with a record or a rival's figure."""
-    theirs = modern_rivals(model)
-    rows = (_row(results, model, w, theirs.get(RIVAL, {}), theirs.get("floor", {})) for w in MODEL_WORKLOADS)
+    theirs = modern_rivals(model).get(RIVAL, {})
+    rows = (_row(results, model, w, theirs) for w in MODEL_WORKLOADS)
     return [row for row in rows if row.ours is not None or row.rival is not None]
+
+
+def lease_table(results: Results, model: str) -> list[Row]:
+    """The same of the session that ran both engines; results: the machine whose ceilings tell the floor."""
+    figures = one_lease(model)
+    return [
+        Row(name, *figures[name], floor(results, model, name), unit_of(workload))
+        for name, workload in MODEL_WORKLOADS.items()
+        if name in figures
+    ]
+
+
+def ceiling_of(results: Results) -> Ceiling:
+    """The most that the device was seen to do, from its record ``ceilings``."""
+    figures = results.load("ceilings")["figures"]
+    return Ceiling(max(figures["read_TB_s"]) * 1e6, max(figures["matmul_TFLOP_s"]) * 1e6)
+
+
+def floor(results: Results, model: str, name: str) -> float | None:
+    """The best that a recorded run could do, in its workload's unit; None without its record and ceilings.
+
+    Each decode step reads the weights and the cached keys and values once; prompts are multiplied: both as
+    fast as the device's record ``ceilings`` says. All requests run together.
+    """
+    path = results.folder / model / f"{name}.json"
+    if not path.is_file() or "ceilings" not in results.names():
+        return None
+    record = json.loads(path.read_text())
+    arch, options = read_arch(record["model_shape"]), argparse.Namespace(**record["options"])
+    prompts, new = [len(one) for one in make_prompts(options, vocab_size=2)], new_tokens(options)
+    ceiling, total = ceiling_of(results), sum(prompts)
+    least = prefill_floors_us(arch, len(prompts), total / len(prompts), BYTES, ceiling)
+    us = least["GEMM"] + least["head"]
+    us += sum(prefill_floors_us(arch, 1, tokens, BYTES, ceiling)["attention"] for tokens in prompts)
+    read = sum((n - 1) * prompt + n * (n - 1) / 2 for prompt, n in zip(prompts, new, strict=True))
+    weights = (max(new) - 1) * arch.n_step_parameters * BYTES
+    us += (weights + read * arch.kv_bytes_per_token(BYTES)) / ceiling.bytes_per_us
+    unit = unit_of(MODEL_WORKLOADS[name])
+    return us / 1e3 if unit == "ms" else (total if unit == "prompt tok/s" else sum(new)) / us * 1e6
 
 
 def runs_told(results: Results) -> str:
@@ -78,10 +121,11 @@ def _repeats(results: Results, model: str) -> list[int]:
     return [result["repeat_runs"] for record in runs for result in record["results"].values()]
 
 
-def _row(results: Results, model: str, name: str, rival: dict, floor: dict) -> Row:
+def _row(results: Results, model: str, name: str, rival: dict) -> Row:
     path = results.folder / model / f"{name}.json"
     ours = figure(json.loads(path.read_text()), MODEL_WORKLOADS[name]) if path.is_file() else None
-    return Row(name, ours, rival.get(name), floor.get(name), unit_of(MODEL_WORKLOADS[name]))
+    least = floor(results, model, name)
+    return Row(name, ours, rival.get(name), least, unit_of(MODEL_WORKLOADS[name]))
 
 
 def unit_of(workload: Workload) -> str:

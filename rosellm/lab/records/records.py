@@ -18,6 +18,8 @@ from rosellm.roseinfer.recipe import LADDER
 
 REFERENCE = "nvidia-h200"  # the device that sentences are about: notebooks', README.md's
 RIVALS_FILE = "rivals-h200.json"
+LEASE_OURS, LEASE_RIVAL = "rosellm ab671af", "vLLM 0.26.0"
+LEASE_MODELS = {"Llama-3.2-1B": "llama-1b", "Llama-3.1-8B": "llama-8b"}  # others by their own names
 BYTES_FP16 = 2
 FULL_SIZE = "full"  # also of a record that tells none
 SHORT_NAMES = {"decode_tok_s": "decode_throughput_tok_s", "total_tok_s": "total_throughput_tok_s"}
@@ -252,8 +254,15 @@ def rivals(workload: str | None = None) -> dict[str, dict[str, float]]:
 
 
 def modern_rivals(model: str) -> dict[str, dict[str, float]]:
-    """Name → workload → figure of other engines with a modern model's shape; its floors are under "floor"."""
+    """Name → workload → figure of other engines with a modern model's shape, of sessions of their own."""
     return _rivals_file()["modern_models"]["models"].get(model, {})
+
+
+def one_lease(model: str) -> dict[str, tuple[float | None, float | None]]:
+    """Workload → what this engine and ``LEASE_RIVAL`` did in one session, in the workload's unit."""
+    figures = _rivals_file()["one_lease_2026_11_26"]["figures"]
+    found = figures[LEASE_MODELS.get(model, model.lower())]
+    return {workload: (one[LEASE_OURS], one[LEASE_RIVAL]) for workload, one in found.items()}
 
 
 def ceilings() -> dict[str, Any]:

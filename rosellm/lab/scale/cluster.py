@@ -83,11 +83,6 @@ class Outcome:
         """Seconds from arrival to the last token."""
         return float(np.percentile([one.last - one.arrival for one in self.requests], percent))
 
-    def within(self, ttft_s: float, gap_s: float) -> float:
-        """The share of requests whose first token came, and then each next one, within these seconds."""
-        kept = sum(one.first - one.arrival <= ttft_s and one.gap <= gap_s for one in self.requests)
-        return kept / len(self.requests)
-
 
 Kind = Literal["round", "fail", "back"]
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from rosellm.lab.records.floors import Ceiling
-from rosellm.lab.records.model_runs import recorded_models
+from rosellm.lab.records.model_runs import ceiling_of, recorded_models
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import non_negative
 from rosellm.lab.records.simulation import simulate
@@ -95,12 +95,6 @@ class Check:
     def held_out_error(self) -> float:
         """The same of the time planned without this model's records."""
         return self.held_out / self.measured - 1
-
-
-def ceiling_of(results: Results) -> Ceiling:
-    """The most that the device was seen to do, from its record ``ceilings``."""
-    figures = results.load("ceilings")["figures"]
-    return Ceiling(max(figures["read_TB_s"]) * 1e6, max(figures["matmul_TFLOP_s"]) * 1e6)
 
 
 def read_runs(results: Results) -> list[Run]:

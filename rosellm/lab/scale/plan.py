@@ -1,20 +1,21 @@
-"""What a fleet is asked: how much it serves, up to which load its users are content, what a failure takes."""
+"""What a fleet is asked: how much it serves, to how many within limits, what a failure takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rosellm.errors import RoseError
 from rosellm.lab.scale.cluster import Failures, Fleet, Outcome, simulate_cluster
+from rosellm.lab.scale.replica import Request
 from rosellm.lab.scale.routers import ROUTERS
 from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
 
 ALONE = 900  # requests of one replica that tell how many it has at a time
 ROUNDS = 4  # how often each place is taken in the run that tells the capacity
-CONTENT = 0.9  # the share of requests that keep the limits, at the knee
+EACH = 100  # requests a replica, of a run
 FEWEST = 3  # requests that have a later half: those after the middle one
 Span = tuple[int, int]
 
@@ -60,10 +61,25 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Limits:
-    """Within how many seconds users want the first token, and each next one."""
+    """Seconds that users accept until the first token, and between two tokens.
+
+    alone: seconds that prefilling so many prompt tokens takes on an idle replica, which come on top of
+    ``ttft_s``: nobody expects a long prompt's answer as soon as a short one's.
+    """
 
     ttft_s: float
     gap_s: float
+    alone: Callable[[int], float] = lambda tokens: 0.0
+
+    def keeps(self, request: Request) -> bool:
+        """Whether the request was served within both."""
+        return request.first - request.arrival <= self.ttft_s + self.alone(request.prompt) and (
+            request.gap <= self.gap_s
+        )
+
+    def share(self, outcome: Outcome) -> float:
+        """The share of the requests that were served within both."""
+        return sum(map(self.keeps, outcome.requests)) / len(outcome.requests)
 
 
 def capacity(fleet: Fleet, traffic: Traffic) -> float:
@@ -87,7 +103,7 @@ def serve(
     traffic: Traffic,
     rate: float,
     router: str,
-    each: int = 100,
+    each: int = EACH,
     failures: Failures | None = None,
 ) -> Outcome:
     """The later half of ``each`` requests a replica, at ``rate`` a second of each replica.
@@ -103,26 +119,8 @@ def serve(
     return served.since(arrivals[n // 2].seconds)
 
 
-def knee(shares: Mapping[float, float]) -> float | None:
-    """The highest load at which, as at every lower one, enough requests keep their limits.
-
-    shares: as :func:`content` tells them. None: too few do at the lowest already.
-    """
-    kept = None
-    for load in sorted(shares):
-        if shares[load] < CONTENT:
-            break
-        kept = load
-    return kept
-
-
 def sweep(
-    fleet: Fleet, traffic: Traffic, each_s: float, router: str, loads: Sequence[float], each: int = 100
+    fleet: Fleet, traffic: Traffic, each_s: float, router: str, loads: Sequence[float], each: int = EACH
 ) -> dict[float, Outcome]:
     """Load, a share of the capacity ``each_s`` of each replica → what :func:`serve` gives."""
     return {load: serve(fleet, traffic, load * each_s, router, each) for load in loads}
-
-
-def content(outcomes: Mapping[float, Outcome], limits: Limits) -> dict[float, float]:
-    """Load → the share of the requests that keep their limits."""
-    return {load: outcome.within(limits.ttft_s, limits.gap_s) for load, outcome in outcomes.items()}

@@ -17,12 +17,22 @@ from rosellm.lab.scale.sums import Sums
 from rosellm.lab.scale.work import DECODE_TERMS, PREFILL_TERMS, Cut
 
 Row = list[Any]
-STEPS = ("", "", "step, ms", "planned", "model not seen", "prefill, ms", "planned", "run, ms", "planned")
-PAIRS = ("model", "workload", "GPUs", "measured, s", "planned, s", "error", "beyond one's")
-ROUTES = ("prompts", "router", "knee", "TTFT p50, ms", "p90", "p99")
-FAILURES = ("a host fails every, s", "failures", "away, expected %", "begun anew, %", "TTFT p50, ms", "p99")
-LAYOUTS = ("replicas × GPUs of each", "a lone token, ms", "requests a second")
-PERCENTS = (50, 90, 99)
+STEPS = (
+    "model", "workload", "step, ms", "error of the plan", "without this model",
+    "prefill, ms", "error", "run, ms", "error",
+)  # fmt: skip
+PAIRS = ("model", "workload", "GPUs", "measured, s", "planned, s", "error", "error beyond that of one GPU")
+ROUTES = ("prompts", "router", "within limits, %", "TTFT p50, ms", "p90")
+FAILURES = (
+    "a host fails every, s",
+    "failures",
+    "away, expected %",
+    "started again, %",
+    "TTFT p50, ms",
+    "p99",
+)
+LAYOUTS = ("replicas × GPUs of each", "a lone request's token, ms", "requests per second")
+PERCENTS = (50, 90)
 _signed = partial(signed, decimals=0)
 
 
@@ -68,12 +78,10 @@ def pair_rows(checks: Iterable[PairCheck]) -> list[Row]:
     ]
 
 
-def route_row(
-    kind: str, router: str, outcomes: Mapping[float, Outcome], limits: plan.Limits, load: float
-) -> Row:
-    """``ROUTES`` of one router; the times are those at ``load``."""
-    ms = [outcomes[load].ttft(percent) * 1e3 for percent in PERCENTS]
-    return [kind, router, plan.knee(plan.content(outcomes, limits)), *map(round, ms)]
+def route_row(kind: str, router: str, outcome: Outcome, limits: plan.Limits) -> Row:
+    """``ROUTES`` of one router at one load."""
+    ms = [outcome.ttft(percent) * 1e3 for percent in PERCENTS]
+    return [kind, router, 100 * limits.share(outcome), *map(round, ms)]
 
 
 def failure_rows(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rosellm.lab.records import arrivals
-from rosellm.lab.records.records import Results, find
+from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.records.simulation import simulated_run
 from rosellm.lab.records.sizes import Size
@@ -135,19 +135,3 @@ def test_what_is_recorded_is_found_and_before_that_nothing(tmp_path) -> None:
     (tmp_path / "Qwen3" / "long_prompt_joined.json").write_text(json.dumps({"results": both}))
     long = arrivals.recorded_long_prompt(Results(tmp_path))
     assert list(long["Qwen3"]) == ["chunked", "whole", "joined, chunked", "joined, whole"]
-
-
-def test_notebook_33_tells_the_recorded_latencies_and_capacity():
-    results = find()
-    recorded = arrivals.recorded(results)
-    low, high, most = (f"{run['ttft_p50_s'] * 1e3:.3g}" for run in recorded["runs"])
-    times = ServingTimes.from_dict(recorded["times"])
-    at_once = arrivals.arrivals_of(arrivals.streaming_options(arrivals.WORKLOAD, 1024))
-    simulated = 1024 / simulated_run(at_once, times, recorded["max_batch_size"])["total_time_s"]
-    cells = json.loads((ROOT / "notebooks" / "33_arrivals.ipynb").read_text(encoding="utf-8"))["cells"]
-    told = " ".join("".join(cell["source"]).replace("\n", " ") for cell in cells)
-    assert f"rises from {float(low):.1f} to {float(high):.1f} ms; at 95 % it is {most} ms" in told
-    assert (
-        f"serves {simulated:.0f} a second, the live engine {recorded['capacity_req_s']:.0f}: the capacity"
-        in told
-    )

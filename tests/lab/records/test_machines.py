@@ -9,9 +9,9 @@ import torch
 
 from rosellm.environment import environment
 from rosellm.lab.figures.ladder import ladder_chart, values_beside
-from rosellm.lab.figures.models import against_floor
+from rosellm.lab.figures.models import against_floor, shares_of_floor
 from rosellm.lab.recorded import RecordedPair
-from rosellm.lab.records import first_request
+from rosellm.lab.records import first_request, model_runs
 from rosellm.lab.records.machines import (
     HERE,
     beside,
@@ -282,8 +282,8 @@ def test_a_modern_models_chart_and_ladder_take_machines_with_and_without_it(mach
     shutil.copytree(machines[0].folder / model, machines[1].folder / model)
     speeds = speeds_beside(machines, model, "D1")
     assert speeds["NVIDIA H200"] == speeds[NAME] and speeds[NAME]["dense"] > 0
-    own, theirs = (
-        trace.x for trace in against_floor(machines, model).data if trace.name in (NAME, "this engine")
-    )
-    assert own == theirs
+    (drawn,) = (trace.x for trace in against_floor(machines, model).data if trace.name == NAME)
+    rows = {row.workload: row for row in model_runs.table(machines[0], model)}
+    lease = [rows[row.workload] for row in model_runs.lease_table(machines[0], model)]
+    assert list(drawn) == pytest.approx([100 * shares_of_floor(row)[0] for row in lease])
     shutil.rmtree(machines[1].folder / model)

@@ -1,4 +1,4 @@
-"""What a fleet is asked: traffic of the lengths that it says, capacity, the knee."""
+"""What a fleet is asked: traffic of the lengths that it says, capacity, shares within limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 from rosellm.errors import RoseError
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.scale.cluster import Fleet
-from rosellm.lab.scale.plan import Limits, Traffic, capacity, content, in_flight, knee, serve, sweep
+from rosellm.lab.scale.plan import Limits, Traffic, capacity, in_flight, serve, sweep
+from rosellm.lab.scale.replica import Request
 
 # A step of 10 ms, whatever it is given; prefills take nothing.
 STEADY = ServingTimes((1,), ((0.01, 0.0, 0.0),), (0.0,), (0.0, 0.0, 0.0))
@@ -49,7 +50,7 @@ def test_none_are_running_of_no_requests_or_of_single_tokens() -> None:
 @pytest.mark.parametrize(("new", "rate"), [((1, 4), 30.0), ((1, 1), 30.0), ((20, 20), 0.01)])
 def test_short_answers_and_an_all_but_idle_fleet_are_served(new, rate) -> None:
     served = serve(FLEET, Traffic(prompt=(10, 20), new=new), rate, "fewest tokens", each=20)
-    assert len(served.requests) == 4 * 20 // 2 - 1 and served.within(1.0, 1.0) == 1.0
+    assert len(served.requests) == 4 * 20 // 2 - 1 and Limits(1.0, 1.0).share(served) == 1.0
 
 
 def test_capacity_is_places_over_the_time_that_a_request_holds_one() -> None:
@@ -78,20 +79,21 @@ def test_requests_too_few_for_a_later_half_are_refused_in_one_line(n, each) -> N
 def test_three_requests_have_a_later_half() -> None:
     for n, each in ((1, 3), (3, 1)):
         served = serve(FLEET.of(n), TRAFFIC, 20.0, "fewest tokens", each=each)
-        assert len(served.requests) == 1 and 0 <= served.within(1.0, 1.0) <= 1
-
-
-def test_the_knee_is_the_last_load_before_the_first_that_too_few_are_content_with() -> None:
-    assert knee({0.5: 1.0, 0.7: 0.95, 0.9: 0.5, 1.1: 0.99}) == 0.7
-    assert knee({0.5: 0.2, 0.7: 1.0}) is None
+        assert len(served.requests) == 1 and 0 <= Limits(1.0, 1.0).share(served) <= 1
 
 
 def test_loads_below_capacity_keep_limits_that_loads_beyond_it_break() -> None:
     each_s = capacity(FLEET, TRAFFIC)
     outcomes = sweep(FLEET, TRAFFIC, each_s, "fewest tokens", [0.3, 0.6, 1.5])
-    shares = content(outcomes, Limits(ttft_s=0.05, gap_s=1.0))
-    assert list(shares) == [0.3, 0.6, 1.5] and shares[0.3] == 1.0 and shares[1.5] < 0.9
-    assert knee(shares) == 0.6
-    assert (
-        knee(content(outcomes, Limits(1e9, 1e9))) == 1.5 and knee(content(outcomes, Limits(0.0, 0.0))) is None
-    )
+    limits = Limits(ttft_s=0.05, gap_s=1.0)
+    shares = {load: limits.share(outcome) for load, outcome in outcomes.items()}
+    assert list(shares) == [0.3, 0.6, 1.5] and shares[0.3] == shares[0.6] == 1.0 and shares[1.5] < 0.9
+    assert Limits(1e9, 1e9).share(outcomes[1.5]) == 1.0 and Limits(0.0, 0.0).share(outcomes[0.3]) == 0.0
+
+
+def test_a_long_prompts_first_token_may_take_its_prefill_more_and_both_limits_count() -> None:
+    late = Request(0, arrival=1.0, prompt=1000, new=3, first=1.5, last=2.0, gap=0.2)
+    assert not Limits(0.2, 1.0).keeps(late) and Limits(0.5, 1.0).keeps(late)
+    assert Limits(0.2, 1.0, alone=lambda tokens: tokens * 0.3e-3).keeps(late)
+    assert not Limits(0.2, 1.0, alone=lambda tokens: tokens * 0.2e-3).keeps(late)
+    assert not Limits(0.5, 0.1).keeps(late)

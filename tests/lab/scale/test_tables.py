@@ -63,10 +63,10 @@ def outcome(first: float, attempts: int = 1) -> Outcome:
     return Outcome([request], first + 1, 1.0, attempts - 1, 0)
 
 
-def test_a_router_is_told_by_its_knee_and_by_waiting_times_at_one_load() -> None:
-    outcomes = {0.5: outcome(0.1), 0.8: outcome(0.3), 1.0: outcome(0.1)}
-    row = tables.route_row("even", "own", outcomes, plan.Limits(0.2, 1.0), 0.8)
-    assert row == ["even", "own", 0.5, 300, 300, 300]
+def test_a_router_is_told_by_the_share_within_limits_and_by_waiting_times() -> None:
+    row = tables.route_row("even", "own", outcome(0.1), plan.Limits(0.2, 1.0))
+    assert row == ["even", "own", 100.0, 100, 100] and len(row) == len(tables.ROUTES)
+    assert tables.route_row("even", "own", outcome(0.3), plan.Limits(0.2, 1.0))[2] == 0
 
 
 def test_failures_are_told_with_the_share_of_time_that_a_replica_is_away() -> None:

@@ -1,0 +1,40 @@
+"""Notebook 27's figures are those of the session with both engines, of the ceilings and of the shapes."""
+
+from __future__ import annotations
+
+from rosellm.lab.figures import models
+from rosellm.lab.records.records import find
+from tests.claims.prose import prose, said
+from tests.claims.reading import number, wrong
+
+TEXT, RESULTS = prose("27"), find()
+TIMES = {
+    name: {row.workload: models.speed_up(row) for row in models.lease_table(RESULTS, name)}
+    for name in models.recorded_shapes(RESULTS)
+}
+
+
+def test_the_floor_rests_on_the_recorded_ceilings():
+    ceilings = RESULTS.load("ceilings")["figures"]
+    read, copy, multiply = said(
+        TEXT, r"read once at ([\d.]+) TB/s.* reaches ([\d.]+)\), .*recorded (\d+) TFLOP/s"
+    )
+    values = [max(ceilings[name]) for name in ("read_TB_s", "copy_TB_s", "matmul_TFLOP_s")]
+    assert wrong(list(zip(values, (read, copy, multiply), strict=True))) == []
+
+
+def test_leads_over_vllm_are_those_of_one_session():
+    short = said(
+        TEXT, r"largest model: ([\d.]+) to ([\d.]+) times .* of one token, ([\d.]+) to ([\d.]+) times after 32,000"
+    )
+    values = [choose(one[w] for one in TIMES.values()) for w in ("D1", "L32K") for choose in (min, max)]
+    percent, least, most = said(
+        TEXT, r"equal within (\d+) % at MIX, L8K, L32K and PRE \(([\d.]+) to ([\d.]+) times\)"
+    )
+    equal = [TIMES["Llama-3.1-8B"][w] for w in ("MIX", "L8K", "L32K", "PRE")]
+    claims = list(zip((*values, min(equal), max(equal)), (*short, least, most), strict=True))
+    assert wrong(claims) == [] and max(abs(one - 1) for one in equal) < number(percent) / 100
+    for w in ("D1", "L32K"):  # smallest with the largest model
+        leads = [one[w] for one in TIMES.values()]
+        assert leads.index(min(leads)) == len(leads) - 1
+    assert all(one["L32K"] < one["D1"] for one in TIMES.values())
