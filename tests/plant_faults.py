@@ -102,7 +102,7 @@ FAULTS = (
         "kernels/prefill_tiles.py",
         "after - before, start + before",
         "after - before, before",
-        ("test_prefill.py",),
+        ("test_prefill.py", "test_prefill_pieces.py"),
     ),
     Fault(
         "noise",
@@ -111,7 +111,13 @@ FAULTS = (
         "(1 / 4294967296) + (0.2 / 4294967296)",
         ("test_noise.py", "test_head.py"),
     ),
-    Fault("sampler", "kernels/draw.py", "rank >= limit", "rank > limit", ("test_sampling.py",)),
+    Fault(
+        "sampler",
+        "kernels/draw.py",
+        "rank >= limit",
+        "rank > limit",
+        ("test_sampling.py", "test_sampling_requests.py"),
+    ),
     Fault(
         "host step",
         "host.py",
@@ -146,19 +152,29 @@ FAULTS = (
         "engine.py",
         "sequence.n_cached = 0",
         "sequence.n_cached -= 1",
-        ("test_preemption.py", "test_scheduler.py"),
+        ("test_preemption.py", "test_scheduler.py", "test_scheduler_ends.py"),
     ),
     Fault(
         "admission",
         "admission.py",
         "self._waiting.appendleft(request)",
         "self._waiting.append(request)",
-        ("test_scheduler.py", "test_preemption.py"),
+        ("test_scheduler.py", "test_scheduler_ends.py", "test_preemption.py"),
     ),
     Fault(
-        "streaming", "streaming.py", "stream.put(piece)", "stream.put(piece.strip())", ("test_streaming.py",)
+        "streaming",
+        "streaming.py",
+        "stream.put(piece)",
+        "stream.put(piece.strip())",
+        ("test_streaming.py", "test_streaming_ends.py"),
     ),
-    Fault("text", "text.py", "held[: min(ends)[1]]", "held[: max(ends)[1]]", ("test_scheduler.py",)),
+    Fault(
+        "text",
+        "text.py",
+        "held[: min(ends)[1]]",
+        "held[: max(ends)[1]]",
+        ("test_scheduler.py", "test_scheduler_ends.py"),
+    ),
     Fault(
         "weights",
         "weights.py",
@@ -238,7 +254,20 @@ FAULTS = (
         "self.seed",
         ("test_sampling.py", "test_llm.py"),
     ),
-    Fault("request", "roseinfer/request.py", "/ (n - 1) if n > 1", "/ n if n > 1", ("test_scheduler.py",)),
+    Fault(
+        "request",
+        "roseinfer/request.py",
+        "/ (n - 1) if n > 1",
+        "/ n if n > 1",
+        ("test_scheduler.py", "test_scheduler_ends.py"),
+    ),
+    Fault(
+        "log-probabilities",
+        "layers/logprobs.py",
+        "1 + (logprobs > own)",
+        "(logprobs > own)",
+        ("test_logprobs.py",),
+    ),
     Fault("trainer", "training.py", "0.55 + 0.45 * math.cos", "0.45 + 0.55 * math.cos", ("test_train.py",)),
     Fault(
         "ranks",
@@ -247,13 +276,7 @@ FAULTS = (
         "self._still[rank] + 1",
         ("test_ranks_end.py",),
     ),
-    Fault(
-        "chat",
-        "models/chat.py",
-        "add_generation_prompt=True",
-        "add_generation_prompt=False",
-        ("test_chat.py",),
-    ),
+    Fault("chat", "models/chat.py", "prompt=add_generation_prompt", "prompt=True", ("test_chat.py",)),
 )
 
 

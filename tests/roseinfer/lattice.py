@@ -1,0 +1,383 @@
+"""The equality lattice: in any combination, a request gets the tokens that plain ``dense`` gives it alone.
+
+Axes: model, rung, batch composition, admission policy, prefill chunk, prefix cache, preemption, streaming,
+runner, deterministic mode. Every pair of values that can occur together does, on a CPU and on a GPU (a
+covering array); on a CPU, six rungs run the full product of four axes of scheduling.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cache
+from itertools import combinations, product
+from threading import Event
+
+import pytest
+import torch
+
+from rosellm.errors import RecipeError
+from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder as folder_of, load_config
+from rosellm.models.loading import load_parts
+from rosellm.models.model import Transformer
+from rosellm.models.tokenizer import Tokenizer, train_tokenizer
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.recipe import LADDER, Recipe
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
+from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.text import IncrementalText
+from tests.helpers import MODERN, WINDOWED, random_model, random_prompts, small_config
+
+WORDS = "hello world, here is some text to learn from, with words and words"
+PROMPT_SEED = 63
+BUDGET = 5  # prompt tokens an iteration, where prompts are cut
+TOGETHER = 2  # prompts an iteration, where several start at a time
+MORE_OUTPUT = 11  # tokens each, so that blocks run out
+LONGEST_OUTPUT = 24
+LEAST_LEAD = 1e-3  # of a greedy token's logit over the second best, lest rounding decide
+SMALL_MODELS = {
+    "plain": (12, {}),
+    "grouped": (2, {"n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "d_model": 48, "tie_embeddings": False}),
+    "odd": (1, {"n_heads": 3, "n_kv_heads": 1, "d_model": 27, "d_ff": 50}),
+    "modern": (4, MODERN),  # RMSNorm, rotation, SwiGLU, norms of heads that are wider than their share
+    "windowed": (0, WINDOWED),
+}
+
+
+@dataclass(frozen=True)
+class Composition:
+    """Requests that are there together. suffixes: prompt tokens of each after the prefix that all share.
+
+    places: sequences that run together at most. outputs: tokens each gets, and ``MORE_OUTPUT`` if someone is
+    to be preempted. tight: KV blocks a layer that are too few for them, without and with a prefix cache; None
+    where nobody can be preempted. prefix: tokens.
+    """
+
+    places: int
+    outputs: tuple[int, ...]
+    suffixes: tuple[int, ...]
+    tight: tuple[int, int | None] | None
+    prefix: int = 10
+    block_size: int = 8
+
+
+MODELS = (*SMALL_MODELS, *SHIPPED_MODELS)
+MODERN_MODELS = ("modern", "windowed", "rose-tiny-qwen3")
+DETERMINISTIC_RUNGS = ("small_gemm", "dependent_launch", "split_kv")
+
+# The request that lasts longest comes last and has the longest prompt, so that it has the highest row.
+COMPOSITIONS = {
+    "alone": Composition(1, (9,), (12,), None),
+    "equal": Composition(4, (9,) * 4, (9,) * 4, (8, 8)),
+    "mixed": Composition(5, (4, 6, 5, 8, 13), (11, 3, 7, 6, 17), (10, 9)),
+    "crowded": Composition(3, (6, 4, 7, 5, 4, 6, 9), (13, 2, 9, 7, 5, 3, 14), (11, 9)),
+}
+# In deterministic mode prompts are cut, and prefixes shared, at multiples of 64 tokens. A prefix as long as
+# that saves more blocks than the outputs take: nobody is preempted where it is cached.
+LONG_COMPOSITIONS = {
+    "alone": Composition(1, (9,), (118,), None, 66, 64),
+    "equal": Composition(3, (7,) * 3, (118,) * 3, (7, None), 66, 64),
+    "mixed": Composition(4, (4, 6, 5, 9), (120, 116, 122, 123), (7, None), 66, 64),
+    "crowded": Composition(2, (6, 4, 7, 5), (120, 116, 121, 117), (7, None), 66, 64),
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One value an axis. stream: tokens between two pieces of text; 0: the offline scheduler, no stream."""
+
+    model: str
+    rung: str
+    composition: str
+    policy: str
+    prefill: str
+    prefix_cache: bool
+    forced: bool
+    stream: int
+    runner: str
+    deterministic: bool
+
+    def recipe(self) -> Recipe:
+        recipe = replace(LADDER[self.rung], runner=self.runner)
+        return recipe.invariant() if self.deterministic else recipe
+
+    def is_allowed(self) -> bool:
+        tight = self.shape().tight
+        can_be_forced = tight is not None and tight[self.prefix_cache] is not None
+        possible = takes(self.rung, self.runner, self.deterministic) and serves(self.rung, self.model)
+        return (can_be_forced or not self.forced) and possible
+
+    def shape(self) -> Composition:
+        return (LONG_COMPOSITIONS if self.deterministic else COMPOSITIONS)[self.composition]
+
+    def __str__(self) -> str:
+        marks = {"cache": self.prefix_cache, "forced": self.forced, "deterministic": self.deterministic}
+        words = [self.rung, self.model, self.composition, self.policy, self.prefill, self.runner]
+        return "-".join([*words, f"stream{self.stream}", *(mark for mark, is_set in marks.items() if is_set)])
+
+
+@cache
+def takes(rung: str, runner: str, deterministic: bool) -> bool:
+    """Whether the rung takes that runner and that mode."""
+    try:
+        recipe = replace(LADDER[rung], runner=runner)
+        _ = recipe.invariant() if deterministic else recipe
+    except RecipeError:
+        return False
+    return True
+
+
+@cache
+def serves(rung: str, model: str) -> bool:
+    """Whether the rung runs models of that shape."""
+    config = (
+        small_config(**SMALL_MODELS[model][1]) if model in SMALL_MODELS else load_config(folder_of(model))
+    )
+    try:
+        LADDER[rung].check_serves(config)
+    except RecipeError:
+        return False
+    return True
+
+
+def axes_on(device: str) -> dict[str, tuple]:
+    """Every axis with its values. Tuned launches need Triton, which would be interpreted on a CPU."""
+    rungs = tuple(name for name in LADDER if device == "cuda" or LADDER[name].launch != "autotuned")
+    both = (False, True)
+    values = (
+        MODELS, rungs, tuple(COMPOSITIONS), ("fifo", "pack"),
+        ("whole", "budget", "several"), both, both, (0, 1, 3), ("eager", "graph"), both,
+    )  # fmt: skip
+    return dict(zip((field.name for field in fields(Combination)), values, strict=True))
+
+
+Values = tuple[tuple[int, object], ...]  # of some axes
+
+
+def values_of(combination: Combination, n: int) -> Iterator[Values]:
+    """Every ``n`` of its values, each with its axis."""
+    return combinations(enumerate(astuple(combination)), n)
+
+
+def can_occur(axes: dict[str, tuple], given: Iterable[tuple[int, object]]) -> bool:
+    """Whether any allowed combination has the ``given`` values."""
+    given = dict(given)
+    choices = [(given[axis],) if axis in given else some for axis, some in enumerate(axes.values())]
+    return any(Combination(*values).is_allowed() for values in product(*choices))
+
+
+def all_values(axes: dict[str, tuple], n: int) -> list[Values]:
+    """Every ``n`` values of different axes, in a fixed order."""
+    places = [[(axis, value) for value in choices] for axis, choices in enumerate(axes.values())]
+    return [values for some in combinations(places, n) for values in product(*some)]
+
+
+@cache
+def allowed_values(device: str, n: int) -> list[Values]:
+    """Those that occur in an allowed combination."""
+    axes = axes_on(device)
+    return [values for values in all_values(axes, n) if can_occur(axes, values)]
+
+
+def draw(axes: dict[str, tuple], rng: random.Random, given: Iterable[tuple[int, object]]) -> Combination:
+    """A random allowed combination with the ``given`` values."""
+    fixed = dict(given)
+    while True:
+        values = [fixed.get(axis, rng.choice(choices)) for axis, choices in enumerate(axes.values())]
+        if (combination := Combination(*values)).is_allowed():
+            return combination
+
+
+@cache
+def covering_array(device: str, n: int, tries: int = 40) -> list[Combination]:
+    """Combinations in which every ``n`` allowed values occur: greedily, the best of some random ones each
+    time (AETG, Cohen et al. 1997)."""
+    axes, rng = axes_on(device), random.Random(0)
+    missing, chosen = dict.fromkeys(allowed_values(device, n)), []
+    while missing:
+        drawn = [draw(axes, rng, next(iter(missing))) for _ in range(tries)]
+        best = max(drawn, key=lambda c: sum(values in missing for values in values_of(c, n)))
+        for values in values_of(best, n):
+            missing.pop(values, None)
+        chosen.append(best)
+    return chosen
+
+
+DEVICES = ("cpu", "cuda")
+ON_DEVICE = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)]
+
+
+# Models, and what they generate alone.
+
+
+@cache
+def tokenizer_of_words() -> Tokenizer:
+    return train_tokenizer([WORDS], 290)
+
+
+@cache
+def parts(name: str, device: str) -> tuple[Transformer, Tokenizer]:
+    """A model in fp32 and its tokenizer."""
+    if name in SHIPPED_MODELS:
+        return load_parts(name, device, "float32")
+    seed, shape = SMALL_MODELS[name]
+    tokenizer = tokenizer_of_words()
+    config = small_config(vocab_size=tokenizer.vocab_size, n_positions=256, **shape)
+    return random_model(seed, config).to(torch.device(device), torch.float32), tokenizer
+
+
+@cache
+def dense_engine(name: str) -> Engine:
+    return Engine(parts(name, "cpu")[0], recipe="dense", max_batch_size=1)
+
+
+@cache
+def alone(name: str, prompt: tuple[int, ...]) -> tuple[list[int], float]:
+    """What plain ``dense`` on a CPU makes of a request that is all there is; by how much its tokens led."""
+    engine = dense_engine(name)
+    sequence = engine.make_sequence(list(prompt), greedy(LONGEST_OUTPUT))
+    engine.prefill([sequence])
+    leads = [lead(engine)]
+    while not sequence.is_finished:
+        engine.decode([sequence])
+        leads.append(lead(engine))
+    engine.release(sequence)
+    return sequence.output, min(leads)
+
+
+def lead(engine: Engine) -> float:
+    best, second = engine.step.last_logits()[0].topk(2).values.tolist()
+    return best - second
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+# Requests.
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A request that is served first, so that its prefix may be cached, then those that come together."""
+
+    primer: list[int]
+    prompts: list[list[int]]
+    outputs: tuple[int, ...]
+    composition: Composition
+
+    @classmethod
+    def of(cls, combination: Combination) -> Workload:
+        shape = combination.shape()
+        vocab_size = parts(combination.model, "cpu")[0].config.vocab_size
+        prefix, end, *suffixes = random_prompts([shape.prefix, 3, *shape.suffixes], PROMPT_SEED, vocab_size)
+        outputs = tuple(n + MORE_OUTPUT * combination.forced for n in shape.outputs)
+        return cls(prefix + end, [prefix + suffix for suffix in suffixes], outputs, shape)
+
+    def expected(self, model: str) -> list[list[int]]:
+        """The primer's tokens, then those of the others."""
+        every = zip([self.primer, *self.prompts], [1, *self.outputs], strict=True)
+        return [alone(model, tuple(prompt))[0][:n] for prompt, n in every]
+
+    def num_kv_blocks(self, combination: Combination) -> int:
+        """Too few, or enough for all at once and for the primer in the prefix cache."""
+        if combination.forced:
+            return self.composition.tight[combination.prefix_cache]
+        lengths = [len(prompt) + n for prompt, n in zip(self.prompts, self.outputs, strict=True)]
+        return sum(blocks_for(n, self.composition.block_size) for n in [*lengths, len(self.primer) + 1]) + 1
+
+
+class Witness:
+    """What an engine does: prompts in the order of their first chunks, chunks, rows, clones, moves."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.first_seen: dict[int, None] = {}
+        self.prefills: list[list[int]] = []
+        self.rows: list[int] = []
+        self.n_cut = self.n_clones = self.n_moves = 0
+        self._engine = engine
+        self._begin_prefill, self._begin_decode = engine.begin_prefill, engine.begin_decode
+        engine.begin_prefill, engine.begin_decode = self._see_prefill, self._see_decode
+        self._clone_block, engine.blocks.clone_block = engine.blocks.clone_block, self._see_clone
+        if isinstance(engine.step, ResidentStep):
+            rows = engine.step.rows
+            self._move, rows._move = rows._move, self._see_move
+
+    def _see_prefill(self, sequences: list[Sequence], counts: list[int]) -> list[Sequence]:
+        self.first_seen.update(dict.fromkeys(s.request_id for s in sequences))
+        self.prefills.append(counts)
+        whole = self._begin_prefill(sequences, counts)
+        self.n_cut += len(sequences) - len(whole)
+        return whole
+
+    def _see_decode(self, sequences: list[Sequence]) -> int:
+        self.rows.append(self._begin_decode(sequences))
+        return self.rows[-1]
+
+    def _see_clone(self, block_id: int, length: int) -> int:
+        self.n_clones += 1
+        return self._clone_block(block_id, length)
+
+    def _see_move(self, sources, targets) -> None:
+        self.n_moves += len(sources)
+        self._move(sources, targets)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Results in the order of the requests, each one's pieces of text, and how often any was preempted."""
+
+    outputs: list[RequestOutput]
+    pieces: list[list[str]]
+    preemptions: int
+
+
+def serve(engine: Engine, config: SchedulerConfig, work: Workload, stream: int) -> Served:
+    """The primer alone, to its end, then all others at once."""
+    params = [greedy(n) for n in work.outputs]
+    if stream:
+        return serve_streaming(engine, config, work, params, stream)
+    scheduler = OfflineScheduler(engine, config)
+    outputs = scheduler.run([work.primer], greedy(1)) + scheduler.run(work.prompts, params)
+    return Served(outputs, [], scheduler.preemptions)
+
+
+def serve_streaming(
+    engine: Engine, config: SchedulerConfig, work: Workload, params: list[SamplingParams], interval: int
+) -> Served:
+    """The worker is held back while the requests come in, so that it finds all of them."""
+    with StreamingManager(engine, config, stream_interval=interval) as manager:
+        ids = [manager.add_request(work.primer, greedy(1))]
+        manager.result(ids[0], 60)
+        all_are_there = Event()
+        manager._orders.put(lambda: assert_true(all_are_there.wait(60)))
+        ids += [manager.add_request(prompt, own) for prompt, own in zip(work.prompts, params, strict=True)]
+        all_are_there.set()
+        pieces = [list(manager.stream_text(i)) for i in ids]
+        return Served([manager.result(i, 60) for i in ids], pieces, manager._scheduler.preemptions)
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+def pieces_of(tokens: list[int], tokenizer: Tokenizer, interval: int) -> list[str]:
+    """The text of every ``interval`` tokens, and of the rest; characters in parts wait for their end."""
+    text, pieces = IncrementalText(tokenizer), []
+    for n, token in enumerate(tokens, 1):
+        text.push(token)
+        if n == len(tokens):
+            text.finish()
+        if n % interval == 0 or n == len(tokens):
+            pieces.append(text.take())
+    return [piece for piece in pieces if piece]
+
+
+# The lattice.
