@@ -28,6 +28,7 @@ def _asserted(source: str) -> str:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         called = ast.unparse(node.value.func)
         if called.rpartition(".")[2] == "exercise":
-            answer, check = map(ast.unparse, node.value.args)
-            return f"assert ({check})({answer}), 'the solution is not right'"
+            given = ast.unparse(node.value)[len(called) :]
+            checked = f"wrong = what_fails{given}\nassert wrong is None, wrong"
+            return f"from rosellm.lab.rung import what_fails\n{checked}"
     return source

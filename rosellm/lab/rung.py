@@ -7,8 +7,9 @@ those of any other machine that the reader chose.
 
 from __future__ import annotations
 
+import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -180,13 +181,61 @@ def open_rung(
     )
 
 
-def exercise(answer: Callable[..., Any], check: Callable[[Callable[..., Any]], bool]) -> None:
-    """Tell whether the reader's function is right; one whose body is still ``...`` waits to be written."""
+def exercise(
+    answer: Callable[..., Any],
+    check: Callable[[Callable[..., Any]], bool | str] | None = None,
+    *,
+    cases: Iterable[tuple[tuple[Any, ...], Any]] = (),
+) -> None:
+    """Print whether the reader's function is right, and if not, the first case that fails.
+
+    A function whose body is still ``...`` waits to be written. cases: arguments and the expected value;
+    check: takes the function; returns whether it is right, or a text that names what fails.
+    """
     code = answer.__code__
     if code.co_code == _unwritten.__code__.co_code and set(code.co_consts) <= {answer.__doc__, None}:
         print(f"{answer.__name__}: yours to write")
     else:
-        print(f"{answer.__name__}: {'right' if check(answer) else 'not yet right'}")
+        fails = what_fails(answer, check, cases=cases)
+        print(f"{answer.__name__}: {'right' if fails is None else f'not yet right{fails}'}")
+
+
+def what_fails(
+    answer: Callable[..., Any],
+    check: Callable[[Callable[..., Any]], bool | str] | None = None,
+    *,
+    cases: Iterable[tuple[tuple[Any, ...], Any]] = (),
+) -> str | None:
+    """The first case that fails, after a colon if it can be named; None if ``answer`` is right."""
+    for arguments, wanted in cases:
+        call = f"{answer.__name__}({', '.join(map(_shortly, arguments))})"
+        try:
+            got = answer(*arguments)
+        except Exception as error:  # the reader's code may raise anything
+            return f": {call} raises {error!r}, expected {_shortly(wanted)}"
+        if not _same(got, wanted):
+            return f": {call} → {_shortly(got)}, expected {_shortly(wanted)}"
+    found = check(answer) if check else True
+    if isinstance(found, str):
+        return f": {found}"
+    return None if found else ""
+
+
+def _same(got: Any, wanted: Any) -> bool:
+    """Equal; floats but for their last digits, a list, tuple or range alike, tensors element by element."""
+    if isinstance(wanted, torch.Tensor):
+        return isinstance(got, torch.Tensor) and torch.equal(got, wanted)
+    if isinstance(wanted, (list, tuple)):
+        one = list(got) if isinstance(got, Iterable) else []
+        return len(one) == len(wanted) and all(map(_same, one, wanted))
+    if isinstance(wanted, float) and isinstance(got, (int, float)):
+        return math.isclose(got, wanted, rel_tol=1e-4)
+    return bool(got == wanted)
+
+
+def _shortly(value: Any, most: int = 60) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _unwritten() -> None:

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from rosellm.errors import RecipeError
 from rosellm.lab.recorded import MIXED_LEDGERS
@@ -198,6 +199,34 @@ def test_an_exercise_waits_is_right_or_is_not_yet(capsys):
     assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == [
         "yours to write", "right", "not yet right", "right",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda a, b: [a, b], "right"),
+        (lambda a, b: (a, float(b)), "right"),
+        (lambda a, b: [a], "not yet right: <lambda>(1, 2) → [1], expected [1, 2]"),
+        (lambda a, b: [1, 2], "not yet right: <lambda>(3, 4.5) → [1, 2], expected [3, 4.5]"),
+        (lambda a, b: a, "not yet right: <lambda>(1, 2) → 1, expected [1, 2]"),
+        (lambda a: a, "not yet right: <lambda>(1, 2) raises TypeError"),
+    ],
+)
+def test_an_exercise_names_the_first_case_that_fails(answer, told, capsys):
+    exercise(answer, cases=[((1, 2), [1, 2]), ((3, 4.5), [3, 4.5])])
+    assert capsys.readouterr().out.removeprefix("<lambda>: ").startswith(told)
+
+
+def test_an_exercise_prints_what_its_check_names(capsys):
+    exercise(lambda n: n, lambda f: f(2) == 4 or f"2 gives {f(2)}, expected 4")
+    assert capsys.readouterr().out == "<lambda>: not yet right: 2 gives 2, expected 4\n"
+
+
+@pytest.mark.parametrize("got", [torch.tensor([1, 3]), torch.tensor([[1, 2]]), [1, 2], None])
+def test_an_exercise_refuses_another_tensor(got, capsys):
+    exercise(lambda: got, cases=[((), torch.tensor([1, 2]))])
+    exercise(lambda: torch.tensor([1, 2]), cases=[((), torch.tensor([1, 2]))])
+    assert ["not yet right" in line for line in capsys.readouterr().out.splitlines()] == [True, False]
 
 
 def test_a_figure_that_is_not_there_is_named(rung):
