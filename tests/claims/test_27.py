@@ -25,7 +25,8 @@ def test_the_floor_rests_on_the_recorded_ceilings():
 
 def test_leads_over_vllm_are_those_of_one_session():
     short = said(
-        TEXT, r"largest model: ([\d.]+) to ([\d.]+) times .* of one token, ([\d.]+) to ([\d.]+) times after 32,000"
+        TEXT,
+        r"largest model: ([\d.]+) to ([\d.]+) times .* of one token, ([\d.]+) to ([\d.]+) times after 32,000",
     )
     values = [choose(one[w] for one in TIMES.values()) for w in ("D1", "L32K") for choose in (min, max)]
     percent, least, most = said(
