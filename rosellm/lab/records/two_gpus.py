@@ -177,11 +177,15 @@ def _kv_blocks(lengths: list[int], together: int) -> int:
 KINDS = {TENSOR_PARALLEL: tensor_parallel, REPLICAS: replicas}
 
 
+def speeds(figures: dict[str, Any]) -> dict[str, float]:
+    """Side ("1", one GPU alone, first) → median new tokens per second of a workload's runs."""
+    return {side: one["medians"]["total_throughput_tok_s"] for side, one in figures.items()}
+
+
 def told(kind: str, name: str, figures: dict[str, Any]) -> str:
     """A workload's medians in one line."""
-    alone = figures["1"]["medians"]["total_throughput_tok_s"]
-    rates = {side: one["medians"]["total_throughput_tok_s"] for side, one in figures.items()}
-    each = (f"{side}: {rate:,.0f} tok/s ({rate / alone:.2f} ×)" for side, rate in rates.items())
+    rates = speeds(figures)
+    each = (f"{side}: {rate:,.0f} tok/s ({rate / rates['1']:.2f} ×)" for side, rate in rates.items())
     return f"{kind} {name}: {', '.join(each)}"
 
 
