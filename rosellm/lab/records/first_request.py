@@ -13,16 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError
-from rosellm.lab.records.aims import Verdict
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import Results
@@ -32,9 +30,7 @@ from rosellm.roseinfer.bench.workloads import WORKLOADS
 
 WORKLOAD = WORKLOADS["W8"]
 CHILD = (sys.executable, "-m", "rosellm.lab.records.first_process")
-# A user waits no longer than this for the constructor, by the cache of compiled kernels; and the first run
-# has at least this share of the third one's throughput.
-AIMS_S, AIM_SHARE = {"empty": 20.0, "filled": 6.0}, 0.95
+CACHES = ("empty", "filled")  # of compiled kernels, as a process finds it
 
 
 def first_process(
@@ -68,7 +64,7 @@ def measure(options: Sequence[str]) -> Iterator[dict[str, Any]]:
     """With and without a warm-up, a process that finds no compiled kernels and one that finds them all."""
     for warm_up in (True, False):
         with tempfile.TemporaryDirectory(prefix="rosellm-kernels-") as folder:
-            for cache in AIMS_S:
+            for cache in CACHES:
                 found = first_process(options, warm_up, Path(folder))
                 yield {"warm_up": warm_up, "cache": cache, **found}
 
@@ -83,18 +79,6 @@ def run_ratio(process: dict[str, Any]) -> float:
     """The first run's throughput over the third's."""
     first, *_, third = process["runs"]
     return first["throughput_tok_s"] / third["throughput_tok_s"]
-
-
-def verdicts(processes: Iterable[dict[str, Any]]) -> list[Verdict]:
-    """What came of the aims, in processes with a warm-up, by the cache of compiled kernels: medians."""
-    warm = [one for one in processes if one["warm_up"]]
-    found: list[Verdict] = []
-    for cache, aim in AIMS_S.items():
-        some = [one for one in warm if one["cache"] == cache]
-        seconds, share = median(map(construction_s, some)), median(map(run_ratio, some))
-        found.append(Verdict(f"construction, {cache} cache", aim, seconds, "s"))
-        found.append(Verdict(f"first run of the third, {cache} cache", AIM_SHARE * 100, share * 100, "%"))
-    return found
 
 
 def told(process: dict[str, Any]) -> str:
@@ -144,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
             print(told(process), flush=True)
     facts = {"model": arguments.model, "workload": WORKLOAD.id, "options": options}
     facts |= {"size": arguments.size.name}
-    figures = {"aims_s": AIMS_S, "aim_share": AIM_SHARE, "processes": processes}
+    figures = {"processes": processes}
     record = new_record("first_request", torch.device(arguments.device), **facts, figures=figures)
     write_record(path, record)
 

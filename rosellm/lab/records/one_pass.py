@@ -248,7 +248,7 @@ def recorded(results: Results) -> dict[str, dict[str, Any]]:
 
 
 BESIDE_HEADS = ["rows", "prompt tokens", "apart, µs", "joined, µs", "change"]
-LONG_HEADS = ["a long prompt, ms", "", "ITL p50 beside", "p99", "its TTFT"]
+LONG_HEADS = ["a long prompt, ms", "", "others' ITL meanwhile, p50", "p99", "its TTFT"]
 LONG_KEYS = "itl_beside_p50_s", "itl_beside_p99_s", "long_prompt_ttft_s"
 
 

@@ -13,7 +13,6 @@ from rosellm.errors import RoseError
 from rosellm.lab.records import first_request
 from rosellm.lab.records.first_process import first_run
 from rosellm.lab.records.measured_model import folder_of, settle
-from rosellm.lab.records.records import Results
 from rosellm.roseinfer.bench.prompts import new_tokens
 from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
@@ -108,23 +107,3 @@ def test_a_records_model_and_folder_follow_from_the_size_and_the_workload(tmp_pa
     assert folder_of(tmp_path, "gpt2", WORKLOADS["W8"]) == tmp_path
     assert folder_of(tmp_path, "Qwen/Qwen3-0.6B", WORKLOADS["W8"]) == tmp_path / "Qwen3-0.6B"
     assert (tmp_path / "Qwen3-0.6B").is_dir()
-
-
-def test_the_aims_are_judged_by_the_processes_with_a_warm_up(tmp_path) -> None:
-    assert first_request.recorded(Results(tmp_path)) == []
-    runs = [{"throughput_tok_s": rate} for rate in (90.0, 95.0, 100.0)]
-
-    def made(warm_up: bool, cache: str, seconds: float) -> dict[str, Any]:
-        parts = {"import": 50.0, "load": seconds, "build": 0.0, "warm_up": 0.0}
-        return {"warm_up": warm_up, "cache": cache, "parts_s": parts, "runs": runs}
-
-    several = [made(True, "empty", 19.0), made(True, "filled", 7.0), made(False, "filled", 1.0)]
-    figures = {"figures": {"processes": several}}
-    (tmp_path / "first_request.json").write_text(json.dumps(figures))
-    found = first_request.verdicts(first_request.recorded(Results(tmp_path)))
-    assert [(one.found, one.is_kept) for one in found] == [
-        (19.0, True),
-        (90.0, False),
-        (7.0, False),
-        (90.0, False),
-    ]
