@@ -24,7 +24,8 @@ APPENDS = [old.us_by_cause()["append"] - new.us_by_cause()["append"] for old, ne
 
 def test_the_resident_steps_gain_is_split_into_the_circle_and_the_append():
     told = said(
-        prose("13"), r"a step loses (\d+), (\d+) and (\d+) µs, of which (\d+), (\d+) and (\d+) are the append's"
+        prose("13"),
+        r"a step loses (\d+), (\d+) and (\d+) µs, of which (\d+), (\d+) and (\d+) are the append's",
     )
     steps = [old.step_us - new.step_us for old, new in RESIDENT[:3]]
     assert wrong(list(zip((*steps, *APPENDS), told, strict=True))) == []
