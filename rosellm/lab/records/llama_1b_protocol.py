@@ -51,9 +51,11 @@ def _calls(llm: LLM, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
         seconds = perf_counter() - start
         check_served(outputs)
         (output,) = outputs
+        tpot = output.metrics.tpot
+        assert tpot is not None  # there are several tokens
         yield {
             "call_us": seconds / len(output.token_ids) * 1e6,
-            "decode_us": output.metrics.tpot * 1e6,
+            "decode_us": tpot * 1e6,
             "tokens_sha256": tokens_sha256([output.token_ids]),
         }
 

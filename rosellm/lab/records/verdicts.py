@@ -73,9 +73,9 @@ def verdicts(
 
     def verdict(workload: str) -> Verdict:
         there = results.rungs(workload)
-        sides = [results.repeats(workload, rung) if rung in there else [] for rung in (before, after)]
+        old, new = (results.repeats(workload, rung) if rung in there else [] for rung in (before, after))
         commits = {_commit(results, workload, rung) for rung in (before, after) if rung in there}
-        return Verdict(workload, *sides, same_session=len(commits) <= 1)
+        return Verdict(workload, old, new, same_session=len(commits) <= 1)
 
     return [verdict(workload) for workload in workloads]
 
