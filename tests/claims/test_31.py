@@ -37,7 +37,7 @@ def test_what_modes_add_to_a_greedy_step_is_recorded():
         share = {n: 100 * (median(one["top-p"]) / median(one["greedy"]) - 1) for n, one in steps.items()}
         assert max(share, key=lambda n: share[n]) == 256
         values.append(share[256])
-    logprobs = said(TEXT, r"log-probabilities of every token make a step ([\d.]+) to ([\d.]+) times")
+    logprobs = said(TEXT, r"Log-probabilities of every token make a step ([\d.]+) to ([\d.]+) times")
     values += [min(times("logprobs")), max(times("logprobs"))]
     assert wrong(list(zip(values, (*added, *at_256, *logprobs), strict=True))) == []
 

@@ -65,6 +65,13 @@ def test_latencies_and_capacities_are_those_recorded():
     assert wrong(list(zip(values, (*qwen3, capacity, ms), strict=True))) == []
 
 
+def test_gpt2s_decode_steps_are_as_short_as_said():
+    least, most = said(TEXT, r"decode steps are so short, (\S+) to (\S+) ms")
+    times = ServingTimes.from_dict(RECORDED["gpt2"]["times"])
+    values = [times.decode(rows, rows * 250, 500) * 1e3 for rows in (1, 256)]
+    assert wrong(list(zip(values, (least, most), strict=True))) == []
+
+
 def test_the_knees_are_where_the_records_keep_and_break_the_limits():
     def keeps(run):
         tight = run["within_limits_share"] == 1 and TTFT_MS >= 100 and ITL_MS >= 20
