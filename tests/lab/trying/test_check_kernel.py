@@ -267,7 +267,7 @@ def test_cases_reach_from_one_row_to_gpt_2_s_sizes_and_further():
     sizes = list(cases(None, (torch.float32,), 0, 3))
     assert min(one.rows for one in sizes) == 1 and max(one.rows for one in sizes) > 128
     assert any((one.heads, one.head_dim, one.block_size, one.rows) == (12, 64, 64, 33) for one in sizes)
-    assert max(one.head_dim for one in sizes) == 128 and max(one.width for one in sizes) == 2048
+    assert max(one.head_dim for one in sizes) == 128 and max(one.width for one in sizes) == 8192
     assert any(one.width % 2 for one in sizes) and any(one.heads > one.kv_heads for one in sizes)
 
 

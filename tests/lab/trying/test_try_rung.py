@@ -56,7 +56,7 @@ def tried():
 
 
 def test_a_right_kernel_climbs(tried, capsys):
-    assert "add_norm PASSED 14 cases" in str(tried)
+    assert "add_norm PASSED 19 cases" in str(tried)
     assert "tried_one gives the tokens of dependent_launch on rose-tiny and rose-tiny-qwen3\n" in str(tried)
     assert tried.calls["add_norm"] > 10 and tried.base == "dependent_launch"
     tried.steps()
@@ -69,10 +69,7 @@ def test_its_bar_stands_beside_the_recorded_ladder(tried):
     names = list(rows)
     assert names.index("tried_one") == names.index("dependent_launch") + 1
     assert float(rows["dependent_launch"]) == 1 and float(rows["dense"]) < 1
-    steps = tried.step_times
-    assert float(rows["tried_one"]) == pytest.approx(
-        steps["dependent_launch"].us / steps["tried_one"].us, rel=0.01
-    )
+    assert rows["tried_one"] == "–"  # a CPU's ratio says nothing of a GPU
 
 
 @pytest.mark.slow
@@ -134,7 +131,7 @@ def test_a_kernel_that_only_the_engine_catches_is_refused_with_the_token():
     def tires(**operands):
         seen.append(len(operands["x"]))
         right = TORCH.add_norm(**operands)
-        return right if len(seen) < 27 else right.zero_()
+        return right if len(seen) < 32 else right.zero_()
 
     with pytest.raises(
         KernelError, match="tried_one on rose-tiny: new token 2 of sequence 0 is .*dependent_launch's is"
