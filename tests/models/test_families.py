@@ -386,6 +386,7 @@ def meaning(node: ast.AST) -> str | None:
 
 NAMED_ELSEWHERE = {
     "models/checkpoint.py": {"rose-tiny-qwen3"},  # a shipped model's name
+    "lab/records/records.py": {"Llama-3.1-8B", "Llama-3.2-1B", "llama-1b", "llama-8b"},  # a file's keys
     "rosetrainer/train.py": {"qwen3", "QWEN3"},  # what its --arch makes
 }
 
