@@ -276,6 +276,38 @@ FAULTS = (
         "self._still[rank] + 1",
         ("test_ranks_end.py",),
     ),
+    Fault(
+        "warm-up",
+        "engine.py",
+        "self._rehearsals_of(self.step) if rows is None",
+        "self._rehearsals_of(self.step) if rows is not None",
+        ("test_warm_ups.py",),
+    ),
+    Fault(
+        "warm-up of rows",
+        "resident.py",
+        "return steps if rows is not None else self.prompts.captures()",
+        "return steps if rows is None else self.prompts.captures()",
+        ("test_warm_ups.py",),
+    ),
+    Fault(
+        "largest captures",
+        "resident.py",
+        "self.logprobs.captures()[:1]",
+        "self.logprobs.captures()[:2]",
+        ("test_trial.py",),
+    ),
+    Fault(
+        "largest prefill",
+        "resident.py",
+        "self.prompts.captures()[:1]",
+        "self.prompts.captures()[:2]",
+        ("test_trial.py",),
+    ),
+    Fault("rows sent", "rows.py", "host.shape[1] - 1]", "host.shape[1] + 0]", ("test_resident.py",)),
+    Fault(
+        "tied head", "models/model.py", "shared if whole else", "shared if not whole else", ("test_model.py",)
+    ),
     Fault("chat", "models/chat.py", "prompt=add_generation_prompt", "prompt=True", ("test_chat.py",)),
 )
 

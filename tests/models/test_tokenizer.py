@@ -220,6 +220,16 @@ def test_transformers_reads_a_saved_tokenizer_to_the_same_ids(
     assert theirs.eos_token_id == 0
 
 
+def test_a_files_truncation_and_padding_do_not_apply(saved: Path, tokenizer: Tokenizer) -> None:
+    raw = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    raw.enable_truncation(4)
+    raw.enable_padding(length=200)
+    raw.save(str(saved / "tokenizer.json"))
+    loaded = load_tokenizer(saved, small_config(vocab_size=320))
+    assert loaded.encode(SAMPLE) == tokenizer.encode(SAMPLE)
+    assert 4 < len(tokenizer.encode(SAMPLE)) < 200
+
+
 def test_the_configs_end_of_text_outranks_the_tokenizers(saved: Path) -> None:
     assert load_tokenizer(saved, small_config(vocab_size=320, eos_token_ids=(7,))).eos_token_id == 7
 

@@ -111,3 +111,4 @@ def test_an_engine_tries_the_largest_prefill_and_decode_steps_on_one_block(captu
         assert {bucket for bucket, _, _ in step._steps} == {5}
         assert {mode for _, mode, _ in step._steps} == set(step.next_tokens.chooser.modes)
         assert max(step.logprobs._runs) == SIZES[-1]
+        assert len(step.largest_captures()) == 2  # those steps are captured: one prefill, one ring

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import nbformat
@@ -116,6 +116,21 @@ class TestParameters:
         notebook = save(folder, "a")
         with pytest.raises(NotebookError, match="a has no parameter 'bacth': it has batch, quick"):
             check_parameters([notebook], {"bacth": 3})
+
+    @pytest.mark.parametrize(
+        ("default", "value", "fits"),
+        [
+            ("0.5", 2, True),
+            ("0.5", True, False),
+            ("4", True, False),
+            ("4", 2.5, False),
+            ("[1]", [True], False),
+        ],
+    )
+    def test_a_value_has_its_defaults_type_and_a_bool_is_no_number(self, folder, default, value, fits):
+        notebook = save(folder, "a", parameters=f"rate = {default}")
+        with nullcontext() if fits else pytest.raises(NotebookError, match="rate"):
+            check_parameters([notebook], {"rate": value})
 
     def test_every_selected_notebook_must_know_a_parameter(self, folder):
         both = [save(folder, "a"), save(folder, "b", parameters="quick = True")]

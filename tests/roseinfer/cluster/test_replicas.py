@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,6 +31,7 @@ from rosellm.roseinfer.cluster import runtime, seats as seats_module
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager
+from tests.roseinfer.ranks import program
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 
@@ -48,7 +48,7 @@ PARAMS = [
 ]
 LONG = [SamplingParams(max_tokens=80, seed=i, ignore_eos=True) for i in range(12)]
 CPUS = 6
-ENDS_WITHIN_S = 20.0
+ENDS_WITHIN_S = 90.0  # on a busy machine
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads process titles as Linux has them")
 pytestmark = needs_linux
@@ -430,14 +430,11 @@ while True:
 def test_ctrl_c_leaves_no_orphan_and_a_cluster_that_we_did_not_start_goes_on(llm, expected):
     before, address = settled(), ray.get_runtime_context().gcs_address
     environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # it is on the loopback
-    command = [sys.executable, "-c", DRIVER, address]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as driver:
+    with program("-c", DRIVER, address, env=environment) as driver:
         assert driver.stdout.readline() == "ready\n", driver.stderr.read()
         until(lambda: len(actors() - before) == 1)
         sleep(0.5)
         driver.send_signal(signal.SIGINT)
-        assert "KeyboardInterrupt" in driver.communicate(timeout=30)[1]
+        assert "KeyboardInterrupt" in driver.communicate(timeout=ENDS_WITHIN_S)[1]
     until(lambda: actors() == before)
     assert_answers(llm, expected)

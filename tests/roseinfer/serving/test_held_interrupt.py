@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rosellm.roseinfer.serving.held_interrupt import held_interrupt
+from tests.roseinfer.ranks import program
 
 ROOT = Path(__file__).parents[3]
 N_INTERRUPTS = 12
@@ -44,15 +43,14 @@ print("interrupted", seen, flush=True)
 def test_after_a_sigint_the_same_engine_gives_the_same_tokens_and_has_all_its_blocks(prefix_cache):
     rng = random.Random(7)
     code = SERVED.format(prefix_cache=prefix_cache, n=N_INTERRUPTS)
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=-1, stderr=-1) as process:
+    with program("-c", code, cwd=ROOT) as process:
         for line in process.stdout:
             if line != "go\n":
                 break
             time.sleep(rng.uniform(0.05, 0.4))  # 300 tokens take longer
             process.send_signal(signal.SIGINT)
         said, failed = line, process.stderr.read()
-    assert process.returncode == 0, failed
+        assert process.wait(60) == 0, failed
     assert said == f"interrupted {N_INTERRUPTS}\n"
 
 

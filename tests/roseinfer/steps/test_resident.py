@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rosellm.errors import KVCacheExhausted, OptionError
-from rosellm.roseinfer.cache.device_state import ROUNDS
+from rosellm.roseinfer.cache.device_state import FIELDS, ROUNDS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import Sequence
@@ -56,7 +56,8 @@ def test_the_expected_tokens_are_varied():
 @given(st.integers(0, 10**9))
 def test_sequences_that_come_pause_and_leave_at_random_get_their_own_tokens(rung, seed):
     draw = random.Random(seed)
-    engine = small_engine(Transformer, recipe=rung, max_batch_size=6)
+    engine = small_engine(Transformer, recipe=rung, max_batch_size=6, max_model_len=56)
+    assert engine.step.state.rows.shape[1] > FIELDS + engine.step.state.table.shape[1]  # rows are padded
     running: dict[int, object] = {}
     waiting = draw.sample(range(len(PROMPTS)), len(PROMPTS))
     for _ in range(40):

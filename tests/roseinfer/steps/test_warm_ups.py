@@ -15,12 +15,14 @@ import torch
 import triton
 from hypothesis import given, settings, strategies as st
 
+from rosellm.roseinfer import engine as engine_module
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.steps.prompt_inputs import PromptInputs, Shape
 from rosellm.triton_or_none import tl
+from tests.fake_memory import FakeMemory
 from tests.helpers import (
     MODERN,
     ON_GPU,
@@ -101,6 +103,34 @@ def test_warm_ups_launch_every_kernel_that_captures_launch(captured, launches, m
             run()
     assert "_combine_tiles_kernel" in {name for name, *_ in captured_launches}
     assert captured_launches <= set(launches)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_warm_up_for_some_rows_runs_and_captures_their_steps_alone(captured, rung):
+    engine = engine_of(rung, "gpt2")
+    step, n_modes = engine.step, len(engine.step.next_tokens.chooser.modes)
+    assert len(step.warm_ups(4)) == 1
+    engine.warm_up(4)
+    assert {bucket for bucket, _, _ in step._steps} == {4}
+    assert step.n_captured == len(step._steps) == n_modes
+    engine.warm_up()
+    assert step.captures() == [] and len(step._steps) > n_modes
+
+
+@pytest.mark.parametrize(("rows", "first"), [(None, ["rehearsal"]), (4, [])])
+def test_on_a_gpu_a_warm_up_compiles_then_runs_and_rehearses_prefills_unless_rows_are_given(
+    monkeypatch, rows, first
+):
+    engine, noted = engine_of(BEST_RUNG, "gpt2"), []
+    monkeypatch.setattr(Engine, "device", torch.device("cuda"))
+    monkeypatch.setattr(engine_module, "GPUMemory", lambda device: FakeMemory())
+    monkeypatch.setattr(engine_module, "compile_ahead", lambda runs: [run("compile") for run in runs])
+    for name in ("rehearsal", "warm_up", "capture"):
+        runs = [lambda act="run", name=name: noted.append((act, name))]
+        monkeypatch.setattr(engine.step, f"{name}s", lambda sizes, runs=runs: runs)
+    engine.warm_up(rows)
+    compiled, run = [*first, "warm_up"], [*first, "capture"]
+    assert noted == [*(("compile", name) for name in compiled), *(("run", name) for name in run)]
 
 
 @settings(max_examples=25, deadline=None)
