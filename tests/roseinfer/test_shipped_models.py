@@ -28,8 +28,16 @@ def serves(rung: str, model: str) -> bool:
     return True
 
 
+OFTEN = (
+    "paged",
+    "cuda_graph",
+    "one_table",
+    "resident_step",
+    "fused_head",
+    "split_kv",
+)  # the others: make test-all
 CASES = [
-    (model, rung)
+    pytest.param(model, rung, marks=[] if rung in OFTEN else pytest.mark.slow, id=f"{model}-{rung}")
     for model in SHIPPED_MODELS
     for rung in LADDER
     if LADDER[rung].launch != "autotuned" and serves(rung, model)

@@ -34,6 +34,7 @@ def test_both_sides_of_each_kind_are_recorded_with_raw_values(record) -> None:
     assert shared["2 library"]["medians"]["decode_steps"] == shared["1"]["medians"]["decode_steps"] > 0
 
 
+@pytest.mark.slow
 def test_two_give_the_tokens_of_one(record) -> None:
     for workloads in record["figures"].values():
         for sides in workloads.values():

@@ -240,7 +240,7 @@ class Untouched(dict):
     items = __iter__ = values
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     program=st.lists(st.tuples(st.sampled_from("smiarrec"), st.integers(0, 255)), max_size=40),
     pool=st.sampled_from(recipe_choices()["pool"]),
@@ -366,13 +366,13 @@ def test_an_engine_gives_the_same_tokens_with_a_prefix_cache_as_without(gpt, run
 
 
 def test_an_engine_short_of_blocks_evicts_entries_and_gives_the_same_tokens(gpt, rung):
-    prompts = [[*p[:cut], 1, 2, 3] for p in random_prompts([17, 9, 24, 16, 3, 30], seed=3) for cut in (30, 8)]
+    prompts = [[*p[:cut], 1, 2, 3] for p in random_prompts([17, 24, 3, 30], seed=3) for cut in (30, 8)]
     plain, caching = (
         small_engine(gpt, recipe=rung),
         small_engine(gpt, recipe=rung, prefix_cache=True, num_kv_blocks=7),
     )
     for prompt in prompts:
-        assert generate(caching, [prompt], 16) == generate(plain, [prompt], 16)
+        assert generate(caching, [prompt], 9) == generate(plain, [prompt], 9)
     assert caching.prefix_cache.hits > 0
     assert len(caching.prefix_cache) < len(prompts)
 

@@ -45,7 +45,7 @@ JOINED = LADDER["one_pass"]
 RUNGS = {
     name: replace(LADDER[name], prefill="joined") for name in ("resident_step", "fused_head", "split_kv")
 }
-shared = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+shared = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Request = tuple[list[int], SamplingParams]
 
 

@@ -52,7 +52,7 @@ def test_the_expected_tokens_are_varied():
 
 
 @pytest.mark.parametrize("rung", RESIDENT)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(0, 10**9))
 def test_sequences_that_come_pause_and_leave_at_random_get_their_own_tokens(rung, seed):
     draw = random.Random(seed)

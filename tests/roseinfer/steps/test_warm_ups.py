@@ -107,7 +107,7 @@ def test_warm_ups_launch_every_kernel_that_captures_launch(captured, launches, m
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_warm_up_for_some_rows_runs_and_captures_their_steps_alone(captured, rung):
-    engine = engine_of(rung, "gpt2")
+    engine = small_engine(random_model(0), recipe=rung, warm_up=False)
     step, n_modes = engine.step, len(engine.step.next_tokens.chooser.modes)
     assert len(step.warm_ups(4)) == 1
     engine.warm_up(4)
