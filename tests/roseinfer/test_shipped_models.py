@@ -28,14 +28,7 @@ def serves(rung: str, model: str) -> bool:
     return True
 
 
-OFTEN = (
-    "paged",
-    "cuda_graph",
-    "one_table",
-    "resident_step",
-    "fused_head",
-    "split_kv",
-)  # the others: make test-all
+OFTEN = ("paged", "cuda_graph", "one_table", "resident_step", "fused_head", "split_kv")  # the others are slow
 CASES = [
     pytest.param(model, rung, marks=[] if rung in OFTEN else pytest.mark.slow, id=f"{model}-{rung}")
     for model in SHIPPED_MODELS
