@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import FrozenInstanceError, replace
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -42,6 +43,7 @@ def built(**fields) -> Recipe | str:
 N_DRAWN, N_BUILT = 20_000, 48
 
 
+@cache
 def drawn_fields() -> list[dict[str, str]]:
     """Combinations drawn with a seed, and those one or two fields away from a rung."""
     draw = random.Random(0)
@@ -51,8 +53,10 @@ def drawn_fields() -> list[dict[str, str]]:
     return drawn + near
 
 
-EVERY = drawn_fields()
-POSSIBLE = list(dict.fromkeys(r for r in (built(**fields) for fields in EVERY) if isinstance(r, Recipe)))
+@cache
+def possible_recipes() -> list[Recipe]:
+    made = (built(**fields) for fields in drawn_fields())
+    return list(dict.fromkeys(one for one in made if isinstance(one, Recipe)))
 
 
 def test_the_ladder_begins_with_the_documented_rungs_in_order():
@@ -100,7 +104,7 @@ def test_a_recipe_is_frozen():
 
 
 def test_a_recipe_survives_a_round_trip_through_its_dictionary():
-    assert all(Recipe(**recipe.as_dict()) == recipe for recipe in POSSIBLE)
+    assert all(Recipe(**recipe.as_dict()) == recipe for recipe in possible_recipes())
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -129,8 +133,8 @@ def test_an_impossible_combination_is_refused(change):
 
 @pytest.mark.slow
 def test_every_refusal_is_one_sentence_that_names_a_field_as_it_was_given():
-    refused = [(fields, built(**fields)) for fields in EVERY if isinstance(built(**fields), str)]
-    assert refused and POSSIBLE
+    refused = [(fields, built(**fields)) for fields in drawn_fields() if isinstance(built(**fields), str)]
+    assert refused and possible_recipes()
     for fields, sentence in refused:
         assert "\n" not in sentence and len(sentence) < 200
         assert any(f"{name}={value!r}" in sentence for name, value in fields.items())
@@ -139,7 +143,7 @@ def test_every_refusal_is_one_sentence_that_names_a_field_as_it_was_given():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_possible_recipes_build_and_give_the_same_tokens(device):
     gpt, prompts = random_model(0).to(device), random_prompts([3, 8])
-    possible = [recipe for recipe in POSSIBLE if recipe.launch != "autotuned"]
+    possible = [recipe for recipe in possible_recipes() if recipe.launch != "autotuned"]
     recipes = random.Random(1).sample(possible, N_BUILT)
     outputs = [generate(small_engine(gpt, recipe=r, num_kv_blocks=4), prompts, 3) for r in recipes]
     assert all(output == outputs[0] for output in outputs)

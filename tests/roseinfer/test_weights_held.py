@@ -22,7 +22,12 @@ SHAPES = {
     "gpt2": replace(KNOWN_SHAPES["gpt2"], n_layers=8),
     "qwen3": replace(KNOWN_SHAPES["Qwen/Qwen3-0.6B"], n_layers=6, vocab_size=32_768, n_positions=1024),
 }
-RUNGS = [rung for rung in LADDER if rung != "persistent_kernel"]  # an exhibit
+OFTEN = ("dense", "cuda_graph", "one_table", "packed_prefill", "fused_head", "small_gemm", "split_kv")
+RUNGS = [  # all but an exhibit
+    pytest.param(rung, marks=[] if rung in OFTEN else pytest.mark.slow)
+    for rung in LADDER
+    if rung != "persistent_kernel"
+]
 MOST = 1.03  # times the weights' bytes
 BUFFERS = 8 << 20  # bytes of inputs, hidden states, angles and counts, for the sizes below
 SIZES = {"max_batch_size": 4, "max_model_len": 256, "num_kv_blocks": 16, "warm_up": False}
