@@ -78,6 +78,14 @@ def test_triton_gives_the_noise_of_the_specification(vocab_size, position_dtype,
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
+@pytest.mark.parametrize("make", [gumbel_noise, gumbel_noise_triton])
+def test_noise_of_a_small_word_is_that_of_the_middle_between_two_words(make, device):
+    seed, column = 1_596_515, 713  # found by search: its word is 2
+    found = make(torch.tensor([seed], device=device), torch.tensor([0], device=device), column + 1)[0, column]
+    assert found.item() == pytest.approx(-math.log(2.5 / 2**32), abs=1e-4)
+
+
+@pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_seeds_and_positions_may_be_columns_of_a_state(device):
     seeds, positions = (x.to(device) for x in random_rows(6))
     columns = torch.stack((seeds, positions, -seeds), dim=1)
