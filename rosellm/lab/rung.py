@@ -34,6 +34,7 @@ from rosellm.lab.records.records import REFERENCE, RecordError, number, results_
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.bench.workloads import WORKLOADS
+from rosellm.roseinfer.kernels.table import choose_kernels
 from rosellm.roseinfer.recipe import BEFORE, LADDER, get_rung
 
 __all__ = [  # what notebooks take from here
@@ -43,6 +44,7 @@ __all__ = [  # what notebooks take from here
 ]  # fmt: skip
 
 CLOSEST_CALL = 1e-3  # of two logits in fp32: below that, the order of a sum may decide
+ON_TORCH = "\n(on a CPU both run the kernels' torch specifications: this compares the host's code only)"
 
 
 class ClaimError(RoseError, AssertionError):
@@ -130,7 +132,11 @@ class Rung(RecordedPair):
         one = equality(self.exact(), [self.before, self.after], self.prompt_lengths, *few)[self.after]
         if not one["tokens_equal"] and one["smallest_gap_of_reference"] >= CLOSEST_CALL:
             raise ClaimError(f"{self.after} gives other tokens than {self.before} in fp32")
-        return f"fp32, here: {self.before} and {self.after} generate the same tokens"
+        pair = self.before, self.after
+        kinds = {choose_kernels("auto", LADDER[rung].launch, self.gpt.device).name for rung in pair}
+        return "fp32, here: {} and {} generate the same tokens".format(*pair) + ON_TORCH * (
+            kinds == {"torch"}
+        )
 
     def conclude(self, sentence: str, *claims: bool) -> None:
         """Display a sentence written by hand. Raises ClaimError if a claim that it rests on does not hold."""
