@@ -71,7 +71,8 @@ def explore(draw: Callable[..., None], **controls: Control) -> None:
     widgets = {name: control.widget() for name, control in controls.items()}
     first = _drawn(draw, {name: widget.value for name, widget in widgets.items()})
     if len(controls) == 1:
-        first |= _frames(draw, *controls.items(), first.get(PLOTLY))
+        (named,) = controls.items()
+        first |= _frames(draw, named, first.get(PLOTLY))
     live = ipywidgets.Output()
     box = ipywidgets.VBox([*widgets.values(), live])
     display({WIDGET: {"version_major": 2, "version_minor": 0, "model_id": box.model_id}}, raw=True)

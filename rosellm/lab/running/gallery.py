@@ -119,7 +119,7 @@ def _link_pages(titles: dict[str, str], output: Path) -> None:
         linked = LINK.sub(
             lambda link: f'<a {"href" if link[1] in there else "data-to"}="{link[1]}.html', text
         )
-        linked = WAY.sub(lambda _, way=way: way, linked)
+        linked = WAY.sub(way.replace("\\", r"\\"), linked)
         if linked != text:
             write_text(path, linked)
 
