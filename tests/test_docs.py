@@ -16,7 +16,8 @@ import pytest
 
 from rosellm.errors import RoseError
 from rosellm.lab.records import jobs
-from rosellm.lab.running.gallery import ACTS, question, title
+from rosellm.lab.records.notebooks import ACTS
+from rosellm.lab.running.gallery import question, title
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

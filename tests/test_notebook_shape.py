@@ -11,8 +11,7 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from rosellm.lab.records.notebooks import NOTEBOOKS as FOUND
-from rosellm.lab.running.gallery import ACTS
+from rosellm.lab.records.notebooks import ACTS, NOTEBOOKS as FOUND
 from rosellm.roseinfer.recipe import BEFORE
 from tests.exercises import solution_in, solved
 from tests.side_by_side import SIDE_BY_SIDE

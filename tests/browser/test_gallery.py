@@ -10,7 +10,8 @@ from rosellm.lab.running.gallery import Outcome, page, publish_gallery
 pytestmark = pytest.mark.browser
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-SHOWN = ("00_map", "01_paged_attention")
+SHOWN = ("00_map", "01_paged_attention", "33_arrivals")
+NARROW = 420
 LINK = """() => {
   const link = document.querySelector(".js-plotly-plot .ytick a");
   link.scrollIntoView({block: "center"});
@@ -60,6 +61,16 @@ def test_a_figures_slider_moves_without_a_kernel(gallery, offline):
     slider.press("ArrowLeft")
     told = "document.querySelector('.js-plotly-plot .gtitle').textContent"
     shown.wait_for_function(f"{told}.includes('of 1 sequence,')")
+
+
+@pytest.mark.parametrize("name", ["index", *SHOWN])
+def test_on_a_narrow_screen_nothing_runs_out_of_the_right_edge(gallery, offline, name):
+    shown, _asked = offline
+    shown.set_viewport_size({"width": NARROW, "height": 900})
+    shown.goto((gallery / f"{name}.html").as_uri())
+    if name != "index":
+        shown.locator(".js-plotly-plot .main-svg").first.wait_for()
+    assert shown.evaluate("document.scrollingElement.scrollWidth") <= NARROW
 
 
 def test_a_rungs_name_in_the_ladders_chart_leads_to_its_page(gallery, offline):

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 _NEEDED = """IPython ipykernel ipywidgets jinja2 jupyter_client kaleido nbclient nbconvert nbformat nbstripout
-    pandas papermill PIL plotly yaml"""
+    papermill PIL plotly yaml"""
 _missing = [name for name in _NEEDED.split() if find_spec(name) is None]
 if _missing:
     raise ModuleNotFoundError(

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rosellm.atomic import write_text
 from rosellm.command_line import OneLineParser, command
 from rosellm.lab.figures.charts import Chart, finish, text_table
-from rosellm.lab.figures.palette import BLUE, ORANGE, PALE
+from rosellm.lab.figures.palette import BLUE, GRID, ORANGE, PALE
 from rosellm.lab.figures.svg import FONT, px, rect, texts
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.machines import name_of
+from rosellm.lab.records.notebooks import act_of
 from rosellm.lab.records.records import Results, find, number, results_folder
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, SIDE_BRANCHES
 
-FIRST_RESIDENT = "resident_step"
-ACTS = "Act I: feed the GPU", "Act II: give it less to do"
 NAMES = "the GPU works", "the GPU waits"
+LONGER = "profiled kernels overlap less: busy time beyond the step is drawn as 100%"
 README_BATCH = 8
 INKS = {"light": "#3f464f", "dark": "#d0d7de"}
 WIDTH, ROW, LEFT, RIGHT, HEAD = 1024, 22, 190, 150, 66
 
 
 class Step(NamedTuple):
-    """A rung's decode step, µs; ``busy_us`` counts overlapping kernels once, so it is at most ``us``."""
+    """A rung's decode step, µs, and the GPU's busy time in a profiled one, which may be longer."""
 
     rung: str
     act: str
@@ -31,21 +31,28 @@ class Step(NamedTuple):
     busy_us: float
 
     @property
+    def works_us(self) -> float:
+        """The part of ``us`` in which the GPU works."""
+        return min(self.busy_us, self.us)
+
+    @property
     def share(self) -> float:
-        return self.busy_us / self.us
+        return self.works_us / self.us
 
 
 def steps_of(results: Results, batch: int | str) -> list[Step]:
-    """Every rung up to the best one with an undisturbed ledger at ``batch``. Raises RecordError."""
+    """Every rung up to the best one with an undisturbed ledger at ``batch``. Raises RecordError.
+
+    A rung that no notebook is about is in the act of its neighbour below, the first in that of the second.
+    """
     recorded = results.figures("ledger", str(batch))
-    found, act = [], ACTS[0]
+    found, act = [], next(filter(None, map(act_of, LADDER)))
     for rung in LADDER:
-        act = ACTS[1] if rung == FIRST_RESIDENT else act
+        act = act_of(rung) or act
         if rung in recorded and rung not in SIDE_BRANCHES:
             ledger = Ledger.from_dict(recorded[rung])
             if not ledger.is_disturbed:
-                busy = min(ledger.busy, 1.0) * ledger.step_us
-                found.append(Step(rung, act, ledger.step_us, busy))
+                found.append(Step(rung, act.name, ledger.step_us, ledger.busy_us))
         if rung == BEST_RUNG:
             break
     return found
@@ -56,18 +63,27 @@ def busy_chart(results: Results, batch: int | str) -> Chart:
     steps = steps_of(results, batch)
     labels = [[step.act for step in steps], [step.rung for step in steps]]
     chart = Chart()
-    columns = [step.busy_us for step in steps], [step.us - step.busy_us for step in steps]
+    columns = [step.works_us for step in steps], [step.us - step.works_us for step in steps]
     written = [""] * len(steps), [_label(step) for step in steps]
     for name, values, text, colour in zip(NAMES, columns, written, (BLUE, PALE), strict=True):
         chart.add_bar(x=values, y=labels, orientation="h", name=name, text=text, marker_color=colour)
     chart.update_traces(textposition="outside", cliponaxis=False)
-    chart.update_xaxes(range=[0, 1.4 * max(step.us for step in steps)], title="µs")
-    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="")
+    chart.update_xaxes(range=[0, 1.4 * max(step.us for step in steps)], title=_axis_title(steps))
+    chart.update_yaxes(autorange="reversed", showgrid=False, ticks="", dividercolor=GRID)
     chart.update_layout(barmode="stack")
-    chart.table = text_table(["", "step, µs", "GPU busy, µs", "GPU busy"], [_row(step) for step in steps])
+    table = text_table(["", "step, µs", "GPU busy, µs", "GPU busy"], [_row(step) for step in steps])
+    chart.table = "\n".join([table, *_notes(steps)])
     rows = "1 sequence" if str(batch) == "1" else f"{batch} sequences"
     title = f"One decode step of {rows}, GPT-2 small in fp16, {name_of(results)}"
     return finish(chart, title, 20 * len(steps), legend=NAMES)
+
+
+def _axis_title(steps: list[Step]) -> dict[str, Any]:
+    return {"text": "<br>".join(["µs", *_notes(steps)]), "font_size": 11}
+
+
+def _notes(steps: list[Step]) -> list[str]:
+    return [LONGER] if any(step.busy_us > step.us for step in steps) else []
 
 
 def _row(step: Step) -> list[str | float]:
@@ -94,10 +110,13 @@ def busy_svg(results: Results, batch: int, ink: str) -> str:
             act = step.act
             parts += [texts([act], 8, y + 12, 12, ORANGE, extra=bold, anchor="start")]
             y += ROW
-        busy, whole = step.busy_us * scale, step.us * scale
+        busy, whole = step.works_us * scale, step.us * scale
         parts += [texts([step.rung], LEFT - 10, y + 12, 12, ink, anchor="end")]
         parts += [rect(LEFT, y, whole, ROW - 6, 2, PALE), rect(LEFT, y, busy, ROW - 6, 2, BLUE)]
         parts += [texts([_label(step)], LEFT + whole + 8, y + 12, 12, ink, anchor="start")]
+        y += ROW
+    for note in _notes(steps):
+        parts += [texts([note], LEFT, y + 12, 11, ink, anchor="start")]
         y += ROW
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {px(y + 8)}" font-family="{FONT}"'
     return f'{head} role="img"><title>{title}</title>{"".join(parts)}</svg>\n'

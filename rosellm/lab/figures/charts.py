@@ -5,12 +5,12 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas
 import plotly.graph_objects as go
 from IPython.display import display
 
@@ -20,6 +20,7 @@ from rosellm.lab.records.records import number
 
 PLOTLY = "application/vnd.plotly.v1+json"
 
+FIGURE = re.compile(r"[+−~-]?\d[\d.,]*( ?%)?( ~)?")  # with ``~``: no difference beyond the noise
 WIDTH, LINE, TITLE_CHARACTERS = 760, 19, 86
 AXIS = {
     "gridcolor": GRID,
@@ -62,7 +63,7 @@ class Chart(go.Figure):
 
 
 def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """An aligned table: text to the left, numbers to the right in the format of ``records.number``."""
+    """An aligned table: text to the left, figures to the right, numbers as ``records.number`` writes them."""
     rows = [list(row) for row in rows]
     for row in rows:
         if len(row) != len(headers):
@@ -70,12 +71,8 @@ def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     written = [list(map(str, headers)), *([_cell(value) for value in row] for row in rows)]
     columns = list(zip(*written, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    right = [
-        any(isinstance(row[i], (int, float)) and not isinstance(row[i], bool) for row in rows)
-        for i in range(len(headers))
-    ]
     written.insert(1, ["─" * width for width in widths])
-    pads = [str.rjust if to_right else str.ljust for to_right in right]
+    pads = [str.rjust if is_numeric else str.ljust for is_numeric in _numeric(headers, rows)]
     padded = ([pad(cell, w) for pad, cell, w in zip(pads, line, widths, strict=True)] for line in written)
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
@@ -92,15 +89,42 @@ class Table:
         return "\n".join([text_table(self.headers, self.rows), *self.notes])
 
     def _repr_html_(self) -> str:
-        cells = [[_cell(value) for value in row] for row in self.rows]
-        frame = pandas.DataFrame(cells, columns=list(self.headers))
+        right = _numeric(self.headers, self.rows)
+        head = _html_row("th", self.headers, right)
+        body = "\n".join(_html_row("td", map(_cell, row), right) for row in self.rows)
         below = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return frame.to_html(index=False, border=0, classes="figures") + below
+        return (
+            f'<table class="figures">\n<thead>\n{head}\n</thead>\n<tbody>\n{body}\n</tbody>\n</table>{below}'
+        )
 
 
 def show_table(headers: Sequence[str], rows: Iterable[Sequence[Any]], *notes: str) -> None:
     """Display a :class:`Table`."""
     display(Table(headers, [list(row) for row in rows], notes))
+
+
+def _numeric(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
+    """Whether each column holds numbers, or else texts that all read as figures, and is set to the right."""
+    columns = [[row[i] for row in rows] for i in range(len(headers))]
+    return [any(map(_is_number, column)) or _are_figures(map(_cell, column)) for column in columns]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _are_figures(cells: Iterable[str]) -> bool:
+    told = [cell for cell in cells if cell not in ("", "–")]
+    return bool(told) and all(map(FIGURE.fullmatch, told))
+
+
+def _html_row(tag: str, cells: Iterable[str], right: Sequence[bool]) -> str:
+    sides = ["right" if to_right else "left" for to_right in right]
+    written = (
+        f'<{tag} style="text-align: {side}">{html.escape(cell)}</{tag}>'
+        for cell, side in zip(cells, sides, strict=True)
+    )
+    return f"<tr>{''.join(written)}</tr>"
 
 
 def _cell(value: Any) -> str:

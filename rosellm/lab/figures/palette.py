@@ -15,17 +15,18 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 
 # The parts of the decode step: colour and hatching, the same in every chart.
 PARTS = {
-    "reserve": (PALE, ""),
-    "build_block_tables": (VIOLET, ""),
-    "h2d_block_tables": (SKY, ""),
-    "stage_tokens": (SKY, "/"),
-    "build_mask": (MAGENTA, ""),
-    "model": (BLUE, ""),
-    "kv_append": (ORANGE, ""),
-    "sample": (GREEN, ""),
-    "commit": (PALE, "/"),
+    "the step": (PALE, "-"),
+    "reserve": (PALE, "\\"),
+    "build_block_tables": (VIOLET, "-"),
+    "h2d_block_tables": (SKY, "-"),
+    "stage_tokens": (SKY, "\\"),
+    "build_mask": (MAGENTA, "-"),
+    "model": (BLUE, "-"),
+    "kv_append": (ORANGE, "-"),
+    "sample": (GREEN, "-"),
+    "commit": (PALE, "+"),
 }
-# The causes of a step's ledger, likewise.
+# The causes of a step's ledger, likewise: a timeline draws both, so no two look the same.
 CAUSES = {
     "inputs": (SKY, "/"),
     "mask": (ORANGE, "/"),

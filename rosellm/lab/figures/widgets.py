@@ -15,7 +15,8 @@ from rosellm.errors import RoseError
 from rosellm.lab.figures.charts import PLOTLY
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-FRAMES = "application/vnd.rosellm.frames+json"  # a label, and for each value its text and its figure
+# A label, and for each value its text and how its figure differs from the one shown.
+FRAMES = "application/vnd.rosellm.frames+json"
 LABEL = {"description_width": "initial"}
 WIDE = {"width": "32em"}
 
@@ -70,7 +71,8 @@ def explore(draw: Callable[..., None], **controls: Control) -> None:
     widgets = {name: control.widget() for name, control in controls.items()}
     first = _drawn(draw, {name: widget.value for name, widget in widgets.items()})
     if len(controls) == 1:
-        first |= _frames(draw, *controls.items())
+        (named,) = controls.items()
+        first |= _frames(draw, named, first.get(PLOTLY))
     live = ipywidgets.Output()
     box = ipywidgets.VBox([*widgets.values(), live])
     display({WIDGET: {"version_major": 2, "version_minor": 0, "model_id": box.model_id}}, raw=True)
@@ -84,8 +86,8 @@ def explore(draw: Callable[..., None], **controls: Control) -> None:
         widget.observe(redraw, "value")
 
 
-def _frames(draw: Callable[..., None], named: tuple[str, Control]) -> dict[str, Any]:
-    """The figures of all values of a control; nothing if they are not all plotly's."""
+def _frames(draw: Callable[..., None], named: tuple[str, Control], shown: Any) -> dict[str, Any]:
+    """The figures of all values of a control, as differences; nothing if they are not all plotly's."""
     name, control = named
     figures = [_drawn(draw, {name: value}).get(PLOTLY) for value in control.values]
     if None in figures:
@@ -93,7 +95,32 @@ def _frames(draw: Callable[..., None], named: tuple[str, Control]) -> dict[str, 
     first = control.values[0] if control.first is None else control.first
     texts = [text for text, _ in control.options]
     frames = {"label": control.label, "values": texts, "first": list(control.values).index(first)}
-    return {FRAMES: frames | {"figures": figures}}
+    return {FRAMES: frames | {"figures": [_difference(one, shown) for one in figures]}}
+
+
+def _difference(new: Any, old: Any) -> Any:
+    """What :func:`merged` makes ``new`` of; None stands for what only ``old`` has, as it does in plotly."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        differing = [key for key in {**old, **new} if new.get(key) != old.get(key)]
+        return {key: _difference(new.get(key), old.get(key)) for key in differing}
+    if _are_alike(new, old):
+        return [_difference(*pair) for pair in zip(new, old, strict=True)]
+    return new
+
+
+def merged(old: Any, difference: Any) -> Any:
+    """``old``, such as a figure's JSON, with what differs in its place."""
+    if isinstance(difference, dict) and isinstance(old, dict):
+        return old | {key: merged(old.get(key), value) for key, value in difference.items()}
+    if _are_alike(difference, old):
+        return [merged(*pair) for pair in zip(old, difference, strict=True)]
+    return difference
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether both are lists of as many dicts, such as a figure's traces."""
+    are_lists = isinstance(one, list) and isinstance(other, list) and len(one) == len(other)
+    return are_lists and all(isinstance(item, dict) for item in (*one, *other))
 
 
 def _drawn(draw: Callable[..., None], values: dict[str, Any]) -> dict[str, Any]:

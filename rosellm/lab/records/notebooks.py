@@ -1,12 +1,44 @@
-"""Which notebook is about which rung."""
+"""The acts of the course, and which notebook is about which rung."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from rosellm.lab.records.records import RecordError, results_folder
 from rosellm.roseinfer.recipe import BEFORE
+
+
+class Act(NamedTuple):
+    """A part of the course: what it is about, and the numbers of its notebooks."""
+
+    name: str
+    about: str
+    numbers: tuple[str, ...]
+
+
+ACTS = (
+    Act("The map", "Where a decode step's time goes, rung by rung.", ("00",)),
+    Act(
+        "Act I: feed the GPU",
+        "At first it waits for Python most of the time; at the end it runs on its own.",
+        ("01", "02", "03", "04", "05", "06", "07", "09", "10", "11", "12", "13"),
+    ),
+    Act(
+        "Act II: give it less to do",
+        "Fewer kernels, smaller ones, launched before their inputs are there.",
+        ("14", "15", "16", "18", "19", "20", "21", "22"),
+    ),
+    Act("Modern models", "Qwen3 and Llama 3, long and unequal contexts.", ("26", "27", "28", "30")),
+    Act(
+        "Serving",
+        "Determinism, failures, sampling, the first request, arrivals.",
+        ("23", "24", "31", "32", "33", "34"),
+    ),
+    Act("More GPUs", "Sharing a model, replicas, planning.", ("35", "36", "37")),
+    Act("Your turn", "Write a kernel; find out why your own loop is slow.", ("25", "29")),
+)
 
 LONGER_NAMES = {"paged": "paged_attention", "no_mask": "mask_removal"}
 LONGER_NAMES |= dict.fromkeys(("full_batch", "identity_pos"), "slot_mapping")
@@ -31,3 +63,9 @@ def _committed() -> dict[str, str]:
 
 
 NOTEBOOKS = _committed()
+
+
+def act_of(rung: str) -> Act | None:
+    """The act that holds the rung's notebook; None for a rung that no notebook of the course is about."""
+    number = NOTEBOOKS.get(rung, "")[:2]
+    return next((act for act in ACTS if number in act.numbers), None)

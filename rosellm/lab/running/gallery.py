@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 import nbformat
 from jinja2 import Environment
@@ -19,44 +19,18 @@ from plotly.offline import get_plotlyjs
 import rosellm
 from rosellm.atomic import write_text
 from rosellm.lab.figures.charts import PLOTLY
-from rosellm.lab.figures.widgets import FRAMES, WIDGET
+from rosellm.lab.figures.widgets import FRAMES, WIDGET, merged
+from rosellm.lab.records.notebooks import ACTS, Act
 
 RECORD = "gallery.json"
 PAGES = Path(rosellm.__file__).parent / "assets" / "pages"
 SHORT_PATH = ("00", "01", "03", "05", "13", "18", "20")
 
 
-class Act(NamedTuple):
-    """A part of the course: what it is about, and the numbers of its notebooks."""
-
-    name: str
-    about: str
-    numbers: tuple[str, ...]
-
-
-ACTS = (
-    Act("The map", "Where a decode step's time goes, rung by rung.", ("00",)),
-    Act(
-        "Act I: feed the GPU",
-        "At first it waits for Python most of the time; at the end it runs on its own.",
-        ("01", "02", "03", "04", "05", "06", "07", "09", "10", "11", "12", "13"),
-    ),
-    Act(
-        "Act II: give it less to do",
-        "Fewer kernels, smaller ones, launched before their inputs are there.",
-        ("14", "15", "16", "18", "19", "20", "21", "22"),
-    ),
-    Act("Modern models", "Qwen3 and Llama 3, long and unequal contexts.", ("26", "27", "28", "30")),
-    Act(
-        "Serving",
-        "Determinism, failures, sampling, the first request, arrivals.",
-        ("23", "24", "31", "32", "33", "34"),
-    ),
-    Act("More GPUs", "Sharing a model, replicas, planning.", ("35", "36", "37")),
-    Act("Your turn", "Write a kernel; find out why your own loop is slow.", ("25", "29")),
-)
 YOURS = Act("Yours", "Notebooks of your own.", ())
 
+WAY = re.compile(r'<nav class="way">.*?</nav>', re.DOTALL)
+LINK = re.compile(r'<a (?:href|data-to)="([\w.-]+)\.html')  # to a notebook's page, whether or not it exists
 OPTIONS = "{responsive: true, displayModeBar: false}"
 SLIDER = Template(
     """<label>$label <input type="range" min="0" max="$last" value="$first" id="$name-slider"></label>
@@ -110,45 +84,59 @@ def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], out
     cards = {name: cards[name] for name in sorted(cards) if (folder / f"{name}.ipynb").exists()}
     write_text(output / "plotly.min.js", get_plotlyjs())
     write_text(output / RECORD, json.dumps(cards, indent=1))
+    _link_pages({name: card["title"] for name, card in cards.items()}, output)
     write_text(output / "index.html", _index(cards, output))
 
 
 def page(notebook: NotebookNode, folder: Path) -> str:
     """A notebook as one HTML page; figures are drawn by the ``plotly.min.js`` beside it.
 
-    ``folder`` is the notebook's, whose other notebooks the page links to.
+    Links to other notebooks of ``folder`` lead to their pages; :func:`publish_gallery` adds those to the
+    neighbours.
     """
     shown = without_widgets(nbformat.from_dict(notebook))
     for number, output in enumerate(_outputs(shown)):
         data = output.get("data", {})
         if FRAMES in data:
-            output["data"] = {"text/html": _slider(data[FRAMES], number)}
+            output["data"] = {"text/html": _slider(data[FRAMES], data[PLOTLY], number)}
         elif PLOTLY in data:
             output["data"] = {"text/html": _plot(data[PLOTLY], number)}
     template = (PAGES / "page.html.j2").read_text(encoding="utf-8")
     exporter = HTMLExporter(raw_template=template, exclude_input_prompt=True, exclude_output_prompt=True)
     metadata = {"name": title(notebook) or "RoseLLM", "path": str(folder)}
-    resources = {"metadata": metadata, "way": _neighbours(notebook, folder)}
-    body, _ = exporter.from_notebook_node(shown, resources=resources)
-    return _link_pages(_with_contents(body), {path.stem for path in folder.glob("*.ipynb")})
+    body, _ = exporter.from_notebook_node(shown, resources={"metadata": metadata})
+    return _to_pages(_with_contents(body), {path.stem for path in folder.glob("*.ipynb")})
 
 
-def _neighbours(notebook: NotebookNode, folder: Path) -> dict[str, tuple[str, str]]:
-    """Name and title of the notebook before and the one after, in the order of their numbers."""
-    titles = {path.stem: title(nbformat.read(path, 4)) for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
-    names, own = list(titles), title(notebook)
-    here = [i for i, name in enumerate(names) if titles[name] == own]
-    if not here:
-        return {}
-    near = {"before": here[0] - 1, "after": here[0] + 1}
-    return {side: (names[i], titles[names[i]]) for side, i in near.items() if 0 <= i < len(names)}
+def _link_pages(titles: dict[str, str], output: Path) -> None:
+    """Links each page to the ones before and after it, and takes links to pages that do not exist away."""
+    pages = [name for name in titles if (output / f"{name}.html").exists()]
+    there = {*pages, "index"}
+    for i, name in enumerate(pages):
+        path = output / f"{name}.html"
+        text = path.read_text(encoding="utf-8")
+        way = _way(pages[max(0, i - 1) : i], pages[i + 1 : i + 2], titles)
+        linked = LINK.sub(
+            lambda link: f'<a {"href" if link[1] in there else "data-to"}="{link[1]}.html', text
+        )
+        linked = WAY.sub(way.replace("\\", r"\\"), linked)
+        if linked != text:
+            write_text(path, linked)
+
+
+def _way(before: list[str], after: list[str], titles: dict[str, str]) -> str:
+    """Links to a page before, if there is one, to the index, and to one after."""
+    back = [f'<a href="{name}.html">← {html.escape(titles[name])}</a>' for name in before]
+    on = [f'<a href="{name}.html">{html.escape(titles[name])} →</a>' for name in after]
+    ends = [f"<span>{''.join(links)}</span>" for links in (back, on)]
+    return f'<nav class="way">{ends[0]}<a href="index.html">All notebooks</a>{ends[1]}</nav>'
 
 
 def _with_contents(body: str) -> str:
-    """A page with links to its sections."""
+    """A page with links to its sections, if it has any."""
     sections = re.findall(r'<h2 id="([^"]+)">(.*?)<a class="anchor-link"', body)
     links = "".join(f'<a href="#{anchor}">{re.sub("<[^>]+>", "", name)}</a>' for anchor, name in sections)
-    return body.replace("<!-- contents -->", f'<nav class="contents">{links}</nav>', 1)
+    return body.replace("<!-- contents -->", f'<nav class="contents">{links}</nav>' if links else "", 1)
 
 
 def without_widgets(notebook: NotebookNode) -> NotebookNode:
@@ -222,10 +210,12 @@ def _index(cards: dict[str, dict[str, Any]], output: Path) -> str:
         own = [card for card in shown if _is_of(card["name"][:2], act, in_an_act)]
         if own:
             acts.append({"name": act.name, "about": act.about, "cards": own})
-    start = [(card["name"], card["name"][:2]) for card in shown if card["name"][:2] in SHORT_PATH]
+    paged = [card["name"] for card in shown if card["has_page"]]
+    start = [(name, name[:2]) for name in paged if name[:2] in SHORT_PATH]
     template = Environment(autoescape=True).from_string((PAGES / "index.html.j2").read_text(encoding="utf-8"))
     failures = sum(card["status"] != "ok" for card in shown)
-    return template.render(acts=acts, start=start, count=len(shown), failures=failures)
+    is_whole = len(start) == len(SHORT_PATH)
+    return template.render(acts=acts, start=start, is_whole=is_whole, count=len(shown), failures=failures)
 
 
 def _is_of(number: str, act: Act, in_an_act: set[str]) -> bool:
@@ -244,9 +234,9 @@ def _plot(figure: dict[str, Any], number: int) -> str:
     return f'<div class="figure"><div id="{name}"></div></div><script>{draw}</script>'
 
 
-def _slider(frames: dict[str, Any], number: int) -> str:
-    """One figure of several, chosen by a slider."""
-    figures = [_arguments(figure) for figure in frames["figures"]]
+def _slider(frames: dict[str, Any], shown: dict[str, Any], number: int) -> str:
+    """One figure of several, chosen by a slider; ``shown`` is the one that their differences are from."""
+    figures = [_arguments(merged(shown, one)) for one in frames["figures"]]
     return SLIDER.substitute(
         name=f"figure-{number}",
         label=html.escape(frames["label"]),
@@ -283,7 +273,7 @@ def _links(figure: str) -> str:
 }})"""
 
 
-def _link_pages(body: str, names: set[str]) -> str:
+def _to_pages(body: str, names: set[str]) -> str:
     def to_page(match: re.Match[str]) -> str:
         return f"{match[1]}.html" if match[1] in names else match[0]
 

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from rosellm.lab.figures.busy import INKS, README_BATCH, busy_chart, busy_svg, steps_of
+from rosellm.lab.figures.busy import INKS, LONGER, README_BATCH, busy_chart, busy_svg, steps_of
 from rosellm.lab.records.ledger import Ledger
+from rosellm.lab.records.notebooks import ACTS, NOTEBOOKS
 from rosellm.lab.records.records import find, number, results_folder
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, SIDE_BRANCHES
 
@@ -25,11 +26,25 @@ def test_every_rung_up_to_the_best_is_drawn_with_its_recorded_step_and_busy_shar
         assert text.startswith(f"{number(recorded[rung].step_us)} µs, ")
 
 
-def test_act_two_begins_where_the_gpu_runs_on_its_own():
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_table_tells_the_recorded_busy_time_and_a_note_says_where_it_exceeds_the_step(batch):
+    chart = busy_chart(find(), batch)
+    _, _, *rows = chart.table.splitlines()
+    told = {row.split()[0]: row.split()[2] for row in rows if row != LONGER}
+    recorded = find().figures("ledger", batch)
+    assert told == {rung: number(recorded[rung]["busy_us"]) for rung in chart.data[0].y[1]}
+    exceeds = any(recorded[rung]["busy_us"] > recorded[rung]["step_us"] for rung in told)
+    assert (rows[-1] == LONGER) == (LONGER in chart.layout.xaxis.title.text) == exceeds
+
+
+def test_a_rung_stands_in_the_act_of_its_notebook_and_act_one_ends_where_the_gpu_runs_on_its_own():
     steps = steps_of(find(), 64)
+    acts = {number: act.name for act in ACTS for number in act.numbers}
+    assert [step.act for step in steps[1:]] == [acts[NOTEBOOKS[step.rung][:2]] for step in steps[1:]]
     first, second = ([step for step in steps if step.act.startswith(act)] for act in ("Act I:", "Act II:"))
-    assert second[0].rung == "resident_step" and first[-1].rung == "one_table"
-    assert min(step.share for step in second) > 0.9 > max(step.share for step in first)
+    assert len(first) + len(second) == len(steps) and steps[0] in first
+    assert (first[-1].rung, second[0].rung) == ("resident_step", "packed_prefill")
+    assert min(step.share for step in (first[-1], *second)) > 0.9 > max(step.share for step in first[:-1])
 
 
 @pytest.mark.parametrize("name", INKS)
@@ -42,4 +57,4 @@ def test_the_picture_of_readme_is_the_records(name):
     steps = steps_of(find(), README_BATCH)
     scale = float(whole[0]) / steps[0].us
     assert [float(one) / scale for one in whole] == pytest.approx([step.us for step in steps], abs=1)
-    assert [float(one) / scale for one in busy] == pytest.approx([step.busy_us for step in steps], abs=1)
+    assert [float(one) / scale for one in busy] == pytest.approx([step.works_us for step in steps], abs=1)

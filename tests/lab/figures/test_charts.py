@@ -1,6 +1,7 @@
 """Charts: readable on any page and without colours, small, and with their numbers as text."""
 
 import json
+import re
 from itertools import combinations
 
 import numpy as np
@@ -11,7 +12,7 @@ from rosellm.lab.figures import charts
 from rosellm.lab.figures.bars import before_after, waterfall
 from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle, show, text_table
 from rosellm.lab.figures.lines import step_lines
-from rosellm.lab.figures.palette import CAUSES, PALETTE, PARTS, TEXT
+from rosellm.lab.figures.palette import CAUSES, PALETTE, PARTS, STYLES, TEXT
 from rosellm.lab.figures.pool import pool_over_time
 from rosellm.lab.figures.timeline import timeline
 from rosellm.lab.records.trace import Event, Trace
@@ -57,10 +58,9 @@ def test_the_palette_and_the_text_read_on_light_and_dark_pages(page):
     assert contrast(TEXT, page) > 4
 
 
-def test_every_part_of_the_step_looks_different():
-    assert len(set(PARTS.values())) == len(PARTS)
-    assert len(set(CAUSES.values())) == len(CAUSES)
+def test_every_part_of_the_step_and_every_cause_looks_different():
     assert not PARTS.keys() & CAUSES.keys()
+    assert len(set(STYLES.values())) == len(STYLES)
 
 
 def gpu_trace(n_kernels: int) -> Trace:
@@ -153,6 +153,14 @@ def test_a_table_aligns_texts_left_and_numbers_right():
         "dense    9,877  yes",
         "no_mask     12  –",
     ]
+
+
+def test_a_table_in_html_has_the_alignment_of_the_text_and_figures_with_a_unit_stand_to_the_right():
+    table = charts.Table(["rung", "gain", "field"], [["a<b", "+49.6 % ~", "x"], ["c", "–", "y"]], ["note"])
+    sides = re.findall(r'<t[hd] style="text-align: (\w+)">', table._repr_html_())
+    assert sides == ["left", "right", "left"] * 3
+    assert "a&lt;b" in table._repr_html_() and table._repr_html_().endswith("<p>note</p>")
+    assert repr(table).splitlines()[-2:] == ["c             –  y", "note"]
 
 
 def test_a_table_with_a_row_too_short_is_refused():

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from rosellm.lab.figures import source
-from rosellm.lab.figures.source import SourceError, show_source, source_of
+from rosellm.lab.figures.source import SourceError, show_pair, show_source, source_of
 from rosellm.roseinfer import kv_append_triton
 from rosellm.roseinfer.cache.kv_blocks import KVBlockInfo
 from rosellm.roseinfer.steps.host import HostStep, dense_mask
@@ -43,6 +43,39 @@ def test_a_function_is_shown_with_its_name_and_file_and_no_line_number(shown):
     heading, fence, code = text.split("\n")[:3]
     assert (heading, fence) == ("`dense_mask` · `rosellm/roseinfer/steps/host.py`", "```python")
     assert code.startswith("def dense_mask(") and text.endswith("```")
+
+
+def before(x: int) -> int:
+    doubled = 2 * x
+
+    return doubled
+
+
+def after(x: int) -> int:
+    doubled = 2 * x
+
+    return doubled + 1
+
+
+def test_a_pair_is_one_block_that_marks_exactly_the_lines_that_differ(shown):
+    show_pair(before, after)
+    (text,) = shown
+    heading, fence, *lines, end = text.splitlines()
+    assert heading.startswith("`before` · ") and " → `after` · " in heading
+    assert (fence, end) == ("```diff", "```")
+    assert [line for line in lines if line[:1] == "-"] == [
+        "- def before(x: int) -> int:",
+        "-     return doubled",
+    ]
+    marked = ["+ def after(x: int) -> int:", "+     return doubled + 1"]
+    assert [line for line in lines if line[:1] == "+"] == marked
+    assert [line for line in lines if line[:1] not in ("-", "+")] == ["      doubled = 2 * x", ""]
+
+
+def test_sources_that_share_little_stand_one_below_the_other(shown):
+    show_pair(before, dense_mask)
+    (text,) = shown
+    assert text.count("```python") == 2 and "```diff" not in text
 
 
 def test_a_method_is_found_behind_its_decorators_and_not_indented(shown):

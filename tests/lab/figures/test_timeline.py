@@ -40,6 +40,11 @@ def gpu_step(n_kernels: int, gap: float = 0.5, start: float = 1_000.0) -> Trace:
     return Trace(events)
 
 
+def recorded_steps(after: str) -> dict[str, Trace]:
+    recorded = find().figures("timelines", after)
+    return {name: Trace.from_dict(recorded[name]) for name in (BEFORE[after], after)}
+
+
 def rectangles(chart) -> list[tuple[int, float, float, str]]:
     """Lane, start, end and label."""
     return sorted(
@@ -82,6 +87,13 @@ def test_work_has_the_colour_of_its_role_and_its_lane_says_how_busy_it_is():
     assert told == [f"GPU kernels, {18 / 38:.0%} busy", f"GPU kernels, {18 / 56:.0%} busy"]
 
 
+@pytest.mark.parametrize("after", sorted(find().figures("timelines")))
+def test_no_two_entries_of_a_recorded_timeline_share_colour_and_hatching(after):
+    chart = timeline(*recorded_steps(after).values(), (BEFORE[after], after), "t")
+    styles = {bar.name: (bar.marker.color, bar.marker.pattern.shape) for bar in chart.data}
+    assert len(styles) == len(chart.data) == len(set(styles.values())) > 5
+
+
 def test_both_steps_share_one_axis_as_long_as_the_longer():
     chart = timeline(gpu_step(9), gpu_step(90), NAMES, "t")
     low, high = chart.layout.xaxis.range
@@ -102,9 +114,7 @@ def test_a_long_step_stays_small_and_says_from_where_on_it_merges(n_kernels):
 
 @pytest.mark.parametrize("after", sorted(find().figures("timelines")))
 def test_a_lane_of_a_recorded_step_is_drawn_as_wide_as_it_is_busy(after):
-    recorded = find().figures("timelines", after)
-    sides = {name: recorded[name] for name in (BEFORE[after], after)}
-    chart = timeline(*map(Trace.from_dict, sides.values()), tuple(sides), "t")
+    chart = timeline(*recorded_steps(after).values(), (BEFORE[after], after), "t")
     drawn = Counter()
     for y, start, end, _ in rectangles(chart):
         drawn[y] += end - start

@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
 from rosellm.lab.figures.charts import PLOTLY
-from rosellm.lab.figures.widgets import FRAMES, WIDGET, Control, ControlError
+from rosellm.lab.figures.widgets import FRAMES, WIDGET, Control, ControlError, _difference, merged
 from rosellm.lab.running.gallery import without_widgets
 from rosellm.lab.running.notebook_workers import kernel_environment
 
@@ -84,8 +84,28 @@ def test_an_error_while_redrawing_is_shown_as_a_cell_would_show_it(outputs):
 def test_a_single_controls_figures_are_all_drawn_in_advance_for_pages_without_a_kernel(outputs):
     frames = outputs["single"][1].data[FRAMES]
     assert (frames["label"], frames["values"], frames["first"]) == ("batch, sequences", ["1", "8", "64"], 1)
-    assert [figure["data"][0]["y"] for figure in frames["figures"]] == [[1], [8], [64]]
+    shown = outputs["single"][1].data[PLOTLY]
+    figures = [merged(shown, one) for one in frames["figures"]]
+    assert [figure["data"][0]["y"] for figure in figures] == [[1], [8], [64]]
+    assert frames["figures"] == [{"data": [{"y": [1]}]}, {}, {"data": [{"y": [64]}]}]
     assert FRAMES not in outputs["untouched"][1].data
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"data": [{"y": [1], "x": 2}], "layout": {"a": {"b": 1}}}, {"data": [{"y": [3]}], "layout": {}}),
+        ({"data": [{"y": [1]}]}, {"data": [{"y": [1]}, {"y": [2]}]}),
+        ({"data": [], "layout": {"a": 1}}, {"data": [{}], "layout": {"a": [1, 2]}}),
+    ],
+)
+def test_a_figure_is_the_one_shown_and_its_difference_and_null_is_what_it_lacks(old, new):
+    def without_nulls(one):
+        if isinstance(one, dict):
+            return {key: without_nulls(value) for key, value in one.items() if value is not None}
+        return [without_nulls(item) for item in one] if isinstance(one, list) else one
+
+    assert without_nulls(merged(old, _difference(new, old))) == without_nulls(new)
 
 
 def test_what_a_commit_keeps_is_the_first_drawing(outputs):
