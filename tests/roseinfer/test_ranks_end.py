@@ -20,7 +20,7 @@ from rosellm import LLM, SamplingParams
 from rosellm.errors import RankError
 from rosellm.models.part import Part
 from rosellm.roseinfer.ranks.members import Follower
-from rosellm.roseinfer.ranks.watch import LOOK_S, _Work
+from rosellm.roseinfer.ranks.watch import HUNG_AFTER, LOOK_S, _Counts, _Work
 from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 from tests.roseinfer.ranks import (
     LOADED_WITHIN_S,
@@ -68,6 +68,14 @@ def test_a_rank_that_dies_or_hangs_while_it_runs_ends_the_engine_with_its_error(
     assert have_ended(pids)
     with pytest.raises(RankError, match=said):
         llm.generate("again", LONG, use_tqdm=False)
+
+
+def test_only_a_rank_whose_count_stays_the_same_look_after_look_hangs():
+    beats = [1, 1, 0]
+    counts = _Counts(beats, range(3), is_stopped=lambda rank: False)
+    for look in range(2 * HUNG_AFTER):  # rank 0 moves at every other look, rank 2 has not begun
+        beats[0] += look % 2
+        assert counts.look() == (1 if look >= HUNG_AFTER - 1 else None)
 
 
 @dataclass(frozen=True)

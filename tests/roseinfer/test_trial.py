@@ -112,3 +112,4 @@ def test_an_engine_tries_the_largest_prefill_and_decode_steps_on_one_block(captu
         assert {mode for _, mode, _ in step._steps} == set(step.next_tokens.chooser.modes)
         assert max(step.logprobs._runs) == SIZES[-1]
         assert len(step.largest_captures()) == 2  # those steps are captured: one prefill, one ring
+        assert list(step.logprobs._runs) == [SIZES[-1]]

@@ -217,8 +217,10 @@ def test_a_top_k_of_minus_one_is_zero_as_in_vllm():
     assert not params.is_filtered
 
 
-def test_as_many_completions_as_allowed_are_made_of_parameters():
-    assert len(SamplingParams(n=MOST_COMPLETIONS, seed=5).each()) == MOST_COMPLETIONS
+def test_as_many_completions_as_allowed_are_made_each_with_its_own_seed():
+    each = SamplingParams(n=MOST_COMPLETIONS, seed=5).each()
+    assert [one.seed for one in each] == list(range(5, 5 + MOST_COMPLETIONS))
+    assert {one.n for one in each} == {1}
 
 
 @pytest.mark.parametrize("device", DEVICES)
