@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, same_length, text_table
-from rosellm.lab.figures.palette import GREEN, HATCHING, MAGENTA, ORANGE, PALE, PALETTE, TEXT, VIOLET, ink_on
+from rosellm.lab.figures.palette import HATCHING, PALE, PALETTE, TEXT, ink_on
 from rosellm.lab.records.pool_log import KINDS, PoolLog
 
 MAX_MOMENTS, POOL_HEIGHT = 200, 270
-MARKS = {
-    "preempted": (MAGENTA, "x"),
-    "evicted": (ORANGE, "diamond"),
-    "cancelled": (VIOLET, "square"),
-    "failed": (TEXT, "cross"),
-    "finished": (GREEN, "circle"),
+MARKS = {  # symbols; colours belong to the requests
+    "preempted": "x",
+    "evicted": "diamond",
+    "cancelled": "square",
+    "failed": "cross",
+    "finished": "circle",
 }
 
 
@@ -106,7 +106,6 @@ def _add_band(
 
 def _add_marks(chart: Chart, name: str, times: Counter[int], y: float, n_steps: int) -> None:
     """A mark at each step, with a number where it happened more than once and there is room for one."""
-    colour, symbol = MARKS[name]
     gaps = [after - step for step, after in pairwise([*times, n_steps])]
     told = [
         str(n) if n > 1 and gap / n_steps * 640 > 20 else ""
@@ -118,10 +117,10 @@ def _add_marks(chart: Chart, name: str, times: Counter[int], y: float, n_steps: 
         name=name,
         showlegend=True,
         mode="markers+text",
-        marker={"symbol": symbol, "size": 8, "color": colour},
+        marker={"symbol": MARKS[name], "size": 8, "color": TEXT},
         text=told,
         textposition="middle right",
-        textfont={"size": 10, "color": colour},
+        textfont={"size": 10, "color": TEXT},
         hovertemplate=f"{name}<extra>step %{{x}}</extra>",
     )
 
