@@ -45,6 +45,12 @@ FAMILIES = {
     "qwen2": LLAMA | {"biases": ("qkv",)},
     "qwen3": LLAMA | {"qk_norm": True, "head_dim": 12, "tie_embeddings": False},
 }
+LARGE = {  # sizes of attention in real models
+    "gpt2": {"n_heads": 12, "n_kv_heads": 12, "head_dim": 64, "block_size": 64},
+    "gqa": {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "block_size": 16},
+    "qwen3": {"n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "block_size": 64},
+    "odd": {"n_heads": 25, "n_kv_heads": 5, "head_dim": 80, "block_size": 32},
+}
 BITS = {2: torch.int16, 4: torch.int32}
 
 

@@ -14,7 +14,7 @@ from rosellm.rosetrainer.paged_attention import (
     paged_attention_decode,
     paged_attention_decode_ref,
 )
-from tests.helpers import DTYPES, TRITON_DEVICES
+from tests.helpers import DTYPES, LARGE, TRITON_DEVICES
 
 NAN = float("nan")
 TOLERANCE = {
@@ -216,13 +216,6 @@ def test_the_autotuner_tries_each_launch_once_a_shape(device):
 def test_two_tuners_share_no_state():
     a, b = autotuned("cpu"), autotuned("cpu")
     assert a.tuner is not b.tuner and a.tuner.cache is not b.tuner.cache
-
-
-LARGE = {
-    "gpt2": {"n_heads": 12, "n_kv_heads": 12, "head_dim": 64, "block_size": 64},
-    "gqa": {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "block_size": 16},
-    "odd": {"n_heads": 25, "n_kv_heads": 5, "head_dim": 80, "block_size": 32},
-}
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """Why is mine slow? ``python -m rosellm.lab.diagnose --model rose-tiny --rung paged --batch 8``.
 
 Measures what this machine does at most, runs decode steps, accounts for their time, says in sentences what
-bounds them, and tries what would help, a few steps each. With --transformers the steps are those of
-transformers' own generate with its cache, on the same checkpoint.
+bounds them, and tries what would help, a few steps each; on a busy machine it says so and compares nothing.
+With --transformers the steps are those of transformers' own generate with its cache, on the same checkpoint.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""What this machine does at most: the ceilings beside which a step's time stands."""
+"""What this machine does at most: the ceilings beside which a step's time stands; and whether it is busy."""
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,6 +18,8 @@ from rosellm.lab.records.records import number
 LEAST_BYTES = 2**20
 CALLS = 500
 CPU_MATRIX = 1024  # rows and columns
+PRESSURE = Path("/proc/pressure/cpu")  # Linux says here how long programs waited for a core
+MOST_WAITING = 50  # % of the last ten seconds; one program more than there are cores makes it nearly all
 
 
 @dataclass(frozen=True)
@@ -97,3 +102,19 @@ def _call_us(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return us
+
+
+def overload() -> str:
+    """That more programs want to run now than there are cores; "" if not, or if the system does not say."""
+    cores = os.cpu_count()
+    try:
+        found = re.search(r"some avg10=([\d.]+)", PRESSURE.read_text())
+    except OSError:  # not Linux, or switched off
+        found = None
+    if found is not None:
+        waiting = float(found[1])
+        told = f"programs waited for one of its {cores} cores in {waiting:.0f} % of the last ten seconds"
+        return told if waiting > MOST_WAITING else ""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    told = f"in the last minute {number(load)} programs wanted to run on its {cores} cores"
+    return told if cores and load > cores else ""

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from textwrap import wrap
 from typing import Any
 
 from rosellm import LLM
 from rosellm.environment import environment
-from rosellm.lab.diagnose.ceilings import Ceilings, find_ceilings
+from rosellm.lab.diagnose.ceilings import Ceilings, find_ceilings, overload
 from rosellm.lab.diagnose.profile import Profile, profile_of
 from rosellm.lab.diagnose.rules import Finding, dtype_name, findings, percent
 from rosellm.lab.diagnose.steps import EngineSteps, Steps, SubjectError, TransformersSteps
 from rosellm.lab.diagnose.trials import (
     MOST_SPREAD,
+    WHEN_BUSY,
     Make,
     Trial,
     engine_candidates,
     transformers_candidates,
     try_all,
+    undisturbed,
 )
 from rosellm.lab.records.account import WORKING
 from rosellm.lab.records.ledger import MOST_STRETCHED
@@ -52,10 +55,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if self.busy:
-            parts = [
-                f"This machine is busy: {self.busy}. No time here can be trusted; run again when it is quiet."
-            ]
-            return "\n".join(map(_folded, parts))
+            return _folded(f"This machine is busy: {self.busy}. No time here can be trusted; {WHEN_BUSY}.")
         parts = [_step_told(self), *map(_sentence, self.findings)]
         if not self.findings:
             parts.append("No rule reaches its threshold.")
@@ -92,25 +92,35 @@ def diagnose_steps(
 ) -> Diagnosis:
     """The same for steps that exist; ours: loads the checkpoint of transformers' steps into our model.
 
-    progress: called with what is measured next.
+    progress: called with what is measured next. On a machine that is busy at the start nothing is tried.
     """
+    busy, work = overload(), steps.work
     progress(f"measuring this machine, then profiling steps of {steps.name}")
     profile = profile_of(steps)
     found = findings(profile)
-    candidates = _candidates(steps, found, ours) if trials else {}
+    candidates = _candidates(steps, found, ours) if trials and not busy else {}
     if candidates:
         progress(f"trying in turns: {', '.join(candidates)}")
     tried, refused = try_all(steps, candidates)
-    work = steps.work
-    again = find_ceilings(work.device, work.dtype, work.read_bytes)
-    busy = _why_busy(profile.ceilings, again, tried)
+    again = undisturbed(
+        partial(find_ceilings, work.device, work.dtype, work.read_bytes),
+        partial(_difference, profile.ceilings),
+    )
+    busy = busy or _why_busy(profile.ceilings, again, tried)
     told = (*_undetermined(steps, profile, found, ours), *(f"{name}: {why}" for name, why in refused.items()))
-    device_name = environment(steps.work.device)["device_name"]
+    device_name = environment(work.device)["device_name"]
     return Diagnosis(profile, found, tried, told, device_name, busy)
 
 
 def _why_busy(before: Ceilings, after: Ceilings, tried: tuple[Trial, ...]) -> str:
     """What shows that something else ran meanwhile; "" if nothing does."""
+    if tried and all(trial.is_disturbed for trial in tried):
+        return f"the same steps took up to {number(max(trial.spread for trial in tried))} times as long"
+    return _difference(before, after)
+
+
+def _difference(before: Ceilings, after: Ceilings) -> str:
+    """Between two measurements of a machine, if it is large."""
     pairs = (
         ("reads", before.read_bytes_per_us, after.read_bytes_per_us),
         ("multiplies", before.flops_per_us, after.flops_per_us),
@@ -119,8 +129,6 @@ def _why_busy(before: Ceilings, after: Ceilings, tried: tuple[Trial, ...]) -> st
         if max(one, other) > MOST_SPREAD * min(one, other):
             times = number(max(one, other) / min(one, other))
             return f"it {name} {times} times as fast at one moment as at another"
-    if tried and all(trial.is_disturbed for trial in tried):
-        return f"the same steps took up to {number(max(trial.spread for trial in tried))} times as long"
     return ""
 
 
@@ -190,21 +198,34 @@ def _sentence(finding: Finding) -> str:
 def _undetermined(
     steps: Steps, p: Profile, found: tuple[Finding, ...], ours: Callable[[], Transformer] | None
 ) -> list[str]:
+    """What is open, and after a semicolon what tells it."""
     told = []
     explained = p.floor_us / p.step_us + sum(one.share for one in found if one.bound is not None)
     if explained < EXPLAINED:
         most = max((row for row in p.rows if row.kind in WORKING), key=lambda row: row.share)
         told.append(
-            f"why {percent(1 - explained)} of the step, {most.cause} most of it, stays below the ceilings"
+            f"why {percent(1 - explained)} of the step, {most.cause} most of it, stays below the ceilings; "
+            f"exchange what does {most.cause} in a Loop of your own and run both with try_in_turns"
         )
     if p.stretched > (MOST_STRETCHED if p.on_gpu else ROUGH):
-        told.append(f"exact shares: under the profiler a step took {number(p.stretched)} times as long")
+        told.append(
+            f"exact shares: under the profiler a step took {number(p.stretched)} times as long; a larger "
+            "batch or context has longer operators, which it stretches less"
+        )
     if p.work.kv_bytes is None:
-        told.append("the bytes of keys and values, which the floor leaves out: give the loop its kv_bytes")
+        told.append("the bytes of keys and values, which the floor leaves out; give the loop its kv_bytes")
     if isinstance(steps, EngineSteps) and not p.on_gpu:
-        told.append("how this rung does elsewhere: on a CPU its specification in plain torch runs")
+        told.append(
+            "how this rung does elsewhere: on a CPU its specification in plain torch runs; run this there"
+        )
     if isinstance(steps, TransformersSteps):
-        told.append("what torch.compile gives: it compiles for minutes, too long for a trial")
+        told.append(
+            "what torch.compile gives: it compiles for minutes, too long for a trial; compile the model and "
+            "diagnose a Loop over it"
+        )
         if ours is None:
-            told.append("what this engine gives: the model was not loaded from a checkpoint")
+            told.append(
+                "what this engine gives: the model was not loaded from a checkpoint; save it with "
+                "save_pretrained and load it from there"
+            )
     return told

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,8 +18,9 @@ from rosellm.lab.records.records import number
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import BEFORE, LADDER, best_rung
 
-TURNS = 4
+TURNS, ATTEMPTS = 4, 3
 MOST_SPREAD = 2.0  # of turns of the same steps: beyond, something else keeps the machine busy
+WHEN_BUSY = "end what else runs (`top` lists it), then run again"
 MOST_COPY_BYTES = 2 * 10**9  # of weights that are copied to another dtype
 CAST = torch.bfloat16
 MOST_RUNGS = 3
@@ -38,6 +39,7 @@ CURES_ON_CPU = {
 }
 
 Make = Callable[[], Steps]
+Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,30 @@ class Trial:
     def __str__(self) -> str:
         step = f"a step of {number(self.step_us)} µs"
         if self.is_disturbed:
-            return f"{self.name}: not compared; the same steps took up to {number(self.spread)}× as long"
+            longer = f"{ATTEMPTS} times the same steps took up to {number(self.spread)}× as long"
+            return f"{self.name}: not determined; {longer}: {WHEN_BUSY}"
         if not self.sign:
             return f"{self.name}: no difference beyond the noise, {step}"
         return f"{self.name}: {number(self.ratio)}× the tokens a second, {step}"
 
 
 def try_in_turns(before: Steps, after: Steps) -> Trial:
-    """``TURNS`` runs of each, one after the other, after one that warms up."""
-    sides = (before, after)
-    for side in sides:
+    """``TURNS`` runs of each, one after the other, after one that warms up; again if they were disturbed."""
+    for side in (before, after):
         mean_us(side)
+    return undisturbed(lambda: _in_turns(before, after), lambda trial: trial.is_disturbed)
+
+
+def undisturbed(measure: Callable[[], Measured], is_disturbed: Callable[[Measured], object]) -> Measured:
+    """The first measurement that nothing disturbed, or the last of ``ATTEMPTS``."""
+    for _ in range(ATTEMPTS - 1):
+        if not is_disturbed(found := measure()):
+            return found
+    return measure()
+
+
+def _in_turns(before: Steps, after: Steps) -> Trial:
+    sides = (before, after)
     turns = [[mean_us(side) for side in sides] for _ in range(TURNS)]
     old, new = (
         [us / side.work.batch for us in column]
@@ -89,7 +104,7 @@ def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial,
         try:
             trials.append(try_in_turns(before, make()))
         except torch.OutOfMemoryError:
-            refused[name] = "does not fit into the memory left"
+            refused[name] = "does not fit into the memory left; take a smaller batch or context"
         except RoseError as error:
             refused[name] = str(error)
         gc.collect()

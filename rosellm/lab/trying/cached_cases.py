@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rosellm.lab.trying.case import EPS, POSITIONS, Case, Maker, Operands
+from rosellm.lab.trying.case import EPS, Case, Maker, Operands
 from rosellm.lab.trying.guarded_memory import GUARD_ROWS, Draw, poisoned
 from rosellm.models.rope import Rope, Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
@@ -144,7 +144,8 @@ def _attended(case: Case, draw: Draw, least: int) -> tuple[Operands, Tensor, Dev
 
 
 def _window(case: Case) -> int | None:
-    return WINDOW if case.option % 4 == 2 else None
+    """Of a long context, most of it."""
+    return max(WINDOW, case.cached * 3 // 4) if case.option % 4 == 2 else None
 
 
 def _paged_attention_decode(case: Case, draw: Draw) -> Operands:
@@ -168,7 +169,7 @@ def _rotary(case: Case, draw: Draw, at_least: int = 0) -> Rotary | None:
     kind = max(case.option % 3, at_least)
     if kind == 0:
         return None
-    angles = Rope().table(POSITIONS, case.head_dim, torch.device("cpu"))
+    angles = Rope().table(case.positions, case.head_dim, torch.device("cpu"))
     cos_sin = draw.put("rotary.cos_sin", angles, torch.float32)
     norms: list[Tensor | None] = [None, None]
     if kind == 2:
@@ -184,9 +185,10 @@ def _prefill_attention(case: Case, draw: Draw) -> Operands:
     held = _Held.of(case, draw, starts, counts)
     q, k, v = _heads(case, draw, int(counts.sum()), ("q", "k_new", "v_new"))
     made = held.caches() | {"q": q, "k_new": k, "v_new": v}
-    columns = torch.from_numpy(tile_columns(starts.numpy(), counts.numpy(), None, BLOCK_M))
+    pieces = None if case.option % 2 else [3, 1, 2, 1][: len(counts)]
+    columns = torch.from_numpy(tile_columns(starts.numpy(), counts.numpy(), None, BLOCK_M, pieces))
     made["block_table"] = draw.put("block_table", held.table, torch.int32)
-    made["tiles"] = Tiles(draw.put("tiles", columns, torch.int32), BLOCK_M)
+    made["tiles"] = Tiles(draw.put("tiles", columns, torch.int32), BLOCK_M, pieces is not None)
     return made | {"scale": case.head_dim**-0.5, "window": _window(case)}
 
 
@@ -201,7 +203,9 @@ def _plan_attention(case: Case, draw: Draw) -> Operands:
 def _position_heads(case: Case, draw: Draw) -> Operands:
     rotary = _rotary(case, draw, at_least=1)
     state = draw.state(case.rows, 3)
-    state.positions.copy_(draw.whole(-1, POSITIONS, case.rows))
+    positions = draw.whole(-1, case.positions, case.rows)
+    positions[0] = case.positions - 1
+    state.positions.copy_(positions)
     q, k, _ = _heads(case, draw, case.rows, ("q", "k", "v"))
     return {"q": q, "k": k, "positions": state.positions, "rotary": rotary}
 

@@ -14,7 +14,7 @@ from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 
 EPS = 1e-2  # large enough for its absence to show
-POSITIONS = 1100  # more than the longest context
+POSITIONS = 1100  # more than the contexts that every kernel is tried on
 Operands = dict[str, Any]
 
 
@@ -36,6 +36,11 @@ class Case:
     option: int = 0
     cached: int = 0
 
+    @property
+    def positions(self) -> int:
+        """Of the model: more than are cached."""
+        return max(POSITIONS, self.cached + 2)
+
 
 Maker = Callable[[Case, Draw], Operands]
 
@@ -47,8 +52,10 @@ GPT2 = Case(33, 12, 12, 64, 64, 768, 96)
 MANY_ROWS = Case(130, 1, 1, 8, 8, 24, 10)
 WIDE = Case(3, 4, 2, 128, 16, 2048, 40)  # heads as Qwen3's and Llama 3's, a width as Llama 3.2's
 # Contexts, widths and vocabularies of many tiles: a kernel that forgets its loop is right on all the others.
-LONG = Case(2, 2, 1, 16, 16, 4096, 200, cached=300)
-LONGEST = Case(1, 1, 1, 16, 64, 8192, 1300, cached=1025)
+# Each size comes four times in a row, so that each value of each option meets it.
+LONG = Case(2, 4, 2, 16, 16, 256, 5000, cached=300)
+LONGEST = Case(1, 1, 1, 16, 16, 33 * 256, 100, cached=1025)
+LONGEST_OF_TWO = replace(LONGEST, rows=2, heads=2)
 MOST_RANDOM, USES = 20, 6
 
 
@@ -57,19 +64,20 @@ def cases(
 ) -> Iterator[Case]:
     """From the smallest up to GPT-2's, a Llama's, long ones and the model's own, then random ones.
 
-    Each use of a kernel, and the types, in turn. context: cached tokens of one case more.
+    Each use of a kernel in turn, and every third time the next type. context: cached tokens of two cases
+    more.
     """
     rng = np.random.default_rng(seed)
     sizes = [SMALLEST, ODD, ODD, GROUPED, GROUPED, NARROW, GPT2, MANY_ROWS, WIDE]
-    sizes += [LONG, LONG, LONGEST, LONG]  # without pieces, with a window, longer, in pieces
+    sizes += [*[LONG] * 4, *[LONGEST] * 2, *[LONGEST_OF_TWO] * 2]
     if context:
-        sizes.append(replace(LONGEST, width=64, outputs=100, cached=min(context, POSITIONS - 2)))
+        sizes += [replace(LONGEST, width=64, cached=context)] * 2
     if model is not None:
         heads = model.n_heads, model.n_kv_heads, model.head_dim
         sizes.append(Case(17, *heads, block_size=16, width=model.d_model, outputs=2 * model.d_model))
     sizes += [_random(rng) for _ in range(n_random)]
     for i, one in enumerate(sizes):
-        yield replace(one, dtype=dtypes[i % len(dtypes)], option=i)
+        yield replace(one, dtype=dtypes[i // 3 % len(dtypes)], option=i)
 
 
 def _random(rng: np.random.Generator) -> Case:

@@ -88,9 +88,10 @@ def check_kernel(
     """Tries ``kernel`` in place of the kernel ``name``, up to the first case that fails.
 
     Sizes run from one row of one element over odd ones to GPT-2's (33 rows, 12 heads of 64, blocks of 64), a
-    Llama's (heads of 128, 2,048 columns), contexts of 300, 1,025 and ``context`` cached tokens, 8,192 columns
-    and the model's, then ``n_random`` random ones. Inputs are new each time; a verdict names their seed.
-    Operands are given by name, or by position to ``BY_POSITION``, as the engine does.
+    Llama's (heads of 128, 2,048 columns), contexts of 300, 1,025 and ``context`` cached tokens, 5,000 words,
+    8,448 columns and the model's, then ``n_random`` random ones; the long ones with each option of the
+    kernel. Inputs are new each time; a verdict names their seed. Operands are given by name, or by position
+    to ``BY_POSITION``, as the engine does.
 
     dtype: of the model, checked beside fp32; appends are checked in all types. model: whose sizes are tried
     too. Raises KernelError for an unknown name.

@@ -7,24 +7,28 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rosellm.lab.trying.case import EPS, POSITIONS, Case, Maker, Operands
+from rosellm.lab.trying.case import EPS, Case, Maker, Operands
 from rosellm.lab.trying.guarded_memory import Draw
 from rosellm.roseinfer.cache.device_state import ROUNDS
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS, NormPrologue
 
 VOCABULARY = 70
+MOST_PLACES = 1 << 20  # elements of a table of positions
 
 
 # Between the products.
 
 
 def _embed(case: Case, draw: Draw) -> Operands:
-    state = draw.state(case.rows, 3)
-    state.tokens.copy_(draw.whole(0, VOCABULARY, case.rows))
-    state.positions.copy_(draw.whole(-1, POSITIONS, case.rows))
-    tables = {"tokens": draw.put("tokens", draw.normal(VOCABULARY, case.width), case.dtype), "places": None}
+    """The first row has the last token at the last position."""
+    state, words = draw.state(case.rows, 3), max(VOCABULARY, case.outputs)
+    places = min(case.positions, MOST_PLACES // case.width)
+    for column, low, n in ((state.tokens, 0, words), (state.positions, -1, places)):
+        column.copy_(draw.whole(low, n, case.rows))
+        column[0] = n - 1
+    tables = {"tokens": draw.put("tokens", draw.normal(words, case.width), case.dtype), "places": None}
     if case.option % 2 == 0:
-        tables["places"] = draw.put("places", draw.normal(POSITIONS, case.width), case.dtype)
+        tables["places"] = draw.put("places", draw.normal(places, case.width), case.dtype)
     return {"ids": state.tokens, "positions": state.positions} | tables
 
 
@@ -88,10 +92,10 @@ def _prologue(case: Case, draw: Draw, weight: Tensor) -> NormPrologue:
 
 
 def _some_rows_linear(case: Case, draw: Draw) -> Operands:
-    made = _product(case, draw, case.rows)
-    if case.width % 256 == 0 and case.option % 3 == 0:
+    made, use = _product(case, draw, case.rows), case.option % 4
+    if case.width % 256 == 0 and use == 3:
         return made | {"bias": None, "activation": "none", "parts": 4}
-    return made | {"activation": ("none", "gelu", "swiglu")[case.option % 3], "parts": 1}
+    return made | {"activation": ("none", "gelu", "swiglu", "none")[use], "parts": 1}
 
 
 def _best_tokens(case: Case, draw: Draw) -> Operands:
@@ -105,7 +109,7 @@ def _best_tokens(case: Case, draw: Draw) -> Operands:
         "weight": draw.put("weight", weight, case.dtype),
     }
     state, sampled = draw.state(case.rows, 3), bool(case.option % 2)
-    state.positions.copy_(draw.whole(0, POSITIONS, case.rows))
+    state.positions.copy_(draw.whole(0, case.positions, case.rows))
     state.seeds.copy_(draw.whole(0, 1 << 62, case.rows))
     if sampled:
         state.temperatures.copy_(draw.whole(0, 3, case.rows) * 0.5)
@@ -119,13 +123,16 @@ def _best_tokens(case: Case, draw: Draw) -> Operands:
 def _gumbel_noise(case: Case, draw: Draw) -> Operands:
     state = draw.state(case.rows, 3)
     state.seeds.copy_(draw.whole(0, 1 << 62, case.rows))
-    positions = draw.put("positions", draw.whole(0, POSITIONS, case.rows), torch.int32)
+    positions = draw.put("positions", draw.whole(0, case.positions, case.rows), torch.int32)
     return {"seeds": state.seeds, "positions": positions, "vocab_size": (case.width, 1025)[case.option % 2]}
 
 
 def _advance(case: Case, draw: Draw) -> Operands:
-    """Rows that go on, end by length, stop or without a token, and inert ones; equal values tie."""
-    rows, tiles, tokens = case.rows + 2, (3, 1, 9)[case.option % 3], 12
+    """Rows that go on, end by length, stop or without a token, and inert ones; equal values tie.
+
+    Many words are many tiles; the best of some rows is in the last.
+    """
+    rows, tiles, tokens = case.rows + 2, (max(3, case.outputs // 8), 1, 9)[case.option % 3], 12
     state = draw.state(rows, 3, (5, 7) if case.option % 2 else ())
     columns = (
         (state.tokens, 0, tokens),
@@ -138,7 +145,7 @@ def _advance(case: Case, draw: Draw) -> Operands:
     values: Tensor | None = None
     if case.option % 3 != 1:
         drawn = draw.whole(0, 4, case.rows, tiles).float()
-        drawn[::4, 0] = float("inf")
+        drawn[::4, 0], drawn[1::4, -1] = float("inf"), 4.0
         values = draw.put("values", drawn, torch.float32)
     indices = draw.put("indices", draw.whole(0, tokens, case.rows, tiles), torch.int32)
     slots = draw.put("slots", draw.order(rows)[: case.rows], torch.int64)

@@ -258,44 +258,37 @@ def try_rung(
     Raises KernelError for a kernel that is wrong or that the base rung never calls, RecipeError for an
     unknown rung or a base that this device or model cannot run, ParameterError.
     """
-    base, names = get_rung(base), list(kernels)
+    base = get_rung(base)
     _check_names(name, base, kernels)
     transformer = get_model(model, device, dtype, load_format)
     check_launch(LADDER[base], transformer.device)
     LADDER[base].check_serves(transformer.config)
     check_parameters(transformer, batch=batch, prompt_tokens=context, new_tokens=room())
     results, *others = find_machines(record)
-    checked: dict[str, Any] = {
-        "model": transformer.config,
-        "dtype": transformer.dtype,
-        "device": transformer.device,
-        "seed": seed,
-    }
-    checked["context"] = context
-    verdicts = tuple(check_kernel(one, kernels[one], **checked) for one in names)
+    verdicts = _proved(kernels, transformer, seed, context)
+    ours = _one_by_one(base, transformer.device)
+    served = _served(base, model, device, load_format)
+    calls = same_tokens(name, base, ours, kernels, served, max(context, LONG))[model]
+    found = verdicts, tuple(served), calls, results, tuple(others)
+    return TriedRung(name, base, transformer, ours, kernels, batch, context, *found)
+
+
+def _proved(kernels: Replaced, model: Transformer, seed: int | None, context: int) -> tuple[Verdict, ...]:
+    """Of all kernels. Raises KernelError if one is wrong."""
+    sizes: dict[str, Any] = {"model": model.config, "dtype": model.dtype, "context": context}
+    check = partial(check_kernel, seed=seed, device=model.device, **sizes)
+    verdicts = tuple(check(name, kernel) for name, kernel in kernels.items())
     if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
         raise KernelError("\n".join(wrong))
-    ours = _one_by_one(base, transformer.device)
-    exact = {
-        one: get_model(one, device, "float32", load_format if one == model else "auto")
-        for one in (model, GROUPED_MODEL)
-    }
-    served = {one: it for one, it in exact.items() if one == model or _serves(base, it)}
-    calls = same_tokens(name, base, ours, kernels, served, max(context, LONG))
-    return TriedRung(
-        name=name,
-        base=base,
-        model=transformer,
-        ours=ours,
-        replaced=kernels,
-        batch=batch,
-        context=context,
-        verdicts=verdicts,
-        models=tuple(served),
-        calls=calls[model],
-        results=results,
-        others=tuple(others),
-    )
+    return verdicts
+
+
+def _served(base: str, model: str, device: str, load_format: str) -> dict[str, Transformer]:
+    """In fp32 the model and, if the rung serves it, the one of grouped queries."""
+    served = {model: get_model(model, device, "float32", load_format)}
+    if model != GROUPED_MODEL and _serves(base, grouped := get_model(GROUPED_MODEL, device, "float32")):
+        served[GROUPED_MODEL] = grouped
+    return served
 
 
 def _check_names(name: str, base: str, kernels: Replaced) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from rosellm import LLM
 from rosellm.errors import DeviceError, PromptError, RoseError
+from rosellm.lab.diagnose import diagnosis
 from rosellm.lab.diagnose.ceilings import find_ceilings
 from rosellm.lab.diagnose.diagnosis import MOST_CHARACTERS, Diagnosis, diagnose, diagnose_steps, steps_of
 from rosellm.lab.diagnose.rules import findings
@@ -35,6 +36,7 @@ def theirs(name: str):
 @pytest.fixture(autouse=True)
 def on_a_quiet_machine(monkeypatch):
     """Whatever else runs beside the tests."""
+    monkeypatch.setattr("rosellm.lab.diagnose.diagnosis.overload", str)
     monkeypatch.setattr("rosellm.lab.diagnose.diagnosis._why_busy", lambda *_: "")
 
 
@@ -159,6 +161,14 @@ def test_a_profiler_that_lengthens_steps_and_unknown_keys_and_values_are_told(mo
     told = " ".join(found.undetermined)
     assert "1.60 times as long" in told and "kv_bytes" in told and "GEMM most of it" in told
     assert found.trials == ()
+
+
+@pytest.mark.parametrize("kind", [EngineSteps, TransformersSteps, Loop])
+def test_what_is_not_determined_has_a_next_step(kind):
+    planted = profile(stretched=1.6, work=replace(WORK, kv_bytes=None), rows=shares(0.9))
+    told = diagnosis._undetermined(object.__new__(kind), planted, (), None)
+    assert len(told) == {EngineSteps: 4, TransformersSteps: 5, Loop: 3}[kind]
+    assert all(re.search("; (a larger|compile|exchange|give|run|save) ", one) for one in told)
 
 
 @pytest.mark.parametrize(

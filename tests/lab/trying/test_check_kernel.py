@@ -235,7 +235,7 @@ def test_the_case_that_failed_is_told_with_shapes_types_and_strides():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_specification_passes_its_own_check(name):
     verdict = check_kernel(name, getattr(TORCH, name), device="cpu")
-    assert verdict.passed and "PASSED 17 cases" in str(verdict), str(verdict)
+    assert verdict.passed and "PASSED 21 cases" in str(verdict), str(verdict)
     assert not verdict.interpreted
 
 
@@ -267,7 +267,8 @@ def test_cases_reach_from_one_row_to_gpt_2_s_sizes_and_further():
     sizes = list(cases(None, (torch.float32,), 0, 3))
     assert min(one.rows for one in sizes) == 1 and max(one.rows for one in sizes) > 128
     assert any((one.heads, one.head_dim, one.block_size, one.rows) == (12, 64, 64, 33) for one in sizes)
-    assert max(one.head_dim for one in sizes) == 128 and max(one.width for one in sizes) == 8192
+    assert max(one.head_dim for one in sizes) == 128 and max(one.width for one in sizes) == 8448
+    assert max(one.outputs for one in sizes) == 5000 and max(one.cached for one in sizes) == 1025
     assert any(one.width % 2 for one in sizes) and any(one.heads > one.kv_heads for one in sizes)
 
 

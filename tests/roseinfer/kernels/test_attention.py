@@ -15,7 +15,7 @@ from rosellm.roseinfer.kernels.attention import append_and_attend_ref, make_appe
 from rosellm.roseinfer.kernels.attention_plan import Variant, make_plan_ref, make_planner, variant_for
 from rosellm.roseinfer.kernels.rotary import positioned_ref
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT
-from tests.helpers import DTYPES, TRITON_DEVICES, bits
+from tests.helpers import DTYPES, LARGE, TRITON_DEVICES, bits
 from tests.roseinfer.kernels.kernel_checks import (
     PLACES,
     TOLERANCE,
@@ -371,18 +371,11 @@ def test_large_scores_do_not_overflow(group, device):
 
 # A GPU's own.
 
-LARGE = {
-    "gpt2": {"n_heads": 12, "n_kv_heads": 12, "head_dim": 64, "block_size": 64},
-    "gqa": {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "block_size": 16},
-    "odd": {"n_heads": 25, "n_kv_heads": 5, "head_dim": 80, "block_size": 32},
-}
-QWEN = {"n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "block_size": 64}
-
 
 @guarded
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [*LARGE.values(), QWEN], ids=[*LARGE, "qwen"])
+@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_the_kernel_equals_the_spec_at_a_real_size(rows, shape, dtype):
     rng = random.Random(rows)

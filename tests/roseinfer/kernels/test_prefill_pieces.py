@@ -16,7 +16,7 @@ from rosellm.roseinfer.kernels.prefill import (
     prefill_attention_ref,
 )
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS, Tiles, make_tiles, tile_columns
-from tests.helpers import CPU, DTYPES, TRITON_DEVICES, bits
+from tests.helpers import CPU, DTYPES, LARGE, TRITON_DEVICES, bits
 from tests.roseinfer.kernels.test_prefill import (
     NAN,
     Case,
@@ -223,14 +223,6 @@ def test_tiles_of_another_size_are_refused():
 def test_key_tiles_that_do_not_divide_query_tiles_are_refused(block_m, block_n):
     with pytest.raises(OptionError, match=f"block_n={block_n}"):
         make_prefill_attention(block_m, block_n)
-
-
-LARGE = {
-    "gpt2": {"n_heads": 12, "n_kv_heads": 12, "head_dim": 64, "block_size": 64},
-    "gqa": {"n_heads": 32, "n_kv_heads": 8, "head_dim": 128, "block_size": 16},
-    "qwen3": {"n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "block_size": 64},
-    "odd": {"n_heads": 25, "n_kv_heads": 5, "head_dim": 80, "block_size": 32},
-}
 
 
 @pytest.mark.gpu
