@@ -49,7 +49,7 @@ ODD = Case(5, 3, 3, 6, 4, 37, 26)
 GROUPED = Case(9, 4, 2, 16, 16, 64, 48)
 NARROW = Case(FEW_ROWS, 6, 3, 10, 8, 100, 62)
 GPT2 = Case(33, 12, 12, 64, 64, 768, 96)
-MANY_ROWS = Case(130, 1, 1, 8, 8, 24, 10)
+MANY_ROWS = Case(300, 1, 1, 8, 8, 24, 10)
 WIDE = Case(3, 4, 2, 128, 16, 2048, 40)  # heads as Qwen3's and Llama 3's, a width as Llama 3.2's
 # Contexts, widths and vocabularies of many tiles: a kernel that forgets its loop is right on all the others.
 # Each size comes four times in a row, so that each value of each option meets it.

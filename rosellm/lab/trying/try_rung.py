@@ -163,7 +163,11 @@ class TriedRung:
         return beside
 
     def show_ladder(self, workload: str = "W1") -> None:
-        show(self.ladder(workload))
+        """Draw :meth:`ladder`; on a CPU one line, for a GPU's ladder has no place for its times."""
+        if self.model.device.type == "cpu":
+            print(f"{self.name} has no place on the ladder of {self.results.device_name}: it ran on a CPU")
+        else:
+            show(self.ladder(workload))
 
     @cached_property
     def ledgers(self) -> tuple[Ledger, Ledger]:

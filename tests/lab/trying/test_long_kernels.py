@@ -87,6 +87,15 @@ def zero_beyond(name: str, most: int) -> Kernel:
     return columns
 
 
+def first_rows(most: int) -> Kernel:
+    def norm(**operands: Any) -> Any:
+        out = TORCH.add_norm(**operands)
+        out[most:] = 0
+        return out
+
+    return norm
+
+
 def early_positions(most: int) -> Kernel:
     def rotated(*, positions: torch.Tensor, **operands: Any) -> Any:
         return TORCH.position_heads(positions=positions.clamp(max=most), **operands)
@@ -102,6 +111,7 @@ WRONG: dict[str, tuple[str, Kernel]] = {
     "append, the last 128": ("append_and_attend", last_tokens("append_and_attend", 128)),
     "append, the last 1,024": ("append_and_attend", last_tokens("append_and_attend", 1024)),
     "prompts, the last 128": ("prefill_attention", last_tokens("prefill_attention", 128)),
+    "norms of 256 rows": ("add_norm", first_rows(256)),
     "norms zero beyond 2,048": ("add_norm", norm_zero_beyond(2048)),
     "moments of 2,048 columns": ("add_norm", norm_of(2048)),
     "moments of 4,096 columns": ("add_norm", norm_of(4096)),

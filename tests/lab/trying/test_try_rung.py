@@ -82,7 +82,7 @@ def test_its_kernel_has_a_role_of_its_own_in_both_ledgers(tried):
         assert rows["GEMM"].us > 0 and rows["head"].us > 0  # found by the norms around them
 
 
-def test_a_waterfall_leads_from_the_base_to_it(tried, monkeypatch):
+def test_a_waterfall_leads_from_the_base_to_it(tried, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr(module, "show", shown.append)
     monkeypatch.setattr(module, "display", shown.append)
@@ -90,7 +90,8 @@ def test_a_waterfall_leads_from_the_base_to_it(tried, monkeypatch):
     tried.ledger()
     tried.show_ladder()
     assert "dependent_launch → tried_one" in shown[0].layout.title.text
-    assert shown[1] is tried.ledgers[1] and "tried_one" in shown[2].table
+    assert shown[1] is tried.ledgers[1] and len(shown) == 2
+    assert "tried_one has no place on the ladder of NVIDIA H200: it ran on a CPU\n" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
@@ -131,22 +132,22 @@ def test_a_kernel_that_only_the_engine_catches_is_refused_with_the_token():
     def tires(**operands):
         seen.append(len(operands["x"]))
         right = TORCH.add_norm(**operands)
-        return right if len(seen) < 32 else right.zero_()
+        return right if len(seen) < 38 else right.zero_()
 
     with pytest.raises(
-        KernelError, match="tried_one on rose-tiny: new token 2 of sequence 0 is .*dependent_launch's is"
+        KernelError, match=r"tried_one on rose-tiny: new token \d of sequence 0 is .*dependent_launch's is"
     ):
         try_rung("tried_one", base="dependent_launch", add_norm=tires, **SMALL)
 
 
 def test_an_error_in_the_engine_names_the_kernel_and_the_call():
     def breaks(**operands):
-        if operands["tokens"].shape[0] > 1000:
-            raise ValueError("a large vocabulary")
+        if operands["tokens"].shape[0] == 4096:
+            raise ValueError("the vocabulary of rose-tiny")
         return TORCH.embed(**operands)
 
     with pytest.raises(
-        KernelError, match="embed raised in the engine, in call 1: ValueError: a large vocabulary"
+        KernelError, match="embed raised in the engine, in call 1: ValueError: the vocabulary of rose-tiny"
     ):
         try_rung("tried_one", base="dependent_launch", embed=breaks, **SMALL)
 
