@@ -114,8 +114,8 @@ def diagnose_steps(
 
 def _why_busy(before: Ceilings, after: Ceilings, tried: tuple[Trial, ...]) -> str:
     """What shows that something else ran meanwhile; "" if nothing does."""
-    if tried and all(trial.is_disturbed for trial in tried):
-        return f"the same steps took up to {number(max(trial.spread for trial in tried))} times as long"
+    if disturbed := [trial.spread for trial in tried if trial.is_disturbed]:
+        return f"the same steps took up to {number(max(disturbed))} times as long, however often repeated"
     return _difference(before, after)
 
 

@@ -46,11 +46,13 @@ Measured = TypeVar("Measured")
 class Trial:
     """Tokens a second of a candidate over those of the steps that were diagnosed, turn by turn.
 
-    sign: 1 faster, -1 slower, 0 where turns overlap. spread: of the turns of the steps that did not change,
-    the longest over the shortest. A ratio is given only where it counts.
+    before_us, step_us: a step of each, medians of their turns. sign: 1 faster, -1 slower, 0 where turns
+    overlap. spread: of the turns of the steps that did not change, the longest over the shortest. A ratio is
+    given only where it counts.
     """
 
     name: str
+    before_us: float
     step_us: float
     ratio: float
     sign: int
@@ -61,7 +63,7 @@ class Trial:
         return self.spread > MOST_SPREAD
 
     def __str__(self) -> str:
-        step = f"a step of {number(self.step_us)} µs"
+        step = f"a step of {number(self.step_us)} µs against {number(self.before_us)}"
         if self.is_disturbed:
             longer = f"{ATTEMPTS} times the same steps took up to {number(self.spread)}× as long"
             return f"{self.name}: not determined; {longer}: {WHEN_BUSY}"
@@ -94,7 +96,8 @@ def _in_turns(before: Steps, after: Steps) -> Trial:
     )
     sign = (min(old) > max(new)) - (max(old) < min(new))
     ratio, spread = median(old) / median(new), max(old) / min(old)
-    return Trial(after.name, median(new) * after.work.batch, ratio, sign, spread)
+    steps_us = median(old) * before.work.batch, median(new) * after.work.batch
+    return Trial(after.name, *steps_us, ratio, sign, spread)
 
 
 def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial, ...], dict[str, str]]:
