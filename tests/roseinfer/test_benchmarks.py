@@ -137,6 +137,7 @@ def test_all_modes_run_dense_and_give_the_same_tokens(tmp_path):
     assert len({result["repeats"][0]["tokens_sha256"] for result in record["results"].values()}) == 1
 
 
+@pytest.mark.slow
 def test_the_streaming_form_prints_its_summary_and_writes_record_and_trace(tmp_path):
     record_path, trace_path = tmp_path / "record.json", tmp_path / "trace.json"
     done = run_command("streaming", *STREAMING_FORM.split(), "--json", record_path, "--profile", trace_path)

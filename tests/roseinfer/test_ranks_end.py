@@ -51,7 +51,9 @@ def llm() -> LLM:
     return LLM(tensor_parallel_size=2, device="cpu", max_batch_size=4)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=lambda how: how.name
+)
 def test_a_rank_that_dies_or_hangs_while_it_runs_ends_the_engine_with_its_error(llm, how):
     pids, sent = other_ranks(), []
 

@@ -31,7 +31,7 @@ WISHES = [
     replace(DRAWN, top_p=0.8, seed=7),
     replace(DRAWN, top_k=3, presence_penalty=0.5),
 ]
-GROUPS = [("rose-tiny", 2), ("rose-tiny-qwen3", 2)]
+GROUPS = [("rose-tiny", 2), pytest.param(("rose-tiny-qwen3", 2), marks=pytest.mark.slow)]
 
 
 def alone(model: str, **options) -> Engine:

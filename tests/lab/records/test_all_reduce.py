@@ -24,6 +24,7 @@ def run(capsys, folder, *options: str) -> dict:
     return json.loads((folder / "all_reduce.json").read_text())
 
 
+@pytest.mark.slow
 def test_two_ranks_record_each_size_of_each_way_with_raw_values(tmp_path, capsys) -> None:
     record = run(capsys, tmp_path)
     figures = record["figures"]

@@ -32,6 +32,7 @@ def test_the_requests_of_a_rate_have_w8s_lengths_and_poisson_times() -> None:
     assert [one._replace(seconds=0.0) for one in made] == at_once
 
 
+@pytest.mark.slow
 def test_a_small_record_tells_capacity_runs_at_shares_of_it_and_step_times(tmp_path, capsys) -> None:
     assert arrivals.main([*SMALL, f"--output={tmp_path}", "--limits-ms=60000,60000"]) == 0
     record = json.loads((tmp_path / "rose-tiny" / "arrivals.json").read_text())

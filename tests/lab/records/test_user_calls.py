@@ -27,6 +27,7 @@ def test_each_workload_has_the_runs_of_every_way_to_call(figures) -> None:
         assert ways["engine"]["max_batch_size"] == 4
 
 
+@pytest.mark.slow
 def test_whatever_is_called_gives_the_tokens_of_the_scheduler(figures) -> None:
     for ways in figures.values():
         assert len({one["tokens_sha256"] for way in user_calls.CALLS for one in ways[way]["repeats"]}) == 1

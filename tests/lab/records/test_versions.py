@@ -21,6 +21,7 @@ def record(tmp_path_factory) -> dict:
     return json.loads((folder / "rose-tiny" / "versions.json").read_text())
 
 
+@pytest.mark.slow
 def test_both_sides_serve_each_workload_in_turns_and_give_the_same_tokens(record) -> None:
     assert record["old_commit"] == record["environment"]["git_commit"] and len(record["old_commit"]) == 40
     assert list(record["figures"]) == ["W4", "TTFT64"]

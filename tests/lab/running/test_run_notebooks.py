@@ -177,6 +177,7 @@ class TestRun:
                 break
         assert wait_until(lambda: not is_running(int(note.read_text())))
 
+    @pytest.mark.slow
     def test_two_notebooks_run_at_the_same_time(self, folder, tmp_path):
         meet = "import pathlib, time\npathlib.Path('{0}').touch()\nwhile not pathlib.Path('{1}').exists():\n"
         meet += "    time.sleep(0.05)"

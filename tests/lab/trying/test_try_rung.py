@@ -82,6 +82,7 @@ def test_its_kernel_has_a_role_of_its_own_in_both_ledgers(tried):
         assert rows["GEMM"].us > 0 and rows["head"].us > 0  # found by the norms around them
 
 
+@pytest.mark.slow
 def test_a_waterfall_leads_from_the_base_to_it(tried, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr(module, "show", shown.append)

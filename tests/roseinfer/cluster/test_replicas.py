@@ -51,7 +51,7 @@ CPUS = 6
 ENDS_WITHIN_S = 90.0  # on a busy machine
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads process titles as Linux has them")
-pytestmark = needs_linux
+pytestmark = [needs_linux, pytest.mark.slow]  # notebook 36 starts two replicas and kills one in make test
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,6 @@ def test_a_replica_killed_in_mid_run_comes_back_and_every_request_is_answered_on
     assert_answers(llm, expected)
 
 
-@pytest.mark.slow
 def test_when_all_replicas_stay_dead_one_error_says_so_and_the_next_call_starts_anew(
     llm, expected, monkeypatch
 ):
@@ -206,7 +205,6 @@ def streamed(manager: StreamingManager, prompts: list, params: list[SamplingPara
     return ["".join(manager.stream_text(request_id)) for request_id in ids]
 
 
-@pytest.mark.slow
 def test_streams_are_the_text_of_one_engine_though_a_replica_is_killed_meanwhile(llm, one):
     victim = min(settled())
     wanted = [output.text for output in one.generate(PROMPTS * 2, LONG, use_tqdm=False)]
@@ -230,7 +228,6 @@ def test_streams_are_the_text_of_one_engine_though_a_replica_is_killed_meanwhile
     assert victim not in settled()
 
 
-@pytest.mark.slow
 def test_the_notebook_s_streams_survive_a_death_in_their_midst(llm, one):
     settled()
     params = SamplingParams(max_tokens=200, seed=3, ignore_eos=True)
@@ -256,7 +253,6 @@ def test_a_cancelled_stream_ends_soon_and_a_closed_manager_leaves_the_replicas_f
     assert_answers(llm, expected)
 
 
-@pytest.mark.slow
 def test_replicas_of_two_ranks_each_give_the_tokens_of_one_engine_though_a_rank_is_killed(llm, one):
     before = settled()
     pairs = LLM(device="cpu", rung="split_kv", max_batch_size=8, **eval(f"dict({REPLICAS_OF_RANKS})"))
@@ -309,7 +305,6 @@ def test_an_interrupted_call_leaves_nothing_behind(llm, expected, monkeypatch):
     assert_answers(llm, expected)
 
 
-@pytest.mark.slow
 def test_an_engine_that_fails_ends_the_call_with_its_error_and_is_replaced(llm, expected, monkeypatch):
     class Broken(SamplingParams):
         """Refused by an engine's checks only once it runs."""
@@ -325,7 +320,6 @@ def test_an_engine_that_fails_ends_the_call_with_its_error_and_is_replaced(llm, 
     until(lambda: len(actors()) == 2 and len(actors() - before) == 1)
 
 
-@pytest.mark.slow
 def test_bad_options_are_one_line_each_and_leave_no_process(llm, monkeypatch):
     before = settled()
     with pytest.raises(OptionError, match="block_size is 3; it must be a power of two"):
@@ -343,7 +337,6 @@ def test_bad_options_are_one_line_each_and_leave_no_process(llm, monkeypatch):
     until(lambda: actors() == before)
 
 
-@pytest.mark.slow
 def test_a_replica_that_cannot_be_loaded_is_told_and_leaves_no_process(llm, monkeypatch):
     before = settled()
 
@@ -363,7 +356,6 @@ def test_a_replica_that_cannot_be_loaded_is_told_and_leaves_no_process(llm, monk
     until(lambda: actors() == before)
 
 
-@pytest.mark.slow
 def test_a_dropped_llm_ends_its_actors_and_no_others(llm, one):
     before = settled()
     second = LLM(device="cpu", data_parallel_size=1, ray_address="auto", prefix_cache=True, block_size=16)
@@ -381,7 +373,6 @@ def test_a_dropped_llm_ends_its_actors_and_no_others(llm, one):
     assert ray.is_initialized()
 
 
-@pytest.mark.slow
 def test_a_replica_whose_checkpoint_is_gone_when_it_comes_back_stays_dead(llm, monkeypatch, tmp_path):
     before = settled()
     copy = shutil.copytree(checkpoint_folder("rose-tiny"), tmp_path / "model")
@@ -404,7 +395,6 @@ def process_id(name: str) -> int:
     return next(pid for pid, command in commands_below(os.getpid()).items() if name in " ".join(command[:3]))
 
 
-@pytest.mark.slow
 def test_everything_listens_on_the_loopback_only(llm):
     places = {
         connection.laddr.ip.removeprefix("::ffff:")
@@ -426,7 +416,6 @@ while True:
 """
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_no_orphan_and_a_cluster_that_we_did_not_start_goes_on(llm, expected):
     before, address = settled(), ray.get_runtime_context().gcs_address
     environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # it is on the loopback

@@ -230,7 +230,13 @@ def test_few_prompts_have_few_programs(large):
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("config", [small_config(), small_config(**MODERN)], ids=["gpt2", "qwen3"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(small_config(), marks=pytest.mark.slow, id="gpt2"),
+        pytest.param(small_config(**MODERN), id="qwen3"),
+    ],
+)
 def test_the_kernels_give_the_same_tokens_padded(captured, device, config):
     model, prompts = random_model(0, config), random_prompts([3, 9, 5])
     expected = [uncached_greedy(model, prompt, 2) for prompt in prompts]
