@@ -279,9 +279,9 @@ def try_rung(
 
 def _proved(kernels: Replaced, model: Transformer, seed: int | None, context: int) -> tuple[Verdict, ...]:
     """Of all kernels. Raises KernelError if one is wrong."""
-    sizes: dict[str, Any] = {"model": model.config, "dtype": model.dtype, "context": context}
-    check = partial(check_kernel, seed=seed, device=model.device, **sizes)
-    verdicts = tuple(check(name, kernel) for name, kernel in kernels.items())
+    asked: dict[str, Any] = {"seed": seed, "device": model.device, "context": context}
+    asked |= {"model": model.config, "dtype": model.dtype}
+    verdicts = tuple(check_kernel(name, kernel, **asked) for name, kernel in kernels.items())
     if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
         raise KernelError("\n".join(wrong))
     return verdicts
