@@ -242,7 +242,7 @@ def _with_solutions(notebook: NotebookNode) -> Iterator[str]:
             yield solved(cell.source, below.source) if "exercise" in _tags(cell) else cell.source
 
 
-QUICK = ("03", "20")  # the others' second run is slow
+QUICK = ("03",)  # the others' second run is slow
 
 
 @pytest.mark.parametrize(
@@ -322,9 +322,8 @@ def test_a_cell_that_fails_is_told_and_the_kernel_starts_without_modules_of_the_
     assert not kernel.is_alive()
 
 
-@pytest.mark.parametrize(
-    "number", ["16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("19", "24"))]
-)
+@pytest.mark.slow  # .ci/run executes all of them with it
+@pytest.mark.parametrize("number", ["16", "19", "24"])
 def test_a_notebook_runs_with_the_other_shipped_model(number, kernel):
     (path,) = [path for path in NOTEBOOKS if path.stem.startswith(number)]
     assert errors(kernel, path, NON_DEFAULT | {"model": "rose-tiny-qwen3"}) == []

@@ -95,6 +95,7 @@ def test_a_waterfall_leads_from_the_base_to_it(tried, monkeypatch, capsys):
     assert "tried_one has no place on the ladder of NVIDIA H200: it ran on a CPU\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # as notebook 25 does
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
 def test_an_interpreted_kernel_climbs_untimed(capsys):
     rung = try_rung("mine", base="packed_prefill", kv_append_identity_pos=triton_append, **SMALL)
