@@ -12,6 +12,7 @@ TIMEOUT ?= 300
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 export NB P CLUSTER
 export TORCH_CPP_LOG_LEVEL ?= ERROR
+unexport PYTHONDONTWRITEBYTECODE # containers set it: each process would compile the package again
 
 .DEFAULT_GOAL := help
 .PHONY: help setup notebooks test test-all test-browser soak lint lab new-notebook measure refresh clean

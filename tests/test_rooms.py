@@ -115,7 +115,7 @@ def _private_names(tree: ast.Module) -> Iterator[str]:
             name = node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             name = node.id
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in ("self", "cls"):
             name = node.attr
         else:
             continue

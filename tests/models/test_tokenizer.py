@@ -56,9 +56,13 @@ def saved(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def shipped() -> Tokenizer:
+    return load_dummy_tokenizer(small_config(vocab_size=4096))
+
+
 @given(text=st.text(max_size=60).filter(lambda text: END_OF_TEXT not in text))
-def test_every_text_survives_encoding_and_decoding(text: str) -> None:
-    shipped = load_dummy_tokenizer(small_config(vocab_size=4096))
+def test_every_text_survives_encoding_and_decoding(shipped: Tokenizer, text: str) -> None:
     assert shipped.decode(shipped.encode(text)) == text
 
 

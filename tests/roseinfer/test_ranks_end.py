@@ -146,6 +146,7 @@ def test_a_rank_that_is_stopped_while_it_loads_ends_the_start_with_its_error():
     assert have_ended([pid])
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_nothing_runs_is_told_at_the_next_request(llm):
     pids = other_ranks()
     os.kill(pids[0], signal.SIGKILL)
@@ -165,6 +166,7 @@ def test_a_rank_that_dies_ends_the_other_three():
     assert have_ended(pids)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_rank_is_told_by_its_words(llm):
     with pytest.raises(RankError, match="rank 1 of 2 failed: .*no_such_command"):
         llm.engine.group.tell(("no_such_command", []))

@@ -59,7 +59,7 @@ def serve(engine: Engine, asked: list, cancelled: list[tuple[int, int]]) -> list
     return [scheduler.take_result(request_id).token_ids for request_id in ids]
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests, cancels)
 def test_any_program_gives_the_tokens_of_one_rank_and_leaves_both_in_one_state(engines, asked, cancelled):
     one, leader, others = engines

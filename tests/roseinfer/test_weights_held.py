@@ -67,6 +67,7 @@ def test_an_engine_holds_the_weights_once(arch: Arch, rung: str, device: str):
     assert weights <= beside_its_cache(rung, arch, torch.device(device)) <= MOST * weights + BUFFERS
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("projection", ["qkv", "up", "down"])

@@ -137,6 +137,7 @@ def test_the_standard_library_yields_megabytes_of_code_and_about_two_percent_hel
     assert 0.005 < held_out / (train + held_out) < 0.05
 
 
+@pytest.mark.slow
 def test_no_text_of_the_standard_library_is_on_both_sides(standard_library: Corpus) -> None:
     train = {source.text for source in standard_library.train}
     assert not any(source.text in train for source in standard_library.validation)

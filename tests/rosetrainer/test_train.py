@@ -106,12 +106,14 @@ def test_the_command_writes_a_checkpoint_and_nothing_else(smoke: Smoke) -> None:
     assert [path.name for path in smoke.folder.parent.iterdir()] == ["rose"]
 
 
+@pytest.mark.slow
 def test_the_loss_falls(smoke: Smoke) -> None:
     first, last = smoke.record["curve"][0], smoke.record["curve"][-1]
     assert last["train_loss"] < first["train_loss"] - 0.8
     assert last["validation_loss"] < first["validation_loss"] - 0.8
 
 
+@pytest.mark.slow
 def test_the_checkpoint_gives_the_logits_that_transformers_computes(smoke: Smoke) -> None:
     from transformers import GPT2LMHeadModel
 
@@ -124,6 +126,7 @@ def test_the_checkpoint_gives_the_logits_that_transformers_computes(smoke: Smoke
     torch.testing.assert_close(uncached_logits(ours, ids), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_recorded_completions_are_those_of_transformers_greedy_generate(smoke: Smoke) -> None:
     from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -138,6 +141,7 @@ def test_the_recorded_completions_are_those_of_transformers_greedy_generate(smok
         assert completion["completion"] == tokenizer.decode(out, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_the_recorded_validation_is_that_of_the_stored_weights_over_the_exact_text(smoke: Smoke) -> None:
     held_out = read_corpus().subset(command.SMOKE_BYTES).validation
     gpt = load_model(str(smoke.folder), CPU, torch.float32)

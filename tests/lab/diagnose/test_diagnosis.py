@@ -60,6 +60,7 @@ def test_keys_and_values_outside_a_sliding_window_are_not_read_here():
         assert work.kv_bytes == 2 * attended * arch.kv_bytes_per_token(4) and work.context == context
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "attended"),
     [

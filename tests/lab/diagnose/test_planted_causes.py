@@ -92,6 +92,7 @@ def test_no_cache_is_found_by_the_operations_of_the_products():
     assert diagnose(loop()).profile.computed == loop().work.flops
 
 
+@pytest.mark.slow
 def test_a_forward_for_each_sequence_reads_the_weights_again():
     model = Layers(width=512)
     found = diagnose(Loop(lambda: [model.step() for _ in range(8)], model, 8))
@@ -100,6 +101,7 @@ def test_a_forward_for_each_sequence_reads_the_weights_again():
     assert together.profile.reads == 1 and "reread" not in together.causes
 
 
+@pytest.mark.slow
 def test_an_item_in_every_layer_is_counted_and_on_a_cpu_not_blamed():
     found = diagnose(loop(lambda x: x[0, 0].item()))
     assert found.profile.waits == LAYERS and 0 < found.profile.waits_share < 0.5
@@ -107,12 +109,14 @@ def test_an_item_in_every_layer_is_counted_and_on_a_cpu_not_blamed():
         assert "waits" not in found.causes
 
 
+@pytest.mark.slow
 def test_reading_32_bit_weights_as_fast_as_can_be_is_bandwidth_bound():
     model = nn.Linear(2048, 1024, bias=False)
     found = diagnosed(Loop(model.weight.sum, model, 1), lambda causes: causes == ["bandwidth"])
     assert found.causes == ["bandwidth"] and "16-bit weights" in found.findings[0].sentence
 
 
+@pytest.mark.slow
 def test_a_large_product_is_compute_bound():
     found = diagnosed(loop(batch=512, width=512), lambda causes: causes[:1] == ["compute"])
     assert found.causes[0] == "compute" and "in float32" in found.findings[0].sentence
@@ -165,6 +169,7 @@ def test_an_engine_s_steps_start_anew_for_every_run():
     assert len(lengths) == 1
 
 
+@pytest.mark.slow
 def test_the_steps_profiled_are_those_that_are_timed():
     profile = profile_of(loop(sleeping))
     assert sum(row.us for row in profile.rows) == pytest.approx(profile.step_us)

@@ -86,6 +86,7 @@ def test_unequal_requests_have_half_of_their_own_outputs(tiny):
     assert longest.context == pytest.approx(90 + 60, abs=1)
 
 
+@pytest.mark.slow
 def test_the_command_records_ledgers_that_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(model_runs, "MODEL_WORKLOADS", MODEL_WORKLOADS | SHORT)
     found = record(tmp_path, "PRE")

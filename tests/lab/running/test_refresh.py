@@ -92,6 +92,7 @@ def test_notebooks_are_executed_in_place_by_this_interpreter(folder):
     assert path.read_bytes() == first
 
 
+@pytest.mark.slow
 def test_a_failing_notebook_is_left_as_it_was_and_named(folder, capsys):
     path = save(folder, "00_a", "1 / 0")
     before = path.read_bytes()

@@ -195,6 +195,7 @@ def test_the_queue_is_counted_over_the_run() -> None:
     assert [queue["queue_in_flight"][i] for i in near.values()] == [2, 2, 1, 2, 0]
 
 
+@pytest.mark.slow
 def test_a_user_replays_a_trace_and_the_record_tells_all(tmp_path: Path, capsys) -> None:
     record = tmp_path / "record.json"
     argv = [*TINY, "--trace", str(as_csv(tmp_path)), "--json", str(record), "--ttft-limit-ms", "60000"]

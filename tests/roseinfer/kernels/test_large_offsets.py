@@ -34,6 +34,7 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 def test_a_product_reads_inputs_that_many_rows_and_columns_put_far_away(tmp_path):
     """One of very many ranges of K, so that rows are wide and the kernel's loop is short."""
     x, weight, out = normal(17, 16), normal(1, 16), torch.full((17, 1), float("nan"))

@@ -14,7 +14,7 @@ from rosellm.roseinfer.serving.held_interrupt import held_interrupt
 from tests.roseinfer.ranks import program
 
 ROOT = Path(__file__).parents[3]
-N_INTERRUPTS = 4
+N_INTERRUPTS = 2
 SERVED = """
 import sys
 from rosellm import LLM, SamplingParams
