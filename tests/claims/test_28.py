@@ -1,4 +1,4 @@
-"""Notebook 28: one step of Qwen3-0.6B, recorded three times; the ends of GPT-2's ladder; the largest weights."""
+"""Notebook 28: one step of Qwen3-0.6B in three records, the ends of GPT-2's ladder, the largest weights."""
 
 from rosellm.lab.figures import models
 from rosellm.lab.records import model_ladder

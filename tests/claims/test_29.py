@@ -14,5 +14,6 @@ def test_the_missing_cache_costs_most_and_the_first_diagnosis_names_it():
     shown = [output.get("text", "") for cell in cells if cell.cell_type == "code" for output in cell.outputs]
     (first,) = (text for text in shown if text.startswith("NoCache:"))
     assert first.partition("\n* ")[2].startswith("Computes the past again")
-    times = {name: float(ratio) for name, ratio in re.findall(r"^(\w+): ([\d.]+)× the", "\n".join(shown), re.M)}
+    found = re.findall(r"^(\w+): ([\d.]+)× the", "\n".join(shown), re.MULTILINE)
+    times = {name: float(ratio) for name, ratio in found}
     assert max(times, key=lambda name: times[name]) == "RowByRow"
