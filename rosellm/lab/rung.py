@@ -124,10 +124,14 @@ class Rung(RecordedPair):
 
     def tokens_equal(self) -> None:
         """Both rungs' tokens, here in fp32 and as recorded on the GPU. Raises ClaimError."""
-        print(self.refusal or self._tokens_equal_here())
+        self.tokens_equal_here()
         self.recorded_equality()
 
-    def _tokens_equal_here(self) -> str:
+    def tokens_equal_here(self) -> None:
+        """Both rungs' tokens, here in fp32. Raises ClaimError."""
+        print(self.refusal or self._compared_tokens())
+
+    def _compared_tokens(self) -> str:
         few = min(self.batch, 3), min(self.new_tokens, 8)
         one = equality(self.exact(), [self.before, self.after], self.prompt_lengths, *few)[self.after]
         if not one["tokens_equal"] and one["smallest_gap_of_reference"] >= CLOSEST_CALL:

@@ -1,7 +1,8 @@
-"""Notebook 28: one step of Qwen3-0.6B, recorded three times."""
+"""Notebook 28: one step of Qwen3-0.6B in three records, the ends of GPT-2's ladder, the largest weights."""
 
+from rosellm.lab.figures import models
 from rosellm.lab.records import model_ladder
-from rosellm.lab.records.records import REFERENCE, Results, results_folder
+from rosellm.lab.records.records import REFERENCE, Results, read_us, results_folder
 from rosellm.roseinfer.recipe import BEST_RUNG
 from tests.claims.prose import prose, said
 from tests.claims.reading import wrong
@@ -18,3 +19,14 @@ def test_the_three_records_of_one_step_are_those_named():
         model_ladder.recorded_ledgers(results, qwen)["D1"].step_us,
     )
     assert wrong(list(zip(records, told, strict=True))) == []
+
+
+def test_the_ladders_ends_and_the_largest_models_weights_take_what_is_said():
+    results = Results(results_folder() / REFERENCE)
+    ladder = model_ladder.gpt2_ladder(results, "D1")
+    values = [ladder[rung] / 1e3 for rung in ("dense", BEST_RUNG)]
+    weights = models.recorded_shapes(results)["Llama-3.1-8B"].n_step_parameters * 2
+    values.append(read_us(results, weights) / 1e3)
+    ends = said(prose("28"), r"recorded step went from ([\d.]+) to ([\d.]+) ms")
+    (alone,) = said(prose("28"), r"the 8B model, whose weights alone take ([\d.]+) ms")
+    assert wrong(list(zip(values, (*ends, alone), strict=True))) == []
