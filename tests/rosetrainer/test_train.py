@@ -157,12 +157,14 @@ def test_the_recorded_validation_is_that_of_the_stored_weights_over_the_exact_te
     assert validation["bits_per_byte"] == pytest.approx(bits / n_bytes)
 
 
+@pytest.mark.slow
 def test_the_weights_stored_are_those_of_the_best_validation(smoke: Smoke) -> None:
     best = min(smoke.record["curve"], key=lambda point: point["validation_loss"])
     assert smoke.record["best_step"] == best["step"]
     assert smoke.record["validation"]["nats_per_token"] == pytest.approx(best["validation_loss"], abs=2e-3)
 
 
+@pytest.mark.slow
 def test_the_record_counts_the_tokens_seen_and_says_where_it_was_made(smoke: Smoke) -> None:
     record, hyper = smoke.record, smoke.record["hyperparameters"]
     assert record["tokens_seen"] == record["steps"] * hyper["batch_size"] * record["model"]["n_positions"]
@@ -176,6 +178,7 @@ def test_the_record_counts_the_tokens_seen_and_says_where_it_was_made(smoke: Smo
     assert record["seconds"]["all"] >= record["seconds"]["training"] > 0
 
 
+@pytest.mark.slow
 def test_the_summary_tells_the_recorded_figures(smoke: Smoke) -> None:
     validation = smoke.record["validation"]
     assert f"Validation loss: {validation['nats_per_token']:.4f} nats/token" in smoke.stdout

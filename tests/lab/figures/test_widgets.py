@@ -68,7 +68,6 @@ def test_the_first_drawing_is_an_ordinary_output_beside_a_view_that_is_all_widge
     assert picture.data["text/plain"].splitlines()[-1].split() == ["paged", "8"]
 
 
-@pytest.mark.slow
 def test_a_control_redraws_in_the_output_widget_which_takes_the_place_of_the_first_drawing(outputs):
     redrawn = literal_eval(outputs["live"][0].text)
     assert redrawn[PLOTLY]["data"][0]["y"] == [64]
