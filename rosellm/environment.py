@@ -24,7 +24,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "device_name": torch.cuda.get_device_name(device) if is_gpu else _cpu_name(),
         "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if is_gpu else None,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        "driver": first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         if is_gpu
         else None,
         "cuda": torch.version.cuda,
@@ -63,14 +63,14 @@ def _git_state() -> dict[str, str | bool | None]:
     If the package was copied without its history, ROSELLM_COMMIT can name the commit it was copied from.
     """
     git = ("git", "-C", str(CHECKOUT))
-    commit = _output(*git, "rev-parse", "--verify", "HEAD") if (CHECKOUT / ".git").exists() else None
+    commit = first_line_of(*git, "rev-parse", "--verify", "HEAD") if (CHECKOUT / ".git").exists() else None
     if commit is None:
         return {"git_commit": os.environ.get(COMMIT_VARIABLE), "git_dirty": None}
-    changes = _output(*git, "status", "--porcelain", "--untracked-files=no")
+    changes = first_line_of(*git, "status", "--porcelain", "--untracked-files=no")
     return {"git_commit": commit, "git_dirty": None if changes is None else bool(changes)}
 
 
-def _output(*command: str) -> str | None:
+def first_line_of(*command: str) -> str | None:
     """First line of a command's output; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)

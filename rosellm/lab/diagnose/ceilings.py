@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from rosellm.environment import first_line_of
 from rosellm.errors import DeviceError
 from rosellm.lab.records.floors import GIB, measure_ceilings
 from rosellm.lab.records.records import number
@@ -20,6 +21,8 @@ CALLS = 500
 CPU_MATRIX = 1024  # rows and columns
 PRESSURE = Path("/proc/pressure/cpu")  # Linux says here how long programs waited for a core
 MOST_WAITING = 50  # % of the last ten seconds; one program more than there are cores makes it nearly all
+MOST_USE = 5  # % of the driver's last sample in which a kernel ran
+LOOKS, EVERY_S, SAMPLE_S = 8, 0.25, 1.0  # the driver's samples last up to a second
 
 
 @dataclass(frozen=True)
@@ -118,3 +121,20 @@ def overload() -> str:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     told = f"in the last minute {number(load)} programs wanted to run on its {cores} cores"
     return told if cores and load > cores else ""
+
+
+def gpu_in_use(device: torch.device) -> str:
+    """That kernels run on the GPU while this process launches none; "" if not, or without nvidia-smi."""
+    if device.type != "cuda":
+        return ""
+    torch.cuda.synchronize(device)
+    which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    time.sleep(SAMPLE_S)
+    for _ in range(LOOKS):
+        used = first_line_of(
+            "nvidia-smi", which, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"
+        )
+        if used is not None and used.isdigit() and int(used) > MOST_USE:
+            return f"other programs' kernels run on its GPU, {used} % of the time"
+        time.sleep(EVERY_S)
+    return ""

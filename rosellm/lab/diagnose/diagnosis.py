@@ -10,7 +10,7 @@ from typing import Any
 
 from rosellm import LLM
 from rosellm.environment import environment
-from rosellm.lab.diagnose.ceilings import Ceilings, find_ceilings, overload
+from rosellm.lab.diagnose.ceilings import Ceilings, find_ceilings, gpu_in_use, overload
 from rosellm.lab.diagnose.profile import Profile, profile_of
 from rosellm.lab.diagnose.rules import Finding, dtype_name, findings, percent
 from rosellm.lab.diagnose.steps import EngineSteps, Steps, SubjectError, TransformersSteps
@@ -94,7 +94,8 @@ def diagnose_steps(
 
     progress: called with what is measured next. On a machine that is busy at the start nothing is tried.
     """
-    busy, work = overload(), steps.work
+    work = steps.work
+    busy = overload() or gpu_in_use(work.device)
     progress(f"measuring this machine, then profiling steps of {steps.name}")
     profile = profile_of(steps)
     found = findings(profile)
@@ -106,7 +107,7 @@ def diagnose_steps(
         partial(find_ceilings, work.device, work.dtype, work.read_bytes),
         partial(_difference, profile.ceilings),
     )
-    busy = busy or _why_busy(profile.ceilings, again, tried)
+    busy = busy or _why_busy(profile.ceilings, again, tried) or gpu_in_use(work.device)
     told = (*_undetermined(steps, profile, found, ours), *(f"{name}: {why}" for name, why in refused.items()))
     device_name = environment(work.device)["device_name"]
     return Diagnosis(profile, found, tried, told, device_name, busy)

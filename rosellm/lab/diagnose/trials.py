@@ -20,7 +20,7 @@ from rosellm.roseinfer.recipe import BEFORE, LADDER, best_rung
 
 TURNS, ATTEMPTS = 4, 3
 MOST_SPREAD = 2.0  # of turns of the same steps: beyond, something else keeps the machine busy
-WHEN_BUSY = "end what else runs (`top` lists it), then run again"
+WHEN_BUSY = "end what else runs (`top` or `nvidia-smi` lists it), then run again"
 MOST_COPY_BYTES = 2 * 10**9  # of weights that are copied to another dtype
 CAST = torch.bfloat16
 MOST_RUNGS = 3

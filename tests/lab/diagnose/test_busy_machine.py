@@ -2,8 +2,10 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rosellm.lab.diagnose import ceilings, diagnosis as module, trials
 from rosellm.lab.diagnose.ceilings import Ceilings
@@ -41,7 +43,7 @@ def test_what_shows_that_a_machine_is_busy(after, tried, why):
 def test_a_busy_machines_diagnosis_compares_nothing_and_tells_the_next_step():
     text = str(Diagnosis(profile(), (), (CALM,), (), "a CPU", "it reads 3 times as fast at one moment"))
     assert "This machine is busy" in text and "run again" in text and "×" not in text
-    assert "end what else runs (`top` lists it)" in " ".join(text.split())
+    assert "end what else runs (`top` or `nvidia-smi` lists it)" in " ".join(text.split())
 
 
 class Mine:
@@ -94,6 +96,20 @@ def test_more_programs_than_cores_are_an_overload(monkeypatch, tmp_path, pressur
     monkeypatch.setattr(ceilings.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(ceilings.os, "getloadavg", lambda: (load, 0.0, 0.0), raising=False)
     assert re.search(told, ceilings.overload())
+
+
+@pytest.mark.parametrize(
+    ("used", "told"),
+    [("0", ""), ("5", ""), (None, ""), ("[N/A]", ""), ("93", "run on its GPU, 93 % of the time")],
+)
+def test_kernels_of_other_programs_are_seen_at_the_last_look_too(monkeypatch, used, told):
+    looks = ["0"] * (ceilings.LOOKS - 1) + [used]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1-2"))
+    monkeypatch.setattr(ceilings.time, "sleep", lambda _: None)
+    monkeypatch.setattr(ceilings, "first_line_of", lambda *_: looks.pop(0))
+    found = ceilings.gpu_in_use(torch.device("cuda"))
+    assert not looks and found.endswith(told) and bool(found) == bool(told)
 
 
 @pytest.mark.parametrize(("disturbed", "runs"), [(0, 1), (1, 2), (2, 3), (9, 3)])
