@@ -138,7 +138,7 @@ def diagnose_engine(batch: int, rung: str = "paged"):
 
 
 def test_turns_find_the_faster_side_and_by_how_much():
-    slow, fast = loop(sleeping), loop(lambda x: time.sleep(0.0005))
+    slow, fast = loop(sleeping), loop(lambda x: time.sleep(0.002))
     trial = try_in_turns(slow, fast)
     assert trial.sign == 1 and 1.5 < trial.ratio < 5
     assert try_in_turns(fast, slow).sign == -1
