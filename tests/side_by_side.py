@@ -4,6 +4,6 @@ import re
 
 METHODS = (
     "print_table", "each_machine", "recorded", "predict", "outcome", "verdict", "ablation",
-    "tokens_equal", "recorded_equality", "timeline", "waterfall",
+    "recorded_equality", "timeline", "waterfall",
 )  # fmt: skip
 SIDE_BY_SIDE = re.compile(rf"\b(?:nb|mixed|epilogue)\.(?:(?:{'|'.join(METHODS)})\(|(?:machines|others)\b)")

@@ -123,12 +123,7 @@ class Rung(RecordedPair):
             show_table(["per step", self.before, self.after], _counted(*self.runs))
 
     def tokens_equal(self) -> None:
-        """Both rungs' tokens, here in fp32 and as recorded on the GPU. Raises ClaimError."""
-        self.tokens_equal_here()
-        self.recorded_equality()
-
-    def tokens_equal_here(self) -> None:
-        """Both rungs' tokens, here in fp32. Raises ClaimError."""
+        """Generate with both rungs here, in fp32, and print whether the tokens are equal. Raises ClaimError."""
         print(self.refusal or self._compared_tokens())
 
     def _compared_tokens(self) -> str:

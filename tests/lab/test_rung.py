@@ -87,10 +87,6 @@ def test_tokens_are_compared_in_fp32_whatever_the_notebook_runs(rung, capsys):
     said = capsys.readouterr().out
     assert "fp32, here: pinned_h2d and cuda_graph generate the same tokens\n" in said
     assert ("this compares the host's code only" in said) != torch.cuda.is_available()
-    assert "tokens equal to dense" in said
-    rung.tokens_equal_here()
-    here = capsys.readouterr().out
-    assert here in said and "dense" not in here
 
 
 @pytest.mark.slow
