@@ -123,7 +123,7 @@ class Rung(RecordedPair):
             show_table(["per step", self.before, self.after], _counted(*self.runs))
 
     def tokens_equal(self) -> None:
-        """Generate with both rungs here, in fp32, and print whether the tokens are equal. Raises ClaimError."""
+        """Generate with both rungs here, in fp32, and compare the tokens. Raises ClaimError."""
         print(self.refusal or self._compared_tokens())
 
     def _compared_tokens(self) -> str:
