@@ -211,14 +211,17 @@ class RecordedPair:
             return
         self.print_table(["recorded", "tokens equal to dense", "logits at most apart"], here, figures)
 
-    def waterfall(self) -> None:
-        """Where the recorded µs of a step went, by cause; without ledgers that the profiler disturbed."""
+    def waterfall(self, first: int | None = None) -> None:
+        """Where the recorded µs of a step went, by cause; without ledgers that the profiler disturbed.
+
+        first: the batch to begin with, by default the largest.
+        """
         for results in self._having("ledger"):
             if results is not self.results:
                 say(f"**{name_of(results)}**")
-            self._waterfall(results.figures("ledger"))
+            self._waterfall(results.figures("ledger"), first)
 
-    def _waterfall(self, recorded: dict[str, Any]) -> None:
+    def _waterfall(self, recorded: dict[str, Any], first: int | None) -> None:
         ledgers = {
             int(batch): [Ledger.from_dict(rungs[rung]) for rung in (self.before, self.after)]
             for batch, rungs in recorded.items()
@@ -235,7 +238,8 @@ class RecordedPair:
         if len(usable) == 1:
             draw(*usable)
         else:
-            explore(draw, batch=Control("batch, sequences", list(usable), first=max(usable)))
+            shown = first if first in usable else max(usable)
+            explore(draw, batch=Control("batch, sequences", list(usable), first=shown))
 
     def ledger(self, batch: int) -> Ledger:
         """The recorded ledger of this rung's step. Raises RecordError."""

@@ -123,7 +123,7 @@ class Rung(RecordedPair):
             show_table(["per step", self.before, self.after], _counted(*self.runs))
 
     def tokens_equal(self) -> None:
-        """Generate with both rungs here, in fp32, and compare the tokens. Raises ClaimError."""
+        """Print whether both rungs generate the same few tokens here, in fp32. Raises ClaimError."""
         print(self.refusal or self._compared_tokens())
 
     def _compared_tokens(self) -> str:
@@ -133,9 +133,9 @@ class Rung(RecordedPair):
             raise ClaimError(f"{self.after} gives other tokens than {self.before} in fp32")
         pair = self.before, self.after
         kinds = {choose_kernels("auto", LADDER[rung].launch, self.gpt.device).name for rung in pair}
-        return "fp32, here: {} and {} generate the same tokens".format(*pair) + ON_TORCH * (
-            kinds == {"torch"}
-        )
+        same = "generate the same" if one["tokens_equal"] else "part at a near-tie of two logits within"
+        said = "fp32, here: {} and {} {} {} × {} tokens".format(*pair, same, *few)
+        return said + ON_TORCH * (kinds == {"torch"})
 
     def conclude(self, sentence: str, *claims: bool) -> None:
         """Display a sentence written by hand. Raises ClaimError if a claim that it rests on does not hold."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rosellm.lab.records.ledger import Ledger
-from rosellm.lab.records.records import find
+from rosellm.lab.records.records import _rivals_file, find, rivals
 from tests.claims.prose import prose, said
 from tests.claims.reading import wrong
 
@@ -47,3 +47,22 @@ def test_the_map_says_by_how_much_a_step_got_shorter():
     told = said(prose("00"), r"takes (\d+) to (\d+) times less, by the ledgers of one session")
     ratios = [old.step_us / new.step_us for old, new in two(("dense", "split_kv"))]
     assert wrong(list(zip((min(ratios), max(ratios)), told, strict=True))) == []
+
+
+def test_the_map_says_how_far_apart_the_sessions_of_w3_are():
+    ours, least, most, theirs, slower = said(
+        prose("00"),
+        r"`dependent_launch` made (\d+)k tok/s in this one, (\d+)k to (\d+)k in a later one; "
+        r"vLLM made (\d+)k, on a slower host (\d+)k",
+    )
+    repeats = RESULTS.figures("leave_one_out-W3", "tok_s", "none")
+    slow = said(_rivals_file()["note"], r"W3 ([\d,]+)")[0].replace(",", "")
+    known = [
+        RESULTS.value("W3", "dependent_launch"),
+        min(repeats),
+        max(repeats),
+        rivals("W3")["vLLM 0.22.1"]["W3"],
+        float(slow),
+    ]
+    told = [ours, least, most, theirs, slower]
+    assert wrong([(value / 1e3, text) for value, text in zip(known, told, strict=True)]) == []

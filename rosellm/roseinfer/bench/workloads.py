@@ -46,7 +46,7 @@ class Workload:
             length += f" after {self.shared_prefix_tokens} shared"
         prompts = length if self.form == "scheduler" else "of text, streamed"
         new = _span(self.min_new_tokens, self.max_new_tokens)
-        requests = f"{self.num_requests} requests × {new} new tokens"
+        requests = f"{self.num_requests} request{'s' * (self.num_requests > 1)} × {new} new tokens"
         return f"{requests}, {self.max_batch_size} at a time, prompts {prompts}{self._sampling}"
 
     @property
