@@ -24,11 +24,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PAGES}
 README = TEXTS["README.md"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-SHIPPED = ["--model", "rose-tiny", "--load-format", "auto", "--device", "cpu"]
 # A quick command of each kind, and options that make it small; the others are run by tests of their own.
 RUN = {
     "benchmark_kv_append": ["--device", "cpu", "--batch-sizes", "4", "--repeats", "1"],
-    "prefill_times": [*SHIPPED, "--repeats", "1"],
 }
 
 

@@ -11,13 +11,11 @@ import torch
 from tqdm import tqdm
 
 from rosellm.errors import RoseError
-from rosellm.lab.records import experiments, long_step, robustness, step_records
-from rosellm.lab.records.aims import aims_of
+from rosellm.lab.records import experiments, robustness, step_records
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.lengths import BATCHES, MEAN, TIMES, length_steps
-from rosellm.lab.records.model_ledgers import prefill_ledger, workload_ledger
-from rosellm.lab.records.prefill_times import shapes_of
+from rosellm.lab.records.model_ledgers import workload_ledger
 from rosellm.lab.records.rungs import runnable
 from rosellm.lab.records.sizes import GRID_CONTEXTS, LEDGER_WORKLOADS, LONGEST_TUNED
 from rosellm.lab.records.step_records import STEP_WORKLOADS
@@ -127,13 +125,6 @@ def ledger_w8(arguments: argparse.Namespace) -> dict:
     }
 
 
-def ledger_prefills(arguments: argparse.Namespace) -> dict:
-    """Where the time of prefills goes, of those whose times have aims."""
-    model, rung = _model(arguments), _best_rung(arguments)
-    shapes = each("ledger_prefills", shapes_of(arguments.size))
-    return {str(shape): prefill_ledger(model, rung, *shape).as_dict() for shape in shapes}
-
-
 def grid(arguments: argparse.Namespace) -> dict:
     """Step time of the best rung over batch size and context; where keys may be split, with and without."""
     model, size, best = _model(arguments), arguments.size, _best_rung(arguments)
@@ -158,14 +149,6 @@ def lengths(arguments: argparse.Namespace, batch: int) -> dict:
     size, model = arguments.size, _model(arguments)
     rows, mean = min(batch, size.rows), min(MEAN, size.prompt // TIMES)
     return step_records.figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
-
-
-def longer_step(arguments: argparse.Namespace) -> dict:
-    """Step time at a longer context than the workloads', and what it should be at most."""
-    size, model = arguments.size, _model(arguments)
-    rows, context = min(long_step.BATCH, size.rows), min(long_step.CONTEXT, size.prompt)
-    aims = aims_of(long_step.AIMS_US, arguments.model, size.name)
-    return step_records.steps_at(model, [long_step.RUNG], rows, context, **size.effort) | {"aims_us": aims}
 
 
 def cold_start(arguments: argparse.Namespace) -> dict:
@@ -249,13 +232,11 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
     "ledger": ledger,
     "ledger_w6": ledger_w6,
     "ledger_w8": ledger_w8,
-    "ledger_prefills": ledger_prefills,
     "grid": grid,
     "cold_start": cold_start,
     "kv_pressure": kv_pressure,
     "determinism": determinism,
     **{f"lengths-{batch}": partial(lengths, batch=batch) for batch in BATCHES},
-    long_step.NAME: longer_step,
     **_of_workloads(steps, STEP_WORKLOADS),
     **_of_workloads(ablations, STEP_WORKLOADS),
     **_of_workloads(leave_one_out, step_records.WHOLE_RUNS),

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rosellm.lab.records import lengths, long_step, step_records, step_time
+from rosellm.lab.records import lengths, step_records
 from rosellm.lab.records.records import FULL_SIZE
 from rosellm.lab.records.step_records import STEP_WORKLOADS
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 
 LEDGER_WORKLOADS = STEP_WORKLOADS
 GRID_CONTEXTS = (64, 256, 512, 1000)
-LONGEST_TUNED, LONGEST_PREFILL = 960, 1000
+LONGEST_TUNED = 960
 LEDGER_ROOM, STEPS_ROOM = 64, 14  # tokens that are decoded, and some to spare
 
 
@@ -79,19 +79,16 @@ def positions_needed(size: Size) -> dict[str, int]:
     whole = {name: prompts[name] + w.max_new_tokens for name, w in sized.items()}
     half = {name: whole[name] - w.max_new_tokens // 2 + LEDGER_ROOM for name, w in sized.items()}
     unequal = lengths.positions_for(min(lengths.MEAN, size.prompt // lengths.TIMES))
-    longer = step_time.prompt_length(min(long_step.CONTEXT, size.prompt)) + step_time.room()
     return {
         "counts": 8 + min(32, size.new_tokens),
         "autotune": min(LONGEST_TUNED, size.prompt),
         "ledger": max(half[name] for name in LEDGER_WORKLOADS),
         "ledger_w6": half["W6"],
         "ledger_w8": half["W8"],
-        "ledger_prefills": min(LONGEST_PREFILL, size.prompt) + 1,
         "grid": max(size.contexts(*GRID_CONTEXTS)) + STEPS_ROOM,
         "timelines": half["W1"],
         "kv_pressure": max(whole["W6"], whole["W7"]),
         "determinism": max(whole.values()),
-        long_step.NAME: longer,
         **{f"lengths-{batch}": unequal for batch in lengths.BATCHES},
         **{f"leave_one_out-{name}": whole[name] for name in step_records.WHOLE_RUNS},
         **{f"{kind}-{name}": half[name] for kind in ("steps", "ablations") for name in LEDGER_WORKLOADS},

@@ -442,19 +442,6 @@ def test_the_ledgers_of_unequal_requests_are_of_their_lengths_and_of_how_they_sa
     assert temperatures == (0.0, 0.6, 0.8) and asked[2][1][0].top_k == 50
 
 
-@pytest.mark.slow
-def test_the_ledgers_of_prefills_are_of_the_shapes_that_have_aims(tmp_path):
-    asked = ["--workloads", "", "--experiments", "ledger_prefills"]
-    assert measure.main(["--device", "cpu", "--output", str(tmp_path), *asked]) == 0
-    figures = json.loads((tmp_path / "ledger_prefills.json").read_text())["figures"]
-    ledgers = {shape: Ledger.from_dict(one) for shape, one in figures.items()}
-    assert {shape: (one.batch, one.context) for shape, one in ledgers.items()} == {
-        "1x64": (1, 64),
-        "1x96": (1, 96),
-        "4x96": (4, 96),
-    }
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("rung", list(LADDER))
 def test_a_live_step_on_a_gpu_is_accounted_for(rung):
