@@ -25,9 +25,7 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for
 README = TEXTS["README.md"]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # A quick command of each kind, and options that make it small; the others are run by tests of their own.
-RUN = {
-    "benchmark_kv_append": ["--device", "cpu", "--batch-sizes", "4", "--repeats", "1"],
-}
+RUN = {"benchmark_kv_append": ["--device", "cpu", "--batch-sizes", "4", "--repeats", "1"]}
 
 
 def commands(start: str) -> list[str]:

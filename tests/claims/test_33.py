@@ -7,7 +7,7 @@ import pytest
 from rosellm.lab.records import arrivals
 from rosellm.lab.records.records import find
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.records.simulation import simulated_run
+from rosellm.lab.scale.simulation import simulated_run
 from tests.claims.prose import prose, said
 from tests.claims.reading import number, wrong
 

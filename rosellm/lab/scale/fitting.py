@@ -17,7 +17,7 @@ from rosellm.lab.records.floors import Ceiling
 from rosellm.lab.records.model_runs import ceiling_of, recorded_models
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import non_negative
-from rosellm.lab.records.simulation import simulate
+from rosellm.lab.scale.simulation import simulate
 from rosellm.lab.scale.step_model import Achieved, StepModel, product
 from rosellm.lab.scale.work import Cut
 from rosellm.models.families.table import read_arch

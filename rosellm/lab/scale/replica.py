@@ -1,4 +1,4 @@
-"""One replica of many, simulated fast: what ``simulation.Server`` does, without touching each row each step.
+"""One replica of many, simulated without touching each row at each step.
 
 The rows of a batch get their tokens together. So a request is known by the decode steps, counted, of its
 first and its last token, and only those that begin or end with a step are looked at.
@@ -43,7 +43,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class _Step:
+class Step:
     """A begun step. tokens: that it gives. number: of a decode; −1 of a prefill."""
 
     ends: float
@@ -84,7 +84,7 @@ class Replica:
         self._free = now
         self._active = self._rows = self._cached = self._begun = self._delivered = 0
         self._told = now  # when the latest decode step's tokens came
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[Step] = deque()
         self._joining: list[Request] = []  # that take part in the next decode for the first time
         self._ends: list[tuple[int, int, Request]] = []  # heap: the last step of each decoding request
         self._longest: list[
@@ -181,9 +181,9 @@ class Replica:
         self, seconds: float, tokens: int, number: int, begins: list[Request], finishes: list[Request]
     ) -> None:
         self._free = max(self._free, self.now) + seconds
-        self._in_flight.append(_Step(self._free, tokens, number, begins, finishes))
+        self._in_flight.append(Step(self._free, tokens, number, begins, finishes))
 
-    def _collect(self, leave: int) -> list[_Step]:
+    def _collect(self, leave: int) -> list[Step]:
         """Wait until at most ``leave`` steps are in flight; those that have ended. Who is served leaves."""
         got, in_flight = [], self._in_flight
         while in_flight and (len(in_flight) > leave or in_flight[0].ends <= self.now):
@@ -193,7 +193,7 @@ class Replica:
             got.append(step)
         return got
 
-    def _deliver(self, step: _Step) -> None:
+    def _deliver(self, step: Step) -> None:
         now = self.now
         if step.number < 0:
             for one in step.begins:

@@ -11,8 +11,8 @@ import pytest
 from rosellm.lab.records import arrivals
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.records.simulation import simulated_run
 from rosellm.lab.records.sizes import Size
+from rosellm.lab.scale.simulation import simulated_run
 from rosellm.roseinfer.bench.arrivals import poisson_times
 from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.benchmark_streaming import BENCHMARK

@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 
 from rosellm.errors import RoseError
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.records.simulation import simulate
 from rosellm.lab.scale.cluster import Failures, Fleet, Outcome, simulate_cluster
 from rosellm.lab.scale.routers import ROUTERS, Grouped, by_host, fewest_tokens, round_robin
+from rosellm.lab.scale.simulation import simulate
 from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
 from rosellm.roseinfer.cluster.router import Routed
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -48,12 +48,12 @@ def run(arrivals: list[Arrival], n: int = 3, times=UNEVEN, failures=None, router
     run_ahead=st.sampled_from([0, 1, 3]),
     host=st.sampled_from([0.0, 0.25, 2.0]),
 )
-def test_one_replica_is_the_simulated_server_of_33(arrivals, rows, budget, chunk, run_ahead, host) -> None:
+def test_first_last_and_gap_are_those_of_the_tokens(arrivals, rows, budget, chunk, run_ahead, host) -> None:
     config = SchedulerConfig(prefill_token_budget=budget, prefill_chunk=chunk)
     times = replace(UNEVEN, run_ahead=run_ahead, host_s=(host / 2, host))
-    slow = simulate(arrivals, times, config, rows)
-    fast = simulate_cluster(arrivals, Fleet(1, times, rows, config), fewest_tokens()).requests
-    for one, other in zip(slow, fast, strict=True):
+    tokens = simulate(arrivals, times, config, rows)
+    found = simulate_cluster(arrivals, Fleet(1, times, rows, config), fewest_tokens()).requests
+    for one, other in zip(tokens, found, strict=True):
         assert other.first == pytest.approx(one.token_times[0])
         assert other.last == pytest.approx(one.token_times[-1])
         assert other.gap == pytest.approx(max(one.itl, default=0.0), abs=1e-9)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rosellm.lab.records.serving_times import ServingTimes
-from rosellm.lab.records.simulation import simulate, simulated_run
+from rosellm.lab.scale.simulation import simulate, simulated_run
 from rosellm.roseinfer.bench.arrivals import Arrival
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 

@@ -1,0 +1,80 @@
+"""One engine that streams to arriving requests, simulated step by step from the times that its steps take."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rosellm.lab.records.serving_times import StepTimes
+from rosellm.lab.scale.replica import Replica, Request, Step
+from rosellm.roseinfer.bench.arrivals import Arrival, goodput, queue_over_time
+from rosellm.roseinfer.bench.record import distribution
+from rosellm.roseinfer.request import RequestMetrics
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+
+PERCENTS = (50, 95, 99)
+
+
+class Server(Replica):
+    """A replica that keeps when the tokens of each decode step came."""
+
+    def __init__(self, times: StepTimes, config: SchedulerConfig, most: int) -> None:
+        super().__init__(times, config, most)
+        self._times: list[float] = []
+
+    def _deliver(self, step: Step) -> None:
+        super()._deliver(step)
+        if step.number >= 0:
+            self._times.append(self.now)
+
+    def metrics(self, request: Request) -> RequestMetrics:
+        """When a finished request's tokens came."""
+        times = self._times[request.start : request.start + request.new - 1]
+        return RequestMetrics(request.arrival, token_times=[request.first, *times])
+
+
+def simulate(
+    arrivals: Iterable[Arrival], times: StepTimes, config: SchedulerConfig, max_batch_size: int
+) -> list[RequestMetrics]:
+    """When each request's tokens come, in order of arrival; seconds from the first possible arrival, 0.
+
+    A streaming manager's rounds: those that run decode, then prompts are prefilled first come, first served,
+    within the budgets of ``config``; tokens are delivered once the round's finished steps are collected. KV
+    blocks never run out.
+    """
+    in_order = sorted(arrivals, key=lambda arrival: arrival.seconds)
+    requests = [Request(number, *arrival) for number, arrival in enumerate(in_order)]
+    server, coming = Server(times, config, max_batch_size), deque(requests)
+    while coming or server.is_busy:
+        if not server.is_busy:
+            server.now = max(server.now, coming[0].arrival)
+        while coming and coming[0].arrival <= server.now:
+            server.give(coming.popleft())
+        server.round()
+    return [server.metrics(one) for one in requests]
+
+
+def simulated_run(
+    arrivals: Sequence[Arrival],
+    times: StepTimes,
+    max_batch_size: int,
+    limits_s: tuple[float, float] = (math.inf, math.inf),
+    config: SchedulerConfig | None = None,
+) -> dict[str, Any]:
+    """The figures of ``simulate``, called and defined as those of a live run of ``benchmark_streaming``.
+
+    limits_s: goodput's, of TTFT and ITL.
+    """
+    made = simulate(arrivals, times, config or SchedulerConfig(), max_batch_size)
+    seconds = max(one.token_times[-1] for one in made)
+    n_tokens = sum(len(one.token_times) for one in made)
+    return {
+        "total_time_s": seconds,
+        "total_throughput_tok_s": n_tokens / seconds,
+        **distribution("ttft", [one.ttft for one in made], PERCENTS),
+        **distribution("itl", [gap for one in made for gap in one.itl], PERCENTS),
+        **goodput(made, [0.0] * len(made), seconds, *limits_s),
+        **queue_over_time(made, 0.0, seconds),
+    }
