@@ -84,6 +84,7 @@ def test_keys_and_values_outside_a_sliding_window_are_not_read_in_transformers(c
     assert work.kv_bytes == 2 * attended * 2 * 2 * 4 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_transformers_steps_are_those_of_one_generate_and_its_configuration_is_left_alone(static):
     model = theirs("rose-tiny-qwen3")
@@ -150,6 +151,7 @@ def test_a_step_that_nothing_bounds_is_told_so_with_what_remains():
     assert "142,857 times" not in text and "planted: batch 8, 256 tokens cached a sequence, float16" in text
 
 
+@pytest.mark.slow
 def test_a_profiler_that_lengthens_steps_and_unknown_keys_and_values_are_told(monkeypatch):
     unknown = replace(WORK, kv_bytes=None)
 

@@ -224,6 +224,7 @@ class TestRun:
         run(notebooks[:1], build)
         assert list(json.loads((build / "gallery.json").read_text())) == ["a"]
 
+    @pytest.mark.slow
     def test_the_committed_picture_serves_when_the_run_makes_none(self, folder, tmp_path):
         path = save(folder, "a", "print(1)")
         notebook = nbformat.read(path, as_version=4)

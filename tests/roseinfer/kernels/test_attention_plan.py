@@ -166,6 +166,7 @@ def test_a_binder_chooses_for_the_models_shape_and_no_more_tokens_than_its_windo
     assert bound.plan.window == window and bound.plan.variant == Variant(TILE, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_an_engine_whose_rows_are_cut_gives_the_same_tokens(device):
     model, prompts = random_model(5).to(device), random_prompts([3, 20], seed=3)

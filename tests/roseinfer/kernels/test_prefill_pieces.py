@@ -28,7 +28,7 @@ from tests.roseinfer.kernels.test_prefill import (
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=3),
     kv_heads=st.integers(1, 3),
