@@ -259,7 +259,7 @@ COMMANDS = [
     diagnosing("--context 489", "context 489", "512 positions; use a context of at most 488"),
     diagnosing("--transformers --context 489", "context 489", "use a context of at most 488"),
     diagnosing("--rung=", "rung '' is unknown; use one of dense"),
-    diagnosing("--rung paged --transformers", "--transformers leaves out; give one of both"),
+    diagnosing("--rung paged --transformers", "which --transformers does not run; give only one of them"),
     diagnosing("--model gpt5 --transformers", "model 'gpt5'", "use 'rose-tiny', a local folder"),
     notebooks("--workers x", "--workers: invalid int value: 'x'"),
     notebooks("--timeout nan", "timeout above 0 and finite, not 2 and nan"),

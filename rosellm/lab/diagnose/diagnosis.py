@@ -66,7 +66,6 @@ class Diagnosis:
 
 
 def _folded(line: str) -> str:
-    """Wrap a line to the width of a notebook page."""
     return "\n".join(wrap(line, MOST_CHARACTERS, subsequent_indent="  ", break_long_words=False))
 
 

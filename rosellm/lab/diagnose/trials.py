@@ -180,7 +180,6 @@ def _sizes(steps: Steps) -> tuple[int, int]:
 
 
 def _climb(rung: str) -> list[str]:
-    """List the rungs from the first to ``rung``."""
     path = [rung]
     while path[0] in BEFORE:
         path.insert(0, BEFORE[path[0]])
@@ -188,7 +187,6 @@ def _climb(rung: str) -> list[str]:
 
 
 def _changed(rung: str) -> str:
-    """Return the recipe field that a rung changes."""
     (field,) = LADDER[BEFORE[rung]].difference(LADDER[rung])
     return field
 

@@ -100,7 +100,6 @@ def _stripes(colours: list[str]) -> list[str]:
 
 
 def _table_row(name: str, blocks: Sequence[int], colour: str, y: float, length: str) -> str:
-    """Draw a sequence's block table: name, length and blocks in order."""
     parts = [
         rect(10, y, 14, 14, 3, colour),
         texts([name], 30, y + 12, 12, TEXT, anchor="start", extra=' font-weight="bold"'),

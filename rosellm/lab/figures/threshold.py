@@ -62,7 +62,6 @@ def _marker(colour: str, symbol: str, size: int) -> dict[str, Any]:
 
 
 def _scatter(chart: Chart, name: str, points: Sequence[Point], marker: dict, **more: Any) -> None:
-    """Add a trace unless there are no points."""
     if points:
         tiles, logits = zip(*points, strict=True)
         options = {"mode": "markers", "marker": marker} | more

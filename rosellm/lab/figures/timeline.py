@@ -125,7 +125,6 @@ def _lanes(trace: Trace) -> list[_Lane]:
 
 
 def _nested(ranges: list[Event]) -> list[_Lane]:
-    """Return a lane for each nesting depth."""
     by_depth: dict[int, list[Event]] = defaultdict(list)
     opened: list[float] = []
     for one in sorted(ranges, key=lambda e: (e.start, -e.duration)):

@@ -127,7 +127,6 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 
 def _drawn(draw: Callable[..., None], values: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``draw`` displays for these values, by MIME type."""
     with capture_output(stdout=False, stderr=False) as captured:
         draw(**values)
     if len(captured.outputs) != 1:

@@ -124,18 +124,18 @@ def recorded_modes(results: Results) -> dict[str, dict[int, dict[str, list[float
 
 
 def extra_bytes(arch: Arch, batch: int) -> dict[str, int]:
-    """Mode → bytes that a step of ``batch`` rows moves beside those of a greedy one, by how it is computed.
+    """Return mode → bytes that a step of ``batch`` rows moves in addition to a greedy one.
 
-    Weights have 16 bits, logits and counts 32. Tiles' maxima and what is read of few tiles are left out.
+    Weights have 16 bits, logits and counts 32. Tile maxima and reads of few tiles are omitted.
     """
     row, head = 4 * arch.vocab_size, 2 * arch.vocab_size * arch.d_model
-    runs = -(-batch // SIZES[-1])  # of log-probabilities; each reads the head's weights again
+    runs = -(-batch // SIZES[-1])  # logprobs; each reads the head's weights again
     return {
         "temperature": 0,
-        "top-p": 2 * batch * row,  # logits: written, read to sum what is ahead of the token drawn
+        "top-p": 2 * batch * row,  # logits: written, read to sum those above the drawn token
         "top-k, top-p": batch * row,  # written
         "+ penalties": 2 * batch * row,  # and counts are read
-        "logprobs": runs * head + 5 * batch * row,  # logits and their logarithms: written, read; and ranks
+        "logprobs": runs * head + 5 * batch * row,  # logits and logprobs: written, read; and ranks
         "top-k, top-p: one row": row,
         "logprobs: one row": head + 5 * row,
     }
@@ -199,7 +199,6 @@ def _check_positions(arch: Arch, context: int) -> None:
 
 
 def _told(batch: int, turns_us: Mapping[str, list[float]]) -> str:
-    """Describe the medians, and their ratios to greedy."""
     greedy = median(turns_us[GREEDY])
     told = (f"{name} {number(us := median(own))} ({us / greedy:.2f})" for name, own in turns_us.items())
     return f"B={batch}, µs (of greedy): {' · '.join(told)}"

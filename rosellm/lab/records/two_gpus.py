@@ -79,7 +79,6 @@ def recorded_runs(results: Results, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Load the records in the order of the workloads."""
     names = [f"{kind}-{workload}" for workload in ALL_WORKLOADS]
     return [Results(folder).load(name) for name in names if (folder / f"{name}.json").is_file()]
 

@@ -133,7 +133,6 @@ def _way(before: list[str], after: list[str], titles: dict[str, str]) -> str:
 
 
 def _with_contents(body: str) -> str:
-    """Add links to a page's sections, if it has any."""
     sections = re.findall(r'<h2 id="([^"]+)">(.*?)<a class="anchor-link"', body)
     links = "".join(f'<a href="#{anchor}">{re.sub("<[^>]+>", "", name)}</a>' for anchor, name in sections)
     return body.replace("<!-- contents -->", f'<nav class="contents">{links}</nav>' if links else "", 1)

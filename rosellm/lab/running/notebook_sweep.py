@@ -99,5 +99,4 @@ def _sources(folder: Path) -> Iterator[Path]:
 
 
 def _changed(path: Path) -> float:
-    """Return when the file was last written, 0 if it is missing."""
     return path.stat().st_mtime if path.exists() else 0.0

@@ -61,9 +61,9 @@ def select(folder: Path, wanted: str = "") -> list[Path]:
 
 
 def parse_parameters(text: str) -> dict[str, Any]:
-    """``name=value`` pairs, space separated; a value is JSON, else YAML (``quick=false``, ``batch=[1,2]``).
+    """Parse space-separated ``name=value`` pairs; a value is JSON, else YAML.
 
-    Raises NotebookError for a pair that cannot be read.
+    Examples: ``quick=false``, ``batch=[1,2]``. Raises NotebookError for a pair that cannot be parsed.
     """
     try:
         pairs = [word.partition("=") for word in shlex.split(_keep_lists(text))]

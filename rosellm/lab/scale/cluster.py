@@ -151,7 +151,7 @@ class Simulation:
         self._assign(Replica.resume)
 
     def serve(self) -> None:
-        """Until every request has come and left."""
+        """Run until every request is answered."""
         handle = {"round": self._round, "fail": self._fail, "back": self._back}
         while self._left < len(self._requests):
             if self._come < len(self._requests) and (
@@ -196,7 +196,7 @@ class Simulation:
                 self._push(seat.replica.now, "round", index, seat.life)
 
     def _round(self, index: int, life: int) -> None:
-        """What the last round gave is there; run the next one, unless nothing is left."""
+        """Deliver the last round, then run the next one unless the replica is idle."""
         seat = self._seats[index]
         if life != seat.life:
             return

@@ -115,7 +115,7 @@ class Replica:
         self._admit([request])
 
     def round(self) -> list[Request]:
-        """Begin a decode and a prefill, collect what has ended, deliver it at ``now``; who is finished."""
+        """Launch a decode and a prefill, deliver the ended steps at ``now``; return the finished requests."""
         has_decoded = self._rows > 0
         if has_decoded:
             self._decode()
@@ -147,7 +147,7 @@ class Replica:
         self._begin(seconds, rows, number, joining, finishes)
 
     def _prefill(self) -> bool:
-        """Within the budget, the rest of a cut prompt first; whether there was anything."""
+        """Prefill within the budget, the rest of a chunked prompt first; return whether any ran."""
         whole_budget, chunk = self.config.prefill_token_budget, self.config.prefill_chunk
         budget = min(whole_budget, chunk or whole_budget) if self._active else whole_budget
         whole: list[Request] = []

@@ -43,7 +43,7 @@ class StepModel:
     run_ahead: int = RUN_AHEAD
 
     def decode(self, rows: int, cached: int, longest: int = 0) -> float:
-        """See ``StepTimes``; the longest row does not matter to pieces of equal length."""
+        """See ``StepTimes``; ``longest`` has no effect, because attention is split into equal pieces."""
         fixed, each = self._decode_s[rows]
         return fixed + each * cached
 

@@ -33,10 +33,11 @@ class Sums:
         return end + max(0.0, end - at) / (last - before) * (n_bytes - last)
 
     def among(self, ranks: int) -> Sums:
-        """Planned, not measured: at each size the quicker of two ways, both told by what two ranks took.
+        """Plan for ``ranks`` ranks: at each size the faster of two algorithms, not measured.
 
-        Where every rank reads what each of the others has, the latency stays and bytes grow with the others;
-        in a ring latency grows with them, and bytes by their share ``2 (n - 1) / n`` (Patarasuk & Yuan 2009).
+        Both derive from the two measured ranks. If every rank reads the others' data, the latency stays and
+        bytes grow with the number of others; in a ring the latency grows with it, and bytes by their share
+        ``2 (n - 1) / n`` (Patarasuk & Yuan 2009).
         """
         latency, others = self.us[0], (ranks - 1) / (self.ranks - 1)
         share = others * self.ranks / ranks

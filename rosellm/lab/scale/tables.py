@@ -58,7 +58,6 @@ def step_rows(runs: Sequence[Run], checks: Iterable[Check]) -> list[Row]:
 
 
 def _told(check: Check | None) -> Row:
-    """Return the measured time, and the plan's relative error."""
     return [f"{check.measured:,.2f}", _signed(check.error)] if check else ["", ""]
 
 

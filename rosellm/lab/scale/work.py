@@ -51,13 +51,13 @@ class Cut:
         return rows * self.whole.d_model * self.itemsize
 
     def decode(self, rows: int, context: float) -> tuple[float, ...]:
-        """``DECODE_TERMS`` of a step of ``rows`` rows with ``context`` cached tokens each."""
+        """Return ``DECODE_TERMS`` of a step of ``rows`` rows with ``context`` cached tokens each."""
         floors = floors_us(self.part, rows, context, self.itemsize, self.ceiling)
         weights = floors["GEMM"] + floors["head"] / self.ranks
         return self.whole.n_layers, weights, weights * (rows > 1), floors["attention"], _activations(floors)
 
     def prefill(self, prompts: float, tokens: float) -> tuple[float, ...]:
-        """``PREFILL_TERMS`` of a pass of ``prompts`` prompts that have ``tokens`` together, each as many."""
+        """Return ``PREFILL_TERMS`` of a pass of ``prompts`` equally long prompts with ``tokens`` in total."""
         floors = prefill_floors_us(self.part, prompts, tokens / prompts, self.itemsize, self.ceiling)
         products = floors["GEMM"] + floors["head"] / self.ranks
         many = products * (tokens > MANY_TOKENS)

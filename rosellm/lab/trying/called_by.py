@@ -21,7 +21,6 @@ def _append(*names: str) -> Callable[[Recipe], bool]:
 
 
 def _stored_by(recipe: Recipe) -> str:
-    """Describe what stores a token."""
     if recipe.append == "fused":
         return "append_and_attend stores the new token itself (append='fused')"
     if recipe.append == "index_put":

@@ -109,11 +109,11 @@ class Buffer:
             yield self._outside(outside, expected.memory)
 
     def _at(self, window: Tensor, flat: Tensor) -> Tensor:
-        """The same window of another memory of this size."""
+        """Return the same window of another memory of this size."""
         return flat.as_strided(window.shape, window.stride(), window.storage_offset())
 
     def _outside(self, wrong: Tensor, expected: Tensor) -> str:
-        """Names the nearest operand and the distance from it, in elements."""
+        """Name the nearest operand and the distance from it, in elements."""
         first = int(wrong.nonzero()[0])
         ends = {name: self._ends(window) for name, window in self.windows.items()}
         name = min(ends, key=lambda one: max(ends[one][0] - first, first - ends[one][1], 0))
@@ -127,36 +127,36 @@ class Buffer:
 
     @staticmethod
     def _ends(window: Tensor) -> tuple[int, int]:
-        """The first and the last element in memory."""
+        """Return the offsets of the window's first and last element."""
         first, steps = int(window.storage_offset()), zip(window.shape, window.stride(), strict=True)
         return first, first + sum((int(n) - 1) * int(step) for n, step in steps)
 
 
 class Draw:
-    """Random operands of one call; the same for the same seed. ``buffers``: where they lie, in order."""
+    """Random operands of one call, reproducible by seed. ``buffers``: their memory, in order."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device, self.buffers = device, list[Buffer]()
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        """Standard normal numbers, fp32, on the host."""
+        """Return standard normal numbers, fp32, on the host."""
         return torch.randn(shape, generator=self.generator)
 
     def whole(self, low: int, high: int, *shape: int) -> Tensor:
-        """Whole numbers from low to high - 1, int64, on the host."""
+        """Return integers from low to high - 1, int64, on the host."""
         return torch.randint(low, high, shape, generator=self.generator)
 
     def order(self, n: int) -> Tensor:
-        """The numbers 0 to n - 1 in any order."""
+        """Return a random permutation of 0 to n - 1."""
         return torch.randperm(n, generator=self.generator)
 
     def put(self, name: str, values: Tensor, dtype: torch.dtype, on_host: bool = False) -> Tensor:
-        """``values`` between guards, as an operand called ``name``."""
+        """Place ``values`` between guards, as an operand called ``name``."""
         return self.name(name, self.lay(values, dtype, on_host))
 
     def lay(self, values: Tensor, dtype: torch.dtype, on_host: bool = False) -> Tensor:
-        """``values`` between guards, which repeat them; :meth:`name` then tells which parts are operands."""
+        """Place ``values`` between guards, which repeat them; :meth:`name` then marks parts as operands."""
         flat, guard = values.flatten().to(dtype), _guard(values.shape)
         around = flat.repeat(-(-guard // max(1, flat.numel())))[:guard]
         memory = torch.cat((around, flat, around))
@@ -168,12 +168,12 @@ class Draw:
         return memory[guard : guard + flat.numel()].view(values.shape)
 
     def name(self, name: str, window: Tensor) -> Tensor:
-        """Calls a part of what was laid last ``name``."""
+        """Register a part of the most recently placed values as the operand ``name``."""
         self.buffers[-1].windows[name] = window
         return window
 
     def state(self, rows: int, width: int, stop_tokens: tuple[int, ...] = ()) -> DeviceState:
-        """Rows of an engine's state, of ``width`` blocks each: every column is strided."""
+        """Return rows of an engine's state, with ``width`` blocks each: every column is strided."""
         made = DeviceState(rows, width, self.device, stop_tokens)
         state = made.of(self.put("state.rows", made.rows.cpu(), torch.int32))
         state.ring = self.put("state.ring", made.ring, torch.int32, on_host=True)
@@ -181,17 +181,17 @@ class Draw:
 
 
 def _guard(shape: tuple[int, ...]) -> int:
-    """Elements on either side of a tensor: some rows of it."""
+    """Return the number of guard elements on either side of a tensor: some of its rows."""
     row = torch.Size(shape[1:]).numel()
     return min(max(GUARD_ROWS * row, LEAST_GUARD), MOST_GUARD)
 
 
 class Allocations(TorchFunctionMode):
-    """While it is active, tensors that are made lie between guards, and those left empty are poisoned."""
+    """A mode in which new tensors lie between guards, and uninitialised ones are poisoned."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[Tensor] = []  # each with its guards, flat
+        self.made: list[Tensor] = []  # flat, including guards
         self._guards: list[int] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -209,7 +209,7 @@ class Allocations(TorchFunctionMode):
         return window
 
     def faults(self) -> Iterator[str]:
-        """A line for each tensor around which something was written."""
+        """Yield a line for each tensor with a write outside it."""
         for memory, guard in zip(self.made, self._guards, strict=True):
             touched = bits(memory) != POISON[memory.dtype.itemsize]
             touched[guard:-guard] = False

@@ -1,4 +1,4 @@
-"""Calls of the kernels of rows: embeddings, norms, products, and the end of a step."""
+"""Test cases for the kernels of rows: embeddings, norms, GEMMs, and the end of a step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rosellm.roseinfer.cache.device_state import ROUNDS
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS, NormPrologue
 
 VOCABULARY = 70
-MOST_PLACES = 1 << 20  # elements of a table of positions
+MOST_PLACES = 1 << 20  # elements of a position table
 
 
-# Between the products.
+# Between the GEMMs.
 
 
 def _embed(case: Case, draw: Draw) -> Operands:
-    """The first row has the last token at the last position."""
+    """Return operands in which the first row has the last token at the last position."""
     state, words = draw.state(case.rows, 3), max(VOCABULARY, case.outputs)
     places = min(case.positions, MOST_PLACES // case.width)
     for column, low, n in ((state.tokens, 0, words), (state.positions, -1, places)):
@@ -33,12 +33,12 @@ def _embed(case: Case, draw: Draw) -> Operands:
 
 
 def _normal_rows(case: Case, draw: Draw, width: int) -> Tensor:
-    """Rows of different mean and size."""
+    """Return rows of different mean and scale."""
     return draw.normal(case.rows, width) * (0.5 + draw.normal(case.rows, 1).abs()) + draw.normal(case.rows, 1)
 
 
 def _add_norm(case: Case, draw: Draw) -> Operands:
-    """Partial sums are fp32, a lone one of x's type; by options there is none, no bias, or no shift."""
+    """Return fp32 partial sums, or a single one of x's dtype; options omit the sums, bias or shift."""
     parts, width = (1, 4, 0)[case.option % 3], case.width
     made: Operands = {"x": draw.put("x", _normal_rows(case, draw, width), case.dtype)}
     given = {
@@ -58,7 +58,7 @@ def _silu_mul(case: Case, draw: Draw) -> Operands:
     return {"x": draw.put("x", draw.normal(case.rows, 2 * case.width), case.dtype)}
 
 
-# The products.
+# The GEMMs.
 
 
 def _product(case: Case, draw: Draw, rows: int) -> Operands:
@@ -83,7 +83,7 @@ def _few_rows_linear(case: Case, draw: Draw) -> Operands:
 
 
 def _prologue(case: Case, draw: Draw, weight: Tensor) -> NormPrologue:
-    """LayerNorm and RMSNorm in turn, each with a gain."""
+    """Return LayerNorm or RMSNorm by the case's option, each with a gain."""
     scale = draw.put("norm.scale", 1 + 0.3 * draw.normal(case.width), case.dtype)
     if case.option % 4 == 1:
         return NormPrologue(scale, EPS, gain=0.5)
@@ -99,7 +99,7 @@ def _some_rows_linear(case: Case, draw: Draw) -> Operands:
 
 
 def _best_tokens(case: Case, draw: Draw) -> Operands:
-    """With one row of the weight near each hidden state, so that no two logits nearly tie."""
+    """Return hidden states each close to one weight row, so that no two logits nearly tie."""
     hidden, weight = draw.normal(case.rows, case.width), draw.normal(case.outputs, case.width)
     near = draw.whole(0, case.outputs, case.rows)
     near[0] = case.outputs - 1
@@ -128,9 +128,9 @@ def _gumbel_noise(case: Case, draw: Draw) -> Operands:
 
 
 def _advance(case: Case, draw: Draw) -> Operands:
-    """Rows that go on, end by length, stop or without a token, and inert ones; equal values tie.
+    """Return rows that continue, end by length, stop, or have no token, and inert ones; equal values tie.
 
-    Many words are many tiles; the best of some rows is in the last.
+    A large vocabulary has many tiles; for some rows the best is in the last one.
     """
     rows, tiles, tokens = case.rows + 2, (max(3, case.outputs // 8), 1, 9)[case.option % 3], 12
     state = draw.state(rows, 3, (5, 7) if case.option % 2 else ())

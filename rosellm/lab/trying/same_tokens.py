@@ -1,4 +1,4 @@
-"""Whether an engine with other kernels gives the tokens of its rung, and how often it calls them."""
+"""Check that an engine with replaced kernels generates its rung's tokens, and count their calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.kv_append import AppendGate
 
-CLOSEST_CALL = 1e-3  # of two logits in fp32: below that, the order of a sum may decide
+CLOSEST_CALL = 1e-3  # smallest gap of two fp32 logits that summation order cannot reverse
 NEW_TOKENS, BLOCK_SIZE = 6, 16
-UNEQUAL, EQUAL = [2, 14, 20], [15, 15, 15]  # prompts that cross the edges of blocks
+UNEQUAL, EQUAL = [2, 14, 20], [15, 15, 15]  # prompts that cross block boundaries
 LONG = 300  # a prompt of several tiles of keys
 GREEDY = {"temperature": 0.0}
 SAMPLED: list[dict[str, Any]] = [
@@ -30,7 +30,7 @@ Replaced = Mapping[str, Callable[..., Any]]
 
 
 class Counted:
-    """A kernel, and how often it was called; an error of its own tells which it was."""
+    """A kernel that counts its calls and names itself in its errors."""
 
     def __init__(self, name: str, kernel: Callable[..., Any]) -> None:
         self.name, self.kernel, self.calls = name, kernel, 0
@@ -53,17 +53,18 @@ def same_tokens(
     models: Mapping[str, Transformer],
     context: int = LONG,
 ) -> dict[str, dict[str, int]]:
-    """Model → kernel → calls. Raises KernelError for other tokens, or a kernel that the first never calls.
+    """Return model → kernel → calls.
 
-    ours: the base rung's kernels. Each model runs unequal prompts, greedily. The first also runs equal ones,
-    partly sampled, and for kernels that read the cache a prompt of ``context`` tokens, or as many as fit.
+    ours: the base rung's kernels. Each model runs unequal prompts, greedily. The first also runs equal
+    prompts, partly sampled, and for kernels that read the cache a prompt of ``context`` tokens, or as many as
+    fit. Raises KernelError for different tokens, or a kernel that the first model never calls.
     """
     calls: dict[str, dict[str, int]] = {}
     for model_name, model in models.items():
         counted: dict[str, Any] = {one: Counted(one, kernel) for one, kernel in replaced.items()}
         mine = replace(ours, **counted)
         runs = [(UNEQUAL, [GREEDY])]
-        if not calls:  # once: interpreted, a run takes seconds
+        if not calls:  # only once: an interpreted run takes seconds
             runs.append((EQUAL, SAMPLED))
             if CACHED.keys() & replaced.keys():
                 runs.append(([min(context, model.config.n_positions - NEW_TOKENS)], [GREEDY]))
@@ -86,7 +87,7 @@ def same_tokens(
 def _generate(
     model: Transformer, base: str, kernels: Kernels, lengths: list[int], wishes: list[dict[str, Any]]
 ) -> list[list[int]]:
-    """New tokens of seeded prompts, a list each; requests take ``wishes`` in turn."""
+    """Return the new tokens of seeded prompts, one list each; requests cycle through ``wishes``."""
     prompts = make_prompts(len(lengths), lengths, model.config.vocab_size, seed=1)
     longest = max(lengths) + NEW_TOKENS
     engine = Engine(
@@ -117,7 +118,7 @@ def _is_close_call(
     found: list[list[int]],
     wishes: list[dict[str, Any]],
 ) -> bool:
-    """Whether greedy runs part where the base rung's best two logits nearly tie."""
+    """Return whether greedy runs diverge where the base rung's best two logits nearly tie."""
     if wishes != [GREEDY]:
         return False
     prompts = make_prompts(len(lengths), lengths, model.config.vocab_size, seed=1)

@@ -1,7 +1,7 @@
-"""A reader's own kernel as a rung: ``try_rung("my_idea", base="dependent_launch", add_norm=my_kernel)``.
+"""Try a reader's own kernel as a rung: ``try_rung("my_idea", base="dependent_launch", add_norm=my_kernel)``.
 
-Nothing of the package is edited. The kernel is checked against its specification, then the whole engine runs
-with it and must give the tokens of the rung below; then the steps of both are timed in turns.
+Nothing in the package is edited. The kernel is checked against its specification, then the whole engine runs
+with it and must generate the tokens of the base rung; then the steps of both are timed in alternation.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.recipe import LADDER, check_launch, get_rung
 
-GROUPED_MODEL = SHIPPED_MODELS[1]  # six query heads to two of keys and values, rotary embeddings, SwiGLU
+GROUPED_MODEL = SHIPPED_MODELS[1]  # six query and two KV heads, rotary embeddings, SwiGLU
 EFFORT: dict[str, dict[str, Any]] = {
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 3},
     "cuda": {"engines": 3, "seconds": 1.0, "turns": 5},
 }
-# What a kernel is to the work around it, in a ledger.
+# A kernel's role in a ledger, from the point of view of neighbouring work.
 ROLES = {
     "paged_attention_decode": "attention",
     "kv_append": "append",
@@ -72,11 +72,10 @@ Replaced = Mapping[str, Callable[..., Any]]
 
 @dataclass
 class TriedRung:
-    """A rung that passed: its kernels equal their specifications, and its tokens are those of ``base``.
+    """A rung that passed: its kernels match their specifications, and its tokens those of ``base``.
 
-    ours: the base rung's kernels as they are compared with; replaced: the reader's, by name. batch sequences
-    decode together, of ``context`` cached tokens in the middle of what is timed. calls: of each kernel in the
-    token check.
+    ours: the base rung's kernels, as compared with; replaced: the reader's, by name. batch: sequences per
+    step; context: cached tokens halfway through the timed steps. calls: of each kernel in the token check.
     """
 
     name: str
@@ -100,13 +99,16 @@ class TriedRung:
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether Triton's interpreter runs a kernel of either side: its time says nothing of a GPU."""
+        """Whether Triton's interpreter runs a kernel of either side: its time says nothing about a GPU."""
         base_is = self.model.device.type == "cpu" and self.ours.name == "triton"
         return base_is or any(verdict.interpreted for verdict in self.verdicts)
 
     @cached_property
     def step_times(self) -> dict[str, StepTimes]:
-        """A step of the base rung and of this one, timed in turns. Raises KernelError if interpreted."""
+        """The steps of the base rung and of this one, timed in alternation.
+
+        Raises KernelError if interpreted.
+        """
         if self.is_interpreted:
             raise KernelError(f"{self._untimed}; on a GPU it is timed")
         return measure_steps(
@@ -118,7 +120,7 @@ class TriedRung:
         )
 
     def steps(self) -> None:
-        """Both steps in µs; of an interpreted kernel one line."""
+        """Display both steps in µs; print one line for an interpreted kernel."""
         if self.is_interpreted:
             print(self._untimed)
             return
@@ -129,10 +131,10 @@ class TriedRung:
         show_table(["step, µs", "median", "fastest turn", "slowest turn"], rows, change)
 
     def ladder(self, workload: str = "W1") -> Chart:
-        """The recorded ladder's speeds relative to the base rung's, and beside it this one's, measured here.
+        """Chart the recorded ladder's speeds relative to the base rung, and this rung's, measured here.
 
-        Also the ladders of ``others`` relative to their own. On a CPU this rung has a row without a value:
-        its ratio would say nothing of a GPU.
+        Includes the ladders of ``others`` relative to their own base rung. On a CPU this rung has a row
+        without a value: its ratio would say nothing about a GPU.
         """
         recorded = {name: one.us for name, one in recorded_steps(self.results, workload).items()}
         if self.base not in recorded:
@@ -151,7 +153,7 @@ class TriedRung:
         return ladder_chart(speeds, f"× {self.base}", title=title, beside=self._beside(workload))
 
     def _beside(self, workload: str) -> dict[str, dict[str, float]]:
-        """Machine → rung → its speed relative to the base rung's; nothing by rung where that is not known."""
+        """Return machine → rung → its speed relative to the base rung's; {} for a machine without it."""
         beside: dict[str, dict[str, float]] = {}
         for results in self.others:
             steps: dict[str, StepTimes] = {}
@@ -163,7 +165,7 @@ class TriedRung:
         return beside
 
     def show_ladder(self, workload: str = "W1") -> None:
-        """Draw :meth:`ladder`; on a CPU one line, for a GPU's ladder has no place for its times."""
+        """Display :meth:`ladder`; print one line on a CPU, whose times do not belong on a GPU's ladder."""
         if self.model.device.type == "cpu":
             print(f"{self.name} has no place on the ladder of {self.results.device_name}: it ran on a CPU")
         else:
@@ -171,10 +173,10 @@ class TriedRung:
 
     @cached_property
     def ledgers(self) -> tuple[Ledger, Ledger]:
-        """The base rung's step and this one's, cause by cause; replaced kernels have rows of their own.
+        """The ledgers of the base rung's step and of this one; replaced kernels have separate rows.
 
-        On a GPU a Triton kernel is known by its name. One of torch's operators is told apart where the host
-        launches them, not in a captured graph.
+        On a GPU a Triton kernel is identified by its name. A kernel of torch operators is identified only
+        where the host launches them, not in a captured graph.
         """
         if self.is_interpreted:
             raise KernelError(f"{self._untimed}; a ledger of it needs a GPU")
@@ -183,14 +185,14 @@ class TriedRung:
         return old, new
 
     def ledger(self) -> None:
-        """This rung's ledger; of an interpreted kernel one line."""
+        """Display this rung's ledger; print one line for an interpreted kernel."""
         if self.is_interpreted:
             print(self._untimed)
         else:
             display(self.ledgers[1])
 
     def waterfall(self) -> None:
-        """From the base rung's step to this one's, cause by cause; of an interpreted kernel one line."""
+        """Chart the change from the base rung's step by cause; print one line for an interpreted kernel."""
         if self.is_interpreted:
             print(self._untimed)
         else:
@@ -250,17 +252,17 @@ def try_rung(
     record: str = REFERENCE,
     **kernels: Callable[..., Any],
 ) -> TriedRung:
-    """The rung ``base`` with ``kernels`` replaced, under a name of its own, once they have proved right.
+    """Return the rung ``base`` with ``kernels`` replaced, under the name ``name``, if they are correct.
 
-    kernels: functions called like the specifications of the same names in ``kernels.table.Kernels``, in
+    kernels: functions with the interface of the equally named specifications in ``kernels.table.Kernels``, in
     Triton or plain torch. First each is checked against its specification (:func:`check_kernel`; seed None
-    draws new inputs each time). Then the engine runs with them, in fp32, on the model and on a small one of
-    grouped queries, greedily and with sampling: its tokens must be the base rung's, and each kernel must have
-    been called. batch, context: of the steps that are then timed; a context of that many tokens is checked,
-    too. record: folders of records to stand beside, as for ``open_rung``.
+    draws new inputs each time). Then the engine runs with them, in fp32, on the model and on a small one with
+    grouped queries, greedily and with sampling: its tokens must equal the base rung's, and each kernel must
+    be called. batch, context: of the steps that are then timed; a context of that many tokens is checked,
+    too. record: record folders to compare with, as in ``open_rung``.
 
     Raises KernelError for a kernel that is wrong or that the base rung never calls, RecipeError for an
-    unknown rung or a base that this device or model cannot run, ParameterError.
+    unknown rung or a base that this device or model cannot run, or ParameterError.
     """
     base = get_rung(base)
     _check_names(name, base, kernels)
@@ -278,7 +280,7 @@ def try_rung(
 
 
 def _proved(kernels: Replaced, model: Transformer, seed: int | None, context: int) -> tuple[Verdict, ...]:
-    """Of all kernels. Raises KernelError if one is wrong."""
+    """Check all kernels. Raises KernelError if one is wrong."""
     asked: dict[str, Any] = {"seed": seed, "device": model.device, "context": context}
     asked |= {"model": model.config, "dtype": model.dtype}
     verdicts = tuple(check_kernel(name, kernel, **asked) for name, kernel in kernels.items())
@@ -288,7 +290,7 @@ def _proved(kernels: Replaced, model: Transformer, seed: int | None, context: in
 
 
 def _served(base: str, model: str, device: str, load_format: str) -> dict[str, Transformer]:
-    """In fp32 the model and, if the rung serves it, the one of grouped queries."""
+    """Return the model in fp32 and, if the rung supports it, the one with grouped queries."""
     served = {model: get_model(model, device, "float32", load_format)}
     if model != GROUPED_MODEL and _serves(base, grouped := get_model(GROUPED_MODEL, device, "float32")):
         served[GROUPED_MODEL] = grouped
@@ -315,9 +317,9 @@ def _serves(base: str, model: Transformer) -> bool:
 
 
 def _one_by_one(base: str, device: torch.device) -> Kernels:
-    """The base rung's kernels; torch's are called one by one, as Triton's are.
+    """Return the base rung's kernels; torch's are called one by one, like Triton's.
 
-    On a CPU an engine otherwise packs weights for oneDNN, or computes what layers share once a step. (The
+    Otherwise an engine on a CPU packs weights for oneDNN, or computes what layers share once per step. (The
     persistent rung has no such form there.)
     """
     kernels = choose_kernels("auto", LADDER[base].launch, device)
@@ -327,5 +329,5 @@ def _one_by_one(base: str, device: torch.device) -> Kernels:
 
 
 def _alone(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which the engine then does not know."""
+    """Wrap the function so that the engine does not recognise it."""
     return lambda **operands: kernel(**operands)
