@@ -63,7 +63,7 @@ class Recipe:
     head: Literal["logits", "fused"] = "logits"
     gemm: Literal["library", "small_m", "persistent"] = "library"
     numerics: Literal["fast", "invariant"] = "fast"
-    all_reduce: Literal["library", "symmetric", "one_shot"] = "library"  # of several ranks only
+    all_reduce: Literal["library", "one_shot"] = "library"  # of several ranks only
 
     def __post_init__(self) -> None:
         for name, allowed in recipe_choices().items():
@@ -94,8 +94,6 @@ class Recipe:
 
     def check_sums(self, device: torch.device, kernels: Kernels) -> None:
         """Raise ``RecipeError``, with the reason, if several ranks cannot sum so on such a device."""
-        if self.all_reduce == "symmetric" and device.type != "cuda":
-            raise RecipeError("all_reduce='symmetric' is of GPUs' memory; on a CPU use 'library'")
         if self.all_reduce == "one_shot" and kernels.name != "triton":
             raise RecipeError("all_reduce='one_shot' is a Triton kernel; kernels='torch' have 'library'")
 
@@ -167,7 +165,6 @@ _RULES = (
     _rule("gemm=persistent", "its one kernel holds whole layers", append="fused"),
     _rule("launch=dependent", "a chain of kernels overlaps within one captured step", step="resident"),
     _rule("numerics=invariant", _ONE_ORDER, prefill="packed", attention="paged", append="fused"),
-    _rule("all_reduce=symmetric", "the plain model sums where its projections are", norm="fused"),
     _rule("all_reduce=one_shot", "its kernel takes the norm, too", norm="fused"),
     _rule("numerics=invariant", _ONE_ORDER, head="fused", gemm="small_m"),
 )

@@ -21,17 +21,13 @@ SHARED = Path("/dev/shm")
 class PeerMemory:
     """own: this rank's bytes, uint8, zeros at first. addresses: of all ranks' bytes, int64 ``[size]``.
 
-    others: the other ranks' bytes. name: by which torch's operators on symmetric memory know the group; empty
-    on a CPU. pads: with it, this rank's and the others' flags of those operators. group: which is known by
-    that name while it lives.
+    others: the other ranks' bytes. group: on GPUs the process group of the rendezvous, which must outlive it.
     """
 
     part: Part
     own: Tensor
     addresses: Tensor
     others: list[Tensor]
-    name: str = ""
-    pads: tuple[list[Tensor], list[Tensor]] = ([], [])
     group: dist.ProcessGroup | None = None
 
     def release(self) -> None:
@@ -40,9 +36,8 @@ class PeerMemory:
         A kernel waits for a flag of its own to become 1, or for another rank's to become 0.
         """
         with torch.cuda.stream(torch.cuda.Stream(self.own.device)):
-            for ours in (self.own, *self.pads[0]):
-                ours.view(torch.int32).fill_(1)
-            for theirs in (*self.others, *self.pads[1]):
+            self.own.view(torch.int32).fill_(1)
+            for theirs in self.others:
                 theirs.view(torch.int32).zero_()
             torch.cuda.current_stream().synchronize()
 
@@ -77,16 +72,14 @@ def share_gpus(
         store.set("name", f"rosellm-{os.urandom(8).hex()}")
     name = store.get("name").decode()
     Symmetric.set_group_info(name, part.rank, part.size, store)
-    group = _registered(name, store, part, backend)  # where that is not what torch looks at
+    group = _registered(name, store, part, backend)  # rendezvous resolves the name to a group
     own = Symmetric.empty_strided_p2p((n_bytes,), (1,), torch.uint8, device, name)
     own.zero_()
     torch.cuda.synchronize(device)
     met = Symmetric.rendezvous(own, name)
     theirs = [met.get_buffer(rank, (n_bytes,), torch.uint8) for rank in range(part.size)]
     addresses = torch.tensor([one.data_ptr() for one in theirs], dtype=torch.int64, device=device)
-    pads = [met.get_signal_pad(rank) for rank in range(part.size)]
-    flags = [pads[part.rank]], _others(pads, part)
-    return PeerMemory(part, own, addresses, _others(theirs, part), name, flags, group)
+    return PeerMemory(part, own, addresses, _others(theirs, part), group)
 
 
 def _registered(name: str, store: dist.Store, part: Part, backend: dist.Backend) -> Any:
