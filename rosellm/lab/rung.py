@@ -8,7 +8,6 @@ those of any other machine that the reader chose.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +21,8 @@ from rosellm.errors import RecipeError, RoseError
 from rosellm.lab.figures import compare as pair
 from rosellm.lab.figures.charts import show, show_table, text_table
 from rosellm.lab.figures.compare import say
-from rosellm.lab.figures.flow import flow
 from rosellm.lab.figures.source import show_pair, show_source
+from rosellm.lab.figures.svg import Picture
 from rosellm.lab.figures.widgets import Control, explore
 from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records.bench import Bench, Run, compare, get_model, make_prompts
@@ -78,12 +77,11 @@ class Rung(RecordedPair):
         return ""
 
     def flow(self, name: str | None = None) -> None:
-        """The figure of the data flow: ``notebooks/flows/NAME.toml``, by default the rung's."""
-        path = results_folder().parent / "flows" / f"{name or self.after}.toml"
+        """Display the figure of the data flow, ``notebooks/flows/NAME.svg``, by default the rung's."""
+        path = results_folder().parent / "flows" / f"{name or self.after}.svg"
         if not path.is_file():
             raise RecordError(f"there is no figure flows/{path.name} beside the notebooks")
-        drawn = tomllib.loads(path.read_text(encoding="utf-8"))
-        display(flow(drawn["lanes"], [tuple(arrow) for arrow in drawn["arrows"]], drawn["title"]))
+        display(Picture(path.read_text(encoding="utf-8").rstrip()))
 
     def source(self, *objects: Any, only: tuple[str, ...] = ()) -> None:
         """The package's source of functions, kernels, or the members ``only`` of classes."""
