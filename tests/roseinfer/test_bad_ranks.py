@@ -30,7 +30,7 @@ REFUSED = {
         "needs prefill=",
         {"recipe": replace(LADDER["packed_prefill"], prefill="padded")},
     ),
-    "symmetric": (RecipeError, "is of GPUs' memory", {"recipe": replace(BEST, all_reduce="symmetric")}),
+    "symmetric": (RecipeError, "requires CUDA", {"recipe": replace(BEST, all_reduce="symmetric")}),
     "one_shot": (RecipeError, "is a Triton kernel", {"recipe": replace(BEST, all_reduce="one_shot")}),
     "rung": (RecipeError, "rung 'fast' is unknown", {"rung": "fast"}),
     "device": (DeviceError, "device 'tpu' is unknown", {"device": "tpu"}),

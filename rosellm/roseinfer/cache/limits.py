@@ -43,7 +43,7 @@ class Limits:
         if needed > self.num_kv_blocks:
             raise PromptError(
                 f"the request needs {needed} KV blocks of {self.block_size} tokens "
-                f"a layer; the cache has {self.num_kv_blocks}"
+                f"per layer; the cache has {self.num_kv_blocks}"
             )
 
 
