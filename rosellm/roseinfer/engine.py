@@ -153,7 +153,7 @@ class Engine(Owned):
         for run in tqdm(runs, "warm-up", unit=" runs", delay=1, disable=not runs):
             run()
         if runs and self.device.type == "cuda":
-            GPUMemory(self.device).settle()  # what was run before its capture keeps memory of its own
+            GPUMemory(self.device).settle()  # frees memory cached by the runs before each capture
         self._n_warmed = self.step.n_captured
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

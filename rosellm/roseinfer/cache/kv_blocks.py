@@ -197,7 +197,7 @@ class KVBlockManager:
         return (len(block_ids) - 1) * self.block_size + self._infos[block_ids[-1]].length
 
     def clone_block(self, block_id: int, length: int) -> int:
-        """A private copy of a block's first ``length`` tokens, in every layer of its pool.
+        """Return a private copy of a block's first ``length`` tokens, in every layer of its pool.
 
         The original loses one holder.
         """
