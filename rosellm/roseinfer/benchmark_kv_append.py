@@ -1,12 +1,12 @@
-"""Time the KV append of one layer, variant by variant.
+"""Time the KV append of one layer for each variant.
 
 On a GPU: device time per call, from replays of a CUDA graph of many calls, and wall time of eager calls.
 "rotating" calls write different slots from different tensors each time, so that neither stays in the L2
 cache; "same" calls repeat one. On a CPU: wall time of the torch versions; Triton's interpreter is not timed.
 The floor is the bytes that an append must move divided by the copy bandwidth measured in the same run. Every
-variant is first checked bit for bit against the specification.
+variant is first compared with the specification bit for bit.
 
-A line per batch size is printed as soon as it is measured: the baseline is index_put, "triton" the generic
+One line per batch size is printed as soon as it is measured: the baseline is index_put, "triton" the generic
 append (on a CPU its torch version). The table of all variants comes last.
 """
 
@@ -43,7 +43,7 @@ CALLS = {"cuda": 50, "cpu": 5}
 ROTATED_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
 COPY_BYTES = 256 << 20
 MOST_ROWS = 1 << 40
-POISON = {2: 0x7E5A, 4: 0x7FC5A5A5}  # a NaN's bits by element size: marks slots never written
+POISON = {2: 0x7E5A, 4: 0x7FC5A5A5}  # bits of a NaN by element size; marks unwritten slots
 BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -69,7 +69,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Operands:
-    """What one call reads and writes; row b goes to slot ``pos`` of its own block ``block_idx[b]``."""
+    """Inputs and outputs of one call; row b goes to slot ``pos`` of its own block ``block_idx[b]``."""
 
     caches: dict[str, Tensor]  # k_cache_layer, v_cache_layer [N_BLOCKS = B, H, BLOCK_SIZE, D]
     news: dict[str, Tensor]  # key_new, value_new [B, H, D]
@@ -79,7 +79,7 @@ class Operands:
     pos: int
 
     def bind(self, variant: str, kernels: Kernels) -> Callable[[], None]:
-        """A call of ``variant`` without arguments; its index tensors are made beforehand."""
+        """Return a call of ``variant`` without arguments; its index tensors are made beforehand."""
         operands = self.caches | self.news
         rows, blocks, pos = self.batch_idx, self.block_idx, self.pos_tensor
         if variant == "index_put":
@@ -96,7 +96,7 @@ VARIANTS = ("index_put", "generic", "full_batch", "identity_pos")
 
 
 def make_caches(shape: Shape) -> dict[str, Tensor]:
-    """A layer's K and V cache, poisoned."""
+    """Return a layer's K and V cache, filled with poison."""
     bits = BITS[shape.dtype.itemsize]
     poison = POISON[shape.dtype.itemsize]
     return {
@@ -106,7 +106,7 @@ def make_caches(shape: Shape) -> dict[str, Tensor]:
 
 
 def make_operands(shape: Shape, n_sets: int, seed: int = 0) -> list[Operands]:
-    """Sets that share no slot and no input; one cache serves BLOCK_SIZE of them."""
+    """Return operand sets that share no slot and no input; one cache serves BLOCK_SIZE of them."""
     device, generator = shape.device, torch.Generator(device=shape.device).manual_seed(seed)
     new = partial(torch.randn, shape.batch, shape.n_heads, shape.head_dim, dtype=shape.dtype, device=device)
     sets = []
@@ -122,7 +122,7 @@ def make_operands(shape: Shape, n_sets: int, seed: int = 0) -> list[Operands]:
 
 
 def check_variant(variant: str, operands: Operands, kernels: Kernels, shape: Shape) -> None:
-    """Raise AssertionError unless ``variant`` leaves poisoned caches with the bits of the specification."""
+    """Raise ``AssertionError`` unless ``variant`` writes exactly the bits of the specification."""
     found, wanted = make_caches(shape), make_caches(shape)
     indices = {"batch_idx": operands.batch_idx, "block_idx": operands.block_idx, "pos": operands.pos_tensor}
     kv_append_ref(**wanted, **operands.news, **{name: index.long() for name, index in indices.items()})
@@ -134,7 +134,7 @@ def check_variant(variant: str, operands: Operands, kernels: Kernels, shape: Sha
 
 
 def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
-    """Device seconds per call, one value per replay of a CUDA graph of all ``calls``."""
+    """Return device seconds per call, one value per replay of a CUDA graph of all ``calls``."""
 
     def run() -> None:
         for call in calls:
@@ -146,7 +146,10 @@ def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
 
 
 def wall_times(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[float]:
-    """Wall seconds per call, launched one by one from Python, one synchronisation; one value per repeat."""
+    """Return wall seconds per call, one value per repeat.
+
+    Each repeat launches all calls from Python and synchronizes once.
+    """
     _synchronize(device)
     times = []
     for _ in range(repeats + 1):
@@ -159,7 +162,7 @@ def wall_times(calls: Sequence[Callable[[], object]], repeats: int, device: torc
 
 
 def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
-    """Bytes per second, reads and writes both counted, of a copy of ``COPY_BYTES``; one value per repeat."""
+    """Return bytes per second, reads plus writes, of a ``COPY_BYTES`` copy; one value per repeat."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     copy = partial(target.copy_, source)
@@ -169,7 +172,7 @@ def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
 
 
 def _device_times(run: Callable[[], object], repeats: int) -> list[float]:
-    """A GPU's seconds per run, one value per repeat."""
+    """Return GPU seconds per run, one value per repeat."""
     times = []
     for _ in range(repeats):
         start = Clock(on_gpu=True)
@@ -188,7 +191,7 @@ def _synchronize(device: torch.device) -> None:
 def time_variant(
     variant: str, sets: list[Operands], kernels: Kernels, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds per call of every repeat, by timing method."""
+    """Return seconds per call for every repeat, by timing method."""
     device = sets[0].block_idx.device
     bound = [operands.bind(variant, kernels) for operands in sets]
     n_calls = CALLS[device.type]
@@ -201,7 +204,7 @@ def time_variant(
 
 
 def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float) -> list[dict[str, Any]]:
-    """One row per variant: raw times and medians in seconds, and the floor."""
+    """Return one row per variant: raw times and medians in seconds, and the floor."""
     sets = make_operands(shape, max(2, -(-ROTATED_BYTES[shape.device.type] // shape.bytes_moved)))
     size = {"bytes_moved": shape.bytes_moved, "floor_s": shape.bytes_moved / bandwidth}
     rows = []
@@ -241,7 +244,7 @@ def measure(options: Namespace) -> dict[str, Any]:
 
 
 def gain_line(rows: list[dict[str, Any]]) -> str:
-    """Speedup of the generic append (on a CPU its torch version) over ``index_put`` at one batch size."""
+    """Format the generic append's speedup over ``index_put`` at one batch size."""
     way = gain_way(rows)
     seconds = {row["variant"]: row["medians_s"][way] for row in rows}
     baseline, triton = seconds["index_put"], seconds["generic"]
@@ -250,12 +253,12 @@ def gain_line(rows: list[dict[str, Any]]) -> str:
 
 
 def gain_way(rows: list[dict[str, Any]]) -> str:
-    """The timing method that speedups refer to: device time if there is one."""
+    """Return the timing method that speedups refer to: device time if available."""
     return "device_rotating" if "device_rotating" in rows[0]["medians_s"] else "wall"
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """A line per row: microseconds per call, speedup over ``index_put`` at the same batch size, the floor."""
+    """Format microseconds per call, speedup over ``index_put`` at the same batch size, and the floor."""
     ways, way = list(rows[0]["medians_s"]), gain_way(rows)
     baselines = {row["batch_size"]: row["medians_s"][way] for row in rows if row["variant"] == "index_put"}
     titles = "".join(f"{name.replace('_', ' ') + ' us':>20}" for name in ways)
@@ -269,7 +272,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def run(argv: list[str] | None) -> None:
-    """Parse, measure, and write the record if requested."""
+    """Parse the options, measure, and write the record if requested."""
     options = _parser().parse_args(argv)
     record = measure(options)
     if options.json:

@@ -1,7 +1,7 @@
-"""Run workloads through rivals: ours, transformers or vLLM.
+"""Run workloads through rivals: rosellm, transformers or vLLM.
 
 Every rival gets the same prompts as token ids, all at once, and generates as the workload says, ignoring end
-of sequence; streaming workloads are run this way too. One clock runs from the call until the token ids of all
+of sequence; streaming workloads are run this way too. The clock runs from the call until the token ids of all
 requests are on the host. Rivals named together load the same weights into one process and alternate run by
 run, so that background load affects all of them; vllm runs only alone.
 """
@@ -53,7 +53,7 @@ class TimedRun:
 def run_in_turns(
     rivals: dict[str, Rival], task: Task, warmup_runs: int = 1, repeat_runs: int = 3
 ) -> dict[str, list[TimedRun]]:
-    """Run 1 of every rival, then run 2, and so on, warm-up runs first; the measured runs of each.
+    """Run every rival once, then again, and so on, after warm-up runs; return the measured runs of each.
 
     Times are in seconds, throughputs in tokens per second, memory in bytes: the peak allocated on the GPU by
     this process, other rivals' models included, or None if another process allocates it.
@@ -80,7 +80,7 @@ def _timed_run(rival: Rival, task: Task) -> TimedRun:
 
 
 def _check_complete(tokens: list[list[int]], task: Task) -> None:
-    """A rival that ends a request early would look fast."""
+    """Raise ``RuntimeError`` if a rival ended a request early, which would make it look fast."""
     wanted = new_tokens(task.options)
     if [len(row) for row in tokens] != wanted:
         raise RuntimeError(f"{sum(map(len, tokens))} tokens were generated, {sum(wanted)} were requested")
@@ -89,7 +89,7 @@ def _check_complete(tokens: list[list[int]], task: Task) -> None:
 def measure_workload(
     task: Task, names: list[str], config: Arch, warmup_runs: int, repeat_runs: int
 ) -> dict[str, dict[str, Any]]:
-    """One record per rival, in the order of ``names``; the rivals are closed afterwards."""
+    """Return one record per rival, in the order of ``names``; the rivals are closed afterwards."""
     with ExitStack() as cleanup:
         cleanup.callback(_free_memory)
         rivals: dict[str, Rival] = {}
@@ -110,7 +110,7 @@ def measure_workload(
 
 
 def _facts(task: Task, config: Arch) -> dict[str, Any]:
-    """The facts shared by all rivals."""
+    """Return the facts shared by all rivals."""
     return {
         **bench_options.request_facts(task.options),
         "form": "offline",
@@ -123,19 +123,19 @@ def _facts(task: Task, config: Arch) -> dict[str, Any]:
 
 
 def _share_equal(mine: list[TimedRun], theirs: list[TimedRun]) -> float:
-    """Share of positions at which the first measured runs of two rivals have the same token."""
+    """Return the share of equal tokens, position by position, in two rivals' first measured runs."""
     ours, others = (list(chain.from_iterable(runs[0].tokens)) for runs in (mine, theirs))
     return float(np.mean(np.array(ours) == np.array(others)))
 
 
 def _free_memory() -> None:
-    """Free one workload's rivals before the next one's load."""
+    """Free one workload's rivals before the next ones are loaded."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def comparison(records: Iterable[dict[str, Any]]) -> list[str]:
-    """A line per record: median, lowest and highest tokens/s, and the ratio to its workload's first rival."""
+    """Format median, lowest and highest tokens/s per record, and the ratio to the first rival."""
     lines = [f"{'':4} {'rival':14} {'tokens/s':>11} {'lowest':>11} {'highest':>11} {'ratio':>7}"]
     first: dict[str, float] = {}
     for record in records:
@@ -150,7 +150,7 @@ def comparison(records: Iterable[dict[str, Any]]) -> list[str]:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Check all options, then measure workload by workload and compare."""
+    """Check all options, then measure each workload and print the comparison."""
     options = parse_options(argv)
     device = resolve_device(options.device)
     check_rivals(options.rival, device)
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _of_workload(name: str, task: Task, config: Arch, tokenizer: AnyTokenizer) -> Task:
-    """``task`` with a workload's sizes and prompts. ``PromptError`` if those exceed the model's positions."""
+    """Return ``task`` with a workload's sizes and prompts; raise ``PromptError`` if they are too long."""
     options = workload_options(task.options, name)
     prompts = encode_prompts(make_prompts(options, config.vocab_size), tokenizer)
     longest = max(map(len, prompts))
@@ -182,7 +182,7 @@ def _of_workload(name: str, task: Task, config: Arch, tokenizer: AnyTokenizer) -
 
 
 def _measure_and_write(task: Task, options: Namespace, config: Arch) -> Iterable[dict[str, Any]]:
-    """A workload's records, each written as soon as it is measured."""
+    """Return a workload's records, writing them as soon as it is measured."""
     sizes = task.options
     print(
         f"{sizes.workload}: {sizes.num_requests} requests, {sizes.max_new_tokens} new tokens each, "
@@ -197,7 +197,7 @@ def _measure_and_write(task: Task, options: Namespace, config: Arch) -> Iterable
 
 
 def workload_options(options: Namespace, name: str) -> Namespace:
-    """The command's options with the sizes of workload ``name``, except overridden ones."""
+    """Return the command's options with the sizes of workload ``name``, except overridden ones."""
     given = {key: value for key, value in vars(options).items() if key not in ("output", "workloads")}
     overrides = {key: given[key] for key in OVERRIDES if given[key] is not None}
     fixed = {"workload": name, "seed": 0, "block_size": 64}
@@ -205,10 +205,10 @@ def workload_options(options: Namespace, name: str) -> Namespace:
 
 
 def parse_options(argv: list[str] | None = None) -> Namespace:
-    """This command's options; None reads the command line."""
+    """Parse this command's options; None reads the command line."""
     options = _parser().parse_args(argv)
     if options.rung is not None and "rosellm" not in options.rival:
-        raise OptionError("--rung is an option of rival rosellm, which is not among those named")
+        raise OptionError("--rung applies to rival rosellm, which is not selected")
     get_rung(options.rung)
     return options
 
@@ -222,7 +222,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """An argparse type: comma-separated names, each of ``known``, none twice."""
+    """An argparse type: comma-separated names, each one of ``known``, without repeats."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")
@@ -230,7 +230,7 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
         if unknown:
             raise ArgumentTypeError(f"{unknown[0]!r} is unknown; use {', '.join(known)}")
         if len(set(names)) < len(names):
-            raise ArgumentTypeError(f"{text!r} names one twice")
+            raise ArgumentTypeError(f"{text!r} repeats a name")
         return names
 
     return parse

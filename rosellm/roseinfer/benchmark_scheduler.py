@@ -1,8 +1,8 @@
 """Measure a scheduler on a batch of requests.
 
-Decode throughput is tokens from decode steps over time spent in decode steps, on the device if that runs on
-its own; a request's first token comes from its prefill. Total throughput is all completion tokens, counted as
-ids, over the whole run.
+Decode throughput is tokens from decode steps over time spent in decode steps, measured on the device if it
+runs the step by itself; a request's first token comes from its prefill. Total throughput is all completion
+tokens over the whole run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineSchedule
 def run_scheduler_benchmark(
     job: Job, warmup_runs: int = 1, repeat_runs: int = 3, mode: str = "online"
 ) -> dict[str, Any]:
-    """Serve the job's requests repeatedly: every measured run's raw figures, their medians and means.
+    """Serve the job's requests repeatedly; return each run's raw figures, medians and means.
 
     mode: "naive" (one request after another, each timed from its own start), "offline" or "online" (all
     requests arrive at once). Text prompts are tokenized within the measured time. Times are in seconds,
@@ -65,7 +65,7 @@ Params = SamplingParams | list[SamplingParams]
 
 
 class _StepTimes(OnlineScheduler):
-    """Keeps the seconds of each of its decode steps."""
+    """A scheduler that records the seconds of each of its decode steps."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None) -> None:
         super().__init__(engine, config)
@@ -111,7 +111,7 @@ SUMMARY = (
 
 
 def summary(result: dict[str, Any]) -> list[str]:
-    """Over the measured runs: the median of each run's p50, and the mean of each run's mean."""
+    """Report the median over runs of each p50, and the mean over runs of each mean."""
     medians, means = result["medians"], result["means"]
     return [
         summary_line(f"{title} p50/mean", (medians.get(p50), means.get(mean)), unit)

@@ -3,13 +3,14 @@
 Requests are submitted to a streaming manager; one thread consumes all of their text, as a server's event loop
 would. TTFT, TPOT and ITL run from submission to delivery by the manager.
 
-Requests arrive all at once, at the times of a Poisson process (--request-rate) or as a trace says. With a
+Requests arrive all at once, at the times of a Poisson process (--request-rate) or as in a trace. With a
 stream interval of N, tokens are delivered N at a time. Total throughput is all completion tokens over the
-time from the first submission to the last token. Goodput counts only the requests, a second, whose first
-token comes within --ttft-limit-ms of the time they were due, and every further one within --itl-limit-ms of
-the one before. The record also has how late each submission was, and the length of the queue over the run.
-With --long-prompt-tokens one more request, of that many prompt tokens, arrives while the others run; their
-ITL beside and apart from its prefill is measured twice: in chunks of --prefill-chunk, and as one whole.
+time from the first submission to the last token. Goodput is the requests per second whose first token comes
+within --ttft-limit-ms of the time they were due, and every further one within --itl-limit-ms of the one
+before. The record also has each submission's lag and the queue's length over the run. With
+--long-prompt-tokens one more request, of that many prompt tokens, arrives while the others run; their ITL
+during its prefill ("beside") and outside it ("apart") is measured twice: with chunks of --prefill-chunk, and
+with the whole prompt at once.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ METRICS = {
 
 @dataclass(frozen=True)
 class StreamingLoad:
-    """How requests arrive, how text is delivered, and within what limits it should be.
+    """How requests arrive, how text is delivered, and the latency limits for goodput.
 
     times: when each request is due, in seconds from the start; None: all at once. ttft_limit_s and
-    itl_limit_s: as for ``arrivals.goodput``. ends_with_long_prompt: the last request is the one whose
-    prefill the others are observed beside.
+    itl_limit_s: as in ``arrivals.goodput``. ends_with_long_prompt: the last request is the long prompt whose
+    effect on the others' ITL is measured.
     """
 
     tokenize_workers: int = 0
@@ -77,7 +78,7 @@ class StreamingLoad:
 def run_streaming_benchmark(
     job: Job, load: StreamingLoad | None = None, warmup_runs: int = 1, repeat_runs: int = 3
 ) -> dict[str, Any]:
-    """Serve the job's requests repeatedly: every measured run's raw figures, their medians and means.
+    """Serve the job's requests repeatedly; return each run's raw figures, medians and means.
 
     Times are in seconds, throughputs in tokens per second, memory in bytes.
     """
@@ -123,7 +124,10 @@ def _submit(
     times: tuple[float, ...],
     inbox: SimpleQueue,
 ) -> tuple[list[int], list[float]]:
-    """Submit each request at its time; ids and lags. If one is refused, tell the reader that no more come."""
+    """Submit each request at its time; return ids and lags.
+
+    If one is refused, the reader receives an end marker for every request, so that it stops.
+    """
     request_ids: list[int] = []
 
     def submit(index: int) -> None:
@@ -139,7 +143,7 @@ def _submit(
 
 
 def _results(manager: StreamingManager, request_ids: list[int]) -> list[RequestOutput]:
-    """The results of the requests, all of which have ended. Raises RoseError if one of them failed."""
+    """Return the results of the requests, which have all ended. Raises ``RoseError`` if one failed."""
     outputs = []
     for number, request_id in enumerate(request_ids, 1):
         try:
@@ -150,14 +154,14 @@ def _results(manager: StreamingManager, request_ids: list[int]) -> list[RequestO
 
 
 def _read(inbox: SimpleQueue, n_requests: int) -> None:
-    """The client: one thread that consumes every request's text until all have ended."""
+    """Consume every request's text on one thread until all have ended."""
     while n_requests:
         _, piece = inbox.get()
         n_requests -= piece is None
 
 
 def summary(result: dict[str, Any]) -> list[str]:
-    """Medians over the measured runs, of a run's percentiles if it has some."""
+    """Report medians over the measured runs, including those of each run's percentiles."""
     medians = result["medians"]
     percentiles = [
         summary_line(f"{title} p50/p95/p99", [medians.get(f"{name}_p{p}_s") for p in PERCENTS], unit)
@@ -188,7 +192,7 @@ def _goodput_lines(medians: dict[str, float]) -> list[str]:
 
 
 def _milliseconds(text: str) -> float:
-    """An argparse type: a duration of 0 to a day."""
+    """An argparse type: a duration from 0 to a day."""
     try:
         value = float(text)
     except ValueError:
@@ -201,7 +205,7 @@ def _milliseconds(text: str) -> float:
 
 
 def _rate(text: str) -> float | None:
-    """An argparse type: requests a second; None stands for inf."""
+    """An argparse type: requests per second; inf becomes None."""
     try:
         value = float(text)
     except ValueError:
@@ -214,7 +218,10 @@ def _rate(text: str) -> float | None:
 
 
 def _arrival_times(options: Namespace) -> tuple[float, ...] | None:
-    """When requests are due. Raises ``OptionError`` if several options say so, or if it takes over a day."""
+    """Return when requests are due, or None for all at once.
+
+    Raises ``OptionError`` if several options set it, or if it exceeds a day.
+    """
     given = {
         "--request-rate": options.request_rate,
         "--trace": options.trace,
@@ -222,7 +229,7 @@ def _arrival_times(options: Namespace) -> tuple[float, ...] | None:
     }
     named = [name for name, value in given.items() if value]
     if len(named) > 1:
-        raise OptionError(f"{' and '.join(named)} both say when requests arrive; give one of them")
+        raise OptionError(f"{' and '.join(named)} both set when requests arrive; give only one")
     if options.trace:
         return tuple(arrival.seconds for arrival in options.trace)
     if not named:
@@ -247,7 +254,7 @@ def _seconds(milliseconds: float | None) -> float:
 def _add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("arrivals").add_argument
     load = StreamingLoad
-    add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: done by the submitter")
+    add("--tokenize-workers", **count(load.tokenize_workers, low=0), help="threads; 0: the submitting thread")
     add("--stream-interval", **count(load.stream_interval), help="tokens delivered at a time")
     add("--submit-interval-ms", type=_milliseconds, default=0.0, metavar="MS", help="between submissions")
     rate = "requests a second, at seeded random times (Poisson); inf, the default: all at once"
@@ -256,12 +263,12 @@ def _add_options(parser: ArgumentParser) -> None:
     add("--trace", type=read_trace, metavar="FILE", help=trace)
     more = "one more request, of this many prompt tokens and one new, joins the others"
     add("--long-prompt-tokens", **count(None, high=MOST_TOKENS), help=more)
-    when = "when it does, after the others"
+    when = "delay of that request after the others"
     add("--long-prompt-after-ms", type=_milliseconds, default=500.0, metavar="MS", help=when)
     sizes = "other sizes of --prefill-chunk to compare; none by default"
     add("--long-prompt-chunks", **counts((), INT32_MAX), help=sizes)
-    add("--ttft-limit-ms", type=_milliseconds, metavar="MS", help="of goodput: the latest first token")
-    add("--itl-limit-ms", type=_milliseconds, metavar="MS", help="of goodput: the longest gap between tokens")
+    add("--ttft-limit-ms", type=_milliseconds, metavar="MS", help="goodput: the latest first token")
+    add("--itl-limit-ms", type=_milliseconds, metavar="MS", help="goodput: the longest gap between tokens")
 
 
 def _runs(options: Namespace) -> dict[str, runs.Run]:
@@ -282,7 +289,7 @@ def _run_in_chunks(job: Job, load: StreamingLoad, chunk: int | None) -> dict[str
 
 
 class StreamingBenchmark(Benchmark):
-    """Whose requests may be those of a trace, or be joined by a long prompt."""
+    """A benchmark whose requests may come from a trace or be joined by a long prompt."""
 
     def parse_options(self, argv: list[str] | None = None) -> Namespace:
         options = super().parse_options(argv)
@@ -303,7 +310,7 @@ def _check_long_prompt(options: Namespace) -> None:
     if options.profile:
         raise OptionError("--profile traces a few decode steps, without a long prompt; leave out --profile")
     if options.trace or options.request_rate or options.submit_interval_ms:
-        raise OptionError("--long-prompt-tokens says itself when requests arrive; give no other arrivals")
+        raise OptionError("--long-prompt-tokens sets when requests arrive; give no other arrivals")
     if options.prefill_chunk is None:
         raise OptionError("--long-prompt-tokens compares chunks with whole prompts: give --prefill-chunk")
 

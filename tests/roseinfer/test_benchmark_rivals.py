@@ -291,11 +291,11 @@ BAD_INPUT = [
     ("--workloads W1", "required: --rival"),
     ("--rival rosellm", "required: --workloads"),
     ("--rival sglang --workloads W1", "'sglang' is unknown; use vllm, transformers, rosellm"),
-    ("--rival rosellm,rosellm --workloads W1", "'rosellm,rosellm' names one twice"),
+    ("--rival rosellm,rosellm --workloads W1", "'rosellm,rosellm' repeats a name"),
     ("--rival rosellm --workloads W1,W99", "'W99' is unknown; use W0, W1"),
     ("--rival rosellm --workloads=", "'' is unknown"),
     ("--rival rosellm --workloads W1 --rung nope", "rung 'nope' is unknown; use one of dense"),
-    ("--rival transformers --workloads W1 --rung dense", "--rung is an option of rival rosellm"),
+    ("--rival transformers --workloads W1 --rung dense", "--rung applies to rival rosellm"),
     (
         "--rival transformers --workloads W1,W7",
         "W7: 512 prompt tokens and 128 new ones exceed the model's 512",

@@ -62,7 +62,7 @@ def test_where_memory_has_room_for_fewer_requests_there_are_fewer_blocks(room_fo
 @pytest.mark.parametrize(("n_blocks", "fits"), [(7, 56), (1, 8)])
 def test_where_one_request_has_no_room_the_longest_that_fits_is_told_and_fits(room_for, n_blocks, fits):
     room_for(n_blocks)
-    told = f"a request of 64 tokens needs 8 KV blocks of 8 tokens a layer; memory has room for {n_blocks}"
+    told = f"a request of 64 tokens needs 8 KV blocks of 8 tokens per layer; memory has room for {n_blocks}"
     with pytest.raises(OptionError, match=rf"^{told}: max_model_len={fits} is the most that fits$"):
         small_engine(random_model(0))
     engine = small_engine(random_model(0), max_model_len=fits)

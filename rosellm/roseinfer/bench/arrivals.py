@@ -1,4 +1,4 @@
-"""When requests arrive, at random times or as a trace says, and how many are served within limits."""
+"""Arrival times of requests, random or from a trace, and goodput: requests served within latency limits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rosellm.roseinfer.bench.options import MOST_TOKENS
 from rosellm.roseinfer.request import RequestMetrics
 
 DAY_S = 86_400  # no request arrives later
-N_SAMPLES = 200  # of the queue's length over a run
+N_SAMPLES = 200  # samples of the queue's length per run
 FIELDS = ("seconds", "prompt_tokens", "new_tokens")
-MOST = {"prompt_tokens": MOST_TOKENS, "new_tokens": INT32_MAX}  # as of the options of these names
+MOST = {"prompt_tokens": MOST_TOKENS, "new_tokens": INT32_MAX}  # as for the options of these names
 
-Lines = list[tuple[int, str]]  # with their numbers, from 1 on
+Lines = list[tuple[int, str]]  # with line numbers, from 1
 
 
 class Arrival(NamedTuple):
-    """A request of a trace: seconds after the start, and its numbers of tokens."""
+    """A request of a trace: its arrival in seconds from the start, and its token counts."""
 
     seconds: float
     prompt_tokens: int
@@ -35,19 +35,19 @@ class Arrival(NamedTuple):
 
 
 def poisson_times(rate: float, n_requests: int, seed: int) -> list[float]:
-    """Arrival times in seconds, the first at 0, of a Poisson process of ``rate`` requests a second."""
+    """Draw a Poisson process of ``rate`` requests per second; times in seconds, the first at 0."""
     gaps = np.random.default_rng([seed, n_requests]).exponential(1 / rate, size=n_requests)
     return (np.cumsum(gaps) - gaps[0]).tolist()
 
 
 def read_trace(text: str) -> list[Arrival]:
-    """An argparse type: a file's arrivals, in order of time.
+    """An argparse type: read a file's arrivals, sorted by time.
 
-    Each line is a JSON object with the FIELDS, or the file is CSV with a header line of them. Blank lines
-    are passed over.
+    Each line is a JSON object with the FIELDS, or the file is CSV with a header that names them. Blank lines
+    are skipped.
     """
     try:
-        lines = _numbered(Path(text).read_text(encoding="utf-8-sig"))  # a spreadsheet writes the mark
+        lines = _numbered(Path(text).read_text(encoding="utf-8-sig"))  # spreadsheets write a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         told = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ArgumentTypeError(f"cannot read {text}: {told}") from None
@@ -80,7 +80,7 @@ def _json_rows(lines: Lines) -> Iterator[tuple[int, Any]]:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a ``KeyError`` tells which of the FIELDS it names twice."""
+    """Build a JSON object; raise ``KeyError`` with the name of a repeated field."""
     if name := _twice([name for name, _ in pairs]):
         raise KeyError(name)
     return dict(pairs)
@@ -100,12 +100,12 @@ def _csv_rows(lines: Lines) -> Iterator[tuple[int, Any]]:
 
 
 def _twice(names: list[str]) -> str | None:
-    """The first of the FIELDS that is named more than once; other columns may be, such as nameless ones."""
+    """Return the first repeated name among the FIELDS, or None; other columns may repeat."""
     return next((name for name in FIELDS if names.count(name) > 1), None)
 
 
 def _csv_cells(lines: Lines) -> Iterator[tuple[int, list[str]]]:
-    """Each row's cells, and the line where it begins: a quoted cell may span several."""
+    """Yield each row's cells and its first line number; a quoted cell may span several lines."""
     reader, begin = csv.reader(line for _, line in lines), 0
     try:
         for row in reader:
@@ -131,7 +131,7 @@ def _arrival(number: int, row: object) -> Arrival:
 
 
 def _number(value: object) -> float:
-    """NaN if it is none."""
+    """Parse a number; NaN if the value is not numeric."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return math.nan
     try:
@@ -146,9 +146,9 @@ def submit_by_deadline(
     clock: Callable[[], float] = perf_counter,
     pause: Callable[[float], object] = sleep,
 ) -> list[float]:
-    """Call ``submit(i)`` at ``times[i]`` seconds from now; by how many seconds each call was late.
+    """Call ``submit(i)`` at ``times[i]`` seconds from now; return how late each call was, in seconds.
 
-    A late one is made at once, and does not delay those after it.
+    A late call is made at once, and does not delay later ones.
     """
     start, lags = clock(), []
     for i, due in enumerate(times):
@@ -160,9 +160,9 @@ def submit_by_deadline(
 
 
 def queue_over_time(requests: list[RequestMetrics], start: float, end: float) -> dict[str, list[float]]:
-    """How many requests wait for their first token, and how many are in flight, N_SAMPLES times a run.
+    """Sample how many requests wait for their first token and how many are in flight, N_SAMPLES times.
 
-    start, end: of the run, ``perf_counter`` seconds; ``queue_times_s`` count from the start.
+    start, end: of the run, in ``perf_counter`` seconds; ``queue_times_s`` are relative to the start.
     """
     samples = np.linspace(start, end, N_SAMPLES)
     columns = zip(*((one.arrival, one.token_times[0], one.token_times[-1]) for one in requests), strict=True)
@@ -181,10 +181,10 @@ def goodput(
     ttft_limit: float = math.inf,
     itl_limit: float = math.inf,
 ) -> dict[str, float]:
-    """Requests a second, and the share of all, that keep both limits (seconds).
+    """Return the requests per second that meet both limits (in seconds), and their share.
 
-    The first token is timed from when the request was due, ``lags`` before it was submitted; every gap
-    between two tokens counts.
+    TTFT is measured from when the request was due, ``lags`` before its submission; every gap between two
+    tokens must be within ``itl_limit``.
     """
     good = 0
     for one, lag in zip(requests, lags, strict=True):

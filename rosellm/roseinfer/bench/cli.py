@@ -1,4 +1,4 @@
-"""Benchmarks of whole runs, from options to record."""
+"""Benchmark commands, from options to record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Benchmark:
     """A command that serves the same requests repeatedly, in one or several modes.
 
     form: its name in workloads and records. doc: its module's docstring. add_options: adds its own options.
-    runs: the requested modes' runs, by name. summary: the lines that report a mode's result.
+    runs: returns the requested modes' runs by name. summary: returns the lines that report a mode's result.
     """
 
     form: str
@@ -34,7 +34,7 @@ class Benchmark:
     summary: Callable[[dict[str, Any]], list[str]]
 
     def parse_options(self, argv: list[str] | None = None) -> Namespace:
-        """This command's options; None reads the command line."""
+        """Parse this command's options; None reads the command line."""
         parser = benchmark_parser(f"benchmark_{self.form}", self.doc)
         self.add_options(parser)
         return parse(parser, argv, self.form)
@@ -46,12 +46,12 @@ class Benchmark:
         tokenizer: AnyTokenizer,
         build: Callable[..., Engine] = Engine,
     ) -> dict[str, Any]:
-        """Measure, print, and return the record; a sweep may share one model. build: makes the engine.
+        """Measure, print, and return the record. A sweep may share one model; build: constructs the engine.
 
-        The record is written if requested, and only then the last summary and the trace: an error there
-        costs no measurement.
+        The record is written, if requested, before the last summary and the trace, so that an error in those
+        loses no measurement.
         """
-        runs, results = self.runs(options), {}  # refuses what does not go together
+        runs, results = self.runs(options), {}  # raises for incompatible options
         job = make_job(options, gpt, tokenizer, build)
         for mode, run in runs.items():
             results[mode] = repeat(run, job, mode, options.warmup_runs, options.repeat_runs)
@@ -64,7 +64,7 @@ class Benchmark:
         return record
 
     def _recorded(self, options: Namespace, engine: Engine, results: dict[str, Any]) -> dict[str, Any]:
-        """The record, written if requested."""
+        """Build the record, and write it if requested."""
         facts = {**request_facts(options), "not_comparable": departures(options, engine)}
         facts |= engine_facts(engine)
         record = new_record(self.form, engine.device, **facts, results=results)
@@ -73,13 +73,13 @@ class Benchmark:
         return record
 
     def main(self, argv: list[str] | None = None) -> int:
-        """:meth:`run` as a command; its exit status."""
+        """Run :meth:`run` as a command and return its exit status."""
         return command(self.run)(argv)
 
     def run(self, argv: list[str] | None) -> None:
-        """Parse, load and measure."""
+        """Parse the options, load the model and measure."""
         options = self.parse_options(argv)
-        recipe = choose_recipe(options)  # reports a wrong choice before the model is loaded
+        recipe = choose_recipe(options)  # raises before the model is loaded
         load = Load(options.hf_model_id, options.device, options.dtype, options.load_format)
         loaded = load_ranks(options.tensor_parallel_size, load, recipe, options.deterministic)
         self.measure(options, loaded.model, loaded.tokenizer, loaded.build)

@@ -34,7 +34,7 @@ SPARE_KV_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What every run of a benchmark repeats; params: one for all requests, or one each."""
+    """What every run of a benchmark repeats. params: one for all requests, or one each."""
 
     engine: Engine
     prompts: Prompts
@@ -42,7 +42,7 @@ class Job:
     config: SchedulerConfig | None = None
 
     def shortened(self, num_requests: int, max_tokens: int) -> Job:
-        """Only the first requests, and only the first tokens of each."""
+        """Return the job with only the first requests, and only the first tokens of each."""
         each = one_each(self.params, len(self.prompts))[:num_requests]
         params = [replace(own, max_tokens=min(own.max_tokens, max_tokens)) for own in each]
         return replace(self, prompts=self.prompts[:num_requests], params=params)
@@ -51,7 +51,7 @@ class Job:
 def make_job(
     options: Namespace, gpt: Transformer, tokenizer: AnyTokenizer, build: Callable[..., Engine] = Engine
 ) -> Job:
-    """Build what the options ask for, and print what is about to be measured."""
+    """Build the job that the options describe, and print a header."""
     recipe = choose_recipe(options)
     longest = longest_prompt_of(options, tokenizer)
     check_positions(options, longest, gpt.config.n_positions)
@@ -63,9 +63,10 @@ def make_job(
 
 
 def choose_recipe(options: Namespace) -> str | Recipe:
-    """``--rung``; else dense without flags, or the best recipe of ``--device``, eager or with its runner.
+    """Return ``--rung``; without it dense, or with ``--paged-attn`` the device's best recipe.
 
-    With an ``--all-reduce`` other than the library's it is no rung.
+    That one is eager unless ``--cuda-graph`` is given. With a non-default ``--all-reduce`` the result is a
+    custom recipe instead of a rung.
     """
     recipe = _recipe_of_flags(options)
     if options.all_reduce == "library":
@@ -96,7 +97,7 @@ def make_engine(
     longest_prompt: int,
     build: Callable[..., Engine] = Engine,
 ) -> Engine:
-    """An engine with a KV cache just large enough for the options; build: makes it."""
+    """Build an engine, by ``build``, with a KV cache just large enough for the options."""
     return build(
         gpt,
         tokenizer,
@@ -111,7 +112,7 @@ def make_engine(
 
 
 def kv_blocks_wanted(options: Namespace, gpt: Transformer, longest_prompt: int) -> int:
-    """Blocks per layer for the longest requests that run together, plus a few spare; capped by memory."""
+    """Return blocks per layer for the longest requests run together, plus spares, capped by memory."""
     longest = longest_request(options, gpt, longest_prompt)
     concurrency = min(options.max_batch_size, options.num_requests)
     wanted = concurrency * blocks_for(longest, options.block_size) + SPARE_KV_BLOCKS
@@ -119,9 +120,10 @@ def kv_blocks_wanted(options: Namespace, gpt: Transformer, longest_prompt: int) 
 
 
 def longest_request(options: Namespace, gpt: Transformer, longest_prompt: int) -> int:
-    """Tokens that the longest request may have, prompt and output; at most the model's positions.
+    """Return the most tokens a request may have, prompt and output; at most the model's positions.
 
-    Of lengths drawn at random the longest of both count: an engine may serve more such requests later.
+    For random lengths the longest prompt and output are added, since an engine may serve such a request
+    later.
     """
     most = longest_prompt + options.max_new_tokens
     if trace_of(options):
@@ -130,7 +132,7 @@ def longest_request(options: Namespace, gpt: Transformer, longest_prompt: int) -
 
 
 def scheduler_config(options: Namespace) -> SchedulerConfig:
-    """The limits of one scheduler iteration."""
+    """Return the scheduler limits that the options set."""
     return SchedulerConfig(
         max_batch_size=options.max_batch_size,
         prefill_max_batch_size=options.prefill_max_batch_size,

@@ -1,4 +1,4 @@
-"""A long prompt that arrives while other requests run: how long they wait between two tokens meanwhile."""
+"""Inter-token latency of running requests while a long prompt arrives."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ PERCENTS = (50, 99)
 def joined_by(
     long_tokens: int, after_s: float, n_requests: int, prompt_tokens: int, new_tokens: int
 ) -> list[Arrival]:
-    """``n_requests`` at once, and ``after_s`` seconds later one of ``long_tokens`` for a single token."""
+    """Return ``n_requests`` at time 0, and one of ``long_tokens`` and a single new token at ``after_s``."""
     running = Arrival(0.0, prompt_tokens, new_tokens)
     return [running] * n_requests + [Arrival(after_s, long_tokens, 1)]
 
 
 def gap_figures(outputs: list[RequestOutput]) -> dict[str, Any]:
-    """Inter-token latencies, seconds, beside the last request's prefill and apart from it.
+    """Return inter-token latencies in seconds during the last request's prefill, and outside it.
 
-    A gap that has any moment in common with the time from that request's arrival to its token is beside it.
-    Raises ``RoseError`` if none is beside it; if none is apart from it, those figures are None.
+    A gap is "beside" the prefill if it overlaps the time from that request's arrival to its token, else
+    "apart". Raises ``RoseError`` if no gap is beside it; if none is apart, those figures are None.
     """
     *running, long = outputs
     begin, end = long.metrics.arrival, long.metrics.token_times[0]

@@ -26,9 +26,9 @@ from rosellm.roseinfer.tensor_parallel import MOST_RANKS
 
 PROFILED_STEPS = 20
 MOST_REQUESTS = MOST_TOKENS = 1 << 20
-DETAILS = ("KV cache", "several GPUs", "prompts", "sampling", "scheduler", "arrivals")  # groups
+DETAILS = ("KV cache", "several GPUs", "prompts", "sampling", "scheduler", "arrivals")  # --help-all only
 NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id", "defaults")
-SETTINGS = (  # in no workload, and yet they change what is measured
+SETTINGS = (  # not part of a workload, but they affect the measurement
     "seed",
     "block_size",
     "num_kv_blocks",
@@ -46,15 +46,15 @@ SETTINGS = (  # in no workload, and yet they change what is measured
 
 
 def command_parser(module: str, doc: str, usage: str = "[options]") -> OneLineParser:
-    """A parser for ``python -m rosellm.roseinfer.MODULE``, whose help begins with ``doc`` minus its title."""
+    """Return a parser for ``python -m rosellm.roseinfer.MODULE``; its help is ``doc`` without the title."""
     program = f"python -m rosellm.roseinfer.{module}"
     return OneLineParser(prog=program, usage=f"%(prog)s {usage}", description=doc.partition("\n\n")[2])
 
 
 def benchmark_parser(module: str, doc: str) -> OneLineParser:
-    """The same of a command with the options shared by both benchmarks of whole runs.
+    """Return :func:`command_parser` with the options shared by the scheduler and streaming benchmarks.
 
-    What ``doc`` says after its first paragraph, and the options of ``DETAILS``, only ``--help-all`` shows.
+    Only ``--help-all`` shows the option groups in ``DETAILS`` and ``doc`` beyond its second paragraph.
     """
     _title, description, *rest = doc.strip().split("\n\n")
     program = f"python -m rosellm.roseinfer.{module}"
@@ -73,17 +73,17 @@ def benchmark_parser(module: str, doc: str) -> OneLineParser:
 
 
 def count(default: int | None, low: int = 1, high: int = INT32_MAX) -> dict[str, Any]:
-    """Arguments of ``add_argument`` for a whole number from ``low`` to ``high``."""
+    """Return ``add_argument`` options for a whole number from ``low`` to ``high``."""
     return {"type": whole_number(low, high), "default": default, "metavar": "N"}
 
 
 def counts(default: tuple[int, ...], high: int) -> dict[str, Any]:
-    """Arguments of ``add_argument`` for comma-separated whole numbers from 1 to ``high``."""
+    """Return ``add_argument`` options for comma-separated whole numbers from 1 to ``high``."""
     return {"type": whole_numbers(high), "default": default, "metavar": "N,N"}
 
 
 def switch(default: bool) -> dict[str, Any]:
-    """Arguments of ``add_argument`` for ``--name`` or ``--no-name``."""
+    """Return ``add_argument`` options for ``--name`` or ``--no-name``."""
     return {"action": BooleanOptionalAction, "default": default}
 
 
@@ -96,7 +96,7 @@ def writable_file(text: str) -> Path:
 
 
 def top_k(text: str) -> int:
-    """An argparse type: as ``SamplingParams`` has it, where -1 is 0."""
+    """An argparse type: ``SamplingParams.top_k``, where -1 becomes 0."""
     return max(whole_number(-1)(text), 0)
 
 
@@ -120,7 +120,7 @@ def add_engine_options(parser: ArgumentParser) -> None:
     add("--rung", metavar="NAME", help=f"{first} to {last}")
     add("--paged-attn", action="store_true", help="the best recipe, eager; without it: dense")
     add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
-    alone = "bitwise the same logits in any batch; late rungs"
+    alone = "bitwise equal logits in any batch; later rungs only"
     add("--deterministic", action="store_true", help=alone)
     add = parser.add_argument_group("KV cache").add_argument
     add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
@@ -131,7 +131,7 @@ def add_engine_options(parser: ArgumentParser) -> None:
     ranks = "GPUs that share the model; on a CPU: processes"
     add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help=ranks)
     sums = recipe_choices()["all_reduce"]
-    add("--all-reduce", choices=sums, default="library", help="how several GPUs sum")
+    add("--all-reduce", choices=sums, default="library", help="all-reduce of several GPUs")
 
 
 def add_request_options(parser: ArgumentParser) -> None:
@@ -140,7 +140,7 @@ def add_request_options(parser: ArgumentParser) -> None:
     add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests per run")
     add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens per request")
     add("--prompt", default=Workload.prompt, metavar="TEXT", help="text of every prompt")
-    repeats = "how often requests repeat the text, in turn"
+    repeats = "repeats of the text; requests cycle through these counts"
     add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
     add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
     add("--pretok", **switch(False), help="tokenize before the clock starts")
@@ -148,10 +148,10 @@ def add_request_options(parser: ArgumentParser) -> None:
     add("--prompt-repeats", **counts(Workload.prompt_repeats, MOST_TOKENS), help=repeats)
     random = "prompts of N seeded random token ids instead of text"
     add("--prompt-tokens", **count(Workload.prompt_tokens, high=MOST_TOKENS), help=random)
-    shortest = "lengths uniform from N to the option without min-; default: all alike"
+    shortest = "lengths uniform from N to the option without min-; default: all equal"
     add("--min-prompt-tokens", **count(Workload.min_prompt_tokens, high=MOST_TOKENS), help=shortest)
     add("--min-new-tokens", **count(Workload.min_new_tokens), help=shortest)
-    shared = "random token ids with which all those prompts begin"
+    shared = "random token ids that all these prompts begin with"
     add("--shared-prefix-tokens", **count(Workload.shared_prefix_tokens, 0, MOST_TOKENS), help=shared)
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=Workload.temperature, metavar="T", help="0: greedy")
@@ -184,9 +184,10 @@ def add_record_option(parser: ArgumentParser) -> None:
 
 
 def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespace:
-    """The options; the workload of ``form``, if one is named, replaces the defaults.
+    """Parse the options; a named workload of ``form`` replaces the defaults.
 
-    It also sets the model and the best rung, unless the options choose them. ``defaults``: of ``SETTINGS``.
+    The workload also selects the model and the best rung, unless options choose them. ``options.defaults``:
+    the defaults of ``SETTINGS``.
     """
     early = OneLineParser(add_help=False)
     for option in ("--workload", "--hf-model-id", "--rung"):
@@ -209,7 +210,7 @@ def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespac
 
 
 def departures(options: Namespace, engine: Engine) -> list[str]:
-    """How a run departs from its workload, so that its figures are not comparable with the records."""
+    """List how a run deviates from its workload, which makes it incomparable with the records."""
     if options.workload is None:
         return []
     workload = ALL_WORKLOADS[options.workload]
@@ -229,7 +230,7 @@ def departures(options: Namespace, engine: Engine) -> list[str]:
 
 
 def request_facts(options: Namespace) -> dict[str, Any]:
-    """For the record: model, workload, which of its presets were overridden, every option except paths."""
+    """Return the record's model, workload, overridden presets, and all options except paths."""
     given = {name: value for name, value in vars(options).items() if name not in NOT_IN_RECORDS}
     preset = ALL_WORKLOADS[options.workload].flags() if options.workload else {}
     folder = Path(options.hf_model_id)

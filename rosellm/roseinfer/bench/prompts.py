@@ -1,4 +1,4 @@
-"""The requests of a workload: prompts of repeated text or random ids, how long they run, how they sample."""
+"""The requests of a workload: prompts of repeated text or random ids, output lengths and sampling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_PROMPTS, OF_OUTPUTS, OF_PREFIXES, OF_SAMPLING = 1, 2, 3, 4
 
 
 def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
-    """One prompt per request: text, or with ``--prompt-tokens`` seeded random token ids."""
+    """Return one prompt per request: text, or with ``--prompt-tokens`` seeded random token ids."""
     if options.prompt_tokens is not None:
         return _random_prompts(options, vocab_size)
     if options.shared_prefix_tokens:
@@ -27,7 +27,7 @@ def make_prompts(options: Namespace, vocab_size: int) -> Prompts:
 
 
 def _random_prompts(options: Namespace, vocab_size: int) -> list[list[int]]:
-    """Every prompt takes as many ids as the longest from the generator: it begins alike at any length."""
+    """Draw the longest length for every prompt, so that its beginning is the same at any length."""
     random, longest = np.random.default_rng(options.seed), options.prompt_tokens
     shared = np.random.default_rng([options.seed, OF_PREFIXES])
     prefix = shared.integers(vocab_size, size=options.shared_prefix_tokens).tolist()
@@ -40,16 +40,16 @@ def _texts(options: Namespace) -> list[str]:
 
 
 def longest_prompt_of(options: Namespace, tokenizer: AnyTokenizer) -> int:
-    """Tokens of the longest prompt, known before random ids are drawn, which take memory."""
+    """Return the longest prompt's tokens without drawing the random ids, which take memory."""
     if options.prompt_tokens is None:
         return max(map(len, encode_prompts(_texts(options), tokenizer)))
     return options.shared_prefix_tokens + max(_own_lengths(options))
 
 
 def largest_request(options: Namespace, longest_text: int) -> tuple[int, int]:
-    """Prompt tokens and new ones of the request that has the most of both together.
+    """Return prompt and new tokens of the request with the largest sum of both.
 
-    longest_text: tokens of the longest prompt of text; such prompts count as all alike.
+    longest_text: tokens of the longest text prompt; text prompts all count as that long.
     """
     if options.prompt_tokens is None:
         return longest_text, max(new_tokens(options))
@@ -58,7 +58,7 @@ def largest_request(options: Namespace, longest_text: int) -> tuple[int, int]:
 
 
 def _own_lengths(options: Namespace) -> list[int]:
-    """Tokens of each prompt of random ids, without those that all begin with."""
+    """Return the tokens of each prompt of random ids, without the shared prefix."""
     if trace := trace_of(options):
         return [arrival.prompt_tokens for arrival in trace]
     if options.min_prompt_tokens is None:
@@ -67,7 +67,7 @@ def _own_lengths(options: Namespace) -> list[int]:
 
 
 def new_tokens(options: Namespace) -> list[int]:
-    """How many tokens each request asks for."""
+    """Return how many tokens each request generates."""
     if trace := trace_of(options):
         return [arrival.new_tokens for arrival in trace]
     if options.min_new_tokens is None:
@@ -76,7 +76,7 @@ def new_tokens(options: Namespace) -> list[int]:
 
 
 def request_params(options: Namespace) -> list[SamplingParams]:
-    """How each request is sampled: greedy at temperature 0, else with a seed of its own."""
+    """Return each request's sampling: greedy at temperature 0, otherwise with its own seed."""
     seeds = np.random.default_rng([options.seed, OF_SAMPLING]).integers(1 << 62, size=options.num_requests)
     sampled = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     ignore = not options.stop_on_eos
@@ -87,12 +87,15 @@ def request_params(options: Namespace) -> list[SamplingParams]:
 
 
 def trace_of(options: Namespace) -> list[Arrival] | None:
-    """What ``--trace`` says, an option of the streaming benchmark only."""
+    """Return the arrivals of ``--trace``, an option of the streaming benchmark only, or None."""
     return vars(options).get("trace")
 
 
 def _lengths(options: Namespace, low: int, high: int, of: int) -> list[int]:
-    """One length per request, uniform from ``low`` to ``high``, seeded; prompts' and outputs' independent."""
+    """Draw one length per request, uniform from ``low`` to ``high``.
+
+    of: the random stream, so that lengths of prompts and outputs are independent.
+    """
     if low > high:
         raise OptionError(f"the shortest length is {low}, the longest {high}")
     random = np.random.default_rng([options.seed, of])
@@ -100,5 +103,5 @@ def _lengths(options: Namespace, low: int, high: int, of: int) -> list[int]:
 
 
 def encode_prompts(prompts: Prompts, tokenizer: AnyTokenizer) -> list[list[int]]:
-    """Token ids; prompts given as token ids are returned as they are."""
+    """Return token ids; prompts that are token ids already are unchanged."""
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Benchmark records: one JSON object per run, with every raw figure and its environment."""
+"""Benchmark records: one JSON object per run, with all raw figures and the environment."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SCHEMA_VERSION = 1
 
 
 def new_record(kind: str, where: torch.device, **fields: Any) -> dict[str, Any]:
-    """A record of ``kind`` ("scheduler", "streaming", "kv_append"), its fields and the environment."""
+    """Return a record of ``kind`` ("scheduler", "streaming", …) with its fields and the environment."""
     return {"schema_version": SCHEMA_VERSION, "kind": kind, **fields, "environment": environment(where)}
 
 
 def engine_facts(engine: Engine) -> dict[str, Any]:
-    """How an engine was built. ``rung`` is None for a recipe that is not a rung."""
+    """Describe how an engine was built; ``rung`` is None for a custom recipe."""
     return {
         "rung": engine.rung,
         "recipe": engine.recipe.as_dict(),
@@ -44,14 +44,14 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
 
 
 def dtype_name(engine: Engine) -> str:
-    """The dtype of the weights: ``float16``."""
+    """Return the dtype of the weights, for example ``float16``."""
     return str(engine.model.dtype).removeprefix("torch.")
 
 
 def distribution(
     name: str, values: Iterable[float | None], percents: Iterable[int], unit: str = "s"
 ) -> dict[str, float | None]:
-    """Mean and percentiles as ``{name}_mean_{unit}``, ``{name}_p50_{unit}`` …; None without values."""
+    """Return ``{name}_mean_{unit}``, ``{name}_p50_{unit}`` and so on; None without values."""
     known = [value for value in values if value is not None]
     figures = {"mean": float(np.mean(known)) if known else None}
     for percent in percents:
@@ -60,7 +60,7 @@ def distribution(
 
 
 def across_repeats(repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Every repeat's raw figures, and the median and mean over the repeats of each number that all have."""
+    """Return every repeat's raw figures, and the median and mean of each number present in all."""
     numeric = [name for name in repeats[0] if all(isinstance(one[name], (int, float)) for one in repeats)]
     columns = {name: [repeat[name] for repeat in repeats] for name in numeric}
     return {
@@ -71,7 +71,7 @@ def across_repeats(repeats: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tokens_sha256(outputs: Iterable[list[int]]) -> str:
-    """A digest of all requests' output token ids in order: each one's length and ids, little-endian int32."""
+    """Hash all requests' output ids in order: each one's length, then its ids, little-endian int32."""
     digest = hashlib.sha256()
     for token_ids in outputs:
         digest.update(np.array([len(token_ids), *token_ids], dtype="<i4").tobytes())
@@ -79,7 +79,7 @@ def tokens_sha256(outputs: Iterable[list[int]]) -> str:
 
 
 def check_writable(path: Path) -> Path:
-    """``path`` if a file can be written there. Raises RoseError before anything is measured."""
+    """Return ``path`` if a file can be written there; otherwise raise ``RoseError``."""
     folder = path.parent
     if not folder.is_dir():
         raise RoseError(f"cannot write {path}: there is no folder {folder}")
@@ -91,7 +91,7 @@ def check_writable(path: Path) -> Path:
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write ``record`` as JSON, unrounded; a reader sees the old file or the whole new one."""
+    """Write ``record`` as unrounded JSON, atomically."""
     check_writable(path)
     text = json.dumps(record, indent=1, allow_nan=False) + "\n"
     try:

@@ -1,8 +1,7 @@
-"""Engines that can serve the same requests: ours, and others if installed.
+"""Engines that can serve the same requests: this one, and others if installed.
 
-A rival is built from a :class:`Task` and then asked repeatedly for continuations of the same prompts, token
-ids in and token ids out, ignoring end of sequence; a prefix cache is empty each time. All rivals load one
-checkpoint.
+A rival is built from a :class:`Task`, then run repeatedly on the same prompts: token ids in, token ids out,
+ignoring end of sequence. Prefix caches are emptied before each run. All rivals load the same checkpoint.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ class RivalError(RoseError):
 
 @dataclass(frozen=True)
 class Task:
-    """What a rival is set up for.
+    """The task a rival is set up for.
 
-    checkpoint: a folder with ``config.json`` and ``model.safetensors``. options: a benchmark's, with the
-    workload's sizes. prompts: token ids, one list per request.
+    checkpoint: a folder with ``config.json`` and ``model.safetensors``. options: those of a benchmark, with
+    the workload's sizes. prompts: token ids, one list per request.
     """
 
     checkpoint: Path
@@ -58,17 +57,17 @@ class Rival(Protocol):
     def __init__(self, task: Task) -> None: ...
 
     def generate(self) -> list[list[int]]:
-        """The new token ids of every prompt, in order, on the host."""
+        """Return the new token ids of every prompt, in order, on the host."""
 
     def facts(self) -> dict[str, Any]:
-        """For the record: version and configuration."""
+        """Return version and configuration for the record."""
 
     def close(self) -> None:
-        """Free what garbage collection does not; by default nothing."""
+        """Release what garbage collection does not; does nothing by default."""
 
 
 class Rosellm(Rival):
-    """``OfflineScheduler``, which ``LLM.generate`` runs, on an engine of the requested rung."""
+    """RoseLLM: ``OfflineScheduler``, which ``LLM.generate`` uses, on an engine of the requested rung."""
 
     in_process = True
 
@@ -95,10 +94,10 @@ class Rosellm(Rival):
 
 
 class Transformers(Rival):
-    """Its own model's ``generate``: static batches of at most ``max_batch_size`` prompts, padded on the left.
+    """transformers' ``generate``: static, left-padded batches of at most ``max_batch_size`` prompts.
 
-    Its generation config has no end of sequence: ``min_new_tokens`` would forbid that token, which the other
-    rivals may choose.
+    End of sequence is removed from the generation config: ``min_new_tokens`` would forbid that token, which
+    the other rivals may choose.
     """
 
     in_process = True
@@ -138,7 +137,7 @@ class Transformers(Rival):
 
 
 class VLLM(Rival):
-    """vLLM's offline ``LLM.generate`` in its default form: a separate engine process, CUDA graphs."""
+    """vLLM's offline ``LLM.generate`` with its defaults: a separate engine process, CUDA graphs."""
 
     in_process = False
 
@@ -178,7 +177,7 @@ class VLLM(Rival):
         return {"rival_version": version("vllm"), "llm_arguments": self.arguments}
 
     def close(self) -> None:
-        """End the engine process, which holds most of the GPU's memory until then."""
+        """End the engine process, which otherwise keeps most of the GPU's memory."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
@@ -186,7 +185,7 @@ RIVALS: dict[str, Callable[[Task], Rival]] = {"vllm": VLLM, "transformers": Tran
 
 
 def check_rivals(names: list[str], device: torch.device) -> None:
-    """Raise ``RivalError`` or ``DeviceError`` before anything is loaded."""
+    """Raise ``RivalError`` or ``DeviceError`` if a rival cannot run, before anything is loaded."""
     for name in names:
         if find_spec(name) is None:
             raise RivalError(f"rival {name} is not installed; pip install {name}, or leave it out")

@@ -1,4 +1,4 @@
-"""Runs of a job: repeated, counted, traced."""
+"""Runs of a job: repeat, measure and trace them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Run = Callable[[Job], dict[str, Any]]  # serves all requests; its figures for th
 
 
 def repeat(run: Run, job: Job, mode: str, warmup_runs: int, repeat_runs: int) -> dict[str, Any]:
-    """Every measured run's raw figures, their medians and means."""
+    """Run the job repeatedly; return every measured run's raw figures, medians and means."""
     for _ in range(warmup_runs):
         run(job)
     return mode_result(mode, warmup_runs, [run(job) for _ in range(repeat_runs)])
 
 
 def mode_result(mode: str, warmup_runs: int, repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """One mode's part of a record."""
+    """Return one mode's part of a record."""
     return {"mode": mode, "warmup_runs": warmup_runs, "repeat_runs": len(repeats), **across_repeats(repeats)}
 
 
 def prepare_run(engine: Engine) -> None:
-    """Start a run with an empty prefix cache, an idle device and a fresh memory peak."""
+    """Prepare a run: empty the prefix cache, wait for the device, reset the memory peak."""
     if engine.prefix_cache is not None:
         engine.prefix_cache.clear()
     reset_peak_memory(engine.device)
@@ -47,24 +47,24 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Peak bytes allocated on the GPU since :func:`reset_peak_memory`; None on a CPU."""
+    """Return peak bytes allocated on the GPU since :func:`reset_peak_memory`; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def check_served(outputs: list[RequestOutput]) -> None:
-    """Raise RoseError if a request failed: a run that made fewer tokens is no measurement."""
+    """Raise ``RoseError`` if a request failed: a run with fewer tokens is no measurement."""
     for number, output in enumerate(outputs, 1):
         if output.finish_reason == "failed":
             raise request_failed(number, len(outputs), output.error)
 
 
 def request_failed(number: int, n_requests: int, reason: object) -> RoseError:
-    """The error that ends a run. number: the request's, from 1 on."""
+    """Return the error that ends a run; number: the request's, from 1."""
     return RoseError(f"request {number} of {n_requests} failed: {reason}")
 
 
 def run_figures(tokens: list[list[int]], total_time: float, peak: int | None) -> dict[str, Any]:
-    """The figures of every run. tokens: each request's new ones; total_time: seconds; peak: bytes."""
+    """Return figures common to all runs. tokens: new ones per request; total_time: seconds; peak: bytes."""
     completion_tokens = sum(map(len, tokens))
     return {
         "total_time_s": total_time,
@@ -76,7 +76,7 @@ def run_figures(tokens: list[list[int]], total_time: float, peak: int | None) ->
 
 
 def request_figures(outputs: list[RequestOutput], percents: Iterable[int]) -> dict[str, float | None]:
-    """Distributions over the requests of TTFT, TPOT and latency, in seconds."""
+    """Return the distributions of TTFT, TPOT and latency over the requests, in seconds."""
     figures: dict[str, float | None] = {}
     for metric in ("ttft", "tpot", "latency"):
         figures |= distribution(metric, [getattr(output.metrics, metric) for output in outputs], percents)

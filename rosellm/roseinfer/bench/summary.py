@@ -1,4 +1,4 @@
-"""A benchmark's printed figures, in a form that is easy to compare line by line."""
+"""Print a benchmark's figures in a form that is easy to compare line by line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ UNITS = {
 
 
 def summary_line(title: str, figures: Iterable[float | None], unit: str) -> str:
-    """``title: a/b/c unit``. figures: seconds or tokens per second; a missing one reads "none"."""
+    """Format ``title: a/b/c unit``. figures: in seconds or per second; None prints as "none"."""
     scale, decimals = UNITS[unit]
     numbers = ("none" if figure is None else f"{figure * scale:.{decimals}f}" for figure in figures)
     return f"{title}: {'/'.join(numbers)} {unit}"
 
 
 def print_summary(result: dict[str, Any], lines: Iterable[str]) -> None:
-    """Print the runs of one mode, and its figures line by line."""
+    """Print the figures of one mode line by line."""
     print(f"=== {result['mode']} summary ===")
     print(f"Warmup runs: {result['warmup_runs']}")
     print(f"Measured runs: {result['repeat_runs']}")

@@ -1,4 +1,4 @@
-"""The workloads on which rungs are compared: end of sequence ignored, greedy unless a temperature is set."""
+"""The workloads for comparing rungs: end of sequence is ignored; greedy unless a temperature is set."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Workload:
     """Requests of ``max_new_tokens`` each, ``max_batch_size`` at a time.
 
     Prompts are ``prompt`` repeated ``prompt_repeats`` times, cycling through those counts; or
-    ``prompt_tokens`` random ids, after ``shared_prefix_tokens`` that all prompts have in common. With
-    ``min_new_tokens`` and ``min_prompt_tokens`` lengths are uniform from there on. ``form`` names the
-    benchmark that runs it. ``model``: whose shape it is measured with; None: of several models, each in its
-    own dtype. The defaults are also the commands'.
+    ``prompt_tokens`` random ids, after ``shared_prefix_tokens`` common to all prompts. ``min_new_tokens`` and
+    ``min_prompt_tokens``, if set, are the lower bounds of uniformly drawn lengths. ``form`` names the
+    benchmark that runs it. ``model``: the model whose shape is measured; None: several models, each in its
+    own dtype. The defaults are also those of the commands.
     """
 
     id: str
@@ -38,7 +38,7 @@ class Workload:
 
     @property
     def described(self) -> str:
-        """What is served, in a line."""
+        """A one-line description of the requests."""
         length = "of one token"
         if self.prompt_tokens is not None and self.prompt_tokens > 1:
             length = f"of {_span(self.min_prompt_tokens, self.prompt_tokens)} tokens"
@@ -51,9 +51,9 @@ class Workload:
 
     @property
     def mean_context(self) -> float:
-        """Tokens in the cache of a running request, on average over the decode steps and requests."""
+        """Mean number of cached tokens of a running request, over all its decode steps."""
         new = range(self.min_new_tokens or self.max_new_tokens, self.max_new_tokens + 1)
-        mean_new = sum(n * n for n in new) / sum(new) / 2  # a request of n new tokens is in n steps
+        mean_new = sum(n * n for n in new) / sum(new) / 2  # a request of n new tokens takes n steps
         if self.prompt_tokens is None:  # the prompt is one token of GPT-2, repeated
             return sum(self.prompt_repeats) / len(self.prompt_repeats) + mean_new
         shortest = self.min_prompt_tokens or self.prompt_tokens
@@ -65,7 +65,7 @@ class Workload:
         return ", ".join(["", f"temperature {self.temperature}", *filters]) if self.temperature else ""
 
     def flags(self) -> dict[str, Any]:
-        """The command-line options that this workload presets."""
+        """Return the command-line options that this workload presets."""
         sizes = {name: value for name, value in vars(self).items() if name not in ("id", "form", "model")}
         return sizes | {"stop_on_eos": False, "pretok": True}
 
@@ -74,10 +74,10 @@ def _span(low: int | None, high: int) -> str:
     return str(high) if low is None else f"{low} to {high}"
 
 
-# Of the workloads of one model; the others take the model's own dtype.
+# The dtype of workloads with a fixed model; the others use the model's own dtype.
 DTYPE = "float16"
 LOAD_FORMAT = "dummy"
-MODERN_MODEL = "Qwen/Qwen3-0.6B"  # of the workloads of several models, unless another is named
+MODERN_MODEL = "Qwen/Qwen3-0.6B"  # default of the workloads without a fixed model
 
 _UNEQUAL = Workload("W8", 512, 512, 256, prompt_tokens=512, min_new_tokens=16, min_prompt_tokens=16)
 WORKLOADS: dict[str, Workload] = {
@@ -98,7 +98,7 @@ WORKLOADS: dict[str, Workload] = {
     )
 }
 
-# Of any model that has the positions, in its own dtype.
+# For any model with enough positions, in its own dtype.
 MODEL_WORKLOADS: dict[str, Workload] = {
     workload.id: workload
     for workload in (
@@ -120,7 +120,7 @@ ALL_WORKLOADS = WORKLOADS | MODEL_WORKLOADS
 
 
 def get_workload(name: str, form: str) -> Workload:
-    """The workload ``name``; the benchmark of ``form`` must be able to run it."""
+    """Return the workload ``name``; raise ``RoseError`` unless the benchmark of ``form`` runs it."""
     mine = [workload.id for workload in ALL_WORKLOADS.values() if workload.form == form]
     if name not in ALL_WORKLOADS:
         raise RoseError(f"workload {name!r} is unknown; benchmark_{form} runs {', '.join(mine)}")

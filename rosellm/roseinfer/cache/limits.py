@@ -1,4 +1,4 @@
-"""Which requests an engine takes."""
+"""Limits that a request must respect."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rosellm.roseinfer.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request of an engine may be, known without the engine.
+    """The limits an engine puts on a request, usable without the engine.
 
-    n_positions: the model's; max_model_len: the most tokens of a request, prompt and output. num_kv_blocks:
-    of ``block_size`` tokens, a layer.
+    n_positions: the model's; max_model_len: the most tokens of a request, prompt and output; num_kv_blocks:
+    blocks per layer, of ``block_size`` tokens each.
     """
 
     vocab_size: int
@@ -24,7 +24,7 @@ class Limits:
     num_kv_blocks: int
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raises ``PromptError`` or ``SamplingError`` for a request that can never run."""
+        """Raise ``PromptError`` or ``SamplingError`` for a request that can never run."""
         if not isinstance(params, SamplingParams):
             raise SamplingError(f"params is {told(params)}; give SamplingParams")
         if params.n > 1:
@@ -43,7 +43,7 @@ class Limits:
         if needed > self.num_kv_blocks:
             raise PromptError(
                 f"the request needs {needed} KV blocks of {self.block_size} tokens "
-                f"a layer; the cache has {self.num_kv_blocks}"
+                f"per layer; the cache has {self.num_kv_blocks}"
             )
 
 

@@ -1,1 +1,1 @@
-"""Data parallelism: replicas of an engine as Ray actors, and who gets which request."""
+"""Data parallelism: engine replicas as Ray actors, and the router that assigns requests to them."""

@@ -1,4 +1,4 @@
-"""Which beginnings of prompts a replica's prefix cache may have, told from what it was given."""
+"""Estimate which prompt prefixes a replica's prefix cache holds, from the prompts it was given."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 
 def marks(prompt: list[int], block_size: int) -> tuple[int, ...]:
-    """One number for each beginning of ``prompt`` that is whole blocks long, shortest first.
+    """Return a hash for each prefix of ``prompt`` that is a whole number of blocks, shortest first.
 
     Prompts whose first k blocks are equal have the same first k marks.
     """
@@ -18,9 +18,9 @@ def marks(prompt: list[int], block_size: int) -> tuple[int, ...]:
 
 
 class KnownPrefixes:
-    """The marks of the prompts that a replica was given: the latest ``most`` of them, one a block.
+    """The marks of a replica's latest prompts, one per block, at most ``most`` of them.
 
-    A guess: the replica's own cache may have dropped what is known here. A wrong guess costs time alone.
+    An estimate: the replica's cache may have evicted some of them. A wrong estimate only costs time.
     """
 
     def __init__(self, most: int) -> None:
@@ -31,11 +31,11 @@ class KnownPrefixes:
         return len(self._marks)
 
     def length(self, of: tuple[int, ...]) -> int:
-        """How many blocks of a prompt are known, from its beginning."""
+        """Return how many leading blocks of a prompt, given by its marks, are known."""
         return next((n for n, mark in enumerate(of) if mark not in self._marks), len(of))
 
     def add(self, of: tuple[int, ...]) -> None:
-        """A prompt was given; the first blocks stay longest, since the others are of no use without them."""
+        """Record a prompt; its first blocks are kept longest, since later ones are useless without them."""
         for mark in reversed(of):
             self._marks[mark] = None
             self._marks.move_to_end(mark)

@@ -1,4 +1,4 @@
-"""A replica: an engine in a process of its own, which a driver in another process calls."""
+"""A replica: an engine in its own process, driven by calls from another process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from rosellm.roseinfer.tensor_parallel import load_engine
 
-SLICE_S, STREAMING_SLICE_S = 0.05, 0.01  # between reports, of a call of LLM.generate and of streams
+SLICE_S, STREAMING_SLICE_S = 0.05, 0.01  # between reports: for LLM.generate, for streaming
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request as the driver knows it, with the tokens that another replica has generated already.
+    """A request as the driver knows it, with the tokens that another replica has already generated.
 
-    logprobs: of these tokens, None unless the request asks for them.
+    logprobs: those of ``known``; None unless requested.
     """
 
     request_id: int
@@ -34,7 +34,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the driver needs to know of a loaded replica."""
+    """The properties of a loaded replica that the driver needs."""
 
     rung: str | None
     max_batch_size: int
@@ -44,9 +44,9 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """What a request has got since the last report: its tokens, and when, in ``Report.now``'s seconds.
+    """A request's new tokens since the last report, with their times on the clock of ``Report.now``.
 
-    finish_reason: None while it runs; error: why it failed. preemptions: in this replica, in all.
+    finish_reason: None while it runs. error: why it failed. preemptions: total in this replica.
     """
 
     tokens: list[int]
@@ -59,7 +59,7 @@ class Gain:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of one call: gains by request id; now: when it was made, in the replica's ``time.perf_counter``."""
+    """The result of one call: gains by request id, and its time by the replica's ``time.perf_counter``."""
 
     now: float
     gains: dict[int, Gain]
@@ -67,17 +67,17 @@ class Report:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in the scheduler, ``told`` of whose tokens the driver knows."""
+    """A request in the scheduler; the driver knows the first ``told`` of its tokens."""
 
     sequence: Sequence
     told: int
 
 
 class Replica:
-    """The class of the actor; its calls run one after another, in the order in which they were made.
+    """The actor class; its calls run one at a time, in the order they were made.
 
-    The engine is not loaded by the constructor, whose errors Ray would make texts of. model, n_ranks,
-    options: the arguments of ``tensor_parallel.load_engine``.
+    The engine is loaded by :meth:`load`, not by the constructor, whose exceptions Ray would turn into text.
+    model, n_ranks, options: the arguments of ``tensor_parallel.load_engine``.
     """
 
     def __init__(self, model: str, n_ranks: int, options: dict[str, Any]) -> None:
@@ -86,27 +86,27 @@ class Replica:
         self._running: dict[int, _Running] = {}  # by the driver's request id
 
     def load(self, config: SchedulerConfig) -> Facts:
-        """Load the engine, and serve within these limits. Raises what ``load_engine`` does."""
+        """Load the engine and serve within the limits of ``config``. Raises as ``load_engine`` does."""
         return self.take(
             config, load_engine(self._model, tensor_parallel_size=self._n_ranks, **self._options)
         )
 
     def take(self, config: SchedulerConfig, engine: Engine) -> Facts:
-        """Serve with this engine."""
+        """Serve with ``engine``."""
         self._engine = engine
         self.begin(config)
         return Facts(engine.rung, engine.max_batch_size, engine.limits, engine.config.eos_token_ids)
 
     def begin(self, config: SchedulerConfig) -> None:
-        """End all requests, and serve the next ones within these limits."""
-        if self._engine is None:  # it could not be loaded, as the driver is about to hear
+        """End all requests, and serve later ones within the limits of ``config``."""
+        if self._engine is None:  # loading failed; the driver gets that error from ``load``
             return
         for request_id in list(self._running):
             self._cancel(request_id)
         self._scheduler = OnlineScheduler(self._engine, replace(config, max_in_flight=None))
 
     def advance(self, orders: list[Order], cancelled: list[int], seconds: float) -> Report:
-        """Begin requests, cancel some, and run the others for so long, or until none is left."""
+        """Begin orders, cancel requests, and run for ``seconds`` or until no request is left."""
         scheduler = self._scheduler
         for order in orders:
             self._begin(order)

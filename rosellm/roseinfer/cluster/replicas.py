@@ -1,4 +1,4 @@
-"""Several engines as one: replicas as Ray actors, a GPU or several each, for what runs one engine."""
+"""Several engines used as one: replicas as Ray actors with one or more GPUs each."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ BATCHES_AHEAD = 4
 
 
 class Replicas(Owned):
-    """``n`` engines, each in a Ray actor with ``n_ranks`` GPUs of one host, or as many cores and processes.
+    """``n`` engines, each in a Ray actor with ``n_ranks`` GPUs of one host, or that many CPU cores.
 
-    They are scheduled by :class:`ReplicaScheduler`: a replica that dies is replaced and its requests go on
-    elsewhere, to the same tokens if the numerics allow (in fp32, or ``deterministic``). The actors end with
+    Scheduled by :class:`ReplicaScheduler`: a replica that dies is replaced and its requests continue
+    elsewhere, with the same tokens if the numerics allow it (fp32, or ``deterministic``). The actors end with
     this object. Not thread-safe.
 
-    address: of a Ray cluster, as for ``Runtime``. config, options: of each replica's scheduler, and of
+    address: see ``Runtime``. config: limits of each replica's scheduler. options: of each replica, for
     ``tensor_parallel.load_engine``. Raises ``OptionError``, ``ClusterError``, ``DeviceError``, and what
     ``load_engine`` does.
     """
@@ -59,7 +59,7 @@ class Replicas(Owned):
         self._config, self._n_requests = config, 0
         ending = ExitStack()
         self._end = weakref.finalize(self, ending.close)
-        self._end.atexit = False  # Ray ends what it runs for this process, perhaps earlier
+        self._end.atexit = False  # at exit Ray cleans up itself, possibly before this would run
         try:
             self._runtime = runtime = Runtime(address, n * n_ranks)
             ending.callback(runtime.leave)
@@ -94,17 +94,17 @@ class Replicas(Owned):
         return self._facts.rung
 
     def encode(self, prompt: str | list[int]) -> list[int]:
-        """As ``Engine.encode``."""
+        """See ``Engine.encode``."""
         return self.encode_many([prompt])[0]
 
     def encode_many(self, prompts: SequenceOf[str | list[int]], special: bool = True) -> list[list[int]]:
-        """As ``Engine.encode_many``."""
+        """See ``Engine.encode_many``."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_many(texts, special))
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        """As ``Engine.make_sequence``: a request that a replica takes, as this process follows it."""
+        """See ``Engine.make_sequence``; the sequence tracks, in this process, a replica's request."""
         self.limits.check(prompt, params)
         self._n_requests += 1
         sequence = Sequence(self._n_requests, prompt, params, 1, self._facts.eos_token_ids)
@@ -114,7 +114,7 @@ class Replicas(Owned):
         return sequence
 
     def scheduler(self, config: SchedulerConfig) -> ReplicaScheduler:
-        """One for requests that come over time. Raises as ``OnlineScheduler`` does."""
+        """Return a scheduler for requests that arrive over time. Raises as ``OnlineScheduler`` does."""
         self._runtime.check_running()
         batch_size_of(config, self._facts.max_batch_size)
         return ReplicaScheduler(self, config, STREAMING_SLICE_S, STREAMING_SLICE_S)
@@ -122,7 +122,7 @@ class Replicas(Owned):
     def run(
         self, prompts: list[list[int]], params: list[SamplingParams], progress: Progress | None = None
     ) -> list[RequestOutput]:
-        """As ``OneEngine.run``. Raises ``ClusterError`` once all replicas stay dead."""
+        """See ``OneEngine.run``. Raises ``ClusterError`` if all replicas have died and none comes back."""
         self._runtime.check_running()
         scheduler = ReplicaScheduler(self, self._config, SLICE_S, INTERRUPTED_WITHIN_S)
         self.own(scheduler, "LLM.generate")
@@ -133,12 +133,12 @@ class Replicas(Owned):
 
 
 def _maker(places: Places, model: str, n_ranks: int, options: dict[str, Any]) -> Callable[[int], Any]:
-    """What starts the actor of a place."""
+    """Return a function that starts the actor of place ``index``."""
     return lambda index: places.actor(index, Replica, model, n_ranks, options)
 
 
 def check_replicas(n: int) -> None:
-    """Raise ``OptionError`` unless there can be so many replicas."""
+    """Raise ``OptionError`` unless ``n`` is a valid number of replicas."""
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_REPLICAS:
         raise OptionError(
             f"data_parallel_size is {told(n)}; it must be a whole number from 1 to {MOST_REPLICAS}"

@@ -1,4 +1,4 @@
-"""The router: which replica runs which request. Knows neither engines nor Ray."""
+"""The router decides which replica runs which request; independent of engines and Ray."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MUCH_BUSIER = 2
 
 @dataclass(eq=False, slots=True)
 class Routed:
-    """A request on its way: ``n_tokens`` are outstanding in all, ``n_left`` of them still.
+    """A request in the router: ``n_tokens`` to process in total, of which ``n_left`` are outstanding.
 
-    marks: of its prompt's beginnings, as ``known_prefixes.marks`` tells them; none without a prefix cache.
+    marks: of the prompt (``known_prefixes.marks``); empty without a prefix cache.
     """
 
     request_id: int
@@ -41,13 +41,13 @@ class Place:
 
 
 class Router:
-    """Gives each request to the replica with the fewest outstanding tokens, of prompts and still to generate.
+    """Assigns each request to the replica with the fewest outstanding tokens, prompt and output.
 
-    If a replica's prefix cache has more of the prompt, the request goes there instead, unless that replica is
-    much busier: has more than ``MUCH_BUSIER`` times the outstanding tokens of the least busy one, and more
-    than this request's tokens beyond them. A replica holds at most ``window`` requests; further ones wait
-    here, in order, so that replicas whose requests end early get more of them. Requests of a replica that is
-    lost wait again, before all others. ``known_blocks``: how many blocks a replica's prefix cache may hold.
+    If a replica's prefix cache holds more of the prompt, the request goes there instead, unless that replica
+    is much busier: it has more than ``MUCH_BUSIER`` times the outstanding tokens of the least busy one, and
+    exceeds them by more than this request's tokens. A replica holds at most ``window`` requests; further ones
+    wait here in order, so that replicas whose requests end early get more of them. Requests of a lost replica
+    are queued again at the front. ``known_blocks``: number of blocks that a replica's prefix cache may hold.
     """
 
     def __init__(self, window: int, known_blocks: int = 0) -> None:
@@ -62,23 +62,23 @@ class Router:
 
     @property
     def live(self) -> list[int]:
-        """The replicas that take requests."""
+        """Replicas that accept requests."""
         return list(self._places)
 
     def outstanding(self, replica: int) -> int:
-        """Tokens of the replica's prompts, and those it has still to generate."""
+        """Return the replica's unprocessed prompt tokens plus the tokens it has still to generate."""
         return self._places[replica].n_left
 
     def running(self, replica: int) -> list[int]:
-        """Ids of the requests that the replica has."""
+        """Return the ids of the replica's requests."""
         return list(self._places[replica].requests)
 
     def add(self, replica: int) -> None:
-        """A replica takes requests from now on."""
+        """Start assigning requests to a replica."""
         self._places[replica] = Place(KnownPrefixes(self._known_blocks))
 
     def lose(self, replica: int) -> list[int]:
-        """A replica is gone; returns the ids of its requests, which wait again."""
+        """Remove a replica, queue its requests again at the front, and return their ids."""
         lost = list(self._places.pop(replica).requests.values())
         for request in reversed(lost):
             request.n_left = request.n_tokens
@@ -87,11 +87,10 @@ class Router:
         return [request.request_id for request in lost]
 
     def submit(self, request: Routed) -> None:
-        """Queue a request."""
         self._waiting.append(request)
 
     def assign(self) -> list[tuple[int, int]]:
-        """Give waiting requests to replicas with room: (replica, request id), in order."""
+        """Assign waiting requests to replicas with room; return (replica, request id) pairs, in order."""
         given = []
         while self._waiting and (free := self._with_room()):
             request = self._waiting.popleft()
@@ -105,7 +104,7 @@ class Router:
         return given
 
     def note(self, request_id: int, n_generated: int) -> None:
-        """A running request has that many tokens by now, and its prompt is done."""
+        """Update a running request, whose prompt is done, to ``n_generated`` tokens."""
         place = self._places[self._runs_on[request_id]]
         request = place.requests[request_id]
         n_left = request.n_new - n_generated
@@ -113,12 +112,12 @@ class Router:
         request.n_left = n_left
 
     def finish(self, request_id: int) -> None:
-        """A running request has ended."""
+        """Remove a running request that has ended."""
         place = self._places[self._runs_on.pop(request_id)]
         place.n_left -= place.requests.pop(request_id).n_left
 
     def withdraw(self, request_id: int) -> int | None:
-        """A request is cancelled; returns the replica that runs it, None if it was waiting."""
+        """Remove a cancelled request; return the replica that runs it, or None if it was waiting."""
         replica = self._runs_on.get(request_id)
         if replica is None:
             self._waiting.remove(next(one for one in self._waiting if one.request_id == request_id))
@@ -127,7 +126,7 @@ class Router:
         return replica
 
     def clear(self) -> None:
-        """Forget all requests, but not what the replicas' caches have."""
+        """Forget all requests, but not the replicas' cached prefixes."""
         self._waiting.clear()
         self._runs_on.clear()
         for place in self._places.values():
@@ -138,7 +137,7 @@ class Router:
         return [replica for replica, place in self._places.items() if len(place.requests) < self._window]
 
     def _choose(self, request: Routed, free: list[int]) -> int:
-        """The least busy, or one that has more of the prompt cached, if it is not much busier."""
+        """Return the least busy replica, or one with more of the prompt cached that is not much busier."""
         least = min(free, key=self.outstanding)
         known = {replica: self._places[replica].known.length(request.marks) for replica in free}
         best = min(free, key=lambda replica: (-known[replica], self.outstanding(replica)))

@@ -1,4 +1,4 @@
-"""Ray in this process: the one that runs already, a cluster joined by its address, or a local one of ours."""
+"""Ray in this process: an existing runtime, a cluster joined by its address, or a new local one."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ OLDEST = (2, 50)
 ANSWERS_WITHIN_S = 3.0
 FREE_WITHIN_S = 10.0
 STORE_BYTES = 128 * 2**20
-# Of a cluster that we start: nobody else reaches it, and it reports to nobody.
+# A local cluster: reachable only from this machine, and no usage reports.
 LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-# No process a core for tasks, of which none come; and an engine's process is no background work.
+# No prestarted worker per core, since no tasks are run; and engines do not run at low priority.
 SYSTEM = {"prestart_worker_first_driver": False, "worker_niceness": 0}
-# Of "auto" alone Ray takes its token by itself. It makes one for the first local cluster, and from then on
-# `ray start` guards every cluster by it.
+# Ray finds its token by itself only for "auto". It creates one for the first local cluster, and from then on
+# `ray start` protects every cluster with it.
 MODE = "RAY_AUTH_MODE"
 TOKEN = (
-    f"; if the cluster was started by somebody with ~/.ray/auth_token, have that file and set {MODE}=token"
+    f"; if the cluster was started with a ~/.ray/auth_token, copy that file to this host and set {MODE}=token"
 )
 HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # RFC 9113, 3.4
 SETTINGS_FRAME = 4
 
-_lock = RLock()  # a dropped LLM may be collected, and leave, at any time
-_users = 0  # LLMs on the runtime that this process has started or joined here
+_lock = RLock()  # reentrant: a dropped LLM may be collected, and leave, at any time
+_users = 0  # shares in a runtime that this process started or joined here
 
 
 def import_ray() -> Any:
-    """The module ``ray``. Raises ``ClusterError`` if it is missing or too old."""
+    """Import and return ``ray``. Raises ``ClusterError`` if it is missing or too old."""
     wanted = ".".join(map(str, OLDEST))
     try:
         found = version("ray")
@@ -53,13 +53,13 @@ def import_ray() -> Any:
 
 
 class Runtime:
-    """A share in this process's Ray runtime.
+    """A reference-counted share in this process's Ray runtime.
 
-    Ray allows one runtime a process. If it runs already, it is used, and never ended. Otherwise the first
-    share joins the cluster at ``address`` ("auto": the one that Ray finds; "host:port"), or for None starts a
-    local one, bound to the loopback, and the last :meth:`leave` disconnects from the former or ends the
-    latter. n_actors: how many the local one has room for. environment: Ray's runtime environment of all that
-    runs for this process, in a cluster that is joined. Raises ``ClusterError``.
+    Ray allows one runtime per process. If one is running already, it is used and never shut down. Otherwise
+    the first share joins the cluster at ``address`` ("auto": the one that Ray finds; "host:port"), or for
+    None starts a local one, bound to the loopback; the last :meth:`leave` disconnects from it or shuts it
+    down. n_actors: capacity of a local cluster. environment: Ray's runtime environment for this process's
+    work in a cluster that is joined. Raises ``ClusterError``.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Runtime:
             raise
 
     def leave(self) -> None:
-        """Give the share back; may be called again."""
+        """Release the share; may be called again."""
         global _users
         with _lock:
             if self._left or not self._is_user:
@@ -89,16 +89,16 @@ class Runtime:
                 self.ray.shutdown()
 
     def check_running(self) -> None:
-        """Raises ``ClusterError`` if somebody has shut Ray down."""
+        """Raise ``ClusterError`` if Ray has been shut down."""
         if not self.ray.is_initialized():
             raise ClusterError("Ray was shut down, and the replicas with it; make another LLM")
 
     def device(self) -> str:
-        """The device of the cluster's engines: "cuda" if it has a GPU, else "cpu"."""
+        """Return the device for the cluster's engines: "cuda" if it has a GPU, else "cpu"."""
         return "cuda" if self.ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
     def reserve(self, kind: str, n: int, each: int) -> Places:
-        """``n`` places of ``each`` GPUs or CPUs, together or not at all. Raises ``DeviceError``."""
+        """Reserve ``n`` places of ``each`` GPUs or CPUs, all or none. Raises ``DeviceError``."""
         there = int(self.ray.cluster_resources().get(kind, 0))
         wanted = f"data_parallel_size {n}" + (f" times tensor_parallel_size {each}" if each > 1 else "")
         needs = f"{wanted} needs {n * each} {kind}s" + (f", {each} of a host each" if each > 1 else "")
@@ -122,12 +122,15 @@ class Runtime:
         joined = self.ray.get_runtime_context().gcs_address
         if address != "auto" and _host_and_port(address) != _host_and_port(joined):
             raise ClusterError(
-                f"Ray is connected to {joined} in this process, and cannot be to {told(address)} too"
+                f"Ray is connected to {joined} in this process and cannot also join {told(address)}"
             )
 
 
 class Places:
-    """A placement group: each replica's GPUs or CPUs, of one host, also while a dead one is replaced."""
+    """A placement group: the GPUs or CPUs of each replica, on one host.
+
+    They stay reserved while a dead replica is replaced.
+    """
 
     def __init__(self, ray: Any, kind: str, n: int, each: int) -> None:
         self._ray, self._util = ray, ray.util
@@ -138,12 +141,12 @@ class Places:
         return self._group.wait(within_s)
 
     def actor(self, index: int, kind: type, *arguments: Any) -> Any:
-        """An actor of that class at a place; whoever had it before is gone."""
+        """Start an actor of class ``kind`` at place ``index``; its previous actor must be gone."""
         at = self._util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, index)
         return self._ray.remote(**self._options, scheduling_strategy=at)(kind).remote(*arguments)
 
     def free(self) -> None:
-        """Give all places back; Ray may be shut down already."""
+        """Release all places; does nothing if Ray has been shut down."""
         if self._ray.is_initialized():
             self._util.remove_placement_group(self._group)
 
@@ -166,14 +169,14 @@ def _connect(ray: Any, address: str | None, n_actors: int, environment: dict[str
 def _init(ray: Any, **options: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except Exception as error:  # of many types: versions that differ, no token, no room in memory
+    except Exception as error:  # many types: version mismatch, no token, out of memory
         of_token = TOKEN if options["address"] not in ("auto", "local") and MODE not in os.environ else ""
         raise ClusterError(f"Ray cannot be used: {_first_line(error)}{of_token}") from error
 
 
 @contextmanager
 def _local_settings(ray: Any) -> Iterator[None]:
-    """The environment of a cluster that we start, and the constant that Ray made of it when imported."""
+    """Set the environment for starting a local cluster, and the constant Ray derived from it on import."""
     before = {name: os.environ.get(name) for name in LOCAL}
     constants = ray._private.ray_constants
     was, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
@@ -187,9 +190,9 @@ def _local_settings(ray: Any) -> Iterator[None]:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ``ClusterError`` unless something there answers as Ray's head does.
+    """Raise ``ClusterError`` unless a server at ``address`` answers like a Ray head.
 
-    Ray itself would try for a minute, and then end the process.
+    Ray itself would retry for a minute and then end the process.
     """
     where = _found() if address == "auto" else address
     host, port = _host_and_port(where)
@@ -198,7 +201,7 @@ def _check_answers(address: str) -> None:
 
 
 def _found() -> str:
-    """The address that "auto" stands for."""
+    """Return the address that "auto" stands for."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
@@ -217,7 +220,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _speaks_http2(host: str, port: int) -> bool:
-    """Whether a server there begins HTTP/2, as gRPC's do."""
+    """Return whether a server there opens HTTP/2, as gRPC servers do."""
     try:
         with socket.create_connection((host, port), ANSWERS_WITHIN_S) as connection:
             connection.sendall(HTTP2_HELLO)

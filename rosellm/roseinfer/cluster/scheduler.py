@@ -1,4 +1,4 @@
-"""The scheduler of replicas: requests are added at any time, whoever runs them, and whoever dies."""
+"""The scheduler of replicas: requests may be added at any time, and survive replicas that die."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rosellm.roseinfer.serving.asked import check_prompts, each_made
 
 
 class Fleet(Protocol):
-    """What a scheduler needs of the replicas; ``mark_size``: tokens of a block that may be cached, or 0."""
+    """The replicas, as the scheduler needs them; ``mark_size``: tokens per cacheable block, or 0."""
 
     seats: Seats
     router: Router
@@ -32,15 +32,15 @@ class Fleet(Protocol):
 
 
 class ReplicaScheduler:
-    """The interface of ``OnlineScheduler``, over replicas; the only user of them while it has requests.
+    """The interface of ``OnlineScheduler`` over replicas; their only user while it has requests.
 
-    A replica that dies is replaced, and its requests go on elsewhere from the tokens that are known here:
-    none comes twice, and what was delivered stays. One that dies more than ``seats.MOST_DEATHS`` times stays
+    A replica that dies is replaced, and its requests continue elsewhere from the tokens known here: no token
+    is delivered twice, and delivered ones stay. One that dies more than ``seats.MOST_DEATHS`` times stays
     dead until another scheduler begins. An engine that raises is replaced too, and :meth:`step` raises its
     error.
 
-    slice_s: a replica runs for so long, then reports, and hears of new and cancelled requests; two such calls
-    are on their way. patience_s: the longest :meth:`step`. ``n_tokens``, ``n_spared``: as of
+    slice_s: how long a replica runs per call before it reports and receives new and cancelled requests; two
+    such calls are kept in flight. patience_s: the longest :meth:`step`. ``n_tokens``, ``n_spared``: see
     ``OfflineScheduler``. Not thread-safe.
     """
 
@@ -62,12 +62,12 @@ class ReplicaScheduler:
     def add_requests(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[int]:
-        """As ``OnlineScheduler.add_requests``."""
+        """See ``OnlineScheduler.add_requests``."""
         check_prompts(prompts)
         return [self.submit(sequence) for sequence in each_made(self._fleet.make_sequence, prompts, params)]
 
     def submit(self, sequence: Sequence) -> int:
-        """Queue a sequence that ``Replicas.make_sequence`` made, and keep it up to date from now on."""
+        """Queue a sequence made by ``Replicas.make_sequence``, and update it from now on."""
         if not self._has_begun:
             self._begin()
         sequence.metrics.arrival = perf_counter()
@@ -79,9 +79,10 @@ class ReplicaScheduler:
         return sequence.request_id
 
     def step(self) -> list[Sequence]:
-        """Send requests, and hear one replica; the sequences that got tokens, ended or failed.
+        """Send requests and process one replica's answer; return the sequences that got tokens or ended.
 
-        Raises ``ClusterError`` once all replicas stay dead.
+        Raises ``ClusterError`` if all replicas have died and none comes back, and the error of an engine that
+        raised.
         """
         if not self.requests:
             return []
@@ -90,7 +91,7 @@ class ReplicaScheduler:
         return [] if heard is None else self._take(*heard)
 
     def cancel(self, request_id: int) -> bool:
-        """As ``OnlineScheduler.cancel``."""
+        """See ``OnlineScheduler.cancel``."""
         sequence = self.requests.get(request_id)
         if sequence is None:
             if request_id not in self.finished:
@@ -104,7 +105,7 @@ class ReplicaScheduler:
         return True
 
     def cancel_all(self) -> None:
-        """Cancel all requests; the replicas hear of it when more are added."""
+        """Cancel all requests; the replicas are informed when more are added."""
         self._has_begun = False
         self._router.clear()
         for sequence in list(self.requests.values()):
@@ -112,7 +113,7 @@ class ReplicaScheduler:
             self._store_result(sequence)
 
     def take_result(self, request_id: int) -> RequestOutput:
-        """The result of a finished request, which is then forgotten."""
+        """Return the result of a finished request, and forget it; raises ``RoseError`` if there is none."""
         if request_id in self.requests:
             raise RoseError(f"request {request_id} has not ended yet")
         if request_id not in self.finished:
@@ -125,7 +126,7 @@ class ReplicaScheduler:
         self._seats.begin(self._config)
 
     def _give(self) -> None:
-        """Send what the router assigns, and keep every replica with requests called."""
+        """Send the requests that the router assigns, and keep every replica with requests busy."""
         for index, request_id in self._router.assign():
             self._seats[index].orders.append(_order(self.requests[request_id]))
         for index in self._router.live:
@@ -166,7 +167,7 @@ class ReplicaScheduler:
             if death.is_error:
                 raise death.error
         finally:
-            del death  # or its traceback and this frame keep each other, and the actors
+            del death  # breaks the cycle of traceback and frame, which would keep actors alive
         return []
 
     def _store_result(self, sequence: Sequence) -> None:
@@ -176,7 +177,7 @@ class ReplicaScheduler:
 
 
 def _order(sequence: Sequence) -> Order:
-    """The request as it stands, with the seed that it draws with wherever it runs."""
+    """Return the request's current state, with its seed, so that any replica draws the same tokens."""
     params = sequence.params if sequence.params.is_greedy else replace(sequence.params, seed=sequence.seed)
     return Order(sequence.request_id, sequence.prompt, params, sequence.output, sequence.logprobs)
 

@@ -1,4 +1,4 @@
-"""The replicas' actors: started, called, heard and replaced."""
+"""The replicas' actors: start, call, await and replace them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 LOADS_WITHIN_S = 600.0
 MOST_DEATHS = 3
-CALLS_AHEAD = 2  # one runs, the next waits in the replica's process: it is never idle
+CALLS_AHEAD = 2  # one runs and the next is queued in the replica's process, so it is never idle
 
 
 @dataclass(eq=False, slots=True)
 class Seat:
-    """A replica's place: its actor, None once it stays dead, and the calls that it has not answered yet.
+    """A replica's place: its actor (None once it stays dead) and its unanswered calls.
 
-    The first call of an actor loads it; ``facts`` are its answer, None until then. orders, cancelled:
-    requests to begin and to end with its next call. deaths: since ``Seats.begin``.
+    The first call of an actor loads it; ``facts`` is its answer, None until then. orders, cancelled: requests
+    to begin and to cancel in its next call. deaths: since ``Seats.begin``.
     """
 
     index: int
@@ -35,25 +35,25 @@ class Seat:
     deaths: int = 0
 
     def forget(self) -> None:
-        """Drop what was to be sent."""
+        """Drop pending orders and cancellations."""
         self.orders, self.cancelled = [], []
 
 
 class Death(NamedTuple):
-    """What a replica has died of. is_error: its engine raised it, and another might."""
+    """Why a replica died. is_error: its engine raised the error, so another engine might as well."""
 
     error: BaseException
     is_error: bool
 
 
 class Seats:
-    """``n`` replicas. make: starts the actor of that place."""
+    """The places of ``n`` replicas. make: starts the actor of a place."""
 
     def __init__(self, ray: Any, n: int, make: Callable[[int], Any]) -> None:
         self._ray, self._make = ray, make
         self._seats = [Seat(index) for index in range(n)]
         self._config = SchedulerConfig()
-        self._late = 0.0  # when none has been live for too long
+        self._late = 0.0  # deadline for a replica to be live
 
     def __getitem__(self, index: int) -> Seat:
         return self._seats[index]
@@ -62,7 +62,7 @@ class Seats:
         return len(self._seats)
 
     def load_all(self) -> Facts:
-        """Start them; returns once all are there. Raises ``ClusterError``, and what ``load_engine`` does."""
+        """Start all replicas and wait until they are loaded. Raises ``ClusterError``, or the load's error."""
         for seat in self._seats:
             self._start(seat)
         try:
@@ -70,15 +70,15 @@ class Seats:
         except self._ray.exceptions.RayTaskError as error:
             raise _raised(error) from None
         except self._ray.exceptions.GetTimeoutError:
-            raise ClusterError(f"the replicas have not loaded within {LOADS_WITHIN_S:g} s") from None
+            raise ClusterError(f"the replicas did not load within {LOADS_WITHIN_S:g} s") from None
         except self._ray.exceptions.RayError as error:
-            raise ClusterError(f"a replica died as it was loaded: {_line(error)}") from None
+            raise ClusterError(f"a replica died while loading: {_line(error)}") from None
         for seat, facts in zip(self._seats, found, strict=True):
             seat.facts = facts
         return found[0]
 
     def begin(self, config: SchedulerConfig) -> None:
-        """All requests are forgotten, the dead start anew, and the next ones are served within ``config``."""
+        """Forget all requests, restart dead replicas, and serve within the limits of ``config``."""
         self._config = config
         self._late = monotonic() + LOADS_WITHIN_S
         for seat in self._seats:
@@ -92,26 +92,29 @@ class Seats:
                 seat.calls.clear()
 
     def keep_busy(self, seat: Seat, has_requests: bool, seconds: float) -> None:
-        """Call a replica that has something to do, for so long a call, as far ahead as it may be."""
+        """Queue calls of ``seconds`` each, up to ``CALLS_AHEAD``, for a replica with something to do."""
         while len(seat.calls) < CALLS_AHEAD and (has_requests or seat.cancelled):
             seat.calls.append(seat.actor.advance.remote(seat.orders, seat.cancelled, seconds))
             seat.forget()
 
     def hear(self, within_s: float) -> tuple[Seat, Facts | Report | Death] | None:
-        """One replica's answer to its earliest call; None if there is none within that time.
+        """Return a replica and the answer to its earliest call, or None after ``within_s`` seconds.
 
-        Raises ``ClusterError`` if none is live, and none has come back for long.
+        Raises ``ClusterError`` if no replica has been live for ``LOADS_WITHIN_S``.
         """
         first = {seat.calls[0]: seat for seat in self._seats if seat.calls}
         if any(seat.facts is not None for seat in self._seats):
             self._late = monotonic() + LOADS_WITHIN_S
         elif monotonic() > self._late:
-            raise ClusterError(f"all replicas have died, and none is back within {LOADS_WITHIN_S:g} s")
+            raise ClusterError(f"all replicas have died, and none came back within {LOADS_WITHIN_S:g} s")
         done = self._ray.wait(list(first), timeout=within_s)[0] if first else []
         return (first[done[0]], self._answer(first[done[0]])) if done else None
 
     def lose(self, seat: Seat, death: Death) -> None:
-        """A replica has died, or will now: replace it, unless it has died too often."""
+        """Replace a replica that has died, killing what is left of it, unless it has died too often.
+
+        Raises ``ClusterError`` if every replica has.
+        """
         self._hear_out(seat.calls)
         self._ray.kill(seat.actor)
         seat.actor = seat.facts = None
@@ -127,7 +130,7 @@ class Seats:
             )
 
     def end(self) -> None:
-        """Kill the actors; Ray may be shut down already."""
+        """Kill the actors; does nothing if Ray has been shut down."""
         if not self._ray.is_initialized():
             return
         for seat in self._seats:
@@ -139,7 +142,7 @@ class Seats:
         seat.calls.append(seat.actor.load.remote(self._config))
 
     def _hear_out(self, calls: deque[Any]) -> None:
-        """Ray prints the error of a call that nobody has asked for its answer."""
+        """Fetch answered calls, since Ray prints the errors of calls whose results are never fetched."""
         for call in self._ray.wait(list(calls), num_returns=len(calls), timeout=0)[0] if calls else []:
             with suppress(self._ray.exceptions.RayError):
                 self._ray.get(call)
@@ -150,7 +153,7 @@ class Seats:
         except self._ray.exceptions.RayTaskError as error:  # its engine may be broken
             was_loading = seat.facts is None
             return Death(_raised(error), not was_loading and not isinstance(error.cause, RankError))
-        except self._ray.exceptions.RayError as error:  # its process, its node, or its answer is gone
+        except self._ray.exceptions.RayError as error:  # its process, node or answer is lost
             return Death(error, False)
         seat.calls.popleft()
         if isinstance(answer, Facts):
@@ -159,7 +162,7 @@ class Seats:
 
 
 def _raised(error: Any) -> BaseException:
-    """What a replica raised; where, it says itself, unless a user can cause it."""
+    """Return what a replica raised; unless it is a ``RoseError``, with its traceback as a note."""
     if not isinstance(error.cause, RoseError):
         error.cause.add_note(str(error))
     return error.cause

@@ -1,4 +1,4 @@
-"""Memory that every rank of a group reads and writes: of GPUs over NVLink, of processes in shared files."""
+"""Memory that every rank of a group can read and write: GPU memory over NVLink, or shared files on a CPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ SHARED = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """own: this rank's bytes, uint8, zeros at first. addresses: of all ranks' bytes, int64 ``[size]``.
+    """One rank's view of memory shared by all ranks.
 
-    others: the other ranks' bytes. group: on GPUs the process group of the rendezvous, which must outlive it.
+    own: this rank's bytes, uint8, initially 0; others: the other ranks' bytes; addresses: of all ranks'
+    bytes, int64 ``[size]``. group: on GPUs the process group of the rendezvous, which must outlive it.
     """
 
     part: Part
@@ -31,9 +32,9 @@ class PeerMemory:
     group: dist.ProcessGroup | None = None
 
     def release(self) -> None:
-        """Let one wait of this GPU's kernels for other ranks end, whatever they then read.
+        """Release one wait of this GPU's kernels for other ranks; the data they then read are invalid.
 
-        A kernel waits for a flag of its own to become 1, or for another rank's to become 0.
+        A kernel waits for one of its own flags to become 1, or for another rank's flag to become 0.
         """
         with torch.cuda.stream(torch.cuda.Stream(self.own.device)):
             self.own.view(torch.int32).fill_(1)
@@ -43,7 +44,10 @@ class PeerMemory:
 
 
 def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
-    """On a CPU: each rank's bytes are a file in memory. They have no name left once all ranks have met."""
+    """On a CPU: map each rank's bytes from a file in shared memory.
+
+    The files are unlinked once all ranks have mapped them.
+    """
     handle, path = tempfile.mkstemp(prefix="rosellm-", dir=SHARED if SHARED.is_dir() else None)
     os.truncate(handle, n_bytes)
     os.close(handle)
@@ -61,9 +65,9 @@ def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
 def share_gpus(
     store: dist.Store, part: Part, n_bytes: int, device: torch.device, backend: dist.Backend
 ) -> PeerMemory:
-    """On GPUs: torch's symmetric memory, without NVLink's multicast. The ranks meet before anyone uses it.
+    """On GPUs: torch's symmetric memory, without NVLink multicast; returns after all ranks have met.
 
-    backend: any that the ranks have; torch wants a group to have one.
+    backend: any backend of the ranks, since torch requires a group to have one.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory as Symmetric
 
@@ -72,7 +76,8 @@ def share_gpus(
         store.set("name", f"rosellm-{os.urandom(8).hex()}")
     name = store.get("name").decode()
     Symmetric.set_group_info(name, part.rank, part.size, store)
-    group = _registered(name, store, part, backend)  # rendezvous resolves the name to a group
+    own: this rank's bytes, uint8, initially 0; others: the other ranks' bytes; addresses: of all ranks'
+    bytes, int64 ``[size]``. group: on GPUs the process group of the rendezvous, which must outlive it.
     own = Symmetric.empty_strided_p2p((n_bytes,), (1,), torch.uint8, device, name)
     own.zero_()
     torch.cuda.synchronize(device)

@@ -274,7 +274,7 @@ def test_a_user_asks_for_a_rate(tmp_path: Path) -> None:
 def test_only_one_option_says_when_requests_arrive_and_inf_says_all_at_once(tmp_path: Path, capsys) -> None:
     trace = ["--trace", str(as_json(tmp_path))]
     assert benchmark_streaming.main([*TINY, *trace, "--request-rate", "3"]) == 2
-    assert "--request-rate and --trace both say when requests arrive" in capsys.readouterr().err
+    assert "--request-rate and --trace both set when requests arrive" in capsys.readouterr().err
     for bad in ("0", "-1", "nan", "often"):
         with pytest.raises(SystemExit, match="2"):
             benchmark_streaming.main(["--request-rate", bad])

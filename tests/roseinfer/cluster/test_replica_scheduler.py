@@ -262,7 +262,7 @@ def test_a_replica_whose_rank_has_failed_is_replaced_and_nobody_notices():
     broken = fleet.actors[1]
 
     def failed(_sequences: object) -> int:
-        raise RankError("rank 1 of 2 was ended by SIGKILL; the engine has ended, make another")
+        raise RankError("rank 1 of 2 was killed by SIGKILL; the engine has ended; make another")
 
     broken.loaded.engine.begin_decode = failed
     params = greedy(20, **ENDS)
@@ -281,7 +281,7 @@ def test_every_error_of_a_replica_is_heard_since_ray_prints_others():
     fleet = InlineFleet(InlineRay(choose), 2, fake)
 
     def failed(*_: object) -> None:
-        raise RankError("rank 1 of 2 was ended by SIGKILL; the engine has ended, make another")
+        raise RankError("rank 1 of 2 was killed by SIGKILL; the engine has ended; make another")
 
     fleet.actors[1].loaded.advance = failed
     run_all(fleet.scheduler(SchedulerConfig()), [[i] for i in range(1, 7)], greedy(20, **ENDS))
