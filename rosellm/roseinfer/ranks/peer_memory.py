@@ -76,8 +76,7 @@ def share_gpus(
         store.set("name", f"rosellm-{os.urandom(8).hex()}")
     name = store.get("name").decode()
     Symmetric.set_group_info(name, part.rank, part.size, store)
-    own: this rank's bytes, uint8, initially 0; others: the other ranks' bytes; addresses: of all ranks'
-    bytes, int64 ``[size]``. group: on GPUs the process group of the rendezvous, which must outlive it.
+    group = _registered(name, store, part, backend)  # rendezvous resolves the name to a group
     own = Symmetric.empty_strided_p2p((n_bytes,), (1,), torch.uint8, device, name)
     own.zero_()
     torch.cuda.synchronize(device)
