@@ -315,8 +315,8 @@ FAULTS = (
 ROOMS = {  # each has a fault in it
     *(f"lab/{room}" for room in ("diagnose", "figures", "records", "running", "scale", "trying")),
     *("models", "models/families", "rosetrainer", "assets/pages"),
-    *("roseinfer", *(f"roseinfer/{room}" for room in ("cache", "cluster", "kernels", "layers", "ranks"))),
-    *("roseinfer/serving", "roseinfer/steps", "roseinfer/bench"),
+    *("roseinfer", *(f"roseinfer/{room}" for room in ("cache", "kernels", "layers", "ranks", "serving"))),
+    *("roseinfer/steps", "bench", "cluster"),
 }
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
+from rosellm.bench.record import write_record
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError
 from rosellm.lab.records.jobs import Job, free_memory, make_record, plan
 from rosellm.lab.records.measured_model import add_model_options
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Sweep, add_cluster_option
-from rosellm.roseinfer.bench.record import write_record
 
 
 @command

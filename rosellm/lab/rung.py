@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from IPython.display import display
 
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import RecipeError, RoseError
 from rosellm.lab.figures import compare as pair
 from rosellm.lab.figures.charts import show, show_table, text_table
@@ -32,7 +33,6 @@ from rosellm.lab.records.parameters import check_least_new, check_parameters
 from rosellm.lab.records.records import REFERENCE, RecordError, number, results_folder, signed
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.kernels.table import choose_kernels
 from rosellm.roseinfer.recipe import BEFORE, LADDER, get_rung
 

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain, islice
 from threading import Lock
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from tqdm import tqdm
 
 from rosellm.errors import PromptError, RecipeError, RoseError, told
 from rosellm.models.chat import Message, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
-from rosellm.roseinfer.cluster.replicas import Replicas, check_replicas
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
@@ -24,6 +23,9 @@ from rosellm.roseinfer.serving.asked import each_encoded, each_made, one_each
 from rosellm.roseinfer.serving.held_interrupt import held_interrupt
 from rosellm.roseinfer.serving.one_engine import OneEngine
 from rosellm.roseinfer.tensor_parallel import load_engine
+
+if TYPE_CHECKING:
+    from rosellm.cluster.replicas import Replicas
 
 Prompt = str | Sequence[int]  # text, or token ids
 
@@ -86,12 +88,13 @@ class LLM:
             "deterministic": deterministic,
             "warm_up": warm_up,
         }
-        check_replicas(data_parallel_size)
         self._runner: OneEngine | Replicas
-        if data_parallel_size == 1 and ray_address is None:
+        if type(data_parallel_size) is int and data_parallel_size == 1 and ray_address is None:
             engine = load_engine(model, tensor_parallel_size=tensor_parallel_size, **options)
             self._runner = OneEngine(engine, config)
         else:
+            from rosellm.cluster.replicas import Replicas
+
             sizes = data_parallel_size, tensor_parallel_size
             self._runner = Replicas(model, *sizes, ray_address, config, options)
         self._folder = None if load_format == "dummy" else checkpoint_folder(model)

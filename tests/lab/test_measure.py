@@ -8,6 +8,7 @@ from argparse import Namespace
 
 import pytest
 
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab import measure
 from rosellm.lab.records import recordings, rungs, step_records
 from rosellm.lab.records.sizes import SIZES, positions_needed
@@ -16,7 +17,6 @@ from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Finished
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families.table import KNOWN_SHAPES
-from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
 SMALL = ["--device", "cpu"]

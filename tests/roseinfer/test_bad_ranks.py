@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rosellm import LLM
+from rosellm.bench import benchmark_scheduler
 from rosellm.errors import DeviceError, OptionError, RecipeError
-from rosellm.roseinfer import benchmark_scheduler, tensor_parallel
+from rosellm.roseinfer import tensor_parallel
 from rosellm.roseinfer.recipe import LADDER
 
 BEST = LADDER["split_kv"]

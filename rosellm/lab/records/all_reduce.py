@@ -21,13 +21,13 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from rosellm.bench.record import check_writable, new_record, write_record
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import DeviceError, RoseError
 from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.records import Results
 from rosellm.models.loading import resolve_device
 from rosellm.models.part import Part
-from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
 from rosellm.roseinfer.kernels.peer_sums import make_sum_add_norm, peer_bytes
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, choose_kernels
 from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen

@@ -16,6 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rosellm.bench.benchmark_scheduler import BENCHMARK
+from rosellm.bench.prompts import make_prompts, new_tokens
+from rosellm.bench.record import new_record, write_record
+from rosellm.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError, told
 from rosellm.lab.records.earlier import kept_parts
@@ -28,10 +32,6 @@ from rosellm.lab.records.step_time import free_memory
 from rosellm.models.families.table import read_arch
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens
-from rosellm.roseinfer.bench.record import new_record, write_record
-from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
-from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.recipe import best_rung
 
 RIVAL = "vLLM 0.22.1"

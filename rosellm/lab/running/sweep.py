@@ -17,10 +17,10 @@ import torch
 from tqdm import tqdm
 
 import rosellm
+from rosellm.cluster.runtime import Runtime
 from rosellm.environment import CHECKOUT, COMMIT_VARIABLE, environment
 from rosellm.errors import ClusterError, DeviceError, RoseError, told
 from rosellm.lab.running.interruption import Interruption
-from rosellm.roseinfer.cluster.runtime import Runtime
 
 RETRIES = 3
 ABSENT_S = 60.0

@@ -20,12 +20,12 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import rosellm
+from rosellm.bench.job import kv_blocks_wanted, longest_request
+from rosellm.bench.prompts import new_tokens, request_params
+from rosellm.bench.record import engine_facts
+from rosellm.bench.runs import check_served
 from rosellm.errors import DeviceError, RoseError
 from rosellm.models.weights import load_model
-from rosellm.roseinfer.bench.job import kv_blocks_wanted, longest_request
-from rosellm.roseinfer.bench.prompts import new_tokens, request_params
-from rosellm.roseinfer.bench.record import engine_facts
-from rosellm.roseinfer.bench.runs import check_served
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 

@@ -9,11 +9,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from rosellm.roseinfer.cluster.replica import Replica
-from rosellm.roseinfer.cluster.replicas import BATCHES_AHEAD
-from rosellm.roseinfer.cluster.router import Router
-from rosellm.roseinfer.cluster.scheduler import ReplicaScheduler
-from rosellm.roseinfer.cluster.seats import Seats
+from rosellm.cluster.replica import Replica
+from rosellm.cluster.replicas import BATCHES_AHEAD
+from rosellm.cluster.router import Router
+from rosellm.cluster.scheduler import ReplicaScheduler
+from rosellm.cluster.seats import Seats
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.owned import Owned
 from rosellm.roseinfer.request import Sequence

@@ -6,19 +6,12 @@ from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, N
 from pathlib import Path
 from typing import Any
 
+from rosellm.bench.record import check_writable, dtype_name
+from rosellm.bench.workloads import ALL_WORKLOADS, DTYPE, LOAD_FORMAT, MODERN_MODEL, Workload, get_workload
 from rosellm.command_line import INT32_MAX, OneLineParser, ScreenParser, whole_number, whole_numbers
 from rosellm.errors import PromptError, RoseError
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import DTYPES, LOAD_FORMATS
-from rosellm.roseinfer.bench.record import check_writable, dtype_name
-from rosellm.roseinfer.bench.workloads import (
-    ALL_WORKLOADS,
-    DTYPE,
-    LOAD_FORMAT,
-    MODERN_MODEL,
-    Workload,
-    get_workload,
-)
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, recipe_choices
 from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig

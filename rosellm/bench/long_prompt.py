@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from rosellm.bench.arrivals import Arrival
+from rosellm.bench.record import distribution
 from rosellm.errors import RoseError
-from rosellm.roseinfer.bench.arrivals import Arrival
-from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.outputs import RequestOutput
 
 PERCENTS = (50, 99)

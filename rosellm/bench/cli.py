@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rosellm.bench.job import choose_recipe, make_job
+from rosellm.bench.options import PROFILED_STEPS, benchmark_parser, departures, parse, request_facts
+from rosellm.bench.record import engine_facts, new_record, write_record
+from rosellm.bench.runs import Run, repeat, write_trace
+from rosellm.bench.summary import print_summary
 from rosellm.command_line import command
 from rosellm.models.loading import AnyTokenizer
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.job import choose_recipe, make_job
-from rosellm.roseinfer.bench.options import PROFILED_STEPS, benchmark_parser, departures, parse, request_facts
-from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
-from rosellm.roseinfer.bench.runs import Run, repeat, write_trace
-from rosellm.roseinfer.bench.summary import print_summary
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 

@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from rosellm.bench.record import across_repeats, distribution, new_record, tokens_sha256, write_record
 from rosellm.errors import RoseError
-from rosellm.roseinfer.bench.record import (
-    across_repeats,
-    distribution,
-    new_record,
-    tokens_sha256,
-    write_record,
-)
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from rosellm.roseinfer.cluster.known_prefixes import KnownPrefixes
+from rosellm.cluster.known_prefixes import KnownPrefixes
 
 MUCH_BUSIER = 2
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rosellm.bench.arrivals import Arrival
 from rosellm.errors import OptionError
 from rosellm.models.loading import AnyTokenizer
-from rosellm.roseinfer.bench.arrivals import Arrival
 from rosellm.roseinfer.sampling import SamplingParams
 
 Prompts = Sequence[str | list[int]]

@@ -6,11 +6,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rosellm.errors import PromptError, RecipeError
-from rosellm.models.loading import AnyTokenizer, resolve_device
-from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.options import departures
-from rosellm.roseinfer.bench.prompts import (
+from rosellm.bench.options import departures
+from rosellm.bench.prompts import (
     Prompts,
     encode_prompts,
     largest_request,
@@ -20,7 +17,10 @@ from rosellm.roseinfer.bench.prompts import (
     request_params,
     trace_of,
 )
-from rosellm.roseinfer.bench.record import dtype_name
+from rosellm.bench.record import dtype_name
+from rosellm.errors import PromptError, RecipeError
+from rosellm.models.loading import AnyTokenizer, resolve_device
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine

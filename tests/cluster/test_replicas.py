@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from rosellm import LLM, SamplingParams
+from rosellm.cluster import runtime, seats as seats_module
 from rosellm.errors import (
     BusyError,
     ClusterError,
@@ -27,7 +28,6 @@ from rosellm.errors import (
 from rosellm.lab.records.replica_runs import stream_with_a_death
 from rosellm.lab.running.interruption import is_running
 from rosellm.models.checkpoint import checkpoint_folder
-from rosellm.roseinfer.cluster import runtime, seats as seats_module
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager

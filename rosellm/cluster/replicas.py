@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence as SequenceOf
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from rosellm.cluster.replica import SLICE_S, STREAMING_SLICE_S, Replica
+from rosellm.cluster.router import Router
+from rosellm.cluster.runtime import Places, Runtime
+from rosellm.cluster.scheduler import ReplicaScheduler
+from rosellm.cluster.seats import Seats
 from rosellm.errors import OptionError, RoseError, told
 from rosellm.models.loading import load_tokenizer_of, resolve_device
 from rosellm.roseinfer.cache.limits import Limits
-from rosellm.roseinfer.cluster.replica import SLICE_S, STREAMING_SLICE_S, Replica
-from rosellm.roseinfer.cluster.router import Router
-from rosellm.roseinfer.cluster.runtime import Places, Runtime
-from rosellm.roseinfer.cluster.scheduler import ReplicaScheduler
-from rosellm.roseinfer.cluster.seats import Seats
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.owned import Owned
 from rosellm.roseinfer.request import Sequence

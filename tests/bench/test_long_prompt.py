@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rosellm.bench import benchmark_streaming
+from rosellm.bench.job import check_positions
+from rosellm.bench.long_prompt import gap_figures
 from rosellm.errors import PromptError, RoseError
-from rosellm.roseinfer import benchmark_streaming
-from rosellm.roseinfer.bench.job import check_positions
-from rosellm.roseinfer.bench.long_prompt import gap_figures
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
 
+from rosellm.cluster.replica import Facts, Order, Report
 from rosellm.errors import ClusterError, RankError, RoseError, told
-from rosellm.roseinfer.cluster.replica import Facts, Order, Report
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 LOADS_WITHIN_S = 600.0

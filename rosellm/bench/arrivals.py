@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rosellm.bench.options import MOST_TOKENS
 from rosellm.command_line import INT32_MAX
-from rosellm.roseinfer.bench.options import MOST_TOKENS
 from rosellm.roseinfer.request import RequestMetrics
 
 DAY_S = 86_400  # no request arrives later

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from rosellm.roseinfer import benchmark_streaming
-from rosellm.roseinfer.bench import job
-from rosellm.roseinfer.bench.arrivals import (
+from rosellm.bench import benchmark_streaming, job
+from rosellm.bench.arrivals import (
     Arrival,
     goodput,
     poisson_times,
@@ -22,8 +21,8 @@ from rosellm.roseinfer.bench.arrivals import (
     read_trace,
     submit_by_deadline,
 )
-from rosellm.roseinfer.bench.job import SPARE_KV_BLOCKS, kv_blocks_wanted, longest_request, print_header
-from rosellm.roseinfer.bench.prompts import make_prompts
+from rosellm.bench.job import SPARE_KV_BLOCKS, kv_blocks_wanted, longest_request, print_header
+from rosellm.bench.prompts import make_prompts
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import RequestMetrics
 from tests.helpers import random_model

@@ -11,9 +11,9 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
 from rosellm.atomic import replacing
+from rosellm.bench.job import Job
+from rosellm.bench.record import across_repeats, distribution, tokens_sha256
 from rosellm.errors import RoseError
-from rosellm.roseinfer.bench.job import Job
-from rosellm.roseinfer.bench.record import across_repeats, distribution, tokens_sha256
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 

@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rosellm.roseinfer.cluster.known_prefixes import KnownPrefixes, marks
-from rosellm.roseinfer.cluster.router import MUCH_BUSIER, Routed, Router
+from rosellm.cluster.known_prefixes import KnownPrefixes, marks
+from rosellm.cluster.router import MUCH_BUSIER, Routed, Router
 
 WINDOW, BLOCK, BLOCKS = 4, 4, 6
 SHARED = list(range(12))

@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rosellm.bench import benchmark_scheduler, benchmark_streaming
+from rosellm.bench.job import check_positions, choose_recipe, print_header
+from rosellm.bench.options import departures, request_facts
+from rosellm.bench.prompts import make_prompts, new_tokens, request_params
+from rosellm.bench.workloads import MODEL_WORKLOADS, MODERN_MODEL, WORKLOADS, get_workload
 from rosellm.errors import OptionError, PromptError, RoseError
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import resolve_device
-from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.job import check_positions, choose_recipe, print_header
-from rosellm.roseinfer.bench.options import departures, request_facts
-from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens, request_params
-from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, MODERN_MODEL, WORKLOADS, get_workload
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, get_rung
 from tests.helpers import CPU, random_model, small_config

@@ -6,12 +6,12 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
+from rosellm.cluster.known_prefixes import marks
+from rosellm.cluster.replica import Facts, Gain, Order, Report
+from rosellm.cluster.router import Routed, Router
+from rosellm.cluster.seats import Death, Seat, Seats
 from rosellm.errors import RoseError, told
 from rosellm.models.loading import AnyTokenizer
-from rosellm.roseinfer.cluster.known_prefixes import marks
-from rosellm.roseinfer.cluster.replica import Facts, Gain, Order, Report
-from rosellm.roseinfer.cluster.router import Routed, Router
-from rosellm.roseinfer.cluster.seats import Death, Seat, Seats
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 
 from rosellm import LLM
+from rosellm.cluster import runtime
 from rosellm.errors import CheckpointError, ClusterError, DeviceError, OptionError
-from rosellm.roseinfer.cluster import runtime
 
-PROJECT = loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+PROJECT = loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
 def refused(error: type[Exception], **options) -> str:
@@ -162,7 +162,7 @@ def test_a_cluster_that_may_ask_for_a_token_is_told_how_it_is_given(monkeypatch,
     monkeypatch.setattr(runtime, "_check_answers", lambda _address: None)
     monkeypatch.setenv("RAY_AUTH_MODE", "token") if is_set else monkeypatch.delenv("RAY_AUTH_MODE", False)
     told = refused(ClusterError, ray_address="127.0.0.1:6379")
-    assert ("have that file and set RAY_AUTH_MODE=token" in told) == (not is_set)
+    assert ("copy that file to this host and set RAY_AUTH_MODE=token" in told) == (not is_set)
 
 
 class FakeRay:
