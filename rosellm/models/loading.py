@@ -89,27 +89,22 @@ def load_parts(
     _check_source(model, load_format)
     where = resolve_device(device)
     resolve_dtype(dtype, where)  # an unknown one is refused before anything is fetched
-    if load_format == "dummy":
-        shape = dummy_shape(model)
-        part.check(shape)
-        gpt = dummy_model(model, where, resolve_dtype(dtype, where, shape), part=part)
-        return gpt, load_dummy_tokenizer(gpt.config)
-    folder = checkpoint_folder(model)
-    config = _stored_arch(folder)
-    part.check(config)
-    gpt = load_model(str(folder), where, resolve_dtype(dtype, where, config), part)
-    return gpt, load_tokenizer(folder, gpt.config)
+    if load_format != "dummy":
+        model = str(checkpoint_folder(model))
+    arch = arch_of(model, load_format)
+    part.check(arch)
+    load = dummy_model if load_format == "dummy" else load_model
+    gpt = load(model, where, resolve_dtype(dtype, where, arch), part=part)
+    return gpt, load_tokenizer_of(model, load_format)
 
 
 def load_tokenizer_of(model: str, load_format: str = "auto") -> AnyTokenizer:
     """The tokenizer of what :func:`load_parts` loads. Raises ``CheckpointError``."""
     _check_source(model, load_format)
-    arch = arch_of(model, load_format)
-    return (
-        load_dummy_tokenizer(arch)
-        if load_format == "dummy"
-        else load_tokenizer(checkpoint_folder(model), arch)
-    )
+    if load_format == "dummy":
+        return load_dummy_tokenizer(dummy_shape(model))
+    folder = checkpoint_folder(model)
+    return load_tokenizer(folder, load_config(folder))
 
 
 def _check_source(model: str, load_format: str) -> None:

@@ -236,7 +236,8 @@ class Transformer(nn.Module):
         drawn = parameter if parameter.shape == shape else parameter.new_empty(shape)
         drawn.normal_(0.0, scale, generator=generator)
         if drawn is not parameter:
-            parameter.copy_(torch.cat(list(self.part.of(name, drawn, self.whole))))
+            pieces = self.part.pieces(name, self.whole, len(drawn))
+            parameter.copy_(torch.cat(list(self.part.of(name, drawn, pieces))))
 
 
 def _aligned(rows: int) -> int:

@@ -110,18 +110,11 @@ def places(gpt: Transformer) -> Iterator[Place]:
         transposed = template in family.transposed
         n_rows, *width = shapes[name].shape
         pieces = gpt.part.pieces(name, gpt.whole, n_rows)
-        if len(theirs) == 1:
-            cut = partial(gpt.part.of, name, whole=gpt.whole)
-            yield Place(theirs[0], parameter, transposed, (n_rows, *width), cut)
-            continue
-        parts = parameter.split([len(piece.kept) for piece in pieces])
-        for source, rows, piece in zip(theirs, parts, pieces, strict=True):
-            one = partial(_only, partial(gpt.part.cut, name, piece=piece))
-            yield Place(source, rows, transposed, (piece.n_rows, *width), one)
-
-
-def _only(cut: Callable[[Tensor], Tensor], value: Tensor) -> tuple[Tensor]:
-    return (cut(value),)
+        groups = [pieces] if len(theirs) == 1 else [[piece] for piece in pieces]
+        parts = parameter.split([sum(len(piece.kept) for piece in group) for group in groups])
+        for source, rows, group in zip(theirs, parts, groups, strict=True):
+            shape = (sum(piece.n_rows for piece in group), *width)
+            yield Place(source, rows, transposed, shape, partial(gpt.part.of, name, pieces=group))
 
 
 def _split_name(name: str) -> tuple[str, str]:
