@@ -129,7 +129,7 @@ def _original(fields: dict[str, Any], config: dict[str, Any]) -> int:
 
 
 def _number(fields: dict[str, Any], name: str, above: float = LEAST) -> float:
-    value = fields.get(name)
+    value: Any = fields.get(name)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not above < value <= MOST:
         needed = f"a number above {above:g} and at most {MOST:g} is needed"

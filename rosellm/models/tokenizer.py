@@ -59,20 +59,25 @@ class DecoderStream:
         return self._raw.decode(self._ids, skip_special_tokens=True)[self._n_given :]
 
 
-class TokenBytes(dict[int, bytes]):
-    """Cache of token id → bytes, which ``find`` computes."""
+class TokenBytes:
+    """The text of token ids; ``find`` computes the bytes of one, which are kept."""
 
     def __init__(self, find: Callable[[int], bytes]) -> None:
         self._find = find
-
-    def __missing__(self, token_id: int) -> bytes:
-        self[token_id] = found = self._find(token_id)
-        return found
+        self._known: dict[int, bytes] = {}
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of a whole sequence, a replacement character for bytes that are no UTF-8."""
-        # itemgetter is the fastest, and gives no tuple of one id or none
-        pieces = itemgetter(*ids)(self) if len(ids) > 1 else map(self.__getitem__, ids)
+        try:
+            return self._join(ids)
+        except KeyError:
+            news = {token_id for token_id in ids if token_id not in self._known}
+            self._known.update(zip(news, map(self._find, news), strict=True))
+            return self._join(ids)
+
+    def _join(self, ids: Sequence[int]) -> str:
+        known = self._known  # itemgetter of a plain dict is the fastest; of one id or none it gives no tuple
+        pieces = itemgetter(*ids)(known) if len(ids) > 1 else map(known.__getitem__, ids)
         return b"".join(pieces).decode(errors="replace")
 
 

@@ -24,6 +24,7 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
 from rosellm.roseinfer.text import IncrementalText, LateText
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, small_config, small_engine
 from tests.late_step import run_late
 
