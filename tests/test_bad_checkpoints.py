@@ -185,7 +185,7 @@ PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
 
 TOKENIZERS = [
     row(spoilt(lambda f: (f / "tokenizer.json").unlink()), CheckpointError, "has no tokenizer.json"),
-    row(spoilt(lambda f: os.truncate(f / "tokenizer.json", 900)), CheckpointError, "cannot be read as a tokenizer: "),
+    row(spoilt(lambda f: os.truncate(f / "tokenizer.json", 900)), CheckpointError, "as a tokenizer: "),
     row(tokenizer(lambda t: t["model"]["vocab"].update(x=-5)), CheckpointError, "`-5`", "expected u32"),
     row(tokenizer(lambda t: t["model"]["vocab"].update(zz=300)), CheckpointError, "ids up to 300", "for 300"),
     row(tokenizer(lambda t: t["model"]["vocab"].update(zz=2**32 - 1)), CheckpointError, "4294967295", "300"),

@@ -176,7 +176,7 @@ folder, fault = sys.argv[1:]
 whole = weights._copy_weights
 
 def all_at_once(gpt, files, folder):
-    held = {name: tensor.to(gpt.dtype) for file in files for name, tensor in load_file(file).items()}
+    held = [tensor.to(gpt.dtype) for file in set(files.values()) for tensor in load_file(file).values()]
     whole(gpt, files, folder)
 
 def a_second_copy(gpt, files, folder):
@@ -218,13 +218,14 @@ def test_loading_needs_the_memory_of_the_weights_and_one_tensor(large, fault, fi
     assert (peak <= n_bytes + largest + slack) == fits
 
 
-def all_at_once(gpt: Transformer, files: list[Path], folder: Path) -> None:
-    held = [tensor.to(gpt.device, gpt.dtype) for file in files for tensor in load_file(file).values()]
+def all_at_once(gpt: Transformer, files: dict[str, Path], folder: Path) -> None:
+    tensors = (tensor for file in set(files.values()) for tensor in load_file(file).values())
+    held = [tensor.to(gpt.device, gpt.dtype) for tensor in tensors]
     _copy_weights(gpt, files, folder)
     held.clear()
 
 
-def a_second_copy(gpt: Transformer, files: list[Path], folder: Path) -> None:
+def a_second_copy(gpt: Transformer, files: dict[str, Path], folder: Path) -> None:
     _copy_weights(gpt, files, folder)
     gpt.load_state_dict({name: tensor.clone() for name, tensor in gpt.state_dict().items()})
 

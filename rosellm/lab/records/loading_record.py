@@ -102,6 +102,8 @@ def measured(load: Callable[[], Transformer], device: torch.device) -> dict[str,
     ``rss``: its pages in memory, files that it reads among them. ``anonymous``: its own, which the system
     cannot take back as it can the page cache's. ``gpu``: PyTorch's allocations, 0 on a CPU.
     """
+    import transformers.modeling_rope_utils  # noqa: F401  (here: its time and memory do not count)
+
     on_gpu = device.type == "cuda"
     torch.zeros(1, device=device)  # the driver's own memory is there
     before, peak, done = _host_bytes(), _host_bytes(), threading.Event()
