@@ -80,7 +80,7 @@ class Part:
         return Piece.share_of(n_columns, self).kept if by_columns else range(n_columns)
 
     def of(self, name: str, value: Tensor, pieces: list[Piece]) -> Iterator[Tensor]:
-        """This part of whole ``pieces`` of a parameter, stacked in ``value``: a view of each."""
+        """Yield this part of each of ``pieces`` of a parameter, stacked whole in ``value``: views."""
         columns = self.columns(name, value.shape[-1])
         for piece, rows in zip(pieces, value.split([piece.n_rows for piece in pieces]), strict=True):
             kept = rows[piece.kept.start : piece.kept.stop]

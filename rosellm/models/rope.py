@@ -44,11 +44,11 @@ class Rope:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """``rope_parameters`` of a ``config.json``."""
+        """Return ``rope_parameters`` of a ``config.json``."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def table(self, n_positions: int, head_dim: int, device: torch.device) -> Tensor:
-        """Cosines, then sines, of every position: ``[n_positions, D]`` fp32."""
+        """Tabulate cosines, then sines, of every position: ``[n_positions, D]`` fp32 on ``device``."""
         frequencies, amplitude = self._frequencies(head_dim)
         angles = torch.arange(n_positions, device=device)[:, None] * frequencies.to(device)
         return torch.cat((angles.cos(), angles.sin()), dim=1) * amplitude
@@ -78,7 +78,7 @@ class Rotary(NamedTuple):
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """x ``[N, H, D]`` turned by ``cos_sin`` ``[N, D]``, in fp32, → x's dtype."""
+    """Turn x ``[N, H, D]`` by ``cos_sin`` ``[N, D]``, in fp32, → x's dtype."""
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)  # [N, 1, D / 2]
     first, second = x.float().chunk(2, dim=-1)  # [N, H, D / 2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -31,10 +31,10 @@ class TextStream(Protocol):
     """
 
     def push(self, token_id: int) -> str:
-        """The text that ``token_id`` completes; empty while a UTF-8 character is incomplete."""
+        """Return the text that ``token_id`` completes; empty while a UTF-8 character is incomplete."""
 
     def finish(self) -> str:
-        """The rest: replacement characters for a character whose last bytes never came."""
+        """Return the rest: replacement characters for a character whose last bytes never came."""
 
 
 class DecoderStream:
@@ -67,7 +67,7 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a whole sequence, a replacement character for bytes that are no UTF-8."""
+        """Return the text of a whole sequence, a replacement character for bytes that are no UTF-8."""
         try:
             return self._join(ids)
         except KeyError:
@@ -138,7 +138,7 @@ class Tokenizer:
         return self._raw.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a prompt.
+        """Return the token ids of a prompt.
 
         special: with the tokens that the checkpoint adds to every text, most often one at its beginning. A
         rendered chat has them already. Raises ``PromptError`` for text that the vocabulary, or UTF-8, cannot
@@ -167,7 +167,7 @@ class Tokenizer:
         return ByteStream(self._pieces) if self._is_byte_level else DecoderStream(self._raw)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes of a token of a byte-level vocabulary; empty for special and unknown tokens."""
+        """Return the UTF-8 bytes of a byte-level token; empty for special and unknown tokens."""
         token = self._raw.id_to_token(token_id)
         if token is None or token in self._special:
             return b""
@@ -223,16 +223,16 @@ class DummyTokenizer(Tokenizer):
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """Character → byte in byte-level vocabularies; printable Latin-1 maps to itself (Radford et al. 2019)."""
+    """Map characters of byte-level tokens to bytes; printable Latin-1 is itself (Radford et al. 2019)."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = (b for b in range(256) if chr(b) not in alphabet)
     return {c: ord(c) if ord(c) < 256 else next(others) for c in alphabet}
 
 
 def load_tokenizer(folder: Path, config: Arch) -> Tokenizer:
-    """A checkpoint's tokenizer; its ``eos_token_id`` is the config's first, or that of ``<|endoftext|>``.
+    """Load a checkpoint's tokenizer; ``eos_token_id`` is the config's first, or that of ``<|endoftext|>``.
 
-    Raises CheckpointError for missing or corrupt files and for a vocabulary larger than the model's.
+    Raises ``CheckpointError`` for missing or corrupt files and for a vocabulary larger than the model's.
     """
     raw = _read(folder)
     n_ids = 1 + max(raw.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -246,7 +246,7 @@ def load_tokenizer(folder: Path, config: Arch) -> Tokenizer:
 
 
 def load_dummy_tokenizer(config: Arch) -> DummyTokenizer:
-    """The tokenizer of ``--load-format dummy`` for a model of that shape."""
+    """Make the tokenizer of ``--load-format dummy`` for a model of that shape."""
     eos = config.eos_token_ids[0] if config.eos_token_ids else None
     return DummyTokenizer(_read(checkpoint_folder(SHIPPED)), config.vocab_size, eos)
 

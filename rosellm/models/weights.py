@@ -33,11 +33,14 @@ STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _LAYER = re.compile(r"^blocks\.(\d+)\.")
 COMPARED_ROWS = 4096
 TABLES = 3  # of angles, in memory while one is made
-TOLD_FROM = 256 << 20  # bytes of a checkpoint whose loading shows its progress
+PROGRESS_FROM = 256 << 20  # bytes of a checkpoint whose loading shows its progress
 
 
 def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part = WHOLE) -> Transformer:
-    """The checkpoint ``model`` (shipped name, folder or hub id), or a part, on ``device`` in ``dtype``."""
+    """Load the checkpoint ``model`` (shipped name, folder or hub id), or a part, to ``device`` in ``dtype``.
+
+    Raises ``CheckpointError``.
+    """
     folder = checkpoint_folder(model)
     config, shards = load_config(folder), shards_of(folder)
     holders = _holders(shards)
@@ -52,14 +55,14 @@ def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part 
 def dummy_model(
     model: str, device: torch.device, dtype: torch.dtype, seed: int = 0, part: Part = WHOLE
 ) -> Transformer:
-    """The real shape of ``model`` with seeded random weights, made on ``device``; nothing is downloaded."""
+    """Make the real shape of ``model`` with seeded random weights on ``device``; download nothing."""
     config = dummy_shape(model)
     _check_memory(part.arch(config), device, dtype)
     return Transformer.allocate(config, device, dtype, part).initialise(seed)
 
 
 def dummy_shape(model: str) -> Arch:
-    """The shape of ``model``: a known one, or that of a folder's ``config.json``."""
+    """Return the shape of ``model``: a known one, or that of a folder's ``config.json``."""
     if model in KNOWN_SHAPES:
         return KNOWN_SHAPES[model]
     if model in SHIPPED_MODELS or os.path.isdir(model):
@@ -84,7 +87,7 @@ def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float1
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor of a checkpoint belongs: a parameter's rows, and whether it is stored transposed.
+    """A tensor of a checkpoint and where it belongs: a parameter's rows, perhaps stored transposed.
 
     shape: the whole tensor's, as the parameter has it. cut: such a tensor → what of it belongs there.
     """
@@ -100,7 +103,7 @@ class Place:
 
 
 def places(gpt: Transformer) -> Iterator[Place]:
-    """The places of all parameters; a tied head is left out."""
+    """Yield the places of all parameters, without a tied head."""
     family = FAMILIES[gpt.config.family]
     with torch.device("meta"):
         shapes = Transformer(gpt.whole).own_parameters
@@ -197,7 +200,7 @@ def _copy_weights(gpt: Transformer, holders: dict[str, Path], folder: Path) -> N
     stored = {_find(name, config, holders) or name: place for name, place in wanted.items()}
     shards = sorted(set(holders.values()))
     n_bytes = sum(shard.stat().st_size for shard in shards)
-    quiet = n_bytes < TOLD_FROM  # of a small checkpoint
+    quiet = n_bytes < PROGRESS_FROM  # of a small checkpoint
     with tqdm(total=n_bytes, desc="weights", unit="B", unit_scale=True, disable=quiet) as progress:
         for shard in shards:
             with opened(shard) as tensors:

@@ -1,4 +1,4 @@
-"""Learns a tokenizer from text."""
+"""Learn a tokenizer from text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CODE_PIECES = r"\n+[ \t]*| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[ \t]+(?!
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) of at most ``vocab_size`` tokens.
+    """Train a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019) of at most ``vocab_size`` tokens.
 
     ``<|endoftext|>`` is id 0; the 256 bytes are always tokens, so every text can be encoded.
     """

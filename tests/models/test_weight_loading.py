@@ -150,10 +150,10 @@ def test_quantised_tensors_are_refused_by_their_dtype(folder, dtype):
 def test_a_bar_appears_for_a_large_checkpoint_only(folder, capsys, monkeypatch):
     load(folder)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(weights, "TOLD_FROM", 1)
+    monkeypatch.setattr(weights, "PROGRESS_FROM", 1)
     load(folder)
     assert "weights: " in capsys.readouterr().err
-    assert (folder / WEIGHTS).stat().st_size > weights.TOLD_FROM
+    assert (folder / WEIGHTS).stat().st_size > weights.PROGRESS_FROM
 
 
 MEASURED = """

@@ -34,7 +34,7 @@ EPS = "rms_norm_eps"
 
 
 def read_arch(config: Config, biases: tuple[str, ...] = (), **parts: Any) -> Arch:
-    """What Llama and its relatives share: RMSNorm, rotary embeddings, SwiGLU; ``parts`` are their own."""
+    """Read what Llama and its relatives share: RMSNorm, rotary embeddings, SwiGLU; ``parts``: their own."""
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise CheckpointError(f"hidden_act {told(activation)} is not supported; 'silu' is")
     fields = renamed({"tie_word_embeddings": False} | config, NAMES, NEEDED)
@@ -48,7 +48,7 @@ def read_arch(config: Config, biases: tuple[str, ...] = (), **parts: Any) -> Arc
 
 
 def write_arch(arch: Arch, name: str, model_type: str, **own: Any) -> Config:
-    """The fields that :func:`read_arch` reads; ``own`` are the family's."""
+    """Write the fields that :func:`read_arch` reads; ``own`` are the family's."""
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": model_type,
