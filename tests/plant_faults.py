@@ -231,7 +231,7 @@ FAULTS = (
         'Norm("rms", 1e-5)',
         ("test_families.py",),
     ),
-    Fault("rope", "models/rope.py", "frequencies / self.factor", "frequencies", ("test_families.py",)),
+    Fault("rope", "models/rope.py", "dim=1) * amplitude", "dim=1)", ("test_families.py",)),
     Fault(
         "parts of a model",
         "models/part.py",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rosellm.errors import CheckpointError, PromptError, told
-from rosellm.models.tokenizer import refusal
+from rosellm.models.tokenizer import from_transformers, refusal
 
 Message = dict[str, Any]
 
@@ -54,11 +54,9 @@ def _check_messages(messages: object) -> None:
 
 @lru_cache(maxsize=1)
 def _templated(folder: Path) -> Any:
-    """The tokenizer of ``transformers``, which knows where templates are; no code from the folder is run."""
-    from transformers import AutoTokenizer
-
+    """The tokenizer of ``transformers``, which knows where templates are."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = from_transformers(folder)
     except BaseException as error:
         raise refusal(CheckpointError, f"{folder} has no tokenizer with a chat template", error) from error
     if not tokenizer.chat_template:

@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 
 from rosellm.cluster import seats as seats_module
 from rosellm.errors import BusyError, ClusterError, PromptError, RankError, RoseError
-from rosellm.models.tokenizer import train_tokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
@@ -20,6 +19,7 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.run_all import run_all
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.cluster.inline_ray import Call, InlineFleet, InlineRay
 from tests.helpers import random_model, random_prompts, small_config
 from tests.soak.fake_step import EOS, fake_engine, poison, tokens_after

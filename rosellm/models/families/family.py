@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rosellm.errors import CheckpointError, told
@@ -21,7 +21,6 @@ class Family:
     the fields that ``transformers`` needs to read it back. tensors: a weight's name here, with ``{}`` for the
     layer → names in the checkpoint, whose rows are joined in that order; a name that it lacks altogether is
     left out. prefix: what a checkpoint may leave out of its names. transposed: those stored as ``[K, N]``.
-    shapes: known models by hub id.
     """
 
     model_types: tuple[str, ...]
@@ -30,7 +29,6 @@ class Family:
     tensors: Mapping[str, tuple[str, ...]]
     prefix: str
     transposed: frozenset[str] = frozenset()
-    shapes: Mapping[str, Arch] = field(default_factory=dict)
 
 
 def renamed(config: Config, names: Mapping[str, str], needed: tuple[str, ...]) -> Config:

@@ -72,10 +72,6 @@ _TENSORS = {
 }
 
 
-def _shape(n_layers: int, n_heads: int, d_model: int) -> Arch:
-    return Arch(50257, 1024, n_layers, n_heads, d_model, eos_token_ids=(50256,))
-
-
 FAMILY = Family(
     model_types=("gpt2",),
     read=read,
@@ -83,10 +79,4 @@ FAMILY = Family(
     tensors=_TENSORS,
     prefix="transformer.",
     transposed=frozenset(f"blocks.{{}}.{name}.weight" for name in ("qkv", "out", "up", "down")),
-    shapes={
-        "gpt2": _shape(12, 12, 768),
-        "gpt2-medium": _shape(24, 16, 1024),
-        "gpt2-large": _shape(36, 20, 1280),
-        "gpt2-xl": _shape(48, 25, 1600),
-    },
 )

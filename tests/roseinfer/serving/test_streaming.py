@@ -13,13 +13,14 @@ from time import perf_counter
 import pytest
 
 from rosellm.errors import RoseError, SamplingError, told
-from rosellm.models.tokenizer import Tokenizer, train_tokenizer
+from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving import streaming
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, small_config, small_engine
 from tests.late_step import run_late
 from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
