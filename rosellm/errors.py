@@ -80,7 +80,7 @@ class OneLine(Repr):
 _one_line = OneLine()
 
 
-def told(value: object) -> str:
+def describe(value: object) -> str:
     """Format ``value`` for an error message, in one line of at most ``LONGEST_TOLD`` characters.
 
     A huge integer is described by its size, since Python refuses to print thousands of digits. An exception

@@ -12,7 +12,7 @@ from rosellm.cluster.router import Router
 from rosellm.cluster.runtime import Places, Runtime
 from rosellm.cluster.scheduler import ReplicaScheduler
 from rosellm.cluster.seats import Seats
-from rosellm.errors import OptionError, RoseError, told
+from rosellm.errors import OptionError, RoseError, describe
 from rosellm.models.loading import load_tokenizer_of, resolve_device
 from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.outputs import RequestOutput
@@ -141,5 +141,5 @@ def check_replicas(n: int) -> None:
     """Raise ``OptionError`` unless ``n`` is a valid number of replicas."""
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_REPLICAS:
         raise OptionError(
-            f"data_parallel_size is {told(n)}; it must be a whole number from 1 to {MOST_REPLICAS}"
+            f"data_parallel_size is {describe(n)}; it must be a whole number from 1 to {MOST_REPLICAS}"
         )

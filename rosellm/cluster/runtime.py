@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from threading import RLock
 from typing import Any
 
-from rosellm.errors import ClusterError, DeviceError, told
+from rosellm.errors import ClusterError, DeviceError, describe
 
 NEED_RAY = "data_parallel_size, ray_address and --cluster"
 EXTRA = "pip install 'rosellm[cluster]'"
@@ -122,7 +122,7 @@ class Runtime:
         joined = self.ray.get_runtime_context().gcs_address
         if address != "auto" and _host_and_port(address) != _host_and_port(joined):
             raise ClusterError(
-                f"Ray is connected to {joined} in this process and cannot also join {told(address)}"
+                f"Ray is connected to {joined} in this process and cannot also join {describe(address)}"
             )
 
 
@@ -197,7 +197,7 @@ def _check_answers(address: str) -> None:
     where = _found() if address == "auto" else address
     host, port = _host_and_port(where)
     if not _speaks_http2(host, port):
-        raise ClusterError(f"no Ray cluster answers at {told(where)} within {ANSWERS_WITHIN_S:g} s")
+        raise ClusterError(f"no Ray cluster answers at {describe(where)} within {ANSWERS_WITHIN_S:g} s")
 
 
 def _found() -> str:
@@ -215,7 +215,9 @@ def _found() -> str:
 def _host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not colon or not host or "/" in host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ClusterError(f"the Ray address is {told(address)}; give 'auto', or the host:port of a Ray head")
+        raise ClusterError(
+            f"the Ray address is {describe(address)}; give 'auto', or the host:port of a Ray head"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -231,4 +233,4 @@ def _speaks_http2(host: str, port: int) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    return told(error).partition("\n")[0]
+    return describe(error).partition("\n")[0]

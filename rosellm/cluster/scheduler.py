@@ -10,7 +10,7 @@ from rosellm.cluster.known_prefixes import marks
 from rosellm.cluster.replica import Facts, Gain, Order, Report
 from rosellm.cluster.router import Routed, Router
 from rosellm.cluster.seats import Death, Seat, Seats
-from rosellm.errors import RoseError, told
+from rosellm.errors import RoseError, describe
 from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import Sequence
@@ -183,4 +183,4 @@ def _order(sequence: Sequence) -> Order:
 
 
 def _raise_unknown(request_id: int) -> None:
-    raise RoseError(f"request {told(request_id)} is unknown: it was never added, or its result was taken")
+    raise RoseError(f"request {describe(request_id)} is unknown: it was never added, or its result was taken")

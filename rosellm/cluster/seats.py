@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from rosellm.cluster.replica import Facts, Order, Report
-from rosellm.errors import ClusterError, RankError, RoseError, told
+from rosellm.errors import ClusterError, RankError, RoseError, describe
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 LOADS_WITHIN_S = 600.0
@@ -169,4 +169,4 @@ def _raised(error: Any) -> BaseException:
 
 
 def _line(error: BaseException) -> str:
-    return told(error).partition("\n")[0] + " (see Ray's logs)"
+    return describe(error).partition("\n")[0] + " (see Ray's logs)"

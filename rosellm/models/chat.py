@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rosellm.errors import CheckpointError, PromptError, told
+from rosellm.errors import CheckpointError, PromptError, describe
 from rosellm.models.tokenizer import from_transformers, refusal
 
 Message = dict[str, Any]
@@ -43,12 +43,14 @@ def _is_syntax_error(error: Exception) -> bool:
 
 def _check_messages(messages: object) -> None:
     if not isinstance(messages, list) or not messages:
-        raise PromptError(f'messages are {told(messages)}; give a list of {{"role": ..., "content": ...}}')
+        raise PromptError(
+            f'messages are {describe(messages)}; give a list of {{"role": ..., "content": ...}}'
+        )
     for i, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             raise PromptError(
-                f'message {i} is {told(message)}; give {{"role": ..., "content": ...}}, both of them text'
+                f'message {i} is {describe(message)}; give {{"role": ..., "content": ...}}, both of them text'
             )
 
 
@@ -62,5 +64,7 @@ def _templated(folder: Path) -> Any:
     if not tokenizer.chat_template:
         raise CheckpointError(f"{folder} has no chat template; give a prompt as text")
     if not isinstance(tokenizer.chat_template, (str, dict)):
-        raise CheckpointError(f"the chat template in {folder} is {told(tokenizer.chat_template)}; give text")
+        raise CheckpointError(
+            f"the chat template in {folder} is {describe(tokenizer.chat_template)}; give text"
+        )
     return tokenizer

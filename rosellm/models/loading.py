@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rosellm.errors import CheckpointError, DeviceError, told
+from rosellm.errors import CheckpointError, DeviceError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
@@ -31,7 +31,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cuda", "cpu"):
-        raise DeviceError(f"device {told(name)} is unknown; use 'auto', 'cuda' or 'cpu'")
+        raise DeviceError(f"device {describe(name)} is unknown; use 'auto', 'cuda' or 'cpu'")
     if name == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device 'cuda' is not available on this machine; use device='cpu'")
     return torch.device(name)
@@ -48,7 +48,7 @@ def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> 
         own = arch.dtype if arch is not None else None
         return DTYPES.get(own or "float16", torch.float32)  # of float64 too
     if not isinstance(name, str) or name not in DTYPES:
-        raise DeviceError(f"dtype {told(name)} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
+        raise DeviceError(f"dtype {describe(name)} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[name]
 
 
@@ -109,6 +109,6 @@ def load_tokenizer_of(model: str, load_format: str = "auto") -> AnyTokenizer:
 
 def _check_source(model: str, load_format: str) -> None:
     if not isinstance(model, (str, PathLike)):
-        raise CheckpointError(f"model is {told(model)}; give '{SHIPPED}', a folder or a hub id")
+        raise CheckpointError(f"model is {describe(model)}; give '{SHIPPED}', a folder or a hub id")
     if load_format not in LOAD_FORMATS:
-        raise CheckpointError(f"load_format {told(load_format)} is unknown; use 'auto' or 'dummy'")
+        raise CheckpointError(f"load_format {describe(load_format)} is unknown; use 'auto' or 'dummy'")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 
 LEAST, MOST = 1e-6, 1e12  # of any number that a scaling is made of
 OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -92,16 +92,16 @@ def read_rope(config: dict[str, Any]) -> Rope:
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     fields = {} if config.get(name) is None else config[name]
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{name} is {told(fields)}; an object is needed")
+        raise CheckpointError(f"{name} is {describe(fields)}; an object is needed")
     if any(isinstance(value, dict) for value in fields.values()):
         raise CheckpointError("rope_parameters differ between kinds of layers; one kind is supported")
     outer = config if fields.get("rope_theta") is None else fields
     theta = _number({"rope_theta": 10_000.0} | outer, "rope_theta", above=1.0)
     if (partial := fields.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1):
-        raise CheckpointError(f"partial_rotary_factor {told(partial)} is not supported; only 1.0 is")
+        raise CheckpointError(f"partial_rotary_factor {describe(partial)} is not supported; only 1.0 is")
     kind = fields.get("rope_type", fields.get("type", "default"))
     if not isinstance(kind, str) or kind not in NUMBERS:
-        raise CheckpointError(f"rope_type {told(kind)} is not supported; {', '.join(NUMBERS)} are")
+        raise CheckpointError(f"rope_type {describe(kind)} is not supported; {', '.join(NUMBERS)} are")
     found: dict[str, Any] = {
         name: _number(fields, name) for name in NUMBERS[kind] if name not in OPTIONAL or fields.get(name)
     }
@@ -111,7 +111,7 @@ def read_rope(config: dict[str, Any]) -> Rope:
     if kind == "yarn":
         if not isinstance(truncate := fields.get("truncate", True), bool):
             needed = "in the rope parameters; true or false is needed"
-            raise CheckpointError(f"truncate is {told(truncate)} {needed}")
+            raise CheckpointError(f"truncate is {describe(truncate)} {needed}")
         found["truncate"] = truncate
     if kind in ("llama3", "yarn"):
         found["original_max_position_embeddings"] = _original(fields, config)
@@ -124,7 +124,9 @@ def _original(fields: dict[str, Any], config: dict[str, Any]) -> int:
     given = (config.get(name), fields.get(name), config.get("max_position_embeddings"))
     length = _number({name: next((value for value in given if value is not None), None)}, name)
     if length != int(length):
-        raise CheckpointError(f"{name} is {told(length)} in the rope parameters; a whole number is needed")
+        raise CheckpointError(
+            f"{name} is {describe(length)} in the rope parameters; a whole number is needed"
+        )
     return int(length)
 
 
@@ -133,5 +135,5 @@ def _number(fields: dict[str, Any], name: str, above: float = LEAST) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not above < value <= MOST:
         needed = f"a number above {above:g} and at most {MOST:g} is needed"
-        raise CheckpointError(f"{name} is {told(value)} in the rope parameters; {needed}")
+        raise CheckpointError(f"{name} is {describe(value)} in the rope parameters; {needed}")
     return value

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_NAMED = 3  # files that an error lists
@@ -32,7 +32,7 @@ def shards_of(folder: Path) -> list[Path]:
     """
     present = {path.name for path in folder.iterdir() if path.is_file()}
     names = _indexed(folder / INDEX) if INDEX in present and WHOLE not in present else [WHOLE]
-    if missing := [told(name) for name in names if name not in present]:
+    if missing := [describe(name) for name in names if name not in present]:
         others = len(missing) - MOST_NAMED
         listed = ", ".join(missing[:MOST_NAMED]) + (f" and {others} more" if others > 0 else "")
         raise CheckpointError(f"{folder} lacks {listed} (only safetensors files in the folder are read)")

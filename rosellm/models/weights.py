@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rosellm.atomic import replacing, write_text
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder, load_config
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
@@ -69,7 +69,7 @@ def dummy_shape(model: str) -> Arch:
         return load_config(checkpoint_folder(model))
     known = ", ".join([*KNOWN_SHAPES, *SHIPPED_MODELS])
     raise CheckpointError(
-        f"no shape is known for {told(model)}; use one of {known}, or a folder with a config.json"
+        f"no shape is known for {describe(model)}; use one of {known}, or a folder with a config.json"
     )
 
 

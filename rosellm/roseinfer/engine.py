@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
-from rosellm.errors import OptionError, PromptError, RoseError, SamplingError, told
+from rosellm.errors import OptionError, PromptError, RoseError, SamplingError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_parts
@@ -102,7 +102,7 @@ class Engine(Owned):
         self.limits = Limits(self.config.vocab_size, self.config.n_positions, *sizes)
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
         self._n_warmed = 0
-        group.command("warm_up", self._warm_up)  # for followers; keeping the result would create a cycle
+        group.broadcast("warm_up", self._warm_up)  # for followers; keeping the result would create a cycle
         if warm_up:
             self._warm_up()
         self._n_requests = 0
@@ -141,7 +141,7 @@ class Engine(Owned):
         rows: if given, only decode steps of that many sequences. Progress bars on stderr show compilations
         and captures that take longer than a second.
         """
-        self.group.command("warm_up", self._warm_up)(rows)
+        self.group.broadcast("warm_up", self._warm_up)(rows)
 
     @torch.inference_mode()
     def _warm_up(self, rows: int | None = None) -> None:
@@ -339,7 +339,7 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
             kind = "a power of two" if name == "block_size" else "a whole number"
             raise OptionError(
-                f"{name} is {told(value)}; it must be {kind}, 1 or more, at most {LARGEST_SIZE}"
+                f"{name} is {describe(value)}; it must be {kind}, 1 or more, at most {LARGEST_SIZE}"
             )
     if block_size & (block_size - 1):
         raise OptionError(f"block_size is {block_size}; it must be a power of two")
@@ -348,14 +348,14 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
 def _check_share(value: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
         raise OptionError(
-            f"gpu_memory_utilization is {told(value)}; it must be a number above 0 and at most 1"
+            f"gpu_memory_utilization is {describe(value)}; it must be a number above 0 and at most 1"
         )
 
 
 def _check_switches(**switches: bool) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise OptionError(f"{name} is {told(value)}; use True or False")
+            raise OptionError(f"{name} is {describe(value)}; use True or False")
 
 
 def _model_len(wanted: int | None, config: Arch) -> int:
@@ -363,7 +363,7 @@ def _model_len(wanted: int | None, config: Arch) -> int:
         return config.n_positions
     if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= config.n_positions:
         raise OptionError(
-            f"max_model_len is {told(wanted)}; it must be a whole number from 1 to the model's "
+            f"max_model_len is {describe(wanted)}; it must be a whole number from 1 to the model's "
             f"{config.n_positions} positions"
         )
     return wanted

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from tqdm import tqdm
 
-from rosellm.errors import PromptError, RecipeError, RoseError, told
+from rosellm.errors import PromptError, RecipeError, RoseError, describe
 from rosellm.models.chat import Message, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 from rosellm.roseinfer.engine import Engine
@@ -191,13 +191,13 @@ def _as_many(prompts: Any) -> list[str | list[int]]:
         return [prompts]
     items = _listed(prompts)
     if items is None:
-        raise PromptError(f"prompts is {told(prompts)}; give text, token ids, or several of these")
+        raise PromptError(f"prompts is {describe(prompts)}; give text, token ids, or several of these")
     if items and all(_is_token_id(item) for item in items):
         return [items]
     many = [item if isinstance(item, str) else _listed(item) for item in items]
     if None in many:
         index = many.index(None)
-        raise PromptError(f"prompt {index} is {told(items[index])}; give text or token ids")
+        raise PromptError(f"prompt {index} is {describe(items[index])}; give text or token ids")
     return cast("list[str | list[int]]", many)
 
 

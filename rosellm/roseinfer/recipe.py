@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 import torch
 
-from rosellm.errors import DeviceError, RecipeError, told
+from rosellm.errors import DeviceError, RecipeError, describe
 from rosellm.models.arch import PROJECTIONS, Arch
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import TABLES
@@ -69,7 +69,7 @@ class Recipe:
         for name, allowed in recipe_choices().items():
             if getattr(self, name) not in allowed:
                 raise RecipeError(
-                    f"{name}={told(getattr(self, name))} is unknown; use one of {', '.join(allowed)}"
+                    f"{name}={describe(getattr(self, name))} is unknown; use one of {', '.join(allowed)}"
                 )
         for rule in _RULES:
             broken = [name for name, allowed in rule.needs.items() if getattr(self, name) not in allowed]
@@ -258,7 +258,7 @@ def get_rung(name: str | None, device: torch.device | None = None) -> str:
     if name is None:
         return BEST_RUNG if device is None else best_rung(device)
     if not isinstance(name, str) or name not in LADDER:
-        raise RecipeError(f"rung {told(name)} is unknown; use one of {', '.join(LADDER)}")
+        raise RecipeError(f"rung {describe(name)} is unknown; use one of {', '.join(LADDER)}")
     return name
 
 

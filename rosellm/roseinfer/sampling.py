@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 
-from rosellm.errors import SamplingError, told
+from rosellm.errors import SamplingError, describe
 
 INT64_MAX = 2**63 - 1
 MOST_LOGPROBS = 20
@@ -72,22 +72,24 @@ class SamplingParams:
         else:
             self._whole("n", 1, MOST_COMPLETIONS)
         if not isinstance(self.ignore_eos, bool):
-            raise SamplingError(f"ignore_eos is {told(self.ignore_eos)}; use True or False")
+            raise SamplingError(f"ignore_eos is {describe(self.ignore_eos)}; use True or False")
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) and s for s in stops):
-            raise SamplingError(f"stop is {told(self.stop)}; use a non-empty string or a list of them")
+            raise SamplingError(f"stop is {describe(self.stop)}; use a non-empty string or a list of them")
         object.__setattr__(self, "stop", tuple(stops))
 
     def _number(self, name: str, low: float, high: float, allowed: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-            raise SamplingError(f"{name} is {told(value)}; it must be {allowed}")
+            raise SamplingError(f"{name} is {describe(value)}; it must be {allowed}")
 
     def _whole(self, name: str, low: int, high: float = math.inf, allowed: str | None = None) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             limits = f", {low} or more" if high == math.inf else f" from {low} to {high}"
-            raise SamplingError(f"{name} is {told(value)}; it must be {allowed or f'a whole number{limits}'}")
+            raise SamplingError(
+                f"{name} is {describe(value)}; it must be {allowed or f'a whole number{limits}'}"
+            )
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ import torch
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
-from rosellm.errors import DeviceError, OptionError, told
+from rosellm.errors import DeviceError, OptionError, describe
 from rosellm.frozen_heap import frozen_heap
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, arch_of, load_parts, resolve_device
@@ -140,7 +140,7 @@ def check_cut(n_ranks: int, model: str, load_format: str) -> None:
 def _check_count(n_ranks: int) -> None:
     if not isinstance(n_ranks, int) or isinstance(n_ranks, bool) or not 1 <= n_ranks <= MOST_RANKS:
         raise OptionError(
-            f"tensor_parallel_size is {told(n_ranks)}; it must be a whole number from 1 to {MOST_RANKS}"
+            f"tensor_parallel_size is {describe(n_ranks)}; it must be a whole number from 1 to {MOST_RANKS}"
         )
 
 
@@ -210,7 +210,7 @@ def _work(seat: _Seat, load: Load) -> None:
         _follow(follower, seat, load)
     except BaseException as error:
         with suppress(OSError):  # rank 0 may have closed the pipe for the same reason
-            seat.pipe.send_bytes(told(error).encode())
+            seat.pipe.send_bytes(describe(error).encode())
         os._exit(1)
     os._exit(0)  # skip exit handlers of libraries, which may wait for other ranks
 
@@ -224,7 +224,7 @@ def _follow(follower: Follower, seat: _Seat, load: Load) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // seat.part.size))
     follower.collectives = Collectives(connect(seat.port), seat.part, device)
     model, _ = load.part(seat.part)
-    engine = Engine(model, None, **follower.told(), group=follower)
+    engine = Engine(model, None, **follower.receive(), group=follower)
     with frozen_heap():
         follower.follow()
     del engine

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models import weights
 from rosellm.models.families.table import read_arch
 from rosellm.models.model import Transformer
@@ -115,7 +115,7 @@ def test_an_index_that_names_a_file_which_cannot_exist_is_refused_in_a_short_lin
 def test_a_missing_shard_of_any_name_that_a_file_may_have_is_named(folder, name):
     where = spread(folder, 3)
     (folder / INDEX).write_text(json.dumps({"weight_map": where | {K: name}}))
-    refused(folder, f"lacks {told(name)} (only")
+    refused(folder, f"lacks {describe(name)} (only")
 
 
 @pytest.mark.parametrize(

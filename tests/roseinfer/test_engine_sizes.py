@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from rosellm.errors import OptionError, PromptError, told
+from rosellm.errors import OptionError, PromptError, describe
 from rosellm.roseinfer.cache import budget
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.engine import Engine
@@ -89,7 +89,7 @@ def test_blocks_that_are_asked_for_are_not_questioned(room_for):
 def test_an_option_that_is_on_or_off_is_true_or_false_and_nothing_else(option, bad):
     with pytest.raises(OptionError) as refusal:
         small_engine(random_model(0), **{option: bad})
-    assert str(refusal.value) == f"{option} is {told(bad)}; use True or False"
+    assert str(refusal.value) == f"{option} is {describe(bad)}; use True or False"
 
 
 def use_memory(monkeypatch, memory: FakeMemory) -> None:

@@ -21,7 +21,7 @@ from rosellm.bench.prompts import make_prompts, new_tokens
 from rosellm.bench.record import new_record, write_record
 from rosellm.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
 from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.errors import RoseError, told
+from rosellm.errors import RoseError, describe
 from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.floors import Ceiling, prefill_floors_us
 from rosellm.lab.records.model_ledgers import workload_ledger
@@ -179,7 +179,7 @@ def measure_ledgers(
             ledger = workload_ledger(gpt, rung, MODEL_WORKLOADS[name])
         except Exception as error:  # a kernel, the profiler or memory: the other ledgers do not need them
             failed.append(name)
-            print(f"{name}: no ledger: {told(error).splitlines()[0]}", flush=True)
+            print(f"{name}: no ledger: {describe(error).splitlines()[0]}", flush=True)
         else:
             figures[name] = ledger.as_dict()
             write_record(folder / LEDGERS_FILE, _ledgers_record(model, gpt.device, figures))

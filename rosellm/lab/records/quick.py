@@ -25,7 +25,7 @@ import torch
 from rosellm.bench.record import new_record, write_record
 from rosellm.bench.workloads import LOAD_FORMAT, WORKLOADS
 from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.errors import RoseError, told
+from rosellm.errors import RoseError, describe
 from rosellm.lab.records.earlier import earlier_parts
 from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.jobs import (
@@ -207,7 +207,7 @@ def _succeeds(job: Job) -> bool:
     try:
         job.run()
     except (RoseError, RuntimeError, MemoryError) as error:
-        why = str(error) if isinstance(error, RoseError) else told(error)
+        why = str(error) if isinstance(error, RoseError) else describe(error)
         print(f"{job.name}: not recorded: {why.splitlines()[0]}", flush=True)
         return False
     print(f"[{time.perf_counter() - start:6.1f} s] {job.name}", flush=True)

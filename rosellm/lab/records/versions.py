@@ -106,10 +106,10 @@ def _git(*arguments: str) -> bytes:
     try:
         done = subprocess.run(["git", "-C", str(CHECKOUT), *arguments], capture_output=True, check=False)
     except OSError as error:
-        raise RoseError(f"git cannot be run: {errors.told(error)}") from None
+        raise RoseError(f"git cannot be run: {errors.describe(error)}") from None
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip() or "there is none in this checkout"
-        raise RoseError(f"commit {errors.told(arguments[-1])}: {' '.join(reason.split())}")
+        raise RoseError(f"commit {errors.describe(arguments[-1])}: {' '.join(reason.split())}")
     return done.stdout
 
 

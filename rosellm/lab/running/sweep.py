@@ -19,7 +19,7 @@ from tqdm import tqdm
 import rosellm
 from rosellm.cluster.runtime import Runtime
 from rosellm.environment import CHECKOUT, COMMIT_VARIABLE, environment
-from rosellm.errors import ClusterError, DeviceError, RoseError, told
+from rosellm.errors import ClusterError, DeviceError, RoseError, describe
 from rosellm.lab.running.interruption import Interruption
 
 RETRIES = 3
@@ -132,7 +132,7 @@ def add_cluster_option(parser: ArgumentParser) -> None:
 
 def in_one_line(error: BaseException) -> str:
     """The first line of an error's type and message; of an error that a user can cause the message alone."""
-    return (str(error) if isinstance(error, RoseError) else told(error)).partition("\n")[0]
+    return (str(error) if isinstance(error, RoseError) else describe(error)).partition("\n")[0]
 
 
 def _execute(task: Callable[[], Any]) -> Finished:

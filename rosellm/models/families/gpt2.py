@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import Arch, Norm
 from rosellm.models.families.family import Config, Family, check_only, dtype_of, eos_field, eos_ids, renamed
 
@@ -30,7 +30,7 @@ FIXED = {
 def read(config: Config) -> Arch:
     activation = config.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise CheckpointError(f"activation_function {told(activation)} is not supported; 'gelu_new' is")
+        raise CheckpointError(f"activation_function {describe(activation)} is not supported; 'gelu_new' is")
     check_only(config, FIXED)
     fields = renamed(config, NAMES, NEEDED)
     norm = Norm("layer", config.get(EPS, 1e-5))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import INT32_MAX, Arch, Norm, is_whole
 from rosellm.models.families.family import (
     Config,
@@ -36,7 +36,7 @@ EPS = "rms_norm_eps"
 def read_arch(config: Config, biases: tuple[str, ...] = (), **parts: Any) -> Arch:
     """Read what Llama and its relatives share: RMSNorm, rotary embeddings, SwiGLU; ``parts``: their own."""
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise CheckpointError(f"hidden_act {told(activation)} is not supported; 'silu' is")
+        raise CheckpointError(f"hidden_act {describe(activation)} is not supported; 'silu' is")
     fields = renamed({"tie_word_embeddings": False} | config, NAMES, NEEDED)
     rope = read_rope(config)
     if rope.rope_type == "yarn" and is_whole(fields["n_positions"], 1, INT32_MAX):

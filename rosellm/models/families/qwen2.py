@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import INT32_MAX, Arch, is_whole
 from rosellm.models.families.family import Config, Family, flag, with_window
 from rosellm.models.families.llama import read_arch, tensor_names, write_arch
@@ -24,7 +24,7 @@ def windowed(arch: Arch, config: Config) -> Arch:
         return with_window(arch, None, config.get("layer_types"))
     n_full = config.get("max_window_layers", 28)
     if not is_whole(n_full, 0, INT32_MAX):
-        raise CheckpointError(f"max_window_layers is {told(n_full)}; a whole number is needed")
+        raise CheckpointError(f"max_window_layers is {describe(n_full)}; a whole number is needed")
     return with_window(arch, config.get("sliding_window", 4096), config.get("layer_types"), n_full)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.families import gpt2, llama, mistral, phi3, qwen2, qwen3
 from rosellm.models.families.family import Config, Family
@@ -18,7 +18,7 @@ def read_arch(config: Config) -> Arch:
     """From the fields of a Hugging Face ``config.json``. Raises ``CheckpointError``."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise CheckpointError(f"model_type {told(kind)} is not supported; {', '.join(FAMILIES)} are")
+        raise CheckpointError(f"model_type {describe(kind)} is not supported; {', '.join(FAMILIES)} are")
     if config.get("quantization_config") is not None:
         raise CheckpointError(
             "the checkpoint is quantised (config.json has a quantization_config); "

@@ -15,7 +15,7 @@ from rosellm.roseinfer.request import Sequence
 CPU_KV_BYTES = 2 << 30
 GPU_CONTEXT_BYTES = 1 << 30  # captured graphs and library workspaces
 PREFILL_TOKENS = 16384  # per scheduler iteration
-STEPS_ASSURED = 16
+STEPS_ENSURED = 16
 
 
 class BlockBudget:
@@ -27,9 +27,9 @@ class BlockBudget:
 
     def __init__(self, blocks: KVBlockManager, prefix_cache: PrefixCache | None, run_ahead: int) -> None:
         self.blocks, self.prefix_cache, self.run_ahead = blocks, prefix_cache, run_ahead
-        self.promised = 0
-        self._assured: list[Sequence] | None = None  # have blocks for _assured_steps more steps
-        self._assured_steps = self._assured_need = 0
+        self.reserved = 0
+        self._ensured: list[Sequence] | None = None  # have blocks for _ensured_steps more steps
+        self._ensured_steps = self._ensured_need = 0
 
     @property
     def free(self) -> int:
@@ -42,28 +42,28 @@ class BlockBudget:
         return self.free + (0 if self.prefix_cache is None else self.prefix_cache.num_evictable())
 
     @property
-    def unpromised(self) -> int:
+    def unreserved(self) -> int:
         """Blocks not promised to admitted sequences."""
-        return self.blocks.max_blocks_per_layer - self.promised
+        return self.blocks.max_blocks_per_layer - self.reserved
 
-    def promise(self, sequence: Sequence) -> None:
+    def reserve(self, sequence: Sequence) -> None:
         """Count the blocks of a newly admitted sequence as promised."""
-        self.promised += self.at_most(sequence)
+        self.reserved += self.max_blocks(sequence)
 
-    def withdraw(self, sequence: Sequence) -> None:
+    def unreserve(self, sequence: Sequence) -> None:
         """Stop counting a sequence that has given up its blocks."""
-        self.promised -= self.at_most(sequence)
+        self.reserved -= self.max_blocks(sequence)
 
-    def at_most(self, sequence: Sequence) -> int:
+    def max_blocks(self, sequence: Sequence) -> int:
         """Return the most blocks that the sequence can hold; its last token is never cached."""
         return blocks_for(sequence.max_length - 1, self.blocks.block_size)
 
-    def to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
+    def blocks_to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
         """Return the blocks needed to cache ``counts`` more tokens (None: all the rest), clones included."""
         chunks = [s.n_to_prefill for s in sequences] if counts is None else counts
         return sum(self._to_hold(s, s.n_cached + n) for s, n in zip(sequences, chunks, strict=True))
 
-    def to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
+    def blocks_to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
         """Return the blocks each sequence needs for tokens cached by the end of the next ``steps`` steps."""
         ahead = self.run_ahead + steps - 1
         return [self._to_hold(s, min(len(s.tokens) + ahead, s.max_length - 1)) for s in sequences]
@@ -81,9 +81,9 @@ class BlockBudget:
     def make_room_to_prefill(self, sequences: list[Sequence], counts: list[int]) -> bool:
         """Evict cached prefixes as needed; return whether there are blocks for these tokens."""
         at_most = sum(counts) // self.blocks.block_size + 2 * len(sequences)
-        if self.free >= at_most or self.make_room(self.to_prefill(sequences, counts), sequences):
+        if self.free >= at_most or self.make_room(self.blocks_to_prefill(sequences, counts), sequences):
             return True
-        return self.free >= self.to_prefill(sequences, counts)  # sharing may have ended
+        return self.free >= self.blocks_to_prefill(sequences, counts)  # sharing may have ended
 
     def make_room_to_decode(self, sequences: list[Sequence]) -> bool:
         """Evict cached prefixes as needed; return whether there are blocks for one more step.
@@ -93,22 +93,22 @@ class BlockBudget:
         """
         if self.free >= (self.run_ahead + 1) * len(sequences):
             return True
-        if self.make_room(sum(self.to_decode(sequences)), sequences):
+        if self.make_room(sum(self.blocks_to_decode(sequences)), sequences):
             return True
-        return self.free >= sum(self.to_decode(sequences))  # sharing may have ended
+        return self.free >= sum(self.blocks_to_decode(sequences))  # sharing may have ended
 
-    def assure_decode(self, sequences: list[Sequence]) -> bool:
+    def ensure_decode(self, sequences: list[Sequence]) -> bool:
         """Like :meth:`make_room_to_decode`, for callers that pass the same, unchanged list at every step.
 
-        Counts for ``STEPS_ASSURED`` steps at once, since counting visits every sequence. The count stays
+        Counts for ``STEPS_ENSURED`` steps at once, since counting visits every sequence. The count stays
         valid while that many blocks are free, even if others allocate.
         """
-        if self._assured is sequences and self._assured_steps and self.free >= self._assured_need:
-            self._assured_steps -= 1
+        if self._ensured is sequences and self._ensured_steps and self.free >= self._ensured_need:
+            self._ensured_steps -= 1
             return True
-        self._assured, self._assured_steps = sequences, STEPS_ASSURED - 1
-        self._assured_need = sum(self.to_decode(sequences, STEPS_ASSURED))
-        return self.free >= self._assured_need or self.make_room_to_decode(sequences)
+        self._ensured, self._ensured_steps = sequences, STEPS_ENSURED - 1
+        self._ensured_need = sum(self.blocks_to_decode(sequences, STEPS_ENSURED))
+        return self.free >= self._ensured_need or self.make_room_to_decode(sequences)
 
     def _to_hold(self, sequence: Sequence, length: int) -> int:
         """Return the blocks missing for ``length`` tokens in total, with the clone of a shared last block."""

@@ -16,7 +16,7 @@ class CommandedBlocks(KVBlockManager):
 
     def __init__(self, group: Group, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._copy = group.command("copy_block", self._copied)
+        self._copy = group.broadcast("copy_block", self._apply_copy)
 
     def clone_block(self, block_id: int, length: int) -> int:
         """See ``KVBlockManager``; with a single pool, a block's id is its index."""
@@ -24,7 +24,7 @@ class CommandedBlocks(KVBlockManager):
         self._copy(block_id, clone)
         return clone
 
-    def _copied(self, source: int, target: int) -> None:
+    def _apply_copy(self, source: int, target: int) -> None:
         """Copy the block on the device. Rank 0 has already done so; repeating it is harmless."""
         for cache in (self.k_cache, self.v_cache):
             cache[:, target].copy_(cache[:, source])

@@ -29,7 +29,7 @@ class TokenCounts:
         self._staging = StagingBuffer(device, torch.int32)
         self._place_of: dict[Sequence, int] = {}
         self._free = list(range(n_rows))  # min-heap
-        self._write = group.command("counts", self._written)
+        self._write = group.broadcast("counts", self._apply_write)
 
     def hold(self, sequences: list[Sequence], positions: list[int]) -> list[int]:
         """Upload the counts of tokens before each sequence's position; return 1 + each sequence's table row.
@@ -67,7 +67,7 @@ class TokenCounts:
             np.concatenate(arrays, out=row)
         self._write(host, n)
 
-    def _written(self, host: np.ndarray, n: int) -> None:
+    def _apply_write(self, host: np.ndarray, n: int) -> None:
         """Apply the update to the table on the device; n: the number of rows."""
         sent = self._staging.put(host).send()
         place, token, number = sent[n:].view(3, -1)

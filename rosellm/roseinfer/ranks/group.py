@@ -26,7 +26,7 @@ class Group(Protocol):
     def part(self) -> Part:
         """This rank's part of the model."""
 
-    def command(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
+    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
         """Wrap the method ``run`` for rank 0: a call runs every rank's method of that name, in call order.
 
         Arguments may be numbers, strings, arrays, and tensors that an earlier command returned.
@@ -58,7 +58,7 @@ class Alone:
 
     part: Part = WHOLE
 
-    def command(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
+    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
         """Return ``run`` unchanged."""
         return run
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
-from rosellm.errors import RankError, RoseError, told
+from rosellm.errors import RankError, RoseError, describe
 from rosellm.models.part import Part
 from rosellm.roseinfer.ranks.collectives import Collectives
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory
@@ -65,7 +65,7 @@ class Follower(_Member):
         self._runs: dict[str, weakref.WeakMethod] = {}
         self._results: dict[str, Any] = {}
 
-    def command(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
+    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
         """See ``group.Group``; the latest method registered under that name is run."""
         self._runs[name] = weakref.WeakMethod(run)  # weak: steps built for memory trials must not stay alive
         return run
@@ -85,7 +85,7 @@ class Follower(_Member):
     def check(self) -> None:
         """No-op: if rank 0 were gone, this process would already have been killed."""
 
-    def told(self) -> Any:
+    def receive(self) -> Any:
         """Receive rank 0's next message; raises ``EOFError`` once the pipe is closed."""
         return pickle.loads(self._pipe.recv_bytes())
 
@@ -93,7 +93,7 @@ class Follower(_Member):
         """Run commands until rank 0 closes the pipe."""
         while True:
             try:
-                name, arguments = self.told()
+                name, arguments = self.receive()
             except EOFError:
                 return
             given = [self._results[a.name] if isinstance(a, _Result) else a for a in arguments]
@@ -125,7 +125,7 @@ class Leader(_Member):
         self._pipes, self._watch, self._end = pipes, watch, end
         self._results: dict[str, weakref.ref[Tensor]] = {}
 
-    def command(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
+    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
         """See ``group.Group``."""
 
         own: Callable[..., T] = run
@@ -165,7 +165,7 @@ class Leader(_Member):
         consequence = isinstance(error, Exception) and not isinstance(error, RoseError)
         if consequence:
             self._watch.ended.wait(A_REASON_WITHIN_S)
-        self.close(f"rank 0 failed: {told(error)}")
+        self.close(f"rank 0 failed: {describe(error)}")
         self.abort()
         if consequence and self._watch.failed:
             self._raise_reason(error)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from rosellm.errors import RoseError, told
+from rosellm.errors import RoseError, describe
 from rosellm.roseinfer.cache.budget import BlockBudget
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.request import Sequence
@@ -41,13 +41,15 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.admission_policy not in POLICIES:
-            raise RoseError(f"admission_policy is {told(self.admission_policy)}; use {' or '.join(POLICIES)}")
+            raise RoseError(
+                f"admission_policy is {describe(self.admission_policy)}; use {' or '.join(POLICIES)}"
+            )
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "admission_policy" or (value is None and field.default is None):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RoseError(f"{field.name} is {told(value)}; it must be a whole number, 1 or more")
+                raise RoseError(f"{field.name} is {describe(value)}; it must be a whole number, 1 or more")
 
 
 class Room:
@@ -63,17 +65,17 @@ class Room:
 
     def __init__(self, budget: BlockBudget, n_active: int, prefilling: list[Sequence]) -> None:
         self.budget, self.n_active = budget, n_active
-        self.free = budget.available - budget.to_prefill(prefilling)
+        self.free = budget.available - budget.blocks_to_prefill(prefilling)
 
     def take(self, sequence: Sequence) -> bool:
         """Return whether the request may start; if so, its blocks are promised to it."""
         need = blocks_for(len(sequence.tokens), self.budget.blocks.block_size)
         spare = -(-self.n_active // ACTIVE_PER_SPARE_BLOCK)
-        if self.budget.at_most(sequence) > self.budget.unpromised and need + spare > self.free:
+        if self.budget.max_blocks(sequence) > self.budget.unreserved and need + spare > self.free:
             return False
         self.free -= need
         self.n_active += 1
-        self.budget.promise(sequence)
+        self.budget.reserve(sequence)
         return True
 
 
@@ -158,7 +160,7 @@ def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, sk
 def config_or_default(config: SchedulerConfig | None) -> SchedulerConfig:
     """Return ``config``, or the default for None; raise ``RoseError`` for any other type."""
     if config is not None and not isinstance(config, SchedulerConfig):
-        raise RoseError(f"config is {told(config)}; give a SchedulerConfig")
+        raise RoseError(f"config is {describe(config)}; give a SchedulerConfig")
     return config or SchedulerConfig()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence as SequenceOf
 from typing import TypeVar
 
-from rosellm.errors import PromptError, SamplingError, told
+from rosellm.errors import PromptError, SamplingError, describe
 from rosellm.roseinfer.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> l
         return [params] * n_prompts
     if not isinstance(params, (list, tuple)) or not all(isinstance(own, SamplingParams) for own in params):
         raise SamplingError(
-            f"sampling parameters are {told(params)}; give one SamplingParams, or a list of them"
+            f"sampling parameters are {describe(params)}; give one SamplingParams, or a list of them"
         )
     if len(params) != n_prompts:
         raise SamplingError(
@@ -32,7 +32,7 @@ def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> l
 def check_prompts(prompts: object) -> None:
     """Raise ``PromptError`` for anything but a list of prompts."""
     if not isinstance(prompts, (list, tuple)):
-        raise PromptError(f"the prompts are {told(prompts)}; give a list of lists of token ids")
+        raise PromptError(f"the prompts are {describe(prompts)}; give a list of lists of token ids")
 
 
 def each_encoded(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from time import perf_counter
 
-from rosellm.errors import OverloadError, RoseError, told
+from rosellm.errors import OverloadError, RoseError, describe
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.request import Sequence
@@ -21,17 +21,17 @@ from rosellm.roseinfer.serving.asked import check_prompts, each_made
 from rosellm.roseinfer.serving.run_all import Progress, run_all
 
 
-class Listeners:
+class ActiveView:
     """Sequences of a step that are still in flight, with cached callbacks for each token.
 
-    listed: the step's list of sequences, usually the same object step after step.
+    step_sequences: the step's list of sequences, usually the same object step after step.
     """
 
-    __slots__ = ("followed", "listed", "note_time", "sequences")
+    __slots__ = ("followed", "step_sequences", "note_time", "sequences")
 
-    def __init__(self, listed: list[Sequence], requests: dict[int, Sequence]) -> None:
-        self.listed = listed
-        self.sequences = [s for s in listed if s.request_id in requests]
+    def __init__(self, step_sequences: list[Sequence], requests: dict[int, Sequence]) -> None:
+        self.step_sequences = step_sequences
+        self.sequences = [s for s in step_sequences if s.request_id in requests]
         self.note_time = [s.metrics.token_times.append for s in self.sequences]
         self.followed = [s for s in self.sequences if s.text is not None]
 
@@ -62,7 +62,7 @@ class OnlineScheduler:
         self._waiting = WaitingQueue(self.config)
         self._prefilling: list[Sequence] = []  # admitted, prefill not fully begun; at most one after a step
         self._active: list[Sequence] = []  # decoding; replaced, never mutated
-        self._heard: Listeners | None = None
+        self._view: ActiveView | None = None
         # A joined step waits for prompts; collecting here would launch it before they are chosen.
         holds = engine.step.holds_decode
         self._collect_meanwhile = _nobody if holds else type(self)._collect  # unbound: no reference cycle
@@ -184,14 +184,16 @@ class OnlineScheduler:
             )
 
     def _raise_unknown(self, request_id: int) -> None:
-        raise RoseError(f"request {told(request_id)} is unknown: it was never added, or its result was taken")
+        raise RoseError(
+            f"request {describe(request_id)} is unknown: it was never added, or its result was taken"
+        )
 
     def _begin_decode(self) -> tuple[int, list[list[Sequence]]]:
         """Begin a decode step; return the number of rows it runs, and who got tokens meanwhile."""
         budget, got = self.engine.budget, []
-        if self._active and not budget.assure_decode(self._active):
+        if self._active and not budget.ensure_decode(self._active):
             got = self._collect(0)  # sequences that end in the begun steps free their blocks
-            needs = dict(zip(self._active, budget.to_decode(self._active), strict=True))
+            needs = dict(zip(self._active, budget.blocks_to_decode(self._active), strict=True))
             self._preempt_until_there_are(needs)
         return self.engine.begin_decode(self._active) if self._active else 0, got
 
@@ -205,7 +207,7 @@ class OnlineScheduler:
         sequences, counts = self._next_chunks()
         if not budget.make_room_to_prefill(sequences, counts):
             got = self._collect(0)
-            needs = {s: budget.to_prefill([s], [n]) for s, n in zip(sequences, counts, strict=True)}
+            needs = {s: budget.blocks_to_prefill([s], [n]) for s, n in zip(sequences, counts, strict=True)}
             self._preempt_until_there_are(needs)
             sequences, counts = self._next_chunks()
         if sequences:
@@ -263,20 +265,20 @@ class OnlineScheduler:
 
     def _take(self, done: Done) -> list[Sequence]:
         """Record a step, update texts, retire ended sequences; return those that got a token or failed."""
-        heard = self._heard
-        if heard is None or heard.listed is not done.sequences:
-            heard = self._heard = Listeners(done.sequences, self.requests)
-        self.record_step(done, len(heard.sequences))
+        view = self._view
+        if view is None or view.step_sequences is not done.sequences:
+            view = self._view = ActiveView(done.sequences, self.requests)
+        self.record_step(done, len(view.sequences))
         now = perf_counter()
-        for note_time in heard.note_time:
+        for note_time in view.note_time:
             note_time(now)
-        for sequence in heard.followed:
+        for sequence in view.followed:
             sequence.follow_text()
         failed = [sequence for sequence in done.failed if sequence.request_id in self.requests]
-        ended = [s for s in heard.sequences if s.finish_reason is not None] + failed
+        ended = [s for s in view.sequences if s.finish_reason is not None] + failed
         if ended:
             self._retire(ended)
-        return heard.sequences + failed if failed else heard.sequences
+        return view.sequences + failed if failed else view.sequences
 
     def _admit(self) -> list[Sequence]:
         """Remove and return the waiting requests that start now."""
@@ -290,7 +292,7 @@ class OnlineScheduler:
     def _fail_active(self, error: BaseException) -> None:
         active = self._active + self._prefilling
         for sequence in active:
-            sequence.fail(told(error))
+            sequence.fail(describe(error))
         self._retire(active)
 
     def _retire(self, ended: list[Sequence]) -> None:
@@ -304,10 +306,10 @@ class OnlineScheduler:
         gone = set(leaving)
         self._active = [sequence for sequence in self._active if sequence not in gone]
         self._prefilling = [sequence for sequence in self._prefilling if sequence not in gone]
-        self._heard = None
+        self._view = None
         for sequence in leaving:
             self.engine.release(sequence)
-            self.engine.budget.withdraw(sequence)
+            self.engine.budget.unreserve(sequence)
 
     def _store_result(self, sequence: Sequence) -> None:
         del self.requests[sequence.request_id]

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from threading import Event
 from typing import NoReturn
 
-from rosellm.errors import RoseError, told
+from rosellm.errors import RoseError, describe
 from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
@@ -93,7 +93,7 @@ def output_of(stream: Stream) -> RequestOutput:
         return outcome
     if isinstance(outcome, RoseError):
         raise_again(outcome)
-    raise RoseError(f"request {stream.request_id} failed ({told(outcome)})") from outcome
+    raise RoseError(f"request {stream.request_id} failed ({describe(outcome)})") from outcome
 
 
 def raise_again(error: RoseError) -> NoReturn:

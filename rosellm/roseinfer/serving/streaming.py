@@ -14,7 +14,7 @@ from threading import TIMEOUT_MAX, Lock, Thread
 from time import perf_counter
 from typing import Any, Protocol
 
-from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, describe
 from rosellm.frozen_heap import frozen_heap
 from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.engine import Engine
@@ -147,7 +147,7 @@ class StreamingManager:
         """
         _check_prompt(prompt)
         if not isinstance(params, SamplingParams):
-            raise SamplingError(f"params is {told(params)}; give SamplingParams")
+            raise SamplingError(f"params is {describe(params)}; give SamplingParams")
         return self._add([prompt], [params], inbox)[0]
 
     def add_requests(
@@ -161,7 +161,9 @@ class StreamingManager:
         params: one for all, or one each. Texts are tokenized on all cores, and the requests start together.
         """
         if not isinstance(prompts, (list, tuple)):
-            raise PromptError(f"the prompts are {told(prompts)}; give a list, of texts or lists of token ids")
+            raise PromptError(
+                f"the prompts are {describe(prompts)}; give a list, of texts or lists of token ids"
+            )
         for index, prompt in enumerate(prompts):
             _check_prompt(prompt, f"prompt {index}")
         return self._add(list(prompts), one_each(params, len(prompts)), inbox)
@@ -229,7 +231,7 @@ class StreamingManager:
     ) -> list[int]:
         arrival = perf_counter()
         if inbox is not None and not isinstance(inbox, SimpleQueue):
-            raise RoseError(f"inbox is {told(inbox)}; give a queue.SimpleQueue, which is never full")
+            raise RoseError(f"inbox is {describe(inbox)}; give a queue.SimpleQueue, which is never full")
         pool = self._pool if any(isinstance(prompt, str) for prompt in prompts) else None
         streams = [self._new_stream(own, arrival, inbox) for own in params]
         with self._lock:
@@ -294,7 +296,7 @@ class StreamingManager:
         try:
             return self._streams[request_id]
         except (KeyError, TypeError):
-            raise RoseError(f"request {told(request_id)} is unknown: never added, or forgotten") from None
+            raise RoseError(f"request {describe(request_id)} is unknown: never added, or forgotten") from None
 
     def _read(self, stream: Stream, pieces: Pieces) -> Iterator[str]:
         while (piece := pieces.get()) is not None:
@@ -398,7 +400,7 @@ class StreamingManager:
         self._finish(stream.running)
 
     def _fail(self, error: BaseException) -> None:
-        failure = WorkerError(f"the streaming worker has failed ({told(error)}); make a new manager")
+        failure = WorkerError(f"the streaming worker has failed ({describe(error)}); make a new manager")
         failure.__cause__ = error
         with self._lock:
             self._refusal = failure
@@ -433,12 +435,12 @@ def _closed() -> ClosedError:
 
 def _check_prompt(prompt: object, name: str = "the prompt") -> None:
     if not isinstance(prompt, (str, list)):
-        raise PromptError(f"{name} is {told(prompt)}; give text or a list of token ids")
+        raise PromptError(f"{name} is {describe(prompt)}; give text or a list of token ids")
 
 
 def _check_whole(name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise RoseError(f"{name} is {told(value)}; it must be a whole number, {low} or more")
+        raise RoseError(f"{name} is {describe(value)}; it must be a whole number, {low} or more")
 
 
 def _longest_wait(timeout: float | None) -> float | None:
@@ -446,14 +448,14 @@ def _longest_wait(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout >= 0:
-        raise RoseError(f"timeout is {told(timeout)}; it must be seconds, 0 or more, or None")
+        raise RoseError(f"timeout is {describe(timeout)}; it must be seconds, 0 or more, or None")
     return timeout if timeout <= TIMEOUT_MAX else None
 
 
 def _served_by(given: Engine | Fleet | Serves) -> Engine | Fleet:
     engine: Any = getattr(given, "served", given)
     if not hasattr(engine, "make_sequence"):
-        raise RoseError(f"engine is {told(engine)}; give an Engine or an LLM")
+        raise RoseError(f"engine is {describe(engine)}; give an Engine or an LLM")
     return engine
 
 
