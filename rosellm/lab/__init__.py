@@ -1,1 +1,4 @@
-"""Code shared by the notebooks. ``records``, which measures, needs no more than the engine does."""
+"""Code shared by the notebooks.
+
+The subpackage ``records``, which measures, needs only the engine's packages.
+"""

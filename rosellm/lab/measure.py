@@ -1,8 +1,8 @@
-"""Makes the committed records of a GPU: ``python -m rosellm.lab.measure --output FOLDER``.
+"""Measure the committed records of a GPU: ``python -m rosellm.lab.measure --output FOLDER``.
 
-Every workload on every rung through the benchmark commands themselves, then the counted, compared and
-microbenchmarked figures that the notebooks draw. One JSON file each; a run that is cut off has lost only the
-file it was at. On a CPU everything is small: the shipped model, few rows, few tokens.
+Runs every workload on every rung through the benchmark commands, then the experiments behind the notebooks'
+figures. Each job writes one JSON file; an interrupted run loses only the job in progress. On a CPU everything
+is small: the shipped model, few rows, few tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rosellm.lab.running.sweep import Sweep, add_cluster_option
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Check everything that is asked for, then measure it job by job."""
+    """Check all arguments, then measure job by job."""
     arguments = _parser().parse_args(argv)
     if arguments.cluster is None:
         measure_here(arguments)
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure_here(arguments: argparse.Namespace) -> None:
-    """Every job in this process, one after the other."""
+    """Run every job in this process, one after the other."""
     arguments, jobs = plan(arguments)
     arguments.output.mkdir(parents=True, exist_ok=True)
     with redirect_stdout(DummyTqdmFile(sys.stdout)), tqdm(jobs.items(), unit="job") as bar:  # type: ignore[type-var]
@@ -50,10 +50,10 @@ def measure_here(arguments: argparse.Namespace) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> None:
-    """Every job that has no record yet on a machine of the cluster, and its record written here.
+    """Run every job without a record on the cluster's machines, and write the records here.
 
-    What can run is asked of such a machine too: this one need not have a GPU. Raises ``RoseError`` if jobs
-    have failed, after the others, and ``SystemExit`` after an interruption.
+    The plan is made on such a machine too, since this one need not have a GPU. If jobs fail, raises
+    ``RoseError`` after the others; after an interruption, ``SystemExit``.
     """
     with Interruption() as interruption, Sweep(arguments.cluster, interruption) as machines:
         on_gpu = machines.takes_gpu(arguments.device)
@@ -78,7 +78,7 @@ def sweep(arguments: argparse.Namespace) -> None:
 
 
 def _left(jobs: dict[str, Job], output: Path) -> dict[str, Job]:
-    """The jobs whose records are not in the folder, which is made if missing."""
+    """Return the jobs without a record in ``output``, which is created if missing."""
     output.mkdir(parents=True, exist_ok=True)
     left = {name: job for name, job in jobs.items() if not (output / f"{name}.json").is_file()}
     if len(left) < len(jobs):
@@ -89,9 +89,9 @@ def _left(jobs: dict[str, Job], output: Path) -> dict[str, Job]:
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(prog="python -m rosellm.lab.measure", description=__doc__)
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="folder for the records; made if missing")
+    add("--output", type=Path, required=True, help="folder for the records; created if missing")
     add("--workloads", default="W0,W1,W2,W3,W4,W5", help="comma-separated; '' for none")
-    add("--rungs", help="comma-separated, of workloads; default, and of experiments always: all that can run")
+    add("--rungs", help="comma-separated, for workloads only; default: all that can run")
     add("--experiments", help="comma-separated; '' for none; default: all that can run here")
     add_model_options(parser)
     add("--repeats", type=whole_number(1), default=3, help="measured runs of each benchmark")

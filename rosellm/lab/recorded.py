@@ -1,4 +1,4 @@
-"""What the records say of two rungs: of the reference machine and, beside it, of any others."""
+"""Compare two rungs in the records of the reference machine and of any others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rosellm.lab.records.trace import Trace
 from rosellm.lab.records.verdicts import Verdict, verdicts
 from rosellm.roseinfer.recipe import LADDER
 
-MIXED_LEDGERS = "nvidia-h100-80gb-hbm3"  # the machine that they were taken on
+MIXED_LEDGERS = "nvidia-h100-80gb-hbm3"  # the machine on which they were recorded
 CAUSES = ("attention", "GEMM", "head", "norm", "sampling")
 HEADS = ("step", "floor", *CAUSES)
 
@@ -41,9 +41,9 @@ def _undisturbed(figures: Mapping[str, Any], told: str) -> Ledger:
 
 @dataclass(kw_only=True)
 class RecordedPair:
-    """Two rungs in the records. ``results`` are the reference's, which sentences and predictions rest on.
+    """Two rungs in the records. ``results`` are the reference's, on which sentences and predictions rest.
 
-    ``others`` stand beside them in every table and chart; what one of them lacks is told.
+    ``others`` are added to every table and chart; a line names what one of them lacks.
     """
 
     before: str
@@ -63,9 +63,9 @@ class RecordedPair:
         return LADDER[self.before].difference(LADDER[self.after])
 
     def predict(self, **saved_us: float) -> None:
-        """By workload, the µs a step that the change should save, beside the recorded step before it.
+        """Print the predicted saving in µs per step by workload, next to the recorded step before the change.
 
-        What is predicted is the reference's saving.
+        The prediction is for the reference only.
         """
         self.predicted = saved_us
 
@@ -76,10 +76,10 @@ class RecordedPair:
         self.print_table(["", "step before, µs", "predicted to save, µs", "%"], saved_us, figures)
 
     def outcome(self) -> None:
-        """What the recorded steps really saved, beside the prediction.
+        """Print the recorded savings per step next to the prediction.
 
-        Also the saving that single engines show, from the least favourable pair to the most, and the one that
-        the whole runs imply, which another session recorded.
+        Also prints the savings between single engines, from the least to the most favourable pair, and those
+        that whole runs imply, which were recorded in another session.
         """
 
         def figures(results: Results, workload: str) -> list[Any]:
@@ -97,7 +97,7 @@ class RecordedPair:
             print(f"steps: {steps}; whole runs: {runs}, in another session, perhaps on a faster host")
 
     def ablation(self) -> None:
-        """Recorded µs a step of the rung before, of what lies between, and of this rung, by workload."""
+        """Print recorded µs per step of the rung before, the variants between, and this rung, by workload."""
 
         def steps(results: Results, workload: str) -> dict[str, StepTimes]:
             return step_times(results.figures(f"ablations-{workload}", self.after)["turns_us"])
@@ -109,15 +109,15 @@ class RecordedPair:
         self.print_table(["µs a step", *STEP_WORKLOADS], names, figures)
 
     def step_us(self, workload: str) -> tuple[StepTimes, StepTimes]:
-        """The recorded decode steps of both rungs at a workload's batch size and mid-run context."""
+        """Return the recorded decode steps of both rungs at a workload's batch size and mid-run context."""
         return self.steps_on(self.results, workload)
 
     def whole_run_us(self, workload: str) -> tuple[float, float]:
-        """µs per decode step that the whole runs of both rungs imply: batch over tokens per second."""
+        """Return µs per decode step implied by whole runs of both rungs: batch over tokens per second."""
         return self._whole_run_us(self.results, workload)
 
     def steps_on(self, results: Results, workload: str) -> tuple[StepTimes, StepTimes]:
-        """The same of one of the machines. Raises RecordError."""
+        """Return ``step_us`` of one of the machines. Raises RecordError."""
         if results is not self.results:
             check_same_size(results, self.results, f"steps-{workload}")
         old, new = steps_of(results, workload, self.before, self.after)
@@ -129,7 +129,7 @@ class RecordedPair:
         return one, other
 
     def _saved_in_runs(self, results: Results, workload: str) -> float | None:
-        """None where no session ran both rungs."""
+        """Return the µs per step that whole runs imply; None if no session ran both rungs."""
         if workload not in self._verdicts(results):
             return None
         before, after = self._whole_run_us(results, workload)
@@ -138,12 +138,15 @@ class RecordedPair:
     def print_table(
         self, headers: Sequence[str], keys: Iterable[K], figures: Callable[[Results, K], list[Any]]
     ) -> None:
-        """A row for each key and machine, ``figures`` after its label; what a machine lacks is told below."""
+        """Print a row per key and machine, ``figures`` after its label.
+
+        Lines below say what machines lack.
+        """
         rows, lacking = beside(self.machines, keys, figures)
         show_table(headers, rows, *lacking)
 
     def each_machine(self, read: Callable[[Results], T]) -> Iterator[tuple[str, T]]:
-        """The machines by name, and what ``read`` finds in their records; a line tells of one without it.
+        """Yield each machine's name and what ``read`` returns for its records; print a line if it has none.
 
         Raises the reference's RecordError.
         """
@@ -161,7 +164,7 @@ class RecordedPair:
                 print(f"{why}, {name_of(results)}")
 
     def _having(self, record: str) -> list[Results]:
-        """The machines that have ``record`` of both rungs; of the others one line says that they do not."""
+        """Return the machines with ``record`` of both rungs; print a line for each other one."""
         having = [self.results]
         for results in self.others:
             why = self._why_without(results, record)
@@ -172,7 +175,7 @@ class RecordedPair:
         return having
 
     def _why_without(self, results: Results, record: str) -> str | None:
-        """Why a machine cannot show ``record`` of both rungs; None if it can."""
+        """Return why a machine cannot show ``record`` of both rungs; None if it can."""
         try:
             recorded = results.figures(record)
         except UnlikeError as error:
@@ -185,12 +188,12 @@ class RecordedPair:
         return f"no record {record!r} of these rungs"
 
     def _sessions(self) -> tuple[str, str]:
-        """The records of a step and of a whole run, by name."""
+        """Return the names of the records of a step and of a whole run."""
         workload = next(iter(self.predicted))
         return f"steps-{workload}", f"{workload}-{self.after}"
 
     def timeline(self) -> None:
-        """Consecutive recorded decode steps of both rungs on one time axis: what ran, and who waited."""
+        """Draw consecutive recorded decode steps of both rungs on one time axis: what ran, and who waited."""
         for results in self._having("timelines"):
             recorded = results.figures("timelines", self.after)
             old, new = (Trace.from_dict(recorded[name]) for name in (self.before, self.after))
@@ -198,7 +201,7 @@ class RecordedPair:
             show(timeline(old, new, (self.before, self.after), title))
 
     def recorded_equality(self) -> None:
-        """By dtype: the share of tokens equal to ``dense``'s, and how far logits are apart at most."""
+        """Print, by dtype, the share of tokens equal to ``dense``'s and the largest logit difference."""
         kinds = self.results.figures("equality")
 
         def figures(results: Results, kind: str) -> list[Any]:
@@ -212,9 +215,9 @@ class RecordedPair:
         self.print_table(["recorded", "tokens equal to dense", "logits at most apart"], here, figures)
 
     def waterfall(self, first: int | None = None) -> None:
-        """Where the recorded µs of a step went, by cause; without ledgers that the profiler disturbed.
+        """Draw where the recorded µs of a step went, by cause; skips ledgers disturbed by the profiler.
 
-        first: the batch to begin with, by default the largest.
+        first: the batch shown first, by default the largest.
         """
         for results in self._having("ledger"):
             if results is not self.results:
@@ -242,24 +245,24 @@ class RecordedPair:
             explore(draw, batch=Control("batch, sequences", list(usable), first=shown))
 
     def ledger(self, batch: int) -> Ledger:
-        """The recorded ledger of this rung's step. Raises RecordError."""
+        """Return the recorded ledger of this rung's step. Raises RecordError."""
         return self.ledger_on(self.results, self.after, batch)
 
     def ledger_before(self, batch: int) -> Ledger:
-        """The recorded ledger of the step of the rung before. Raises RecordError."""
+        """Return the recorded ledger of the previous rung's step. Raises RecordError."""
         return self.ledger_on(self.results, self.before, batch)
 
     def ledger_on(self, results: Results, rung: str, batch: int) -> Ledger:
-        """A rung's ledger of one of the machines. Raises RecordError.
+        """Return a rung's ledger on one of the machines.
 
-        Refuses one that the profiler disturbed: nothing may be computed from it.
+        Raises RecordError if it is missing, or unusable because the profiler disturbed it.
         """
         return _undisturbed(results.figures("ledger", str(batch), rung), f"{rung} at batch {batch}")
 
     def mixed_ledgers(self) -> dict[str, Ledger]:
-        """Where a step of W8, W9 and W10 spends its time, each row halfway through its output.
+        """Print where a step of W8, W9 and W10 spends its time, each row halfway through its output.
 
-        Printed of the one machine that has this record, which is returned, and of ``others`` like it.
+        Returns the ledgers of the one machine with this record; ``others`` like it are printed too.
         """
         first = find(MIXED_LEDGERS)
         machines = [first, *(replace(one, like=first) for one in self.others if one.folder != first.folder)]
@@ -274,11 +277,11 @@ class RecordedPair:
         return {workload: Ledger.from_dict(one) for workload, one in recorded.items()}
 
     def read_us(self, n_bytes: float, results: Results | None = None) -> float:
-        """µs to read so many bytes at the read bandwidth of one of the machines, by default the reference."""
+        """Return µs to read ``n_bytes`` at the read bandwidth of a machine, by default the reference."""
         return read_us(results or self.results, n_bytes)
 
     def recorded(self) -> None:
-        """Whole-run tokens per second of both rungs, as recorded."""
+        """Draw whole-run tokens per second of both rungs, as recorded."""
         recorded = {results: self._verdicts(results) for results in self.machines}
         for results in [results for results, found in recorded.items() if not found]:
             why = "have no records yet" if not self._recorded_runs(results) else "were not recorded together"
@@ -290,7 +293,7 @@ class RecordedPair:
             print(results.environment_line(f"{next(iter(recorded[results]))}-{self.after}"))
 
     def verdicts(self) -> dict[str, Verdict]:
-        """Workload → what the records allow to be said of it."""
+        """Return workload → the verdict that the records support."""
         return self._verdicts(self.results)
 
     def _verdicts(self, results: Results) -> dict[str, Verdict]:
@@ -300,9 +303,9 @@ class RecordedPair:
         return [one for one in verdicts(results, self.before, self.after) if one.is_measured]
 
     def verdict(self) -> None:
-        """By workload: tokens per second before and after, the change, the spread of repeats, the verdict.
+        """Print, by workload, tokens per second before and after, change, spread of repeats, and verdict.
 
-        A line names the workloads whose runs are of different sessions: they are not compared.
+        A line names the workloads recorded in different sessions, which are not compared.
         """
         recorded = {results: self._verdicts(results) for results in self.machines}
 
@@ -320,12 +323,12 @@ class RecordedPair:
         self._print_apart()
 
     def _print_apart(self) -> None:
-        """On which workloads the two rungs' runs are of different sessions."""
+        """Print the workloads on which the rungs were recorded in different sessions."""
         for results in self.machines:
             apart = [one.workload for one in self._recorded_runs(results) if not one.same_session]
             if apart:
                 print(f"{' '.join(apart)}: recorded in different sessions, so not compared")
 
     def gain(self, workload: str) -> float:
-        """The recorded whole-run gain, 0.5 for 50 % more tokens per second; both rungs of one session."""
+        """Return the recorded whole-run gain within one session: 0.5 for 50 % more tokens per second."""
         return self.verdicts()[workload].ratio - 1

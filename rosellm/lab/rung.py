@@ -1,8 +1,8 @@
-"""What every notebook of a rung shows, each in one call: ``nb = open_rung("cuda_graph", batch=6)``.
+"""Everything that a rung's notebook shows, one call each: ``nb = open_rung("cuda_graph", batch=6)``.
 
-A rung is told against the one before it: the change in the recipe, the figure of the data flow, both
-sources, a prediction, a run of both here, proof of equal tokens, and the records of a named GPU, beside them
-those of any other machine that the reader chose.
+A rung is compared with the previous one: the change in the recipe, the data flow figure, both sources, a
+prediction, a run of both here, a check of equal tokens, and the records of the reference GPU next to those of
+any other machine that the reader selected.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ __all__ = [  # what notebooks take from here
     "show_table", "signed", "text_table", "torch", "verdicts",
 ]  # fmt: skip
 
-CLOSEST_CALL = 1e-3  # of two logits in fp32: below that, the order of a sum may decide
+CLOSEST_CALL = 1e-3  # smallest gap of two fp32 logits that summation order cannot reverse
 ON_TORCH = "\n(on a CPU both run the kernels' torch specifications: this compares the host's code only)"
 
 
 class ClaimError(RoseError, AssertionError):
-    """A sentence that the figures no longer bear out."""
+    """A sentence that the figures no longer support."""
 
 
 @dataclass(kw_only=True)
 class Rung(RecordedPair):
-    """A rung, the one before it, and what a notebook's parameters made: model, prompts, records."""
+    """A rung, the previous one, and what a notebook's parameters select: model, prompts, records."""
 
     gpt: Transformer
     exact: Callable[[], Transformer]  # the same model in fp32
@@ -68,7 +68,7 @@ class Rung(RecordedPair):
 
     @property
     def refusal(self) -> str:
-        """Why one of the two rungs cannot run this model; empty if both can."""
+        """Why one of the two rungs cannot run this model; "" if both can."""
         for rung in (self.before, self.after):
             try:
                 LADDER[rung].check_serves(self.gpt.config)
@@ -77,28 +77,28 @@ class Rung(RecordedPair):
         return ""
 
     def flow(self, name: str | None = None) -> None:
-        """Display the figure of the data flow, ``notebooks/flows/NAME.svg``, by default the rung's."""
+        """Display the data flow figure: ``notebooks/flows/NAME.svg``, by default the rung's."""
         path = results_folder().parent / "flows" / f"{name or self.after}.svg"
         if not path.is_file():
             raise RecordError(f"there is no figure flows/{path.name} beside the notebooks")
         display(Picture(path.read_text(encoding="utf-8").rstrip()))
 
     def source(self, *objects: Any, only: tuple[str, ...] = ()) -> None:
-        """The package's source of functions, kernels, or the members ``only`` of classes."""
+        """Display the package's source of functions, kernels, or the members ``only`` of classes."""
         show_source(*objects, only=only)
 
     def sources(self, before: Any, after: Any) -> None:
-        """Two sources side by side."""
+        """Display a comparison of two sources."""
         show_pair(before, after)
 
     def bench(self, batch: int, prompt_length: int, new_tokens: int, **options: Any) -> Bench:
-        """Sequences of this rung that are prefilled and ready to decode; options as for ``Bench``."""
+        """Return prefilled sequences of this rung, ready to decode; options: see ``Bench``."""
         prompts = make_prompts(batch, prompt_length, self.gpt.config.vocab_size)
         return Bench(self.gpt, self.after, prompts, new_tokens, **options)
 
     @staticmethod
     def poison_free_blocks(bench: Bench) -> None:
-        """Fill every KV block that nobody holds with NaN."""
+        """Fill every free KV block with NaN."""
         blocks, n = bench.engine.blocks, bench.engine.num_kv_blocks
         with torch.inference_mode():
             for layer, pool in enumerate(blocks.pool_of):
@@ -106,10 +106,10 @@ class Rung(RecordedPair):
                 blocks.k_cache[layer, free] = blocks.v_cache[layer, free] = float("nan")
 
     def compare(self) -> None:
-        """Run both here on the same prompts: work, copies and allocations a step; on a GPU also its time.
+        """Run both here on the same prompts: work, copies and allocations per step, and on a GPU its time.
 
-        One line instead if a rung cannot run the model. Raises ParameterError if the prompts leave no room
-        for the ``LEAST_TOKENS`` that timing takes.
+        Prints one line instead if a rung cannot run the model. Raises ParameterError if the prompts leave no
+        room for the ``LEAST_TOKENS`` that timing needs.
         """
         if self.refusal:
             print(self.refusal)
@@ -121,7 +121,7 @@ class Rung(RecordedPair):
             show_table(["per step", self.before, self.after], _counted(*self.runs))
 
     def tokens_equal(self) -> None:
-        """Print whether both rungs generate the same few tokens here, in fp32. Raises ClaimError."""
+        """Print whether both rungs generate the same few tokens here, in fp32. Raises ClaimError if not."""
         print(self.refusal or self._compared_tokens())
 
     def _compared_tokens(self) -> str:
@@ -136,7 +136,7 @@ class Rung(RecordedPair):
         return said + ON_TORCH * (kinds == {"torch"})
 
     def conclude(self, sentence: str, *claims: bool) -> None:
-        """Display a sentence written by hand. Raises ClaimError if a claim that it rests on does not hold."""
+        """Display a hand-written sentence. Raises ClaimError unless all claims that it rests on hold."""
         if not all(claims) or not claims:
             held = [i for i, claim in enumerate(claims, 1) if not claim] or "no claim was given"
             raise ClaimError(f"no longer borne out (claim {held}): {sentence}")
@@ -157,12 +157,12 @@ def open_rung(
     least_new_tokens: int = 1,
     record: str = REFERENCE,
 ) -> Rung:
-    """A rung for its notebook, against ``before`` (by default the rung that it changes).
+    """Open a rung for its notebook, compared with ``before`` (default: the rung that it changes).
 
-    batch: sequences that decode together; prompt_lengths: tokens, taken in turn; new_tokens: a sequence, and
-    least_new_tokens those that the notebook's runs need.
-    record: folders of records to show beside ``nvidia-h200``, which sentences rest on, separated by commas;
-    ``here`` is this machine's. Raises ParameterError, RecipeError, RecordError.
+    batch: sequences decoded together; prompt_lengths: prompts cycle through them; new_tokens: per sequence;
+    least_new_tokens: minimum that the notebook's runs need. record: comma-separated record folders to show
+    next to ``nvidia-h200``, on which sentences rest; ``here`` is this machine's. Raises ParameterError,
+    RecipeError or RecordError.
     """
     after, lengths = get_rung(rung), [2, 40, 90] if prompt_lengths is None else prompt_lengths
     gpt = get_model(model, device, dtype, load_format)
@@ -192,8 +192,8 @@ def exercise(
 ) -> None:
     """Print whether the reader's function is right, and if not, the first case that fails.
 
-    A function whose body is still ``...`` waits to be written. cases: arguments and the expected value;
-    check: takes the function; returns whether it is right, or a text that names what fails.
+    A function whose body is still ``...`` is reported as unwritten. cases: arguments and the expected value;
+    check: takes the function and returns whether it is right, or a string that names what fails.
     """
     code = answer.__code__
     if code.co_code == _unwritten.__code__.co_code and set(code.co_consts) <= {answer.__doc__, None}:
@@ -209,7 +209,7 @@ def what_fails(
     *,
     cases: Iterable[tuple[tuple[Any, ...], Any]] = (),
 ) -> str | None:
-    """The first case that fails, after a colon if it can be named; None if ``answer`` is right."""
+    """Return the first case that fails, after ": " if it has a name; None if ``answer`` is right."""
     for arguments, wanted in cases:
         call = f"{answer.__name__}({', '.join(map(_shortly, arguments))})"
         try:
@@ -225,7 +225,7 @@ def what_fails(
 
 
 def _same(got: Any, wanted: Any) -> bool:
-    """Equal; floats but for their last digits, a list, tuple or range alike, tensors element by element."""
+    """Compare floats up to their last digits, sequences as lists, and tensors element by element."""
     if isinstance(wanted, torch.Tensor):
         return isinstance(got, torch.Tensor) and torch.equal(got, wanted)
     if isinstance(wanted, (list, tuple)):
@@ -242,12 +242,12 @@ def _shortly(value: Any, most: int = 60) -> str:
 
 
 def _unwritten() -> None:
-    """What a function of nothing but a docstring and ``...`` compiles to."""
+    """What a function with only a docstring and ``...`` compiles to."""
     ...
 
 
 def _counted(old: Run, new: Run) -> list[list[Any]]:
-    """What a step asked of the machine; on a CPU its time would tell nothing of a GPU."""
+    """Count what a step asked of the machine; CPU times would say nothing about a GPU."""
     work = "GPU kernels" if old.trace.on_gpu else "operators"
     kinds: list[tuple[str, Callable[[Run], int]]] = [
         (work, lambda run: run.trace.kernels),

@@ -1,8 +1,8 @@
-"""Why is mine slow? ``python -m rosellm.lab.diagnose --model rose-tiny --rung paged --batch 8``.
+"""Why is my decoding slow? ``python -m rosellm.lab.diagnose --model rose-tiny --rung paged --batch 8``.
 
-Measures what this machine does at most, runs decode steps, accounts for their time, says in sentences what
-bounds them, and tries what would help, a few steps each; on a busy machine it says so and compares nothing.
-With --transformers the steps are those of transformers' own generate with its cache, on the same checkpoint.
+Measures this machine's ceilings, profiles decode steps, attributes their time, names what bounds them, and
+benchmarks remedies for a few steps each; on a busy machine it says so and compares nothing. With
+--transformers, diagnoses the generate of transformers, with its cache, on the same checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rosellm.roseinfer.recipe import LADDER, get_rung
 
 
 def parser() -> OneLineParser:
-    """The command's options."""
+    """Build the argument parser."""
     description = (__doc__ or "").partition("\n\n")[2]
     made = OneLineParser(prog="python -m rosellm.lab.diagnose", description=description)
     add = made.add_argument
@@ -30,18 +30,21 @@ def parser() -> OneLineParser:
     dummy = "dummy: the model's shape with seeded random weights, no download"
     add("--load-format", choices=LOAD_FORMATS, default="auto", help=dummy)
     add("--rung", metavar="NAME", help=f"default: the device's best; of {', '.join(LADDER)}")
-    add("--transformers", action="store_true", help="the steps of transformers' generate instead")
-    add("--batch", **count(8, high=MOST_BATCH), help="sequences that decode together")
-    add("--context", **count(256, high=MOST_CONTEXT), help="tokens cached a sequence")
+    add("--transformers", action="store_true", help="diagnose transformers' generate instead")
+    add("--batch", **count(8, high=MOST_BATCH), help="sequences in the batch")
+    add("--context", **count(256, high=MOST_CONTEXT), help="cached tokens per sequence")
     add_device_options(made)
     return made
 
 
 def run(options: Namespace) -> Diagnosis:
-    """Load, measure, judge. Raises ``OptionError`` for a rung of transformers."""
+    """Load the model, then measure and diagnose it.
+
+    Raises ``OptionError`` if a rung is given with transformers.
+    """
     if options.transformers and options.rung is not None:
         raise OptionError(
-            "--rung names a rung of this engine, which --transformers leaves out; give one of both"
+            "--rung selects a rung of this engine, which --transformers does not run; give only one of them"
         )
     model, _ = load_parts(options.model, options.device, options.dtype, options.load_format)
     if not options.transformers:

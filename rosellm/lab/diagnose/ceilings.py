@@ -1,4 +1,4 @@
-"""What this machine does at most: the ceilings beside which a step's time stands; and whether it is busy."""
+"""Measure this machine's ceilings, against which step times are compared, and detect whether it is busy."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rosellm.lab.records.records import number
 LEAST_BYTES = 2**20
 CALLS = 500
 CPU_MATRIX = 1024  # rows and columns
-PRESSURE = Path("/proc/pressure/cpu")  # Linux says here how long programs waited for a core
-MOST_WAITING = 50  # % of the last ten seconds; one program more than there are cores makes it nearly all
-MOST_USE = 5  # % of the driver's last sample in which a kernel ran
+PRESSURE = Path("/proc/pressure/cpu")  # Linux: share of time that programs waited for a core
+MOST_WAITING = 50  # % of the last 10 s; near 100 with one program more than cores
+MOST_USE = 5  # % of the driver's last sample with a kernel running
 LOOKS, EVERY_S, SAMPLE_S = 8, 0.25, 1.0  # the driver's samples last up to a second
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes read and copied (both ways count) and floating-point operations a µs; µs of an operator's call.
+    """Bytes read, bytes copied (reads plus writes) and FLOPs per µs, and the µs to call one operator.
 
-    Reading is measured on ``read_size`` bytes over and over: on a CPU as many as a step reads, so that caches
-    which hold a whole model set the ceiling. ``call_us`` is the host's time to call one operator from Python
-    on a tensor of one element; on a GPU that launches one kernel.
+    Reads repeat over the same ``read_size`` bytes: on a CPU as many as a step reads, so if caches hold the
+    whole model, they set the ceiling. ``call_us`` is the host's time to call an operator from Python on a
+    one-element tensor; on a GPU that launches one kernel.
     """
 
     read_bytes_per_us: float
@@ -49,9 +49,9 @@ class Ceilings:
 
 
 def find_ceilings(device: torch.device, dtype: torch.dtype, step_bytes: float) -> Ceilings:
-    """Measures them here, in ``dtype``, in a second or so.
+    """Measure the ceilings of ``device`` in ``dtype``; takes about a second.
 
-    step_bytes: what a step reads. Raises ``DeviceError`` if a GPU has not 2.5 GiB of free memory for it.
+    step_bytes: bytes that a step reads. Raises ``DeviceError`` if a GPU has less than 2.5 GiB of free memory.
     """
     call_us = _call_us(device)
     if device.type == "cuda":
@@ -77,13 +77,13 @@ def _of_gpu(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         return {name: max(values) for name, values in measure_ceilings(device, dtype).items()}
     except torch.OutOfMemoryError as error:
         raise DeviceError(
-            f"{device} has no 2.5 GiB of free memory in which to measure its bandwidth; free some, as by "
+            f"{device} has less than 2.5 GiB of free memory to measure its bandwidth; free some, e.g. with "
             "a smaller gpu_memory_utilization"
         ) from error
 
 
 def _least_us(run: Callable[[], object], seconds: float = 0.1) -> float:
-    """The shortest of the runs that fit into ``seconds``, two at least, after one that warms up."""
+    """Return the shortest run in µs of those that fit into ``seconds``, at least two, after a warm-up."""
     run()
     taken: list[float] = []
     while len(taken) < 2 or sum(taken) < seconds:
@@ -108,7 +108,7 @@ def _call_us(device: torch.device) -> float:
 
 
 def overload() -> str:
-    """That more programs want to run now than there are cores; "" if not, or if the system does not say."""
+    """Describe CPU contention: more programs want to run than there are cores. "" if not, or if unknown."""
     cores = os.cpu_count()
     try:
         found = re.search(r"some avg10=([\d.]+)", PRESSURE.read_text())
@@ -124,7 +124,10 @@ def overload() -> str:
 
 
 def gpu_in_use(device: torch.device) -> str:
-    """That kernels run on the GPU while this process launches none; "" if not, or without nvidia-smi."""
+    """Describe other programs' use of the GPU, or return "" if idle or without nvidia-smi.
+
+    Launches no kernels.
+    """
     if device.type != "cuda":
         return ""
     torch.cuda.synchronize(device)

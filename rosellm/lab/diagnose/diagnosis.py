@@ -1,4 +1,4 @@
-"""Why is mine slow? ``print(diagnose(model))`` says where a decode step's time goes on this machine."""
+"""Where the time of a decode step goes on this machine: ``print(diagnose(model))``."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 
-ROUGH = 1.5  # times as long a step under the profiler: its shares are rough from there on
+ROUGH = 1.5  # slowdown under the profiler from which a step's shares are rough
 EXPLAINED = 0.5  # share of a step
 MOST_CHARACTERS = 100  # a line
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A step's figures, what bounds it, what was tried, and what could not be determined; prints as text."""
+    """A step's figures, what bounds it, the remedies tried, and what is undetermined; prints as text."""
 
     profile: Profile
     findings: tuple[Finding, ...]
     trials: tuple[Trial, ...]
     undetermined: tuple[str, ...]
     device_name: str
-    busy: str = ""  # why this machine's times are not to be trusted
+    busy: str = ""  # why times on this machine cannot be trusted
 
     @property
     def causes(self) -> list[str]:
-        """Short names of the findings, the largest first."""
+        """Short names of the findings, largest first."""
         return [finding.cause for finding in self.findings]
 
     def __str__(self) -> str:
@@ -66,19 +66,19 @@ class Diagnosis:
 
 
 def _folded(line: str) -> str:
-    """In lines that a notebook's page shows whole."""
+    """Wrap a line to the width of a notebook page."""
     return "\n".join(wrap(line, MOST_CHARACTERS, subsequent_indent="  ", break_long_words=False))
 
 
 def diagnose(
     subject: LLM | Engine | Steps | Any, *, batch: int = 8, context: int = 256, trials: bool = True
 ) -> Diagnosis:
-    """Measures this machine's ceilings and some decode steps, accounts for their time, tries what may help.
+    """Measure ceilings and decode steps, attribute the steps' time, and benchmark remedies.
 
     subject: an ``LLM`` or ``Engine`` (a fresh engine of its recipe shares its weights), a causal language
-    model of transformers (its own ``generate``), or a ``Loop`` of your own code. batch: sequences that decode
-    together, context: tokens cached a sequence, with seeded random prompts; a ``Loop`` has its own. trials:
-    False to try nothing. Of a ``Loop`` nothing can be tried: compare it with a changed one
+    model of transformers (its own ``generate`` is run), or a ``Loop`` over your own code. batch: sequences
+    per step, and context: cached tokens per sequence, both with seeded random prompts; a ``Loop`` brings its
+    own. trials: False to try no remedies. Nothing is tried for a ``Loop``: compare it with a modified one
     (``trials.try_in_turns``). Raises ``SubjectError``, ``PromptError`` or ``LedgerError``.
     """
     return diagnose_steps(steps_of(subject, batch, context), _loader_of(subject), trials)
@@ -90,9 +90,10 @@ def diagnose_steps(
     trials: bool = True,
     progress: Callable[[str], object] = lambda _: None,
 ) -> Diagnosis:
-    """The same for steps that exist; ours: loads the checkpoint of transformers' steps into our model.
+    """Diagnose existing steps; see ``diagnose``.
 
-    progress: called with what is measured next. On a machine that is busy at the start nothing is tried.
+    ours: loads the checkpoint of transformers' steps into our model. progress: called with a description of
+    each stage before it starts. If the machine is busy at the start, no remedy is tried.
     """
     work = steps.work
     busy = overload() or gpu_in_use(work.device)
@@ -114,14 +115,14 @@ def diagnose_steps(
 
 
 def _why_busy(before: Ceilings, after: Ceilings, tried: tuple[Trial, ...]) -> str:
-    """What shows that something else ran meanwhile; "" if nothing does."""
+    """Describe the evidence that other work ran during the measurement, or return ""."""
     if disturbed := [trial.spread for trial in tried if trial.is_disturbed]:
         return f"the same steps took up to {number(max(disturbed))} times as long, however often repeated"
     return _difference(before, after)
 
 
 def _difference(before: Ceilings, after: Ceilings) -> str:
-    """Between two measurements of a machine, if it is large."""
+    """Describe a large difference between two measurements of the ceilings, or return ""."""
     pairs = (
         ("reads", before.read_bytes_per_us, after.read_bytes_per_us),
         ("multiplies", before.flops_per_us, after.flops_per_us),
@@ -134,7 +135,7 @@ def _difference(before: Ceilings, after: Ceilings) -> str:
 
 
 def steps_of(subject: Any, batch: int, context: int) -> Steps:
-    """The steps of anything that can be diagnosed. Raises ``SubjectError``."""
+    """Return the decode steps of any supported subject. Raises ``SubjectError`` for other objects."""
     if isinstance(subject, LLM):
         subject = subject.engine
     if isinstance(subject, Engine):
@@ -151,7 +152,7 @@ def steps_of(subject: Any, batch: int, context: int) -> Steps:
 
 
 def _loader_of(subject: Any) -> Callable[[], Transformer] | None:
-    """Loads the checkpoint of a model of transformers, if it was loaded from one."""
+    """Return a loader of the checkpoint that a transformers model came from, or None if it came from none."""
     folder = getattr(subject, "name_or_path", "")
     if not folder:
         return None
@@ -199,7 +200,7 @@ def _sentence(finding: Finding) -> str:
 def _undetermined(
     steps: Steps, p: Profile, found: tuple[Finding, ...], ours: Callable[[], Transformer] | None
 ) -> list[str]:
-    """What is open, and after a semicolon what tells it."""
+    """List what remains open, each followed by "; " and how to find out."""
     told = []
     explained = p.floor_us / p.step_us + sum(one.share for one in found if one.bound is not None)
     if explained < EXPLAINED:

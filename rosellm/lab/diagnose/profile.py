@@ -1,4 +1,4 @@
-"""A step's time in figures: what ran, what waited, what was called, read and computed."""
+"""Profile a decode step: what ran, waited, was called, read and computed."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ TRACED = 5  # steps
 
 @dataclass(frozen=True)
 class Profile:
-    """One decode step of ``work``; µs, and shares of the step from 0 to 1.
+    """One decode step of ``work``; times in µs, shares of the step from 0 to 1.
 
-    step_us: un-profiled, the least of ``REPEATS`` means. rows: the ledger's rows, which sum up to it (see
-    ``lab.records.ledger``). stretched: how many times as long a profiled step took. A step's ``calls`` are
-    launches on a GPU, else operators called from Python; its ``waits`` the times that the host waited for the
-    GPU, else numbers read back by ``.item()``; waits_share what they take. copied_share: operators that only
-    copy, copying the one of them that takes most. allocated: bytes of all tensors made. products: operators
-    that multiply with a matrix, as far as Python calls them. computed: floating-point operations of its
-    products as they were called, None where kernels of our own do them.
+    step_us: unprofiled, the least of ``REPEATS`` means. rows: the ledger's rows, which add up to it (see
+    ``lab.records.ledger``). stretched: slowdown of a profiled step. ``calls``: launches on a GPU, else
+    operators called from Python. ``waits``: host waits for the GPU, else numbers read back by ``.item()``;
+    waits_share: their share. copied_share: operators that only copy; copying: the most expensive of them.
+    allocated: bytes of all tensors created. products: matrix-multiply operators called from Python. computed:
+    FLOPs of those GEMMs as called, None if custom kernels run them.
     """
 
     name: str
@@ -61,37 +60,37 @@ class Profile:
 
     @property
     def idle_share(self) -> float:
-        """In which nothing runs: neither kernel nor copy; on a CPU, no operator."""
+        """Share in which nothing runs: neither kernel nor copy; on a CPU, no operator."""
         return sum(row.share for row in self.rows if row.kind not in WORKING)
 
     @property
     def transfer_share(self) -> float:
-        """In which only copies between host and GPU run."""
+        """Share in which only copies between host and GPU run."""
         return sum(row.share for row in self.rows if row.kind == "copies")
 
     @property
     def calls_share(self) -> float:
-        """What the calls take if each only costs what one on a single element does."""
+        """Share that the calls take if each costs only as much as a call on one element."""
         return self.calls * self.ceilings.call_us / self.step_us
 
     @property
     def reads(self) -> float:
-        """How many times a matrix is multiplied with, on average, as far as Python calls the products."""
+        """Average number of GEMMs per weight matrix, as far as they are called from Python."""
         return self.products / max(1, self.work.n_matrices)
 
     @property
     def read_us(self) -> float:
-        """To read all that a step needs once, at the ceiling."""
+        """µs to read all bytes of a step once, at the ceiling."""
         return self.work.read_bytes / self.ceilings.read_bytes_per_us
 
     @property
     def compute_us(self) -> float:
-        """To multiply with all weights, at the ceiling."""
+        """µs to multiply with all weights, at the ceiling."""
         return self.work.flops / self.ceilings.flops_per_us
 
     @property
     def floor_us(self) -> float:
-        """The longer of reading and multiplying."""
+        """The larger of ``read_us`` and ``compute_us``."""
         return max(self.read_us, self.compute_us)
 
     @property
@@ -100,7 +99,7 @@ class Profile:
 
 
 def profile_of(steps: Steps) -> Profile:
-    """Runs, times, traces and counts ``steps``. Raises ``LedgerError`` if a step runs nothing."""
+    """Run, time, trace and count ``steps``. Raises ``LedgerError`` if a step runs nothing."""
     work, on_gpu = steps.work, steps.work.device.type == "cuda"
     ceilings = find_ceilings(work.device, work.dtype, work.read_bytes)
     mean_us(steps)
@@ -133,19 +132,19 @@ def profile_of(steps: Steps) -> Profile:
 
 
 def mean_us(steps: Steps) -> float:
-    """Of the steps of one run, from the end of its first to the end of its last."""
+    """Return the mean µs per step of one run, from the end of its first step to the end of its last."""
     steps.prepare()
     ends = steps.run(STEPS)
     return (ends[-1] - ends[0]) / (len(ends) - 1) * 1e6
 
 
 def calls_in(trace: Trace) -> int:
-    """Operators called from Python; on a GPU the host's launches, of which a captured graph is one."""
+    """Count operators called from Python; on a GPU, host launches (a captured graph counts once)."""
     return len({e.started for e in trace.of("kernel")}) if trace.on_gpu else len(trace.of("op"))
 
 
 def copies_of(trace: Trace) -> tuple[list[Event], str]:
-    """The operators that only copy, on a GPU the kernels that they launched, and which of them takes most."""
+    """Return the copying operators, on a GPU the kernels they launched, and the costliest one's name."""
     copies = [op for op in trace.of("op") if _short(op) in COPYING]
     work = [(op, _short(op)) for op in copies]
     if trace.on_gpu:
@@ -157,14 +156,17 @@ def copies_of(trace: Trace) -> tuple[list[Event], str]:
 
 
 def _of(event: Event, ops: list[Event]) -> Event | None:
-    """The operator that launched a kernel or copy, if it is one of these."""
+    """Return the operator among ``ops`` that launched a kernel or copy, or None."""
     i = bisect_right(ops, event.started, key=lambda op: op.start) - 1
     is_work = event.kind in ("kernel", "copy") and i >= 0
     return ops[i] if is_work and event.started <= ops[i].start + ops[i].duration else None
 
 
 def share_of(events: list[Event], trace: Trace, step_us: float | None = None) -> float:
-    """Their share of a profiled step, the median of all: of ``step_us`` on a GPU, else of its own length."""
+    """Return the events' share of a profiled step, the median over steps.
+
+    On a GPU the share is of ``step_us``, else of each step's own length.
+    """
     steps = trace.ranges(PROFILED_STEP)
     us = [0.0] * len(steps)
     for event in events:
@@ -174,9 +176,9 @@ def share_of(events: list[Event], trace: Trace, step_us: float | None = None) ->
 
 
 def computed_flops(steps: Steps) -> float:
-    """Floating-point operations of the products of one step, as they were called.
+    """Count the floating-point operations of one step's GEMMs, as called.
 
-    Those of a run of three steps, less those of a run of two.
+    The difference between a run of three steps and a run of two.
     """
     counted = []
     for n in (2, 3):

@@ -1,4 +1,4 @@
-"""What bounds a step: one rule a cause, each with its threshold, each telling its figures in a sentence."""
+"""Rules for what bounds a step: one per cause, with a threshold and a sentence that states its figures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rosellm.lab.diagnose.profile import Profile
 from rosellm.lab.records.records import number
 
-# A rule speaks from these shares of a step on (AGAIN: from so many times the necessary work on).
+# Thresholds of the rules: shares of a step, except AGAIN, a multiple of the necessary work.
 IDLE, CALLS, COPIES, WAITS, TRANSFERS, NEAR, AGAIN = 0.25, 0.3, 0.1, 0.1, 0.1, 0.4, 2.0
 MULTIPLYING = ("GEMM", "head", "attention")
 
@@ -17,8 +17,8 @@ MULTIPLYING = ("GEMM", "head", "attention")
 class Finding:
     """A cause, the share of the step that it takes, and a sentence.
 
-    bound: how many times as many tokens a second there would be at most without it; None for a ceiling, at
-    which only other work helps.
+    bound: the largest speedup in tokens per second from removing the cause; None for a ceiling, where only
+    less work helps.
     """
 
     cause: str
@@ -28,13 +28,13 @@ class Finding:
 
 
 def findings(profile: Profile) -> tuple[Finding, ...]:
-    """What the rules say of a step, the cause that takes most of it first."""
+    """Return the findings for a step, largest share first."""
     found = [finding for rule in RULES if (finding := rule(profile)) is not None]
     return tuple(sorted(found, key=lambda finding: -finding.share))
 
 
 def idle(p: Profile) -> Finding | None:
-    """From ``IDLE`` on: the host does not keep the GPU busy; on a CPU, Python between the operators."""
+    """Share from ``IDLE``: the host does not keep the GPU busy; on a CPU, Python between the operators."""
     share = p.idle_share
     if share < IDLE:
         return None
@@ -52,7 +52,7 @@ def idle(p: Profile) -> Finding | None:
 
 
 def calls(p: Profile) -> Finding | None:
-    """From ``CALLS`` on, on a CPU: so many operators that calling them takes that share, whatever they do."""
+    """Share from ``CALLS``, CPU only: calling that many operators takes this share, whatever they do."""
     if p.on_gpu or p.calls_share < CALLS:
         return None
     told = (
@@ -63,7 +63,7 @@ def calls(p: Profile) -> Finding | None:
 
 
 def again(p: Profile) -> Finding | None:
-    """From ``AGAIN`` times the operations of one new token a sequence on: there is no cache of the past."""
+    """From ``AGAIN`` times the FLOPs of one new token per sequence: the past is recomputed, not cached."""
     if p.computed is None or (times := p.computed / p.work.flops) < AGAIN:
         return None
     share = (1 - 1 / times) * sum(row.share for row in p.rows if row.cause in MULTIPLYING)
@@ -75,7 +75,7 @@ def again(p: Profile) -> Finding | None:
 
 
 def reread(p: Profile) -> Finding | None:
-    """From ``AGAIN`` products with each matrix on: every one of them reads it, for some of the sequences."""
+    """From ``AGAIN`` GEMMs per matrix: each reads the matrix for only some of the sequences."""
     if p.reads < AGAIN:
         return None
     share = (1 - 1 / p.reads) * sum(row.share for row in p.rows if row.cause in ("GEMM", "head"))
@@ -87,7 +87,7 @@ def reread(p: Profile) -> Finding | None:
 
 
 def copies(p: Profile) -> Finding | None:
-    """From ``COPIES`` on: operators that only move data, such as a cache that is copied to grow."""
+    """Share from ``COPIES``: operators that only move data, such as copying a cache to grow it."""
     if p.copied_share < COPIES:
         return None
     cached = f", {number(p.work.kv_bytes / 1e6)} MB of keys and values are cached" if p.work.kv_bytes else ""
@@ -99,7 +99,7 @@ def copies(p: Profile) -> Finding | None:
 
 
 def waits(p: Profile) -> Finding | None:
-    """From ``WAITS`` on, and more than once a step: the host reads numbers back."""
+    """Share from ``WAITS``, with more than one wait per step: the host reads numbers back."""
     if p.waits <= 1 or p.waits_share < WAITS:
         return None
     if p.on_gpu:
@@ -113,7 +113,7 @@ def waits(p: Profile) -> Finding | None:
 
 
 def transfers(p: Profile) -> Finding | None:
-    """From ``TRANSFERS`` on, on a GPU: nothing runs but copies from and to the host, or fills."""
+    """Share from ``TRANSFERS``, GPU only: nothing runs but copies to or from the host, or fills."""
     if not p.on_gpu or p.transfer_share < TRANSFERS:
         return None
     told = f"transfers: in {percent(p.transfer_share)} of a step the GPU only copies; keep inputs on it"
@@ -121,7 +121,7 @@ def transfers(p: Profile) -> Finding | None:
 
 
 def bandwidth(p: Profile) -> Finding | None:
-    """From ``NEAR`` on: weights and cache, read once, take that share of the step at the ceiling."""
+    """Share from ``NEAR``: reading weights and cache once, at the ceiling, takes this much of the step."""
     share = p.read_us / p.step_us
     if share < NEAR or p.compute_us > p.read_us:
         return None
@@ -135,7 +135,7 @@ def bandwidth(p: Profile) -> Finding | None:
 
 
 def compute(p: Profile) -> Finding | None:
-    """From ``NEAR`` on: the necessary products take that share of the step at the ceiling."""
+    """Share from ``NEAR``: the necessary GEMMs, at the ceiling, take this much of the step."""
     share = p.compute_us / p.step_us
     if share < NEAR or p.read_us >= p.compute_us:
         return None

@@ -1,4 +1,4 @@
-"""Decode steps that can be run again and again: an engine's, those of transformers, or code of your own."""
+"""Decode steps that can be repeated: an engine's, those of transformers, or your own code's."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import Recipe, best_rung
 
-STEPS = 8  # of one timed run
-ROOM = 3 * STEPS  # new tokens that a sequence needs for all runs after one preparation
+STEPS = 8  # per timed run
+ROOM = 3 * STEPS  # new tokens per sequence for all runs after one ``prepare()``
 MOST_BATCH, MOST_CONTEXT = 4096, 2**20
 
 
 class SubjectError(RoseError):
-    """Something that cannot be diagnosed, or a batch or context that it cannot run."""
+    """The object cannot be diagnosed, or cannot run the given batch or context."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one step is about: a new token for each of ``batch`` sequences.
+    """The work of one step, which generates a token for each of ``batch`` sequences.
 
-    context: tokens cached a sequence; kv_bytes: of all keys and values that it attends to. Both None if not
-    known. n_weights: parameters that it multiplies, in ``n_matrices``; all of them are read once.
+    context: cached tokens per sequence; kv_bytes: all keys and values that the step reads; None if unknown.
+    n_weights: parameters of its ``n_matrices`` matrices; each is read once.
     """
 
     batch: int
@@ -52,33 +52,36 @@ class Work:
 
     @property
     def read_bytes(self) -> float:
-        """What a step has to read, once."""
+        """Bytes that a step must read, each once."""
         return self.weight_bytes + (self.kv_bytes or 0)
 
     @property
     def flops(self) -> float:
-        """Of its products with weights."""
+        """FLOPs of the step's GEMMs with weights."""
         return 2.0 * self.n_weights * self.batch
 
 
 class Steps(Protocol):
-    """One side of a comparison: ``prepare()``, then ``run(n)`` up to ``ROOM`` steps in all."""
+    """One side of a comparison: ``prepare()``, then ``run(n)`` for up to ``ROOM`` steps in total."""
 
     name: str
     work: Work
 
     def prepare(self) -> None:
-        """Back to where the steps start from."""
+        """Reset to the state before the first step."""
 
     def run(self, n: int) -> list[float]:
-        """``n`` consecutive steps: when each was seen to end, seconds.
+        """Run ``n`` consecutive steps and return when the host saw each end, in seconds.
 
-        Each is inside a range ``PROFILED_STEP``, but perhaps the first.
+        Each step, except possibly the first, runs inside a ``PROFILED_STEP`` range.
         """
 
 
 def check_sizes(batch: int, context: int, positions: int) -> None:
-    """Raises ``SubjectError`` for other than whole numbers in range, ``PromptError`` beyond the positions."""
+    """Check that batch and context are integers in range and fit into ``positions``.
+
+    Raises ``SubjectError`` for a bad value, ``PromptError`` beyond the positions.
+    """
     for name, value, most in (("batch", batch, MOST_BATCH), ("context", context, MOST_CONTEXT)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise SubjectError(f"{name} is {describe(value)}; it must be a whole number from 1 to {most}")
@@ -90,9 +93,9 @@ def check_sizes(batch: int, context: int, positions: int) -> None:
 
 
 class EngineSteps(Steps):
-    """Steps of one recipe on a fresh engine that shares the weights of ``model``; greedy, seeded prompts.
+    """Greedy decode steps of a recipe on a fresh engine that shares the weights of ``model``; seeded prompts.
 
-    recipe: None is the device's best rung.
+    recipe: None for the device's best rung.
     """
 
     def __init__(self, model: Transformer, recipe: str | Recipe | None, batch: int, context: int) -> None:
@@ -119,12 +122,11 @@ class EngineSteps(Steps):
 
 
 class Loop(Steps):
-    """Code of your own: ``step()`` makes a token for each of ``batch`` sequences, with ``model``'s weights.
+    """Your own code: ``step()`` generates a token for each of ``batch`` sequences with ``model``'s weights.
 
-    start: puts back what the steps change, a cache for example; it is called before every run, of at most
-    ``ROOM`` steps. kv_bytes: what all cached keys and values of a step take; None if you cannot tell. The
-    model's first parameter tells dtype and device. On a GPU the host waits for it only after a run's first
-    and last step.
+    start: resets what the steps change, such as a cache; called before every run of at most ``ROOM`` steps.
+    kv_bytes: bytes of all cached keys and values in a step; None if unknown. dtype and device are those of
+    the model's first parameter. On a GPU the host synchronizes only after the first and last step of a run.
     """
 
     def __init__(
@@ -160,9 +162,9 @@ class Loop(Steps):
 
 
 class TransformersSteps(Steps):
-    """The steps of transformers' own ``generate`` with its cache: greedy, seeded prompts, none compiled.
+    """Steps of transformers' own ``generate`` with its cache: greedy, seeded prompts, not compiled.
 
-    static: a cache allocated at once in place of transformers' default, which grows by a token a step.
+    static: preallocate the cache; transformers' default cache grows by one token per step.
     """
 
     def __init__(self, model: Any, batch: int, context: int, static: bool = False) -> None:
@@ -206,14 +208,17 @@ class TransformersSteps(Steps):
 
 
 def cache_name() -> str:
-    """What this version of transformers calls the cache; an older name would be answered by a warning."""
+    """Return the keyword for the cache in this version of transformers; an outdated one causes a warning."""
     from transformers.generation import utils
 
     return "cache" if "cache" in getattr(utils, "ALL_CACHE_NAMES", ()) else "past_key_values"
 
 
 class _Clock:
-    """A stopping criterion that never stops: called when a token is made, it opens the next step's range."""
+    """A stopping criterion that never stops.
+
+    Called after each token, it opens the next step's profiler range.
+    """
 
     def __init__(self, steps: int) -> None:
         self.ends: list[float] = []
@@ -229,7 +234,7 @@ class _Clock:
 
 
 def transformers_work(model: Any, batch: int, context: int) -> Work:
-    """The work of a step of a causal language model of transformers."""
+    """Return the work of a decode step of a causal language model of transformers."""
     c, (n, matrices) = model.config.get_text_config(), multiplied_parameters(model)
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -238,14 +243,20 @@ def transformers_work(model: Any, batch: int, context: int) -> Work:
 
 
 def _attended(config: Any, context: int) -> int:
-    """Cached tokens that a token attends to, summed over the layers; all have the window if none is named."""
+    """Count the cached tokens that a token attends to, summed over layers.
+
+    If the config has no layer types, all layers use its window.
+    """
     window = getattr(config, "sliding_window", None) or context
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return sum(min(context, window) if kind == "sliding_attention" else context for kind in kinds)
 
 
 def multiplied_parameters(model: nn.Module) -> tuple[int, int]:
-    """Parameters that a step reads whole, and matrices among them: not tables, of which it reads rows."""
+    """Count the parameters that a step reads in full, and the matrices among them.
+
+    Embedding tables, of which a step reads only rows, are excluded unless the head shares them.
+    """
     tables = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
     tables -= {
         weight.data_ptr()

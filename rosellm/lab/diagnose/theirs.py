@@ -1,4 +1,4 @@
-"""The same checkpoint as a model of transformers."""
+"""Load the same checkpoint as a transformers model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rosellm.models.weights import save_model
 
 
 def load_transformers(name: str, load_format: str, ours: Transformer) -> Any:
-    """The same checkpoint as a model of transformers, in the device and dtype of ``ours``.
+    """Load the same checkpoint as a transformers model, on the device and in the dtype of ``ours``.
 
-    Random weights are those of ``ours``. Raises ``CheckpointError`` if transformers cannot load it.
+    Dummy weights are copied from ``ours``. Raises ``CheckpointError`` if transformers cannot load it.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar

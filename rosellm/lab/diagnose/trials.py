@@ -1,4 +1,4 @@
-"""What would help, tried: a few steps of each candidate, in turns with the steps that were diagnosed."""
+"""Benchmark remedies: a few steps of each candidate, alternating with the diagnosed steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import BEFORE, LADDER, best_rung
 
 TURNS, ATTEMPTS = 4, 3
-MOST_SPREAD = 2.0  # of turns of the same steps: beyond, something else keeps the machine busy
+MOST_SPREAD = 2.0  # longest over shortest turn; beyond it, something else keeps the machine busy
 WHEN_BUSY = "end what else runs (`top` or `nvidia-smi` lists it), then run again"
-MOST_COPY_BYTES = 2 * 10**9  # of weights that are copied to another dtype
+MOST_COPY_BYTES = 2 * 10**9  # largest weights to copy to another dtype
 CAST = torch.bfloat16
 MOST_RUNGS = 3
-# The fields of a recipe that take a cause away.
+# Recipe fields that remove a cause.
 CURES_ON_GPU = {
     "launch": ("runner", "indices", "step", "norm"),
     "waits": ("indices", "step"),
@@ -44,11 +44,11 @@ Measured = TypeVar("Measured")
 
 @dataclass(frozen=True)
 class Trial:
-    """Tokens a second of a candidate over those of the steps that were diagnosed, turn by turn.
+    """Tokens per second of a candidate relative to the diagnosed steps.
 
-    before_us, step_us: a step of each, medians of their turns. sign: 1 faster, -1 slower, 0 where turns
-    overlap. spread: of the turns of the steps that did not change, the longest over the shortest. A ratio is
-    given only where it counts.
+    before_us, step_us: µs per step, medians over turns. sign: 1 if every turn is faster, -1 if slower, 0 if
+    turns overlap. spread: longest turn over shortest of the unchanged steps. The printed form gives the ratio
+    only if the difference is significant.
     """
 
     name: str
@@ -73,14 +73,14 @@ class Trial:
 
 
 def try_in_turns(before: Steps, after: Steps) -> Trial:
-    """``TURNS`` runs of each, one after the other, after one that warms up; again if they were disturbed."""
+    """Run both sides ``TURNS`` times in alternation, after a warm-up run of each; repeat if disturbed."""
     for side in (before, after):
         mean_us(side)
     return undisturbed(lambda: _in_turns(before, after), lambda trial: trial.is_disturbed)
 
 
 def undisturbed(measure: Callable[[], Measured], is_disturbed: Callable[[Measured], object]) -> Measured:
-    """The first measurement that nothing disturbed, or the last of ``ATTEMPTS``."""
+    """Return the first measurement that is not disturbed, or the last of ``ATTEMPTS``."""
     for _ in range(ATTEMPTS - 1):
         if not is_disturbed(found := measure()):
             return found
@@ -101,7 +101,7 @@ def _in_turns(before: Steps, after: Steps) -> Trial:
 
 
 def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial, ...], dict[str, str]]:
-    """The trials, best first, and by name why others could not be tried."""
+    """Return the trials, best first, and for each candidate that could not be tried the reason, by name."""
     trials, refused = [], {}
     for name, make in candidates.items():
         try:
@@ -117,7 +117,7 @@ def try_all(before: Steps, candidates: Mapping[str, Make]) -> tuple[tuple[Trial,
 
 
 def engine_candidates(steps: EngineSteps, causes: list[str]) -> dict[str, Make]:
-    """The rungs above that take a cause away and the best one, twice the batch, 16-bit weights."""
+    """Return rungs further up that address a cause, the best rung, twice the batch, and 16-bit weights."""
     engine, (batch, context) = steps.engine, _sizes(steps)
     model, recipe = engine.model, engine.rung or engine.recipe
     found: dict[str, Make] = {
@@ -134,9 +134,9 @@ def engine_candidates(steps: EngineSteps, causes: list[str]) -> dict[str, Make]:
 
 
 def rungs_for(rung: str | None, causes: list[str], device: torch.device) -> list[str]:
-    """Rungs above ``rung`` to try: for each cause the first that takes it away, then the best one here.
+    """Return the rungs above ``rung`` to try: the first that addresses each cause, then the best one here.
 
-    Of a recipe that is no rung only the best one can be told to be above it.
+    For a recipe that is not a rung (None), only the best rung.
     """
     best = best_rung(device)
     above = _climb(best)
@@ -154,9 +154,9 @@ def rungs_for(rung: str | None, causes: list[str], device: torch.device) -> list
 def transformers_candidates(
     steps: TransformersSteps, ours: Callable[[], Transformer] | None
 ) -> dict[str, Make]:
-    """A static cache, twice the batch, 16-bit weights, and our best rung on the same checkpoint.
+    """Return a static cache, twice the batch, 16-bit weights, and our best rung on the same checkpoint.
 
-    ours: loads it; None if it is not known.
+    ours: loads the checkpoint into our model; None if it is unknown.
     """
     model, (batch, context) = steps.model, _sizes(steps)
     found: dict[str, Make] = {
@@ -180,7 +180,7 @@ def _sizes(steps: Steps) -> tuple[int, int]:
 
 
 def _climb(rung: str) -> list[str]:
-    """The rungs from the first to this one."""
+    """List the rungs from the first to ``rung``."""
     path = [rung]
     while path[0] in BEFORE:
         path.insert(0, BEFORE[path[0]])
@@ -188,7 +188,7 @@ def _climb(rung: str) -> list[str]:
 
 
 def _changed(rung: str) -> str:
-    """The field that a rung changes."""
+    """Return the recipe field that a rung changes."""
     (field,) = LADDER[BEFORE[rung]].difference(LADDER[rung])
     return field
 

@@ -1,4 +1,4 @@
-"""Charts, diagrams and controls. Needs the extra ``notebooks``, as does all of the lab but ``records``."""
+"""Charts, diagrams and controls. Like all of the lab except ``records``, needs the extra ``notebooks``."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Charts of horizontal bars: before and after, from one total to another."""
+"""Horizontal bar charts: before and after, and waterfalls between two totals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def before_after(
     *,
     title: str,
 ) -> Chart:
-    """Two horizontal bars a label, each pair to its own scale, the change written beside the second."""
+    """Draw two horizontal bars per label, each pair on its own scale, with the change next to the second."""
     same_length(labels=labels, before=before, after=after, units=units)
     scales = [max(pair) or 1 for pair in zip(before, after, strict=True)]
     texts = [
@@ -68,11 +68,10 @@ def waterfall(
     title: str,
     smallest: float = 0.005,
 ) -> Chart:
-    """From one total to another: a named bar for each, and between them a bar for every change.
+    """Draw a waterfall: a named bar for each total, and between them a bar for every change.
 
     Changes are ordered from the largest saving to the largest cost; those below ``smallest`` of the larger
-    total are one bar, "the rest". Raises ``ChartError`` if the changes do not lead from one total to the
-    other.
+    total are merged into "the rest". Raises ``ChartError`` if the changes do not add up to the difference.
     """
     (first, start), (last, end) = before, after
     if not math.isclose(start + sum(changes.values()), end, rel_tol=1e-6, abs_tol=1e-9):

@@ -1,4 +1,4 @@
-"""The KV pool of one layer as a picture: its blocks and the block tables."""
+"""Draw the KV pool of one layer: its blocks and the block tables."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def block_pool(
     block_size: int,
     title: str,
 ) -> Picture:
-    """The KV pool of one layer: every block in its owner's colour, filled as far as it holds tokens.
+    """Draw the KV pool of one layer: every block in its owner's colour, filled to the tokens it holds.
 
     tables: sequence → block indices; lengths: sequence → cached tokens. A block in several tables is striped
-    and tells how many they are.
+    and labelled with their number.
     """
     _check_pool(tables, n_blocks, lengths, block_size)
     owners = {b: [name for name, blocks in tables.items() if b in blocks] for b in range(n_blocks)}
@@ -58,7 +58,7 @@ def _check_pool(
     tables: Mapping[str, Sequence[int]], n_blocks: int, lengths: Mapping[str, int], block_size: int
 ) -> None:
     if n_blocks < 1 or block_size < 1:
-        raise DiagramError(f"a pool needs blocks with room, not {n_blocks} of {block_size} tokens")
+        raise DiagramError(f"n_blocks and block_size must be at least 1, not {n_blocks} and {block_size}")
     for name, blocks in tables.items():
         if name not in lengths:
             raise DiagramError(f"the length of {name} is missing: there are {', '.join(lengths) or 'none'}")
@@ -88,12 +88,12 @@ def _block(index: int, at: tuple[float, float], colours: list[str], share: float
 
 
 def _stripes(colours: list[str]) -> list[str]:
-    """A block's horizontal stripes: one for a single owner, four or more in turn for several."""
+    """Return a block's horizontal stripes: one for a single owner, at least four for several, in rotation."""
     return colours if len(colours) == 1 else colours * -(-4 // len(colours))
 
 
 def _table_row(name: str, blocks: Sequence[int], colour: str, y: float, length: str) -> str:
-    """A sequence's block table: name, length, its blocks in order."""
+    """Draw a sequence's block table: name, length and blocks in order."""
     parts = [
         rect(10, y, 14, 14, 3, colour),
         texts([name], 30, y + 12, 12, TEXT, anchor="start", extra=' font-weight="bold"'),

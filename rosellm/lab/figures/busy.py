@@ -1,4 +1,4 @@
-"""A decode step on every rung, and how much of it the GPU works: the ladder in one picture."""
+"""Chart a decode step on every rung, and the share of it in which the GPU works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH, ROW, LEFT, RIGHT, HEAD = 1024, 22, 190, 150, 66
 
 
 class Step(NamedTuple):
-    """A rung's decode step, µs, and the GPU's busy time in a profiled one, which may be longer."""
+    """A rung's decode step in µs, and the GPU's busy time in a profiled step, which may be longer."""
 
     rung: str
     act: str
@@ -41,9 +41,10 @@ class Step(NamedTuple):
 
 
 def steps_of(results: Results, batch: int | str) -> list[Step]:
-    """Every rung up to the best one with an undisturbed ledger at ``batch``. Raises RecordError.
+    """Return the steps of all rungs up to the best one that have an undisturbed ledger at ``batch``.
 
-    A rung that no notebook is about is in the act of its neighbour below, the first in that of the second.
+    A rung without a notebook belongs to the act of the rung below it, the first rung to the first act. Raises
+    ``RecordError``.
     """
     recorded = results.figures("ledger", str(batch))
     found, act = [], next(filter(None, map(act_of, LADDER)))
@@ -59,7 +60,7 @@ def steps_of(results: Results, batch: int | str) -> list[Step]:
 
 
 def busy_chart(results: Results, batch: int | str) -> Chart:
-    """A bar a rung: the µs of a step in which the GPU works, then those in which it waits."""
+    """Draw a bar per rung: the µs of a step in which the GPU works, then those in which it waits."""
     steps = steps_of(results, batch)
     labels = [[step.act for step in steps], [step.rung for step in steps]]
     chart = Chart()
@@ -95,7 +96,7 @@ def _label(step: Step) -> str:
 
 
 def busy_svg(results: Results, batch: int, ink: str) -> str:
-    """The same picture without scripts, for README.md."""
+    """Draw the same chart as SVG without scripts, for README.md."""
     steps = steps_of(results, batch)
     scale = (WIDTH - LEFT - RIGHT) / max(step.us for step in steps)
     title = f"One decode step of {batch} sequences, GPT-2 small in fp16, on one {results.device_name}"
@@ -124,7 +125,7 @@ def busy_svg(results: Results, batch: int, ink: str) -> str:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Write README.md's picture, for light and dark pages."""
+    """Write the chart of README.md, for light and dark pages."""
     OneLineParser(prog="python -m rosellm.lab.figures.busy", description=main.__doc__).parse_args(argv)
     for name, ink in INKS.items():
         write_text(results_folder() / f"busy-{name}.svg", busy_svg(find(), README_BATCH, ink))

@@ -1,4 +1,4 @@
-"""Shared by all charts: their look, their text tables, and one way to show a figure."""
+"""Common code of all charts: style, text tables and display."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rosellm.lab.records.records import number
 
 PLOTLY = "application/vnd.plotly.v1+json"
 
-FIGURE = re.compile(r"[+−~-]?\d[\d.,]*( ?%)?( ~)?")  # with ``~``: no difference beyond the noise
+FIGURE = re.compile(r"[+−~-]?\d[\d.,]*( ?%)?( ~)?")  # ``~`` marks a difference within the noise
 WIDTH, LINE, TITLE_CHARACTERS = 760, 19, 86
 AXIS = {
     "gridcolor": GRID,
@@ -53,7 +53,7 @@ TEMPLATE = go.layout.Template(
 
 
 class ChartError(RoseError):
-    """Values that do not fit together, or that cannot be drawn."""
+    """Values that are inconsistent or cannot be drawn."""
 
 
 class Chart(go.Figure):
@@ -63,7 +63,10 @@ class Chart(go.Figure):
 
 
 def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """An aligned table: text to the left, figures to the right, numbers as ``records.number`` writes them."""
+    """Return an aligned table: text left, figures right, numbers as formatted by ``records.number``.
+
+    Raises ``ChartError`` if a row's length differs from that of the headers.
+    """
     rows = [list(row) for row in rows]
     for row in rows:
         if len(row) != len(headers):
@@ -79,7 +82,7 @@ def text_table(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Table:
-    """A table in HTML for pages and JupyterLab, in aligned text elsewhere; ``notes`` are lines below it."""
+    """A table shown as HTML in pages and JupyterLab, else as aligned text; ``notes`` are lines below it."""
 
     headers: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -104,7 +107,7 @@ def show_table(headers: Sequence[str], rows: Iterable[Sequence[Any]], *notes: st
 
 
 def _numeric(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
-    """Whether each column holds numbers, or else texts that all read as figures, and is set to the right."""
+    """Return for each column whether to align it right: it holds numbers, or only texts that are figures."""
     columns = [[row[i] for row in rows] for i in range(len(headers))]
     return [any(map(_is_number, column)) or _are_figures(map(_cell, column)) for column in columns]
 
@@ -134,15 +137,15 @@ def _cell(value: Any) -> str:
 
 
 def show(figure: go.Figure, table: str | None = None) -> None:
-    """Displays a figure as one bundle: plotly's JSON, and ``table`` (or else the chart's own) as plain text.
+    """Display a figure as plotly JSON, with ``table`` (default: the chart's own) as plain text.
 
-    ``make refresh`` adds the PNG for readers without JavaScript.
+    ``make refresh`` adds a PNG for readers without JavaScript.
     """
     display(bundle(figure, table), raw=True)
 
 
 def bundle(figure: go.Figure, table: str | None = None) -> dict[str, Any]:
-    """What :func:`show` displays, by MIME type; floats have five significant digits."""
+    """Return what :func:`show` displays, by MIME type; floats are rounded to five significant digits."""
     drawn = _rounded(json.loads(figure.to_json()))
     drawn["config"] = {"displayModeBar": False}
     text = table if table is not None else getattr(figure, "table", "")
@@ -158,7 +161,7 @@ def _rounded(value: Any) -> Any:
 
 
 def finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_axis: bool = True) -> Chart:
-    """Title, size and margins; ``body`` is the height of the plot in pixels, without the axis below it."""
+    """Set title, size and margins; ``body``: height of the plot in pixels without the axis below it."""
     lines = textwrap.wrap(title, TITLE_CHARACTERS)
     top, rows = 16 + LINE * len(lines), math.ceil(sum(7 * len(name) + 50 for name in legend) / (WIDTH - 40))
     bottom = (LINE + 2) * rows + (55 if has_axis else 10)
@@ -176,7 +179,7 @@ def finish(chart: Chart, title: str, body: int, legend: Sequence[str] = (), has_
 
 
 def short(value: float | None) -> str:
-    """Three significant digits with a k or M: ``114k``, ``1.91k``."""
+    """Format three significant digits with a k or M suffix: ``114k``, ``1.91k``."""
     for size, suffix in ((1e6, "M"), (1e3, "k")):
         if value is not None and abs(value) >= size * 0.9995:
             return number(float(value / size)) + suffix

@@ -17,9 +17,9 @@ from rosellm.lab.records.verdicts import verdicts
 
 
 def recorded_chart(machines: Sequence[Results], before: str, after: str) -> Chart:
-    """Whole-run tokens per second, medians, on each workload that one session measured both rungs on.
+    """Chart median tokens per second of whole runs, per workload that one session measured on both rungs.
 
-    Several machines stand one below the other.
+    Machines are stacked vertically.
     """
     names = names_of(machines)
     each = [verdicts(results, before, after) for results in machines]
@@ -44,7 +44,7 @@ def recorded_chart(machines: Sequence[Results], before: str, after: str) -> Char
 
 
 def live_chart(before: Run, after: Run, title: str) -> Chart:
-    """What was just measured on this machine: median step time, calls or launches, allocations."""
+    """Chart what was just measured on this machine: median step time, calls or launches, allocations."""
     work = "GPU kernels a step" if after.trace.on_gpu else "operators a step"
     labels, units = ["step time (median)", work, "allocations a step"], ["ms", "", ""]
     old, new = ([run.step_ms, run.trace.kernels, run.trace.allocations] for run in (before, after))
@@ -52,5 +52,5 @@ def live_chart(before: Run, after: Run, title: str) -> Chart:
 
 
 def say(text: str) -> None:
-    """Displays Markdown made from computed values."""
+    """Display Markdown built from computed values."""
     display(Markdown(text))

@@ -1,4 +1,4 @@
-"""What processes do from their start to the end of their first runs, as bars on one axis of time."""
+"""Chart the phases of processes from their start to the end of their first runs, on one time axis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STYLES = {
 
 
 def parts_s(process: dict[str, Any]) -> dict[str, float]:
-    """Seconds of each part of a process of ``first_process``, in order."""
+    """Return the seconds of each phase of a process recorded by ``first_process``, in order."""
     first, second, third = process["runs"]
     parts = {name.replace("_", " "): seconds for name, seconds in process["parts_s"].items()}
     begun = first["first_token_s"]
@@ -30,7 +30,7 @@ def parts_s(process: dict[str, Any]) -> dict[str, float]:
 
 
 def first_runs_chart(processes: Mapping[str, dict[str, Any]], title: str) -> Chart:
-    """A bar for each named process; its parts follow each other, seconds."""
+    """Draw a stacked bar for each named process; its phases follow each other, in seconds."""
     parts = {name: parts_s(process) for name, process in processes.items()}
     chart = Chart()
     for part, style in STYLES.items():

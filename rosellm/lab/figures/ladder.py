@@ -1,4 +1,4 @@
-"""The whole ladder as a chart, beside its floor."""
+"""Chart the whole ladder against its floor."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rosellm.lab.records.records import Results, number
 from rosellm.roseinfer.recipe import SIDE_BRANCHES
 
 FLOOR, ROW, LABEL = "bytes floor", 19, 0.85
-RIVALS = (ORANGE, MAGENTA, VIOLET, PALE)  # of their lines, in turn
-BESIDE = (SKY, VIOLET, ORANGE, MAGENTA)  # of other machines' dots, in turn
+RIVALS = (ORANGE, MAGENTA, VIOLET, PALE)  # colours of their lines, in rotation
+BESIDE = (SKY, VIOLET, ORANGE, MAGENTA)  # colours of other machines' dots, in rotation
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One column: its heading, its share of the width, values by rung, and their unit.
+    """One column: heading, horizontal extent, values by rung and unit.
 
-    Bars, or dots on a logarithmic axis; ``lines``, name → value, are drawn through all rungs of the latter,
-    with dots for ``beside``, other machines' values by rung.
+    Bars, or dots on a logarithmic axis. With dots, ``lines`` (name → value) are drawn through all rungs, and
+    ``beside`` holds other machines' values by rung, as dots too.
     """
 
     head: str
@@ -59,10 +59,10 @@ def ladder_chart(
     title: str,
     beside: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Chart:
-    """A row a rung, linked to its notebook: its value on a log axis, and its share of the floor.
+    """Draw a row per rung, linked to its notebook: its value on a log axis, and its share of the floor.
 
     ``rivals`` and the bytes ``floor`` (in the values' unit) are lines through the first column. Side branches
-    are hollow, their shares hatched. None: not measured. beside: other machines' values, by name.
+    are hollow, their shares hatched. None: not measured. beside: other machines' values by rung, by name.
     """
     beside = beside or {}
     rungs = list(dict.fromkeys(rung for one in (values, *beside.values()) for rung in one))
@@ -78,7 +78,7 @@ def ladder_chart(
 
 
 def values_beside(others: Sequence[Results], workload: str) -> dict[str, dict[str, float]]:
-    """Machine → rung → whole-run tokens per second; nothing by rung for one without records."""
+    """Return machine → rung → whole-run tokens per second; empty for a machine without records."""
     return {name_of(results): results.values(workload) for results in others}
 
 
@@ -130,7 +130,7 @@ def _add_panel(chart: Chart, i: int, panel: Panel, rungs: list[str]) -> None:
 
 
 def _name_machines(chart: Chart, panels: Sequence[Panel], top: float) -> None:
-    """A line above the columns for each machine beside the first, in its dots' colour."""
+    """Write a line above the columns for each other machine, in the colour of its dots."""
     for i, (name, colour) in enumerate(zip(panels[0].beside, BESIDE * 9, strict=False)):
         measured = any(panel.beside.get(name) for panel in panels)
         chart.add_annotation(
@@ -154,7 +154,7 @@ def _add_beside(chart: Chart, axis: str, panel: Panel, rungs: list[str]) -> None
 
 
 def _add_dots(chart: Chart, panel: Panel, values: list[float | None], sides: bool, **options: Any) -> None:
-    """A log axis has no zero for a bar to begin at."""
+    """Draw dots, not bars, because a log axis has no zero."""
     symbol = "circle-open" if sides else "circle"
     marker = {
         "color": panel.colour,
@@ -176,10 +176,10 @@ def _text(panel: Panel, value: float | None) -> str:
 
 
 def _add_lines(chart: Chart, i: int, panel: Panel, n_rungs: int) -> None:
-    """Draws each line through all rungs up to its name above them."""
+    """Draw each line through all rungs, up to its label above them."""
     low, high = panel.range
     colours = dict(zip((n for n in panel.lines if n != FLOOR), RIVALS * 9, strict=False))
-    largest_first = sorted(panel.lines.items(), key=lambda line: -line[1])  # so that no line crosses a name
+    largest_first = sorted(panel.lines.items(), key=lambda line: -line[1])  # keeps lines from crossing labels
     for row, (name, value) in enumerate(largest_first):
         at, y, axis = math.log10(value), -0.6 - LABEL * (row + 0.5), f"x{i}" if i > 1 else None
         line = {"color": colours.get(name, GREEN), "dash": "solid" if name == FLOOR else "dash"}
@@ -203,7 +203,7 @@ def _linked(rung: str) -> str:
 
 
 def _table(panels: Sequence[Panel], lines: Mapping[str, float], rungs: list[str]) -> str:
-    """Other machines' columns stand after the column that they belong to."""
+    """Build the text table; other machines' columns follow the column that they belong to."""
     heads, columns = [], []
     for panel in panels:
         heads += [panel.head, *panel.beside]

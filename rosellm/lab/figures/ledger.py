@@ -1,4 +1,4 @@
-"""From one step's ledger to another as a waterfall."""
+"""Chart the change from one step's ledger to another as a waterfall."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rosellm.lab.records.ledger import Ledger
 
 
 def waterfall(before: Ledger, after: Ledger) -> Chart:
-    """From one step's time to another's, cause by cause."""
+    """Draw the change from one step's time to another's by cause."""
     old, new = before.us_by_cause(), after.us_by_cause()
     changes = {cause: new.get(cause, 0.0) - old.get(cause, 0.0) for cause in {**old, **new}}
     title = f"{before.name} → {after.name}: what became of each microsecond, batch {after.batch}"

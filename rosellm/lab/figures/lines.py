@@ -1,4 +1,4 @@
-"""Line charts, with each line labelled at its end, on linear or logarithmic axes."""
+"""Line charts on linear or logarithmic axes, with each line labelled at its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def step_lines(
     log_y: bool = False,
     floors: Mapping[str, float | Sequence[float]] | None = None,
 ) -> Chart:
-    """A line with markers per series, labelled at its end; ``floors`` (a value, or one per x) are dashed."""
+    """Draw a line with markers per series, labelled at its end.
+
+    ``floors`` (a value, or one per x) are dashed.
+    """
     dashed: dict[str, Sequence[float]] = {
         name: [f] * len(x) if isinstance(f, (int, float)) else list(f) for name, f in (floors or {}).items()
     }
@@ -54,7 +57,7 @@ def step_lines(
 
 
 def _name_at_right(chart: Chart, named: dict, low: float, high: float, height: int, log: bool) -> None:
-    """Writes each line's name and value right of the plot, spread apart where they would overlap."""
+    """Write each line's name and value to the right of the plot, moved apart if they would overlap."""
     place = math.log10 if log else float
     wanted = sorted((place(value), name) for name, (value, _, _) in named.items())
     pixels = _spread([(at - low) / (high - low) * height for at, _ in wanted], gap=15, top=height)
@@ -76,7 +79,7 @@ def _name_at_right(chart: Chart, named: dict, low: float, high: float, height: i
 
 
 def _spread(wanted: list[float], gap: float, top: float) -> list[float]:
-    """``wanted`` positions (ascending), spread to ``gap`` where closer, below ``top`` if they fit."""
+    """Space ascending positions at least ``gap`` apart, below ``top`` if they fit."""
     placed: list[float] = []
     for at in wanted:
         placed.append(max(at, placed[-1] + gap) if placed else at)
@@ -96,7 +99,7 @@ def _range(values: list[float], log: bool) -> tuple[float, float]:
 
 
 def log_ticks(low: float, high: float) -> dict[str, Any]:
-    """Ticks of a log axis from ``10**low`` to ``10**high``; the more decades, the fewer ticks per decade."""
+    """Return ticks for a log axis from ``10**low`` to ``10**high``; fewer per decade over more decades."""
     steps = (1, 2, 5) if high - low < 1.8 else (1, 3) if high - low < 3.2 else (1,)
     ticks = [s * 10.0**k for k in range(math.floor(low), math.ceil(high)) for s in steps]
     return {"tickvals": ticks, "ticktext": [_tick(tick) for tick in ticks]}

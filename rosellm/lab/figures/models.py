@@ -1,4 +1,4 @@
-"""Recorded modern models beside another engine and the floor, and the programs of their attention."""
+"""Charts of recorded models against another engine and the floor, and of their attention programs."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ OURS = "this engine"
 
 
 def recorded_shapes(results: Results) -> dict[str, Arch]:
-    """The recorded models by short name, from the fewest weights to the most."""
+    """Return the recorded models by short name, in ascending order of weights."""
     known = {short_name(name): arch for name, arch in KNOWN_SHAPES.items()}
     shapes = {name: known[name] for name in recorded_models(results) if name in known}
     return dict(sorted(shapes.items(), key=lambda one: one[1].n_step_parameters))
 
 
 def medians(results: Results, model: str, workload: str) -> dict[str, Any]:
-    """Every median of a model's recorded whole run. Raises RecordError."""
+    """Return all medians of a model's recorded whole run. Raises RecordError."""
     record = Results(results.folder / model).load(workload)
     return next(iter(record["results"].values()))["medians"]
 
 
 def speed_up(row: Row) -> float | None:
-    """Ours over the rival's: 2 is twice as fast, in time as in throughput; None where either is unknown."""
+    """Return our speedup over the rival, for times and throughputs alike; None if either is unknown."""
     if not row.ours or not row.rival:
         return None
     return row.rival / row.ours if row.unit == "ms" else row.ours / row.rival
 
 
 def shares_of_floor(row: Row) -> tuple[float | None, float | None]:
-    """Ours and the rival's: 1 is as fast as the floor; None where unknown."""
+    """Return our share of the floor and the rival's: 1 is as fast as the floor; None if unknown."""
     return _share(row.ours, row), _share(row.rival, row)
 
 
@@ -54,10 +54,10 @@ def _share(value: float | None, row: Row) -> float | None:
 
 
 def against_floor(machines: Sequence[Results], model: str) -> Chart:
-    """A dot for each engine by workload: its share of the floor, on a log axis that all models share.
+    """Draw a dot per engine and workload: its share of the floor, on a log axis common to all models.
 
-    machines: the first has the floor, and both engines ran in one session on such a GPU; the others' dots are
-    shares of that same floor.
+    machines: the first provides the floor, and both engines ran in one session on that GPU; the other
+    machines' dots are shares of the same floor.
     """
     results, *others = machines
     rows = lease_table(results, model)
@@ -90,7 +90,7 @@ def against_floor(machines: Sequence[Results], model: str) -> Chart:
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """Colour and symbol: this engine's, the rival's, then those of other machines."""
+    """Yield colour and symbol: this engine's, the rival's, then those of other machines."""
     yield from ((BLUE, "circle"), (ORANGE, "diamond"))
     yield from cycle((colour, "square") for colour in PALETTE[2:])
 
@@ -119,12 +119,13 @@ def _ours(results: Results, model: str) -> dict[str, float | None]:
 def pieces_of(
     lengths: Sequence[int], tile: int, pieces: int, lead: int = 0
 ) -> tuple[list[list[tuple[int, int, int]]], list[int]]:
-    """Of each piece of a plan, what it walks through as (row, first tile, tiles); and the tiles of each row.
+    """Return what each piece of an attention plan processes, and the number of tiles of each row.
 
-    lengths: cached tokens of each row, at least one. lead: as of ``Variant``.
+    A piece is a list of (row, first tile, tiles). lengths: cached tokens per row, at least one. lead: see
+    ``Variant``.
     """
     starts = make_plan_ref(torch.tensor(lengths), Variant(tile, pieces, lead=lead)).starts
-    assert starts is not None  # rows are cut
+    assert starts is not None  # pieces > 0, so rows are split
     at: list[list[int]] = starts.tolist()
     tiles, cut = [-(-n // tile) for n in lengths], []
     for (row, first), (last, end) in pairwise(at):
@@ -135,7 +136,7 @@ def pieces_of(
 
 
 def programs(lanes: Mapping[str, Sequence[tuple[str, int]]], unit: str, *, title: str) -> Chart:
-    """A bar for each program: what it walks through, (of what, how much), one after the other."""
+    """Draw a bar for each program, made of consecutive (owner, amount) segments."""
     owners = list(dict.fromkeys(owner for parts in lanes.values() for owner, _ in parts))
     styles = {owner: PALETTE[i % len(PALETTE)] for i, owner in enumerate(owners)}
     chart, names = Chart(), list(lanes)

@@ -1,4 +1,4 @@
-"""The colours and hatchings of every figure: one palette that reads on light and dark pages."""
+"""Colours and hatchings of every figure: one palette that is legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 # Distinct under deuteranopia, protanopia and tritanopia; contrast of 2.2 or more with white and #111111.
 BLUE, ORANGE, GREEN = "#366fae", "#f35e01", "#1fa46f"
 SKY, MAGENTA, VIOLET, PALE = "#1da7ff", "#ae2e69", "#8a42ff", "#9db2bc"
-PEACH = "#f78b42"  # beside orange only
+PEACH = "#f78b42"  # only next to orange
 PALETTE = (BLUE, ORANGE, GREEN, SKY, MAGENTA, VIOLET, PALE)
 TEXT, GRID, INK, PAPER = "#7a7f87", "rgba(127,127,127,0.25)", "#10151c", "#ffffff"
 HATCHING = {"fillmode": "overlay", "fgcolor": INK, "fgopacity": 0.35, "size": 6, "solidity": 0.25}
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 
-# The parts of the decode step: colour and hatching, the same in every chart.
+# Colour and hatching of the decode step's parts, the same in every chart.
 PARTS = {
     "the step": (PALE, "-"),
     "reserve": (PALE, "\\"),
@@ -26,7 +26,7 @@ PARTS = {
     "sample": (GREEN, "-"),
     "commit": (PALE, "+"),
 }
-# The causes of a step's ledger, likewise: a timeline draws both, so no two look the same.
+# Likewise the causes of a ledger. A timeline draws both sets, so all styles are distinct.
 CAUSES = {
     "inputs": (SKY, "/"),
     "mask": (ORANGE, "/"),
@@ -59,7 +59,7 @@ def ink_on(colour: str) -> str:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of ``#rrggbb`` (WCAG 2)."""
+    """Return the relative luminance of ``#rrggbb`` (WCAG 2)."""
     channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

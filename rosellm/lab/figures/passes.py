@@ -1,4 +1,4 @@
-"""Passes over the weights on one axis of time, one lane for each way of running the same requests."""
+"""Draw passes over the weights on one time axis, a lane for each way of running the same requests."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TITLES = dict(zip(KINDS, ("decode step", "prompts alone", "both in one pass"), s
 def pass_timeline(
     ways: Mapping[str, Sequence[Pass]], lasts_us: Callable[[Pass], float], title: str, most_us: float
 ) -> Chart:
-    """The passes of the first ``most_us`` µs of each way, one after the other, each as long as it lasts.
+    """Draw the passes in the first ``most_us`` µs of each way, each as long as ``lasts_us`` says.
 
-    Raises ``ChartError`` without passes.
+    Raises ``ChartError`` if there are no passes.
     """
     if not any(ways.values()):
         raise ChartError("there is no pass to draw")
@@ -47,7 +47,7 @@ def pass_timeline(
 def _bars(
     name: str, passes: Sequence[Pass], kind: str, lasts_us: Callable[[Pass], float], most_us: float
 ) -> list[tuple[str, float, float, str]]:
-    """Lane, start, length and what it computes, of each pass of a kind."""
+    """Return lane, start, length and hover text of each pass of a kind."""
     starts = accumulate(map(lasts_us, passes), initial=0.0)
     return [
         (name, start, lasts_us(one), f"{one.rows} rows, {one.tokens} prompt tokens")

@@ -1,4 +1,4 @@
-"""The KV pool over time: who holds its blocks, and what happens to each request."""
+"""Draw the KV pool over time: who holds its blocks, and what happens to each request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARKS = {  # symbols; colours belong to the requests
 
 
 def pool_chart(log: PoolLog, title: str) -> Chart:
-    """The log's pool at each moment, and what happened."""
+    """Draw the log's pool at each moment, and its events."""
     holders = sorted({request for moment in log.moments for request in moment.requests})
     return pool_over_time(
         {str(one): [moment.requests.get(one, 0) for moment in log.moments] for one in holders},
@@ -43,11 +43,11 @@ def pool_over_time(
     lost: Sequence[int],
     title: str,
 ) -> Chart:
-    """Who holds the blocks of a pool after each step: requests from the bottom up, the prefix cache on top.
+    """Draw who holds a pool's blocks after each step: requests from the bottom up, the prefix cache on top.
 
-    Requests are distinguished by colour and by name, written where there is room; cached and lost blocks are
-    those that no request holds; white is free. marks: ``MARKS`` → (step, who) of each, drawn above the pool.
-    Of a long run every k-th step is drawn, and every mark.
+    Requests are distinguished by colour and labelled where there is room; cached and lost blocks are those
+    that no request holds; white is free. marks: key of ``MARKS`` → (step, request) of each event, drawn above
+    the pool. In a long run only every k-th step is drawn, but every mark.
     """
     same_length(cached=cached, lost=lost, **requests)
     if not cached:
@@ -105,7 +105,7 @@ def _add_band(
 
 
 def _add_marks(chart: Chart, name: str, times: Counter[int], y: float, n_steps: int) -> None:
-    """A mark at each step, with a number where it happened more than once and there is room for one."""
+    """Draw a mark at each step, with a count where it happened several times and there is room."""
     gaps = [after - step for step, after in pairwise([*times, n_steps])]
     told = [
         str(n) if n > 1 and gap / n_steps * 640 > 20 else ""
@@ -128,7 +128,7 @@ def _add_marks(chart: Chart, name: str, times: Counter[int], y: float, n_steps: 
 def _band_label(
     name: str, blocks: Sequence[int], below: Sequence[int], n_blocks: int
 ) -> list[tuple[float, float, str]]:
-    """Where a request's name goes: the middle of its longest stay, if it can be read there."""
+    """Return a request's label in the middle of its longest stay, or [] if it would be illegible."""
     stays, start = [(0, 0)], 0
     for end in range(len(blocks) + 1):
         if end == len(blocks) or not blocks[end]:

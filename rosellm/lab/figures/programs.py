@@ -1,4 +1,4 @@
-"""Attention's programs on a GPU over time: which processor runs which, and who waits for the longest."""
+"""Draw attention programs on a GPU over time: which processor runs which, and who waits for the longest."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rosellm.lab.figures.palette import BLUE, ORANGE, PEACH, SKY, TEXT
 from rosellm.lab.records.records import number
 from rosellm.roseinfer.kernels.attention_plan import Variant
 
-LANE_PIXELS, MOST_PIXELS, GAP = 12, 264, 28  # of a lane, of a panel, between panels
+LANE_PIXELS, MOST_PIXELS, GAP = 12, 264, 28  # height of a lane, of a panel, between panels
 LONGEST, OTHERS = "reads the longest row", "reads other rows only"
-COLOURS = (BLUE, SKY, ORANGE, PEACH)  # of others, every second one, of the longest, every second one
+COLOURS = (BLUE, SKY, ORANGE, PEACH)  # others, alternating; the longest, alternating
 SCALE = [[i / 3, colour] for i, colour in enumerate(COLOURS)]
 
-Parts = Sequence[tuple[int, int]]  # (row, cached tokens read of it)
+Parts = Sequence[tuple[int, int]]  # (row, cached tokens read from it)
 
 
 class Program(NamedTuple):
-    """One program: its processor, when it starts there, and the tokens of each row that it reads."""
+    """One program: its processor, its start time there, and the tokens that it reads of each row."""
 
     processor: int
     start: int
@@ -41,7 +41,7 @@ class Program(NamedTuple):
 
 @dataclass(frozen=True)
 class Dealt:
-    """A launch's programs, dealt out to processors. Time is counted in tokens that a processor reads."""
+    """A launch's programs, assigned to processors. The unit of time is one token read by a processor."""
 
     variant: Variant
     lengths: Sequence[int]
@@ -50,12 +50,12 @@ class Dealt:
 
     @property
     def end(self) -> int:
-        """When the last processor is done."""
+        """When the last processor finishes."""
         return max(one.end for one in self.programs)
 
     @property
     def fair(self) -> float:
-        """When all would be done, had each the same to read."""
+        """When all processors would finish under perfect balance."""
         return sum(one.tokens for one in self.programs) / self.processors
 
     @property
@@ -65,7 +65,7 @@ class Dealt:
 
 
 def programs_of(lengths: Sequence[int], variant: Variant, kv_heads: int) -> list[list[tuple[int, int]]]:
-    """What each program of a launch reads, as (row, tokens), in the order of the launch: head by head.
+    """Return what each program of a launch reads, as (row, tokens), in launch order: head by head.
 
     lengths: cached tokens of each row, at least one.
     """
@@ -76,18 +76,18 @@ def programs_of(lengths: Sequence[int], variant: Variant, kv_heads: int) -> list
 
 
 def _tokens(lengths: Sequence[int], tile: int, row: int, first: int, tiles: int) -> tuple[int, int]:
-    """A row's last tile may not be full."""
+    """Convert tiles to (row, tokens); a row's last tile may be partial."""
     return row, min(lengths[row], (first + tiles) * tile) - first * tile
 
 
 def deal(lengths: Sequence[int], variant: Variant, kv_heads: int, processors: int) -> Dealt:
-    """A launch's programs, each on the processor that is free first, one at a time, all equally fast.
+    """Assign each program of a launch to the first free processor, one at a time, all equally fast.
 
-    That is a model: a GPU's processor runs several programs at once, and all share its memory. Raises
-    ``ChartError`` for rows without tokens, or no processor.
+    This is a model: a GPU's processor runs several programs at once, and all share its memory. Raises
+    ``ChartError`` for rows without tokens, or without processors.
     """
     if min(lengths, default=0) < 1 or processors < 1:
-        raise ChartError(f"give rows of one token or more, and processors: {list(lengths)}, {processors}")
+        raise ChartError(f"give rows of at least one token, and processors: {list(lengths)}, {processors}")
     free = [(0, processor) for processor in range(processors)]
     programs = []
     for parts in programs_of(lengths, variant, kv_heads):
@@ -98,16 +98,16 @@ def deal(lengths: Sequence[int], variant: Variant, kv_heads: int, processors: in
 
 
 def timeline(ways: Mapping[str, Dealt], title: str) -> Chart:
-    """A panel for each way, a lane for each processor, a bar for each program; empty space is waiting.
+    """Draw a panel for each way, a lane for each processor, a bar for each program; gaps are waiting.
 
-    Programs that read of the longest row, if there is one, have a colour of their own. The dashed line is
-    where all would end, had each processor the same to read. Raises ``ChartError`` without any way.
+    Programs that read from the longest row, if there is one, have their own colour. The dashed line is where
+    all would end under perfect balance. Raises ``ChartError`` if ``ways`` is empty.
     """
     if not ways:
         raise ChartError("there is no launch to draw")
     processors = max(one.processors for one in ways.values())
     pixels = min(LANE_PIXELS * processors, MOST_PIXELS)
-    gap = round(GAP * processors / pixels)  # in lanes, as all that follows
+    gap = round(GAP * processors / pixels)  # in lanes, like all below
     pitch, chart = processors + gap, Chart()
     for i, (name, dealt) in enumerate(ways.items()):
         _add_programs(chart, dealt, i * pitch)
@@ -137,7 +137,7 @@ def _told(name: str, dealt: Dealt) -> str:
 
 
 def _add_programs(chart: Chart, dealt: Dealt, top: int) -> None:
-    """Bars in one lane are stacked in their order; every second one is lighter, to be told apart."""
+    """Stack the bars of a lane in order, alternately dark and light."""
     most, least = max(dealt.lengths), min(dealt.lengths)
     turns, kinds = [0] * dealt.processors, []
     for one in dealt.programs:
@@ -156,7 +156,7 @@ def _add_programs(chart: Chart, dealt: Dealt, top: int) -> None:
 
 
 def _packed(values: Sequence[int]) -> np.ndarray:
-    """Typed arrays are stored packed, the narrower the shorter."""
+    """Return the narrowest typed array, which plotly stores packed."""
     return np.array(values, np.min_scalar_type(max(values)))
 
 

@@ -1,4 +1,4 @@
-"""Ledgers of several models by role, each above its floors."""
+"""Chart the ledgers of several models by role, each above its floors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STYLES = CAUSES | {OTHER_WORK: (VIOLET, "/"), IDLE: (PALE, "")}
 
 
 def roles_chart(ledgers: Mapping[str, Ledger], title: str) -> Chart:
-    """For each name a bar of its step by role, and below it one of the roles' floors, in % of the step."""
+    """Draw a bar of each step by role, and below it a bar of the roles' floors, in % of the step."""
     roles = {name: by_role(ledger) for name, ledger in ledgers.items()}
     drawn = [role for role in (*ROLES, OTHER_WORK, IDLE) if any(role in one for one in roles.values())]
     chart, places = Chart(), [y for i in range(len(ledgers)) for y in (3 * i, 3 * i + 0.9)]

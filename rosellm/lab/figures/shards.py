@@ -1,4 +1,4 @@
-"""A layer's matrices, cut over ranks, and a step of one rank with its sums."""
+"""Draw a layer's matrices as sharded over ranks, and a step of one rank with its all-reduces."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MOST_PIXELS, LEAST_PIXELS, GAP, LABELS = 150.0, 14.0, 34.0, 58.0
 
 
 def shards(matrices: Sequence[CutMatrix], n_ranks: int, title: str) -> Picture:
-    """Every matrix to one scale, what a rank has in its colour; the tallest, if far taller, is shortened."""
+    """Draw all matrices to one scale, each rank's shard in its colour; a far taller one is shortened."""
     widest = max(one.columns for one in matrices)
-    tallest = sorted(one.rows for one in matrices)[-2]  # the head's words would dwarf the others
+    tallest = sorted(one.rows for one in matrices)[-2]  # the head's vocabulary would dwarf the others
     scale = MOST_PIXELS / max(widest, tallest)
     top, x, parts = BELOW_TITLE + 4, 12.0, []
     for one in matrices:
@@ -60,7 +60,7 @@ def _in_words(matrices: Sequence[CutMatrix]) -> str:
 
 
 def sums_over_time(step: SummedStep, title: str) -> Chart:
-    """One decode step of rank 0 on an axis of µs: where it computes, and where it sums or waits for that."""
+    """Draw one decode step of rank 0 on an axis in µs: computing, and summing or waiting for a sum."""
     chart = Chart()
     lanes = {"computes": (step.computing, BLUE, ""), "sums": (step.sums, ORANGE, "/")}
     for name, (stretches, colour, hatch) in lanes.items():

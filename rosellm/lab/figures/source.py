@@ -1,4 +1,4 @@
-"""The package's own source in a notebook: whole, or two compared."""
+"""Show the package's own source in a notebook: whole, or two objects compared."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
 
 
 class SourceError(RoseError):
-    """Something without source, or a member that does not exist."""
+    """An object without source, or a member that does not exist."""
 
 
 def show_source(*objects: Any, only: Sequence[str] = ()) -> None:
-    """Displays the source of functions, classes and Triton kernels, each under its name and file.
+    """Display the source of functions, classes and Triton kernels, each under its name and file.
 
-    ``only`` names the members of classes to show; the others are left out. There are no line numbers: nbval
-    compares what is displayed, and an edit further up must not change it.
+    ``only`` names the class members to show. Line numbers are omitted: nbval compares the output, which must
+    not change with edits further up in the file.
     """
     blocks = [f"{_heading(one)}\n```python\n{source_of(one, only)}\n```" for one in objects]
     display(Markdown("\n\n".join(blocks)))
 
 
 def show_pair(before: object, after: object) -> None:
-    """Displays two sources as one, with the lines that only one of them has marked ``-`` or ``+``.
+    """Display a diff of two sources, with ``-`` and ``+`` for lines that only one of them has.
 
-    Sources that share less than a third of their lines stand one below the other.
+    Sources that share less than a third of their lines are shown one below the other.
     """
     old, new = (source_of(one).splitlines() for one in (before, after))
     if SequenceMatcher(None, old, new).ratio() < 1 / 3:
@@ -47,9 +47,9 @@ def show_pair(before: object, after: object) -> None:
 
 
 def source_of(one: Any, only: Sequence[str] = ()) -> str:
-    """The source of an object, dedented; if ``only`` is given, a class's head and those members.
+    """Return the dedented source of an object; with ``only``, a class's head and those members.
 
-    Raises SourceError for what has no source, and for a member that the class itself does not define.
+    Raises SourceError for an object without source, or a member that the class itself does not define.
     """
     if only and inspect.isclass(one):
         return _members(one, only)
@@ -60,7 +60,7 @@ def source_of(one: Any, only: Sequence[str] = ()) -> str:
 
 
 def _members(cls: type, only: Sequence[str]) -> str:
-    """A class's decorators and ``class`` line, dots for what is left out, and the named members."""
+    """Return a class's decorators and ``class`` line, dots for omitted members, and the named members."""
     lines = source_of(cls).splitlines()
     tree = next(node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef))
     spans = {name: _span(node) for node in tree.body for name in _names(node)}
@@ -73,7 +73,7 @@ def _members(cls: type, only: Sequence[str]) -> str:
 
 
 def _names(node: ast.stmt) -> list[str]:
-    """What a statement in a class defines: a method, or attributes."""
+    """Return the names that a statement in a class body defines: a method, or attributes."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return [node.name]
     targets = getattr(node, "targets", [getattr(node, "target", None)])
@@ -81,13 +81,13 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _span(node: ast.stmt) -> tuple[int, int]:
-    """First and last line of a statement with its decorators, as a slice."""
+    """Return the line range of a statement with its decorators, as slice bounds."""
     first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
     return first - 1, node.end_lineno or first
 
 
 def _unwrapped(one: Any) -> Any:
-    """The Python function within a Triton kernel, autotuner, property, class or static method."""
+    """Return the Python function inside a Triton kernel, autotuner, property, class or static method."""
     for name in ("fn", "fget", "__func__"):
         inner = getattr(one, name, None)
         if inner is not None and not inspect.isclass(one):
@@ -105,7 +105,7 @@ def _heading(one: Any) -> str:
 
 
 def _file(one: Any) -> str:
-    """The file relative to the checkout, or beside a notebook; "this notebook" for anything defined there."""
+    """Return the file relative to the checkout, or with its folder; "this notebook" if defined there."""
     try:
         path = Path(inspect.getsourcefile(_unwrapped(one)) or "").resolve()
     except TypeError:

@@ -1,4 +1,4 @@
-"""How a draw under top-k and top-p narrows a vocabulary down: tiles, candidates, and what is drawn."""
+"""Draw how top-k and top-p sampling narrows down a vocabulary: tiles, candidates, and drawn tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def threshold_chart(
     lowest_kept: float,
     title: str,
 ) -> Chart:
-    """A row's tiles by place and largest logit, the bound that few reach, and the tokens of these.
+    """Draw a row's tiles by position and largest logit, the bound that few reach, and the tokens of those.
 
-    maxima ``[TILES]``: each tile's largest of ``width`` logits. bound: what tiles must reach to be read.
-    candidates: the logits in them that reach it. tried: tokens drawn one after the other, of which the last
-    is kept. lowest_kept: the smallest logit that the definition keeps. Raises ``ChartError``.
+    maxima ``[TILES]``: the largest of each tile's ``width`` logits. bound: minimum for a tile to be read.
+    candidates: the logits in read tiles that reach it. tried: tokens drawn in order; the last one is kept.
+    lowest_kept: the smallest logit that the definition keeps. Raises ``ChartError``.
     """
     read = [top for top in maxima if top >= bound]
     if not read or not tried or not lowest_kept >= bound:
@@ -62,7 +62,7 @@ def _marker(colour: str, symbol: str, size: int) -> dict[str, Any]:
 
 
 def _scatter(chart: Chart, name: str, points: Sequence[Point], marker: dict, **more: Any) -> None:
-    """Nothing without points."""
+    """Add a trace unless there are no points."""
     if points:
         tiles, logits = zip(*points, strict=True)
         options = {"mode": "markers", "marker": marker} | more
@@ -70,7 +70,7 @@ def _scatter(chart: Chart, name: str, points: Sequence[Point], marker: dict, **m
 
 
 def _number(chart: Chart, tried: Sequence[Point]) -> None:
-    """Rings around the drawn tokens, with their numbers."""
+    """Draw numbered rings around the drawn tokens."""
     ring = {"color": "rgba(0,0,0,0)", "size": 17, "line": {"color": ORANGE, "width": 2}}
     texts = [f"<b>{i}</b>" for i in range(1, len(tried) + 1)]
     font = {"color": ORANGE, "size": 14}
@@ -79,7 +79,7 @@ def _number(chart: Chart, tried: Sequence[Point]) -> None:
 
 
 def _level(chart: Chart, level: float, name: str, dash: str, yanchor: str) -> None:
-    """A line across, named right of the plot."""
+    """Draw a horizontal line, labelled at the right of the plot."""
     chart.add_hline(level, line={"color": TEXT, "dash": dash, "width": 1.2})
     place = {"x": 1, "xref": "paper", "xanchor": "left", "xshift": 6, "y": level, "yanchor": yanchor}
     chart.add_annotation(**place, text=f"{name} {number(level)}", font_size=11, showarrow=False)

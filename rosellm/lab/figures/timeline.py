@@ -1,4 +1,4 @@
-"""A decode step before and after a change, over time: what the host was doing, and what ran."""
+"""Draw a decode step before and after a change, over time: what the host was doing, and what ran."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rosellm.roseinfer.steps.step import STEP_RANGE
 
 MAX_RECTANGLES, MAX_BYTES = 1_500, 56_000
 PIXELS, ZOOM, LANE_PIXELS = 560, 16, 30
-SOLID = 0.99  # busy share from which neighbours of one label are one rectangle
+SOLID = 0.99  # busy share from which neighbours with one label are merged
 GAPS_TOLD = ("operators", "GPU kernels")
 
 
 class _Lane(NamedTuple):
-    """Events in order of start, each with what it is drawn as."""
+    """Events in order of start, each with the label that selects its style."""
 
     name: str
     events: list[Event]
     labels: list[str]
 
     def busy(self) -> float:
-        """µs during which at least one event is running."""
+        """Return the µs during which at least one event runs."""
         total, done = 0.0, float("-inf")
         for event in self.events:
             end = event.start + event.duration
@@ -42,7 +42,7 @@ class _Lane(NamedTuple):
 
 
 class _Panel(NamedTuple):
-    """One trace's lanes, µs from ``start``."""
+    """One trace's lanes; ``span`` µs from ``start``."""
 
     name: str
     lanes: list[_Lane]
@@ -51,7 +51,7 @@ class _Panel(NamedTuple):
 
 
 class _Rectangle(NamedTuple):
-    """Events drawn as one, ``busy`` µs wide; ``us`` by label."""
+    """Events drawn as one rectangle, ``busy`` µs wide; ``us`` is the time by label."""
 
     start: float
     end: float
@@ -62,7 +62,7 @@ class _Rectangle(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The label that most of its time has."""
+        """The label with the most time."""
         return self.us.most_common(1)[0][0]
 
     @property
@@ -72,13 +72,13 @@ class _Rectangle(NamedTuple):
 
 
 def timeline(before_trace: Trace, after_trace: Trace, names: tuple[str, str], title: str) -> Chart:
-    """Two traces of decode steps, one above the other on one axis, µs; to zoom, drag a stretch.
+    """Draw two traces of decode steps, one above the other on a common axis in µs; drag to zoom.
 
-    Lanes: the engine's ranges by depth, the operators that Python called, the host's waits, the GPU's
-    kernels, its copies. Operators and kernels have the colour of their role; empty space is a gap. Neighbours
-    that a ``ZOOM``-fold enlargement could not separate share a rectangle, as wide as they are busy and drawn
-    as what it mostly is; more do if there would be more than ``MAX_RECTANGLES`` or ``MAX_BYTES`` of JSON. The
-    axis states the resolution in µs. Raises ``ChartError``.
+    Lanes: the engine's ranges by depth, operators called from Python, host waits, GPU kernels and GPU copies.
+    Operators and kernels are coloured by role; empty space is a gap. Neighbours that a ``ZOOM``-fold
+    enlargement could not separate share a rectangle, as wide as their busy time and drawn as the label with
+    most time. The resolution, stated on the axis in µs, is coarsened until there are at most
+    ``MAX_RECTANGLES`` and ``MAX_BYTES`` of JSON. Raises ``ChartError``.
     """
     if len(names) != 2:
         raise ChartError(f"a timeline has two names, one per trace, not {len(names)}: {', '.join(names)}")
@@ -125,7 +125,7 @@ def _lanes(trace: Trace) -> list[_Lane]:
 
 
 def _nested(ranges: list[Event]) -> list[_Lane]:
-    """A lane for each depth."""
+    """Return a lane for each nesting depth."""
     by_depth: dict[int, list[Event]] = defaultdict(list)
     opened: list[float] = []
     for one in sorted(ranges, key=lambda e: (e.start, -e.duration)):
@@ -146,7 +146,7 @@ def _part(range_name: str) -> str:
 
 
 def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
-    """Joins events within ``sight`` of each other, or of one label with next to nothing between them.
+    """Merge events within ``sight`` of each other, or adjacent ones of one label with almost no gap.
 
     A rectangle is as wide as its events are busy, so it ends at most ``sight`` too early.
     """
@@ -168,7 +168,10 @@ def _merge(lane: _Lane, sight: float) -> list[_Rectangle]:
 
 
 def _fitting(panels: Sequence[_Panel], sight: float) -> tuple[Chart, list[int], float]:
-    """The bars, their number per lane, and the resolution in µs they were merged at: ``sight`` or more."""
+    """Return the bars, their number per lane, and the resolution in µs at which they were merged.
+
+    The resolution is ``sight`` or coarser.
+    """
     while True:
         merged = [[_merge(lane, sight) for lane in panel.lanes] for panel in panels]
         drawn = [len(rectangles) for lanes in merged for rectangles in lanes]
@@ -180,7 +183,7 @@ def _fitting(panels: Sequence[_Panel], sight: float) -> tuple[Chart, list[int], 
 
 
 def _draw(panels: Sequence[_Panel], merged: list[list[list[_Rectangle]]]) -> Chart:
-    """The bars; a legend for the ranges and one for the work."""
+    """Draw the bars, with one legend for the ranges and one for the work."""
     by_label: dict[tuple[str, str], list[tuple[int, float, _Rectangle]]] = defaultdict(list)
     y = 0
     for panel, rectangles_of in zip(panels, merged, strict=True):
@@ -263,7 +266,7 @@ def _laid_out(chart: Chart, title: str, panels: Sequence[_Panel]) -> Chart:
 
 
 def _legend_rows(chart: Chart, legend: str) -> int:
-    """Entries stand in columns as wide as the longest."""
+    """Count the legend's rows; its columns are as wide as the longest entry."""
     names = [bar.name for bar in chart.data if bar.legend == legend]
     columns = PIXELS // (6.2 * max(map(len, names), default=0) + 52)
     return math.ceil(len(names) / max(1, columns))

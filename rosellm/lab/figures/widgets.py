@@ -1,4 +1,7 @@
-"""Controls that redraw a figure; a single one's figures are drawn in advance for pages without a kernel."""
+"""Controls that redraw a figure.
+
+A single control's figures are pre-rendered for pages without a kernel.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ from rosellm.errors import RoseError
 from rosellm.lab.figures.charts import PLOTLY
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-# A label, and for each value its text and how its figure differs from the one shown.
+# A label, and for each value its text and its figure's difference from the one shown.
 FRAMES = "application/vnd.rosellm.frames+json"
 LABEL = {"description_width": "initial"}
 WIDE = {"width": "32em"}
 
 
 class ControlError(RoseError):
-    """A control without choices or with an invalid initial value, or a drawing that shows not one thing."""
+    """A control without choices or with an invalid initial value, or a drawing with no or several outputs."""
 
 
 @dataclass(frozen=True)
 class Control:
     """One value to choose, by mouse or arrow keys.
 
-    label: what it is, with its unit. values: numbers or texts (on a slider, since in JupyterLab the arrow
-    keys leave a drop-down for another cell). first: the value to begin with.
+    label: name and unit. values: numbers or strings, all on a slider because in JupyterLab the arrow keys
+    move from a drop-down to another cell. first: the initial value.
     """
 
     label: str
@@ -49,7 +52,7 @@ class Control:
         return [(value if isinstance(value, str) else f"{value:,}", value) for value in self.values]
 
     def widget(self) -> ipywidgets.ValueWidget:
-        """The ipywidgets slider; it reports when it is let go."""
+        """Return the ipywidgets slider, which reports a change on release."""
         return ipywidgets.SelectionSlider(
             options=self.options,
             value=self.values[0] if self.first is None else self.first,
@@ -61,12 +64,12 @@ class Control:
 
 
 def explore(draw: Callable[..., None], **controls: Control) -> None:
-    """Displays controls and what ``draw`` shows for their values, redrawn whenever one changes.
+    """Display controls and what ``draw`` shows for their values, redrawn whenever one changes.
 
-    draw: called with one keyword argument per control; it must ``show`` or ``display`` exactly one thing. The
-    first drawing is an ordinary output of the cell, so that pages without JavaScript have it; once a control
-    is moved, an output widget replaces it (plotly's renderer ignores updates of an ordinary output). Where
-    there is one control only, its ``FRAMES`` go with it, for pages that have JavaScript and no kernel.
+    draw: called with one keyword argument per control; it must ``show`` or ``display`` exactly one output.
+    The first drawing is an ordinary cell output, visible on pages without JavaScript; once a control moves,
+    an output widget replaces it (plotly's renderer ignores updates of an ordinary output). With a single
+    control its ``FRAMES`` are included, for pages with JavaScript but no kernel.
     """
     widgets = {name: control.widget() for name, control in controls.items()}
     first = _drawn(draw, {name: widget.value for name, widget in widgets.items()})
@@ -87,7 +90,7 @@ def explore(draw: Callable[..., None], **controls: Control) -> None:
 
 
 def _frames(draw: Callable[..., None], named: tuple[str, Control], shown: Any) -> dict[str, Any]:
-    """The figures of all values of a control, as differences; nothing if they are not all plotly's."""
+    """Return the figures of all values of a control, as differences; {} if any is not a plotly figure."""
     name, control = named
     figures = [_drawn(draw, {name: value}).get(PLOTLY) for value in control.values]
     if None in figures:
@@ -99,7 +102,7 @@ def _frames(draw: Callable[..., None], named: tuple[str, Control], shown: Any) -
 
 
 def _difference(new: Any, old: Any) -> Any:
-    """What :func:`merged` makes ``new`` of; None stands for what only ``old`` has, as it does in plotly."""
+    """Return what :func:`merged` needs to turn ``old`` into ``new``; None marks what only ``old`` has."""
     if isinstance(new, dict) and isinstance(old, dict):
         differing = [key for key in {**old, **new} if new.get(key) != old.get(key)]
         return {key: _difference(new.get(key), old.get(key)) for key in differing}
@@ -109,7 +112,7 @@ def _difference(new: Any, old: Any) -> Any:
 
 
 def merged(old: Any, difference: Any) -> Any:
-    """``old``, such as a figure's JSON, with what differs in its place."""
+    """Return ``old``, such as a figure's JSON, with a difference applied."""
     if isinstance(difference, dict) and isinstance(old, dict):
         return old | {key: merged(old.get(key), value) for key, value in difference.items()}
     if _are_alike(difference, old):
@@ -118,13 +121,13 @@ def merged(old: Any, difference: Any) -> Any:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether both are lists of as many dicts, such as a figure's traces."""
+    """Return whether both are lists of equally many dicts, such as a figure's traces."""
     are_lists = isinstance(one, list) and isinstance(other, list) and len(one) == len(other)
     return are_lists and all(isinstance(item, dict) for item in (*one, *other))
 
 
 def _drawn(draw: Callable[..., None], values: dict[str, Any]) -> dict[str, Any]:
-    """What ``draw`` displays for these values, by MIME type."""
+    """Return what ``draw`` displays for these values, by MIME type."""
     with capture_output(stdout=False, stderr=False) as captured:
         draw(**values)
     if len(captured.outputs) != 1:
@@ -133,7 +136,7 @@ def _drawn(draw: Callable[..., None], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _redrawn(draw: Callable[..., None], widgets: dict[str, ipywidgets.ValueWidget]) -> dict[str, Any]:
-    """The new drawing as a cell output; an error too, since no cell is running that could show it."""
+    """Return the new drawing as a cell output; errors too, since no running cell could show them."""
     try:
         data = _drawn(draw, {name: widget.value for name, widget in widgets.items()})
         return {"output_type": "display_data", "data": data, "metadata": {}}

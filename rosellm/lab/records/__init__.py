@@ -1,1 +1,1 @@
-"""What is measured and recorded, and what the records allow to be said."""
+"""Measure, record, and state what the records support."""

@@ -1,7 +1,7 @@
-"""What a rung's gain is made of where its one field changes several things, and what each field is worth now.
+"""Split a rung's gain where its one field changes several things, and value each field of the best rung.
 
-Each ablation is a handful of variants between a rung and the one before it, to be measured in turns by
-``step_time.measure_steps``. Variants that are no rungs are made here, from the engine's own parts.
+Each ablation is a few variants between a rung and the previous one, measured in alternation by
+``step_time.measure_steps``. Variants that are not rungs are built here from the engine's own parts.
 """
 
 from __future__ import annotations
@@ -35,16 +35,19 @@ Variants = dict[str, MakeBench]
 
 
 def variants(rung: str, model: Transformer, batch: int, context: int) -> Variants:
-    """The rung before, what lies between, and ``rung``, by name; ``context`` tokens cached a sequence."""
+    """Return the previous rung, the variants between, and ``rung``, by name.
+
+    context: cached tokens per sequence.
+    """
     bench = _bench(model, batch, context)
     between = BETWEEN[rung](model, bench, batch, context)
     return {BEFORE[rung]: partial(bench, BEFORE[rung]), **between, rung: partial(bench, rung)}
 
 
 def one_step_back(best: str = BEST_RUNG) -> dict[str, Recipe | str]:
-    """Field → the recipe of ``best`` with that field alone as it was before its last change.
+    """Map each field to the recipe of ``best`` with only that field as before its last change.
 
-    Where other fields need the change, the reason stands in the recipe's place.
+    If other fields depend on the change, the value is the reason instead of a recipe.
     """
     back: dict[str, Recipe | str] = {}
     for field, value in _replaced(best).items():
@@ -56,7 +59,7 @@ def one_step_back(best: str = BEST_RUNG) -> dict[str, Recipe | str]:
 
 
 def _replaced(best: str) -> dict[str, Any]:
-    """Field → what its value in ``best`` took the place of, the latest change first."""
+    """Map each field to the value that its latest change up to ``best`` replaced."""
     values: dict[str, Any] = {}
     rung = best
     while rung in BEFORE:
@@ -76,14 +79,14 @@ def _bench(model: Transformer, batch: int, context: int) -> Callable[..., Bench]
 
 
 class PageableTables:
-    """All pools' tables in one pageable buffer, sent in one copy; made of lists or in an array."""
+    """All pools' tables in one pageable buffer, built from lists or in an array, sent in one copy."""
 
     def __init__(self, device: torch.device, max_blocks: int, blocks_per_pool: int, from_lists: bool) -> None:
         self.device, self.max_blocks, self.blocks_per_pool = device, max_blocks, blocks_per_pool
         self.from_lists = from_lists
 
     def stage(self, block_ids: list[list[list[int]]]) -> Tensor:
-        """``block_ids[pool][row]`` → ``[POOLS, B, MAX_BLOCKS]`` int32."""
+        """Convert ``block_ids[pool][row]`` to ``[POOLS, B, MAX_BLOCKS]`` int32 on the device."""
         return (self._of_lists if self.from_lists else self._of_array)(block_ids).to(self.device)
 
     def _of_lists(self, block_ids: list[list[list[int]]]) -> Tensor:
@@ -116,7 +119,7 @@ def _tables(model: Transformer, bench: Callable[..., Bench], batch: int, context
 
 
 def _attention(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
-    """The new kernel's attention, with the append left in a kernel of its own (and, unseen, done twice)."""
+    """Use the new attention kernel but keep the separate append kernel, so tokens are appended twice."""
     before = BEFORE["fused_append"]
     engine = bench(before).engine
     kernels, binder = engine.kernels, AppendAndAttend(engine.kernels, engine.blocks, model)
@@ -131,7 +134,7 @@ def _attention(model: Transformer, bench: Callable[..., Bench], batch: int, cont
 
 
 def _head(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
-    """All logits still, from a head whose vocabulary is padded to a multiple of 64."""
+    """Compute all logits as before, with a vocabulary padded to a multiple of 64."""
 
     def pad(engine: Engine) -> None:
         kernels, step = engine.kernels, cast(ResidentStep, engine.step)
@@ -144,7 +147,7 @@ def _head(model: Transformer, bench: Callable[..., Bench], batch: int, context: 
 
 
 def _launch(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
-    """Launched dependently, but released only as the predecessor ends: nothing of the two overlaps."""
+    """Launch dependently, but release only as the predecessor ends, so that the two do not overlap."""
     kernels: Kernels | str = triton_kernels(AT_END) if model.device.type == "cuda" else "auto"
     return {"released at the end": partial(bench, "dependent_launch", kernels=kernels)}
 

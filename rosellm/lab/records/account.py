@@ -1,6 +1,6 @@
-"""Accounts for every microsecond of profiled decode steps: which cause has it, and what the host was in.
+"""Attribute every microsecond of profiled decode steps to a cause, and to what the host was doing.
 
-A step lasts from its first kernel to the first kernel of the next; on a CPU, from one call to the next.
+A step lasts from its first kernel to the first kernel of the next; on a CPU, from call to call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rosellm.roseinfer.steps.step import STEP_RANGE
 
 PROFILED_STEP = "rosellm.lab.ledger.step"
 KINDS = ("work", "copies", "gaps", "host")
-WORKING = ("work", "copies")  # in the others nothing runs
+WORKING = ("work", "copies")  # in the other kinds nothing runs
 BETWEEN, LAUNCH, SYNC = "between kernels", "launch latency", "synchronisation"
 HOST, OUTSIDE = "host: ", "outside the step"
 
@@ -30,7 +30,7 @@ class LedgerError(RoseError):
 
 @dataclass(frozen=True)
 class Row:
-    """One cause: its µs, share and launches (or waits) a step, and its floor in µs if that is known."""
+    """One cause: its µs, share, launches (or waits) per step, and floor in µs if known."""
 
     cause: str
     kind: str
@@ -41,7 +41,7 @@ class Row:
 
 
 class Span(NamedTuple):
-    """A stretch of time, µs, and what it is called."""
+    """A named interval, in µs."""
 
     start: float
     end: float
@@ -51,11 +51,10 @@ class Span(NamedTuple):
 def account(
     trace: Trace, floors: Mapping[str, float] | None = None, marked: Sequence[Marked] = ()
 ) -> tuple[Row, ...]:
-    """Rows of the mean of the least disturbed half of the steps, one per ``PROFILED_STEP`` range.
+    """Return the mean rows over the least disturbed half of the steps, one per ``PROFILED_STEP`` range.
 
-    floors: µs by cause. marked: work that is a cause of its own.
-
-    Raises ``LedgerError`` for fewer than two steps, or one that launched nothing.
+    floors: µs by cause. marked: work to list as separate causes. Raises ``LedgerError`` for fewer than two
+    steps, or for a step that launched nothing.
     """
     steps = trace.ranges(PROFILED_STEP)
     if len(steps) < 2:
@@ -87,7 +86,7 @@ def _work(trace: Trace) -> list[Event]:
 
 
 def _windows(work: list[Event], steps: list[Event], on_gpu: bool) -> list[Span]:
-    """Each step from its first kernel to that of the next; on a CPU, from call to call."""
+    """Return each step's interval: first kernel to the next step's first; on a CPU, call to call."""
     starts = [_first_kernel(work, step) if on_gpu else step.start for step in steps]
     return [Span(start, end) for start, end in pairwise(starts)]
 
@@ -111,7 +110,7 @@ def _first_kernel(work: list[Event], step: Event) -> float:
 def _pieces(
     work: list[Event], causes: list[str], window: Span, host: HostTimeline, on_gpu: bool
 ) -> Iterator[tuple[str, Span]]:
-    """The window cut into pieces without gap or overlap, each with its kind and cause."""
+    """Split the window into pieces without gap or overlap, each with its kind and cause."""
     done = window.start
     for event, cause in zip(work, causes, strict=True):
         start, end = min(event.start, window.end), min(event.start + event.duration, window.end)
@@ -126,7 +125,7 @@ def _pieces(
 
 
 def _gap(start: float, end: float, launched: float, host: HostTimeline) -> Iterator[tuple[str, Span]]:
-    """Nothing runs from start to end; what runs then was asked for at ``launched``."""
+    """Split an idle interval; the work that follows it was launched at ``launched``."""
     asked = min(max(launched, start), end)
     for span in host.within(start, asked):
         if span.name == SYNC:
@@ -142,7 +141,7 @@ def _kind(event: Event) -> str:
 
 
 class HostTimeline:
-    """What the host is in at each moment: the innermost range of the engine, or a synchronisation."""
+    """What the host is doing at each moment: the innermost engine range, or a synchronisation."""
 
     def __init__(self, trace: Trace) -> None:
         self._spans = _innermost(trace.ranges() + trace.of("sync"))
@@ -153,7 +152,7 @@ class HostTimeline:
         return self._spans[i].name if i >= 0 and moment < self._spans[i].end else OUTSIDE
 
     def within(self, start: float, end: float) -> Iterator[Span]:
-        """The stretch cut into pieces, each with a name."""
+        """Split the interval into named pieces."""
         i = max(0, bisect_right(self._starts, start) - 1)
         while start < end:
             span = self._spans[i] if i < len(self._spans) else Span(end, end)
@@ -165,7 +164,7 @@ class HostTimeline:
 
 
 def _innermost(events: list[Event]) -> list[Span]:
-    """Nested stretches as consecutive ones, each named after the innermost."""
+    """Flatten nested intervals into consecutive ones, each named after the innermost."""
     spans: list[Span] = []
     opened: list[Span] = []
     done = 0.0

@@ -1,8 +1,8 @@
-"""Measure how long the ranks of one host take to sum over each other, in each way that a layer can.
+"""Measure how long the ranks of one host take to all-reduce, in each way that a layer can.
 
-What is timed is the sum of a layer's partial products with residual and norm, as a captured step has them;
-``none`` is residual and norm alone. Each way is first checked to give the sum. The record is
-DIR/all_reduce.json; it keeps the other ways that it has of the same commit, ranks and sizes.
+Times the sum of a layer's partial outputs with residual and norm, as in a captured step; ``none`` is residual
+and norm alone. Each way is first checked for correctness. The record is DIR/all_reduce.json; ways that it
+already has for the same commit, ranks and sizes are kept.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from rosellm.roseinfer.steps.cuda_graph import record_graph
 NAME = "all_reduce"
 NONE, LIBRARY = "none", "library"
 WAYS = (NONE, *recipe_choices()["all_reduce"])
-ROW_BYTES = 8192  # of a model 4,096 wide in bf16, as Llama-3.1-8B is
-SIZES_KB = (8, 64, 512, 2048)  # of 1, 8, 64, 256 such rows
-PREFILL_KB = {"cuda": 131072, "cpu": 8192}  # of 16,384 rows, the most of a prefill; on a CPU of 1,024
-MOST_ONE_SHOT_KB = 2048  # more is the library's in every recipe
-CALLS = {"cuda": 40, "cpu": 4}  # a measurement; an even number, since one_shot's memory alternates
+ROW_BYTES = 8192  # a row of 4,096 values in bf16, as in Llama-3.1-8B
+SIZES_KB = (8, 64, 512, 2048)  # 1, 8, 64, 256 such rows
+PREFILL_KB = {"cuda": 131072, "cpu": 8192}  # 16,384 rows, the largest prefill; on a CPU 1,024
+MOST_ONE_SHOT_KB = 2048  # larger sums use the library in every recipe
+CALLS = {"cuda": 40, "cpu": 4}  # per measurement; even, since the halves of one_shot's memory alternate
 LOOK_S = 0.1
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
@@ -51,7 +51,7 @@ AddNorm = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank measures: ways, sizes in KB, and how often."""
+    """What every rank measures: ways, sizes in KB, and repeats."""
 
     n_ranks: int
     device: str
@@ -60,40 +60,40 @@ class Plan:
     repeats: int
 
     def sizes_of(self, way: str) -> list[int]:
-        """Those that are measured in this way."""
+        """Return the sizes to measure in this way."""
         return [kb for kb in self.sizes_kb if way in (NONE, LIBRARY) or kb <= MOST_ONE_SHOT_KB]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What all ways of a record have in common."""
+        """Settings common to all ways of a record."""
         dtype = str(DTYPES[self.device]).removeprefix("torch.")
         told = {"ranks": self.n_ranks, "dtype": dtype, "row_bytes": ROW_BYTES}
         return told | {"calls": CALLS[self.device], "sizes_kb": list(self.sizes_kb)}
 
 
 def two_gpus(results: Results) -> Results:
-    """Where the records of two GPUs of that device are."""
+    """Return the results for two GPUs of the same model."""
     return Results(results.folder.with_name(f"{results.folder.name}-x2"))
 
 
 def recorded(results: Results) -> dict[str, Any]:
-    """The figures of :func:`measure` that two such GPUs have; empty if none are recorded."""
+    """Return the figures of :func:`measure` for two such GPUs; empty if none are recorded."""
     pair = two_gpus(results)
     return pair.load(NAME)["figures"] if NAME in pair.names() else {}
 
 
 def measure(plan: Plan) -> dict[str, Any]:
-    """µs of a sum by way and KB, ``{"median": …, "raw": […]}``, and what was summed.
+    """Return µs per sum by way and KB, ``{"median": …, "raw": […]}``, and the settings.
 
     Each rank is a process with a GPU, or on a CPU with a share of its cores. Raises ``RoseError`` if a way
-    does not give the sum or a rank fails.
+    gives a wrong sum or a rank fails.
     """
     store, port = listen()
     answers = mp.get_context("spawn").SimpleQueue()
     ranks = mp.spawn(_rank, (port, plan, answers), nprocs=plan.n_ranks, join=False, daemon=True)
     found: list[Any] = []
     try:
-        while not ranks.join(LOOK_S):  # a pipe may be too small for all answers
+        while not ranks.join(LOOK_S):  # drain while waiting: the pipe may not hold all answers
             found += [] if answers.empty() else [answers.get()]
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         raise RoseError(f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}") from None
@@ -106,7 +106,7 @@ def measure(plan: Plan) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _rank(rank: int, port: int, plan: Plan, answers: Any) -> None:
-    end_with_parent(f"rank {rank}: the command has ended, and so do I")
+    end_with_parent(f"rank {rank}: the command exited; shutting down")
     device = torch.device(plan.device, rank) if plan.device == "cuda" else torch.device(plan.device)
     if plan.device == "cuda":
         torch.cuda.set_device(device)
@@ -127,7 +127,7 @@ class SumBench:
         self._kernels = choose_kernels(name, LADDER[best_rung(device)].launch, device)
 
     def times(self, way: str, kb: int) -> dict[str, Any]:
-        """µs of one sum of so many KB."""
+        """Return the µs of one sum of ``kb`` KB."""
         dtype = DTYPES[self._plan.device]
         rows, width = kb * 1024 // ROW_BYTES, ROW_BYTES // dtype.itemsize
         x = torch.zeros(rows, width, dtype=dtype, device=self._device)
@@ -143,7 +143,7 @@ class SumBench:
         return {"median": median(raw), "raw": raw}
 
     def _make(self, way: str, rows: int, width: int, dtype: torch.dtype) -> AddNorm:
-        """As the layers of a model that is cut call it."""
+        """Build the call as the layers of a sharded model make it."""
         add_norm, sums = self._kernels.add_norm, self._collectives
         if way == "one_shot":
             n_bytes = peer_bytes(rows, width, dtype.itemsize, self._plan.n_ranks)
@@ -159,7 +159,7 @@ class SumBench:
             raise RoseError(f"all_reduce={way} of {x.nbytes} bytes gives {x.flatten()[0]:g}, not {wanted}")
 
     def _on_gpu(self, run: Callable[[], object], calls: int) -> list[float]:
-        """Each repeat follows one that is not timed, in which the GPUs have waited for each other."""
+        """Time graph replays; an untimed replay before each one lets the GPUs wait for each other."""
 
         def several() -> None:
             for _ in range(calls):
@@ -190,7 +190,7 @@ class SumBench:
 
 
 def _twice(run: Callable[[], object]) -> Callable[[], None]:
-    """Twice: halves of ``one_shot``'s memory alternate."""
+    """Return a function that runs twice, because the halves of ``one_shot``'s memory alternate."""
 
     def twice() -> None:
         run()
@@ -200,11 +200,11 @@ def _twice(run: Callable[[], object]) -> Callable[[], None]:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    """An argparse type: sizes in KB, each a whole number of rows."""
+    """Parse sizes in KB, each a whole number of rows; an argparse type."""
     try:
         found = tuple(sorted({int(one) for one in text.split(",")}))
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not numbers of KB, such as 8,64,512") from None
+        raise ArgumentTypeError(f"{text!r} is not a list of sizes in KB, such as 8,64,512") from None
     if bad := [kb for kb in found if kb < 1 or kb * 1024 % ROW_BYTES]:
         raise ArgumentTypeError(f"{bad[0]} KB is not a whole number of rows, of {ROW_BYTES // 1024} KB each")
     return found
@@ -215,10 +215,10 @@ def _parser() -> OneLineParser:
     add = parser.add_argument
     add("--ranks", type=whole_number(2), metavar="N", help="default: all GPUs of this host; on a CPU 2")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
-    add("--ways", metavar="NAME,NAME", help=f"of {', '.join(WAYS[1:])}; default: all, on a CPU {LIBRARY}")
-    told = "default: " + ",".join(map(str, SIZES_KB)) + " and the most of a prefill"
+    add("--ways", metavar="NAME,NAME", help=f"any of {', '.join(WAYS[1:])}; default: all, on a CPU {LIBRARY}")
+    told = "default: " + ",".join(map(str, SIZES_KB)) + " and the largest prefill"
     add("--sizes-kb", type=_sizes, metavar="N,N", help=told)
-    add("--repeats", type=whole_number(1), default=30, metavar="N", help="measurements of each")
+    add("--repeats", type=whole_number(1), default=30, metavar="N", help="measurements per size")
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
     return parser
 

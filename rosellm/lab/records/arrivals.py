@@ -1,11 +1,11 @@
-"""Measure requests that come over time: live runs at shares of the engine's capacity, and its steps' times.
+"""Measure requests that arrive over time: live runs at shares of the engine's capacity, and step times.
 
-Capacity is the requests a second of workload W8's lengths that a streaming engine serves when all come at
-once. Each live run is what ``benchmark_streaming --request-rate`` does, with one engine for all. Where the
-model has the positions, the inter-token latency of running requests is measured beside a prompt of 16,000
-tokens, too, prefilled in chunks of one or several sizes and as one whole, in passes of its own and in the
-decode step's. The records are DIR/arrivals.json, DIR/long_prompt.json and DIR/long_prompt_joined.json, of
-another model than W8's own in DIR/MODEL.
+Capacity is the requests per second, of workload W8's lengths, that a streaming engine serves when all arrive
+at once. Each live run is one of ``benchmark_streaming --request-rate``; all share one engine. If the model
+has enough positions, the inter-token latency of running requests is also measured while a prompt of 16,000
+tokens is prefilled: in chunks of one or several sizes and whole, in separate passes and joined with decode
+steps. The records are DIR/arrivals.json, DIR/long_prompt.json and DIR/long_prompt_joined.json; in DIR/MODEL
+if the model is not W8's own.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from rosellm.roseinfer.engine import Engine
 WORKLOAD = WORKLOADS["W8"]
 SIZES = ("prompt_tokens", "min_prompt_tokens", "max_new_tokens", "min_new_tokens", "max_batch_size")
 SWITCHES = ("--no-prefix-cache", "--no-stop-on-eos", "--pretok")
-BEST = ("--paged-attn", "--cuda-graph")  # the device's best rung
+BEST = ("--paged-attn", "--cuda-graph")  # selects the device's best rung
 SHARES = (0.5, 0.8, 0.95)
-ROUNDS = 4  # how often each place is taken in the run that tells the capacity
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # whose steps are timed
+ROUNDS = 4  # requests per slot in the capacity run
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)  # batch sizes whose steps are timed
 FEW_PLACES = 16
 LONG_TOKENS, LONG_CHUNK, LONG_AFTER_MS, BLOCK_SIZE = 16_000, 512, 200, 64
-LONG_RUNNING = Workload("long", 32, 256, max_batch_size=33, prompt_tokens=64)  # beside the long prompt
-LONG_RECORDS = {"long_prompt": None, "long_prompt_joined": "one_pass"}  # and their rungs; None: the best
+LONG_RUNNING = Workload("long", 32, 256, max_batch_size=33, prompt_tokens=64)  # runs during the long prompt
+LONG_RECORDS = {"long_prompt": None, "long_prompt_joined": "one_pass"}  # rungs; None: the best
 
 
 def streaming_options(
     workload: Workload, num_requests: int, rate: float | None = None, rung: str | None = None
 ) -> list[str]:
-    """As typed for ``benchmark_streaming``: requests of the workload's lengths.
+    """Return options for ``benchmark_streaming``: requests of the workload's lengths.
 
-    rate: None: all at once. rung: None: the device's best.
+    rate: None for all at once. rung: None for the device's best.
     """
     sizes = {name: value for name, value in workload.flags().items() if name in SIZES and value is not None}
     sizes |= {"num_requests": num_requests, "request_rate": rate or "inf"}
@@ -63,7 +63,7 @@ def streaming_options(
 
 
 def arrivals_of(options: Sequence[str]) -> list[Arrival]:
-    """The requests that these options ask for; those that come all at once at 0."""
+    """Return the requests that these options ask for; without a rate, all arrive at 0."""
     asked = BENCHMARK.parse_options(list(options))
     n, rate = asked.num_requests, asked.request_rate
     times = [0.0] * n if rate is None else poisson_times(rate, n, asked.seed)
@@ -73,15 +73,15 @@ def arrivals_of(options: Sequence[str]) -> list[Arrival]:
 
 
 def streaming_engine(gpt: Transformer, tokenizer: AnyTokenizer, options: Sequence[str]) -> Engine:
-    """The engine that the benchmark would build for these options."""
+    """Build the engine that the benchmark would build for these options."""
     asked = BENCHMARK.parse_options([*options, "--device", gpt.device.type])
     return make_engine(asked, choose_recipe(asked), gpt, tokenizer, asked.prompt_tokens)
 
 
 def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, float]) -> dict[str, Any]:
-    """One run of these requests, its figures as of ``benchmark_streaming``.
+    """Run these requests once, and return the figures of ``benchmark_streaming``.
 
-    limits_s: goodput's, of TTFT and ITL.
+    limits_s: goodput's limits on TTFT and ITL.
     """
     asked = BENCHMARK.parse_options(list(options))
     prompts = make_prompts(asked, engine.config.vocab_size)
@@ -94,24 +94,24 @@ def live_run(engine: Engine, options: Sequence[str], limits_s: tuple[float, floa
 def watched_run(
     engine: Engine, options: Sequence[str], limits_s: tuple[float, float]
 ) -> tuple[dict[str, Any], list[Begun]]:
-    """A live run, and the steps that it took."""
+    """Return the figures of a live run, and its steps."""
     with watched(engine) as steps:
         return live_run(engine, options, limits_s), steps
 
 
 def times_of(engine: Engine, *runs: list[Begun]) -> ServingTimes:
-    """The times of watched runs' steps: of a few places for each number of rows, of many for ``BATCHES``."""
+    """Fit step times to watched runs: every batch size for few slots, ``BATCHES`` for many."""
     most = engine.max_batch_size
     return fit_serving_times(engine, runs, range(1, most + 1) if most <= FEW_PLACES else batches_to(most))
 
 
 def batches_to(most: int) -> list[int]:
-    """Batch sizes whose steps are timed."""
+    """Return the batch sizes whose steps are timed."""
     return [rows for rows in BATCHES if rows <= most]
 
 
 def recorded(results: Results) -> dict[str, Any]:
-    """The recorded figures of ``measure``, and the engine's ``max_batch_size``; empty if there are none."""
+    """Return ``measure``'s recorded figures and the engine's ``max_batch_size``; {} if there are none."""
     if "arrivals" not in results.names():
         return {}
     record = results.load("arrivals")
@@ -119,10 +119,10 @@ def recorded(results: Results) -> dict[str, Any]:
 
 
 def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
-    """Model → the medians of its recorded runs beside a long prompt.
+    """Return model → way → medians of its recorded runs with a long prompt.
 
-    ``chunked``, perhaps other sizes of chunks (``chunks of 128``), and ``whole``; ``joined, chunked`` and so
-    on: in the decode step's passes.
+    Ways: ``chunked``, other chunk sizes if recorded (``chunks of 128``), and ``whole``; prefixed with
+    ``joined,`` if the chunks shared the decode step's passes.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, joined in zip(LONG_RECORDS, ("", "joined, "), strict=True):
@@ -134,26 +134,26 @@ def recorded_long_prompt(results: Results) -> dict[str, dict[str, Any]]:
 
 
 def recorded_servers(results: Results) -> dict[str, dict[str, Any]]:
-    """Model → its :func:`recorded` figures: modern models, then W8's own."""
+    """Return model → its :func:`recorded` figures: modern models first, then W8's own."""
     paths = [*sorted(results.folder.glob("*/arrivals.json")), results.folder / "arrivals.json"]
     folders = [Results(path.parent) for path in paths if path.is_file()]
     return {one.load("arrivals")["model"].rsplit("/", 1)[-1]: recorded(one) for one in folders}
 
 
 def requests_s(run: dict[str, Any], options: Sequence[str]) -> float:
-    """Requests a second that a run has served."""
+    """Return the requests per second that a run served."""
     return len(arrivals_of(options)) / run["total_time_s"]
 
 
 def measure(
     engine: Engine, workload: Workload, seconds: float, limits_s: tuple[float, float]
 ) -> dict[str, Any]:
-    """The capacity, a live run at each of ``SHARES`` of it, and the engine's step times.
+    """Measure the capacity, a live run at each of ``SHARES`` of it, and the engine's step times.
 
-    seconds: for how long requests come at each rate.
+    seconds: how long requests arrive at each rate.
     """
     most = workload.max_batch_size
-    live_run(engine, streaming_options(workload, most), limits_s)  # the first run is no measurement
+    live_run(engine, streaming_options(workload, most), limits_s)  # warm-up
     options = streaming_options(workload, ROUNDS * most)
     at_once = live_run(engine, options, limits_s)
     capacity, runs = requests_s(at_once, options), []
@@ -175,7 +175,7 @@ def measure(
 
 
 def told(run: dict[str, Any]) -> str:
-    """A live run in one line."""
+    """Describe a live run in one line."""
     ms = {name: run[f"{name}_s"] * 1e3 for name in ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")}
     return (
         f"{run['share']:.0%} of capacity, {run['rate']:.1f} requests/s: "
@@ -191,10 +191,11 @@ def long_prompt_options(
     after_ms: int | None = None,
     rung: str | None = None,
 ) -> list[str]:
-    """As typed for ``benchmark_streaming``: so long a prompt joins ``running``, or else ``LONG_RUNNING``.
+    """Return options for ``benchmark_streaming``: a prompt of ``tokens`` joins ``running``.
 
-    Running requests have as many new tokens more as there are chunks of the smallest size, so that they still
-    run when the prompt's last one comes. after_ms: None: ``LONG_AFTER_MS``. rung: None: the device's best.
+    Running requests generate one extra token per chunk of the smallest size, so that they still run when the
+    last chunk does. running: None for ``LONG_RUNNING``; after_ms: None for ``LONG_AFTER_MS``; rung: None for
+    the device's best.
     """
     running = running or LONG_RUNNING
     running = replace(running, max_new_tokens=running.max_new_tokens + -(-tokens // min(chunks)))
@@ -215,7 +216,7 @@ def long_prompt_options(
 
 
 def _limits(text: str) -> tuple[float, float]:
-    """An argparse type: milliseconds of TTFT and of ITL, as seconds."""
+    """Parse milliseconds of TTFT and ITL, and return seconds; an argparse type."""
     try:
         ttft, itl = map(float, text.split(","))
     except ValueError:
@@ -229,17 +230,17 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m rosellm.lab.records.arrivals", description=__doc__)
     add_model_options(parser)
     add = parser.add_argument
-    add("--seconds", type=whole_number(1), default=5, metavar="N", help="requests come so long at each rate")
-    limits = "goodput's limits of TTFT and ITL, milliseconds; default: 100,20"
+    add("--seconds", type=whole_number(1), default=5, metavar="N", help="seconds of arrivals at each rate")
+    limits = "goodput's limits on TTFT and ITL in ms; default: 100,20"
     add("--limits-ms", type=_limits, default=(0.1, 0.02), metavar="TTFT,ITL", help=limits)
-    add("--chunks", **counts((LONG_CHUNK,), INT32_MAX), help="the long prompt's; the first are its 'chunked'")
+    add("--chunks", **counts((LONG_CHUNK,), INT32_MAX), help="of the long prompt; first: 'chunked'")
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the records")
     return parser
 
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Measure and write the record of arrivals, then, if the model has the positions, of a long prompt."""
+    """Measure and record arrivals, then a long prompt if the model has enough positions."""
     arguments = settle(_parser().parse_args(argv), WORKLOAD)
     workload = arguments.size.of(WORKLOAD)
     folder = folder_of(arguments.output, arguments.model, WORKLOAD)
@@ -250,7 +251,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _check_chunks(folder: Path, chunks: Sequence[int]) -> None:
-    """Raises ``RecordError`` if a record of a long prompt has other sizes of chunks, which it would lose."""
+    """Raise ``RecordError`` if an existing long-prompt record has chunk sizes that would be lost."""
     for path in (folder / f"{name}.json" for name in LONG_RECORDS):
         asked = Results(folder).load(path.stem)["options"] if path.is_file() else {}
         had = [asked.get("prefill_chunk"), *(asked.get("long_prompt_chunks") or ())]
@@ -262,7 +263,7 @@ def _check_chunks(folder: Path, chunks: Sequence[int]) -> None:
 
 
 def record_long_prompt(arguments: Namespace, folder: Path, gpt: Transformer, tokenizer: AnyTokenizer) -> None:
-    """Write each of ``LONG_RECORDS``; without the positions one line says that they are left out."""
+    """Write each of ``LONG_RECORDS``, or print that they are skipped if the model has too few positions."""
     asked = BENCHMARK.parse_options(long_prompt_options(chunks=arguments.chunks))
     needed, there = sum(largest_request(asked, asked.prompt_tokens)), gpt.config.n_positions
     if there < needed:

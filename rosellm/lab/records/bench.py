@@ -1,4 +1,4 @@
-"""Runs of the engine for notebooks and records: steps timed and counted, tokens and logits compared."""
+"""Run the engine for notebooks and records: time and count steps, compare tokens and logits."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from rosellm.roseinfer.steps.kv_append import AppendGate
 def get_model(
     model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto"
 ) -> Transformer:
-    """A model, loaded once a process; a folder is also found from where the caller stands."""
+    """Return a model, loaded once per process; folders are also resolved relative to the caller."""
     return load_parts(model_path(model), device, dtype, load_format)[0]
 
 
 def make_prompts(batch: int, lengths: int | list[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Seeded random token ids; ``lengths`` are taken in turn."""
+    """Return seeded random token ids; prompts cycle through ``lengths``."""
     lengths = [lengths] if isinstance(lengths, int) else lengths
     draw = random.Random(seed)
     return [[draw.randrange(vocab_size) for _ in range(lengths[i % len(lengths)])] for i in range(batch)]
@@ -47,10 +47,10 @@ def make_prompts(batch: int, lengths: int | list[int], vocab_size: int, seed: in
 class Bench:
     """An engine of one recipe with a batch of sequences ready to decode.
 
-    prompts: token ids, one list a sequence. new_tokens: room for this many. gate_from: batch size from which
-    Triton appends are used; None reads the environment as a command would. prepare: changes a part of the
-    engine before its steps are captured. The attribute ``params``: each sequence's from the next restart on,
-    at first greedy.
+    prompts: token ids, one list per sequence. new_tokens: how many tokens to reserve room for. gate_from:
+    batch size from which Triton appends are used; None reads the environment as a command would. prepare:
+    modifies the engine before its steps are captured. ``params`` holds each sequence's sampling parameters,
+    initially greedy; changes apply at the next restart.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Bench:
             block_size=block_size,
             gate=None if gate_from is None else AppendGate(gate_from),
             kernels=kernels,
-            warm_up=False,  # only what these prompts need, below
+            warm_up=False,  # warmed up below, for these prompts only
         )
         if prepare is not None:
             prepare(self.engine)
@@ -87,7 +87,7 @@ class Bench:
         self.restart()
 
     def restart(self) -> None:
-        """The same prompts again, prefilled into an empty cache."""
+        """Prefill the same prompts again into an empty cache."""
         for sequence in self.sequences:
             self.engine.release(sequence)
         pairs = zip(self._prompts, self.params, strict=True)
@@ -101,7 +101,7 @@ class Bench:
             waiting = waiting[len(begun) :]
 
     def decode(self, steps: int = 1) -> list[float]:
-        """Seconds of each step; a step ends when its tokens are on the host."""
+        """Return the seconds of each step; a step ends when its tokens are on the host."""
         seconds = []
         for _ in range(steps):
             start = time.perf_counter()
@@ -110,11 +110,11 @@ class Bench:
         return seconds
 
     def logits(self) -> Tensor:
-        """A copy of the latest step's logits ``[B, V]``, fp32, on the host."""
+        """Return a copy of the latest step's logits ``[B, V]``, fp32, on the host."""
         return self.engine.step.last_logits().to("cpu", torch.float32, copy=True)
 
     def run_ahead(self, steps: int) -> list[float]:
-        """Seconds that the device spent in each step, begun as far ahead as the engine's step allows."""
+        """Return the device seconds of each step, launched as far ahead as the engine's step allows."""
         done: list[Done] = []
         for _ in range(steps):
             self.engine.begin_decode(self.sequences)
@@ -123,7 +123,7 @@ class Bench:
         return [step.seconds for step in done]
 
     def trace(self) -> Trace:
-        """One profiled step, after one that warms the profiler up: two tokens a sequence."""
+        """Return one profiled step, after one that warms up the profiler: decodes two tokens per sequence."""
         return record_trace(self.decode)
 
     @property
@@ -132,7 +132,7 @@ class Bench:
 
 
 def _within_budget(wanted: list[int]) -> list[int]:
-    """How many tokens of each prompt one prefill computes, cut as a scheduler cuts them."""
+    """Return how many tokens of each prompt one prefill computes, split as a scheduler does."""
     left = SchedulerConfig().prefill_token_budget
     ends = [min(end, left) for end in accumulate(wanted)]
     return [n for n in (b - a for a, b in pairwise([0, *ends])) if n]
@@ -140,7 +140,7 @@ def _within_budget(wanted: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Run:
-    """One recipe's run: its tokens, every measured step's seconds, and one counted step."""
+    """One recipe's run: its tokens, the seconds of every measured step, and one counted step."""
 
     name: str
     tokens: list[list[int]]
@@ -149,21 +149,21 @@ class Run:
 
     @property
     def step_ms(self) -> float:
-        """Median milliseconds a step."""
+        """Median milliseconds per step."""
         return float(np.median(self.step_seconds)) * 1e3
 
 
 WARM_UP_STEPS = 2
-LEAST_TOKENS = 1 + WARM_UP_STEPS + 2 + 1  # of a run: by prefill, warm-up, profiler, and one timed step
+LEAST_TOKENS = 1 + WARM_UP_STEPS + 2 + 1  # prefill, warm-up, profiler, one timed step
 
 
 def run_recipe(
     model: Transformer, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options: Any
 ) -> Run:
-    """Prefill, a short warm-up, one counted step, then timed steps: ``new_tokens`` a sequence in all.
+    """Prefill, warm up briefly, count one step, then time steps: ``new_tokens`` per sequence in total.
 
-    At least ``LEAST_TOKENS`` are decoded, so that a step is timed; those beyond ``new_tokens`` are left out.
-    Raises ParameterError if the model's positions have no room for them.
+    At least ``LEAST_TOKENS`` are decoded, so that a step is timed; those beyond ``new_tokens`` are dropped.
+    Raises ParameterError if they exceed the model's positions.
     """
     decoded = max(new_tokens, LEAST_TOKENS)
     _check_room(model, max(map(len, prompts)), decoded)
@@ -178,7 +178,7 @@ def run_recipe(
 def _check_room(model: Transformer, prompt: int, new_tokens: int) -> None:
     if prompt + new_tokens > model.config.n_positions:
         raise ParameterError(
-            f"a run to be timed decodes {new_tokens} tokens, and after a prompt of {prompt} the model's "
+            f"a timed run decodes {new_tokens} tokens, and after a prompt of {prompt} the model's "
             f"{model.config.n_positions} positions have no room for them; give shorter prompts"
         )
 
@@ -186,7 +186,7 @@ def _check_room(model: Transformer, prompt: int, new_tokens: int) -> None:
 def decode_tokens(
     model: Transformer, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """The ``new_tokens`` that a recipe gives each sequence; nothing is timed or counted."""
+    """Return the ``new_tokens`` that a recipe generates for each sequence, without timing or counting."""
     bench = Bench(model, recipe, prompts, new_tokens, **options)
     bench.decode(new_tokens - 1)
     return bench.tokens
@@ -200,7 +200,7 @@ def compare(
     new_tokens: int,
     **options: Any,
 ) -> tuple[Run, Run]:
-    """The same work by two recipes, one after the other; each as :func:`run_recipe` tells."""
+    """Run the same work with two recipes, one after the other; see :func:`run_recipe`."""
     first = run_recipe(model, before, prompts, new_tokens, **options)
     return first, run_recipe(model, after, prompts, new_tokens, **options)
 
@@ -212,7 +212,7 @@ def forced_logits(
     tokens: list[list[int]],
     **options: Any,
 ) -> Tensor:
-    """Logits ``[steps, B, V]`` (fp32, on the host) of a recipe fed ``tokens``, whatever it would choose."""
+    """Return logits ``[steps, B, V]`` (fp32, on the host) of a recipe that is fed ``tokens``."""
     steps = len(tokens[0])
     bench = Bench(model, recipe, prompts, steps, **options)
     logits = [bench.logits()]
@@ -225,7 +225,7 @@ def forced_logits(
 
 
 def share_equal(a: list[list[int]], b: list[list[int]]) -> float:
-    """Share of positions at which two runs have the same token."""
+    """Return the share of positions at which two runs have the same token."""
     pairs = [(x, y) for row, other in zip(a, b, strict=True) for x, y in zip(row, other, strict=True)]
     return sum(x == y for x, y in pairs) / len(pairs)
 
@@ -233,10 +233,10 @@ def share_equal(a: list[list[int]], b: list[list[int]]) -> float:
 def first_difference(
     expected: Tensor, reference: list[list[int]], tokens: list[list[int]]
 ) -> dict[str, float] | None:
-    """Where a run first parts from the reference, and how close a call that was; None if it never does.
+    """Return where a run first differs from the reference, and the logit gap; None if nowhere.
 
-    expected: the reference's logits ``[steps, B, V]``; both runs have been fed the same tokens up to there,
-    so the gap is what rounding had to overcome.
+    expected: the reference's logits ``[steps, B, V]``. Both runs were fed the same tokens up to there, so the
+    gap is what rounding overcame.
     """
     at = [(step, row) for step in range(len(expected)) for row in range(len(reference))]
     parted = ((step, row) for step, row in at if reference[row][step] != tokens[row][step])
@@ -249,9 +249,9 @@ def first_difference(
 
 
 def compare_logits(expected: Tensor, logits: Tensor) -> dict[str, float]:
-    """How far apart two ``[steps, B, V]`` tensors are, and in what share of rows the best token is the same.
+    """Compare two ``[steps, B, V]`` tensors: largest difference, and share of rows with equal argmax.
 
-    The difference is to be read against the expected logits' own standard deviation.
+    Judge the difference against the expected logits' standard deviation, which is included.
     """
     return {
         "max_logit_difference": (expected - logits).abs().max().item(),

@@ -1,4 +1,4 @@
-"""Whether draws follow given probabilities: Pearson's chi-squared test."""
+"""Test whether draws follow given probabilities: Pearson's chi-squared test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rosellm.errors import RoseError
 
-LEAST_EXPECTED = 5  # draws of a token; below that the statistic is not distributed as the test assumes
+LEAST_EXPECTED = 5  # draws per token; with fewer, the statistic's distribution is not chi-squared
 
 
 class DrawsError(RoseError):
@@ -18,10 +18,10 @@ class DrawsError(RoseError):
 
 
 class Fit(NamedTuple):
-    """How draws fit: Pearson's statistic and its degrees of freedom, draws of excluded tokens, and a chance.
+    """Pearson's statistic and its degrees of freedom, the number of excluded tokens drawn, and a chance.
 
-    chance: that fair draws have a statistic as large; 0, and the statistic infinite, if excluded tokens were
-    drawn.
+    chance: probability that fair draws have a statistic at least as large. If excluded tokens were drawn, it
+    is 0 and the statistic infinite.
     """
 
     statistic: float
@@ -31,14 +31,14 @@ class Fit(NamedTuple):
 
 
 def fit(tokens: Tensor, probs: Tensor) -> Fit:
-    """Compares draws ``[n]`` int with probabilities ``[V]``; a token of probability 0 is excluded.
+    """Compare draws ``[n]`` int with probabilities ``[V]``; a token of probability 0 is excluded.
 
-    Raises ``DrawsError`` for tokens outside the vocabulary, and for fewer draws than give each token that is
-    not excluded an expected ``LEAST_EXPECTED``.
+    Raises ``DrawsError`` for tokens outside the vocabulary, or if ``n`` is too small for every allowed token
+    to be expected ``LEAST_EXPECTED`` times.
     """
     n, wanted = len(tokens), probs.double()
     if n and not 0 <= int(tokens.min()) <= int(tokens.max()) < len(wanted):
-        raise DrawsError(f"tokens from {int(tokens.min())} to {int(tokens.max())}, of {len(wanted)}")
+        raise DrawsError(f"tokens {int(tokens.min())} to {int(tokens.max())} exceed a vocab of {len(wanted)}")
     allowed = wanted > 0
     needed = math.ceil(LEAST_EXPECTED / wanted[allowed].min().item() - 1e-9)
     if n < needed:

@@ -1,4 +1,4 @@
-"""How a model is cut over ranks: what of each matrix, how many bytes and sums; and sums as they run."""
+"""How tensor parallelism shards a model: regions, bytes and all-reduces; and all-reduces as they run."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rosellm.roseinfer.sampling import SamplingParams
 
 MODERN = ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
 MODELS = {name.partition("/")[2]: KNOWN_SHAPES[name] for name in MODERN}
-WATCHED = replace(LADDER["split_kv"], runner="eager")  # its sums are calls, on a GPU too
+WATCHED = replace(LADDER["split_kv"], runner="eager")  # so that its all-reduces are calls even on a GPU
 SUMS_A_LAYER = 2  # after ``out`` and after ``down``
 
 
 class Region(NamedTuple):
-    """Rows and columns of a matrix that one rank has."""
+    """Rows and columns of a matrix that one rank holds."""
 
     rank: int
     rows: range
@@ -38,7 +38,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class CutMatrix:
-    """A whole matrix ``[rows, columns]``, and what each rank has of it."""
+    """A whole matrix ``[rows, columns]``, and the region that each rank holds."""
 
     name: str
     rows: int
@@ -54,7 +54,7 @@ class CutMatrix:
 
 
 def cut_matrices(arch: Arch, n_ranks: int) -> list[CutMatrix]:
-    """The matrices that a decode step reads of one layer, and the head. Raises ``OptionError``."""
+    """Return the matrices that a decode step reads in one layer, and the head. Raises ``OptionError``."""
     parts = [Part(rank, n_ranks) for rank in range(n_ranks)]
     parts[0].check(arch)
     with torch.device("meta"):
@@ -79,19 +79,19 @@ def _regions(name: str, part: Part, arch: Arch, rows: int, columns: int) -> Iter
 
 
 def step_bytes(arch: Arch, n_ranks: int = 1, itemsize: int = 2) -> int:
-    """Bytes of weights that rank 0 reads in a decode step: its parts of all layers and of the head."""
+    """Return the bytes of weights that rank 0 reads in a decode step: its shards of layers and head."""
     *layer, head = cut_matrices(arch, n_ranks)
     return itemsize * (arch.n_layers * sum(one.elements(0) for one in layer) + head.elements(0))
 
 
 def sums_a_step(arch: Arch) -> int:
-    """All-reduces of a decode step."""
+    """Count the all-reduces of a decode step."""
     return SUMS_A_LAYER * arch.n_layers
 
 
 @dataclass
 class SummedStep:
-    """A decode step on rank 0: when it began and ended, each of its sums, in seconds, and their bytes."""
+    """A decode step on rank 0: start, end and each all-reduce in seconds, and their bytes."""
 
     start: float
     end: float
@@ -100,19 +100,19 @@ class SummedStep:
 
     @property
     def computing(self) -> list[tuple[float, float]]:
-        """The stretches between the sums."""
+        """The intervals between the all-reduces."""
         edges = [self.start, *(at for both in self.sums for at in both), self.end]
         return [both for i, both in enumerate(pairwise(edges)) if i % 2 == 0]
 
     @property
     def share(self) -> float:
-        """Of the step that the sums take, waiting for the other ranks included."""
+        """The all-reduces' share of the step, including waits for other ranks."""
         return sum(end - start for start, end in self.sums) / (self.end - self.start)
 
 
 @dataclass
 class _Watched:
-    """Collectives that note when each sum began and ended."""
+    """Collectives that record when each all-reduce starts and ends."""
 
     collectives: Any
     sums: list[tuple[float, float, int]] = field(default_factory=list)
@@ -128,16 +128,16 @@ class _Watched:
 
 
 def few_gpus_device(n_ranks: int, device: torch.device) -> str:
-    """Where so many ranks run: on ``device``, or on the CPU if there are fewer GPUs."""
+    """Return where ``n_ranks`` ranks run: on ``device``, or on the CPU if there are fewer GPUs."""
     return "cpu" if torch.cuda.device_count() < n_ranks else device.type
 
 
 def decoded(
     engine: Engine, prompts: list[list[int]], n_steps: int
 ) -> tuple[list[list[int]], list[SummedStep]]:
-    """Greedy tokens of these prompts, and the decode steps that gave them, with their sums.
+    """Return the greedy tokens of these prompts, and their decode steps with all-reduces.
 
-    A captured step's sums are not seen.
+    Those in a captured step are not visible.
     """
     params = SamplingParams(temperature=0.0, max_tokens=n_steps + 1, ignore_eos=True)
     sequences = [engine.make_sequence(prompt, params) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""What a record's file has already: a run that measures other parts of the same record keeps it."""
+"""Keep the other parts of an existing record when a run measures only some parts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from rosellm.lab.records.records import RecordError, Results
 
-# Of an environment, what parts of one record have in common; a copy without git has its version alone.
+# Environment entries that all parts of a record share; a copy without git has only a version.
 OF_MACHINE = ("device_name", "git_commit", "rosellm")
 
 
 def earlier_parts(path: Path, today: dict[str, Any], key: str | None = None) -> dict[str, Any]:
-    """Part → figures of the record at ``path``; none unless it was measured as ``today``'s is.
+    """Return part → figures of the record at ``path``; {} unless measured under the same conditions.
 
-    That is, of the same device name and commit, and alike in whatever else the two say beside their parts.
-    today: without parts as yet. key: where figures hold the parts; None: figures are nothing else.
+    Device name, commit, and all facts of the two besides their parts must agree. today: the new record, still
+    without parts. key: where figures hold the parts; None if figures hold nothing else.
     """
     found = _load(path)
     return {} if _differences(found, today, key) else _parts(found, key)
@@ -26,9 +26,9 @@ def earlier_parts(path: Path, today: dict[str, Any], key: str | None = None) -> 
 def kept_parts(
     path: Path, today: dict[str, Any], asked: Sequence[str], key: str | None = None
 ) -> dict[str, Any]:
-    """:func:`earlier_parts`, for a run that measures those ``asked``, which may be none.
+    """Return :func:`earlier_parts` for a run that measures the parts ``asked``, which may be empty.
 
-    Raises ``RecordError`` if it would lose any others.
+    Raises ``RecordError`` if the run would lose any others.
     """
     found = _load(path)
     lost = [part for part in _parts(found, key) if part not in asked] if asked else []
@@ -56,7 +56,7 @@ def _differences(found: dict[str, Any], today: dict[str, Any], key: str | None) 
 
 
 def _facts(record: dict[str, Any], key: str | None) -> dict[str, Any]:
-    """What is told of all parts alike."""
+    """Return what a record states of all its parts."""
     environment, figures = record.get("environment", {}), record.get("figures", {})
     told = {**record, **({} if key is None else figures)}
     told |= {name: environment.get(name) for name in OF_MACHINE}

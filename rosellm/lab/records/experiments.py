@@ -1,6 +1,6 @@
-"""Measurements that notebooks run live, small, and that ``measure`` records on a GPU, full size.
+"""Measurements that notebooks run live at small sizes, and that ``measure`` records on a GPU at full size.
 
-Each takes a model and sizes, and gives a plain dict that goes into a record unchanged.
+Each takes a model and sizes, and returns a plain dict that a record stores unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ APPEND_RANGE = f"{STEP_RANGE}.kv_append"
 
 
 def count_step(trace: Trace, n_layers: int) -> dict[str, Any]:
-    """What one decode step asked of the device.
+    """Count what one decode step launched, copied and allocated.
 
     On a CPU "kernels" are operators called from Python, and nothing is copied.
     """
@@ -63,7 +63,7 @@ def count_step(trace: Trace, n_layers: int) -> dict[str, Any]:
 
 
 def host_time(trace: Trace) -> dict[str, float]:
-    """Microseconds of each part of the step on the host, all made longer by the profiler."""
+    """Return the host's microseconds in each part of the step, all inflated by the profiler."""
     parts = {e.name.rpartition(".")[2]: e.duration for e in trace.ranges() if e.name != STEP_RANGE}
     return parts
 
@@ -76,7 +76,7 @@ def counted_rungs(
     lengths: int | list[int] = 2,
     gate_from: int | None = None,
 ) -> dict[str, dict]:
-    """Each rung's counted step at one batch size; prompts take ``lengths`` in turn."""
+    """Return each rung's counted step at one batch size; prompts cycle through ``lengths``."""
     prompts = make_prompts(batch, lengths, model.config.vocab_size)
     figures = {}
     for rung in rungs:
@@ -88,9 +88,9 @@ def counted_rungs(
 def equality(
     model: Transformer, rungs: list[str], lengths: list[int], batch: int, new_tokens: int
 ) -> dict[str, dict]:
-    """Every rung against the first: tokens of free runs, and logits where both are fed the same tokens.
+    """Compare every rung with the first: tokens of free runs, and logits when fed the same tokens.
 
-    The smallest gap between the two best logits tells how close a call the tokens were.
+    The smallest gap between the two best logits shows how close the reference's choices were.
     """
     prompts = make_prompts(batch, lengths, model.config.vocab_size, seed=1)
     options = {"gate_from": 1}
@@ -114,7 +114,10 @@ def equality(
 
 
 def attention_operands(model: Transformer, batch: int, context: int, block_size: int = 64) -> dict[str, Any]:
-    """Random operands of ``paged_attention_decode`` in the model's shape, ``context`` tokens cached a row."""
+    """Return random operands of ``paged_attention_decode`` in the model's shape.
+
+    context: cached tokens per row.
+    """
     c, device, dtype = model.config, model.device, model.dtype
     per_sequence = -(-c.n_positions // block_size)
     used = -(-context // block_size)
@@ -136,7 +139,7 @@ def attention_operands(model: Transformer, batch: int, context: int, block_size:
 
 
 def launch_costs(model: Transformer, batch: int, context: int, calls: int = 200) -> dict[str, Any]:
-    """Paged attention at every launch configuration, fixed and autotuned: device time, host time to launch.
+    """Time paged attention in every launch configuration, fixed and autotuned: device and host launch time.
 
     Needs a GPU.
     """
@@ -164,7 +167,7 @@ def launch_costs(model: Transformer, batch: int, context: int, calls: int = 200)
 
 
 def device_us(run: Callable[[], object], calls: int = 20) -> float:
-    """Device microseconds a call, from replays of a CUDA graph of ``calls`` calls: no launch gaps."""
+    """Return device µs per call, from replays of a CUDA graph of ``calls`` calls: no launch gaps."""
     run()
     torch.cuda.synchronize()
     return (
@@ -175,7 +178,7 @@ def device_us(run: Callable[[], object], calls: int = 20) -> float:
 
 
 def _launch_us(run: Callable[[], object], calls: int) -> list[float]:
-    """Host microseconds a call, five times: few enough calls that the device queue never blocks the host."""
+    """Return host microseconds per call, five times; ``calls`` must not fill the device's queue."""
     repeats = []
     for _ in range(5):
         torch.cuda.synchronize()
@@ -189,7 +192,7 @@ def _launch_us(run: Callable[[], object], calls: int) -> list[float]:
 def bookkeeping_cost(
     batch: int, layers: int, steps: int, block_size: int = 64, repeats: int = 5
 ) -> dict[str, list[float]]:
-    """Nanoseconds of Python to reserve one token's slot in one layer: each repeat's, by kind of metadata."""
+    """Return nanoseconds of Python to reserve a token's slot in a layer, per repeat, by kind of metadata."""
     kinds: tuple[BlockInfo, ...] = ("tuple", "slots")
     return {
         kind: [_reserve_ns(kind, batch, layers, steps, block_size) for _ in range(repeats)] for kind in kinds
@@ -210,7 +213,7 @@ def _reserve_ns(kind: BlockInfo, batch: int, layers: int, steps: int, block_size
 def ledgers(
     model: Transformer, rungs: list[str], batch: int, context: int, steps: int = 8
 ) -> dict[str, dict[str, Any]]:
-    """Each rung's step ledger, ``batch`` sequences having about ``context`` tokens cached when profiled."""
+    """Return each rung's ledger of a step of ``batch`` rows with about ``context`` cached tokens each."""
     length, room = max(1, context - tokens_before_profile(steps)), tokens_needed(steps) + 1
     prompts = make_prompts(batch, length, model.config.vocab_size)
     return {rung: step_ledger(Bench(model, rung, prompts, room), steps).as_dict() for rung in rungs}
@@ -219,10 +222,9 @@ def ledgers(
 def step_grid(
     model: Transformer, rung: str, batches: list[int], contexts: list[int], steps: int = 12
 ) -> list[dict[str, Any]]:
-    """Median device µs a decode step at every batch size and cached context that fit, and the KV bytes it
-    reads.
+    """Return median device µs per decode step for each batch size and cached context, and KV bytes read.
 
-    Steps run as a scheduler runs them, as many ahead as the rung goes.
+    Steps run as in a scheduler, as many ahead as the rung allows.
     """
     rows: list[dict[str, Any]] = []
     for batch in batches:
@@ -247,7 +249,7 @@ def step_grid(
 
 
 def _raise_clocks(bench: Bench, steps: int, seconds: float = 1.0) -> None:
-    """Work until a GPU that was idle runs at full speed."""
+    """Run steps until the clocks of an idle GPU are at full speed."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         bench.run_ahead(steps)
@@ -266,11 +268,11 @@ llm.generate([[1]], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=Tru
 def cold_start(
     model: str, load_format: str, device: str, rung: str, repeats: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds from the start of a process to the end of one that made two tokens, the second by a decode
-    step; all graphs of its engine, of 8 sequences at most, are captured before.
+    """Return seconds of processes that generate two tokens, from start to end, by state of the kernel cache.
 
-    "compiled anew": with an empty cache of compiled Triton kernels; "compiled before": with the one so
-    filled.
+    The second token takes a decode step; all graphs of the engine, for up to 8 sequences, are captured first.
+    "compiled anew": with an empty cache of compiled Triton kernels; "compiled before": with the cache filled
+    by that run.
     """
     seconds: dict[str, list[float]] = {"compiled anew": [], "compiled before": []}
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""A fresh process and the first runs of its engine, each part timed: prints one JSON object.
+"""Time each part of a fresh process and the first runs of its engine; print one JSON object.
 
 Takes the options of the scheduler's benchmark, --no-warm-up, and when the process was started.
 """
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 def first_figures(options: Namespace, warm_up: bool, started: float) -> dict[str, Any]:
-    """Seconds of each part before the first request, then of the first runs; how many graphs were captured.
+    """Return the seconds of each part before the first request and of the first runs, and the graph count.
 
-    started: ``time.time()`` when the process was started. An engine is built as ``LLM`` builds one: all its
-    parts, then, with ``warm_up``, what ``Engine.warm_up`` does.
+    started: ``time.time()`` when the process was started. The engine is built as by ``LLM``: all its parts,
+    then, with ``warm_up``, ``Engine.warm_up``.
     """
     parts = {"import": time.time() - started}
     load = partial(load_parts, options.hf_model_id, options.device, options.dtype, options.load_format)
@@ -49,7 +49,7 @@ def first_figures(options: Namespace, warm_up: bool, started: float) -> dict[str
 
 
 def first_run(engine: Engine, options: Namespace) -> dict[str, Any]:
-    """Serve the options' requests, all known upfront; seconds from the start, tokens, late captures."""
+    """Serve the options' requests, all known upfront; return seconds, throughput, and late captures."""
     prompts, params = make_prompts(options, engine.config.vocab_size), request_params(options)
     ids = engine.encode_many(prompts)
     check_positions(options, max(map(len, ids)), engine.config.n_positions)
@@ -68,7 +68,7 @@ def first_run(engine: Engine, options: Namespace) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """What ``call`` returns and its seconds, with all that it began on a GPU."""
+    """Return the result of ``call`` and its seconds, including GPU work that it launched."""
     start = time.perf_counter()
     made = call()
     if torch.cuda.is_initialized():

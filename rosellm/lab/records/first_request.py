@@ -1,8 +1,8 @@
 """Measure what the first request of a process waits for, with and without a warm-up.
 
-Fresh processes load a model, build its engine and run workload W8 three times: with an empty cache of
-compiled Triton kernels and with the one so filled. The record is DIR/first_request.json, of another model
-than W8's own in DIR/MODEL.
+Fresh processes load a model, build its engine and run workload W8 three times: first with an empty cache of
+compiled Triton kernels, then with the cache so filled. The record is DIR/first_request.json, in DIR/MODEL if
+the model is not W8's own.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from rosellm.lab.records.sizes import Size
 
 WORKLOAD = WORKLOADS["W8"]
 CHILD = (sys.executable, "-m", "rosellm.lab.records.first_process")
-CACHES = ("empty", "filled")  # of compiled kernels, as a process finds it
+CACHES = ("empty", "filled")  # state of the kernel cache at a process's start
 
 
 def first_process(
     options: Sequence[str], warm_up: bool = True, kernel_cache: Path | None = None
 ) -> dict[str, Any]:
-    """What ``first_process.first_figures`` finds in a process of its own.
+    """Run ``first_process.first_figures`` in a new process.
 
-    options: of the scheduler's benchmark, as typed. kernel_cache: where Triton keeps compiled kernels; None:
-    where it always does. Raises ``RoseError`` with what the process said if it fails.
+    options: command-line options of the scheduler's benchmark. kernel_cache: folder for Triton's compiled
+    kernels; None for Triton's default. Raises ``RoseError`` with the process's last line if it fails.
     """
     own = {} if kernel_cache is None else {"TRITON_CACHE_DIR": str(kernel_cache)}
     switch = "--warm-up" if warm_up else "--no-warm-up"
@@ -56,12 +56,12 @@ def first_process(
 
 
 def construction_s(process: dict[str, Any]) -> float:
-    """Seconds of ``LLM(...)``: loading, building, warming up."""
+    """Return the seconds of ``LLM(...)``: loading, building, warming up."""
     return sum(process["parts_s"][part] for part in ("load", "build", "warm_up"))
 
 
 def measure(options: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """With and without a warm-up, a process that finds no compiled kernels and one that finds them all."""
+    """Run, with and without a warm-up, a process with an empty kernel cache and one with a filled cache."""
     for warm_up in (True, False):
         with tempfile.TemporaryDirectory(prefix="rosellm-kernels-") as folder:
             for cache in CACHES:
@@ -70,19 +70,19 @@ def measure(options: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def recorded(results: Results) -> list[dict[str, Any]]:
-    """The recorded processes, none if there are none yet."""
+    """Return the recorded processes; [] if there are none."""
     name = "first_request"
     return results.load(name)["figures"]["processes"] if name in results.names() else []
 
 
 def run_ratio(process: dict[str, Any]) -> float:
-    """The first run's throughput over the third's."""
+    """Return the first run's throughput over the third's."""
     first, *_, third = process["runs"]
     return first["throughput_tok_s"] / third["throughput_tok_s"]
 
 
 def told(process: dict[str, Any]) -> str:
-    """A process in one line."""
+    """Describe a process in one line."""
     runs = ", ".join(f"{run['throughput_tok_s']:,.0f}" for run in process["runs"])
     late = sum(run["late_captures"] for run in process["runs"])
     way = "warm-up" if process["warm_up"] else "no warm-up"
@@ -95,7 +95,7 @@ def told(process: dict[str, Any]) -> str:
 def process_options(
     size: Size, model: str, load_format: str = "auto", device: str = "auto", dtype: str = "auto"
 ) -> list[str]:
-    """As typed for the scheduler's benchmark: W8, no larger than ``size``."""
+    """Return options for the scheduler's benchmark: W8, no larger than ``size``."""
     options = size.options(WORKLOAD) | {
         "--hf-model-id": model_path(model),
         "--load-format": load_format,
@@ -117,7 +117,7 @@ def _parser() -> OneLineParser:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Start the processes one after the other, and write what they found."""
+    """Run the processes one after the other, and record their figures."""
     arguments = settle(_parser().parse_args(argv), WORKLOAD)
     path = check_writable(folder_of(arguments.output, arguments.model, WORKLOAD) / "first_request.json")
     named = (arguments.model, arguments.load_format, arguments.device)

@@ -1,4 +1,4 @@
-"""The least time that each part of a decode step can take on a device, from its bytes and its operations."""
+"""Lower bounds on each part of a decode step on a device, from its bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK = 4096  # elements
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The most that a device does: bytes read and floating-point operations a µs."""
+    """A device's ceilings: bytes read and floating-point operations per µs."""
 
     bytes_per_us: float
     flops_per_us: float
@@ -28,15 +28,15 @@ class Ceiling:
 
 @lru_cache(maxsize=8)
 def measure_ceiling(device: torch.device, dtype: torch.dtype) -> Ceiling:
-    """A GPU's, as :func:`measure_ceilings` finds it."""
+    """Measure a GPU's ceilings; see :func:`measure_ceilings`."""
     found = measure_ceilings(device, dtype)
     return Ceiling(max(found["read_TB_s"]) * 1e6, max(found["matmul_TFLOP_s"]) * 1e6)
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, repeats: int = 5) -> dict[str, list[float]]:
-    """What a GPU sustains, every repeat: reading 1 GiB, copying it (both ways count), and multiplying.
+    """Measure what a GPU sustains, per repeat: reading 1 GiB, copying it (both ways count), and a GEMM.
 
-    The product is that of two 8192 × 8192 matrices of ``dtype``.
+    The GEMM is that of two 8192 × 8192 matrices of ``dtype``.
     """
     source = torch.ones(GIB // 4, dtype=torch.int32, device=device)
     target, sums = torch.empty_like(source), source.new_empty(source.numel() // BLOCK)
@@ -55,7 +55,7 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def sum_blocks(source: Tensor, sums: Tensor) -> Tensor:
-    """Sums of each ``BLOCK`` of source ``[N * BLOCK]`` int32 → sums ``[N]``: next to nothing is written."""
+    """Sum each ``BLOCK`` of source ``[N * BLOCK]`` int32 into sums ``[N]``: almost nothing is written."""
     _sum_kernel[sums.shape](source, sums, BLOCK, num_warps=8)
     return sums
 
@@ -67,12 +67,12 @@ def _sum_kernel(source, sums, SIZE: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 def floors_us(config: Arch, batch: int, context: float, itemsize: int, ceiling: Ceiling) -> dict[str, float]:
-    """µs by cause of a decode step for ``batch`` rows with ``context`` cached tokens each.
+    """Return µs by cause of a decode step for ``batch`` rows with ``context`` cached tokens each.
 
-    The longer of bytes and operations. Weights are read once a step, each part's inputs read and its outputs
-    written once, all at the speed of reading, which nothing that writes reaches; logits need not be written.
-    Gate and up are multiplied before they are stored; a key that a group of query heads shares is read once;
-    one beyond the window, never.
+    Each is the larger of memory and arithmetic time. Weights are read once per step, each part's inputs are
+    read and its outputs written once, all at read bandwidth, which no write exceeds; logits need not be
+    written. Gate and up are multiplied before they are stored; a key shared by a group of query heads is read
+    once; keys beyond the window are not read.
     """
     read = batch * min(context + 1, config.window or math.inf)
     return _floors(config, _Work(batch, batch, read, read), itemsize, ceiling)
@@ -81,9 +81,9 @@ def floors_us(config: Arch, batch: int, context: float, itemsize: int, ceiling: 
 def prefill_floors_us(
     config: Arch, prompts: float, tokens: float, itemsize: int, ceiling: Ceiling
 ) -> dict[str, float]:
-    """The same of a prefill of ``prompts`` prompts of ``tokens`` each, none of them cached before.
+    """Return µs by cause of a prefill of ``prompts`` prompts of ``tokens`` each, none of them cached.
 
-    A token attends to itself and those before it in the window; only a prompt's last one needs the head.
+    A token attends to itself and to earlier tokens in the window; only a prompt's last token needs the head.
     """
     seen = min(tokens, config.window or tokens)
     scores = prompts * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
@@ -91,7 +91,7 @@ def prefill_floors_us(
 
 
 class _Work(NamedTuple):
-    """Rows that pass the layers, those that pass the head, their pairs with keys, and keys that are read."""
+    """Rows through the layers, rows through the head, query-key pairs, and keys read."""
 
     rows: float
     chosen: float
@@ -116,7 +116,7 @@ def _floors(config: Arch, work: _Work, itemsize: int, ceiling: Ceiling) -> dict[
     n_bytes: dict[str, float] = {cause: n * itemsize for cause, n in elements.items()}
     n_bytes["append"] = 2 * work.rows * kv
     n_bytes["attention"] += work.keys * kv
-    n_bytes["layers"] = n_bytes["GEMM"] + n_bytes["attention"]  # all of them in one kernel
+    n_bytes["layers"] = n_bytes["GEMM"] + n_bytes["attention"]  # the whole layer in one kernel
     flops = {
         "GEMM": 2 * work.rows * layers * weights,
         "head": 2 * work.chosen * vocab * c,

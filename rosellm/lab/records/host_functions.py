@@ -1,4 +1,4 @@
-"""The host's own time in a stretch of decode steps, Python function by function (cProfile)."""
+"""Profile the host's own time in decode steps, by Python function (cProfile)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST = 10
 
 @dataclass(frozen=True)
 class HostFunction:
-    """One function's own µs, with what it calls in C but not in Python, and its calls, a step."""
+    """One function's own µs per step, including C but not Python callees, and its calls per step."""
 
     name: str
     us: float
@@ -22,15 +22,15 @@ class HostFunction:
 
     @property
     def is_one(self) -> bool:
-        """Not the rest of all functions, as the last entry is."""
+        """Whether this is a single function; the last entry may sum up the rest."""
         return self.name.startswith("`")
 
 
 def host_functions(run: Callable[[], object], steps: int, most: int = MOST) -> tuple[HostFunction, ...]:
-    """Runs ``run``, which does ``steps`` steps, under cProfile: the ``most`` costly functions, then the rest.
+    """Profile ``run``, which performs ``steps`` steps: the ``most`` costly functions, then the rest.
 
-    The profiler's own cost is in every call, so shares tell more than µs. The sum is the host's time, whether
-    or not a GPU works beside it. Waiting for a GPU is time of the function that waits.
+    The profiler adds overhead to every call, so shares are more reliable than µs. The sum is the host's time,
+    whether or not a GPU works meanwhile. Waiting for a GPU counts towards the function that waits.
     """
     profiler = cProfile.Profile(builtins=False)
     profiler.runcall(run)
@@ -51,7 +51,7 @@ def host_functions(run: Callable[[], object], steps: int, most: int = MOST) -> t
 
 
 def _name(code: CodeType) -> str:
-    """``kv_blocks.KVBlocks.reserve``: the module's file, then the name in it."""
+    """Return e.g. ``kv_blocks.KVBlocks.reserve``: the module's file, then the qualified name."""
     path = Path(code.co_filename)
     file = "notebook" if "ipykernel" in str(path.parent) else path.stem
     return f"`{'generated' if file == '<string>' else file}.{code.co_qualname}`"

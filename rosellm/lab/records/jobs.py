@@ -1,4 +1,4 @@
-"""The records that a machine can make of the engine: a job each, checked before any of them runs."""
+"""The records that a machine can produce: one job each, all checked before any runs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark
 KV_APPEND = "kv_append"
 APPENDED = 128, 256, 512, 1024, 2048  # tokens per call
 
-Job = Callable[[argparse.Namespace], None]  # writes its record to the folder ``output`` of its argument
+Job = Callable[[argparse.Namespace], None]  # writes its record to the folder ``arguments.output``
 
 
 def benchmark_arguments(name: str, rung: str, arguments: argparse.Namespace) -> list[str]:
-    """The options of a workload's benchmark command."""
+    """Return the options of a workload's benchmark command."""
     options = arguments.size.options(WORKLOADS[name]) | {
         "--rung": rung,
         "--hf-model-id": arguments.model,
@@ -50,10 +50,10 @@ def benchmark_arguments(name: str, rung: str, arguments: argparse.Namespace) -> 
 
 
 def plan(arguments: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Job]]:
-    """``arguments`` completed for this machine, and the jobs asked for, by the names of their files.
+    """Complete ``arguments`` for this machine, and return the requested jobs by record name.
 
-    At full size the records of another model than GPT-2 go to a folder of that name in ``output``, which may
-    be where GPT-2's are. Raises ``RoseError`` for anything that cannot run here.
+    At full size, records of a model other than GPT-2 go to a folder of its name in ``output``, so that
+    GPT-2's may be there too. Raises ``RoseError`` for anything that cannot run here.
     """
     workload = WORKLOADS["W1"]
     arguments = settle(arguments, workload)
@@ -63,7 +63,7 @@ def plan(arguments: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, J
 
 
 def make_record(name: str, job: Job, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The record that ``job`` would write, with the name of the machine that made it."""
+    """Return the record that ``job`` would write, with the name of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         job(argparse.Namespace(**vars(arguments) | {"output": Path(folder)}))
         record = json.loads((Path(folder) / f"{name}.json").read_text(encoding="utf-8"))
@@ -73,7 +73,7 @@ def make_record(name: str, job: Job, arguments: argparse.Namespace) -> dict[str,
 
 
 def free_memory() -> None:
-    """So that one job's engines do not crowd the next one's KV cache."""
+    """Free cached models and device memory, so that the next job has room for its KV cache."""
     get_model.cache_clear()
     gc.collect()
     if torch.cuda.is_available():
@@ -81,27 +81,27 @@ def free_memory() -> None:
 
 
 def measure_workload(workload: str, rung: str, arguments: argparse.Namespace) -> None:
-    """One benchmark command, its record kept as ``WORKLOAD-RUNG.json``."""
+    """Run one benchmark command and write ``WORKLOAD-RUNG.json``."""
     benchmark, target = BENCHMARKS[WORKLOADS[workload].form], arguments.output / f"{workload}-{rung}.json"
     benchmark.run([*benchmark_arguments(workload, rung, arguments), "--json", str(target)])
 
 
 def measure_experiment(name: str, arguments: argparse.Namespace) -> None:
-    """One experiment, its record kept as ``NAME.json``."""
+    """Run one experiment and write ``NAME.json``."""
     figures, where = EXPERIMENTS[name](arguments), resolve_device(arguments.device)
     record = new_record(name, where, **measured(name, arguments), figures=figures)
     write_record(arguments.output / f"{name}.json", record)
 
 
 def measure_kv_append(arguments: argparse.Namespace) -> None:
-    """The append microbenchmark, its record kept as ``kv_append.json``."""
+    """Run the append microbenchmark and write ``kv_append.json``."""
     target = str(arguments.output / f"{KV_APPEND}.json")
     sizes = ",".join(map(str, arguments.size.batches(*APPENDED)))
     benchmark_kv_append.run(["--device", arguments.device, "--batch-sizes", sizes, "--json", target])
 
 
 def experiment(name: str) -> Job:
-    """What makes the record of an experiment."""
+    """Return the job that records an experiment."""
     return measure_kv_append if name == KV_APPEND else partial(measure_experiment, name)
 
 
@@ -123,7 +123,7 @@ def _jobs(arguments: argparse.Namespace) -> dict[str, Job]:
 
 
 def _rungs(arguments: argparse.Namespace) -> list[str]:
-    """Those asked for, by default all that can run. Raises ``RoseError`` for one that cannot."""
+    """Return the requested rungs, by default all that can run. Raises ``RoseError`` for one that cannot."""
     asked = [] if arguments.rungs is None else _listed("rung", arguments.rungs, LADDER)
     device, shape = torch.device(arguments.device), arch_of(arguments.model, arguments.load_format)
     for rung in asked:
@@ -132,7 +132,7 @@ def _rungs(arguments: argparse.Namespace) -> list[str]:
 
 
 def _check_positions(names: list[str], workloads: list[str], arguments: argparse.Namespace) -> None:
-    """Raises ``PromptError`` unless the model, which is loaded for that, has the positions for all jobs."""
+    """Load the model, and raise ``PromptError`` unless it has enough positions for all jobs."""
     gpt, tokenizer = load_parts(arguments.model, arguments.device, "auto", arguments.load_format)
     there, needed = gpt.config.n_positions, positions_needed(arguments.size)
     for name in names:

@@ -1,22 +1,22 @@
-"""Where a decode step's time goes: each microsecond has a cause, and stands beside its floor.
+"""Attribute each microsecond of a decode step to a cause, next to the cause's floor.
 
-Several consecutive steps are profiled, and the least disturbed half of them counts: other load on a machine,
-or a step that opens a block, is no part of a usual step. A step lasts from its first kernel to the first of
-the next (on a CPU, from one call to the next):
+Several consecutive steps are profiled, and the least disturbed half counts, which excludes other load on the
+machine and steps that open a KV block. A step lasts from its first kernel to the first of the next (on a CPU,
+from call to call):
 
-- *work*: kernels by what they are for; on a CPU, operators. Where two overlap, as they do under programmatic
-  dependent launch, the time belongs to the one that started first.
+- *work*: kernels by purpose; on a CPU, operators. Where two overlap, as under programmatic dependent
+  launch, the time belongs to the one that started first.
 - *copies*, by direction.
-- *gaps*: nothing runs although it was launched already, or the host has yet to learn that all has ended.
-- *host*: nothing runs because the host has not launched it; it is in this range of the engine.
+- *gaps*: nothing runs although work was launched, or the host has yet to notice that all has ended.
+- *host*: nothing runs because the host has not launched it; named after the engine's range it is in.
 
-A profiler delays the host. So the rows of a ledger sum up to an un-profiled step of the same engine: on a GPU
-kernels and copies keep the length that the device measured, and gaps and host share what is left of the step
-as they did under the profiler. Where kernels alone take longer than the un-profiled step (the profiler keeps
-some from overlapping), all of them shrink alike; beyond ``MOST_STRETCHED`` the ledger counts as disturbed,
-and nothing is computed from it. On a CPU all rows shrink alike.
+A profiler delays the host. So rows are rescaled to sum up to an unprofiled step of the same engine: on a GPU
+kernels and copies keep their device-measured length, and gaps and host share the rest of the step in the
+profiled proportion. If kernels alone take longer than the unprofiled step (the profiler prevents some
+overlap), all shrink alike; beyond ``MOST_STRETCHED`` the ledger counts as disturbed and must not be used in
+calculations. On a CPU all rows shrink alike.
 
-Beside them stands all of the host's work, function by function, whether or not something runs meanwhile.
+A ledger also lists all of the host's work by function, whether or not something runs meanwhile.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from rosellm.lab.records.roles import OTHER, Marked
 from rosellm.lab.records.trace import record_trace
 from rosellm.roseinfer.engine import Engine
 
-WARM_UP_STEPS = 6  # in which an engine also gets as far ahead of its host as it goes
+WARM_UP_STEPS = 6  # also lets the engine get as far ahead of the device as it can
 MOST_STRETCHED = 1.1
 DISTURBED = "The profiler made the kernels themselves longer: compare nothing with this ledger."
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """One decode step, cause by cause; µs.
+    """One decode step by cause; times in µs.
 
-    rows: of each kind the largest first; they sum up to ``step_us``, the mean of un-profiled steps in the
-    less disturbed of two stretches, one before the profile and one after. profiled_us, busy_us: the mean over
-    the least disturbed half of ``steps`` profiled steps, of all of it and of its kernels and copies.
-    context: mean tokens cached a sequence. functions: the host's work, the costliest functions first.
+    rows: by kind, largest first; they sum up to ``step_us``, the mean unprofiled step in the less disturbed
+    of two stretches, one before the profile and one after. profiled_us, busy_us: the mean length, and the
+    mean time in kernels and copies, over the least disturbed half of ``steps`` profiled steps. context: mean
+    cached tokens per sequence. functions: the host's work, costliest functions first.
     """
 
     name: str
@@ -68,28 +68,28 @@ class Ledger:
 
     @property
     def named(self) -> float:
-        """Share of the step in which something of a known purpose runs."""
+        """Share of the step in which work of a known purpose runs."""
         return self.busy - self.unknown
 
     @property
     def unknown(self) -> float:
-        """Share of the step in which something runs whose purpose is not known."""
+        """Share of the step in which work of an unknown purpose runs."""
         return sum(row.share for row in self.rows if row.cause == OTHER)
 
     @property
     def busy(self) -> float:
-        """Share of the step in which something runs: kernels or copies; on a CPU, operators."""
+        """Share of the step in which kernels or copies run; on a CPU, operators."""
         return sum(row.share for row in self.rows if row.kind in WORKING)
 
     @property
     def floor_us(self) -> float | None:
-        """What the parts that have a floor take at least, together."""
+        """The sum of all known floors; None if there are none."""
         floors = [row.floor_us for row in self.rows if row.floor_us is not None]
         return sum(floors) if floors else None
 
     @property
     def cross_check(self) -> str:
-        """How much of the step has a name, and what the profiler did to it, in a sentence or two."""
+        """State how much of the step is attributed, and the profiler's effect on it."""
         change = percent_change(self.step_us, self.profiled_us)
         told = (
             f"Work of a known purpose takes {_percent(self.named)} of the step, other work "
@@ -100,23 +100,23 @@ class Ledger:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether the profiler made the kernels so much longer that their times mislead."""
+        """Whether the profiler lengthened the kernels so much that their times mislead."""
         return self.on_gpu and self.busy_us > MOST_STRETCHED * self.step_us
 
     def as_dict(self) -> dict[str, Any]:
-        """For a record; :meth:`from_dict` reads it back."""
+        """Return a dict for a record; :meth:`from_dict` reads it back."""
         return asdict(self) | {"named": self.named, "busy": self.busy, "floor_us": self.floor_us}
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> Ledger:
-        """A recorded ledger."""
+        """Load a recorded ledger."""
         values = {name: figures[name] for name in cls.__dataclass_fields__}
         rows = tuple(Row(**row) for row in figures["rows"])
         functions = tuple(HostFunction(**one) for one in figures["functions"])
         return cls(**values | {"rows": rows, "functions": functions})
 
     def _repr_markdown_(self) -> str:
-        """Markdown: the rows, their sum, and how far to trust them."""
+        """Return Markdown: the rows, their sum, and how reliable they are."""
         lines = ["| cause | µs | share | launches |", "|:--|--:|--:|--:|"]
         lines += [
             f"| {row.cause} | {number(row.us)} | {_percent(row.share)} | {row.launches:.3g} |"
@@ -130,11 +130,11 @@ class Ledger:
         return "\n".join([*lines, "", self.cross_check])
 
     def __repr__(self) -> str:
-        """The same Markdown, to be read in a terminal."""
+        """Return the same Markdown for a terminal."""
         return self._repr_markdown_()
 
     def us_by_cause(self) -> dict[str, float]:
-        """µs by cause; all of the host together, and all copies."""
+        """Return µs by cause; host and copies are each one entry."""
         together = {"host": "host", "copies": "copies"}
         us: dict[str, float] = defaultdict(float)
         for row in self.rows:
@@ -147,20 +147,20 @@ def _percent(share: float) -> str:
 
 
 def tokens_needed(steps: int = 8) -> int:
-    """Tokens a sequence that :func:`step_ledger` decodes."""
+    """Return how many tokens per sequence :func:`step_ledger` decodes."""
     return WARM_UP_STEPS + 5 * (steps + 1)
 
 
 def tokens_before_profile(steps: int = 8) -> int:
-    """Tokens a sequence that it has decoded when half of the profiled steps are done."""
+    """Return how many tokens per sequence it has decoded halfway through the profiled steps."""
     return WARM_UP_STEPS + 2 * (steps + 1) + steps // 2
 
 
 def step_ledger(bench: Bench, steps: int = 8, marked: Sequence[Marked] = ()) -> Ledger:
-    """Decodes with ``bench`` and accounts for ``steps`` profiled steps; others are timed un-profiled.
+    """Decode with ``bench`` and account for ``steps`` profiled steps; others are timed unprofiled.
 
-    Steps are run as a scheduler runs them, ahead of the host where the engine can; every sequence needs room
-    for :func:`tokens_needed` more tokens. marked: work that gets a row of its own. Raises ``LedgerError``.
+    Steps run as in a scheduler, ahead of the host where the engine can; every sequence needs room for
+    :func:`tokens_needed` more tokens. marked: work that gets a separate row. Raises ``LedgerError``.
     """
     _check(bench, steps)
     engine, batch = bench.engine, len(bench.sequences)
@@ -179,11 +179,11 @@ def take_ledger(
     floors: Callable[[Ceiling], Mapping[str, float]],
     marked: Sequence[Marked] = (),
 ) -> Ledger:
-    """Accounts for ``steps`` profiled steps of ``batch`` sequences; others are timed un-profiled.
+    """Account for ``steps`` profiled steps of ``batch`` sequences; others are timed unprofiled.
 
-    run: runs so many consecutive steps of ``engine``, each inside a range ``PROFILED_STEP``, and tells when
-    each was seen to end. floors: what this GPU sustains → µs by cause; a CPU, whose caches may hold a whole
-    model, has none. Raises ``LedgerError``.
+    run: runs that many consecutive steps of ``engine``, each inside a ``PROFILED_STEP`` range, and returns
+    when the host saw each end. floors: maps the GPU's ceiling to µs by cause; not used on a CPU, whose caches
+    may hold a whole model. Raises ``LedgerError``.
     """
     run(WARM_UP_STEPS)
     unprofiled = [_mean_us(run, steps)]
@@ -208,7 +208,7 @@ def take_ledger(
 
 
 def of_unprofiled(rows: Sequence[Row], step_us: float, on_gpu: bool) -> tuple[Row, ...]:
-    """The rows of profiled steps as those of one that takes ``step_us`` µs, to which they then sum up."""
+    """Rescale the rows of profiled steps to sum up to an unprofiled step of ``step_us`` µs."""
     busy = sum(row.us for row in rows if row.kind in WORKING)
     idle = sum(row.us for row in rows) - busy
     if not on_gpu or not idle:
@@ -231,13 +231,13 @@ def _check(bench: Bench, steps: int) -> None:
     room = min(s.max_length - len(s.tokens) for s in bench.sequences)
     if room < needed:
         raise LedgerError(
-            f"a ledger of {steps} steps decodes {needed} tokens a sequence and the bench has room for "
+            f"a ledger of {steps} steps decodes {needed} tokens per sequence, and the bench has room for "
             f"{room}; give it {needed - room} more new_tokens"
         )
 
 
 def drive(bench: Bench, steps: int) -> list[float]:
-    """Decodes as a scheduler does, ahead of the host where the engine can; when each step was seen to end."""
+    """Decode as a scheduler does, ahead of the host where possible; return when each end was seen."""
     engine, ends = bench.engine, []
     for _ in range(steps):
         with record_function(PROFILED_STEP):
@@ -247,6 +247,6 @@ def drive(bench: Bench, steps: int) -> list[float]:
 
 
 def _mean_us(run: Callable[[int], list[float]], steps: int) -> float:
-    """Of ``steps`` consecutive steps, from the end of the one before them to the end of the last."""
+    """Return the mean of ``steps`` steps, from the end of the preceding step to the end of the last."""
     ends = run(steps + 1)
     return (ends[-1] - ends[0]) / steps * 1e6

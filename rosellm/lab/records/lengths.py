@@ -1,4 +1,4 @@
-"""Decode steps of equal and of unequal contexts of the same sum, with rows whole and cut into pieces."""
+"""Decode steps with equal and unequal contexts of the same sum, with rows whole and split."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from rosellm.roseinfer.steps.resident import ResidentStep
 
 RUNG = "split_kv"
 BATCHES = (8, 64, 128, 256)
-MEAN, TIMES = 240, 4  # cached tokens of a row; by how much one long row exceeds it
+MEAN, TIMES = 240, 4  # cached tokens per row; length of the long row as a multiple
 EQUAL, SPREAD, ONE_LONG = "equal", "spread", "one long"
 WAYS: dict[str, Callable[..., Variant]] = {"whole": whole_rows, "cut": cut_rows}
 
 
 def contexts_of(batch: int, mean: int = MEAN) -> dict[str, list[int]]:
-    """Cached tokens of each row, by how they are shared out: ``batch * mean`` in all.
+    """Return the cached tokens of each row for each distribution of ``batch * mean`` tokens.
 
-    "spread": evenly from an eighth of ``mean`` up; "one long": one row has ``TIMES`` the mean, in fewer than
-    ``TIMES + 1`` rows as much as leaves the others a share. Both in a seeded order. Raises ``OptionError``
-    for a mean below ``TIMES``.
+    "spread": evenly from an eighth of ``mean`` up; "one long": one row has ``TIMES`` the mean, or, with fewer
+    than ``TIMES + 1`` rows, as much as leaves a share for the others. Rows are in a seeded random order.
+    Raises ``OptionError`` for a mean below ``TIMES``.
     """
     if mean < TIMES:
         raise OptionError(f"mean is {mean}; give {TIMES} or more")
@@ -48,12 +48,12 @@ def contexts_of(batch: int, mean: int = MEAN) -> dict[str, list[int]]:
 
 
 def positions_for(mean: int) -> int:
-    """What the longest row of a stretch needs."""
+    """Return the positions that the longest row needs."""
     return mean * TIMES + room()
 
 
 def mean_within(n_positions: int) -> int:
-    """``MEAN``, or as many tokens as the positions of a model allow. Raises ``OptionError`` for too few."""
+    """Return ``MEAN``, or the largest mean that ``n_positions`` allow. Raises ``OptionError`` if too few."""
     fits = (n_positions - room()) // TIMES
     if fits < TIMES:
         needed = positions_for(TIMES)
@@ -62,9 +62,9 @@ def mean_within(n_positions: int) -> int:
 
 
 def attention_kernels(device: torch.device) -> Kernels:
-    """Kernels whose attention is Triton's: an engine's own on a GPU, on a CPU in its interpreter.
+    """Return kernels with Triton attention: the engine's own on a GPU, Triton's interpreter on a CPU.
 
-    There all else is torch's. Raises ``RecipeError`` where Triton cannot run.
+    On a CPU all other kernels are torch's. Raises ``RecipeError`` where Triton cannot run.
     """
     if device.type == "cuda":
         return choose_kernels("triton", "dependent", device)
@@ -74,9 +74,9 @@ def attention_kernels(device: torch.device) -> Kernels:
 
 
 def launched(choose: Callable[..., Variant]) -> Callable[[Engine], None]:
-    """For ``prepare`` of :class:`Bench`: attention as ``choose`` says, which is called like ``variant_for``.
+    """Return a ``prepare`` for :class:`Bench` that makes ``choose`` select the attention variant.
 
-    Raises ``RecipeError`` where attention is not launched in variants.
+    ``choose`` is called like ``variant_for``. Raises ``RecipeError`` if attention has no variants.
     """
 
     def prepare(engine: Engine) -> None:
@@ -89,9 +89,9 @@ def launched(choose: Callable[..., Variant]) -> Callable[[Engine], None]:
 
 
 def length_steps(model: Transformer, batch: int, mean: int = MEAN, **effort: Any) -> dict[str, StepTimes]:
-    """Step times of ``contexts_of``, with rows whole and cut, in turns: "equal, whole", "equal, cut", …
+    """Time steps of ``contexts_of`` with rows whole and split, alternating: "equal, whole", "equal, cut", …
 
-    effort: as for ``measure_steps``.
+    effort: see ``measure_steps``.
     """
     makers = {
         f"{name}, {way}": partial(_bench, model, lengths, choose)
@@ -102,22 +102,22 @@ def length_steps(model: Transformer, batch: int, mean: int = MEAN, **effort: Any
 
 
 def _bench(model: Transformer, lengths: list[int], choose: Callable[..., Variant]) -> Bench:
-    """``lengths`` are those in the middle of a stretch."""
+    """Build a bench; ``lengths`` are those halfway through a stretch of steps."""
     prompts = make_prompts(len(lengths), [prompt_length(n) for n in lengths], model.config.vocab_size)
     kernels, prepare = attention_kernels(model.device), launched(choose)
     return Bench(model, RUNG, prompts, room(), kernels=kernels, prepare=prepare)
 
 
 def recorded_lengths(results: Results) -> dict[int, dict[str, StepTimes]]:
-    """Batch → what ``length_steps`` found on the recorded GPU, for the batches that were recorded."""
+    """Return batch → recorded ``length_steps``, for the recorded batches."""
     there = [batch for batch in BATCHES if f"lengths-{batch}" in results.names()]
     return {n: step_times(results.load(f"lengths-{n}")["figures"]["turns_us"]) for n in there}
 
 
 def faster_way(steps: Mapping[str, StepTimes], share: str) -> str:
-    """Whose step takes less at contexts so shared: "whole", "cut", or "either".
+    """Return which way has the faster step for a distribution: "whole", "cut", or "either".
 
-    Neither does if the engines of both overlap, or are no further apart than twice their larger spread.
+    "either" if the engines' ranges overlap, or differ by at most twice the larger spread.
     """
     whole, cut = (steps[f"{share}, {way}"] for way in WAYS)
     (least, most), (least_cut, most_cut) = whole.range_us, cut.range_us

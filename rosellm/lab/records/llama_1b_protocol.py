@@ -1,9 +1,10 @@
-"""Measure one stream at a time of Llama-3.2-1B as the published megakernel was: microseconds per token.
+"""Measure single-stream Llama-3.2-1B as the published megakernel was: microseconds per token.
 
-Each of 8 prompts of 32 random token ids generates 128 tokens greedily by ``LLM.generate``, alone.
-``call_us`` is the whole call over 128 tokens; ``decode_us`` is the time from the first token to the last over
-the 127 decode steps between them, which is what the published figures count. Prompts take turns. The record
-is DIR/llama_1b_protocol.json.
+Each of 8 prompts of 32 random token ids generates 128 tokens greedily by ``LLM.generate``, alone. ``call_us``
+is the whole call divided by 128 tokens; ``decode_us`` is the time from first to last token divided by the 127
+decode steps between them, like the published figures. Prompts alternate. The record is
+DIR/llama_1b_protocol.json.
+
 Source of the published figures: github.com/msaroufim/megakernels-vs-cuda-graphs
 """
 
@@ -37,7 +38,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 128
 
 
 def measure(llm: LLM, repeats: int) -> dict[str, Any]:
-    """Each call's figures, prompt by prompt, and medians; a first round of all prompts does not count."""
+    """Return each call's figures, and medians, after an unmeasured round of all prompts."""
     prompts = make_prompts(PROMPTS, PROMPT_TOKENS, llm.engine.config.vocab_size)
     list(_calls(llm, prompts))
     return across_repeats([call for _ in range(repeats) for call in _calls(llm, prompts)])
@@ -52,7 +53,7 @@ def _calls(llm: LLM, prompts: list[list[int]]) -> Iterator[dict[str, Any]]:
         check_served(outputs)
         (output,) = outputs
         tpot = output.metrics.tpot
-        assert tpot is not None  # there are several tokens
+        assert tpot is not None  # several tokens were generated
         yield {
             "call_us": seconds / len(output.token_ids) * 1e6,
             "decode_us": tpot * 1e6,
@@ -66,7 +67,7 @@ def _parser() -> OneLineParser:
     add("--model", default=MODEL, help=f"shape of the model; default: {MODEL}")
     add("--load-format", choices=LOAD_FORMATS, default="dummy", metavar="FORMAT", help="auto or dummy")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", metavar="D", help="auto, cuda or cpu")
-    add("--repeats", type=whole_number(1), default=10, metavar="N", help="measured calls of each prompt")
+    add("--repeats", type=whole_number(1), default=10, metavar="N", help="measured calls per prompt")
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
     return parser
 

@@ -1,6 +1,6 @@
-"""Machines side by side: the one that the notebooks' sentences are about, and others that a reader chooses.
+"""Machines side by side: the notebooks' reference, and others that a reader chooses.
 
-A machine is a folder of records, named after its device. Adding the folder is all that it takes.
+A machine is a folder of records, named after its device. Adding the folder is all that is needed.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from rosellm.environment import environment
 from rosellm.lab.records.records import REFERENCE, RecordError, Results, UnlikeError, find
 
 HERE = "here"
-LACKING = (RecordError, LookupError)  # of a record, or of a figure in one
+LACKING = (RecordError, LookupError)  # a record is missing, or a figure in it
 
-K = TypeVar("K")  # what a table has a row for
+K = TypeVar("K")  # row key of a table
 
 
 def folder_name(device_name: str) -> str:
-    """``NVIDIA H200`` → ``nvidia-h200``."""
+    """Convert e.g. ``NVIDIA H200`` to ``nvidia-h200``."""
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
 
 
 def this_machine(device: torch.device) -> str:
-    """The folder of this machine's records: its GPU's name or, of a CPU device, its CPU's."""
+    """Return the folder name of this machine's records: its GPU's name, or its CPU's for a CPU device."""
     return folder_name(environment(device)["device_name"])
 
 
 def find_machines(record: str = REFERENCE, folder: Path | None = None) -> list[Results]:
-    """The reference's records, then those of each other folder that ``record`` names, once each.
+    """Return the reference's records, then those of each other folder in ``record``, once each.
 
-    record: names, separated by commas; ``here`` stands for this machine's own. Raises RecordError. The others
-    refuse to load a record of another model or size than the reference's.
+    record: comma-separated names; ``here`` means this machine. Raises RecordError. The others refuse to load
+    a record whose model or size differs from the reference's.
     """
     asked = [name.strip() for name in record.split(",")]
     found = [find(name, folder) for name in dict.fromkeys([REFERENCE, *map(_folder, asked)])]
@@ -55,9 +55,9 @@ def _folder(name: str) -> str:
 
 
 def name_of(results: Results) -> str:
-    """The device's name, of a CPU with the dtype of its models; the folder's if no record tells it.
+    """Return the device's name, with the dtype on a CPU; the folder's name if no record has one.
 
-    Where machines have the same name, each with its folder's.
+    Machines with equal names also show their folder's name.
     """
     try:
         name = f"{results.device_name}{'' if results.is_gpu else ', fp32'}"
@@ -67,17 +67,17 @@ def name_of(results: Results) -> str:
 
 
 def names_of(machines: Sequence[Results]) -> list[str]:
-    """What to add to a label, machine by machine; nothing where there is only one."""
+    """Return the label suffix of each machine; "" if there is only one."""
     return [f", {name_of(results)}" for results in machines] if len(machines) > 1 else [""]
 
 
 def beside(
     machines: Sequence[Results], keys: Iterable[K], figures: Callable[[Results, K], list[Any]]
 ) -> tuple[list[list[Any]], list[str]]:
-    """A table's rows, the machines of a key below one another; and for each machine what it lacks.
+    """Return a table's rows, the machines of a key below one another, and lines for what machines lack.
 
-    keys: a tuple's parts are joined to the row's label. figures: the cells after it. Raises its RecordError
-    only where there is one machine, and of the first machine whatever else it raises.
+    keys: a tuple's parts are joined for the row's label. figures: returns the cells after it. A RecordError
+    is raised only if there is a single machine; other errors also if they come from the first machine.
     """
     rows: list[list[Any]] = []
     lacking: dict[str, list[str]] = {}
@@ -96,7 +96,7 @@ def beside(
 
 
 def why_lacking(error: Exception | None) -> str:
-    """What readers are told of a figure that raised ``error``, or, None, of one that is not there."""
+    """Return the message for a figure that raised ``error``; None: that does not exist."""
     return error.why if isinstance(error, UnlikeError) else "no such record"
 
 
@@ -105,7 +105,7 @@ def _told(line: str, lacking: Sequence[str], n_keys: int) -> str:
 
 
 def check_same_size(results: Results, reference: Results, record: str) -> None:
-    """Raises UnlikeError unless both measured ``record`` at the same batch and context."""
+    """Raise UnlikeError unless both measured ``record`` at the same batch and context."""
     one, other = (two.figures(record) for two in (results, reference))
     differences = [
         f"another {key} ({one.get(key)}, not {other.get(key)})"

@@ -1,4 +1,4 @@
-"""Which model a command that makes records measures, on which device and at what size."""
+"""Choose the model, device and size that a recording command measures."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rosellm.models.loading import LOAD_FORMATS, resolve_device
 
 
 def add_model_options(parser: ArgumentParser) -> None:
-    """``--model``, ``--load-format``, ``--device`` and ``--size``, which :func:`settle` completes."""
+    """Add ``--model``, ``--load-format``, ``--device`` and ``--size``, which :func:`settle` completes."""
     add = parser.add_argument
-    add("--model", help="shape of the model; default: gpt2, of a small size the shipped one")
-    add("--load-format", choices=LOAD_FORMATS, help="default: dummy, of a shipped model auto")
+    add("--model", help="shape of the model; default: gpt2, at size small the shipped model")
+    add("--load-format", choices=LOAD_FORMATS, help="default: dummy; auto for a shipped model")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
     add("--size", choices=tuple(SIZES), help="default: full on a GPU, small on a CPU")
 
 
 def settle(arguments: Namespace, workload: Workload) -> Namespace:
-    """Choose what depends on the device, and the model, ``workload``'s own, by the size."""
+    """Fill in what depends on the device and size; at full size the model is the workload's own."""
     arguments.device = resolve_device(arguments.device).type
     size = arguments.size or ("full" if arguments.device == "cuda" else "small")
     arguments.size = SIZES[size]
@@ -35,9 +35,9 @@ def settle(arguments: Namespace, workload: Workload) -> Namespace:
 
 
 def workloads_named(text: str, known: Mapping[str, Workload] = WORKLOADS) -> list[Workload]:
-    """Those of ``known`` that an option lists, separated by commas.
+    """Return the workloads of ``known`` that an option lists, separated by commas.
 
-    Raises ``RoseError`` for none or an unknown one.
+    Raises ``RoseError`` for an empty list or an unknown name.
     """
     names = list(filter(None, text.split(",")))
     if not names:
@@ -48,12 +48,12 @@ def workloads_named(text: str, known: Mapping[str, Workload] = WORKLOADS) -> lis
 
 
 def place_of(output: Path, model: str, workload: Workload) -> Path:
-    """Where its records go: ``output`` for the workload's own model, a folder in it for any other."""
+    """Return the records' folder: ``output`` for the workload's own model, a subfolder for any other."""
     return output if model == workload.model else output / Path(model).name
 
 
 def folder_of(output: Path, model: str, workload: Workload) -> Path:
-    """:func:`place_of`, made."""
+    """Create and return :func:`place_of`."""
     folder = place_of(output, model, workload)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

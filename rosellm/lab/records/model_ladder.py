@@ -1,4 +1,4 @@
-"""The ladder on modern models: recorded steps, those that GPT-2's foretell, and ledgers by role."""
+"""The ladder on modern models: recorded steps, predictions from GPT-2's, and ledgers by role."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import LADDER
 
-TWINS = {"D1": "W0", "D64": "W2"}  # of equal batch and cached tokens, recorded with GPT-2 small
+TWINS = {"D1": "W0", "D64": "W2"}  # equal batch and cached tokens; W0 and W2 use GPT-2 small
 GPT2, BYTES = KNOWN_SHAPES["gpt2"], 2
-# The causes of a ledger's row that a role takes together; rows in which nothing runs are "idle".
+# The causes of ledger rows that a role combines; rows in which nothing runs are "idle".
 ROLES = {
     "GEMM": ("GEMM", "layers"),
     "head": ("head",),
@@ -33,22 +33,25 @@ OTHER_WORK, IDLE = "other work", "idle"
 
 
 def gpt2_ladder(results: Results, workload: str) -> dict[str, float]:
-    """Rung → µs of GPT-2's recorded step at the batch and context of ``workload``, D1 or D64."""
+    """Return rung → µs of GPT-2's recorded step at the batch and context of ``workload``, D1 or D64."""
     return _us(recorded_steps(results, TWINS[workload]))
 
 
 def recorded_ladder(results: Results, model: str, workload: str) -> dict[str, float]:
-    """Rung → µs of a model's recorded step, in the ladder's order. Raises ``RecordError``."""
+    """Return rung → µs of a model's recorded step, in the ladder's order. Raises ``RecordError``."""
     return _us(_model_steps(results, model, workload))
 
 
 def twin_ladders(results: Results, model: str) -> dict[str, dict[str, float]]:
-    """Both models' ladders, µs a step, as :func:`twin_steps` names them. Raises ``RecordError``."""
+    """Return both models' ladders in µs per step, named as in :func:`twin_steps`. Raises ``RecordError``."""
     return {name: _us(steps) for name, steps in twin_steps(results, model).items()}
 
 
 def twin_steps(results: Results, model: str) -> dict[str, dict[str, StepTimes]]:
-    """Both models' steps at each of ``TWINS``: ``GPT-2, W0``, ``Qwen3, D1``, … Raises ``RecordError``."""
+    """Return both models' steps at each of ``TWINS``: ``GPT-2, W0``, ``Qwen3, D1``, …
+
+    Raises ``RecordError``.
+    """
     family, steps = model.partition("-")[0], {}
     for workload, twin in TWINS.items():
         steps[f"GPT-2, {twin}"] = recorded_steps(results, twin)
@@ -66,7 +69,7 @@ def _us(steps: dict[str, StepTimes]) -> dict[str, float]:
 
 
 def speeds_beside(others: Sequence[Results], model: str, workload: str) -> dict[str, dict[str, float]]:
-    """Machine → rung → tokens a second of a model's recorded step; nothing by rung for one without any."""
+    """Return machine → rung → tokens per second of a model's recorded step; {} without records."""
     sequences = step_shape(MODEL_WORKLOADS[workload])[0]
     beside: dict[str, dict[str, float]] = {}
     for results in others:
@@ -78,14 +81,14 @@ def speeds_beside(others: Sequence[Results], model: str, workload: str) -> dict[
 
 
 def step_floor_us(results: Results, arch: Arch, workload: str) -> float:
-    """µs to read a model's weights and the cached keys and values of a step at mid-run, once, in 16 bits."""
+    """Return µs to read a model's weights and a mid-run step's cached keys and values once, in 16 bits."""
     batch, context = step_shape(MODEL_WORKLOADS[workload])
     cached = batch * context * arch.kv_bytes_per_token(BYTES)
     return read_us(results, arch.n_step_parameters * BYTES + cached)
 
 
 def foretold_ladder(results: Results, arch: Arch, workload: str) -> dict[str, float]:
-    """Rung → µs of a model's step, from GPT-2's: what is above the floor grows with the layers alone."""
+    """Predict rung → µs of a model's step from GPT-2's: time above the floor scales with the layers alone."""
     own, theirs = step_floor_us(results, arch, workload), floor_us(results, TWINS[workload])
     layers = arch.n_layers / GPT2.n_layers
     steps = gpt2_ladder(results, workload)
@@ -101,13 +104,13 @@ def _serves(rung: str, arch: Arch) -> bool:
 
 
 def mean_step_us(results: Results, model: str, workload: str) -> float:
-    """µs of the mean decode step of a model's recorded whole run. Raises ``RecordError``."""
+    """Return the mean µs per decode step of a model's recorded whole run. Raises ``RecordError``."""
     (run,) = Results(results.folder / model).load(workload)["results"].values()
     return run["medians"]["decode_step_mean_s"] * 1e6
 
 
 def rest_a_layer(results: Results, model: str, arch: Arch, workload: str) -> tuple[float, float]:
-    """µs a layer that a step takes above its floor: ours, and the rival's, whose step is of its whole run.
+    """Return µs per layer above the floor: ours, and the rival's, whose step is implied by its whole run.
 
     Raises ``RecordError``.
     """
@@ -120,7 +123,7 @@ def rest_a_layer(results: Results, model: str, arch: Arch, workload: str) -> tup
 
 
 def recorded_ledgers(results: Results, model: str) -> dict[str, Ledger]:
-    """Workload → its ledger, without those that the profiler disturbed. Raises ``RecordError``."""
+    """Return workload → ledger, without those that the profiler disturbed. Raises ``RecordError``."""
     asked = "--ledgers D1,D8,D64,L8K,L32K,PRE"
     figures = _of(results, model, "ledgers", asked).load("ledgers")["figures"]
     ledgers = {workload: Ledger.from_dict(one) for workload, one in figures.items()}
@@ -128,7 +131,7 @@ def recorded_ledgers(results: Results, model: str) -> dict[str, Ledger]:
 
 
 def _of(results: Results, model: str, record: str, option: str) -> Results:
-    """The model's records, if ``record`` is among them."""
+    """Return the model's records. Raises ``RecordError`` unless ``record`` is among them."""
     own = Results(results.folder / model)
     if record not in own.names():
         (full,) = [name for name in KNOWN_SHAPES if short_name(name) == model]
@@ -138,14 +141,14 @@ def _of(results: Results, model: str, record: str, option: str) -> Results:
 
 
 class RoleTime(NamedTuple):
-    """µs of a step, and the least that they could be; None where that is not known."""
+    """µs of a step, and their lower bound; None if unknown."""
 
     us: float
     floor_us: float | None
 
 
 def by_role(ledger: Ledger) -> dict[str, RoleTime]:
-    """Role → its time, in the order of ``ROLES``, then other work and idle time; none of no time."""
+    """Return role → time in the order of ``ROLES``, then other work and idle; zero times are omitted."""
     us = dict.fromkeys([*ROLES, OTHER_WORK, IDLE], 0.0)
     floors: dict[str, list[float]] = {role: [] for role in us}
     for row in ledger.rows:

@@ -30,7 +30,7 @@ STEPS, PREFILLS = 8, 4
 
 
 def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
-    """Of a decode step at mid-run, or of a prefill if each request has one new token.
+    """Return the ledger of a mid-run decode step, or of a prefill if each request generates one token.
 
     At mid-run each request has half of its output. Raises ``LedgerError`` if the model has too few positions.
     """
@@ -45,7 +45,7 @@ def workload_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger
 
 
 def positions_needed(workload: Workload) -> int:
-    """The longest that a sequence of a workload's ledger grows."""
+    """Return the longest length that a sequence of a workload's ledger reaches."""
     if workload.max_new_tokens == 1:
         return (workload.prompt_tokens or 1) + 1
     return _prompt_length(workload) + _room()
@@ -57,7 +57,7 @@ def _decode_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
 
 
 def _unequal_ledger(model: Transformer, rung: str, workload: Workload) -> Ledger:
-    """Of requests that are as long, and sample, as the benchmark's own."""
+    """Account for requests with the lengths and sampling parameters of the benchmark's own."""
     options = Namespace(**vars(BENCHMARK.parse_options(["--workload", workload.id])) | workload.flags())
     vocab_size, params = model.config.vocab_size, request_params(options)[: workload.max_batch_size]
     prompts = map(len, benchmark_prompts(options, vocab_size))
@@ -78,20 +78,20 @@ def _room() -> int:
 
 
 def _prefilled_together(workload: Workload) -> tuple[int, int]:
-    """One iteration's prompts, as many as the scheduler's budget has room for, and the tokens of each."""
+    """Return how many prompts fit one iteration's token budget, and the tokens of each."""
     length = workload.prompt_tokens or 1
     return min(workload.num_requests, max(1, SchedulerConfig().prefill_token_budget // length)), length
 
 
 def prefill_ledger(model: Transformer, rung: str, prompts: int, length: int) -> Ledger:
-    """Of a prefill of ``prompts`` prompts of ``length`` tokens together. Raises ``LedgerError``."""
+    """Return the ledger of a batched prefill of ``prompts`` prompts. Raises ``LedgerError``."""
     prefills = Prefills(model, rung, prompts, length)
     floors = partial(prefill_floors_us, model.config, prompts, length, model.dtype.itemsize)
     return take_ledger(prefills.run, prefills.engine, PREFILLS, prompts, length, floors)
 
 
 class Prefills:
-    """An engine that prefills ``prompts`` of ``length`` tokens at a time; each gets one token and leaves."""
+    """An engine that prefills ``prompts`` of ``length`` tokens at a time; each gets one token and ends."""
 
     def __init__(self, model: Transformer, rung: str, prompts: int, length: int) -> None:
         self._together = make_prompts(prompts, length, model.config.vocab_size)
@@ -106,7 +106,7 @@ class Prefills:
         )
 
     def run(self, steps: int) -> list[float]:
-        """So many prefills, ahead of the host where the engine can; when each was seen to end."""
+        """Run ``steps`` prefills, ahead of the host where possible; return when each was seen to end."""
         scheduler = _Timed(self.engine, self._config)
         one_token = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         scheduler.add_requests(steps * self._together, one_token)
@@ -119,7 +119,7 @@ class Prefills:
 
 
 class _Timed(OnlineScheduler):
-    """Keeps the time at which the host saw each step end."""
+    """A scheduler that records when the host saw each step end."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig) -> None:
         super().__init__(engine, config)

@@ -1,7 +1,7 @@
-"""Measure modern models' workloads, the ladder's steps, and where the time goes: one model loaded for all.
+"""Measure modern models' workloads, the ladder's steps, and ledgers, with the model loaded once.
 
-Records go to DIR/MODEL/WORKLOAD.json, steps-WORKLOAD.json and ledgers.json, which keeps the ledgers that it
-has of the same commit. A workload that needs more positions than the model has is left out.
+Records are DIR/MODEL/WORKLOAD.json, steps-WORKLOAD.json and ledgers.json, which keeps its ledgers of the same
+commit. A workload that needs more positions than the model has is skipped.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from rosellm.roseinfer.recipe import best_rung
 
 RIVAL = "vLLM 0.22.1"
 LEDGERS_FILE = "ledgers.json"
-BYTES = 2  # of an element, in the models' dtype
-EFFORT = {"engines": 1, "seconds": 0.2, "turns": 2}  # of the ladder's steps
+BYTES = 2  # per element, in the models' dtype
+EFFORT = {"engines": 1, "seconds": 0.2, "turns": 2}  # for the ladder's steps
 
 
 class Row(NamedTuple):
-    """One workload of one model: our median, the rival's, the floor, in ``unit``; None where unknown."""
+    """One workload of one model: our median, the rival's, and the floor, in ``unit``; None if unknown."""
 
     workload: str
     ours: float | None
@@ -51,24 +51,24 @@ class Row(NamedTuple):
 
 
 def short_name(model: str) -> str:
-    """``Qwen/Qwen3-0.6B`` → ``Qwen3-0.6B``."""
+    """Convert e.g. ``Qwen/Qwen3-0.6B`` to ``Qwen3-0.6B``."""
     return Path(model).name
 
 
 def recorded_models(results: Results) -> list[str]:
-    """The models that have records of whole runs."""
+    """Return the models that have records of whole runs."""
     return sorted({path.parent.name for path in results.folder.glob("*/D1.json")})
 
 
 def table(results: Results, model: str) -> list[Row]:
-    """Every workload with a record or a rival's figure."""
+    """Return a row per workload that has a record or a rival's figure."""
     theirs = modern_rivals(model).get(RIVAL, {})
     rows = (_row(results, model, w, theirs) for w in MODEL_WORKLOADS)
     return [row for row in rows if row.ours is not None or row.rival is not None]
 
 
 def lease_table(results: Results, model: str) -> list[Row]:
-    """The same of the session that ran both engines; results: the machine whose ceilings tell the floor."""
+    """Return ``table`` for the session that ran both engines; results: the machine that defines the floor."""
     figures = one_lease(model)
     return [
         Row(name, *figures[name], floor(results, model, name), unit_of(workload))
@@ -78,16 +78,16 @@ def lease_table(results: Results, model: str) -> list[Row]:
 
 
 def ceiling_of(results: Results) -> Ceiling:
-    """The most that the device was seen to do, from its record ``ceilings``."""
+    """Return the device's ceilings from its record ``ceilings``."""
     figures = results.load("ceilings")["figures"]
     return Ceiling(max(figures["read_TB_s"]) * 1e6, max(figures["matmul_TFLOP_s"]) * 1e6)
 
 
 def floor(results: Results, model: str, name: str) -> float | None:
-    """The best that a recorded run could do, in its workload's unit; None without its record and ceilings.
+    """Return the bound of a recorded run in its workload's unit; None without its record and ceilings.
 
-    Each decode step reads the weights and the cached keys and values once; prompts are multiplied: both as
-    fast as the device's record ``ceilings`` says. All requests run together.
+    All requests run together. Each decode step reads the weights and the cached keys and values once, and
+    prompts are multiplied, both at the rates in the device's record ``ceilings``.
     """
     path = results.folder / model / f"{name}.json"
     if not path.is_file() or "ceilings" not in results.names():
@@ -107,7 +107,7 @@ def floor(results: Results, model: str, name: str) -> float | None:
 
 
 def runs_told(results: Results) -> str:
-    """How many measured runs each model's records have: ``1 of A; 3 of B, C``; a range if they differ."""
+    """Describe how many measured runs each model has: ``1 of A; 3 of B, C``; a range if they differ."""
     told: dict[str, list[str]] = {}
     for model in recorded_models(results):
         counts = _repeats(results, model)
@@ -129,14 +129,14 @@ def _row(results: Results, model: str, name: str, rival: dict) -> Row:
 
 
 def unit_of(workload: Workload) -> str:
-    """What a workload is judged by: time to the first token, prompt tokens or new tokens a second."""
+    """Return a workload's unit: TTFT in ms, or prompt tokens or new tokens per second."""
     if workload.max_new_tokens > 1:
         return "tok/s"
     return "ms" if workload.num_requests == 1 else "prompt tok/s"
 
 
 def figure(record: dict[str, Any], workload: Workload) -> float:
-    """The median over a record's repeats, in the workload's unit."""
+    """Return the median over a record's repeats, in the workload's unit."""
     (result,) = record["results"].values()
     medians, unit = result["medians"], unit_of(workload)
     if unit == "ms":
@@ -149,9 +149,9 @@ def figure(record: dict[str, Any], workload: Workload) -> float:
 def measure(
     arguments: argparse.Namespace, names: Iterable[str], ladder: Iterable[str], ledgers: Sequence[str]
 ) -> None:
-    """Measure and write each workload's record, the steps of every rung at ``ladder``'s, then ``ledgers``.
+    """Record the workloads ``names``, the steps of every rung at ``ladder``'s sizes, then ``ledgers``.
 
-    Raises ``RecordError``, before it measures, if the record of ledgers would lose others.
+    Raises ``RecordError``, before measuring, if the record of ledgers would lose others.
     """
     folder = arguments.output / short_name(arguments.model)
     begun = _ledgers_record(arguments.model, resolve_device(arguments.device), {})
@@ -169,15 +169,15 @@ def measure(
 def measure_ledgers(
     model: str, names: Iterable[str], gpt: Transformer, folder: Path, kept: dict[str, Any]
 ) -> None:
-    """The best rung's ledger of each workload; the record, with those ``kept``, is renewed after each one.
+    """Account for each workload on the best rung; rewrite the record, including ``kept``, after each one.
 
-    One that fails is told at once, and the others follow. Raises ``RoseError`` at the end if any did.
+    A failure is printed at once, and the others follow. Raises ``RoseError`` at the end if any failed.
     """
     rung, figures, failed = best_rung(gpt.device), dict(kept), []
     for name in names:
         try:
             ledger = workload_ledger(gpt, rung, MODEL_WORKLOADS[name])
-        except Exception as error:  # a kernel, the profiler or memory: the other ledgers do not need them
+        except Exception as error:  # kernel, profiler or memory errors need not affect the other ledgers
             failed.append(name)
             print(f"{name}: no ledger: {describe(error).splitlines()[0]}", flush=True)
         else:
@@ -201,7 +201,7 @@ def measure_runs(
     tokenizer: AnyTokenizer,
     folder: Path,
 ) -> None:
-    """Whole runs of each workload."""
+    """Record whole runs of each workload."""
     for name in names:
         workload = MODEL_WORKLOADS[name]
         longest = (workload.prompt_tokens or 1) + workload.max_new_tokens
@@ -222,10 +222,10 @@ def _parser() -> OneLineParser:
     add("--model", default=MODERN_MODEL, help="hub id, local folder or shipped model")
     add("--load-format", choices=("auto", "dummy"), default=LOAD_FORMAT, help="dummy: random weights")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
-    add("--workloads", default=",".join(MODEL_WORKLOADS), metavar="ID,ID", help="which of them")
+    add("--workloads", default=",".join(MODEL_WORKLOADS), metavar="ID,ID", help="workloads to run")
     add("--ladder", default="", metavar="ID,ID", help="workloads at whose size every rung's step is timed")
-    add("--ledgers", default="", metavar="ID,ID", help="whose step or prefill is accounted for")
-    add("--repeats", type=whole_number(1), default=3, metavar="N", help="measured runs of each")
+    add("--ledgers", default="", metavar="ID,ID", help="workloads to take ledgers of")
+    add("--repeats", type=whole_number(1), default=3, metavar="N", help="measured runs of each workload")
     add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
     return parser
 

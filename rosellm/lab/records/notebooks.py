@@ -1,4 +1,4 @@
-"""The acts of the course, and which notebook is about which rung."""
+"""The acts of the course, and the notebook of each rung."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rosellm.roseinfer.recipe import BEFORE
 
 
 class Act(NamedTuple):
-    """A part of the course: what it is about, and the numbers of its notebooks."""
+    """A part of the course: its subject, and the numbers of its notebooks."""
 
     name: str
     about: str
@@ -46,9 +46,9 @@ LONGER_NAMES |= dict.fromkeys(("fused_norm", "fused_gelu"), "fused_elementwise")
 
 
 def notebooks_of(rungs: Iterable[str], folder: Path) -> dict[str, str]:
-    """Rung → the notebook of ``folder`` called after it, ``NN_RUNG``; rungs without one are left out.
+    """Map each rung to its notebook ``NN_RUNG`` in ``folder``; rungs without one are omitted.
 
-    Two rungs may share a notebook, which bears the number of the first.
+    Two rungs may share a notebook, which is numbered for the first.
     """
     there = {path.stem.partition("_")[2]: path.stem for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))}
     names = {rung: LONGER_NAMES.get(rung, rung) for rung in rungs}
@@ -66,6 +66,6 @@ NOTEBOOKS = _committed()
 
 
 def act_of(rung: str) -> Act | None:
-    """The act that holds the rung's notebook; None for a rung that no notebook of the course is about."""
+    """Return the act with the rung's notebook; None for a rung without one in the course."""
     number = NOTEBOOKS.get(rung, "")[:2]
     return next((act for act in ACTS if number in act.numbers), None)

@@ -1,9 +1,8 @@
-"""Measure prompts that join the decode step against prompts in passes of their own, in turns.
+"""Compare prompts that join the decode step with prompts in separate passes, in alternation.
 
-Three things, each with both ways of one recipe, the device's best: whole runs of workload W8; a decode step
-and a prompt beside it, by rows and prompt tokens; and the inter-token latency of running requests beside a
-long prompt, in chunks and as one whole. The record is DIR/one_pass.json, of another model than W8's own in
-DIR/MODEL.
+Measures both ways of the device's best recipe: whole runs of workload W8; a decode step plus a prompt, by
+rows and prompt tokens; and the inter-token latency of running requests while a long prompt is prefilled, in
+chunks and whole. The record is DIR/one_pass.json, in DIR/MODEL if the model is not W8's own.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ NAME = "one_pass"
 WORKLOAD = WORKLOADS["W8"]
 APART = "apart"
 ROWS = (8, 64, 256)
-CONTEXT, IN_FLIGHT = 256, 6  # cached tokens of a row, steps that are not waited for
-LONG_CHUNK = 128  # of a long prompt of less than FEW_TOKENS tokens
+CONTEXT, IN_FLIGHT = 256, 6  # cached tokens per row; steps in flight
+LONG_CHUNK = 128  # for a long prompt of fewer than FEW_TOKENS tokens
 FEW_TOKENS = 4096
-SOON_MS = 30  # after which such a prompt comes on a GPU, where the others take less than 100 ms
+SOON_MS = 30  # arrival of such a prompt on a GPU, where the others take less than 100 ms
 
 Ways = dict[str, Recipe]
 
 
 def ways_of(device: torch.device) -> Ways:
-    """The device's best recipe, with prompts in passes of their own, and joined with the decode step."""
+    """Return the device's best recipe with prompts in separate passes, and joined with the decode step."""
     best = LADDER[best_rung(device)]
     return {APART: replace(best, prefill="packed"), JOINED: replace(best, prefill="joined")}
 
@@ -67,7 +66,7 @@ def ways_of(device: torch.device) -> Ways:
 def measure_runs(
     gpt: Transformer, tokenizer: AnyTokenizer, ways: Ways, options: Namespace, turns: int
 ) -> dict[str, dict[str, Any]]:
-    """Whole runs of W8, each way's as of ``benchmark_scheduler``, and the passes that one of them takes."""
+    """Measure whole runs of W8, as in ``benchmark_scheduler``, and count the passes of one run, per way."""
     prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
     longest = max(map(len, prompts))
     jobs = {
@@ -76,7 +75,7 @@ def measure_runs(
         )
         for way, recipe in ways.items()
     }
-    passes = {way: _passes(job) for way, job in jobs.items()}  # which warms up, too
+    passes = {way: _passes(job) for way, job in jobs.items()}  # also warms up
     repeats: dict[str, list[dict[str, Any]]] = {way: [] for way in jobs}
     for _ in range(turns):
         for way, job in jobs.items():
@@ -90,9 +89,9 @@ def _passes(job: Job) -> dict[str, int]:
 
 
 def beside_seconds(engine: Engine, rows: int, context: int, tokens: int, repeats: int) -> list[float]:
-    """Seconds of a decode step of ``rows`` and a prompt of ``tokens`` tokens beside it, each time.
+    """Return the seconds of a decode step of ``rows`` plus a prompt of ``tokens`` tokens, per repeat.
 
-    context: cached tokens of a row at first. Steps are begun ahead, so that the device need not wait.
+    context: cached tokens per row at first. Steps are launched ahead, so that the device need not wait.
     """
     vocabulary, n = engine.config.vocab_size, repeats + IN_FLIGHT
     running = _sequences(engine, make_prompts(rows, context, vocabulary), n + 2)
@@ -120,7 +119,7 @@ def _sequences(engine: Engine, prompts: list[list[int]], max_tokens: int) -> lis
 def measure_beside(
     gpt: Transformer, ways: Ways, size: Size, turns: int, repeats: int = 20
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Rows → prompt tokens → way → µs of a decode step and a prompt beside it, the median of each turn."""
+    """Return rows → prompt tokens → way → µs of a decode step plus a prompt, the median of each turn."""
     batches, lengths = size.batches(*ROWS), size.contexts(*JOINED_TOKENS)
     positions = gpt.config.n_positions
     context = min(CONTEXT, size.prompt, positions - repeats - IN_FLIGHT - 3)
@@ -146,7 +145,7 @@ def measure_beside(
 def measure_long_prompt(
     gpt: Transformer, tokenizer: AnyTokenizer, ways: Ways, given: list[str], turns: int
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Way → "chunked" and "whole" → figures of running requests beside a long prompt."""
+    """Return way → "chunked" and "whole" → figures of running requests during a long prompt."""
     options = STREAMING.parse_options(given)
     prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
     times = tuple(one.seconds for one in options.trace)
@@ -166,7 +165,7 @@ def measure_long_prompt(
 
 
 def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
-    """As typed for ``benchmark_streaming``: as long a prompt as the model has positions for joins others."""
+    """Return options for ``benchmark_streaming``: a prompt up to the model's positions joins others."""
     few = min(arrivals.LONG_RUNNING.num_requests, size.requests)
     running = replace(arrivals.LONG_RUNNING, num_requests=few, max_batch_size=few + 1)
     tokens = min(arrivals.LONG_TOKENS, gpt.config.n_positions - running.max_new_tokens)
@@ -177,7 +176,7 @@ def long_prompt_options(gpt: Transformer, size: Size) -> list[str]:
 
 
 def measure(arguments: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> dict[str, Any]:
-    """All figures; tells each part's as it is done."""
+    """Measure all figures; print each part when it is done."""
     ways, size, turns = ways_of(gpt.device), arguments.size, arguments.repeats
     of_model = ["--hf-model-id", arguments.model, "--device", gpt.device.type]
     of_model += ["--load-format", arguments.load_format]
@@ -201,12 +200,12 @@ def measure(arguments: Namespace, gpt: Transformer, tokenizer: AnyTokenizer) -> 
 
 
 def _sized(size: Size) -> dict[str, Any]:
-    """Options of workload W8, no larger than ``size``; a list of one value is told by its text."""
+    """Return the options of workload W8, no larger than ``size``."""
     return {name: value for name, value in size.options(WORKLOAD).items() if value is not None}
 
 
 def told_runs(runs: Mapping[str, dict[str, Any]]) -> str:
-    """Whole runs in one line."""
+    """Describe whole runs in one line."""
     shown = []
     for way, run in runs.items():
         tok_s, passes = run["medians"]["total_throughput_tok_s"], sum(run["passes"].values())
@@ -215,7 +214,7 @@ def told_runs(runs: Mapping[str, dict[str, Any]]) -> str:
 
 
 def told_beside(beside: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -> str:
-    """A line for each number of rows and tokens."""
+    """Return a line for each number of rows and prompt tokens."""
     return "\n".join(
         f"{rows} rows, a prompt of {tokens}: "
         + " · ".join(f"{way} {number(median(us))} µs" for way, us in both.items())
@@ -225,7 +224,7 @@ def told_beside(beside: Mapping[str, Mapping[str, Mapping[str, list[float]]]]) -
 
 
 def told_long(long: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """A line for each way and kind."""
+    """Return a line for each way and kind."""
     keys = {"p50": "itl_beside_p50_s", "p99": "itl_beside_p99_s", "its TTFT": "long_prompt_ttft_s"}
     return "\n".join(
         f"beside a long prompt, {kind}, {way}: ITL "
@@ -236,7 +235,7 @@ def told_long(long: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
 
 
 def recorded(results: Results) -> dict[str, dict[str, Any]]:
-    """Model → the recorded figures of :func:`measure`; W8's own model first."""
+    """Return model → the recorded figures of :func:`measure`; W8's own model first."""
     paths = [*results.folder.glob(f"{NAME}.json"), *sorted(results.folder.glob(f"*/{NAME}.json"))]
     folders = [results if path.parent == results.folder else Results(path.parent) for path in paths]
     records = [folder.load(NAME) for folder in folders]
@@ -249,7 +248,7 @@ LONG_KEYS = "itl_beside_p50_s", "itl_beside_p99_s", "long_prompt_ttft_s"
 
 
 def beside_rows(figures: Mapping[str, Any]) -> list[list[Any]]:
-    """A decode step and a prompt beside it, by rows and prompt tokens: medians of the turns."""
+    """Return rows for a decode step plus a prompt, by rows and prompt tokens: medians of the turns."""
     rows = []
     for batch, lengths in figures["beside_us"].items():
         for tokens, both in lengths.items():
@@ -259,7 +258,7 @@ def beside_rows(figures: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def long_rows(figures: Mapping[str, Any]) -> list[list[Any]]:
-    """Latencies beside a long prompt, medians of the turns."""
+    """Return rows of latencies during a long prompt, medians of the turns."""
     both = figures["long_prompt"]
     return [
         [kind, way, *(both[way][kind]["medians"][key] * 1e3 for key in LONG_KEYS)]
@@ -269,7 +268,7 @@ def long_rows(figures: Mapping[str, Any]) -> list[list[Any]]:
 
 
 class LiveRun(NamedTuple):
-    """A run's passes, each request's new tokens, and how long it took."""
+    """A run's passes, each request's new tokens, and its duration."""
 
     passes: list[Pass]
     tokens: list[list[int]]
@@ -277,7 +276,7 @@ class LiveRun(NamedTuple):
 
 
 def both_ways(gpt: Transformer, workload: Workload) -> dict[str, LiveRun]:
-    """The requests of a workload served both ways, one after the other, after a run that warms up."""
+    """Serve a workload's requests both ways, one after the other, each after a warm-up run."""
     typed = arrivals.streaming_options(workload, workload.num_requests)
     options = STREAMING.parse_options(typed)
     prompts, params = requested_prompts(options, gpt.config.vocab_size), request_params(options)
@@ -298,7 +297,7 @@ def _live_run(engine: Engine, options: Namespace, prompts: Any, params: list[Sam
 
 
 def told_verdict(model: str, figures: Mapping[str, Any], predicted: tuple[float, float]) -> str:
-    """What the record decides, and whether the gain lies in the predicted range."""
+    """State the record's verdict, and whether the gain lies in the predicted range."""
     found, (least, most) = verdict_of(figures), predicted
     kept = {1: "kept", -1: "not kept", 0: "left aside"}[found.sign]
     inside = "as" if least <= found.ratio - 1 <= most else "not as"
@@ -309,7 +308,7 @@ def told_verdict(model: str, figures: Mapping[str, Any], predicted: tuple[float,
 
 
 def verdict_of(figures: Mapping[str, Any]) -> Verdict:
-    """Whole runs, prompts apart and then joined; from turns in one process."""
+    """Return the verdict on whole runs, prompts apart versus joined, measured in turns in one process."""
     before, after = (
         [run["total_throughput_tok_s"] for run in figures["runs"][way]["repeats"]] for way in (APART, JOINED)
     )

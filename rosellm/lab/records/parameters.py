@@ -1,4 +1,4 @@
-"""What a notebook's parameters may be: checked in its first cell, before anything runs."""
+"""Validate a notebook's parameters in its first cell, before anything runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FROM_ZERO = ("seed",)
 
 
 class ParameterError(RoseError):
-    """A notebook's parameter outside its range; in a notebook it is shown as one line."""
+    """A notebook's parameter is out of range; a notebook shows it as one line."""
 
-    def _render_traceback_(self) -> list[str]:  # what IPython asks an exception for
+    def _render_traceback_(self) -> list[str]:  # called by IPython
         return [f"{type(self).__name__}: {self}"]
 
 
 def check_parameters(gpt: Transformer, **given: Any) -> None:
-    """Raises ParameterError unless all are numbers in range, and prompts and new tokens within the positions.
+    """Raise ParameterError for a number out of range, or prompts and new tokens beyond the positions.
 
-    given: parameters by name, a number each or a list of numbers.
+    given: parameters by name, each a number or a list of numbers.
     """
     for name, value in given.items():
         if isinstance(value, list) and not value:
@@ -44,15 +44,15 @@ def check_parameters(gpt: Transformer, **given: Any) -> None:
 
 
 def check_least_new(least: int, new_tokens: int) -> None:
-    """Raises ParameterError for fewer new tokens than a notebook's runs need."""
+    """Raise ParameterError for fewer new tokens than a notebook's runs need."""
     if new_tokens < least:
         raise ParameterError(f"new_tokens is {new_tokens}; this notebook needs {least} or more")
 
 
 def model_path(model: str) -> str:
-    """``model``, or the folder of that name seen from where the caller stands.
+    """Return ``model``, or the folder of that name relative to the caller.
 
-    A notebook runs in its own folder; where the shell stood that started it, PWD of the environment tells.
+    A notebook runs in its own folder; the environment's PWD is where its shell was started.
     """
     if model in SHIPPED_MODELS or model in KNOWN_SHAPES:
         return model

@@ -1,4 +1,4 @@
-"""Passes over the weights: which a run takes, and what the products of one cost."""
+"""Passes over the weights: which ones a run takes, and what their GEMMs cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = DECODE, PROMPTS, JOINED
 
 
 class Pass(NamedTuple):
-    """One pass over the weights: of ``rows`` decoding sequences, ``tokens`` prompt tokens, or both."""
+    """One pass over the weights for ``rows`` decoding sequences, ``tokens`` prompt tokens, or both."""
 
     kind: str
     rows: int
@@ -33,7 +33,7 @@ class Pass(NamedTuple):
 
 
 class WatchedPass:
-    """Does what ``joined`` does, and notes in ``began`` when each pass did, by ``perf_counter``."""
+    """A wrapper of ``joined`` that records in ``began`` when each pass began, by ``perf_counter``."""
 
     def __init__(self, joined: JoinedPass) -> None:
         self._joined = joined
@@ -49,7 +49,7 @@ class WatchedPass:
 
 @contextmanager
 def watched_joins(engine: Engine) -> Iterator[list[float]]:
-    """When each joined pass of an engine began; none if it joins nothing."""
+    """Yield the list of times at which joined passes of an engine begin; empty if it joins nothing."""
     step: Any = engine.step
     if not step.holds_decode:
         yield []
@@ -63,7 +63,7 @@ def watched_joins(engine: Engine) -> Iterator[list[float]]:
 
 
 def passes_of(engine: Engine, run: Callable[[], object]) -> list[Pass]:
-    """The passes that a run on the engine takes, in the order in which they ended."""
+    """Return the passes that a run on the engine takes, in the order in which they ended."""
     with watched_joins(engine) as began, watched(engine) as steps:
         run()
     prefills = [one.began for one in steps if one.kind == "prefill"]
@@ -71,7 +71,7 @@ def passes_of(engine: Engine, run: Callable[[], object]) -> list[Pass]:
 
 
 def _merged(steps: Iterable[Begun], joined: set[float]) -> list[Pass]:
-    """A decode step and the prefill that joined it are one pass; joined: when such prefills began."""
+    """Merge each decode step with the prefill that joined it; joined: when such prefills began."""
     passes: list[Pass] = []
     for one in steps:
         if one.kind == "decode":
@@ -85,28 +85,28 @@ def _merged(steps: Iterable[Begun], joined: set[float]) -> list[Pass]:
 
 
 def counted(passes: Iterable[Pass]) -> dict[str, int]:
-    """How many there are of each kind."""
+    """Count the passes of each kind."""
     kinds = [one.kind for one in passes]
     return {kind: kinds.count(kind) for kind in KINDS}
 
 
 def recorded_products() -> dict[int, float]:
-    """Rows → µs of the products of all layers of GPT-2 small on the H200, as recorded: cuBLAS in a chain."""
+    """Return rows → recorded µs of all layers' GEMMs of GPT-2 small on the H200: cuBLAS in a chain."""
     chain_us, head_us = (ceilings()[f"{name}_us_vocab_50257"] for name in ("cublas_gemm_chain", "lm_head"))
     return {int(rows): us - head_us[rows] for rows, us in chain_us.items()}
 
 
 def products_us(rows: int) -> float:
-    """The same for any number of rows, on straight lines between the recorded ones."""
+    """Interpolate ``recorded_products`` linearly to any number of rows."""
     recorded = recorded_products()
     return float(np.interp(rows, list(recorded), list(recorded.values())))
 
 
 def taken_by(requests: Sequence[Arrival], together: int, budget: int = 16_384) -> list[tuple[int, int]]:
-    """Rows that decode, and prompt tokens that come, in each step of a run whose requests come all at once.
+    """Return the decoding rows and new prompt tokens of each step of a run whose requests all come at once.
 
-    A row that ends is given to the next request in the following step; budget: prompt tokens of a step, which
-    its last prompt may exceed.
+    A finished row is given to the next request in the following step. budget: prompt tokens per step, which
+    the step's last prompt may exceed.
     """
     waiting, running, steps = list(reversed(requests)), list[int](), list[tuple[int, int]]()
     while waiting or running:
@@ -120,12 +120,12 @@ def taken_by(requests: Sequence[Arrival], together: int, budget: int = 16_384) -
 
 
 def joins(rows: int, tokens: int) -> bool:
-    """Whether so many prompt tokens would join a step of ``rows``."""
+    """Return whether ``tokens`` prompt tokens would join a step of ``rows``."""
     return rows > 0 and 0 < tokens <= JOINED_TOKENS[-1]
 
 
 def saved_us(steps: Iterable[tuple[int, int]]) -> float:
-    """µs of products that a run spares if prompts join the decode steps beside them."""
+    """Return the µs of GEMMs that a run saves if prompts join the decode steps."""
     together = [(rows, tokens) for rows, tokens in steps if joins(rows, tokens)]
     apart = sum(products_us(rows) + products_us(tokens) for rows, tokens in together)
     return apart - sum(products_us(rows + tokens) for rows, tokens in together)

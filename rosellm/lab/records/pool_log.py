@@ -1,4 +1,4 @@
-"""Follows a scheduler step by step: who holds the KV blocks, and what became of whom."""
+"""Follow a scheduler step by step: who holds the KV blocks, and what happens to each request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ENDS = {"length": "finished", "stop": "finished", "cancelled": "cancelled", "fai
 class Moment:
     """The first layer's pool between two steps, in blocks; with ``free`` they add up to the pool.
 
-    requests: those of each active request, the oldest first; a block that several hold counts for the oldest.
-    cached: held by the prefix cache alone. lost: neither free nor anybody's.
+    requests: blocks of each active request, oldest first; a shared block counts for its oldest holder.
+    cached: held by the prefix cache alone. lost: neither free nor held.
     """
 
     requests: dict[int, int]
@@ -29,7 +29,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something of ``KINDS`` that was found at a moment; ``who`` is a request or an evicted prefix."""
+    """An event of ``KINDS`` that was detected at a moment; ``who`` is a request or an evicted prefix."""
 
     moment: int
     kind: str
@@ -37,11 +37,11 @@ class Happening:
 
 
 class PoolLog:
-    """What a scheduler's pool looks like at each moment, and what happened up to it.
+    """A scheduler's pool at each moment, and the events up to it.
 
-    It compares the block tables with what they were, so the scheduler needs no hook: requests that are gone
-    have ended, preemptions are counted in their metrics, and cache entries that are missing were evicted.
-    ``moments[0]`` is the state at the beginning.
+    Compares the block tables with their previous state, so the scheduler needs no hook: missing requests have
+    ended, preemptions are counted in their metrics, and missing cache entries were evicted. ``moments[0]`` is
+    the initial state.
     """
 
     def __init__(self, scheduler: OnlineScheduler) -> None:
@@ -55,20 +55,20 @@ class PoolLog:
         self.note()
 
     def note(self) -> None:
-        """One moment more; to be called after each step, or after whatever else is to be seen."""
+        """Record a moment; call it after each step, or after anything else worth recording."""
         at = len(self.moments)
         self.happenings += [Happening(at, kind, who) for kind, who in self._changes()]
         self.moments.append(self._moment())
 
     def run(self) -> PoolLog:
-        """Steps until no request is left, noting each one."""
+        """Step until no request is left, recording each step."""
         while self.scheduler.has_unfinished:
             self.scheduler.step()
             self.note()
         return self
 
     def count(self, kind: str) -> int:
-        """How often something of ``KINDS`` happened."""
+        """Count the events of a kind."""
         return sum(one.kind == kind for one in self.happenings)
 
     def _changes(self) -> Iterator[tuple[str, str]]:
@@ -82,7 +82,7 @@ class PoolLog:
             yield self._end(request_id, self._known.pop(request_id).finish_reason)
         for request_id in sorted(
             self.scheduler.finished.keys() - self._ended
-        ):  # begun and ended between two notes
+        ):  # began and ended between two notes
             yield self._end(request_id, self.scheduler.finished[request_id].finish_reason)
         cache = self.engine.prefix_cache
         entries = {} if cache is None else cache.entries

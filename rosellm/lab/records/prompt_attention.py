@@ -1,9 +1,9 @@
-"""Measure attention of whole prompts, causal, against torch's own libraries on the same shapes.
+"""Compare causal attention over whole prompts with torch's libraries on the same shapes.
 
-Each length has as many prompts as make ``--tokens`` tokens. Ours reads queries, keys and values as slices of
-one projection, and stores keys and values into a paged cache, too; the libraries read contiguous tensors
-``[B, H, T, D]``, and store nothing. All take turns; a turn's calls follow each other on the device. The
-record is DIR/MODEL/prompt_attention.json; it keeps the other lengths that it has of the same commit.
+Each length has as many prompts as make ``--tokens`` tokens. Our kernel reads queries, keys and values as
+slices of one projection, and also stores keys and values into a paged cache; the libraries read contiguous
+tensors ``[B, H, T, D]``, and store nothing. All run in turns; a turn's calls follow each other on the device.
+The record is DIR/MODEL/prompt_attention.json; it keeps other lengths of the same commit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Way = Callable[[], Tensor]
 
 
 def ways(arch: Arch, length: int, prompts: int, device: torch.device) -> dict[str, Way]:
-    """Each way's call for the same random prompts, which gives ``[B, T, H, D]``; on a CPU without cuDNN."""
+    """Return each way's call on the same random prompts; it returns ``[B, T, H, D]``. No cuDNN on a CPU."""
     heads, dtype = (arch.n_heads, arch.n_kv_heads, arch.n_kv_heads), DTYPES[device.type]
     generator = torch.Generator(device).manual_seed(0)
     shape = (prompts * length, sum(heads), arch.head_dim)
@@ -59,7 +59,7 @@ def ways(arch: Arch, length: int, prompts: int, device: torch.device) -> dict[st
 
 
 def _ours(arch: Arch, qkv: tuple[Tensor, ...], length: int, prompts: int) -> Way:
-    """The engine's kernel over a paged cache with room for the prompts."""
+    """Return a call of the engine's kernel over a paged cache with room for the prompts."""
     q, k, v = qkv
     blocks = -(-length // BLOCK_M)
     table = torch.arange(prompts * blocks, dtype=torch.int32, device=q.device).view(prompts, blocks)
@@ -81,9 +81,10 @@ def _library(backend: SDPBackend, scale: float, q: Tensor, k: Tensor, v: Tensor)
 def measure(
     arch: Arch, lengths: list[int], tokens: int, device: torch.device, turns: int, seconds: float = SECONDS
 ) -> dict[str, dict[str, Any]]:
-    """Length → prompts, floating-point operations, and way → µs a call of each turn.
+    """Return length → prompts, FLOPs, and way → µs per call of each turn.
 
-    largest_difference: of each library's elements from ours. Raises ``OptionError`` if no library runs here.
+    largest_difference: between each library's elements and ours. Raises ``OptionError`` if no library runs
+    here.
     """
     found = {}
     for length in lengths:
@@ -101,7 +102,7 @@ def measure(
 
 
 def _that_run(calls: dict[str, Way]) -> dict[str, Way]:
-    """Without the libraries that refuse such heads on this device, each told in a line."""
+    """Drop the libraries that reject such heads on this device, and print a line for each."""
     found = {}
     for name, call in calls.items():
         try:
@@ -113,26 +114,26 @@ def _that_run(calls: dict[str, Way]) -> dict[str, Way]:
         else:
             found[name] = call
     if found.keys() == {OURS}:
-        raise OptionError("no library attends with such heads on this device")
+        raise OptionError("no attention library supports these heads on this device")
     return found
 
 
 def _in_turns(
     calls: dict[str, Way], device: torch.device, turns: int, seconds: float
 ) -> dict[str, list[float]]:
-    """Way → µs a call of each turn; a turn takes about so many seconds."""
+    """Return way → µs per call of each turn; a turn takes about ``seconds``."""
     times = {name: max(1, round(seconds / _call_s(call, 1, device))) for name, call in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(turns + 1):
         for name, call in calls.items():
             us = _call_s(call, times[name], device) * 1e6
-            if turn:  # the first raises the clocks
+            if turn:  # the first turn raises the clocks
                 found[name].append(us)
     return found
 
 
 def _call_s(call: Way, times: int, device: torch.device) -> float:
-    """Seconds a call, of so many that follow each other on the device."""
+    """Return the seconds per call over ``times`` consecutive calls on the device."""
     _finish(device)
     start = time.perf_counter()
     for _ in range(times):
@@ -147,17 +148,17 @@ def _finish(device: torch.device) -> None:
 
 
 def tflop_s(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Of each way at one length, from the median of its turns."""
+    """Return the TFLOP/s of each way at one length, from the median of its turns."""
     return {name: measured["flop"] / median(us) / 1e6 for name, us in measured["us"].items()}
 
 
 def of_best_library(speeds: Mapping[str, float]) -> float:
-    """Our speed as a share of the fastest library's."""
+    """Return our speed as a fraction of the fastest library's."""
     return speeds[OURS] / max(speed for name, speed in speeds.items() if name != OURS)
 
 
 def told(length: str, measured: Mapping[str, Any]) -> str:
-    """One length in a line."""
+    """Describe one length in one line."""
     speeds = tflop_s(measured)
     ways_told = ", ".join(f"{name} {number(speed)}" for name, speed in speeds.items())
     share = f"{of_best_library(speeds):.0%}".replace("%", " %")
@@ -165,7 +166,7 @@ def told(length: str, measured: Mapping[str, Any]) -> str:
 
 
 def recorded(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
-    """Model → its recorded figures, as of :func:`measure`."""
+    """Return model → its recorded figures of :func:`measure`."""
     paths = sorted(results.folder.glob(f"*/{NAME}.json"))
     return {path.parent.name: Results(path.parent).load(NAME)["figures"] for path in paths}
 
@@ -173,10 +174,10 @@ def recorded(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
     add = parser.add_argument
-    add("--model", required=True, help="whose heads: hub id, local folder or shipped model")
+    add("--model", required=True, help="defines the heads: hub id, local folder or shipped model")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
-    add("--lengths", type=whole_numbers(MOST_TOKENS), default=LENGTHS, metavar="N,N", help="tokens a prompt")
-    add("--tokens", type=whole_number(1), default=TOKENS, metavar="N", help="of all prompts of a length")
+    add("--lengths", type=whole_numbers(MOST_TOKENS), default=LENGTHS, metavar="N,N", help="prompt tokens")
+    add("--tokens", type=whole_number(1), default=TOKENS, metavar="N", help="total of each length")
     add("--repeats", type=whole_number(1), default=TURNS, metavar="N", help="measured turns of each way")
     add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
     return parser

@@ -1,9 +1,9 @@
 """Record this machine in at most ten minutes: ``make measure``, or ``python -m rosellm.lab.records.quick``.
 
-The workloads of the recorded GPU, at full size: a decode step of every rung, and whole runs, the most
-telling first, then experiments that take less than a minute, each a file of ``notebooks/results/<device>``.
-When the time is up, the next call continues there; steps of which some rungs are left, it measures anew if
-the commit is another. A CPU runs the same workloads in fp32, once each.
+Runs the reference GPU's workloads at full size, most informative first: a decode step of every rung, and
+whole runs, then experiments that take less than a minute. Each is a file of ``notebooks/results/<device>``.
+When time is up, the next call continues; incomplete step records are restarted if the commit has changed. A
+CPU runs the same workloads in fp32, once each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.recipe import LADDER, get_rung
 
 MODEL, SIZE = "gpt2", "full"
-EFFORT = {  # of a rung's steps, measured one rung after the other
+EFFORT = {  # per rung's steps, measured one rung after the other
     "cuda": {"engines": 1, "seconds": 0.3, "turns": 3},
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 1},
 }
@@ -56,24 +56,24 @@ EXPERIMENTS = {  # at full size less than a minute each
     "cuda": ("bookkeeping", KV_APPEND, "autotune", "kv_pressure", *(f"lengths-{batch}" for batch in BATCHES)),
     "cpu": ("bookkeeping", KV_APPEND),
 }
-LEAVING_S = 15.0  # for the step that runs when the time is up, and the interpreter's end
-AGAIN_S = 2.0  # an exception is lost if it comes while the garbage collector calls a finalizer
-REPEATS = {"cuda": (1, 3), "cpu": (0, 1)}  # runs that are not measured, and that are
+LEAVING_S = 15.0  # for the step in progress when time is up, and interpreter shutdown
+AGAIN_S = 2.0  # repeat: an exception raised in a finalizer is lost
+REPEATS = {"cuda": (1, 3), "cpu": (0, 1)}  # warm-up runs, measured runs
 
 
 class TimeIsUp(KeyboardInterrupt):
-    """Raised wherever the process is when its minutes are over; what it was at is left out."""
+    """Raised wherever the process is when time is up; the record in progress is dropped."""
 
 
 class Job(NamedTuple):
-    """A record to make: its file's name without suffix, and what writes it."""
+    """A record to make: its file's name without suffix, and the function that writes it."""
 
     name: str
     run: Callable[[], None]
 
 
 class Recorder:
-    """Makes one device's records in ``folder``, with one model loaded for all."""
+    """Makes one device's records in ``folder``, with the model loaded once."""
 
     def __init__(self, device: torch.device, folder: Path) -> None:
         self.device, self.folder = device, folder
@@ -86,7 +86,7 @@ class Recorder:
         self.rungs = [*self.ends, *others]
 
     def jobs(self) -> list[Job]:
-        """What is not recorded yet: steps and the ladder's ends first, short runs before long ones."""
+        """Return what is not recorded yet: steps and the ladder's ends first, short runs before long ones."""
         short, longer = ("W0", "W1", "W3"), ("W2", "W4", "W5")
         jobs = [Job("ceilings", self.ceilings)] if self.device.type == "cuda" else []
         jobs += [self._steps("W0"), *self._runs(short, self.ends), self._steps("W1")]
@@ -96,13 +96,13 @@ class Recorder:
         return [job for job in jobs if not self._is_done(job.name)]
 
     def ceilings(self) -> None:
-        """What the GPU sustains of reading, copying and multiplying."""
+        """Record what the GPU sustains: reading, copying and multiplying."""
         self._write("ceilings", measure_ceilings(self.device, self.gpt.dtype))
 
     def steps(self, workload: str) -> None:
-        """Every rung's decode step at the workload's size; the record grows by a rung at a time.
+        """Record every rung's decode step at the workload's size, one rung at a time.
 
-        It begins with the rungs that are recorded of this commit.
+        Continues with the rungs that are recorded at this commit.
         """
         name = f"steps-{workload}"
         begun = self._record(name, _shape(name) | {"turns_us": {}})
@@ -113,23 +113,23 @@ class Recorder:
             self._write(name, figures | {"turns_us": {one: known[one] for one in LADDER if one in known}})
 
     def whole_run(self, workload: str, rung: str) -> None:
-        """A workload's benchmark on a rung."""
+        """Record a workload's benchmark on a rung."""
         warmups, repeats = REPEATS[self.device.type]
         asked = self._asked(repeats=repeats)
         given = [*benchmark_arguments(workload, rung, asked), "--warmup-runs", str(warmups)]
         benchmark = BENCHMARKS[WORKLOADS[workload].form]
-        with redirect_stdout(io.StringIO()):  # its summary: one line for each job is enough
+        with redirect_stdout(io.StringIO()):  # hide its summary
             record = benchmark.measure(benchmark.parse_options(given), self.gpt, self.tokenizer)
         write_record(self.folder / f"{workload}-{rung}.json", record)
 
     def experiment(self, name: str) -> None:
-        """One of the experiments of ``rosellm.lab.measure``."""
+        """Record one of the experiments of ``rosellm.lab.measure``."""
         with redirect_stdout(io.StringIO()):
             experiment(name)(self._asked(output=self.folder))
         free_memory()
 
     def _asked(self, **options: Any) -> argparse.Namespace:
-        """The options of ``rosellm.lab.measure`` for this device, at full size."""
+        """Return the options of ``rosellm.lab.measure`` for this device, at full size."""
         given = {"model": MODEL, "load_format": LOAD_FORMAT, "device": self.device.type}
         return argparse.Namespace(size=SIZES[SIZE], **given, **options)
 
@@ -140,7 +140,7 @@ class Recorder:
         return [Job(f"{w}-{rung}", partial(self.whole_run, w, rung)) for w in workloads for rung in rungs]
 
     def _is_done(self, name: str) -> bool:
-        """Whether a whole record is there, of any commit, and of what this one measures."""
+        """Return whether a complete record of these settings exists, of any commit."""
         workload, _, rung = name.partition("-")
         if workload in WORKLOADS:
             return rung in self.results.rungs(workload)
@@ -164,14 +164,14 @@ class Recorder:
 
 
 def _shape(name: str) -> dict[str, int]:
-    """The batch and context of the record ``steps-WORKLOAD``."""
+    """Return the batch and context of the record ``steps-WORKLOAD``."""
     batch, context = step_shape(WORKLOADS[name.removeprefix("steps-")])
     return {"batch": batch, "context": context}
 
 
 @contextmanager
 def limited_to(seconds: float) -> Iterator[None]:
-    """Raises TimeIsUp inside after so many seconds; needs a POSIX system and the main thread."""
+    """Raise TimeIsUp inside after ``seconds``; needs a POSIX system and the main thread."""
 
     def end(_number: int, _frame: object) -> None:
         raise TimeIsUp
@@ -186,9 +186,9 @@ def limited_to(seconds: float) -> Iterator[None]:
 
 
 def work_off(jobs: list[Job], seconds: float) -> list[str]:
-    """Run the jobs until the time is up, a line for each; the names of those that are not done.
+    """Run the jobs until time is up, printing a line for each; return the names of those not done.
 
-    A job that fails, as on a GPU with too little memory, is told and the next one begins.
+    A job that fails, e.g. for lack of GPU memory, is reported and the next one starts.
     """
     left = [job.name for job in jobs]
     try:
@@ -216,7 +216,7 @@ def _succeeds(job: Job) -> bool:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Record what is missing of this machine until the time is up."""
+    """Record what this machine still lacks, until time is up."""
     arguments = _parser().parse_args(argv)
     device = resolve_device(arguments.device)
     folder = (arguments.results or results_folder()) / this_machine(device)
@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _outcome(folder: Path, done: int, left: list[str]) -> str:
-    """What was made, how to see it, and what to do next."""
+    """State what was recorded, how to view it, and what to do next."""
     begun = f" and {left[0]} begun" if left and (folder / f"{left[0]}.json").is_file() else ""
     told = [f"{done} records made{begun} in {folder}"]
     if any(folder.glob("*.json")):
@@ -243,7 +243,7 @@ def _outcome(folder: Path, done: int, left: list[str]) -> str:
 def _parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m rosellm.lab.records.quick", description=__doc__)
     add = parser.add_argument
-    add("--minutes", type=whole_number(1, 1440), default=10, metavar="N", help="after which it ends")
+    add("--minutes", type=whole_number(1, 1440), default=10, metavar="N", help="time limit in minutes")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is one")
     add("--results", type=Path, metavar="DIR", help="folder of the machines; default: notebooks/results")
     return parser

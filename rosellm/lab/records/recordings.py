@@ -1,4 +1,4 @@
-"""The experiments that ``measure`` records, by name, each at the size that its options give."""
+"""The experiments that ``measure`` records, by name, each at the size that its options select."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def each(name: str, parts: Iterable[T]) -> Iterator[T]:
-    """The parts of an experiment, with a line of progress."""
+    """Yield the parts of an experiment, with a progress bar."""
     with tqdm(list(parts), leave=False) as bar:
         for part in bar:
             bar.set_description(f"{name}: {part}")
@@ -40,7 +40,7 @@ def each(name: str, parts: Iterable[T]) -> Iterator[T]:
 
 
 def counts(arguments: argparse.Namespace) -> dict:
-    """Kernels, copies, bytes and allocations of one decode step, by batch size and rung.
+    """Count kernels, copies, bytes and allocations of one decode step, by batch size and rung.
 
     "mixed": prompts of unequal lengths.
     """
@@ -56,7 +56,7 @@ def counts(arguments: argparse.Namespace) -> dict:
 
 
 def equality(arguments: argparse.Namespace) -> dict:
-    """Tokens and logits of every rung against ``dense``, in fp32, fp16 and bf16, on the shipped model."""
+    """Compare every rung's tokens and logits with ``dense``, in fp32, fp16 and bf16, on the shipped model."""
     size, lengths = arguments.size, arguments.size.contexts(1, 2, 5, 63, 64, 65, 130)
     batch, tokens = min(14, size.rows), min(64, size.new_tokens)
     rungs = runnable(resolve_device(arguments.device), arch_of(SHIPPED))
@@ -69,19 +69,19 @@ def equality(arguments: argparse.Namespace) -> dict:
 
 
 def ceilings(arguments: argparse.Namespace) -> dict:
-    """What the GPU sustains of reading, copying and multiplying: what floors are computed from."""
+    """Measure what the GPU sustains in reading, copying and multiplying, the basis of floors."""
     return measure_ceilings(torch.device(arguments.device), _model(arguments).dtype)
 
 
 def timelines(arguments: argparse.Namespace) -> dict:
-    """A few decode steps of four rungs and of those before them, event by event."""
+    """Trace a few decode steps of four rungs and of the rungs before them."""
     model, workload = _model(arguments), arguments.size.of(WORKLOADS["W1"])
     drawn = [rung for rung in TIMELINES if rung in runnable(model.device, model.config)]
     return {rung: timeline(model, rung, workload) for rung in each("timelines", drawn)}
 
 
 def autotune(arguments: argparse.Namespace) -> dict:
-    """What an autotuned launch costs, beside every fixed one."""
+    """Measure the cost of an autotuned launch against every fixed one."""
     model, size = _model(arguments), arguments.size
     launches = [
         experiments.launch_costs(model, min(batch, size.rows), min(length, size.prompt))
@@ -91,14 +91,14 @@ def autotune(arguments: argparse.Namespace) -> dict:
 
 
 def bookkeeping(arguments: argparse.Namespace) -> dict:
-    """Nanoseconds of Python a reserved token."""
+    """Measure nanoseconds of Python per reserved token."""
     return {
         str(batch): experiments.bookkeeping_cost(batch, 12, 128) for batch in each("bookkeeping", (8, 256))
     }
 
 
 def ledger(arguments: argparse.Namespace) -> dict:
-    """Where a decode step's time goes, at the batch sizes of four workloads and half their context."""
+    """Account for a decode step's time, at the batch sizes of four workloads and half their context."""
     model = _model(arguments)
     rungs = runnable(model.device, model.config)
     sized = [arguments.size.of(WORKLOADS[name]) for name in LEDGER_WORKLOADS]
@@ -110,14 +110,14 @@ def ledger(arguments: argparse.Namespace) -> dict:
 
 
 def ledger_w6(arguments: argparse.Namespace) -> dict:
-    """The same of the largest workload, on the best rung."""
+    """Account for a step of the largest workload, on the best rung."""
     w = arguments.size.of(WORKLOADS["W6"])
     context = _prompt_length(w) + w.max_new_tokens // 2
     return experiments.ledgers(_model(arguments), [_best_rung(arguments)], w.max_batch_size, context)
 
 
 def ledger_w8(arguments: argparse.Namespace) -> dict:
-    """The same of unequal requests, greedy, at a temperature, and filtered: each with half of its output."""
+    """Account for unequal requests, greedy, with a temperature, and filtered, each at half its output."""
     model, rung = _model(arguments), _best_rung(arguments)
     sized = {name: arguments.size.of(WORKLOADS[name]) for name in ("W8", "W9", "W10")}
     return {
@@ -126,7 +126,7 @@ def ledger_w8(arguments: argparse.Namespace) -> dict:
 
 
 def grid(arguments: argparse.Namespace) -> dict:
-    """Step time of the best rung over batch size and context; where keys may be split, with and without."""
+    """Time steps of the best rung over batch size and context; for few rows also with ``split_kv``."""
     model, size, best = _model(arguments), arguments.size, _best_rung(arguments)
     contexts, few = size.contexts(*GRID_CONTEXTS), size.contexts(256, 512, 768, 1000)
 
@@ -145,21 +145,21 @@ def grid(arguments: argparse.Namespace) -> dict:
 
 
 def lengths(arguments: argparse.Namespace, batch: int) -> dict:
-    """Step time at equal and unequal contexts of the same sum, rows whole and cut."""
+    """Time steps with equal and unequal contexts of the same sum, rows whole and split."""
     size, model = arguments.size, _model(arguments)
     rows, mean = min(batch, size.rows), min(MEAN, size.prompt // TIMES)
     return step_records.figures_of(rows, mean, length_steps(model, rows, mean, **size.effort))
 
 
 def cold_start(arguments: argparse.Namespace) -> dict:
-    """Time to the first tokens of a fresh process."""
+    """Measure the time to the first tokens of a fresh process."""
     best = _best_rung(arguments)
     seconds = experiments.cold_start(arguments.model, arguments.load_format, arguments.device, best)
     return {"rung": best, "seconds": seconds}
 
 
 def kv_pressure(arguments: argparse.Namespace) -> dict:
-    """Throughput with a quarter of the KV blocks that all requests need, and with all of them."""
+    """Measure throughput with a quarter of the KV blocks that all requests need, and with all of them."""
     sized = (arguments.size.of(WORKLOADS[name]) for name in each("kv_pressure", ("W6", "W7")))
     return {
         w.id: robustness.kv_pressure(_model(arguments), w.num_requests, _prompt_length(w), w.max_new_tokens)
@@ -168,7 +168,7 @@ def kv_pressure(arguments: argparse.Namespace) -> dict:
 
 
 def determinism(arguments: argparse.Namespace) -> dict:
-    """What batch invariance costs, and what changes without it."""
+    """Measure the cost of batch invariance, and what changes without it."""
     model, size = _model(arguments), arguments.size
     batches = size.batches(1, 2, 8, 9, 16, 17, 32, 64, 65, 128, 129, 256)
     return {
@@ -186,14 +186,14 @@ def determinism(arguments: argparse.Namespace) -> dict:
 
 
 def steps(arguments: argparse.Namespace, workload: str) -> dict:
-    """The time of a decode step on every rung, at a workload's batch size and mid-run context."""
+    """Time a decode step on every rung, at a workload's batch size and mid-run context."""
     model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
     rungs = runnable(model.device, model.config)
     return step_records.ladder_steps(model, rungs, sized, **arguments.size.effort)
 
 
 def ablations(arguments: argparse.Namespace, workload: str) -> dict:
-    """The same of what lies between two rungs, where one field changes several things."""
+    """Time the variants between two rungs where one field changes several things."""
     model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
     return {
         rung: step_records.ablation_steps(model, rung, sized, **arguments.size.effort)
@@ -202,7 +202,7 @@ def ablations(arguments: argparse.Namespace, workload: str) -> dict:
 
 
 def leave_one_out(arguments: argparse.Namespace, workload: str) -> dict:
-    """What each field of the best recipe is worth now: whole runs with that field alone set back."""
+    """Measure whole runs with each field of the best recipe alone reverted."""
     model, sized = _model(arguments), arguments.size.of(WORKLOADS[workload])
     seconds = arguments.size.effort["seconds"]
     return step_records.leave_one_out(model, sized, seconds=seconds, best=_best_rung(arguments))
@@ -215,7 +215,7 @@ def _of_workloads(
 
 
 def measured(name: str, arguments: argparse.Namespace) -> dict[str, str]:
-    """What the record of an experiment says that it measured: the model and how large; of Python, nothing."""
+    """Return the model and size of an experiment for its record; {} for pure-Python bookkeeping."""
     if name == "bookkeeping":
         return {}
     model = SHIPPED if name == "equality" else arguments.model
@@ -246,7 +246,7 @@ EXPERIMENTS: dict[str, Callable[[argparse.Namespace], dict]] = {
 def _by_rung(
     name: str, rungs: list[str], experiment: Callable[..., dict], model: Transformer, *sizes: object
 ) -> dict[str, dict]:
-    """An experiment of several rungs, one after the other, so that progress shows."""
+    """Run an experiment rung by rung, so that progress is visible."""
     return {rung: experiment(model, [rung], *sizes)[rung] for rung in each(name, rungs)}
 
 

@@ -1,4 +1,4 @@
-"""Committed benchmark records: what was measured on a device, the rivals' figures, the floor under both."""
+"""Committed benchmark records: a device's measurements, the rivals' figures, and the floor under both."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rosellm.errors import RoseError
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.roseinfer.recipe import LADDER
 
-REFERENCE = "nvidia-h200"  # the device that sentences are about: notebooks', README.md's
+REFERENCE = "nvidia-h200"  # the device that README.md and the notebooks' text describe
 RIVALS_FILE = "rivals-h200.json"
 LEASE_OURS, LEASE_RIVAL = "rosellm ab671af", "vLLM 0.26.0"
 LEASE_MODELS = {"Llama-3.2-1B": "llama-1b", "Llama-3.1-8B": "llama-8b"}  # others by their own names
 BYTES_FP16 = 2
-FULL_SIZE = "full"  # also of a record that tells none
+FULL_SIZE = "full"  # also if a record has no size
 SHORT_NAMES = {"decode_tok_s": "decode_throughput_tok_s", "total_tok_s": "total_throughput_tok_s"}
 
 
 class RecordError(RoseError):
-    """A record, figure or folder of records that does not exist, or cannot be read."""
+    """A record, figure or records folder that does not exist or cannot be read."""
 
 
 class UnlikeError(RecordError):
-    """A record that was made with another model, or at another size, than the one that it would stand beside.
+    """A record whose model or size differs from the record it would be compared with.
 
-    ``why`` tells readers so.
+    ``why`` is the explanation for readers.
     """
 
     def __init__(self, where: str, differences: Iterable[str]) -> None:
@@ -41,9 +41,9 @@ class UnlikeError(RecordError):
 
 
 def number(value: float | None) -> str:
-    """A figure for readers: whole with thousands separators from 100 up, else three significant digits.
+    """Format a figure: from 100 up whole with thousands separators, else three significant digits.
 
-    "–" stands for None and for what is not a number.
+    None and NaN become "–".
     """
     if value is None or math.isnan(value):
         return "–"
@@ -54,20 +54,23 @@ def number(value: float | None) -> str:
 
 
 def signed(share: float, decimals: int = 1) -> str:
-    """A share with its sign, as a percentage: ``+2.5%``, ``−4.4%``; without one if it rounds to nothing."""
+    """Format a share as a signed percentage: ``+2.5%``, ``−4.4%``; unsigned if it rounds to zero."""
     told = f"{share:+.{decimals}%}".replace("-", "−")
     return told if told.strip("+−0.%") else told[1:]
 
 
 def percent_change(before: float, after: float) -> str:
-    """The change from ``before`` with one decimal: ``+2.6 %``, ``−5.4 %``. ``before`` must not be 0."""
+    """Format the change from ``before`` with one decimal: ``+2.6 %``, ``−5.4 %``.
+
+    Raises RecordError if ``before`` is 0.
+    """
     if not before:
         raise RecordError("a change in percent needs a figure other than 0 to start from")
     return f"{(after / before - 1) * 100:+.1f} %".replace("-", "−")
 
 
 def results_folder() -> Path:
-    """``notebooks/results`` of this checkout, or of the working folder if the package is elsewhere."""
+    """Return ``notebooks/results`` of this checkout, or of the working folder if the package is elsewhere."""
     checkout = Path(rosellm.__file__).resolve().parent.parent
     tried = [checkout / "notebooks" / "results", Path("results"), Path("notebooks/results")]
     for folder in tried:
@@ -78,11 +81,10 @@ def results_folder() -> Path:
 
 @dataclass(frozen=True)
 class Results:
-    """The records of one device, a JSON file each: ``<workload>-<rung>.json``, or named by what they hold.
+    """The records of one device, a JSON file each: ``<workload>-<rung>.json``, or named after their contents.
 
-    like: records that these stand beside; one of the same name must be of the same model and size.
-    is_namesake: whether it stands beside another of the same device name, so that only the folder tells them
-    apart.
+    like: records to compare with; equally named records must have the same model and size. is_namesake:
+    another machine shown has the same device name, so that only the folder distinguishes them.
     """
 
     folder: Path
@@ -90,13 +92,13 @@ class Results:
     is_namesake: bool = False
 
     def names(self) -> list[str]:
-        """What there is to load, in alphabetical order."""
+        """Return the names of all records, in alphabetical order."""
         return sorted(path.stem for path in self.folder.glob("*.json"))
 
     def load(self, name: str) -> dict[str, Any]:
-        """The whole file ``name``, such as ``kv_append``; raises RecordError, listing what exists.
+        """Return the whole file ``name``, such as ``kv_append``.
 
-        Raises UnlikeError for one that is unlike that of ``like``.
+        Raises RecordError, listing what exists, or UnlikeError if it does not match the record of ``like``.
         """
         path = self._path(name)
         if self.like is not None and name in self.like.names():
@@ -106,7 +108,7 @@ class Results:
         return _read(path)
 
     def figures(self, name: str, *keys: str) -> Any:
-        """What a record's figures hold under ``keys``, each within the one before. Raises RecordError."""
+        """Return the entry of a record's figures at the nested ``keys``. Raises RecordError."""
         found = self.load(name)["figures"]
         for key in keys:
             if key not in found:
@@ -116,7 +118,7 @@ class Results:
         return found
 
     def row(self, name: str, *keys: str, **facts: Any) -> dict[str, Any]:
-        """The row that has these ``facts``, of those under ``keys`` of a record's figures or of its ``rows``.
+        """Return the row with these ``facts``, under ``keys`` of a record's figures or in its ``rows``.
 
         Raises RecordError.
         """
@@ -133,17 +135,17 @@ class Results:
         return path
 
     def record(self, workload: str, rung: str) -> dict[str, Any]:
-        """A benchmark's whole record; raises RecordError, listing the rungs measured on this workload."""
+        """Return a benchmark's whole record. Raises RecordError, listing the workload's measured rungs."""
         rungs = self.rungs(workload)
         if rung not in rungs:
             raise RecordError(f"{self.folder.name} has no {workload} of {rung!r}: there are {_listed(rungs)}")
         return self.load(f"{workload}-{rung}")
 
     def rungs(self, workload: str) -> list[str]:
-        """The rungs measured on a workload, in the ladder's order.
+        """Return the rungs measured on a workload, in the ladder's order.
 
-        Without records that say how they depart from it, unless by a dtype, which is the device's, and
-        without those of ``benchmark_rivals``.
+        Skips records of ``benchmark_rivals``, and those that depart from the workload in more than the dtype,
+        which is the device's.
         """
         prefix = f"{workload}-"
         found = [
@@ -154,23 +156,23 @@ class Results:
         return sorted(found, key=lambda rung: list(LADDER).index(rung) if rung in LADDER else len(LADDER))
 
     def value(self, workload: str, rung: str, figure: str = "total_tok_s") -> float:
-        """The median over the repeats of one figure; raises RecordError, listing the figures, if unknown.
+        """Return the median of one figure over the repeats. Raises RecordError, listing the figures.
 
-        ``decode_tok_s`` and ``total_tok_s`` stand for the throughputs of decode steps and of the whole run.
+        ``decode_tok_s`` and ``total_tok_s`` are the throughputs of decode steps and of the whole run.
         """
         return _figure(self._result(workload, rung)["medians"], figure)
 
     def repeats(self, workload: str, rung: str, figure: str = "total_tok_s") -> list[float]:
-        """Every repeat's value of one figure, in the order measured."""
+        """Return every repeat's value of one figure, in the order measured."""
         return [_figure(repeat, figure) for repeat in self._result(workload, rung)["repeats"]]
 
     def values(self, workload: str, figure: str = "total_tok_s") -> dict[str, float]:
-        """Rung → median of one figure, for all rungs measured on a workload."""
+        """Return rung → median of one figure, for all rungs measured on a workload."""
         return {rung: self.value(workload, rung, figure) for rung in self.rungs(workload)}
 
     @property
     def device_name(self) -> str:
-        """As the driver calls it: ``NVIDIA H200``."""
+        """The driver's name for the device: ``NVIDIA H200``."""
         return self._environment(None)["device_name"]
 
     @property
@@ -179,7 +181,7 @@ class Results:
         return self._environment(None).get("device_memory_bytes") is not None
 
     def environment_line(self, name: str | None = None) -> str:
-        """Where and when a record was measured, in one line; by default the newest one."""
+        """Describe in one line where and when a record was measured; default: the newest record."""
         env = self._environment(name)
         versions = [f"{key} {env[key]}" for key in ("driver", "torch", "triton") if env.get(key)]
         return " · ".join([env["device_name"], *versions, env["time_utc"][:10]])
@@ -197,15 +199,15 @@ class Results:
 
 
 class _Facts(NamedTuple):
-    """What is asked of a record without its figures; is_run: of its workload and this engine."""
+    """A record without its figures; is_run: it is a run of its workload by this engine."""
 
     environment: dict[str, Any] | None
     is_run: bool
-    model: Any  # None: it is of none, or does not tell
+    model: Any  # None: no model, or unknown
     size: str
 
     def differences(self, other: _Facts) -> list[str]:
-        """In what it is unlike ``other``, for readers."""
+        """Describe how it differs from ``other``."""
         found = []
         if self.model != other.model and None not in (self.model, other.model):
             named = isinstance(self.model, str) and isinstance(other.model, str)
@@ -216,7 +218,7 @@ class _Facts(NamedTuple):
 
 
 def _facts(path: Path) -> _Facts:
-    """Read anew when the file has changed."""
+    """Read a record's facts, cached until the file changes."""
     return _read_facts(path, path.stat().st_mtime_ns)
 
 
@@ -229,7 +231,7 @@ def _read_facts(path: Path, _modified_ns: int) -> _Facts:
 
 
 def find(device: str = REFERENCE, folder: Path | None = None) -> Results:
-    """The records of a device, by its folder's name in ``folder`` (by default :func:`results_folder`)."""
+    """Return the records of a device's folder in ``folder`` (default: :func:`results_folder`)."""
     folder = folder or results_folder()
     devices = sorted(path.name for path in folder.iterdir() if path.is_dir())
     if device not in devices:
@@ -238,9 +240,9 @@ def find(device: str = REFERENCE, folder: Path | None = None) -> Results:
 
 
 def rivals(workload: str | None = None) -> dict[str, dict[str, float]]:
-    """Name → workload → completion tokens per second of other engines on the same GPU.
+    """Return name → workload → completion tokens per second of other engines on the same GPU.
 
-    With a ``workload``, only those measured on it. What each figure counts, its ``form`` says.
+    With a ``workload``, only those measured on it. A rival's ``form`` in the file defines its figures.
     """
     file = _rivals_file()
     known = {
@@ -254,32 +256,32 @@ def rivals(workload: str | None = None) -> dict[str, dict[str, float]]:
 
 
 def modern_rivals(model: str) -> dict[str, dict[str, float]]:
-    """Name → workload → figure of other engines with a modern model's shape, of sessions of their own."""
+    """Return name → workload → figure of other engines on a modern model's shape, from separate sessions."""
     return _rivals_file()["modern_models"]["models"].get(model, {})
 
 
 def one_lease(model: str) -> dict[str, tuple[float | None, float | None]]:
-    """Workload → what this engine and ``LEASE_RIVAL`` did in one session, in the workload's unit."""
+    """Return workload → figures of this engine and ``LEASE_RIVAL`` in one session, in the workload's unit."""
     figures = _rivals_file()["one_lease_2026_11_26"]["figures"]
     found = figures[LEASE_MODELS.get(model, model.lower())]
     return {workload: (one[LEASE_OURS], one[LEASE_RIVAL]) for workload, one in found.items()}
 
 
 def ceilings() -> dict[str, Any]:
-    """What the GPU can do at best, measured: copy bandwidth, a graph node, a step's GEMMs, the LM head."""
+    """Return the GPU's measured limits: copy bandwidth, a graph node, a step's GEMMs, the LM head."""
     return _rivals_file()["ceilings"]
 
 
 def read_us(results: Results, n_bytes: float) -> float:
-    """µs to read so many bytes as fast as the best repeat of the device's record ``ceilings``."""
+    """Return µs to read ``n_bytes`` at the best rate in the device's record ``ceilings``."""
     return n_bytes / (max(results.load("ceilings")["figures"]["read_TB_s"]) * 1e6)
 
 
 def floor_us(results: Results, workload: str) -> float:
-    """Bytes floor of a decode step at mid-run, µs: GPT-2 small's fp16 weights and the K/V, each read once.
+    """Return the bytes floor of a mid-run decode step in µs: GPT-2 small's fp16 weights and K/V, read once.
 
-    A sequence then holds its prompt and half its new tokens, where these are unequal weighted by the steps it
-    takes part in; the table of positions is not read as a whole.
+    At mid-run a sequence holds its prompt and half its new tokens, weighted by the steps it takes part in if
+    lengths are unequal. The position table is not read in full.
     """
     one = _workload(workload)
     shape = KNOWN_SHAPES["gpt2"]
@@ -289,7 +291,7 @@ def floor_us(results: Results, workload: str) -> float:
 
 
 def floor_tok_s(results: Results, workload: str) -> float:
-    """Tokens per second if every decode step took :func:`floor_us`."""
+    """Return tokens per second if every decode step took :func:`floor_us`."""
     return _workload(workload).max_batch_size / floor_us(results, workload) * 1e6
 
 

@@ -1,4 +1,4 @@
-"""Streams over replicas, one of which is killed meanwhile."""
+"""Stream requests over replicas while one of them is killed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rosellm.roseinfer.serving.streaming import StreamingManager
 
 @dataclass(frozen=True)
 class Streamed:
-    """Seconds from the first submission at which pieces came; each request's text; when a replica was killed.
+    """Arrival times of pieces and of the kill in seconds from the first submission, and each request's text.
 
-    n_moved: how many requests it had, which went on elsewhere.
+    n_moved: the requests of the killed replica, which continued elsewhere.
     """
 
     pieces_s: list[float]
@@ -31,9 +31,9 @@ class Streamed:
 def stream_with_a_death(
     llm: LLM, prompts: list[list[int]], params: SamplingParams, after_tokens: int
 ) -> Streamed:
-    """Stream these requests from an LLM of replicas; kill one of them once so many tokens have come.
+    """Stream these requests from an LLM of replicas; kill a replica after ``after_tokens`` tokens in total.
 
-    Raises ``RoseError`` for an LLM of one engine.
+    Raises ``RoseError`` for an LLM with a single engine.
     """
     replicas, inbox = llm.served, SimpleQueue[Any]()
     if not isinstance(replicas, Replicas):

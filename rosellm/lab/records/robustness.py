@@ -1,6 +1,6 @@
-"""An engine under pressure: its throughput with little KV memory, its bits whatever else is in the batch.
+"""An engine under pressure: throughput with little KV memory, and bitwise batch invariance.
 
-Measurements for notebooks and ``rosellm.lab.measure``; each gives a plain dict.
+Measurements for notebooks and ``rosellm.lab.measure``; each returns a plain dict.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BITS = {2: torch.int16, 4: torch.int32}
 def in_turns(
     engines: dict[str, Engine], prompts: list[list[int]], new_tokens: int, repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """Whole runs of each engine, turn by turn after one that warms up: every repeat's figures."""
+    """Run whole workloads on each engine, alternating after a warm-up; return every repeat's figures."""
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     runs: dict[str, list[dict]] = {name: [] for name in engines}
     for turn in range(repeats + 1):
@@ -55,7 +55,7 @@ def kv_pressure(
     repeats: int = 3,
     **options: Any,
 ) -> dict[str, Any]:
-    """``n`` requests at once with the KV blocks that all of them need, and with ``share`` of that."""
+    """Run ``n`` requests at once with the KV blocks that all of them need, and with ``share`` of those."""
     prompts = make_prompts(n, prompt_tokens, model.config.vocab_size)
     block_size = options.get("block_size", 64)
     each = blocks_for(prompt_tokens + new_tokens - 1, block_size)
@@ -76,7 +76,7 @@ def kv_pressure(
 
 
 def determinism_cost(model: Transformer, workload: Workload, repeats: int = 3) -> dict[str, Any]:
-    """A workload's whole-run throughput without and with ``deterministic``, and the share lost by it."""
+    """Return a workload's throughput without and with ``deterministic``, and the share that it costs."""
     lengths = 1 if workload.prompt_tokens is None else workload.prompt_tokens
     prompts = make_prompts(workload.num_requests, lengths, model.config.vocab_size)
     batch = workload.max_batch_size
@@ -97,10 +97,10 @@ def final_logits(
     chunk: int | None = None,
     preempted_after: int | None = None,
 ) -> Tensor:
-    """The logits ``[V]`` from which the last of ``new_tokens`` greedy tokens was chosen.
+    """Return the logits ``[V]`` from which the last of ``new_tokens`` greedy tokens was chosen.
 
-    other_prompts: of other requests in the batch. chunk: the prompt is computed so many tokens at a time.
-    preempted_after: the request gives up its blocks once it has so many tokens, and is computed again.
+    other_prompts: other requests in the batch. chunk: prefill the prompt in chunks of this many tokens.
+    preempted_after: preempt the request after this many tokens, and prefill it again.
     """
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
     others = [engine.make_sequence(other, params) for other in other_prompts or []]
@@ -132,7 +132,7 @@ def _prefill(engine: Engine, sequence: Sequence, chunk: int | None) -> None:
 def invariance(
     model: Transformer, batches: list[int], prompt_tokens: int = 150, new_tokens: int = 24
 ) -> dict[str, dict[str, int]]:
-    """How many of a request's logits change a bit with the circumstances, without the mode and with it."""
+    """Count the logits of a request that change bitwise with the batch, without and with the mode."""
     prompts = make_prompts(max(batches), prompt_tokens, model.config.vocab_size)
     figures = {}
     for name in ("fast", "invariant"):
@@ -153,6 +153,6 @@ def invariance(
 
 
 def bits_changed(a: Tensor, b: Tensor) -> int:
-    """Elements whose bit patterns differ."""
+    """Count the elements whose bit patterns differ."""
     kind = BITS[a.dtype.itemsize]
     return int((a.contiguous().view(kind) != b.contiguous().view(kind)).sum())

@@ -1,7 +1,7 @@
-"""What each kernel or operator of a decode step is for.
+"""Determine what each kernel or operator of a decode step is for.
 
-Kernels are known by their names, operators by theirs. Where that says too little, the range of the engine
-that launched them tells, or what stands around them in the step.
+Kernels and operators are identified by name. Where a name is ambiguous, the engine's range that launched it
+decides, or its neighbours in the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rosellm.roseinfer.layers import exhibits
 
 OTHER = "other"
 
-# What a range of the engine launches, whatever it is called.
+# The role of all that an engine range launches, whatever its name.
 RANGE_ROLES = {
     "kv_append": "append",
     "sample": "sampling",
@@ -25,9 +25,9 @@ RANGE_ROLES = {
     "h2d_block_tables": "inputs",
     "stage_tokens": "inputs",
 }
-# Our own kernels say what they are for.
+# Our own kernels declare their roles.
 OWN_ROLES = table.ROLES | exhibits.ROLES
-# The role of a library's kernel by a piece of its name, the first that is found.
+# The role of a library kernel: the first with a matching substring of its name.
 LIBRARY_ROLES = {
     "put": ("index_put",),
     "attention": ("attention", "attend", "flash", "fmha", "sdpa"),
@@ -38,7 +38,7 @@ LIBRARY_ROLES = {
     "GEMM": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "splitk", "cublas", "dot_kernel"),
     "elementwise": ("elementwise", "gelu", "copy", "cat", "fill", "reduce", "index", "scatter", "gather"),
 }
-# An operator's role by its name without namespace and, if it works in place, its last underscore.
+# An operator's role by its name without namespace and, if in-place, without trailing underscore.
 OPERATOR_ROLES = {
     name: role
     for role, names in {
@@ -63,16 +63,16 @@ OPERATOR_ROLES = {
     }.items()
     for name in names.split()
 }
-# Roles that say what is done and not what for.
+# Roles that say what is done, not what for.
 GENERIC = {"elementwise", "views"}
-# Those that usually have one purpose, and that purpose.
+# Roles with one usual purpose, and that purpose.
 USUAL = {"product": "GEMM", "softmax": "attention", "put": "append"}
 
 
 class Marked(NamedTuple):
-    """Work with a role of its own: kernels of these names, and all that the range ``name`` launches.
+    """Work with a separate role: kernels of these names, and all that the range ``name`` launches.
 
-    name: what the role is called. role: what it is to the work around it.
+    name: the role's name. role: its role from the point of view of neighbouring work.
     """
 
     name: str
@@ -90,9 +90,9 @@ def roles_of(
     part_at: Callable[[float], str],
     marked: Sequence[Marked] = (),
 ) -> list[str]:
-    """The role of every event of ``work``, in order of start.
+    """Return the role of every event of ``work``, in order of start.
 
-    operators: those that Python called, in order of start. part_at: what the host is in at a moment.
+    operators: those called from Python, in order of start. part_at: returns the host's range at a moment.
     """
     op_starts = [op.start for op in operators]
 
@@ -125,24 +125,24 @@ def _role(event: Event, launcher: str, part: str) -> str:
 
 
 def operator_role(name: str) -> str:
-    """``aten::addmm`` → ``GEMM``; "other" if unknown."""
+    """Return e.g. ``GEMM`` for ``aten::addmm``; "other" if unknown."""
     short = name.rpartition("::")[2]
     return OPERATOR_ROLES.get(short, OPERATOR_ROLES.get(short.rstrip("_"), OTHER))
 
 
 def kernel_role(name: str) -> str:
-    """``_add_norm_kernel`` → ``norm``; "other" if unknown."""
+    """Return e.g. ``norm`` for ``_add_norm_kernel``; "other" if unknown."""
     lower = name.lower()
     found = (role for role, pieces in LIBRARY_ROLES.items() if any(piece in lower for piece in pieces))
     return OWN_ROLES.get(name) or next(found, OTHER)
 
 
 def by_place(roles: list[str]) -> list[str]:
-    """Roles of one step in order, made definite by what stands around them.
+    """Resolve ambiguous roles of one step, in order, from their neighbours.
 
-    Products behind the last norm are the head, and what follows the head chooses tokens. A softmax, the
-    products next to it and what surrounds them up to the layer's own products are attention; what else
-    surrounds an append belongs to it. What precedes the embedding, or else the first norm, makes inputs.
+    GEMMs after the last norm are the head, and what follows the head is sampling. A softmax, the products
+    next to it and generic work around them, up to the layer's own GEMMs, are attention; other generic work
+    around an append belongs to it. What precedes the embedding, or else the first norm, is inputs.
     """
     roles = list(roles)
     if "head" not in roles and "norm" in roles:
@@ -170,7 +170,7 @@ def _rename(roles: list[str], places: Iterable[int], old: set[str], new: str) ->
 
 
 def _absorb(roles: list[str], around: Iterable[int], role: str, products: int) -> None:
-    """Turn generic roles, and so many products, into ``role``, up to the first that is neither."""
+    """Turn generic roles, and up to ``products`` products, into ``role``, until any other role."""
     for i in around:
         if roles[i] == "product" and products:
             products -= 1

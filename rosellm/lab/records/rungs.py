@@ -1,4 +1,4 @@
-"""Which rungs of the ladder can run a model on a device."""
+"""Determine which rungs of the ladder can run a model on a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rosellm.roseinfer.recipe import LADDER, check_launch
 
 
 def check_rung(rung: str, device: torch.device, arch: Arch) -> None:
-    """Raises ``RecipeError``, naming the rung, if the device or the model's shape rules it out."""
+    """Raise ``RecipeError``, naming the rung, if the device or the model's shape rules it out."""
     recipe = LADDER[rung]
     if recipe.launch == "autotuned" and device.type == "cpu":
         raise RecipeError(f"rung {rung!r} needs a GPU: a CPU has no launch to tune")
@@ -22,7 +22,7 @@ def check_rung(rung: str, device: torch.device, arch: Arch) -> None:
 
 
 def runnable(device: torch.device, arch: Arch) -> list[str]:
-    """The rungs that can run such a model there, in the ladder's order."""
+    """Return the rungs that can run such a model on the device, in the ladder's order."""
 
     def can_run(rung: str) -> bool:
         try:

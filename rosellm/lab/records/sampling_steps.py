@@ -1,9 +1,9 @@
-"""Measure what sampling costs a decode step: greedy, drawn, filtered, penalised, with log-probabilities.
+"""Measure what sampling adds to a decode step: greedy, drawn, filtered, penalised, with logprobs.
 
-A step is a whole one, as ``step_time`` defines it: the model, the choice, and for log-probabilities also
-their way to the host. The modes of a batch size take turns, on the same engine but for those that make all
-logits and sort them. The record is DIR/MODEL/sampling_steps.json, renewed after each batch size; it keeps
-the other batch sizes that it has of the same commit.
+A step is complete, as in ``step_time``: the model, the choice, and the transfer of logprobs to the host. The
+modes of a batch size alternate on one engine, except for those that compute all logits and sort them, which
+use a second one. The record is DIR/MODEL/sampling_steps.json, rewritten after each batch size; it keeps other
+batch sizes of the same commit.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.logprob_ring import SIZES
 
 NAME = "sampling_steps"
-SHAPES = {short_name(name): KNOWN_SHAPES[name] for name in ("gpt2", "Qwen/Qwen3-0.6B")}  # to be recorded
+SHAPES = {short_name(name): KNOWN_SHAPES[name] for name in ("gpt2", "Qwen/Qwen3-0.6B")}  # models to record
 BATCHES, MOST_ROWS = (1, 8, 64, 256), 4096
-CONTEXT, TURNS, SECONDS = 256, 7, 0.1  # cached tokens a sequence, turns of each mode, seconds of each turn
+CONTEXT, TURNS, SECONDS = 256, 7, 0.1  # cached tokens per sequence, turns per mode, seconds per turn
 
 
 @dataclass(frozen=True)
 class Mode:
-    """What rows ask for beside ``temperature`` 0: all rows of the batch, or only its first one.
+    """Sampling parameters besides ``temperature`` 0, for all rows of the batch or only the first.
 
-    head: instead of the rung's own.
+    head: replaces the rung's own.
     """
 
     wish: Mapping[str, float]
@@ -54,7 +54,7 @@ class Mode:
     head: Literal["logits"] | None = None
 
     def params(self, rows: int, new_tokens: int) -> list[SamplingParams]:
-        """Of each row; each has a seed of its own."""
+        """Return the parameters of each row; every row has a different seed."""
         plain: dict[str, Any] = {"temperature": 0.0, "max_tokens": new_tokens, "ignore_eos": True}
         asking = 1 if self.only_first else rows
         wishes = [{**plain, **self.wish}] * asking + [plain] * (rows - asking)
@@ -81,16 +81,16 @@ MODES = {
 
 
 def modes_of(batch: int) -> dict[str, Mode]:
-    """The modes to measure; of a batch of one its only row is all rows."""
+    """Return the modes to measure; one-row modes are omitted for a batch of one."""
     return {name: mode for name, mode in MODES.items() if batch > 1 or not mode.only_first}
 
 
 def measure_modes(
     model: Transformer, rung: str, batch: int, context: int, turns: int = TURNS, seconds: float = SECONDS
 ) -> dict[str, list[float]]:
-    """Mode → µs a decode step of ``batch`` sequences, the mean of each turn, after a turn that warms up.
+    """Return mode → µs per decode step of ``batch`` sequences, the mean of each turn, after a warm-up turn.
 
-    context: cached tokens a sequence, in the middle of a turn's steps. seconds: of measured steps a turn.
+    context: cached tokens per sequence, halfway through a turn's steps. seconds: of measured steps per turn.
     """
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
     modes = modes_of(batch)
@@ -111,7 +111,7 @@ def _recipe(rung: str, head: Literal["logits"] | None) -> str | Recipe:
 
 
 def recorded_modes(results: Results) -> dict[str, dict[int, dict[str, list[float]]]]:
-    """Model → batch → mode → µs a step of each turn, of every model that has a record."""
+    """Return model → batch → mode → µs per step of each turn, for every model with a record."""
     models = sorted(path.parent.name for path in results.folder.glob(f"*/{NAME}.json"))
     figures = {model: Results(results.folder / model).load(NAME)["figures"] for model in models}
     return {
@@ -142,15 +142,15 @@ def extra_bytes(arch: Arch, batch: int) -> dict[str, int]:
 
 
 def extra_us(turns_us: Mapping[str, list[float]]) -> dict[str, float]:
-    """Mode → µs by which the median step exceeds the greedy one's."""
+    """Return mode → µs by which the median step exceeds the greedy one."""
     greedy = median(turns_us[GREEDY])
     return {mode: median(turns) - greedy for mode, turns in turns_us.items() if mode != GREEDY}
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure every batch size; write and tell what was found after each.
+    """Measure every batch size; write the record and print the result after each.
 
-    Raises, before it loads the model, ``PromptError``, or ``RecordError`` if the record would lose others.
+    Before loading the model, raises ``PromptError``, or ``RecordError`` if the record would lose others.
     """
     device, arch = resolve_device(arguments.device), arch_of(arguments.model, arguments.load_format)
     _check_positions(arch, arguments.context)
@@ -199,7 +199,7 @@ def _check_positions(arch: Arch, context: int) -> None:
 
 
 def _told(batch: int, turns_us: Mapping[str, list[float]]) -> str:
-    """The medians, and how much longer than greedy each is."""
+    """Describe the medians, and their ratios to greedy."""
     greedy = median(turns_us[GREEDY])
     told = (f"{name} {number(us := median(own))} ({us / greedy:.2f})" for name, own in turns_us.items())
     return f"B={batch}, µs (of greedy): {' · '.join(told)}"
@@ -213,8 +213,8 @@ def _parser() -> OneLineParser:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
     add("--rung", choices=tuple(LADDER), metavar="NAME", help="default: the device's best")
     add("--batches", type=whole_numbers(MOST_ROWS), default=BATCHES, metavar="B,B", help="batch sizes")
-    add("--context", type=whole_number(1), default=CONTEXT, metavar="N", help="cached tokens a sequence")
-    add("--repeats", type=whole_number(1), default=TURNS, metavar="N", help="measured turns of each mode")
+    add("--context", type=whole_number(1), default=CONTEXT, metavar="N", help="cached tokens per sequence")
+    add("--repeats", type=whole_number(1), default=TURNS, metavar="N", help="measured turns per mode")
     add("--output", type=Path, default=Path("build/records"), metavar="DIR", help="folder of the records")
     return parser
 

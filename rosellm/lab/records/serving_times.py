@@ -1,4 +1,4 @@
-"""How long the steps of a serving engine take, on the device and on the host, by what they are given."""
+"""How long the steps of a serving engine take, on the device and on the host, as functions of their size."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ Coefficients = tuple[float, float, float]
 
 
 class StepTimes(Protocol):
-    """Seconds of an engine's steps, measured or planned: what a simulation asks for."""
+    """Seconds of an engine's steps, measured or planned, as a simulation needs them."""
 
     @property
     def run_ahead(self) -> int:
-        """Begun steps that the scheduler leaves unfinished."""
+        """Steps that the scheduler leaves in flight."""
 
     def decode(self, rows: int, cached: int, longest: int) -> float:
-        """cached: tokens of all rows together; longest: of one."""
+        """Return the seconds of a decode step; cached: tokens of all rows together; longest: of one row."""
 
     def host(self, rows: int) -> float:
-        """Of a round that gave so many requests a token."""
+        """Return the host's seconds of a round that gave ``rows`` requests a token."""
 
     def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
-        """prompts: of which it computes tokens, whole or in part.
+        """Return the seconds of a prefill of ``tokens`` tokens of ``prompts`` prompts, whole or in part.
 
-        earlier: the pairs that these tokens make with those of their prompts that are cached already.
+        earlier: pairs of these tokens with already cached tokens of their prompts.
         """
 
 
-LEAST_STEPS = 8  # of a batch that tell its times
-HOST_BOUND = 1.1  # a round takes so many times its steps: the device waits for the host
+LEAST_STEPS = 8  # per batch size, to fit its times
+HOST_BOUND = 1.1  # round time over step time from which the device waits for the host
 
 
 @dataclass(frozen=True)
 class ServingTimes:
-    """Seconds of a streaming engine's steps; a batch between two of ``rows`` is between their times.
+    """Seconds of a streaming engine's steps, interpolated linearly between the batch sizes in ``rows``.
 
-    decode_s: for each of ``rows`` a step's fixed seconds, those for each token that a row has cached on
-    average, and those for each that the longest has. host_s: for each what the host adds to a step, or, if
-    steps run ahead, what it takes where the device waits for it. prefill_s: a prefill's fixed seconds, those
-    for each prompt and for each token. run_ahead: begun steps that the scheduler leaves unfinished.
+    decode_s: for each of ``rows`` a step's fixed seconds, seconds per cached token of the average row, and
+    per token of the longest. host_s: for each what the host adds to a step; if steps run ahead, the host's
+    time where the device waits for it. prefill_s: a prefill's fixed seconds, seconds per prompt and per
+    token. run_ahead: steps that the scheduler leaves in flight.
     """
 
     rows: tuple[int, ...]
@@ -65,7 +65,7 @@ class ServingTimes:
 
     @classmethod
     def from_dict(cls, figures: dict[str, Any]) -> ServingTimes:
-        """From what :meth:`as_dict` gave, or JSON made of it."""
+        """Load from the result of :meth:`as_dict`, or JSON made from it."""
         lists = {name: tuple(figures[name]) for name in ("rows", "host_s", "prefill_s")}
         decode_s = tuple((one[0], one[1], one[2]) for one in figures["decode_s"])
         return cls(**lists, decode_s=decode_s, run_ahead=figures["run_ahead"])
@@ -74,17 +74,17 @@ class ServingTimes:
         return asdict(self)
 
     def decode(self, rows: int, cached: int, longest: int) -> float:
-        """cached: tokens of all rows together; longest: of one."""
+        """Return the seconds of a decode step; cached: tokens of all rows together; longest: of one row."""
         columns = zip(*self.decode_s, strict=True)
         fixed, each, of_longest = (np.interp(rows, self.rows, column) for column in columns)
         return max(0.0, float(fixed + each * cached / rows + of_longest * longest))
 
     def host(self, rows: int) -> float:
-        """Of a round that gave so many requests a token."""
+        """Return the host's seconds of a round that gave ``rows`` requests a token."""
         return float(np.interp(rows, self.rows, self.host_s))
 
     def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
-        """prompts: of which it computes tokens, whole or in part; one costs the same wherever it stands."""
+        """Return the seconds of a prefill of ``tokens`` tokens; ``earlier`` has no effect."""
         fixed, each_prompt, each_token = self.prefill_s
         return max(0.0, fixed + each_prompt * prompts + each_token * tokens)
 
@@ -92,7 +92,7 @@ class ServingTimes:
 def streaming_job(
     engine: Engine, requests: SequenceOf[Arrival], config: SchedulerConfig | None = None, seed: int = 0
 ) -> Job:
-    """Greedy requests of random token ids, of these lengths."""
+    """Return greedy requests of random token ids with these lengths."""
     random = np.random.default_rng(seed)
     prompts = [random.integers(engine.config.vocab_size, size=one.prompt_tokens).tolist() for one in requests]
     params = [SamplingParams(temperature=0.0, max_tokens=one.new_tokens, ignore_eos=True) for one in requests]
@@ -102,9 +102,9 @@ def streaming_job(
 def measure_serving_times(
     engine: Engine, requests: SequenceOf[Arrival], batches: SequenceOf[int], rounds: int = 3
 ) -> ServingTimes:
-    """Watch the idle engine stream to such requests, all at once, at each batch size in turn, and fit.
+    """Stream such requests on the idle engine, all at once, at each batch size in turn, and fit.
 
-    rounds: how often a place is taken.
+    rounds: requests per slot.
     """
     runs = []
     for rows in batches:
@@ -119,10 +119,10 @@ def measure_serving_times(
 def fit_serving_times(
     engine: Engine, runs: SequenceOf[list[Begun]], batches: SequenceOf[int]
 ) -> ServingTimes:
-    """The times of watched runs; a step counts for the nearest of ``batches``, which some may not have.
+    """Fit the times of watched runs; a step counts towards the nearest of ``batches``.
 
-    What a step takes the engine's own clock tells: on a GPU the device's. Raises ``RoseError`` if there are
-    too few steps of every batch.
+    Batch sizes with fewer than ``LEAST_STEPS`` steps are skipped. Steps are timed by the engine's own clock,
+    on a GPU the device's. Raises ``RoseError`` if every batch size has too few steps.
     """
     decodes: dict[int, list[Begun]] = defaultdict(list)
     rounds: dict[int, list[tuple[float, float]]] = defaultdict(list)
@@ -130,11 +130,11 @@ def fit_serving_times(
     for step, whole in chain.from_iterable(map(_rounds, runs)):
         nearest = min(batches, key=lambda rows: abs(rows - step[0].rows))
         decodes[nearest].append(step[0])
-        if len(step) == 1:  # before a prefill the engine may have waited for requests
+        if len(step) == 1:  # with a prefill, the engine may have waited for requests before it
             rounds[nearest].append((step[0].seconds, whole))
     known = [rows for rows in sorted(rounds) if len(rounds[rows]) >= LEAST_STEPS]
     if not known or not prefills:
-        raise RoseError(f"too few steps to tell their times by: {LEAST_STEPS} of a batch are needed")
+        raise RoseError(f"too few steps to fit their times: {LEAST_STEPS} per batch size are needed")
     return ServingTimes(
         tuple(known),
         tuple(
@@ -148,14 +148,14 @@ def fit_serving_times(
 
 
 def _rounds(steps: list[Begun]) -> Iterator[tuple[list[Begun], float]]:
-    """Each decode with the prefills after it, and the seconds until the next decode began."""
+    """Yield each decode with the prefills after it, and the seconds until the next decode began."""
     at = [i for i, one in enumerate(steps) if one.kind == "decode"]
     for begin, end in pairwise(at):
         yield steps[begin:end], steps[end].began - steps[begin].began
 
 
 def _host_s(rounds: list[tuple[float, float]], run_ahead: int) -> float:
-    """See ``ServingTimes``. rounds: seconds of the steps, and in all."""
+    """Return ``host_s`` of ``ServingTimes``; rounds: seconds of the steps, and in total."""
     steps, whole = (mean(column) for column in zip(*rounds, strict=True))
     if not run_ahead:
         return max(0.0, whole - steps)
@@ -163,20 +163,20 @@ def _host_s(rounds: list[tuple[float, float]], run_ahead: int) -> float:
 
 
 def _run_ahead(engine: Engine) -> int:
-    """0 on a CPU: a step has ended when it has begun."""
+    """Return the engine's steps in flight; 0 on a CPU, where a step ends as soon as it is launched."""
     return engine.step.run_ahead if engine.device.type == "cuda" else 0
 
 
 def fitted(rows: Iterable[tuple[float, ...]]) -> Coefficients:
-    """:func:`non_negative` of three columns: as a mean, disturbed steps count."""
+    """Fit :func:`non_negative` to three columns by the mean, so that disturbed steps count."""
     fixed, each, other = non_negative(rows)
     return fixed, each, other
 
 
 def non_negative(rows: Iterable[tuple[float, ...]]) -> list[float]:
-    """Coefficients of the last column over the others, by least squares.
+    """Return the least-squares coefficients of the last column over the others.
 
-    A column whose coefficient would be negative is left out.
+    Columns whose coefficient would be negative are excluded and get 0.
     """
     table = np.array(list(rows))
     kept = list(range(table.shape[1] - 1))

@@ -1,4 +1,4 @@
-"""How large a measurement is: whole workloads on a GPU, a few rows and tokens on a CPU."""
+"""The size of a measurement: whole workloads on a GPU, a few rows and tokens on a CPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rosellm.lab.records.step_records import STEP_WORKLOADS
 LEDGER_WORKLOADS = STEP_WORKLOADS
 GRID_CONTEXTS = (64, 256, 512, 1000)
 LONGEST_TUNED = 960
-LEDGER_ROOM, STEPS_ROOM = 64, 14  # tokens that are decoded, and some to spare
+LEDGER_ROOM, STEPS_ROOM = 64, 14  # decoded tokens, and some to spare
 
 
 @dataclass(frozen=True)
 class Size:
-    """The most that anything is measured with: rows together, requests, new tokens, tokens of a prompt.
+    """Upper limits of a measurement: rows per batch, requests, new tokens, prompt tokens.
 
-    Records tell its name.
+    Records contain its name.
     """
 
     rows: int
@@ -31,11 +31,11 @@ class Size:
 
     @property
     def effort(self) -> dict[str, Any]:
-        """For step times: engines, and seconds of measured steps a rung over all of them."""
+        """For step times: engines, and seconds of measured steps per rung over all engines."""
         return {"engines": 3, "seconds": 1.0} if self.rows == MANY else {"engines": 1, "seconds": 0.02}
 
     def of(self, workload: Workload) -> Workload:
-        """The workload, no larger than this."""
+        """Return the workload, capped to this size."""
         w, tokens = workload, workload.prompt_tokens
         if w.min_new_tokens is not None:
             w = replace(w, min_new_tokens=min(w.min_new_tokens, self.new_tokens))
@@ -51,7 +51,7 @@ class Size:
         )
 
     def options(self, workload: Workload) -> dict[str, Any]:
-        """A benchmark command's options that run the workload no larger than this."""
+        """Return a benchmark command's options for the workload, capped to this size."""
         whole, sized = workload.flags(), self.of(workload).flags()
         smaller = {key: value for key, value in sized.items() if value != whole[key]}
         return {"--workload": workload.id} | {
@@ -59,7 +59,7 @@ class Size:
         }
 
     def batches(self, *wanted: int) -> list[int]:
-        """Without those that are too large; the largest that is allowed if all are."""
+        """Return the batch sizes that fit; the largest allowed if none does."""
         return [n for n in wanted if n <= self.rows] or [self.rows]
 
     def contexts(self, *wanted: int) -> list[int]:
@@ -73,7 +73,7 @@ SIZES = {size.name: size for size in (WHOLE, SMALL)}
 
 
 def positions_needed(size: Size) -> dict[str, int]:
-    """Experiment → the longest that one of its sequences grows; those of the shipped model are left out."""
+    """Return experiment → the longest sequence length; experiments on the shipped model are omitted."""
     sized = {name: size.of(workload) for name, workload in WORKLOADS.items()}
     prompts = {name: w.shared_prefix_tokens + (w.prompt_tokens or 1) for name, w in sized.items()}
     whole = {name: prompts[name] + w.max_new_tokens for name, w in sized.items()}

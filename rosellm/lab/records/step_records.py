@@ -1,4 +1,4 @@
-"""Step times of the ladder, of what lies between its rungs, and of the best rung less one field."""
+"""Step times of the ladder, of variants between its rungs, and of the best rung less one field."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ WHOLE_RUNS = ("W1", "W2", "W3")
 
 
 def step_shape(workload: Workload) -> tuple[int, int]:
-    """A workload's sequences that decode together, and their cached tokens at mid-run.
+    """Return a workload's batch size, and its cached tokens per sequence at mid-run.
 
-    A prompt of text has one token.
+    A text prompt counts as one token.
     """
     return workload.max_batch_size, (workload.prompt_tokens or 1) - 1 + workload.max_new_tokens // 2
 
 
 def ladder_steps(model: Transformer, rungs: list[str], workload: Workload, **effort: Any) -> dict[str, Any]:
-    """Every rung's step at a workload's batch size and mid-run context, in turns."""
+    """Time every rung's step at a workload's batch size and mid-run context, in alternation."""
     return steps_at(model, rungs, *step_shape(workload), **effort)
 
 
 def steps_at(model: Transformer, rungs: list[str], batch: int, context: int, **effort: Any) -> dict[str, Any]:
-    """Every rung's step of ``batch`` rows that have ``context`` tokens cached each, in turns."""
+    """Time every rung's step of ``batch`` rows with ``context`` cached tokens each, in alternation."""
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
     makers = {rung: partial(Bench, model, rung, prompts, room()) for rung in rungs}
     return figures_of(batch, context, measure_steps(makers, **effort))
 
 
 def ablation_steps(model: Transformer, rung: str, workload: Workload, **effort: Any) -> dict[str, Any]:
-    """A rung's step, that of the rung before, and of what lies between."""
+    """Time a rung's step, that of the previous rung, and the variants between."""
     batch, context = step_shape(workload)
     return figures_of(batch, context, measure_steps(variants(rung, model, batch, context), **effort))
 
@@ -56,9 +56,10 @@ ABLATED = tuple(BETWEEN)
 def leave_one_out(
     model: Transformer, workload: Workload, repeats: int = 5, seconds: float = 1.0, best: str = BEST_RUNG
 ) -> dict[str, Any]:
-    """Whole runs of the best recipe, and of it with one field set back, in turns; or why that cannot be.
+    """Measure, alternating, whole runs of the best recipe and of it with one field reverted.
 
-    A repeat is as many runs as take ``seconds``: its tokens per second.
+    A recipe that is not possible maps to its reason. A repeat is the tokens per second of as many runs as
+    take ``seconds``.
     """
     recipes: dict[str, Recipe | str] = {"none": LADDER[best], **one_step_back(best)}
     engines = {
@@ -91,7 +92,7 @@ def _engine(model: Transformer, workload: Workload, recipe: Recipe) -> Engine:
 
 
 def figures_of(batch: int, context: int, steps: dict[str, StepTimes]) -> dict[str, Any]:
-    """Step times for a record; ``context``: cached tokens of a row, on average. Frees the GPU's memory."""
+    """Return step times for a record, and free the GPU's memory; context: mean cached tokens per row."""
     turns = {name: [[round(us, 3) for us in own] for own in one.turns_us] for name, one in steps.items()}
     gc.collect()
     if torch.cuda.is_available():

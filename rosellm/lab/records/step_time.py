@@ -1,10 +1,10 @@
-"""The time of a decode step, defined once: for notebooks and records, on every rung.
+"""The definition of a decode step's time, for notebooks and records, on every rung.
 
-A step lasts from the moment the host sees the step before it end to the moment it sees this one end. Steps
-run un-profiled and as a scheduler runs them, as far ahead of the host as the rung goes. Sequences have equal
-contexts, and a stretch of ``STRETCH`` steps takes them from just before the context asked for to just after.
-What is compared is measured in turns, on several engines each: an engine's place in memory moves its step,
-and background load affects all sides alike.
+A step lasts from when the host sees the previous step end to when it sees this one end. Steps run unprofiled
+and as in a scheduler, as far ahead of the host as the rung allows. Sequences have equal contexts; a stretch
+of ``STRETCH`` steps takes them from just below the requested context to just above. Sides are compared in
+alternation, so that background load affects all alike, and on several engines each, because an engine's place
+in memory affects its step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MakeBench = Callable[[], Bench]
 
 @dataclass(frozen=True)
 class StepTimes:
-    """µs a decode step of one side: the mean of each turn of each engine, in the order measured."""
+    """µs per decode step of one side: the mean of each turn of each engine, in the order measured."""
 
     turns_us: tuple[tuple[float, ...], ...]  # [engines][turns]
 
@@ -39,24 +39,24 @@ class StepTimes:
 
     @property
     def range_us(self) -> tuple[float, float]:
-        """The least and the largest of the engines' medians."""
+        """The smallest and largest of the engines' medians."""
         medians = [median(turns) for turns in self.turns_us]
         return min(medians), max(medians)
 
     @property
     def spread_us(self) -> tuple[float, float]:
-        """The least and the largest of what was repeated: engines' medians, or the turns of the only one."""
+        """The smallest and largest repetition: engines' medians, or the turns of a single engine."""
         turns, *others = self.turns_us
         return self.range_us if others else (min(turns), max(turns))
 
 
 def recorded_steps(results: Results, workload: str) -> dict[str, StepTimes]:
-    """Rung → its recorded step at a workload's batch size and mid-run context."""
+    """Return rung → its recorded step at a workload's batch size and mid-run context."""
     return step_times(results.load(f"steps-{workload}")["figures"]["turns_us"])
 
 
 def steps_of(results: Results, workload: str, *rungs: str) -> list[StepTimes]:
-    """The recorded steps of some rungs. Raises RecordError, listing the rungs there are."""
+    """Return the recorded steps of some rungs. Raises RecordError, listing the recorded rungs."""
     steps = recorded_steps(results, workload)
     for rung in rungs:
         if rung not in steps:
@@ -67,26 +67,26 @@ def steps_of(results: Results, workload: str, *rungs: str) -> list[StepTimes]:
 
 
 def step_times(turns_us: Mapping[str, list[list[float]]]) -> dict[str, StepTimes]:
-    """Name → its step times, as a record keeps them."""
+    """Convert a record's figures to name → step times."""
     return {name: StepTimes(tuple(map(tuple, engines))) for name, engines in turns_us.items()}
 
 
 def prompt_length(context: int) -> int:
-    """Tokens of a prompt, so that a stretch has ``context`` tokens cached in its middle."""
+    """Return the prompt length for which a stretch has ``context`` cached tokens halfway through."""
     return max(1, context - STRETCH // 2)
 
 
 def room() -> int:
-    """New tokens that a sequence of a stretch needs."""
+    """Return the new tokens per sequence that a stretch needs."""
     return STRETCH + 2
 
 
 def measure_steps(
     makers: Mapping[str, MakeBench], engines: int = 3, seconds: float = 1.0, turns: int = TURNS
 ) -> dict[str, StepTimes]:
-    """Step times by name; ``seconds`` of measured steps a name, over all its engines, in ``turns`` each.
+    """Return step times by name, from ``seconds`` of steps per name, over all engines and ``turns`` each.
 
-    makers: each makes a bench with ``room()`` new tokens a prompt of ``prompt_length(context)``.
+    makers: each builds a bench with ``room()`` new tokens per prompt of ``prompt_length(context)``.
     """
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in makers}
     for _ in range(engines):
@@ -105,9 +105,9 @@ def measure_steps(
 
 
 def turn_us(bench: Bench, seconds: float) -> float:
-    """Mean µs a step of stretches that take ``seconds`` together, or of one if that takes longer.
+    """Return the mean µs per step of stretches that take ``seconds`` together; at least one stretch runs.
 
-    The bench has ``room()`` new tokens a prompt.
+    The bench has ``room()`` new tokens per prompt.
     """
     stretches: list[float] = []
     while not stretches or sum(stretches) < seconds:
@@ -116,14 +116,14 @@ def turn_us(bench: Bench, seconds: float) -> float:
 
 
 def _stretch(bench: Bench) -> float:
-    """Seconds of ``STRETCH`` steps of sequences that begin anew."""
+    """Restart the sequences, and return the seconds of ``STRETCH`` steps."""
     bench.restart()
     ends = drive(bench, STRETCH + 1)
     return ends[-1] - ends[0]
 
 
 def free_memory() -> None:
-    """Of engines that nothing refers to any more, so that the next ones find it."""
+    """Free the memory of unreferenced engines for the next ones."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Decode steps of a rung and of the one before it, event by event, kept so that they can be drawn later."""
+"""Record decode steps of a rung and of the previous one, event by event, to be drawn later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 2
 
 
 def timeline(model: Transformer, rung: str, workload: Workload) -> dict[str, Any]:
-    """``STEPS`` steps of both rungs, run as a scheduler runs them, at a workload's mid-run context."""
+    """Trace ``STEPS`` steps of both rungs, run as in a scheduler, at a workload's mid-run context."""
     batch, context = step_shape(workload)
     return {
         "batch": batch,
@@ -27,7 +27,7 @@ def timeline(model: Transformer, rung: str, workload: Workload) -> dict[str, Any
 
 
 def trace_steps(model: Transformer, rung: str, batch: int, context: int) -> Trace:
-    """The last ``STEPS`` of a few decode steps, profiled."""
+    """Profile the last ``STEPS`` of a few decode steps."""
     room = WARM_UP_STEPS + 2 * STEPS
     prompts = make_prompts(batch, max(1, context - room), model.config.vocab_size)
     bench = Bench(model, rung, prompts, room + 1)

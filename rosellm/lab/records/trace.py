@@ -1,4 +1,4 @@
-"""What one stretch of the engine did, counted from a torch.profiler trace."""
+"""Count what a stretch of the engine's work did, from a torch.profiler trace."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class Event:
     """One entry of the trace; times in µs.
 
     kind: kernel, copy, memset, op, range, sync (the host waits for the device) or allocation. ``n_bytes``:
-    moved or allocated.
-    ``started``: when the host asked for it, which for GPU work is the launch.
+    moved or allocated. ``started``: when the host issued it, which for GPU work is the launch.
     """
 
     name: str
@@ -40,13 +39,16 @@ class Event:
 
 
 class Trace:
-    """The events of one profiled call. Ranges are the names of its ``profile_range``."""
+    """The events of one profiled call. Ranges are named by ``profile_range``."""
 
     def __init__(self, events: list[Event]) -> None:
         self.events = sorted(events, key=lambda e: e.start)
 
     def as_dict(self) -> dict[str, list[str]]:
-        """For a record: each name once, and a line an event, times from the first one on; no allocations."""
+        """Return a dict for a record: each name once, and a line per event, times relative to the first.
+
+        Allocations are omitted.
+        """
         events = [event for event in self.events if event.kind != "allocation"]
         names = sorted({event.name for event in events})
         place, first = {name: i for i, name in enumerate(names)}, events[0].start if events else 0.0
@@ -61,7 +63,7 @@ class Trace:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, list[str]]) -> Trace:
-        """A recorded trace."""
+        """Load a recorded trace."""
         events = []
         for line in figures["events"]:
             name, kind, start, duration, started, n_bytes = line.split()
@@ -74,7 +76,7 @@ class Trace:
         return [e for e in self.events if e.kind == "range" and name in (None, e.name)]
 
     def within(self, range_name: str) -> Trace:
-        """Only what the host asked for inside ranges of this name."""
+        """Return only what the host issued inside ranges of this name."""
         spans = [(r.start, r.start + r.duration) for r in self.ranges(range_name)]
         starts = [start for start, _ in spans]
 
@@ -89,7 +91,7 @@ class Trace:
 
     @property
     def kernels(self) -> int:
-        """Kernels run on the GPU; on a CPU, operators called from Python."""
+        """Number of kernels run on the GPU; on a CPU, of operators called from Python."""
         return len(self.of("kernel")) if self.on_gpu else len(self.of("op"))
 
     @property
@@ -102,7 +104,7 @@ class Trace:
 
     @property
     def allocations(self) -> int:
-        """Tensors' memory blocks taken from the allocator, host and device."""
+        """Number of tensor memory blocks taken from the allocator, host and device."""
         return len(self.of("allocation"))
 
     @property
@@ -110,14 +112,14 @@ class Trace:
         return sum(e.n_bytes for e in self.of("allocation"))
 
     def gpu_time(self) -> float:
-        """Sum of the durations of GPU kernels, µs."""
+        """Return the sum of the durations of GPU kernels in µs."""
         return sum(e.duration for e in self.of("kernel"))
 
 
 def record_trace(run: Callable[[], object]) -> Trace:
-    """Profile one call of ``run``, after another one that warms the profiler up."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and stop otherwise
-    gc.collect()  # memory freed under the profiler but taken before it makes torch warn
+    """Profile one call of ``run``, after another that warms up the profiler."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler reports its own start and stop
+    gc.collect()  # torch warns if memory allocated earlier is freed under the profiler
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +145,7 @@ def _export(profiler: profile, path: Path) -> None:
 
 
 def read_trace(path: Path) -> Trace:
-    """The events of a Chrome trace written by torch.profiler."""
+    """Return the events of a Chrome trace written by torch.profiler."""
     raw = [e for e in json.loads(Path(path).read_text())["traceEvents"] if "ts" in e]
     launches = {
         e["args"]["correlation"]: e["ts"]
@@ -176,7 +178,7 @@ def _event(e: dict, launches: dict[int, float]) -> Event | None:
 
 
 def _outermost_ops(events: list[Event]) -> list[Event]:
-    """Operators that Python called; those called by other operators are dropped."""
+    """Keep operators called from Python; drop those called by other operators."""
     kept, end = [], float("-inf")
     for event in sorted(events, key=lambda e: (e.start, -e.duration)):
         if event.kind == "op":

@@ -1,4 +1,4 @@
-"""Sides that take turns: what slows the machine for a while slows all of them."""
+"""Measure sides in alternation, so that temporary slowdowns of the machine affect all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Runs = Mapping[str, Callable[[], dict[str, Any]]]  # a side's name → one run o
 
 
 def in_turns(runs: Runs, repeats: int) -> dict[str, dict[str, Any]]:
-    """Each side's raw figures with medians and means, after one run that does not count."""
+    """Return each side's raw figures with medians and means, after one unmeasured run."""
     for run in runs.values():
         run()
     raw: dict[str, list[dict[str, Any]]] = {side: [] for side in runs}

@@ -1,8 +1,8 @@
-"""Measure the same workloads on one GPU and on two, in turns: two that share a model, and a replica on each.
+"""Measure the same workloads on one GPU and on two, alternating: tensor parallelism, and a replica on each.
 
-On a CPU processes and cores take the GPUs' place. Engines of both sides are there at once; each side is
-warmed up, then they take turns. A workload that needs more positions than the model has is left out. The
-records are DIR/MODEL/tensor_parallel-WORKLOAD.json and DIR/MODEL/replicas-WORKLOAD.json.
+On a CPU, processes and cores replace the GPUs. Engines of both sides exist at once; each side is warmed up,
+then they alternate. A workload that needs more positions than the model has is skipped. The records are
+DIR/MODEL/tensor_parallel-WORKLOAD.json and DIR/MODEL/replicas-WORKLOAD.json.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ SPARE_KV_BLOCKS = 8
 
 
 def recorded_models(results: Results) -> list[str]:
-    """The models, by their short names, that are recorded on two such GPUs."""
+    """Return the short names of the models recorded on two such GPUs."""
     found = (path.parent.name for kind in KINDS for path in two_gpus(results).folder.glob(f"*/{kind}-*.json"))
     return sorted(set(found))
 
 
 def recorded(results: Results, model: str) -> dict[str, Any]:
-    """What is recorded of ``model``, by its short name, on two such GPUs; empty if nothing is.
+    """Return the records of ``model``, by its short name, on two such GPUs; empty if there are none.
 
     ``model_shape``; ``workloads``, by their flags; ``figures``: kind → workload → side → figures.
     """
@@ -73,19 +73,19 @@ def recorded(results: Results, model: str) -> dict[str, Any]:
 
 
 def recorded_runs(results: Results, kind: str) -> dict[str, dict[str, Any]]:
-    """Model → workload → side → figures of one of ``KINDS``, of the models that have any."""
+    """Return model → workload → side → figures of one of ``KINDS``, for the models that have any."""
     found = {model: recorded(results, model)["figures"][kind] for model in recorded_models(results)}
     return {model: runs for model, runs in found.items() if runs}
 
 
 def _records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """In the order of the workloads."""
+    """Load the records in the order of the workloads."""
     names = [f"{kind}-{workload}" for workload in ALL_WORKLOADS]
     return [Results(folder).load(name) for name in names if (folder / f"{name}.json").is_file()]
 
 
 def measure(arguments: Namespace) -> None:
-    """Each asked workload on both sides, a record each."""
+    """Record each requested workload on both sides."""
     arch = arch_of(arguments.model, arguments.load_format)
     shape = write_arch(arch)
     asked = {TENSOR_PARALLEL: arguments.workloads, REPLICAS: arguments.replica_workloads}
@@ -107,7 +107,7 @@ def measure(arguments: Namespace) -> None:
 
 
 def tensor_parallel(arguments: Namespace, workload: Workload) -> dict[str, Any]:
-    """Whole runs on one rank, and on two for each way to sum."""
+    """Measure whole runs on one rank, and on two for each all-reduce."""
     jobs = {"1": _job(arguments, workload, 1, "library")}
     jobs |= {f"2 {way}": _job(arguments, workload, 2, way) for way in arguments.all_reduce}
     runs = {side: partial(run, job) for side, (run, job) in jobs.items()}
@@ -120,7 +120,7 @@ def tensor_parallel(arguments: Namespace, workload: Workload) -> dict[str, Any]:
 def _job(
     arguments: Namespace, workload: Workload, n_ranks: int, way: str
 ) -> tuple[Callable[[Job], dict[str, Any]], Job]:
-    """How it is run once, and on what."""
+    """Return the function that runs a job once, and the job."""
     given = {
         **arguments.size.options(ALL_WORKLOADS[workload.id]),
         "--hf-model-id": arguments.model,
@@ -138,7 +138,7 @@ def _job(
 
 
 def replicas(arguments: Namespace, workload: Workload) -> dict[str, Any]:
-    """Calls of ``LLM.generate`` with one engine in this process, and with two as Ray actors."""
+    """Measure ``LLM.generate`` with one engine in this process, and with two as Ray actors."""
     sized = arguments.size.options(ALL_WORKLOADS[workload.id])
     options = BENCHMARK.parse_options([str(text) for pair in sized.items() for text in pair])
     prompts = make_prompts(options, arch_of(arguments.model, arguments.load_format).vocab_size)
@@ -169,7 +169,7 @@ def replicas(arguments: Namespace, workload: Workload) -> dict[str, Any]:
 
 
 def _kv_blocks(lengths: list[int], together: int) -> int:
-    """Enough for the longest requests to run together; two engines share a GPU's memory here."""
+    """Return KV blocks for the longest requests to run together; both sides share a GPU's memory."""
     longest = sorted(lengths)[-together:]
     return sum(blocks_for(length, BLOCK_SIZE) for length in longest) + SPARE_KV_BLOCKS
 
@@ -178,12 +178,12 @@ KINDS = {TENSOR_PARALLEL: tensor_parallel, REPLICAS: replicas}
 
 
 def speeds(figures: dict[str, Any]) -> dict[str, float]:
-    """Side ("1", one GPU alone, first) → median new tokens per second of a workload's runs."""
+    """Return side ("1", a single GPU, first) → median new tokens per second of a workload's runs."""
     return {side: one["medians"]["total_throughput_tok_s"] for side, one in figures.items()}
 
 
 def told(kind: str, name: str, figures: dict[str, Any]) -> str:
-    """A workload's medians in one line."""
+    """Describe a workload's medians in one line."""
     rates = speeds(figures)
     each = (f"{side}: {rate:,.0f} tok/s ({rate / rates['1']:.2f} ×)" for side, rate in rates.items())
     return f"{kind} {name}: {', '.join(each)}"
@@ -193,9 +193,9 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
     add_model_options(parser)
     add = parser.add_argument
-    add("--workloads", default=TOGETHER, metavar="ID,ID", help="on two that share the model; may be empty")
-    add("--replica-workloads", default=APART, metavar="ID,ID", help="on two replicas; may be empty")
-    told = f"ways of two to sum, of {', '.join(recipe_choices()['all_reduce'])}; default: "
+    add("--workloads", default=TOGETHER, metavar="ID,ID", help="run with tensor parallelism; may be empty")
+    add("--replica-workloads", default=APART, metavar="ID,ID", help="run on two replicas; may be empty")
+    told = f"all-reduces on two GPUs, any of {', '.join(recipe_choices()['all_reduce'])}; default: "
     add("--all-reduce", metavar="NAME,NAME", help=f"{told}{SUMS['cuda']}; on a CPU {SUMS['cpu']}")
     add("--repeats", type=whole_number(1), default=3, metavar="N", help="measured runs of each side")
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
@@ -211,7 +211,7 @@ def _workloads(text: str, arguments: Namespace) -> list[Workload]:
 
 
 def _check(arguments: Namespace) -> None:
-    """Raise before anything is loaded."""
+    """Check the arguments before anything is loaded."""
     if unknown := [way for way in arguments.all_reduce if way not in recipe_choices()["all_reduce"]]:
         ways = ", ".join(recipe_choices()["all_reduce"])
         raise RoseError(f"all-reduce {unknown[0]!r} is unknown; use {ways}")
@@ -226,7 +226,7 @@ def _check(arguments: Namespace) -> None:
 
 @command
 def main(argv: list[str] | None = None) -> None:
-    """Check what is asked for, then measure."""
+    """Check the arguments, then measure."""
     arguments = settle(_parser().parse_args(argv), WORKLOADS["W8"])
     arguments.all_reduce = (arguments.all_reduce or SUMS[arguments.device]).split(",")
     arguments.workloads = _workloads(arguments.workloads, arguments)

@@ -1,4 +1,4 @@
-"""What the committed records allow to be said of two rungs on each workload."""
+"""What the committed records support about two rungs on each workload."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ WORKLOADS = ("W0", "W1", "W2", "W3", "W4", "W5")
 
 @dataclass(frozen=True)
 class Verdict:
-    """One workload's whole-run tokens per second before and after, every repeat.
+    """One workload's whole-run tokens per second before and after, for every repeat.
 
-    Only runs of one session are compared: ``ratio`` is NaN and ``change`` "–" where one side was not measured
-    or the sessions differ. ``sign`` is 0 unless the repeats are disjoint and the medians are further apart
-    than twice the larger spread of the repeats.
+    Only runs of one session are compared: ``ratio`` is NaN and ``change`` "–" if a side was not measured or
+    the sessions differ. ``sign`` is 0 unless the repeats are disjoint and the medians differ by more than
+    twice the larger spread of the repeats.
     """
 
     workload: str
@@ -40,7 +40,7 @@ class Verdict:
 
     @property
     def spread(self) -> float:
-        """The larger distance between the extreme repeats of a side, tokens per second."""
+        """The larger difference between the extreme repeats of a side, in tokens per second."""
         return max(max(side) - min(side) for side in (self.before, self.after))
 
     @property
@@ -69,7 +69,7 @@ class Verdict:
 def verdicts(
     results: Results, before: str, after: str, workloads: Sequence[str] = WORKLOADS
 ) -> list[Verdict]:
-    """The recorded repeats of both rungs on each workload; none of a rung that was not measured on it."""
+    """Return the recorded repeats of both rungs on each workload; [] for a rung not measured on it."""
 
     def verdict(workload: str) -> Verdict:
         there = results.rungs(workload)
@@ -81,5 +81,5 @@ def verdicts(
 
 
 def _commit(results: Results, workload: str, rung: str) -> str | None:
-    """A session is known by its commit: sessions of the same GPU never shared one."""
+    """Return the record's commit, which identifies its session: sessions of a GPU never share one."""
     return results.record(workload, rung)["environment"]["git_commit"]

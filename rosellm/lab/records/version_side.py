@@ -1,9 +1,9 @@
-"""One side of a comparison of versions: serves a benchmark's requests whenever it is asked.
+"""One side of a comparison of versions: serves a benchmark's requests on demand.
 
-It runs as a file, so that ``rosellm`` is the version that PYTHONPATH names, which may be older than this
-file: whatever it imports must be in both. A line in is a request, a line out its answer, both JSON: of
-:class:`Benchmark <rosellm.bench.cli.Benchmark>` the form and the options, which builds the engine
-and serves the requests once; then seconds that as many runs as needed take together, which gives figures.
+Run as a file, so that ``rosellm`` is the version on PYTHONPATH, which may be older than this file: everything
+imported must exist in both. Each line in is a request, each line out its answer, both JSON. The form and
+options of a :class:`Benchmark <rosellm.bench.cli.Benchmark>` build the engine and serve the
+requests once; a number of seconds runs for at least that long and returns figures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Run = Callable[[], dict[str, Any]]
 
 
 def prepare(form: str, argv: list[str]) -> tuple[Run, Engine]:
-    """A run of the benchmark's requests, which have been served once, and the engine that serves them."""
+    """Serve the benchmark's requests once; return a function that runs them again, and the engine."""
     options = BENCHMARKS[form].parse_options(argv)
     parts = load_parts(options.hf_model_id, options.device, options.dtype, options.load_format)
     job = make_job(options, *parts)
@@ -53,7 +53,7 @@ def prepare(form: str, argv: list[str]) -> tuple[Run, Engine]:
 
 
 def sample(run: Run, seconds: float) -> dict[str, Any]:
-    """Completion tokens a second of all runs together; how many tokens each had, and the digests of them."""
+    """Return tokens per second over all runs, the completion tokens of each run, and the token digests."""
     runs = [run()]
     while sum(one["total_time_s"] for one in runs) < seconds:
         runs.append(run())
@@ -67,10 +67,10 @@ def sample(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def answer(asked: Any, held: list[Run]) -> dict[str, Any]:
-    """What a line asks for. held: the run of the benchmark that was prepared last."""
+    """Answer a request line; held: contains the run of the most recently prepared benchmark."""
     if not isinstance(asked, list):
         return sample(held[0], asked)
-    held.clear()  # and with it the engine
+    held.clear()  # frees the engine, too
     gc.collect()
     torch.cuda.empty_cache()
     run, engine = prepare(*asked)
@@ -83,7 +83,7 @@ def answer(asked: Any, held: list[Run]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Answer until standard input ends; nothing else is printed there."""
+    """Answer until standard input ends; nothing else is printed to standard output."""
     ArgumentParser(description=__doc__).parse_args(argv)
     answers, held = sys.stdout, list[Run]()
     with redirect_stdout(StringIO()):

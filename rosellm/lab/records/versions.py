@@ -1,10 +1,10 @@
-"""Measure whether this checkout's engine is as fast as an earlier commit's: whole runs of both in turns.
+"""Measure whether this checkout's engine is as fast as an earlier commit's: alternating whole runs.
 
-Each side is a process with the package of its commit, its own best rung, or the one given, and an engine for
-the workload at hand; samples of a second or more of whole runs alternate. Both must make as many tokens;
-whether they are the same ones, which in 16 bits another order of sums may change, is told. The record,
-renewed after each workload, is DIR/versions.json, of another model than W1's own in DIR/MODEL; it keeps what
-it has of the same two commits.
+Each side is a process with the package of its commit, its own best rung or the given one, and an engine for
+the current workload; samples of a second or more of whole runs alternate. Both must generate equally many
+tokens; the output says whether they are the same tokens, which may differ in 16 bits with the order of
+summation. The record, rewritten after each workload, is DIR/versions.json, in DIR/MODEL if the model is not
+W1's own; it keeps other workloads of the same two commits.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from rosellm.lab.records.turns import in_turns
 NAME = "versions"
 OLD, NEW = "old", "new"
 MEASURED = "W0,W1,W2,W3,W4,W5,W6,W7"
-SAMPLE_S = 1.0  # on a GPU: the runs of a sample take so long together
+SAMPLE_S = 1.0  # duration of a sample's runs on a GPU
 
 
 class Side:
-    """A process with the package that ``folder`` holds. Raises RoseError if it ends before it is asked to."""
+    """A process that runs the package in ``folder``. Raises RoseError if the process ends prematurely."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self._name, self._folder = name, folder
@@ -57,18 +57,18 @@ class Side:
         )
 
     def prepare(self, form: str, options: list[str]) -> dict[str, Any]:
-        """Build the engine for a benchmark and serve its requests once; its rung and its KV blocks."""
+        """Build the engine for a benchmark and serve its requests once; return its rung and KV blocks."""
         answer = self._ask([form, options])
         if Path(package := answer.pop("package")) != (self._folder / "rosellm").resolve():
             raise RoseError(f"the {self._name} side imports {package}, not its own package")
         return answer
 
     def sample(self, seconds: float) -> dict[str, Any]:
-        """Figures of runs that take so long together, at least one."""
+        """Return the figures of runs that take ``seconds`` together; at least one runs."""
         return self._ask(seconds)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process, whatever it is doing."""
         self._process.kill()
         self._process.communicate()
 
@@ -89,7 +89,7 @@ class Side:
 
 @contextmanager
 def package_of(commit: str) -> Iterator[Path]:
-    """A folder with the package as it was at a commit. Raises RoseError for one that git does not have."""
+    """Yield a folder with the package as of a commit. Raises RoseError if git does not have it."""
     archive = _git("archive", commit, "rosellm")
     with TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as members:
@@ -98,7 +98,7 @@ def package_of(commit: str) -> Iterator[Path]:
 
 
 def full_hash(revision: str) -> str:
-    """The commit that a revision names. Raises RoseError if there is none."""
+    """Return the commit that a revision names. Raises RoseError if there is none."""
     return _git("rev-list", "--max-count=1", "--end-of-options", revision).decode().strip()
 
 
@@ -114,9 +114,9 @@ def _git(*arguments: str) -> bytes:
 
 
 def measure(arguments: Namespace) -> None:
-    """Each workload's samples; the record is renewed, and what was found told, after each.
+    """Sample each workload; rewrite the record and print the result after each.
 
-    Raises ``RecordError``, before it measures, if the record would lose other workloads.
+    Raises ``RecordError``, before measuring, if the record would lose other workloads.
     """
     arguments.old = full_hash(arguments.old)
     path = check_writable(folder_of(arguments.output, arguments.model, WORKLOADS["W1"]) / f"{NAME}.json")
@@ -138,9 +138,9 @@ def measure(arguments: Namespace) -> None:
 def measure_workload(
     arguments: Namespace, sides: Mapping[str, Side], workload: Workload
 ) -> dict[str, dict[str, Any]]:
-    """Side → its engine and samples.
+    """Return side → its engine and samples.
 
-    Raises RoseError if the sides' caches differ, or the numbers of tokens that their runs make.
+    Raises RoseError if the sides' KV caches or their numbers of generated tokens differ.
     """
     options = _options(arguments, workload)
     engines = {name: side.prepare(workload.form, options) for name, side in sides.items()}
@@ -153,7 +153,7 @@ def measure_workload(
 
 
 def _check_caches(workload: Workload, blocks: Mapping[str, int]) -> None:
-    """Both engines are in memory at once; the one with fewer blocks would serve fewer requests together."""
+    """Raise RoseError unless both engines, which share memory, have equally many KV blocks."""
     if len(set(blocks.values())) > 1:
         counts = ", ".join(f"{name} {n:,}" for name, n in blocks.items())
         raise RoseError(f"{workload.id}: memory has no room for two such KV caches: blocks {counts}")
@@ -177,12 +177,12 @@ def _record(arguments: Namespace, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def all_of(name: str, figures: Mapping[str, Mapping[str, Any]]) -> set[Any]:
-    """What the runs of all samples of both sides have of a figure."""
+    """Return the values of a figure over all samples of both sides."""
     return {value for side in figures.values() for one in side["repeats"] for value in one[name]}
 
 
 def told(name: str, figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """A workload's medians in one line, and whether all runs gave the same tokens."""
+    """Describe a workload's medians in one line, and whether all runs gave the same tokens."""
     old, new = (figures[side]["medians"]["tok_s"] for side in (OLD, NEW))
     tokens = "the same tokens" if len(all_of("tokens_sha256", figures)) == 1 else "not always the same tokens"
     return f"{name}, tok/s: {OLD} {old:,.0f}, {NEW} {new:,.0f} ({percent_change(old, new)}), {tokens}"
@@ -192,10 +192,10 @@ def _parser() -> OneLineParser:
     parser = OneLineParser(prog=f"python -m rosellm.lab.records.{NAME}", description=__doc__)
     add_model_options(parser)
     add = parser.add_argument
-    add("--old", required=True, metavar="COMMIT", help="of this checkout's history, to compare with")
-    add("--rung", help="of both; default: the best that each has for the device")
+    add("--old", required=True, metavar="COMMIT", help="commit of this checkout to compare with")
+    add("--rung", help="rung of both sides; default: each side's best for the device")
     add("--workloads", default=MEASURED, metavar="ID,ID", help=f"default: {MEASURED}")
-    add("--repeats", type=whole_number(1), default=5, metavar="N", help="measured samples of each side")
+    add("--repeats", type=whole_number(1), default=5, metavar="N", help="measured samples per side")
     add("--output", type=Path, required=True, metavar="DIR", help="folder of the record")
     return parser
 

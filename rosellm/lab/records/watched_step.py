@@ -1,4 +1,4 @@
-"""A step that notes what it was asked for and how long each part took."""
+"""A step that records its requests and their durations."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rosellm.roseinfer.steps.step import Step
 
 @dataclass(slots=True)
 class Begun:
-    """A decode of ``rows`` sequences, or a prefill of ``tokens`` tokens of so many.
+    """A decode of ``rows`` sequences, or a prefill of ``tokens`` tokens of that many.
 
-    cached: tokens in the cache before, of all rows together; longest: of one of them. began: when, by
-    ``perf_counter``; seconds: what the step took, by the engine's clock, once it has ended.
+    cached: previously cached tokens of all rows together; longest: of one row. began: start by
+    ``perf_counter``; seconds: duration by the engine's clock, once it has ended.
     """
 
     kind: Literal["decode", "prefill"]
@@ -33,7 +33,7 @@ class Begun:
 
 
 class WatchedStep:
-    """Does what ``step`` does, and notes in ``begun`` what it was asked for, in order."""
+    """A wrapper of ``step`` that records finished requests in ``begun``, in order."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -69,7 +69,7 @@ class WatchedStep:
 
 @contextmanager
 def watched(engine: Engine) -> Iterator[list[Begun]]:
-    """The steps of an engine, idle before and after, in the order in which they ended."""
+    """Yield the steps of an engine in the order in which they ended; it must be idle before and after."""
     step = engine.step
     watch = WatchedStep(step)
     engine.step = cast("Step", watch)

@@ -1,1 +1,1 @@
-"""Executing and refreshing notebooks, the gallery, and README.md."""
+"""Run and refresh notebooks, the gallery, and README.md."""

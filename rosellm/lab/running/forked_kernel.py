@@ -1,7 +1,8 @@
 """A notebook kernel forked from a process that has already imported the notebooks' libraries.
 
-That process is Python's fork server with ``LIBRARIES`` preloaded: a kernel starts in milliseconds, in its own
-process and namespace. CUDA does not survive a fork: on a machine with a GPU, kernels start from scratch.
+That process is Python's fork server with ``LIBRARIES`` preloaded: a kernel starts in milliseconds, in a
+process and namespace of its own. CUDA does not survive a fork: on a machine with a GPU, kernels start from
+scratch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # several notebooks run at once
 
 
 def fork_server() -> ForkServerContext:
-    """The context whose processes have imported the libraries; it starts importing them at once."""
+    """Return a context whose processes have the libraries imported; importing starts at once."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([LIBRARIES])
     before = os.environ.copy()
@@ -51,7 +52,7 @@ def fork_server() -> ForkServerContext:
 
 
 class ForkedKernel:
-    """A child of this process, to be forked before this process has threads; it waits for ``serve``.
+    """A child process that waits for ``serve``; must be created before this process has threads.
 
     The other methods are those that jupyter_client requires of a process.
     """
@@ -117,9 +118,9 @@ class ForkedProvisioner(LocalProvisioner):
 
 
 class Client(AsyncKernelClient):
-    """Of a kernel that is this process's own, whose end the manager notices.
+    """A client of this process's own kernel, without a heartbeat: the manager notices if the kernel ends.
 
-    A heartbeat's thread would only add what it says when it is interrupted.
+    A heartbeat thread would only add error output on interruption.
     """
 
     def start_channels(
@@ -134,7 +135,7 @@ class Client(AsyncKernelClient):
 
 
 class OwnKernelManager(AsyncKernelManager):
-    """The manager of a kernel that is this process's own."""
+    """The manager of this process's own kernel."""
 
     client_factory = Type(Client)
 
@@ -142,8 +143,8 @@ class OwnKernelManager(AsyncKernelManager):
 class StartedKernelManager(OwnKernelManager):
     """The manager of a kernel that starts from scratch, on Linux.
 
-    A TCP port would be chosen seconds before that kernel binds it, and may be taken by then. Its sockets are
-    in Linux's abstract namespace (unix(7)) instead, under a name drawn at random.
+    A TCP port would be chosen seconds before the kernel binds it, and might be taken by then. So its sockets
+    are in Linux's abstract namespace (unix(7)), under a random name.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -151,7 +152,7 @@ class StartedKernelManager(OwnKernelManager):
 
 
 def kernel_manager(in_child: Callable[[], object]) -> type[AsyncKernelManager]:
-    """The manager of this process's only kernel; ``in_child`` runs first in a forked kernel."""
+    """Return the manager of this process's only kernel; ``in_child`` runs first in a forked kernel."""
     if torch.cuda.is_available():
         return StartedKernelManager
     kernel = ForkedKernel(in_child)
@@ -165,11 +166,11 @@ def kernel_manager(in_child: Callable[[], object]) -> type[AsyncKernelManager]:
 
 
 def _serve(connection_file: str, folder: str) -> None:
-    tqdm.set_lock(RLock())  # instead of one between processes, a semaphore that would outlive the kernel
+    tqdm.set_lock(RLock())  # the default is a semaphore, which would outlive the kernel
     np.random.seed()
     os.chdir(folder)
     sys.path[0] = ""
     quiet = ["--log-level=ERROR", "--HistoryManager.enabled=False"]
     parent = f"--IPKernelApp.parent_handle={os.getppid()}"  # the kernel ends with its worker
-    with frozen_heap():  # all that was imported
+    with frozen_heap():  # freezes all that was imported
         IPKernelApp.launch_instance(["-f", connection_file, parent, *quiet])

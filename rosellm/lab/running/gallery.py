@@ -1,4 +1,4 @@
-"""Executed notebooks as HTML pages, and an index with a card for each; none needs a network."""
+"""Render executed notebooks as HTML pages, and an index with a card for each; none needs a network."""
 
 import base64
 import html
@@ -63,17 +63,17 @@ class Outcome:
 
 
 def place(outcome: Outcome) -> str:
-    """`` on MACHINE``, or nothing for this one."""
+    """Return `` on MACHINE``, or "" for this one."""
     return f" on {outcome.machine}" if outcome.machine else ""
 
 
 def outcomes_in(output: Path) -> dict[str, Outcome]:
-    """Name → the last outcome of every notebook in the gallery at ``output``."""
+    """Return name → the last outcome of every notebook in the gallery at ``output``."""
     return {name: _outcome(card) for name, card in _cards(output).items()}
 
 
 def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], output: Path) -> None:
-    """Writes the index of all notebooks run so far: the cards of these are renewed, the others kept.
+    """Write the index of all notebooks run so far; these outcomes' cards are replaced, the others kept.
 
     ``notebooks`` are the outcomes' files by name; ``output`` holds the executed ones and their pages.
     """
@@ -89,7 +89,7 @@ def publish_gallery(notebooks: dict[str, Path], outcomes: Sequence[Outcome], out
 
 
 def page(notebook: NotebookNode, folder: Path) -> str:
-    """A notebook as one HTML page; figures are drawn by the ``plotly.min.js`` beside it.
+    """Render a notebook as one HTML page; figures are drawn by ``plotly.min.js`` in the same folder.
 
     Links to other notebooks of ``folder`` lead to their pages; :func:`publish_gallery` adds those to the
     neighbours.
@@ -109,7 +109,7 @@ def page(notebook: NotebookNode, folder: Path) -> str:
 
 
 def _link_pages(titles: dict[str, str], output: Path) -> None:
-    """Links each page to the ones before and after it, and takes links to pages that do not exist away."""
+    """Link each page to its neighbours, and disable links to pages that do not exist."""
     pages = [name for name in titles if (output / f"{name}.html").exists()]
     there = {*pages, "index"}
     for i, name in enumerate(pages):
@@ -125,7 +125,7 @@ def _link_pages(titles: dict[str, str], output: Path) -> None:
 
 
 def _way(before: list[str], after: list[str], titles: dict[str, str]) -> str:
-    """Links to a page before, if there is one, to the index, and to one after."""
+    """Return links to the previous page if any, the index, and the next page if any."""
     back = [f'<a href="{name}.html">← {html.escape(titles[name])}</a>' for name in before]
     on = [f'<a href="{name}.html">{html.escape(titles[name])} →</a>' for name in after]
     ends = [f"<span>{''.join(links)}</span>" for links in (back, on)]
@@ -133,14 +133,14 @@ def _way(before: list[str], after: list[str], titles: dict[str, str]) -> str:
 
 
 def _with_contents(body: str) -> str:
-    """A page with links to its sections, if it has any."""
+    """Add links to a page's sections, if it has any."""
     sections = re.findall(r'<h2 id="([^"]+)">(.*?)<a class="anchor-link"', body)
     links = "".join(f'<a href="#{anchor}">{re.sub("<[^>]+>", "", name)}</a>' for anchor, name in sections)
     return body.replace("<!-- contents -->", f'<nav class="contents">{links}</nav>' if links else "", 1)
 
 
 def without_widgets(notebook: NotebookNode) -> NotebookNode:
-    """The notebook, changed in place: no widget state, and no output that shows a widget."""
+    """Remove widget state, and outputs that show a widget, in place; return the notebook."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -149,7 +149,7 @@ def without_widgets(notebook: NotebookNode) -> NotebookNode:
 
 
 def title(notebook: NotebookNode) -> str:
-    """The first Markdown heading, without its markup; "" if there is none."""
+    """Return the first Markdown heading, without its markup; "" if there is none."""
     for cell in notebook.cells:
         heading = re.search(r"^#+\s+(.+)$", cell.source, re.MULTILINE)
         if cell.cell_type == "markdown" and heading:
@@ -158,13 +158,13 @@ def title(notebook: NotebookNode) -> str:
 
 
 def question(notebook: NotebookNode) -> str:
-    """The line in italics below the title; "" if there is none."""
+    """Return the line in italics below the title; "" if there is none."""
     asked = re.search(r"^\*([^*\n]+)\*$", notebook.cells[0].source if notebook.cells else "", re.MULTILINE)
     return asked[1] if asked else ""
 
 
 def reading_minutes(notebook: NotebookNode) -> int:
-    """Minutes to read a notebook: 200 words of prose, or 20 lines of code, a minute."""
+    """Estimate minutes to read a notebook: 200 words of prose, or 20 lines of code, per minute."""
     prose = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     code = (cell.source for cell in notebook.cells if cell.cell_type == "code")
     words = sum(len(source.split()) for source in prose)
@@ -173,7 +173,7 @@ def reading_minutes(notebook: NotebookNode) -> int:
 
 
 def picture(notebook: NotebookNode, folder: Path) -> str:
-    """The first PNG or SVG among the outputs, or else in the Markdown, as a data URI; "" if there is none."""
+    """Return the first PNG or SVG of the outputs, or else of the Markdown, as a data URI; "" if none."""
     for output in _outputs(notebook):
         for kind in ("image/png", "image/svg+xml"):
             if kind in output.get("data", {}):
@@ -235,7 +235,7 @@ def _plot(figure: dict[str, Any], number: int) -> str:
 
 
 def _slider(frames: dict[str, Any], shown: dict[str, Any], number: int) -> str:
-    """One figure of several, chosen by a slider; ``shown`` is the one that their differences are from."""
+    """Render several figures with a slider to choose one; ``shown`` is the base of their differences."""
     figures = [_arguments(merged(shown, one)) for one in frames["figures"]]
     return SLIDER.substitute(
         name=f"figure-{number}",
@@ -250,14 +250,17 @@ def _slider(frames: dict[str, Any], shown: dict[str, Any], number: int) -> str:
 
 
 def _arguments(figure: dict[str, Any]) -> str:
-    """A figure's data and layout, as wide as the page, as JavaScript inside a page."""
+    """Return a figure's data and layout, at the page's width, as JavaScript to embed in a page."""
     layout = {key: value for key, value in figure.get("layout", {}).items() if key != "width"}
     call = [json.dumps(one) for one in (figure.get("data", []), layout)]
     return ", ".join(call).replace("</", "<\\/")
 
 
 def _links(figure: str) -> str:
-    """Sets a figure's links after each drawing: plotly drops relative ones on a page opened from a file."""
+    """Return JavaScript that sets a figure's links after each drawing.
+
+    plotly drops relative links on a page opened from a file.
+    """
     found = re.findall(r'<a href=\\"([^"\\]+)\\">([^<]+)<', figure)
     targets = {text: target for target, text in found}
     if not targets:

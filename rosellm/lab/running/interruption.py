@@ -1,4 +1,4 @@
-"""Ending a command early: SIGINT and SIGTERM, and whole process trees."""
+"""End a command early: SIGINT and SIGTERM, and whole process trees."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Within its ``with``, SIGINT and SIGTERM end nothing; they are recorded for the program to check.
+    """A context in which SIGINT and SIGTERM end nothing, but are recorded for the program to check.
 
-    ``number`` is the first signal's, None before; ``reader`` is ready to read from then on, so that
-    ``multiprocessing.connection.wait`` returns. Only the main thread can enter it.
+    ``number`` is the first signal's number, None before; ``reader`` is readable from then on, which makes
+    ``multiprocessing.connection.wait`` return. Only the main thread can enter it.
     """
 
     def __init__(self) -> None:
@@ -33,18 +33,18 @@ class Interruption:
             signal.signal(number, handler)
 
     def take_over(self) -> None:
-        """Receive the signals again, after a library has set handlers of its own."""
+        """Reinstall the handlers, after a library has replaced them."""
         for number in SIGNALS:
             signal.signal(number, self._note)
 
     @property
     def exit_code(self) -> int:
-        """In the shell's convention: 130 for SIGINT, 143 for SIGTERM."""
+        """Exit status by shell convention: 130 for SIGINT, 143 for SIGTERM."""
         assert self.number is not None
         return 128 + self.number
 
     def told(self, done: Iterable[str], names: Iterable[str]) -> str:
-        """One line: which of ``names`` are done, and which are not."""
+        """Describe in one line which of ``names`` are done, and which are not."""
         assert self.number is not None
         done = list(done)
         rest = [name for name in names if name not in done]
@@ -62,7 +62,7 @@ def _listed(names: list[str]) -> str:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Within: neither this thread nor the processes it starts receive SIGINT or SIGTERM."""
+    """Block SIGINT and SIGTERM for this thread and the processes that it starts meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -71,7 +71,7 @@ def signals_held_back() -> Iterator[None]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is not a zombie."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Third-party modules of notebooks and their pages, imported for the processes forked from this one."""
+"""Import the third-party modules of notebooks and their pages once, for processes forked from this one."""
 
 # isort: off
 import rosellm  # noqa: F401  (decides how Triton runs)

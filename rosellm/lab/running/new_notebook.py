@@ -1,6 +1,6 @@
 """Write a working notebook: ``python -m rosellm.lab.running.new_notebook 40_my_idea``.
 
-It compares the rung of that name with the one below it, or two others if there is no such rung, and has been
+It compares the rung of that name with the previous one, or two default rungs if there is no such rung, and is
 executed.
 """
 
@@ -68,12 +68,12 @@ def twice(n):
 
 
 def folded(*tags: str) -> dict[str, Any]:
-    """A cell's metadata: its source is folded in pages and in JupyterLab."""
+    """Return metadata of a cell whose source is folded in pages and in JupyterLab."""
     return {"jupyter": {"source_hidden": True}, "tags": sorted({"hide-input", *tags})}
 
 
 def draft(name: str) -> NotebookNode:
-    """The notebook ``NN_topic``, not yet executed. Raises NotebookError for another kind of name."""
+    """Return the notebook ``NN_topic``, not yet executed. Raises NotebookError for an invalid name."""
     found = NAME.fullmatch(name)
     if not found:
         raise NotebookError(
@@ -99,7 +99,7 @@ def draft(name: str) -> NotebookNode:
 
 
 def write(name: str, folder: Path) -> Path:
-    """Execute the draft in ``folder`` and keep it there. Raises NotebookError if its number is taken."""
+    """Execute the draft in ``folder`` and save it there. Raises NotebookError if its number is taken."""
     notebook, path = draft(name), folder / f"{name}.ipynb"
     taken = next(folder.glob(f"{name[:2]}_*.ipynb"), None)
     if taken:

@@ -1,4 +1,4 @@
-"""Notebooks executed on the machines of a Ray cluster, their results published here one by one."""
+"""Execute notebooks on the machines of a Ray cluster, and publish each result here."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def sweep_notebooks(
     timeout: float,
     interruption: Interruption,
 ) -> list[Outcome]:
-    """Executes the notebooks on the ``cluster``, a GPU each if it has any and ``device`` is not "cpu".
+    """Execute notebooks on the ``cluster``, a GPU each if it has any and ``device`` is not "cpu".
 
-    Each is published in ``output`` when it has finished. What an earlier run has published with the same
-    parameters stays, unless the notebook, the package or the records are newer. timeout: seconds a notebook.
-    The outcomes are those of the notebooks that are there after the sweep or the ``interruption``.
+    Each is published in ``output`` when it has finished. Results that an earlier run published with the same
+    parameters are kept, unless the notebook, the package or the records are newer. timeout: seconds per
+    notebook. Returns the outcomes of the notebooks present after the sweep or the ``interruption``.
     """
     there = {path.stem: path for path in notebooks}
     outcomes = _published(notebooks, output, parameters)
@@ -54,7 +54,7 @@ def sweep_notebooks(
 
 
 def execute(name: str, parameters: dict[str, Any], timeout: float) -> Executed:
-    """Executes a notebook on this machine of the cluster."""
+    """Execute a notebook on this machine of the cluster."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
         job = Job(Path(NOTEBOOKS, f"{name}.ipynb").resolve(), parameters, folder)
@@ -64,7 +64,7 @@ def execute(name: str, parameters: dict[str, Any], timeout: float) -> Executed:
 
 
 def _publish(notebook: Path, finished: Finished, parameters: dict[str, Any], output: Path) -> Outcome:
-    """Writes a notebook's files and renews its card; files that only an earlier run left are removed."""
+    """Write a notebook's files and replace its card; remove files that only an earlier run produced."""
     name = notebook.stem
     lost = Executed(Outcome(name, finished.seconds, "failed", finished.error, parameters), {})
     outcome, files = finished.value or lost
@@ -80,7 +80,7 @@ def _publish(notebook: Path, finished: Finished, parameters: dict[str, Any], out
 
 
 def _published(notebooks: Sequence[Path], output: Path, parameters: dict[str, Any]) -> dict[str, Outcome]:
-    """The notebooks whose results in ``output`` a sweep would only repeat."""
+    """Return the outcomes of notebooks whose results in ``output`` are still current."""
     known, newest = outcomes_in(output), max(map(_changed, _sources(notebooks[0].parent)))
     return {
         path.stem: known[path.stem]
@@ -92,12 +92,12 @@ def _published(notebooks: Sequence[Path], output: Path, parameters: dict[str, An
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """What notebooks are executed with: the package, records and exhibits."""
+    """Yield the files that notebooks depend on: the package, records and exhibits."""
     yield from Path(rosellm.__file__).parent.rglob("*.py")
     for pattern in ("*/**/*.json", "*/**/*.py"):
         yield from folder.glob(pattern)
 
 
 def _changed(path: Path) -> float:
-    """When the file was last written, 0 if it is missing."""
+    """Return when the file was last written, 0 if it is missing."""
     return path.stat().st_mtime if path.exists() else 0.0

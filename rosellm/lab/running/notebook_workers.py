@@ -1,4 +1,4 @@
-"""Executes notebooks, each in its own worker process with a kernel of its own, several at a time."""
+"""Execute notebooks in parallel, each in its own worker process with its own kernel."""
 
 import rosellm.lab.running.spared_imports  # noqa: F401, I001  (before any module that reads notebooks)
 import logging
@@ -33,7 +33,7 @@ from rosellm.lab.running.interruption import Interruption, kill_children, kill_f
 
 
 class NotebookError(RoseError):
-    """A notebook or parameter that does not exist, or a notebook that cannot be executed as requested."""
+    """A notebook or parameter does not exist, or a notebook cannot be executed as requested."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Running:
 
 
 def kernel_environment(folder: Path) -> dict[str, str]:
-    """An environment in which the kernel "python3" is this interpreter, whatever kernels are installed.
+    """Return an environment in which the kernel "python3" is this interpreter.
 
-    The kernel's description is written to ``folder``, which must exist while kernels run. What else the
-    caller's JUPYTER_PATH leads to, such as pages' templates, is found as before.
+    The kernel's description is written to ``folder``, which must exist while kernels run. Other entries of
+    the caller's JUPYTER_PATH, such as page templates, are still found.
     """
     write_kernel_spec(folder / "kernels" / "python3", extra_arguments=["--log-level=ERROR"])
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("JUPYTER_PATH"))))
@@ -65,15 +65,15 @@ def kernel_environment(folder: Path) -> dict[str, str]:
 
 
 def supervise(jobs: Sequence[Job], workers: int, timeout: float, interruption: Interruption) -> list[Outcome]:
-    """Executes the notebooks, ``workers`` at a time; the outcomes, by name, of those finished by then.
+    """Execute the notebooks, ``workers`` at a time; return the outcomes of the finished ones, by name.
 
-    One that takes more than ``timeout`` seconds is killed.
+    A notebook that takes more than ``timeout`` seconds is killed.
     """
     context = fork_server()
     waiting, outcomes = deque(jobs), []
     running: list[Running] = []
     try:
-        tqdm.set_lock(threading.RLock())  # its default is a semaphore, which forked processes would leak
+        tqdm.set_lock(threading.RLock())  # the default is a semaphore, which forked processes would leak
         with tqdm(total=len(jobs), unit="notebook") as bar:
             while (waiting or running) and interruption.number is None:
                 while waiting and len(running) < workers:
@@ -119,7 +119,7 @@ def _finish(running: Running, timeout: float) -> Outcome:
 
 
 def _end(process: BaseProcess) -> None:
-    """Kills a worker and its kernel; all their files are in the scratch folder."""
+    """Kill a worker and its kernel; all their files are in the scratch folder."""
     with suppress(psutil.NoSuchProcess):
         kill_family(psutil.Process(process.pid))
     process.join()
@@ -136,7 +136,7 @@ def _work(job: Job, channel: Connection) -> None:
 
 
 def _follow_parent() -> None:
-    """Exit when the supervisor has been killed, since nobody waits for this worker then."""
+    """Exit when the supervisor is killed: nothing waits for this worker any more."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -169,7 +169,7 @@ def _execute(job: Job, manager: type[AsyncKernelManager]) -> tuple[float, str]:
 
 
 def _write_page(executed: Path, folder: Path) -> str:
-    """Writes the executed notebook as HTML beside it; returns an error message, or nothing."""
+    """Write the executed notebook as HTML next to it; return an error message, or ""."""
     try:
         text = page(nbformat.read(executed, as_version=4), folder)
     except Exception as failure:

@@ -1,6 +1,6 @@
-"""Opens a working copy of the notebooks in JupyterLab: ``make lab``.
+"""Open a working copy of the notebooks in JupyterLab: ``make lab``.
 
-The copy is in ``build/lab/notebooks``; the committed notebooks stay unchanged. A file edited there is kept,
+The copy is in ``build/lab/notebooks``; the committed notebooks stay unchanged. Files edited there are kept,
 the others follow the committed ones. Run as a script, so that the server does not import torch.
 """
 
@@ -18,9 +18,9 @@ OVERRIDES = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false
 
 
 def working_copy(source: Path, folder: Path) -> list[str]:
-    """Copies ``source`` to ``folder``, except over edited files; returns those whose original is now newer.
+    """Copy ``source`` to ``folder``, except over edited files; return those whose original is now newer.
 
-    The state of each file when it was copied is kept beside the folder.
+    The state of each file when it was copied is stored next to the folder.
     """
     record = folder.parent / COPIED
     before = json.loads(record.read_text()) if record.exists() else {}
@@ -42,14 +42,14 @@ def working_copy(source: Path, folder: Path) -> list[str]:
 
 
 def settings(folder: Path) -> Path:
-    """A folder of JupyterLab defaults, which the user's own settings override: no prompt about news."""
+    """Create a folder of JupyterLab defaults (no prompt about news), which users' own settings override."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "overrides.json").write_text(json.dumps(OVERRIDES))
     return folder
 
 
 def options(root: Path) -> list[str]:
-    """JupyterLab's options: this machine only, the working copy's address; root is allowed."""
+    """Return JupyterLab's options: this machine only, open the working copy, allow root."""
     chosen = [
         "--ip=127.0.0.1",
         f"--ServerApp.root_dir={root}",

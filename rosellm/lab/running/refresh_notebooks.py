@@ -1,7 +1,7 @@
 """Execute the notebooks in place for a commit: ``python -m rosellm.lab.running.refresh_notebooks``.
 
-Default parameters, fresh outputs, a PNG beside every plotly figure (for readers without JavaScript), and
-nothing that would differ on another machine: no widget state, no timings, a fixed kernel name.
+Uses default parameters, and stores fresh outputs, with a PNG for every plotly figure (for readers without
+JavaScript), but nothing that differs between machines: no widget state, no timings, a fixed kernel name.
 """
 
 import argparse
@@ -64,7 +64,7 @@ Renderer = Callable[[dict[str, Any]], bytes]
 
 
 def normalise(notebook: NotebookNode) -> NotebookNode:
-    """The notebook, changed in place: outputs, counts and ids stay; widgets, timings and machine names go."""
+    """Remove widgets, timings and machine names in place; keep outputs, counts and ids."""
     strip_output(notebook, keep_output=True, keep_count=True, keep_id=True, extra_keys=PASSING_KEYS)
     notebook.metadata["kernelspec"] = dict(KERNELSPEC)
     notebook.metadata["language_info"] = dict(LANGUAGE)
@@ -72,7 +72,7 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
 
 
 def add_pictures(notebook: NotebookNode, render: Renderer) -> NotebookNode:
-    """The notebook, changed in place: every plotly output also carries its PNG, made by ``render``."""
+    """Add a PNG made by ``render`` to every plotly output, in place."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             figure = output.get("data", {}).get(PLOTLY)
@@ -82,9 +82,9 @@ def add_pictures(notebook: NotebookNode, render: Renderer) -> NotebookNode:
 
 
 def execute_file(path: Path, timeout: float) -> NotebookNode:
-    """A copy of the notebook, executed in its folder with its own parameters; ``timeout``: seconds per cell.
+    """Return a copy of the notebook, executed in its folder with its default parameters.
 
-    Raises NotebookError if a cell fails.
+    timeout: seconds per cell. Raises NotebookError if a cell fails.
     """
     try:
         notebook = nbformat.read(path, as_version=4)
@@ -94,7 +94,7 @@ def execute_file(path: Path, timeout: float) -> NotebookNode:
 
 
 def execute(notebook: NotebookNode, name: str, folder: Path, timeout: float) -> NotebookNode:
-    """The notebook, executed in ``folder``. Raises NotebookError, which names it, if a cell fails."""
+    """Execute the notebook in ``folder``. Raises NotebookError, which names it, if a cell fails."""
     client = NotebookClient(
         notebook,
         timeout=timeout,
@@ -112,9 +112,9 @@ def execute(notebook: NotebookNode, name: str, folder: Path, timeout: float) -> 
 
 
 def draw(figure: dict[str, Any]) -> bytes:
-    """A plotly figure (its JSON) as a PNG. Raises NotebookError if the machine has no browser to draw it."""
+    """Draw a plotly figure (JSON) as PNG. Raises NotebookError if the machine has no browser for it."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # plotly passes its server an option that it ignores
+        with warnings.catch_warnings(action="ignore"):  # plotly passes its server an ignored option
             png = go.Figure(figure["data"], figure.get("layout"), skip_invalid=True).to_image("png")
     except RuntimeError as error:
         raise NotebookError(f"no PNG can be made: {' '.join(str(error).split())}") from None
@@ -122,7 +122,7 @@ def draw(figure: dict[str, Any]) -> bytes:
 
 
 def _with_palette(png: bytes) -> bytes:
-    """The same picture in ``PNG_COLOURS`` colours: charts have few, and the file shrinks to a fifth."""
+    """Reduce a PNG to ``PNG_COLOURS`` colours: charts have few, and the file shrinks to a fifth."""
     small = BytesIO()
     Image.open(BytesIO(png)).quantize(PNG_COLOURS, method=Image.Quantize.FASTOCTREE).save(
         small, "png", optimize=True
@@ -132,7 +132,7 @@ def _with_palette(png: bytes) -> bytes:
 
 @contextmanager
 def browser() -> Iterator[Renderer]:
-    """A renderer that keeps one browser for all pictures; raises NotebookError if the machine has none."""
+    """Yield a renderer that reuses one browser. Raises NotebookError if the machine has none."""
     draw({"data": []})  # kaleido's server hangs without a browser; a single drawing reports it
     kaleido.start_sync_server(silence_warnings=True)
     try:
@@ -147,10 +147,10 @@ def refresh(
     timeout: float = 300.0,
     interruption: Interruption | None = None,
 ) -> list[Path]:
-    """Executes the notebooks in place, one after the other; without a ``renderer`` no PNG is added.
+    """Execute the notebooks in place, one after the other; without a ``renderer`` no PNG is added.
 
-    Returns those that are done, not all after an ``interruption``. Raises NotebookError for the first one
-    that fails; it and the later ones are unchanged.
+    Returns the finished ones, a subset after an ``interruption``. Raises NotebookError for the first one that
+    fails; it and the later ones are unchanged.
     """
     interruption, done = interruption or Interruption(), []
     with tempfile.TemporaryDirectory() as folder:
@@ -168,9 +168,9 @@ def refresh(
 
 
 def _until_interrupted(interruption: Interruption, run: Callable[[], NotebookNode]) -> NotebookNode | None:
-    """What ``run`` returns, called in a thread, where nbclient leaves signals alone; None if interrupted.
+    """Return the result of ``run``, or None if interrupted, when kernels that it started are killed.
 
-    Any kernels that it started are then killed.
+    Runs it in a thread, where nbclient leaves signals alone.
     """
     here = psutil.Process()
     others = set(here.children())
@@ -186,8 +186,8 @@ def _until_interrupted(interruption: Interruption, run: Callable[[], NotebookNod
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="their folder")
-    parser.add_argument("--select", default="", help="names or their beginnings, comma or space separated")
+    parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="folder of the notebooks")
+    parser.add_argument("--select", default="", help="names or prefixes, comma or space separated")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds allowed per cell")
     parser.add_argument("--without-png", action="store_true", help="for a machine without Chrome or Chromium")
     arguments = parser.parse_args(argv)
@@ -197,7 +197,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, 2 for a usage error or a failed notebook, 130 or 143 if interrupted."""
+    """Run the command; return 0, 2 for a usage error or a failed notebook, 130 or 143 if interrupted."""
     try:
         arguments = _arguments(argv)
         notebooks = select(arguments.notebooks, arguments.select)

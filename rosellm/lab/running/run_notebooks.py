@@ -1,8 +1,9 @@
 """Execute notebooks in batch and make a gallery: ``python -m rosellm.lab.running.run_notebooks``.
 
 Each notebook runs in its own worker process (papermill, in the notebooks' folder, with the interpreter that
-runs this command), or with ``--cluster`` on one of the machines of a Ray cluster. The output folder receives
-each executed notebook and its HTML page, and an index of all.
+runs this command), or with ``--cluster`` on a machine of a Ray cluster. The output folder receives each
+executed notebook and its HTML page, and an index of all.
+
 SIGINT (Ctrl-C) and SIGTERM end the run: finished notebooks are published, the others stay as before.
 """
 
@@ -37,10 +38,10 @@ SCRATCH = ".run-"
 
 
 def select(folder: Path, wanted: str = "") -> list[Path]:
-    """The notebooks of ``folder`` that ``wanted`` lists by path, name, prefix or else substring of a name.
+    """Return the notebooks of ``folder`` that ``wanted`` selects by path, name, prefix or substring.
 
     ``wanted`` is comma or space separated; "" means all. Raises NotebookError for a name without a notebook,
-    or if nothing is named.
+    or if it contains no name.
     """
     found = {path.stem: path for path in sorted(folder.glob("*.ipynb"))}
     if not found:
@@ -75,7 +76,7 @@ def parse_parameters(text: str) -> dict[str, Any]:
 
 
 def check_parameters(notebooks: Sequence[Path], parameters: dict[str, Any]) -> None:
-    """Raises NotebookError unless every notebook has every parameter, of a matching type."""
+    """Raise NotebookError unless every notebook has every parameter, of a matching type."""
     for notebook in notebooks if parameters else ():
         known = _known_parameters(notebook)
         for name in parameters.keys() - known.keys():
@@ -97,11 +98,11 @@ def run(
     timeout: float = 300.0,
     interruption: Interruption | None = None,
 ) -> list[Outcome]:
-    """Executes the notebooks, ``workers`` at a time, and publishes the results in ``output``.
+    """Execute the notebooks, ``workers`` at a time, and publish the results in ``output``.
 
     A notebook that takes more than ``timeout`` seconds is killed. The notebooks themselves are only read.
-    After an ``interruption`` the outcomes are those of the notebooks finished by then. Raises NotebookError
-    for an unknown parameter, before anything runs.
+    After an ``interruption``, returns only the outcomes of the notebooks finished by then. Raises
+    NotebookError for an unknown parameter, before anything runs.
     """
     parameters = parameters or {}
     check_parameters(notebooks, parameters)
@@ -129,7 +130,7 @@ def _make(output: Path) -> None:
 
 
 def _remove_leftovers(output: Path) -> None:
-    """Scratch folders of runs that were killed."""
+    """Remove the scratch folders of killed runs."""
     for folder in output.glob(f"{SCRATCH}*-*"):
         owner = folder.name.removeprefix(SCRATCH).partition("-")[0]
         if not is_running(int(owner)):
@@ -137,7 +138,7 @@ def _remove_leftovers(output: Path) -> None:
 
 
 def _known_parameters(notebook: Path) -> dict[str, Any]:
-    """Name → default; None for a default that is not a literal."""
+    """Return name → default; None for a default that is not a literal."""
     try:
         found = papermill.inspect_notebook(notebook)
     except Exception as error:  # nbformat and papermill may raise anything
@@ -152,7 +153,7 @@ def _literal(text: str) -> Any:
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether ``value`` may replace ``default``: of its type, or an integer for a float."""
+    """Return whether ``value`` may replace ``default``: the same type, or an integer for a float."""
     if isinstance(default, list):
         return isinstance(value, list) and all(_is_like(item, one) for one in default[:1] for item in value)
     if isinstance(default, float):
@@ -174,7 +175,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def _publish(job: Job, output: Path) -> None:
-    """Moves the job's results to the output folder; removes results that only an earlier run left there."""
+    """Move the job's results to the output folder; remove results that only an earlier run produced."""
     for suffix in (".ipynb", ".html"):
         made, published = (folder / (job.notebook.stem + suffix) for folder in (job.scratch, output))
         if made.exists():
@@ -194,9 +195,9 @@ def _table(outcomes: Sequence[Outcome]) -> str:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="their folder")
+    parser.add_argument("--notebooks", type=Path, default=Path("notebooks"), help="folder of the notebooks")
     parser.add_argument("--output", type=Path, default=Path("build"), help="folder of the results")
-    parser.add_argument("--select", default="", help="names or their beginnings, comma or space separated")
+    parser.add_argument("--select", default="", help="names or prefixes, comma or space separated")
     parser.add_argument("--parameters", default="", help="name=value pairs, space separated")
     parser.add_argument("--workers", type=int, default=2, help="notebooks at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds allowed per notebook")
@@ -223,7 +224,7 @@ def _execute(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, 1 if a notebook failed, 2 for a usage error, 130 or 143 if interrupted."""
+    """Run the command; return 0, 1 if a notebook failed, 2 for a usage error, 130 or 143 if interrupted."""
     try:
         with Interruption() as interruption:
             arguments = _arguments(argv)

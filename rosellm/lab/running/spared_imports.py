@@ -1,4 +1,4 @@
-"""Saves 1.5 s: jsonschema, which validates notebooks, compiles a grammar for IRIs, which they do not contain.
+"""Save 1.5 s: jsonschema, which validates notebooks, compiles a grammar for IRIs, which they do not use.
 
 Import before nbformat, papermill and nbconvert.
 """

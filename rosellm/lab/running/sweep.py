@@ -1,4 +1,4 @@
-"""Tasks spread over the machines of a Ray cluster: functions go out, what they return comes back."""
+"""Run tasks on the machines of a Ray cluster: functions are sent out, and their results come back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNWANTED = shutil.ignore_patterns("__pycache__", ".*")
 
 @dataclass(frozen=True)
 class Finished:
-    """What came of a task: its ``value``, or ``error`` in one line. machine: its host's name."""
+    """A task's result: its ``value``, or ``error`` in one line. machine: its host's name."""
 
     machine: str = ""
     seconds: float = 0.0
@@ -40,11 +40,11 @@ class Finished:
 
 
 class Sweep:
-    """A Ray cluster for as long as its ``with`` lasts; what still runs at its end is ended.
+    """A Ray cluster for the duration of a ``with``; tasks that still run at its end are killed.
 
-    The machines need the packages that RoseLLM depends on. RoseLLM itself, as it is here, is sent to them,
-    and so is the folder ``notebooks``; no file system is shared. address: as for ``Runtime``.
-    interruption: entered; it ends a run early. Raises ``ClusterError``.
+    The machines need RoseLLM's dependencies. This copy of RoseLLM is sent to them, and so is the folder
+    ``notebooks``; no shared file system is needed. address: see ``Runtime``. interruption: already entered;
+    it ends a run early. Raises ``ClusterError``.
     """
 
     def __init__(self, address: str, interruption: Interruption, notebooks: Path | None = None) -> None:
@@ -53,7 +53,7 @@ class Sweep:
             _stage(Path(folder), notebooks)
             self._runtime = Runtime(address, environment=_environment(folder))
         self._ray = self._runtime.ray
-        interruption.take_over()  # Ray has a handler of SIGTERM
+        interruption.take_over()  # Ray installs its own SIGTERM handler
 
     def __enter__(self) -> Sweep:
         return self
@@ -62,7 +62,7 @@ class Sweep:
         self._runtime.leave()
 
     def takes_gpu(self, device: str) -> bool:
-        """Whether tasks for ``device`` get a GPU each: "auto" if the cluster has any.
+        """Return whether tasks for ``device`` get a GPU each; with "auto" if the cluster has any.
 
         Raises ``DeviceError`` for "cuda" without one.
         """
@@ -74,11 +74,11 @@ class Sweep:
     def run(
         self, tasks: Mapping[str, Callable[[], Any]], on_gpu: bool, unit: str
     ) -> Iterator[tuple[str, Finished]]:
-        """The tasks by name as they finish, each on a CPU core of its own, and on a GPU of its own or none.
+        """Yield the tasks' names and results as they finish; each task has its own CPU core, and GPU if any.
 
-        A task is a function of this package, or a ``partial`` of one. If its machine or process is lost it
-        runs again, up to ``RETRIES`` times. After the interruption what has not finished is left out. Raises
-        ``ClusterError`` once no machine that could run the rest has been there for ``ABSENT_S``.
+        A task is a function of this package, or a ``partial`` of one. If its machine or process is lost, it
+        is retried up to ``RETRIES`` times. Unfinished tasks are dropped on interruption. Raises
+        ``ClusterError`` if no machine that could run the rest is available for ``ABSENT_S``.
         """
         with tqdm(total=len(tasks), unit=unit, disable=not tasks) as bar:
             for name, finished in self._run(tasks, on_gpu):
@@ -87,7 +87,10 @@ class Sweep:
                 yield name, finished
 
     def call(self, task: Callable[[], Any], on_gpu: bool) -> Any:
-        """What a single task returns. Raises ``RoseError`` with its error, ``KeyboardInterrupt``."""
+        """Return the result of a single task.
+
+        Raises ``RoseError`` with the task's error, or ``KeyboardInterrupt``.
+        """
         for _name, finished in self._run({"": task}, on_gpu):
             if finished.error:
                 raise RoseError(finished.error)
@@ -102,7 +105,7 @@ class Sweep:
             yield calls[call], self._taken(call)
 
     def _finishing(self, calls: list[Any], resource: str) -> Iterator[Any]:
-        """The calls as they finish, until the interruption."""
+        """Yield the calls as they finish, until the interruption."""
         seen = monotonic()
         while calls and self._interruption.number is None:
             done, calls = self._ray.wait(calls, timeout=INTERRUPTED_WITHIN_S)
@@ -125,20 +128,21 @@ class Sweep:
 
 
 def add_cluster_option(parser: ArgumentParser) -> None:
-    """``--cluster``, the address of a :class:`Sweep`'s cluster; None without it."""
-    text = "spread over a Ray cluster: auto, or the host:port of its head; what is there already is left out"
+    """Add ``--cluster``, the address for a :class:`Sweep`; None without it."""
+    text = "run on a Ray cluster: auto, or the host:port of its head; existing results are kept"
     parser.add_argument("--cluster", metavar="ADDRESS", help=text)
 
 
 def in_one_line(error: BaseException) -> str:
-    """The first line of an error's type and message; of an error that a user can cause the message alone."""
+    """Return the first line of an error's type and message; of a ``RoseError`` only the message."""
     return (str(error) if isinstance(error, RoseError) else describe(error)).partition("\n")[0]
 
 
 def _execute(task: Callable[[], Any]) -> Finished:
-    """Runs on a machine of the cluster, whose Ray sends SIGTERM and soon SIGKILL if this process is to end.
+    """Run a task on a machine of the cluster; SIGTERM from Ray ends the process at once.
 
-    It then ends at once: put in order by halves, its children would not notice that it has gone.
+    Ray sends SIGKILL soon after, and a partly cleaned-up process would leave children that do not notice its
+    end.
     """
     machine, started = platform.node(), monotonic()
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -157,7 +161,7 @@ def _place(finished: Finished) -> str:
 
 
 def _stage(folder: Path, notebooks: Path | None) -> None:
-    """A checkout's ``rosellm`` and ``notebooks``, as far as tasks need them."""
+    """Copy the checkout's ``rosellm`` and ``notebooks``, as far as tasks need them."""
     shutil.copytree(Path(rosellm.__file__).parent, folder / "rosellm", ignore=UNWANTED)
     if notebooks is not None:
         for name in ("results", "exhibits"):
@@ -169,6 +173,6 @@ def _stage(folder: Path, notebooks: Path | None) -> None:
 
 
 def _environment(folder: str) -> dict[str, Any]:
-    """Ray's runtime environment of the tasks: the files in ``folder``, and the commit they are from."""
+    """Return Ray's runtime environment for the tasks: the files in ``folder``, and their commit."""
     commit = environment(torch.device("cpu"))["git_commit"]
     return {"working_dir": folder, "env_vars": {COMMIT_VARIABLE: commit} if commit else {}}

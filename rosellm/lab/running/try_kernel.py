@@ -1,6 +1,6 @@
-"""An append for one layer in turns with the ladder's, and under the recorded GPU's roofline.
+"""Time a reader's single-layer append against the ladder's, and plot it under the reference GPU's roofline.
 
-It is any function called like ``kv_append_triton_identity_pos``, in place of the specification
+It is any function with the interface of ``kv_append_triton_identity_pos``, which implements the specification
 ``kv_append_live_rows_ref``.
 """
 
@@ -49,10 +49,10 @@ def time_against_ladder(
     block_size: int = 64,
     repeats: int = 5,
 ) -> list[Timing]:
-    """Medians of the ladder's variants and of ``append``, which comes last in each batch, named "yours".
+    """Return medians for the ladder's variants and for ``append``, which is last in each batch as "yours".
 
-    On a CPU the variants are torch versions, and ``append``, being interpreted, is counted, not timed. The
-    floor is the bytes at this device's copy bandwidth. Raises KernelError if ``append`` is wrong.
+    On a CPU the variants are torch versions, and ``append``, which is interpreted, is only counted. The floor
+    is the bytes at this device's copy bandwidth. Raises KernelError if ``append`` is wrong.
     """
     where = torch.device(device)
     bandwidth = float(np.median(micro.copy_bandwidth(where, repeats)))
@@ -88,7 +88,7 @@ def _timings(append: Append, shape: micro.Shape, floor_s: float, repeats: int) -
 
 
 def timing_table(timings: Sequence[Timing]) -> str:
-    """Microseconds per call, the floor, and the programs of your append, as text."""
+    """Return a text table of microseconds per call, the floor, and the programs of your append."""
     rows = []
     for one in timings:
         times = [s and s * 1e6 for s in (one.device_s, one.wall_s, one.floor_s)]
@@ -98,20 +98,20 @@ def timing_table(timings: Sequence[Timing]) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """An append that moves that many bytes in that many seconds."""
+    """An append's bytes moved, and the seconds that it takes."""
 
     bytes_moved: int
     seconds: float
 
 
 def roof_s(bytes_moved: int, launches: int = 1) -> float:
-    """The minimum seconds on the recorded GPU: its graph nodes, or the bytes at copy speed."""
+    """Return the minimum seconds on the recorded GPU: its graph nodes, or the bytes at copy speed."""
     top = ceilings()
     return max(launches * top["cuda_graph_node_us"] / 1e6, bytes_moved / (top["device_copy_TB_s"] * 1e12))
 
 
 def recorded_points(results: Results, way: str = "device_rotating") -> dict[str, list[Point]]:
-    """Variant → its recorded points. way: ``device_rotating``, ``device_same`` or ``wall``.
+    """Return variant → its recorded points. way: ``device_rotating``, ``device_same`` or ``wall``.
 
     Raises RecordError for a way that was not recorded, as on a CPU.
     """
@@ -127,10 +127,10 @@ def recorded_points(results: Results, way: str = "device_rotating") -> dict[str,
 
 
 def roofline(points: Mapping[str, Sequence[Point]], *, title: str) -> Chart:
-    """Bytes per second over the bytes of an append, a line per name, below the recorded GPU's two ceilings.
+    """Draw bytes per second over the bytes of an append, a line per name, below the GPU's two ceilings.
 
-    On the left the roof rises: one graph node is the minimum cost of a kernel. On the right it is flat: copy
-    speed.
+    On the left the roof rises: one graph node is the minimum cost of a kernel. On the right it is flat, at
+    copy speed.
     """
     if not any(points.values()):
         raise KernelError("there is no point to draw on the roofline")

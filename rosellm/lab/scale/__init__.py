@@ -1,1 +1,1 @@
-"""Planning past the machines that are here: how long steps take, and how many replicas do."""
+"""Plan beyond the available machines: how long steps take, and how replicas behave."""

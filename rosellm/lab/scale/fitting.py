@@ -1,7 +1,7 @@
-"""What a device achieves of its floors, fitted to recorded runs, and how far planned times are from those.
+"""Fit a device's efficiency relative to its floors to recorded runs, and check planned times against them.
 
-One set of coefficients serves all models: what tells models apart is their floors. Beside the error of a fit
-to all of them stands that of a model which the fit has not seen.
+One set of coefficients serves all models, which differ only in their floors. Next to the error of a fit to
+all models stands that of a fit without the model in question.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ class Run:
 
     @property
     def rows(self) -> float:
-        """Of a decode step on average; 0 if there was none."""
+        """Mean rows per decode step; 0 if there was none."""
         steps = self.medians["decode_steps"]
         return self.medians["decode_tokens"] / steps if steps else 0.0
 
     @property
     def decode_us(self) -> float:
-        """Of one decode step on average."""
+        """Mean µs per decode step."""
         return self.medians["decode_time_s"] / self.medians["decode_steps"] * 1e6
 
     @property
     def prefill_us(self) -> float:
-        """Of all prefills together."""
+        """µs of all prefills together."""
         return self.medians["prefill_time_s"] * 1e6
 
     @property
     def total_us(self) -> float:
-        """Of the whole run."""
+        """µs of the whole run."""
         return self.medians["total_time_s"] * 1e6
 
     def decode_terms(self) -> tuple[float, ...]:
-        """The floors of its mean step."""
+        """Return the floors of its mean step."""
         return self.cut.decode(round(self.rows), MODEL_WORKLOADS[self.workload].mean_context)
 
     def prefill_terms(self) -> tuple[float, ...]:
-        """The floors of all its prefills; a prompt beyond the budget counts a layer's time for each piece."""
+        """Return the floors of all its prefills; a prompt beyond the budget counts layers once per chunk."""
         n, tokens = len(self.requests), sum(one.prompt_tokens for one in self.requests)
         passes = math.ceil(tokens / self.config.prefill_token_budget)
         whole = min(passes, n)
@@ -77,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Check:
-    """A recorded time beside planned ones, all in ms: fitted to all models, and to the other ones only."""
+    """A recorded time and planned ones, in ms: fitted to all models, and to the other models only."""
 
     model: str
     workload: str
@@ -88,17 +88,17 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Of the planned time, as a share of the measured one."""
+        """Relative error of the planned time."""
         return self.planned / self.measured - 1
 
     @property
     def held_out_error(self) -> float:
-        """The same of the time planned without this model's records."""
+        """Relative error of the time planned without this model's records."""
         return self.held_out / self.measured - 1
 
 
 def read_runs(results: Results) -> list[Run]:
-    """The whole runs of the modern models that are recorded on a device."""
+    """Return the recorded whole runs of the modern models on a device."""
     ceiling = ceiling_of(results)
     return [
         _run(model, Results(results.folder / model).load(workload), ceiling)
@@ -125,9 +125,9 @@ def _run(model: str, record: dict[str, Any], ceiling: Ceiling) -> Run:
 
 
 def fit(runs: Iterable[Run]) -> Achieved:
-    """The coefficients by which relative errors are least; none is negative.
+    """Fit non-negative coefficients that minimise relative errors.
 
-    The host's time is that of runs of one request and one token, beyond their prefills.
+    The host's time is the time beyond prefills in runs with a single request of one token.
     """
     runs = list(runs)
     decodes = [_relative(run.decode_terms(), run.decode_us) for run in runs if run.rows]
@@ -142,7 +142,7 @@ def _relative(terms: Sequence[float], measured: float) -> tuple[float, ...]:
 
 
 def check(runs: Sequence[Run]) -> list[Check]:
-    """Each run's mean decode step, its prefills and the whole of it, simulated."""
+    """Check each run's mean decode step, its prefills and the whole run, simulated."""
     everything = fit(runs)
     blind = {model: fit(r for r in runs if r.model != model) for model in {run.model for run in runs}}
     return [one for run in runs for one in _checks(run, everything, blind[run.model])]
@@ -157,18 +157,18 @@ def _checks(run: Run, everything: Achieved, blind: Achieved) -> Iterator[Check]:
 
 
 def planned_us(run: Run, achieved: Achieved) -> tuple[float, float, float]:
-    """What the three ``KINDS`` of a run would take."""
+    """Return the planned µs of the three ``KINDS`` of a run."""
     decode = product(achieved.decode, run.decode_terms()) if run.rows else 0.0
     prefill = product(achieved.prefill, run.prefill_terms())
     return decode, prefill, whole_run_s(run, StepModel(run.cut, achieved, run.most)) * 1e6
 
 
 def whole_run_s(run: Run, times: StepModel) -> float:
-    """Seconds until the last of a run's requests would be served."""
+    """Return the planned seconds until the last request of a run is served."""
     made = simulate(run.requests, times, run.config, run.most)
     return max(one.token_times[-1] for one in made) + times.achieved.host_us / 1e6
 
 
 def worst(checks: Iterable[Check], kind: str, held_out: bool = False) -> float:
-    """The largest error of a kind, without its sign."""
+    """Return the largest absolute error of a kind."""
     return max(abs(one.held_out_error if held_out else one.error) for one in checks if one.kind == kind)

@@ -1,4 +1,4 @@
-"""Planned against recorded runs on one and on two GPUs: that share a model, and with a replica on each."""
+"""Compare planned with recorded runs on one and two GPUs: tensor parallelism, and a replica on each."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FIGURE = "total_time_s"
 
 @dataclass(frozen=True)
 class PairCheck:
-    """Seconds of a whole run. side: "1", "2", or "2 WAY", how two that share a model sum.
+    """Seconds of a whole run. side: "1", "2", or "2 WAY", where WAY is the all-reduce of two ranks.
 
-    alone: the run on one GPU beside it, measured over planned.
+    alone: measured over planned time of the corresponding run on one GPU.
     """
 
     model: str
@@ -39,19 +39,19 @@ class PairCheck:
 
     @property
     def error(self) -> float:
-        """Of the planned time, as a share of the measured one."""
+        """Relative error of the planned time."""
         return self.planned / self.measured - 1
 
     @property
     def error_beyond_one(self) -> float:
-        """As :attr:`error`, if the plan is corrected by what one GPU was found to take."""
+        """Relative error after correcting the plan by ``alone``."""
         return self.alone * self.planned / self.measured - 1
 
 
 def pair_checks(results: Results, achieved: Achieved) -> list[PairCheck]:
-    """Of every recorded run on two GPUs of this device, and on one beside it; none if none are recorded.
+    """Check every recorded run on two GPUs of this device, and its run on one; [] if none are recorded.
 
-    Runs whose way to sum is not in the record ``all_reduce`` are left out.
+    Runs whose all-reduce is missing from the record ``all_reduce`` are skipped.
     """
     return [one for model in two_gpus.recorded_models(results) for one in _checks(results, model, achieved)]
 
@@ -62,7 +62,7 @@ def _checks(results: Results, model: str, achieved: Achieved) -> Iterator[PairCh
     for kind, workloads in record["figures"].items():
         for name, sides in workloads.items():
             alone = 1.0
-            for side, figures in sides.items():  # that of one GPU is the first
+            for side, figures in sides.items():  # the single GPU comes first
                 way = side.partition(" ")[2]
                 if way and way not in sums.get("us", {}):
                     continue
@@ -91,7 +91,7 @@ def _fleet(
 
 
 def _planned_s(flags: Mapping[str, Any], fleet: Fleet) -> float:
-    """Until the last of a workload's requests is served, all of which come at once."""
+    """Return the seconds until a workload's requests, which arrive all at once, are served."""
     options = Namespace(**flags, seed=0)
     lengths = map(len, make_prompts(options, vocab_size=2))
     arrivals = [Arrival(0.0, *both) for both in zip(lengths, new_tokens(options), strict=True)]

@@ -1,4 +1,4 @@
-"""What a fleet is asked: how much it serves, to how many within limits, what a failure takes."""
+"""Answer questions about a fleet: its capacity, the share of requests within limits, the cost of failures."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rosellm.lab.scale.cluster import Failures, Fleet, Outcome, simulate_cluster
 from rosellm.lab.scale.replica import Request
 from rosellm.lab.scale.routers import ROUTERS
 
-ALONE = 900  # requests of one replica that tell how many it has at a time
-ROUNDS = 4  # how often each place is taken in the run that tells the capacity
-EACH = 100  # requests a replica, of a run
-FEWEST = 3  # requests that have a later half: those after the middle one
+ALONE = 900  # requests in the run that measures a replica's concurrency
+ROUNDS = 4  # requests per slot in the run that measures capacity
+EACH = 100  # requests per replica in a run
+FEWEST = 3  # fewest requests with a later half: those after the middle one
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests of unequal lengths: tokens uniform within each span; some prompts are ``long`` ones."""
+    """Requests of unequal lengths: tokens uniform within each span; some prompts are ``long``."""
 
     prompt: Span = (16, 512)
     new: Span = (16, 512)
@@ -30,7 +30,7 @@ class Traffic:
     long_share: float = 0.0
 
     def requests(self, n: int, rate: float | None = None, seed: int = 0) -> list[Arrival]:
-        """A Poisson process of ``rate`` requests a second; None: all at once."""
+        """Draw ``n`` requests from a Poisson process of ``rate`` requests per second; None: all at once."""
         random = np.random.default_rng([seed, n])
         prompts, new, long = (
             random.integers(low, high + 1, n) for low, high in (self.prompt, self.new, self.long)
@@ -40,10 +40,10 @@ class Traffic:
         return [Arrival(*row) for row in zip(times, prompts.tolist(), new.tolist(), strict=True)]
 
     def running(self, n: int, seed: int = 0) -> list[Arrival]:
-        """Requests in the midst of their answers, as they are met at any time: the longer, the likelier.
+        """Draw ``n`` requests in progress, as found at a random time: proportionally to their length.
 
-        What they have so far counts as prompt; two tokens or more are left, so that requests of a single new
-        token are never among them. None are met if all are such, or if ``n`` is 0.
+        Tokens generated so far count as prompt; at least two tokens remain, so requests of one new token are
+        excluded. Returns [] if all are such, or if ``n`` is 0.
         """
         least, most = self.new
         if not n or most < 2:
@@ -63,8 +63,8 @@ class Traffic:
 class Limits:
     """Seconds that users accept until the first token, and between two tokens.
 
-    alone: seconds that prefilling so many prompt tokens takes on an idle replica, which come on top of
-    ``ttft_s``: nobody expects a long prompt's answer as soon as a short one's.
+    alone: maps prompt tokens to the seconds of prefilling them on an idle replica, which are added to
+    ``ttft_s``, because users expect a long prompt to take longer.
     """
 
     ttft_s: float
@@ -72,18 +72,18 @@ class Limits:
     alone: Callable[[int], float] = lambda tokens: 0.0
 
     def keeps(self, request: Request) -> bool:
-        """Whether the request was served within both."""
+        """Return whether the request was served within both limits."""
         return request.first - request.arrival <= self.ttft_s + self.alone(request.prompt) and (
             request.gap <= self.gap_s
         )
 
     def share(self, outcome: Outcome) -> float:
-        """The share of the requests that were served within both."""
+        """Return the share of requests served within both limits."""
         return sum(map(self.keeps, outcome.requests)) / len(outcome.requests)
 
 
 def capacity(fleet: Fleet, traffic: Traffic) -> float:
-    """Requests a second that one replica serves while its places are all taken."""
+    """Return the requests per second that one replica serves while all its slots are taken."""
     n = ROUNDS * fleet.most
     outcome = simulate_cluster(traffic.requests(n), replace(fleet, n=1), ROUTERS["fewest tokens"]())
     ends = sorted(one.last for one in outcome.requests)
@@ -91,7 +91,7 @@ def capacity(fleet: Fleet, traffic: Traffic) -> float:
 
 
 def in_flight(fleet: Fleet, traffic: Traffic, rate: float) -> int:
-    """Requests that one replica runs at a time, at ``rate`` requests a second, by Little's law."""
+    """Return the requests that one replica runs at once, at ``rate`` requests per second, by Little's law."""
     alone = simulate_cluster(
         traffic.requests(ALONE, rate), replace(fleet, n=1), ROUTERS["fewest tokens"]()
     ).requests[ALONE // 3 : 2 * ALONE // 3]
@@ -106,9 +106,9 @@ def serve(
     each: int = EACH,
     failures: Failures | None = None,
 ) -> Outcome:
-    """The later half of ``each`` requests a replica, at ``rate`` a second of each replica.
+    """Serve ``each`` requests per replica, at ``rate`` per second and replica; return the later half.
 
-    The fleet begins as full as it will be. Raises RoseError for fewer than ``FEWEST`` requests in all.
+    The fleet starts at its steady-state load. Raises RoseError for fewer than ``FEWEST`` requests in all.
     """
     n, whole = each * fleet.n, rate * fleet.n
     if n < FEWEST:
@@ -122,5 +122,5 @@ def serve(
 def sweep(
     fleet: Fleet, traffic: Traffic, each_s: float, router: str, loads: Sequence[float], each: int = EACH
 ) -> dict[float, Outcome]:
-    """Load, a share of the capacity ``each_s`` of each replica → what :func:`serve` gives."""
+    """Map each load, a share of the capacity ``each_s`` of each replica, to the result of :func:`serve`."""
     return {load: serve(fleet, traffic, load * each_s, router, each) for load in loads}

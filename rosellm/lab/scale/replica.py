@@ -1,7 +1,7 @@
-"""One replica of many, simulated without touching each row at each step.
+"""Simulate one replica of many without updating each row at each step.
 
-The rows of a batch get their tokens together. So a request is known by the decode steps, counted, of its
-first and its last token, and only those that begin or end with a step are looked at.
+All rows of a batch get their tokens together. So a request is represented by the indices of the decode steps
+of its first and last token, and only requests that begin or end with a step are touched.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request and what has become of it; seconds on the simulation's clock, NaN until then.
+    """One request and its progress; seconds on the simulation's clock, NaN until known.
 
     gap: the longest time between two of its tokens. start: the decode step of its second token. attempts:
-    replicas that it was given to. A new attempt begins anew; what is told at the end is the last one's.
+    number of replicas that it was assigned to. A new attempt starts over; final values are those of the last
+    one.
     """
 
     number: int
@@ -36,7 +37,7 @@ class Request:
     start: int = 0
 
     def begin(self) -> None:
-        """Forget an earlier attempt."""
+        """Reset the state of an earlier attempt."""
         self.first = self.last = math.nan
         self.gap, self.cached = 0.0, 0
         self.attempts += 1
@@ -44,7 +45,7 @@ class Request:
 
 @dataclass(slots=True)
 class Step:
-    """A begun step. tokens: that it gives. number: of a decode; −1 of a prefill."""
+    """A launched step. tokens: how many it generates. number: the decode step's index; −1 for a prefill."""
 
     ends: float
     tokens: int
@@ -55,9 +56,9 @@ class Step:
 
 @dataclass(slots=True)
 class _Gaps:
-    """The longest gap between the tokens of consecutive decode steps, from any step to the latest.
+    """The longest gap between tokens of consecutive decode steps, from any step to the latest.
 
-    Of a gap that a later, longer one hides nothing is kept.
+    Gaps dominated by a later, longer one are discarded.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -76,17 +77,17 @@ class _Gaps:
 
 
 class Replica:
-    """A scheduler at its host's time ``now``; ``waiting``: requests that were given to it."""
+    """A scheduler at its host's time ``now``; ``waiting``: requests assigned to it and not prefilled."""
 
     def __init__(self, times: StepTimes, config: SchedulerConfig, most: int, now: float = 0.0) -> None:
         self.times, self.config, self.most, self.now = times, config, most, now
         self.waiting: deque[Request] = deque()
         self._free = now
         self._active = self._rows = self._cached = self._begun = self._delivered = 0
-        self._told = now  # when the latest decode step's tokens came
+        self._told = now  # when the latest decode step's tokens were delivered
         self._in_flight: deque[Step] = deque()
-        self._joining: list[Request] = []  # that take part in the next decode for the first time
-        self._ends: list[tuple[int, int, Request]] = []  # heap: the last step of each decoding request
+        self._joining: list[Request] = []  # first take part in the next decode
+        self._ends: list[tuple[int, int, Request]] = []  # heap: last step of each decoding request
         self._longest: list[
             tuple[int, int]
         ] = []  # heap: step less context, negative for the longest; last step
@@ -97,17 +98,17 @@ class Replica:
         return bool(self.waiting or self._active)
 
     def tokens_of(self, request: Request) -> int:
-        """How many of its tokens have come, or will by ``now``."""
+        """Return how many of the request's tokens have been delivered by ``now``."""
         if math.isnan(request.first):
             return 0
         return 1 + min(request.new - 1, max(0, self._delivered - request.start))
 
     def give(self, request: Request) -> None:
-        """It waits for its prefill."""
+        """Queue the request for prefill."""
         self.waiting.append(request)
 
     def resume(self, request: Request) -> None:
-        """A request of two tokens or more, its prompt cached, the first one given, if there is a place."""
+        """Admit a prefilled request of at least two tokens, its first token given; queue it if full."""
         if self._active == self.most:
             return self.give(request)
         request.first, request.cached = self.now, request.prompt
@@ -184,7 +185,7 @@ class Replica:
         self._in_flight.append(Step(self._free, tokens, number, begins, finishes))
 
     def _collect(self, leave: int) -> list[Step]:
-        """Wait until at most ``leave`` steps are in flight; those that have ended. Who is served leaves."""
+        """Wait until at most ``leave`` steps are in flight; return the ended ones, and free their slots."""
         got, in_flight = [], self._in_flight
         while in_flight and (len(in_flight) > leave or in_flight[0].ends <= self.now):
             step = in_flight.popleft()

@@ -1,4 +1,4 @@
-"""What stands in front of replicas: the project's router, and simpler ones to know what it is worth."""
+"""Routers in front of replicas: the project's own, and simpler ones for comparison."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ GPUS_OF_A_HOST = 8
 
 
 class AnyRouter(Protocol):
-    """What a simulation asks of ``cluster.router.Router``."""
+    """The interface of ``cluster.router.Router`` that a simulation uses."""
 
     def add(self, replica: int) -> None:
-        """A replica takes requests from now on."""
+        """Add a replica, which takes requests from now on."""
 
     def lose(self, replica: int) -> list[int]:
-        """A replica is gone; its requests wait again, before all others."""
+        """Remove a replica; its requests, which are returned, are queued before all others."""
 
     def submit(self, request: Routed) -> None:
         """Queue a request."""
 
     def assign(self) -> list[tuple[int, int]]:
-        """Give waiting requests to replicas: (replica, request id), in order."""
+        """Assign waiting requests to replicas: (replica, request id), in order."""
 
     def note(self, request_id: int, n_generated: int) -> None:
-        """A running request has that many tokens by now."""
+        """Update the number of tokens that a running request has generated."""
 
     def finish(self, request_id: int) -> None:
-        """A running request has ended."""
+        """Remove a running request that has ended."""
 
 
-Choose = Callable[[dict[int, dict[int, Routed]]], int]  # replica → its requests; who gets the next one
+Choose = Callable[[dict[int, dict[int, Routed]]], int]  # replica → its requests; returns the next replica
 
 
 class CountingRouter:
-    """Chooses by how many requests each replica has, at most; of their lengths it knows nothing."""
+    """Chooses at most by the number of requests per replica, regardless of their lengths."""
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
@@ -64,7 +64,7 @@ class CountingRouter:
         self._waiting.append(request)
 
     def assign(self) -> list[tuple[int, int]]:
-        """See ``AnyRouter``; nobody is ever full."""
+        """See ``AnyRouter``; replicas are never full."""
         given = []
         while self._waiting and self._requests:
             request = self._waiting.popleft()
@@ -75,7 +75,7 @@ class CountingRouter:
         return given
 
     def note(self, request_id: int, n_generated: int) -> None:
-        """Nothing is made of it."""
+        """Do nothing: progress does not matter."""
 
     def finish(self, request_id: int) -> None:
         """See ``AnyRouter``."""
@@ -83,13 +83,13 @@ class CountingRouter:
 
 
 def at_random() -> CountingRouter:
-    """Any replica, each as likely, seeded."""
+    """Return a router that chooses replicas uniformly at random, seeded."""
     draw = random.Random(0)
     return CountingRouter(lambda requests: draw.choice(list(requests)))
 
 
 def round_robin() -> CountingRouter:
-    """One replica after the other."""
+    """Return a router that cycles through the replicas."""
     turns: deque[int] = deque()
 
     def next_one(requests: dict[int, dict[int, Routed]]) -> int:
@@ -103,19 +103,19 @@ def round_robin() -> CountingRouter:
 
 
 def fewest_requests() -> CountingRouter:
-    """A replica with the fewest requests, as load balancers count connections."""
+    """Return a router to a replica with the fewest requests, as load balancers count connections."""
     return CountingRouter(lambda requests: min(requests, key=lambda replica: len(requests[replica])))
 
 
 def fewest_tokens() -> Router:
-    """The project's own, without a limit of what a replica holds."""
+    """Return the project's own router, without a limit on what a replica holds."""
     return Router(NO_WINDOW)
 
 
 class Grouped:
-    """Groups of ``size`` replicas, such as a host's, each behind a router of its own; requests go round them.
+    """Groups of ``size`` replicas, such as a host's, each behind a router of its own, used in rotation.
 
-    The front knows which groups have a live replica, nothing else.
+    The front router knows only which groups have a live replica.
     """
 
     def __init__(self, size: int, make: Callable[[], AnyRouter]) -> None:
@@ -124,7 +124,7 @@ class Grouped:
         self._turns: deque[_Group] = deque()  # groups with a live replica
         self._waiting: deque[Routed] = deque()
         self._runs_in: dict[int, _Group] = {}
-        self._due: dict[_Group, None] = {}  # whose routers may have something to give
+        self._due: dict[_Group, None] = {}  # whose routers may have requests to assign
 
     def add(self, replica: int) -> None:
         """See ``AnyRouter``."""
@@ -135,7 +135,7 @@ class Grouped:
         group.router.add(replica)
 
     def lose(self, replica: int) -> list[int]:
-        """See ``AnyRouter``; those of a group's last replica go to other groups."""
+        """See ``AnyRouter``; requests of a group's last replica go to other groups."""
         group = self._groups[replica // self._size]
         lost = group.router.lose(replica)
         group.live.remove(replica)
@@ -182,7 +182,7 @@ class _Group:
 
 
 def by_host() -> Grouped:
-    """Eight replicas behind each of the project's routers."""
+    """Return eight replicas behind each of the project's routers."""
     return Grouped(GPUS_OF_A_HOST, fewest_tokens)
 
 
@@ -196,7 +196,7 @@ ROUTERS: dict[str, Callable[[], AnyRouter]] = {
 
 
 def routing_us(router: AnyRouter, n: int, requests: int = 300) -> float:
-    """µs that this machine takes to route one request over ``n`` replicas."""
+    """Return the µs that this machine takes to route one request over ``n`` replicas."""
     for replica in range(n):
         router.add(replica)
     start = perf_counter()

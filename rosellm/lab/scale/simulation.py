@@ -1,4 +1,4 @@
-"""One engine that streams to arriving requests, simulated step by step from the times that its steps take."""
+"""Simulate one engine that streams to arriving requests, step by step, from its step times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PERCENTS = (50, 95, 99)
 
 
 class Server(Replica):
-    """A replica that keeps when the tokens of each decode step came."""
+    """A replica that records when the tokens of each decode step were delivered."""
 
     def __init__(self, times: StepTimes, config: SchedulerConfig, most: int) -> None:
         super().__init__(times, config, most)
@@ -30,7 +30,7 @@ class Server(Replica):
             self._times.append(self.now)
 
     def metrics(self, request: Request) -> RequestMetrics:
-        """When a finished request's tokens came."""
+        """Return when a finished request's tokens were delivered."""
         times = self._times[request.start : request.start + request.new - 1]
         return RequestMetrics(request.arrival, token_times=[request.first, *times])
 
@@ -38,9 +38,9 @@ class Server(Replica):
 def simulate(
     arrivals: Iterable[Arrival], times: StepTimes, config: SchedulerConfig, max_batch_size: int
 ) -> list[RequestMetrics]:
-    """When each request's tokens come, in order of arrival; seconds from the first possible arrival, 0.
+    """Return when each request's tokens are delivered, in order of arrival; seconds from time 0.
 
-    A streaming manager's rounds: those that run decode, then prompts are prefilled first come, first served,
+    Follows a streaming manager's rounds: running requests decode, then prompts are prefilled in FIFO order,
     within the budgets of ``config``; tokens are delivered once the round's finished steps are collected. KV
     blocks never run out.
     """
@@ -63,9 +63,9 @@ def simulated_run(
     limits_s: tuple[float, float] = (math.inf, math.inf),
     config: SchedulerConfig | None = None,
 ) -> dict[str, Any]:
-    """The figures of ``simulate``, called and defined as those of a live run of ``benchmark_streaming``.
+    """Return the figures of ``simulate``, named and defined as in ``benchmark_streaming``.
 
-    limits_s: goodput's, of TTFT and ITL.
+    limits_s: goodput's limits on TTFT and ITL.
     """
     made = simulate(arrivals, times, config or SchedulerConfig(), max_batch_size)
     seconds = max(one.token_times[-1] for one in made)

@@ -1,4 +1,4 @@
-"""How long steps would take: floors times what the device achieves of them, and sums over ranks."""
+"""Plan step times: floors times the device's measured inefficiency, plus all-reduces over ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rosellm.roseinfer.layers.fused import fastest_products
 from rosellm.roseinfer.steps.resident import RUN_AHEAD
 
 ATTENTION = PREFILL_TERMS.index("attention")
-FAR = 1024  # a context, by which attention's time for each cached token is told
+FAR = 1024  # context from which attention's time per cached token is derived
 
 
 @dataclass(frozen=True)
 class Achieved:
-    """How many times its floor each term of a decode step and of a prefill takes.
+    """Factors by which each term of a decode step and of a prefill exceeds its floor.
 
-    A layer's and a prompt's, which is its host's, in µs; host_us: of a run's first and last steps, for which
-    the device waits.
+    The terms per layer and per prompt, which are host time, are in µs. host_us: µs of a run's first and last
+    steps, for which the device waits.
     """
 
     decode: tuple[float, ...]
@@ -32,8 +32,8 @@ class Achieved:
 class StepModel:
     """Planned ``StepTimes`` of an engine whose scheduler runs ahead, on the ranks of ``cut``.
 
-    sums: over the ranks; None on one rank. most: rows together. Prompts of a prefill count as if they were of
-    the same length.
+    sums: all-reduces over the ranks; None on one rank. most: rows per batch. All prompts of a prefill count
+    as equally long.
     """
 
     cut: Cut
@@ -48,7 +48,7 @@ class StepModel:
         return fixed + each * cached
 
     def host(self, rows: int) -> float:
-        """0: the device does not wait for a host that runs ahead."""
+        """Return 0: the device does not wait for a host that runs ahead."""
         return 0.0
 
     def prefill(self, prompts: int, tokens: int, earlier: int = 0) -> float:
@@ -57,7 +57,7 @@ class StepModel:
 
     @cached_property
     def _decode_s(self) -> list[tuple[float, float]]:
-        """For each number of rows a step's fixed seconds, and those for each cached token of all rows."""
+        """For each number of rows, a step's fixed seconds and the seconds per cached token of all rows."""
         return [(0.0, 0.0), *map(self._line, range(1, self.most + 1))]
 
     def _line(self, rows: int) -> tuple[float, float]:
@@ -67,7 +67,7 @@ class StepModel:
 
     @cached_property
     def _earlier_s(self) -> float:
-        """Of a pair with a token that is cached already."""
+        """Seconds per pair of a new token and a cached token."""
         return self.achieved.prefill[ATTENTION] * self.cut.pair_us / 1e6
 
     @cached_property
@@ -82,15 +82,15 @@ class StepModel:
     def _sums_us(self, rows: int) -> float:
         if self.sums is None:
             return 0.0
-        return self.cut.sums * self.sums(self.cut.sum_bytes(rows)) + self.sums(0)  # the last: of the head
+        return self.cut.sums * self.sums(self.cut.sum_bytes(rows)) + self.sums(0)  # the last is the head's
 
     def _norms_us(self, rows: int) -> float:
-        """Of norms that follow the sums of several ranks, where those of one are in its products."""
+        """Return the µs of separate norms after all-reduces; on one rank they are fused into the GEMMs."""
         if self.sums is None or fastest_products(rows, self.cut.whole.n_layer_parameters) != "few":
             return 0.0
         return self.cut.sums * self.sums.norm_us
 
 
 def product(times: Sequence[float], floors: Sequence[float]) -> float:
-    """The sum of so many times each floor."""
+    """Return the sum of the products of factors and floors."""
     return sum(a * b for a, b in zip(times, floors, strict=True))

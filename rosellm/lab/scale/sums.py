@@ -1,4 +1,4 @@
-"""What a sum over ranks costs: read off the record, and planned for more ranks than were measured."""
+"""The cost of an all-reduce: read from the record, and planned for more ranks than were measured."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KB = 1024
 
 @dataclass(frozen=True)
 class Sums:
-    """µs of one sum beyond the norm after it, by its bytes: measured among ``ranks`` ranks in one way.
+    """µs of one all-reduce beyond the norm after it, by bytes: measured among ``ranks`` ranks in one way.
 
-    Between two sizes it is between their times; beyond the largest the last two tell what a byte costs.
-    norm_us: of that norm itself, which a product of few rows takes along where there is no sum.
+    Interpolated linearly between sizes, and extrapolated beyond the largest from the last two. norm_us: µs of
+    the norm itself, which a GEMM of few rows fuses where there is no all-reduce.
     """
 
     ranks: int
@@ -46,7 +46,7 @@ class Sums:
 
 
 def read_sums(figures: Mapping[str, Any], *ways: str) -> Sums:
-    """From the figures of an ``all_reduce`` record: at each size the fastest of ``ways``; default: of all."""
+    """Read the figures of an ``all_reduce`` record: at each size the fastest of ``ways`` (default: all)."""
     us = figures["us"]
     chosen = ways or [way for way in us if way != NONE]
     sizes = sorted({int(kb) for way in chosen for kb in us[way]})

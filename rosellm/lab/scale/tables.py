@@ -1,4 +1,4 @@
-"""Rows of the tables in which plans are told."""
+"""Rows of the tables that present plans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _signed = partial(signed, decimals=0)
 
 
 def coefficients(achieved: Achieved) -> list[str]:
-    """A line for decode steps, one for prefills, and one for the host."""
+    """Return a line for decode steps, one for prefills, and one for the host."""
     both = (("decode", DECODE_TERMS, achieved.decode), ("prefill", PREFILL_TERMS, achieved.prefill))
     lines = [
         f"{kind:8}" + ", ".join(f"{term} {value:.2f}" for term, value in zip(terms, values, strict=True))
@@ -47,7 +47,7 @@ def coefficients(achieved: Achieved) -> list[str]:
 
 
 def step_rows(runs: Sequence[Run], checks: Iterable[Check]) -> list[Row]:
-    """``STEPS`` of each run."""
+    """Return ``STEPS`` of each run."""
     of = {(one.model, one.workload, one.kind): one for one in checks}
     rows = []
     for run in runs:
@@ -58,12 +58,12 @@ def step_rows(runs: Sequence[Run], checks: Iterable[Check]) -> list[Row]:
 
 
 def _told(check: Check | None) -> Row:
-    """What was measured, and how far the plan is from it."""
+    """Return the measured time, and the plan's relative error."""
     return [f"{check.measured:,.2f}", _signed(check.error)] if check else ["", ""]
 
 
 def sum_rows(figures: Mapping[str, Any]) -> list[Row]:
-    """Of an ``all_reduce`` record: a header with the sizes, then the medians of each way, µs."""
+    """Return a header with the sizes of an ``all_reduce`` record, then the medians of each way in µs."""
     us = figures["us"]
     kbs = sorted({kb for times in us.values() for kb in times}, key=int)
     medians = [[way, *(times.get(kb, {}).get("median") for kb in kbs)] for way, times in us.items()]
@@ -71,7 +71,7 @@ def sum_rows(figures: Mapping[str, Any]) -> list[Row]:
 
 
 def pair_rows(checks: Iterable[PairCheck]) -> list[Row]:
-    """``PAIRS`` of each."""
+    """Return ``PAIRS`` of each check."""
     return [
         [c.model, c.workload, c.side, c.measured, c.planned, _signed(c.error), _signed(c.error_beyond_one)]
         for c in checks
@@ -79,7 +79,7 @@ def pair_rows(checks: Iterable[PairCheck]) -> list[Row]:
 
 
 def route_row(kind: str, router: str, outcome: Outcome, limits: plan.Limits) -> Row:
-    """``ROUTES`` of one router at one load."""
+    """Return ``ROUTES`` of one router at one load."""
     ms = [outcome.ttft(percent) * 1e3 for percent in PERCENTS]
     return [kind, router, 100 * limits.share(outcome), *map(round, ms)]
 
@@ -87,7 +87,7 @@ def route_row(kind: str, router: str, outcome: Outcome, limits: plan.Limits) -> 
 def failure_rows(
     means_s: Iterable[float], serve: Callable[[Failures], Outcome], load_s: float, together: int
 ) -> list[Row]:
-    """``FAILURES`` for each mean time between those of one host."""
+    """Return ``FAILURES`` for each mean time between failures of a host."""
     rows = []
     for mean_s in means_s:
         outcome = serve(Failures(mean_s, load_s, together, seed=1))
@@ -102,7 +102,7 @@ def failure_rows(
 def layout_rows(
     cut: Callable[[int], Cut], achieved: Achieved, sums: Sums, gpus: int, traffic: plan.Traffic
 ) -> list[Row]:
-    """``LAYOUTS`` of so many GPUs: a replica on one, two, four … of them; the token has a context of 256."""
+    """Return ``LAYOUTS`` of ``gpus`` GPUs: a replica on one, two, four … of them; tokens at context 256."""
     rows = []
     for ranks in (2**k for k in range(gpus.bit_length())):
         times = StepModel(cut(ranks), achieved, sums=sums.among(ranks) if ranks > 1 else None)

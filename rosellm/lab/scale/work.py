@@ -17,13 +17,13 @@ PREFILL_TERMS = (
     "activations",
     "a prompt, µs",
 )
-MANY_TOKENS = 4096  # of a pass
+MANY_TOKENS = 4096  # per pass
 ACTIVATIONS = ("norm", "elementwise", "embedding", "append")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A model of ``itemsize`` bytes an element on ``ranks`` such devices: every rank has as much work."""
+    """A model of ``itemsize`` bytes per element, sharded equally over ``ranks`` such devices."""
 
     whole: Arch
     ceiling: Ceiling
@@ -31,23 +31,23 @@ class Cut:
     ranks: int = 1
 
     def on(self, ranks: int) -> Cut:
-        """The same on so many ranks."""
+        """Return the same model on ``ranks`` ranks."""
         return replace(self, ranks=ranks)
 
     @property
     def part(self) -> Arch:
-        """What a rank has, but for its head, ``1 / ranks`` of the whole. Raises ``OptionError``."""
+        """A rank's shard, except that its head is ``1 / ranks`` of the whole. Raises ``OptionError``."""
         part = Part(0, self.ranks)
         part.check(self.whole)
         return part.arch(self.whole)
 
     @property
     def sums(self) -> int:
-        """Sums over the ranks in a pass: after attention and after the MLP of each layer."""
+        """All-reduces in a pass: after attention and after the MLP of each layer."""
         return 2 * self.whole.n_layers * (self.ranks > 1)
 
     def sum_bytes(self, rows: float) -> float:
-        """Of one sum."""
+        """Return the bytes of one all-reduce."""
         return rows * self.whole.d_model * self.itemsize
 
     def decode(self, rows: int, context: float) -> tuple[float, ...]:
@@ -65,7 +65,7 @@ class Cut:
 
     @property
     def pair_us(self) -> float:
-        """Of a query and a key, in all layers and heads of a rank."""
+        """µs of a query-key pair, in all layers and heads of a rank."""
         return 4 * self.part.n_layers * self.part.attention_width / self.ceiling.flops_per_us
 
 

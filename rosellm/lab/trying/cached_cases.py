@@ -1,8 +1,8 @@
-"""Calls of the kernels of keys, values and positions: the KV append, attention, and what prepares it.
+"""Test cases for the kernels of keys, values and positions: the KV append, attention, and its preparation.
 
-Operands are laid out as the engine's: heads are slices of one fused projection, positions and tables are
-columns of a device state, some rows are inert where a kernel may meet such rows. What must not be read of a
-cache is NaN.
+Operands are laid out as in the engine: heads are slices of one fused projection, positions and tables are
+columns of a device state, and some rows are inert where a kernel may meet such rows. Cache entries that must
+not be read are NaN.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WINDOW, SHORT = 6, 9  # tokens
 
 
 def _heads(case: Case, draw: Draw, rows: int, names: tuple[str, str, str]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the first ``rows`` of a fused projection; others follow.
+    """Return q, k and v of the first ``rows`` rows of a fused projection with more rows.
 
-    names: of those that are operands, "" for others.
+    names: of the parts that are operands, "" for the others.
     """
     h, kv = case.heads, case.kv_heads
     fused = draw.lay(draw.normal(rows + GUARD_ROWS, h + 2 * kv, case.head_dim), case.dtype)[:rows]
@@ -42,7 +42,7 @@ def _heads(case: Case, draw: Draw, rows: int, names: tuple[str, str, str]) -> tu
 
 
 def _caches(case: Case, draw: Draw, blocks: int, held: Callable[[Tensor], None] | None = None) -> Operands:
-    """A layer's caches ``[blocks, H_kv, BLOCK_SIZE, D]``: NaN but for what ``held`` fills in."""
+    """Return a layer's caches ``[blocks, H_kv, BLOCK_SIZE, D]``: NaN except for what ``held`` fills in."""
     shape, caches = (blocks, case.kv_heads, case.block_size, case.head_dim), {}
     for name in ("k_cache_layer", "v_cache_layer"):
         values = poisoned(shape, case.dtype, torch.device("cpu"))
@@ -53,7 +53,7 @@ def _caches(case: Case, draw: Draw, blocks: int, held: Callable[[Tensor], None] 
 
 
 def _append(case: Case, draw: Draw, inert: bool) -> Operands:
-    """One token of each row; index tensors go on past the batch with blocks that nobody holds."""
+    """Return operands for one token per row; index tensors continue past the batch with free blocks."""
     rows, all_rows = case.rows, case.rows + GUARD_ROWS
     _, key, value = _heads(case, draw, rows, ("", "key_new", "value_new"))
     blocks = draw.order(all_rows + 2)[:all_rows]
@@ -67,7 +67,7 @@ def _append(case: Case, draw: Draw, inert: bool) -> Operands:
 
 def _kv_append(case: Case, draw: Draw) -> Operands:
     made = _append(case, draw, inert=False)
-    n = max(1, case.rows - case.option % 3)  # not all rows, and in any order
+    n = max(1, case.rows - case.option % 3)  # not all rows, in random order
     order = torch.cat((draw.order(case.rows), torch.zeros(GUARD_ROWS, dtype=torch.int64)))
     made["batch_idx"] = draw.name("batch_idx", draw.lay(order, torch.int32)[:n])
     return made | {"block_idx": made["block_idx"][:n], "pos": made["pos"][:n]}
@@ -86,7 +86,7 @@ def _kv_append_identity_pos(case: Case, draw: Draw) -> Operands:
 
 @dataclass
 class _Held:
-    """Rows' cached tokens in blocks of their own, in any order."""
+    """Rows' cached tokens in blocks of their own, in random order."""
 
     lengths: Tensor
     table: Tensor  # [B, W]
@@ -96,7 +96,10 @@ class _Held:
 
     @classmethod
     def of(cls, case: Case, draw: Draw, lengths: Tensor, n_new: Tensor | int) -> _Held:
-        """lengths: cached tokens of each row; n_new: that it is to get. Entries past both are no blocks."""
+        """Build from the cached tokens of each row (``lengths``) and the tokens to add (``n_new``).
+
+        Table entries beyond both are invalid block ids.
+        """
         tokens = lengths.clamp_min(0) + n_new
         width = -(-int(tokens.max() + 1) // case.block_size)
         n_blocks = len(lengths) * width + 1
@@ -117,9 +120,9 @@ class _Held:
 
 
 def _contexts(case: Case, draw: Draw, least: int) -> Tensor:
-    """Cached tokens of each row, few but for the edges of a block and the case's long context.
+    """Return short contexts per row, except for block boundaries and the case's long context.
 
-    least: -1 for some inert rows.
+    least: -1 to make some rows inert.
     """
     most = min(3 * case.block_size + 1, case.block_size + 9)
     lengths = draw.whole(0, min(most, SHORT), case.rows)
@@ -133,7 +136,7 @@ def _contexts(case: Case, draw: Draw, least: int) -> Tensor:
 
 
 def _attended(case: Case, draw: Draw, least: int) -> tuple[Operands, Tensor, DeviceState]:
-    """What both decode attentions take, the rows' cached tokens, and the state that has the block table."""
+    """Return the operands of both decode attentions, the cached tokens, and the state with the table."""
     lengths = _contexts(case, draw, least)
     held = _Held.of(case, draw, lengths, n_new=1 if least < 0 else 0)
     q, k, v = _heads(case, draw, case.rows, ("q", "k_new", "v_new"))
@@ -144,7 +147,7 @@ def _attended(case: Case, draw: Draw, least: int) -> tuple[Operands, Tensor, Dev
 
 
 def _window(case: Case) -> int | None:
-    """Of a long context, most of it."""
+    """Return most of a long context as the window, for every fourth option."""
     return max(WINDOW, case.cached * 3 // 4) if case.option % 4 == 2 else None
 
 
@@ -165,7 +168,7 @@ def _append_and_attend(case: Case, draw: Draw) -> Operands:
 
 
 def _rotary(case: Case, draw: Draw, at_least: int = 0) -> Rotary | None:
-    """None, angles, or angles and norms, in turn."""
+    """Return None, angles, or angles and norms, by the case's option."""
     kind = max(case.option % 3, at_least)
     if kind == 0:
         return None

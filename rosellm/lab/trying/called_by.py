@@ -1,4 +1,4 @@
-"""Which rungs call which kernel, as the engine is built (``recipe.build_step``), and what they do instead."""
+"""Which rungs call which kernel (see ``recipe.build_step``), and what the other rungs do instead."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Caller(NamedTuple):
 
 
 def _append(*names: str) -> Callable[[Recipe], bool]:
-    """Whether the host-driven step appends in one of these ways."""
+    """Return a predicate: does the host-driven step append in one of these ways?"""
     return lambda recipe: recipe.step == "host" and recipe.append in names
 
 
 def _stored_by(recipe: Recipe) -> str:
-    """What stores a token."""
+    """Describe what stores a token."""
     if recipe.append == "fused":
         return "append_and_attend stores the new token itself (append='fused')"
     if recipe.append == "index_put":
@@ -82,7 +82,7 @@ CALLERS = {
 
 
 def refusal(kernel: str, rung: str) -> str:
-    """Why ``rung`` never calls ``kernel``, and the last rung before it that does; "" if it does."""
+    """Return why ``rung`` never calls ``kernel``, and the last earlier rung that does; "" if it does."""
     caller = CALLERS[kernel]
     if caller.calls(LADDER[rung]):
         return ""

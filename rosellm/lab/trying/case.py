@@ -1,4 +1,4 @@
-"""The sizes of the calls on which a kernel is tried."""
+"""The sizes with which a kernel is tried."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rosellm.lab.trying.guarded_memory import Draw
 from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 
-EPS = 1e-2  # large enough for its absence to show
+EPS = 1e-2  # large enough for an omission to show
 POSITIONS = 1100  # more than the contexts that every kernel is tried on
 Operands = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """The sizes of one call; a kernel has those of them that its operands have.
+    """The sizes of one call; a kernel uses those that its operands have.
 
-    option: which of its uses. cached: tokens of the first row's context, 0 for a short one.
+    option: selects one of its uses. cached: tokens of the first row's context, 0 for a short one.
     """
 
     rows: int
@@ -38,7 +38,7 @@ class Case:
 
     @property
     def positions(self) -> int:
-        """Of the model: more than are cached."""
+        """Positions of the model: more than are cached."""
         return max(POSITIONS, self.cached + 2)
 
 
@@ -50,9 +50,9 @@ GROUPED = Case(9, 4, 2, 16, 16, 64, 48)
 NARROW = Case(FEW_ROWS, 6, 3, 10, 8, 100, 62)
 GPT2 = Case(33, 12, 12, 64, 64, 768, 96)
 MANY_ROWS = Case(300, 1, 1, 8, 8, 24, 10)
-WIDE = Case(3, 4, 2, 128, 16, 2048, 40)  # heads as Qwen3's and Llama 3's, a width as Llama 3.2's
-# Contexts, widths and vocabularies of many tiles: a kernel that forgets its loop is right on all the others.
-# Each size comes four times in a row, so that each value of each option meets it.
+WIDE = Case(3, 4, 2, 128, 16, 2048, 40)  # heads as in Qwen3 and Llama 3, width as in Llama 3.2
+# Contexts, widths and vocabularies of many tiles: a kernel without a loop would pass all other cases.
+# Each size comes four times in a row, to combine it with each value of each option.
 LONG = Case(2, 4, 2, 16, 16, 256, 5000, cached=300)
 LONGEST = Case(1, 1, 1, 16, 16, 33 * 256, 100, cached=1025)
 LONGEST_OF_TWO = replace(LONGEST, rows=2, heads=2)
@@ -62,10 +62,9 @@ MOST_RANDOM, USES = 20, 6
 def cases(
     model: Arch | None, dtypes: tuple[torch.dtype, ...], seed: int, n_random: int, context: int = 0
 ) -> Iterator[Case]:
-    """From the smallest up to GPT-2's, a Llama's, long ones and the model's own, then random ones.
+    """Yield sizes from the smallest to GPT-2's, a Llama's, long ones and the model's own, then random ones.
 
-    Each use of a kernel in turn, and every third time the next type. context: cached tokens of two cases
-    more.
+    Options alternate per case, dtypes every third case. context: cached tokens of two additional cases.
     """
     rng = np.random.default_rng(seed)
     sizes = [SMALLEST, ODD, ODD, GROUPED, GROUPED, NARROW, GPT2, MANY_ROWS, WIDE]

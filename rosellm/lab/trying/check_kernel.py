@@ -1,4 +1,4 @@
-"""A reader's kernel against its specification: the torch version of the same name in ``kernels.table``."""
+"""Check a reader's kernel against its specification: the torch version of its name in ``kernels.table``."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from rosellm.roseinfer.kernels.table import TORCH, Kernels
 from rosellm.triton_or_none import has_triton, triton
 
 MAKERS = CACHED | ROWS
-UNTRIED = ("filtered_tiles", "choose_filtered", "count_tokens")  # no request of a trial filters or penalises
+UNTRIED = ("filtered_tiles", "choose_filtered", "count_tokens")  # trials use no filters or penalties
 NAMES = tuple(one.name for one in fields(Kernels) if one.name not in ("name", *UNTRIED))
 EXACT = {"kv_append", "kv_append_full_batch", "kv_append_identity_pos", "plan_attention", "advance"}
-BY_POSITION = {"gumbel_noise", "plan_attention"}  # as the engine calls them
-COPIED = torch.float32, torch.float16, torch.bfloat16  # whatever the model's type: bits are bits
+BY_POSITION = {"gumbel_noise", "plan_attention"}  # called positionally by the engine
+COPIED = torch.float32, torch.float16, torch.bfloat16  # independent of the model's dtype
 N_RANDOM = 4
 UNINTERPRETED = "Cannot call @triton.jit'd outside of the scope of a kernel"
 TRITON_FIRST = "triton was imported before rosellm, so it cannot interpret kernels here: import rosellm first"
-MOST_TOLD = 4  # faults
+MOST_TOLD = 4  # faults to print
 
 
 class KernelError(RoseError):
-    """A kernel that is wrong, that the rung does not call, or of which there is nothing to draw."""
+    """A kernel that is wrong, that the rung does not call, or that has nothing to draw."""
 
-    def _render_traceback_(self) -> list[str]:  # what IPython asks an exception for
+    def _render_traceback_(self) -> list[str]:  # called by IPython
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -49,7 +49,7 @@ class KernelError(RoseError):
 class Verdict:
     """The result of :func:`check_kernel`. case: the operands of the call that failed; "" if none did.
 
-    launched: names of the Triton kernels that it launched. interpreted: whether on a CPU.
+    launched: names of the Triton kernels that it launched. interpreted: whether they ran on a CPU.
     """
 
     kernel: str
@@ -85,15 +85,15 @@ def check_kernel(
     n_random: int = N_RANDOM,
     context: int = 0,
 ) -> Verdict:
-    """Tries ``kernel`` in place of the kernel ``name``, up to the first case that fails.
+    """Try ``kernel`` in place of the kernel ``name``, up to the first case that fails.
 
-    Sizes run from one row of one element over odd ones to GPT-2's (33 rows, 12 heads of 64, blocks of 64), a
-    Llama's (heads of 128, 2,048 columns), contexts of 300, 1,025 and ``context`` cached tokens, 5,000 words,
-    8,448 columns and the model's, then ``n_random`` random ones; the long ones with each option of the
-    kernel. Inputs are new each time; a verdict names their seed. Operands are given by name, or by position
-    to ``BY_POSITION``, as the engine does.
+    Sizes range from one row of one element over odd ones to GPT-2's (33 rows, 12 heads of 64, blocks of 64),
+    a Llama's (heads of 128, 2,048 columns), contexts of 300, 1,025 and ``context`` cached tokens, a
+    vocabulary of 5,000, 8,448 columns and the model's, then ``n_random`` random ones; the long ones with each
+    option of the kernel. Inputs are new each time; a verdict states their seed. Like in the engine, operands
+    are passed by name, or by position to ``BY_POSITION``.
 
-    dtype: of the model, checked beside fp32; appends are checked in all types. model: whose sizes are tried
+    dtype: the model's, checked besides fp32; appends are checked in all types. model: its sizes are tried,
     too. Raises KernelError for an unknown name.
     """
     check_name(name, kernel)
@@ -116,12 +116,12 @@ def check_kernel(
 
 
 def _is_silent() -> bool:
-    """Progress is for a terminal and for JupyterLab, not for a notebook that is executed in batch."""
+    """Return whether to hide progress: neither a terminal nor JupyterLab, but a batch execution."""
     return not (sys.stderr.isatty() or "JPY_SESSION_NAME" in os.environ)
 
 
 def check_name(name: str, kernel: object) -> None:
-    """Raises KernelError unless there is a kernel ``name`` and ``kernel`` can be called in its place."""
+    """Raise KernelError unless a kernel ``name`` exists and ``kernel`` is callable."""
     if name in UNTRIED:
         raise KernelError(f"{name} serves requests with filters or penalties, which a trial does not run")
     if name not in NAMES:
@@ -136,7 +136,7 @@ def check_name(name: str, kernel: object) -> None:
 def faults_of(
     name: str, kernel: Callable[..., Any], case: Case, seed: int, device: torch.device
 ) -> list[str]:
-    """What ``kernel`` does wrong in one case, a line each; none if it does what the specification does."""
+    """Return what ``kernel`` does wrong in one case, a line each; [] if it matches the specification."""
     wanted, drawn, exact = Draw(seed, device), Draw(seed, device), name in EXACT
     spec = getattr(TORCH, name)
     expected = _results(name, _called(name, spec, MAKERS[name](case, wanted)))
@@ -162,14 +162,14 @@ def _called(name: str, kernel: Callable[..., Any], given: Mapping[str, Any]) -> 
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what was wrong in the first place: Triton's interpreter wraps it."""
+    """Return the first line of the root cause, which Triton's interpreter wraps."""
     while error.__cause__ is not None:
         error = error.__cause__
     return describe(error).splitlines()[0]
 
 
 def _results(name: str, returned: Any) -> list[Tensor | None] | None:
-    """What a kernel returned, as tensors; the results of the LM head's tiles as those of a single one."""
+    """Return a kernel's results as tensors; the LM head's per-tile results are reduced to one."""
     if returned is None or isinstance(returned, Tensor):
         return [returned] if isinstance(returned, Tensor) else None
     if not isinstance(returned, tuple):
@@ -210,7 +210,7 @@ def _form(results: Any) -> str:
 
 
 def described(given: Mapping[str, Any]) -> str:
-    """Operands in one line: shapes, types and row strides of tensors, other values as they are."""
+    """Describe operands in one line: shapes, types and row strides of tensors, other values as they are."""
     return ", ".join(f"{name} {_described(value)}" for name, value in given.items())
 
 
@@ -231,7 +231,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 class Launch(NamedTuple):
-    """One launch of a Triton kernel: its name, and how many programs it has."""
+    """One launch of a Triton kernel: its name and number of programs."""
 
     name: str
     programs: int
@@ -239,7 +239,7 @@ class Launch(NamedTuple):
 
 @contextmanager
 def launches() -> Iterator[list[Launch]]:
-    """The Triton kernels launched meanwhile, interpreted or compiled."""
+    """Yield a list of the Triton kernels launched meanwhile, interpreted or compiled."""
     seen: list[Launch] = []
     if not has_triton:
         yield seen
@@ -260,7 +260,7 @@ def launches() -> Iterator[list[Launch]]:
 
 
 def _name(kernel: Any) -> str:
-    """The function's, also of one that is tuned."""
+    """Return the kernel function's name, even if autotuned."""
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
     return getattr(kernel, "__name__", "a Triton kernel")

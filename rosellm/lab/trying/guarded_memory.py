@@ -1,9 +1,9 @@
-"""Memory in which a kernel is tried: what it must not touch shows when it has been touched.
+"""Memory for trying a kernel, in which stray accesses are detected.
 
-Every operand is a window of a larger buffer. What lies around it looks like the operand itself, so that an
-overrun reads plausible values and nothing crashes, and is compared bit by bit afterwards. What a kernel
-allocates itself is poisoned and lies between guards too. Farther off, memory is not protected: on a GPU such
-an access can end the CUDA context.
+Every operand is a window of a larger buffer. The surrounding memory looks like the operand itself, so that an
+overrun reads plausible values without crashing, and is compared bit by bit afterwards. Memory that a kernel
+allocates is poisoned and lies between guards, too. Accesses farther away are not caught: on a GPU they can
+end the CUDA context.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 POISON = {1: 0x5A, 2: 0x7E5A, 4: 0x7FC5A5A5, 8: 0x7FF85A5A5A5A5A5A}  # NaNs, by element size
-GUARD_ROWS, LEAST_GUARD, MOST_GUARD = 64, 256, 1 << 20  # the last two in elements
+GUARD_ROWS, LEAST_GUARD, MOST_GUARD = 64, 256, 1 << 20  # the last two: elements
 ALLOCATORS = {
     torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided,
 }  # fmt: skip
@@ -28,22 +28,22 @@ FILLED = {
     torch.zeros, torch.zeros_like, torch.ones, torch.ones_like, torch.full, torch.full_like,
     Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
 }  # fmt: skip
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # times 1 + the expected value
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}  # times (1 + |expected|)
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bit patterns of ``x`` as integers, on the host."""
+    """Return the bit patterns of ``x`` as integers, on the host."""
     return x.view(BITS[x.dtype.itemsize]).cpu()
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Elements whose bits are ``POISON``: NaN in all floating-point types."""
+    """Return a tensor whose element bits are ``POISON``: NaN in all floating-point types."""
     size = dtype.itemsize
     return torch.full(shape, POISON[size], dtype=BITS[size], device=device).view(dtype)
 
 
 def faulty(found: Tensor, expected: Tensor, exact: bool) -> Tensor:
-    """Which elements are wrong: not of the same bits and, unless ``exact``, not near each other."""
+    """Return a mask of the wrong elements: bits differ and, unless ``exact``, values are not close."""
     differ = bits(found) != bits(expected)
     if exact or not found.is_floating_point():
         return differ
@@ -53,7 +53,7 @@ def faulty(found: Tensor, expected: Tensor, exact: bool) -> Tensor:
 
 
 def fault(name: str, wrong: Tensor, found: Tensor, expected: Tensor, kind: str) -> str:
-    """A line: where the first wrong element is, what is there, what should be, and how many there are."""
+    """Describe in one line the first wrong element, its value, the expected value, and the count."""
     place = tuple(wrong.nonzero()[0].tolist())
     there, wanted = _values(found[place], expected[place])
     n = f"{int(wrong.sum()):,} of {wrong.numel():,} elements"
@@ -61,7 +61,7 @@ def fault(name: str, wrong: Tensor, found: Tensor, expected: Tensor, kind: str) 
 
 
 def _values(found: Tensor, expected: Tensor) -> tuple[str, str]:
-    """Both with as many digits as tell them apart."""
+    """Format both with enough digits to distinguish them."""
     short = _value(found), _value(expected)
     return short if short[0] != short[1] else (_value(found, 9), _value(expected, 9))
 
@@ -73,7 +73,7 @@ def _value(x: Tensor, digits: int = 4) -> str:
 
 
 def _distance(place: int, low: int, high: int) -> str:
-    """Of a place outside a stretch of memory, in elements."""
+    """Describe a position outside a range of memory, in elements."""
     return f"{low - place} before the beginning" if place < low else f"{place - high} past the end"
 
 
@@ -85,9 +85,9 @@ class Buffer:
     windows: dict[str, Tensor] = field(default_factory=dict)
 
     def faults(self, before: Tensor, expected: Buffer, exact: bool) -> Iterator[str]:
-        """What is wrong after a call.
+        """Yield what is wrong after a call.
 
-        before: what the memory held before it; expected: what it holds after the specification.
+        before: the memory before the call; expected: the memory after the specification ran.
         """
         differ = bits(self.memory) != bits(expected.memory)
         if not differ.any():

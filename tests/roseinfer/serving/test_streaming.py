@@ -147,9 +147,7 @@ def test_a_result_may_be_waited_for_as_long_as_one_likes(
         assert len(result.result(timeout=100).token_ids) == 3
 
 
-@pytest.mark.parametrize(
-    "timeout", [math.nan, -1, -math.inf, -(10**400), True, False, "1"], ids=describe
-)
+@pytest.mark.parametrize("timeout", [math.nan, -1, -math.inf, -(10**400), True, False, "1"], ids=describe)
 def test_a_timeout_that_is_no_length_of_time_is_refused(engine: Engine, timeout) -> None:
     with StreamingManager(engine) as manager:
         request = manager.add_request([1], greedy(2))
