@@ -110,7 +110,7 @@ def test_the_help_says_that_experiments_do_not_follow_rungs(capsys):
     with pytest.raises(SystemExit):
         measure.main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "comma-separated, of workloads; default, and of experiments always: all that can run" in said
+    assert "for workloads only; default: all; experiments always run all" in said
 
 
 @pytest.mark.slow

@@ -367,7 +367,7 @@ def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(ru
 
 
 @pytest.mark.parametrize("rung", ["one_table", "resident_step", BEST_RUNG])
-def test_the_view_of_active_sequences_is_built_once_and_not_for_every_step(
+def test_the_active_view_is_built_once_and_not_for_every_step(
     rung: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = []
