@@ -1,8 +1,8 @@
 """RoseLLM: an LLM inference engine to learn from, measure and push.
 
-Importing the package decides how Triton kernels run: without CUDA they are interpreted on the CPU, which
-Triton reads from an environment variable when it is imported. Import ``rosellm`` before anything that
-imports Triton (``transformers`` model classes do).
+Importing the package decides how Triton kernels run: without CUDA they are interpreted on the CPU, by an
+environment variable that Triton reads on import. Import ``rosellm`` before anything that imports Triton
+(``transformers`` model classes do).
 """
 
 import os
@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if sys.argv[0] == "-m" and sys.orig_argv[sys.orig_argv.index("-m") + 1].startswith("rosellm."):
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while a command loads ends it without a traceback
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no warnings of torch's profiler about itself
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports exits without a traceback
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # silence the profiler's own warnings
 
 import torch
 

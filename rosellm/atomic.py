@@ -11,10 +11,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a file of the same name in a hidden folder beside ``path``, which it replaces on success.
+    """Yield a temporary file next to ``path``, which it atomically replaces on success.
 
-    Readers see the old file or the whole new one, whenever the writer is stopped. Raises OSError as writing
-    does; the old file then stays, and nothing else is left behind.
+    Readers see either the old file or the complete new one, whenever the writer is stopped. Raises
+    ``OSError`` as writing does; the old file then stays, and nothing else is left behind.
     """
     target = Path(os.path.realpath(path))
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:

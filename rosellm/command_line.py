@@ -36,7 +36,7 @@ class HelpWithDefaults(argparse.HelpFormatter):
 
 
 def _shown(default: object) -> str:
-    """A default, as typed on the command line."""
+    """Format a default as typed on the command line."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
@@ -53,13 +53,13 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class ScreenParser(OneLineParser):
-    """``--help`` fits a screen: without the groups ``details`` and the epilog, which ``--help-all`` shows."""
+    """A parser whose ``--help`` fits a screen: ``--help-all`` adds the groups ``details`` and the epilog."""
 
     def __init__(self, details: tuple[str, ...], **options: Any) -> None:
         super().__init__(**options)
         self._details = details
         self.add_argument(
-            "--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="tell every option"
+            "--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="show all options"
         )
 
     def format_help(self) -> str:
@@ -80,7 +80,7 @@ class _HelpAll(argparse.Action):
 
 
 def whole_number(low: int, high: int = INT32_MAX) -> Callable[[str], int]:
-    """An argparse type: an integer from ``low`` to ``high``."""
+    """Return an argparse type: an integer from ``low`` to ``high``."""
 
     def parse(text: str) -> int:
         try:
@@ -97,21 +97,21 @@ def whole_number(low: int, high: int = INT32_MAX) -> Callable[[str], int]:
 
 
 def whole_numbers(high: int) -> Callable[[str], tuple[int, ...]]:
-    """An argparse type: comma-separated integers from 1 to ``high``."""
+    """Return an argparse type: comma-separated integers from 1 to ``high``."""
     one = whole_number(1, high)
     return lambda text: tuple(map(one, text.split(",")))
 
 
 class Main(Protocol):
-    """Runs a command and returns its exit status; argv None reads the command line."""
+    """Runs a command and returns its exit status; ``argv=None`` reads the command line."""
 
     def __call__(self, argv: list[str] | None = None) -> int: ...
 
 
 def command(body: Callable[[list[str] | None], None], *, out_of_memory: str = SMALLER) -> Main:
-    """A command's ``main``: an error that a user can cause becomes one line on stderr and status 2.
+    """Turn ``body`` into a command's ``main``: user errors become one line on stderr and exit status 2.
 
-    out_of_memory: what to ask for when memory runs out.
+    out_of_memory: what to suggest when memory runs out.
     """
 
     def main(argv: list[str] | None = None) -> int:
@@ -135,7 +135,7 @@ def command(body: Callable[[list[str] | None], None], *, out_of_memory: str = SM
 
 
 def _take_over_interrupts() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt; while the command was loading it ended the process."""
+    """Make Ctrl-C raise ``KeyboardInterrupt``; during imports it ends the process instead."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -151,6 +151,6 @@ def _fail(message: str, status: int = 2) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether Python, numpy or torch failed to allocate memory, or overflowed computing its size."""
+    """Return whether Python, numpy or torch failed to allocate memory, or overflowed computing its size."""
     told = ("allocate memory", "Storage size calculation overflowed")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(t in str(error) for t in told)

@@ -19,7 +19,7 @@ CHECKOUT = Path(rosellm.__file__).resolve().parent.parent
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Hardware, versions, git commit (None outside a checkout) and UTC time of a measurement."""
+    """Return hardware, versions, git commit (None outside a checkout) and UTC time of a measurement."""
     is_gpu = device.type == "cuda"
     return {
         "device_name": torch.cuda.get_device_name(device) if is_gpu else _cpu_name(),
@@ -58,7 +58,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> dict[str, str | bool | None]:
-    """Commit of the checkout that holds the package, and whether tracked files differ from it.
+    """Return the commit of the checkout that holds the package, and whether tracked files differ from it.
 
     If the package was copied without its history, ROSELLM_COMMIT can name the commit it was copied from.
     """
@@ -71,7 +71,7 @@ def _git_state() -> dict[str, str | bool | None]:
 
 
 def first_line_of(*command: str) -> str | None:
-    """First line of a command's output; None if it is missing or fails."""
+    """Return the first line of a command's output; None if the command is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -46,7 +46,7 @@ class BusyError(RoseError):
 
 
 class RankError(RoseError):
-    """A rank of a tensor-parallel engine has died, hangs or failed: the engine has ended."""
+    """A rank of a tensor-parallel engine died, hung or failed; the engine has ended."""
 
 
 class KVCacheExhausted(RoseError):
@@ -58,7 +58,7 @@ class ClusterError(RoseError):
 
 
 class OneLine(Repr):
-    """Any object's ``repr`` in one line; of a long list, string or array some of it."""
+    """Formats any object's ``repr`` in one line, abbreviating long lists, strings and arrays."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class OneLine(Repr):
         self.maxstring = self.maxlong = self.maxother = LONGEST_TOLD
 
     def repr1(self, x: Any, level: int) -> str:
-        """As of the base, which goes by a type's name alone: of a list, whoever defined it."""
+        """Like the base method, which dispatches on the type's name, but only for built-in types."""
         if isinstance(x, int) and x.bit_length() > LONGEST_TOLD_BITS:
             return f"an integer of {x.bit_length()} bits"
         if type(x).__module__ != "builtins":
@@ -80,11 +80,11 @@ class OneLine(Repr):
 _one_line = OneLine()
 
 
-def told(value: object) -> str:
-    """``value`` for an error message, in one line of at most ``LONGEST_TOLD`` characters.
+def describe(value: object) -> str:
+    """Format ``value`` for an error message, in one line of at most ``LONGEST_TOLD`` characters.
 
-    A huge integer is described by its size, since Python refuses to print thousands of digits. Of an
-    exception its type and its message's first line, even if its ``__str__`` fails.
+    A huge integer is described by its size, since Python refuses to print thousands of digits. An exception
+    is shown as its type and the first line of its message, even if its ``__str__`` fails.
     """
     if isinstance(value, BaseException):
         return _cut(format_exception_only(value)[0].strip().splitlines()[0], LONGEST_TOLD_ERROR)
@@ -92,6 +92,6 @@ def told(value: object) -> str:
 
 
 def _cut(text: str, longest: int) -> str:
-    """``text`` without its middle if it is longer than that."""
+    """Abbreviate the middle of a text longer than ``longest``."""
     half = (longest - len("...")) // 2
     return text if len(text) <= longest else f"{text[:half]}...{text[-half:]}"

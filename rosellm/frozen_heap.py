@@ -1,4 +1,4 @@
-"""Garbage collection beside an engine that runs."""
+"""Keep garbage collection short while an engine runs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from threading import Lock
 
 
 class _Freezes:
-    """How many callers have asked for it; the garbage collector is the whole process's."""
+    """The number of active callers; the garbage collector is shared by the whole process."""
 
     lock, count = Lock(), 0
 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Within, the garbage collector passes over the objects that were there before (``gc.freeze``).
+    """Exclude existing objects from garbage collection within the context (``gc.freeze``).
 
-    A full collection looks at every object: with torch and transformers imported it takes about 0.1 s, during
-    which all requests wait. Objects made within are collected as ever. May be nested, and in several threads;
-    the end of the last one also undoes a ``gc.freeze`` of the caller's own.
+    A full collection visits every object: with torch and transformers imported it takes about 0.1 s, during
+    which all requests wait. Objects made within the context are collected as usual. May be nested, and used
+    in several threads; leaving the last context also undoes a ``gc.freeze`` by the caller.
     """
     with _Freezes.lock:
         _Freezes.count += 1

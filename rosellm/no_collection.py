@@ -1,4 +1,4 @@
-"""No garbage collection while a CUDA graph is captured."""
+"""Disable garbage collection while a CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from threading import Lock
 
 
 class _Pauses:
-    """How many callers have asked for it, and whether the first found the collector enabled."""
+    """The number of active callers, and whether the collector was enabled before the first."""
 
     lock, count, was_enabled = Lock(), 0, True
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Within, no garbage is collected, on any thread.
+    """Disable garbage collection, on any thread, within the context.
 
-    An engine that nobody holds any more may be garbage with CUDA graphs; to destroy one on a thread that is
-    capturing another makes that capture fail. May be nested, and in several threads; the end of the last one
-    enables the collector again, if it was enabled before.
+    A dropped engine may be garbage with CUDA graphs; destroying one on a thread that is capturing another
+    makes that capture fail. May be nested, and used in several threads; leaving the last context enables the
+    collector again if it was enabled before.
     """
     with _Pauses.lock:
         if not _Pauses.count:

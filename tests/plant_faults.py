@@ -231,7 +231,7 @@ FAULTS = (
         'Norm("rms", 1e-5)',
         ("test_families.py",),
     ),
-    Fault("rope", "models/rope.py", "frequencies / self.factor", "frequencies", ("test_families.py",)),
+    Fault("rope", "models/rope.py", "dim=1) * amplitude", "dim=1)", ("test_families.py",)),
     Fault(
         "parts of a model",
         "models/part.py",
@@ -315,8 +315,8 @@ FAULTS = (
 ROOMS = {  # each has a fault in it
     *(f"lab/{room}" for room in ("diagnose", "figures", "records", "running", "scale", "trying")),
     *("models", "models/families", "rosetrainer", "assets/pages"),
-    *("roseinfer", *(f"roseinfer/{room}" for room in ("cache", "cluster", "kernels", "layers", "ranks"))),
-    *("roseinfer/serving", "roseinfer/steps", "roseinfer/bench"),
+    *("roseinfer", *(f"roseinfer/{room}" for room in ("cache", "kernels", "layers", "ranks", "serving"))),
+    *("roseinfer/steps", "bench", "cluster"),
 }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rosellm.atomic import replacing, write_text
+from rosellm.bench.record import write_record
 from rosellm.lab.records import trace
-from rosellm.roseinfer.bench.record import write_record
 
 ROOT = Path(__file__).parents[1]
 STOPPED = [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError(), SystemExit(143)]
@@ -87,7 +87,7 @@ import os, random, signal, sys, time
 from itertools import count
 from pathlib import Path
 from rosellm.lab.records.records import Results
-from rosellm.roseinfer.bench.record import write_record
+from rosellm.bench.record import write_record
 
 folder, rng, old = Path(sys.argv[1]), random.Random(0), -1
 record = lambda name: {"number": name, "figures": [name] * 10_000}

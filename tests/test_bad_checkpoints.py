@@ -96,7 +96,7 @@ def pickled(folder: Path) -> None:
 FILES = [
     row(spoilt(lambda f: os.truncate(f / WEIGHTS, 5000)), CheckpointError, WEIGHTS, "cannot be read"),
     row(spoilt(pickled), CheckpointError, WEIGHTS, "cannot be read as safetensors"),
-    row(spoilt(lambda f: (f / WEIGHTS).unlink()), CheckpointError, "lacks model.safetensors", "only"),
+    row(spoilt(lambda f: (f / WEIGHTS).unlink()), CheckpointError, "lacks 'model.safetensors'", "only"),
     row(written(WEIGHTS, b"\xff" * 8 + b"{}"), CheckpointError, WEIGHTS, "cannot be read as safetensors"),
     row(tensors(lambda t: t.pop(WPE)), CheckpointError, "lacks 1 tensors", WPE),
     row(tensors(lambda t: t.update({WPE: t[WPE][:-1]})), CheckpointError, WPE, "[63, 32]", "[64, 32]"),
@@ -108,9 +108,9 @@ FILES = [
         tensors(lambda t: t.update({WPE: t[WPE].to(torch.float8_e4m3fn)})),
         CheckpointError, WPE, "float8_e4m3fn", "use float32",
     ),
-    row(index("gone.safetensors"), CheckpointError, "lacks gone.safetensors"),
-    row(index("../spoilt/model.safetensors"), CheckpointError, INDEX, "outside its folder"),
-    row(index(".."), CheckpointError, "lacks .."),
+    row(index("gone.safetensors"), CheckpointError, "lacks 'gone.safetensors'"),
+    row(index("../spoilt/model.safetensors"), CheckpointError, "lacks '../spoilt/model.safetensors'"),
+    row(index(".."), CheckpointError, "lacks '..'"),
     row(index("config.json"), CheckpointError, "config.json cannot be read as safetensors"),
     row(indexed("[" * 100_000), CheckpointError, INDEX, "not a valid safetensors index"),
     row(spoilt(lambda f: (f / "config.json").unlink()), CheckpointError, "has no config.json"),
@@ -185,7 +185,7 @@ PRECOMPILED = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
 
 TOKENIZERS = [
     row(spoilt(lambda f: (f / "tokenizer.json").unlink()), CheckpointError, "has no tokenizer.json"),
-    row(spoilt(lambda f: os.truncate(f / "tokenizer.json", 900)), CheckpointError, "as a tokenizer: EOF"),
+    row(spoilt(lambda f: os.truncate(f / "tokenizer.json", 900)), CheckpointError, "as a tokenizer: "),
     row(tokenizer(lambda t: t["model"]["vocab"].update(x=-5)), CheckpointError, "`-5`", "expected u32"),
     row(tokenizer(lambda t: t["model"]["vocab"].update(zz=300)), CheckpointError, "ids up to 300", "for 300"),
     row(tokenizer(lambda t: t["model"]["vocab"].update(zz=2**32 - 1)), CheckpointError, "4294967295", "300"),
@@ -213,7 +213,7 @@ def test_a_bad_checkpoint_is_refused_and_another_engine_serves_on(
     check(one, folder)
 
 
-CUT = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 5}
+CUT = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 1}
 PADDED = {
     "strategy": {"Fixed": 50},
     "direction": "Right",

@@ -23,13 +23,13 @@ from rosellm.errors import (
     RoseError,
     SamplingError,
 )
-from rosellm.models.tokenizer import train_tokenizer
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import MODERN, random_model, small_config
 
 ROOT = Path(__file__).parents[1]

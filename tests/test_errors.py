@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rosellm.errors import LONGEST_TOLD, LONGEST_TOLD_ERROR, told
+from rosellm.errors import LONGEST_TOLD, LONGEST_TOLD_ERROR, describe
 
 
 class Broken:
@@ -52,7 +52,7 @@ list_.__name__ = "array"
     ids=range(16),
 )
 def test_a_value_is_told_as_python_writes_it_in_one_line(value: object, expected: str) -> None:
-    assert told(value) == expected
+    assert describe(value) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_a_value_is_told_as_python_writes_it_in_one_line(value: object, expected
     ids=range(10),
 )
 def test_however_large_a_value_is_its_text_is_one_short_line(value: object) -> None:
-    text = told(value)
+    text = describe(value)
     assert 0 < len(text) <= LONGEST_TOLD and len(text.splitlines()) == 1
 
 
 def test_a_long_text_is_told_by_its_beginning_and_its_end() -> None:
-    text = told("a" * 300 + "z")
+    text = describe("a" * 300 + "z")
     assert text.startswith("'aaa") and "..." in text and text.endswith("az'")
 
 
@@ -86,5 +86,5 @@ def test_an_error_is_told_by_its_first_line_even_if_it_has_no_message() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no")
 
-    assert "Mute" in told(Mute()) and len(told(Mute()).splitlines()) == 1
-    assert len(told(ValueError("a" * 10**6))) <= LONGEST_TOLD_ERROR
+    assert "Mute" in describe(Mute()) and len(describe(Mute()).splitlines()) == 1
+    assert len(describe(ValueError("a" * 10**6))) <= LONGEST_TOLD_ERROR

@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from nbformat.v4 import new_code_cell, new_notebook
 
 from rosellm import SamplingParams
+from rosellm.bench import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
 from rosellm.errors import RoseError
 from rosellm.lab import measure
 from rosellm.lab.diagnose import __main__ as diagnose
 from rosellm.lab.running import refresh_notebooks, run_notebooks
 from rosellm.models.tokenizer import load_tokenizer
-from rosellm.roseinfer import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
 from rosellm.rosetrainer import train
 from tests.test_bad_checkpoints import spoilt, tokenizer  # noqa: F401
 from tests.test_bad_input import (  # noqa: F401

@@ -17,13 +17,13 @@ from pathlib import Path
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
+from rosellm.bench.record import write_record
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError
 from rosellm.lab.records.jobs import Job, free_memory, make_record, plan
 from rosellm.lab.records.measured_model import add_model_options
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Sweep, add_cluster_option
-from rosellm.roseinfer.bench.record import write_record
 
 
 @command
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder for the records; created if missing")
     add("--workloads", default="W0,W1,W2,W3,W4,W5", help="comma-separated; '' for none")
-    add("--rungs", help="comma-separated, for workloads only; default: all that can run")
+    add("--rungs", help="comma-separated, for workloads only; default: all; experiments always run all")
     add("--experiments", help="comma-separated; '' for none; default: all that can run here")
     add_model_options(parser)
     add("--repeats", type=whole_number(1), default=3, help="measured runs of each benchmark")

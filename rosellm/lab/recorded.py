@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TypeVar
 
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab.figures import compare as pair
 from rosellm.lab.figures.charts import show, show_table
 from rosellm.lab.figures.compare import say
@@ -21,7 +22,6 @@ from rosellm.lab.records.step_time import StepTimes, step_times, steps_of
 from rosellm.lab.records.timelines import STEPS
 from rosellm.lab.records.trace import Trace
 from rosellm.lab.records.verdicts import Verdict, verdicts
-from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
 MIXED_LEDGERS = "nvidia-h100-80gb-hbm3"  # the machine on which they were recorded

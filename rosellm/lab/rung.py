@@ -8,7 +8,6 @@ any other machine that the reader selected.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +17,13 @@ from typing import Any
 import torch
 from IPython.display import display
 
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import RecipeError, RoseError
 from rosellm.lab.figures import compare as pair
 from rosellm.lab.figures.charts import show, show_table, text_table
 from rosellm.lab.figures.compare import say
-from rosellm.lab.figures.flow import flow
 from rosellm.lab.figures.source import show_pair, show_source
+from rosellm.lab.figures.svg import Picture
 from rosellm.lab.figures.widgets import Control, explore
 from rosellm.lab.recorded import RecordedPair
 from rosellm.lab.records.bench import Bench, Run, compare, get_model, make_prompts
@@ -33,7 +33,6 @@ from rosellm.lab.records.parameters import check_least_new, check_parameters
 from rosellm.lab.records.records import REFERENCE, RecordError, number, results_folder, signed
 from rosellm.lab.records.verdicts import verdicts
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.kernels.table import choose_kernels
 from rosellm.roseinfer.recipe import BEFORE, LADDER, get_rung
 
@@ -78,12 +77,11 @@ class Rung(RecordedPair):
         return ""
 
     def flow(self, name: str | None = None) -> None:
-        """Display the data flow figure: ``notebooks/flows/NAME.toml``, by default the rung's."""
-        path = results_folder().parent / "flows" / f"{name or self.after}.toml"
+        """Display the data flow figure: ``notebooks/flows/NAME.svg``, by default the rung's."""
+        path = results_folder().parent / "flows" / f"{name or self.after}.svg"
         if not path.is_file():
             raise RecordError(f"there is no figure flows/{path.name} beside the notebooks")
-        drawn = tomllib.loads(path.read_text(encoding="utf-8"))
-        display(flow(drawn["lanes"], [tuple(arrow) for arrow in drawn["arrows"]], drawn["title"]))
+        display(Picture(path.read_text(encoding="utf-8").rstrip()))
 
     def source(self, *objects: Any, only: tuple[str, ...] = ()) -> None:
         """Display the package's source of functions, kernels, or the members ``only`` of classes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.rope import Rope
 
 INT32_MAX = 2**31 - 1
@@ -24,7 +24,7 @@ class Norm:
     def __post_init__(self) -> None:
         eps = self.eps
         if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps <= 1:
-            raise CheckpointError(f"norm_eps is {told(eps)}; a number above 0 and at most 1 is needed")
+            raise CheckpointError(f"norm_eps is {describe(eps)}; a number above 0 and at most 1 is needed")
 
 
 @dataclass(frozen=True)
@@ -88,18 +88,22 @@ class Arch:
     def _check_positive(self, name: str) -> None:
         value, most = getattr(self, name), MOST_LAYERS if name == "n_layers" else INT32_MAX
         if not is_whole(value, 1, most):
-            raise CheckpointError(f"{name} is {told(value)}; a whole number from 1 to {most} is needed")
+            raise CheckpointError(f"{name} is {describe(value)}; a whole number from 1 to {most} is needed")
 
     def _check_choices(self) -> None:
         if not isinstance(self.tie_embeddings, bool):
-            raise CheckpointError(f"tie_embeddings is {told(self.tie_embeddings)}; true or false is needed")
+            raise CheckpointError(
+                f"tie_embeddings is {describe(self.tie_embeddings)}; true or false is needed"
+            )
         for token in self.eos_token_ids:
             if not is_whole(token, 0, INT32_MAX):
                 raise CheckpointError(
-                    f"eos_token_id is {told(token)}; token ids (0 to {INT32_MAX}) or none are needed"
+                    f"eos_token_id is {describe(token)}; token ids (0 to {INT32_MAX}) or none are needed"
                 )
         if self.dtype is not None and self.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"dtype {told(self.dtype)} is not supported; {', '.join(DTYPE_NAMES)} are")
+            raise CheckpointError(
+                f"dtype {describe(self.dtype)} is not supported; {', '.join(DTYPE_NAMES)} are"
+            )
 
     @property
     def group(self) -> int:

@@ -6,8 +6,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rosellm.errors import CheckpointError, PromptError, told
-from rosellm.models.tokenizer import refusal
+from rosellm.errors import CheckpointError, PromptError, describe
+from rosellm.models.tokenizer import from_transformers, refusal
 
 Message = dict[str, Any]
 
@@ -43,26 +43,28 @@ def _is_syntax_error(error: Exception) -> bool:
 
 def _check_messages(messages: object) -> None:
     if not isinstance(messages, list) or not messages:
-        raise PromptError(f'messages are {told(messages)}; give a list of {{"role": ..., "content": ...}}')
+        raise PromptError(
+            f'messages are {describe(messages)}; give a list of {{"role": ..., "content": ...}}'
+        )
     for i, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             raise PromptError(
-                f'message {i} is {told(message)}; give {{"role": ..., "content": ...}}, both of them text'
+                f'message {i} is {describe(message)}; give {{"role": ..., "content": ...}}, both of them text'
             )
 
 
 @lru_cache(maxsize=1)
 def _templated(folder: Path) -> Any:
-    """The tokenizer of ``transformers``, which knows where templates are; no code from the folder is run."""
-    from transformers import AutoTokenizer
-
+    """The tokenizer of ``transformers``, which knows where templates are."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = from_transformers(folder)
     except BaseException as error:
         raise refusal(CheckpointError, f"{folder} has no tokenizer with a chat template", error) from error
     if not tokenizer.chat_template:
         raise CheckpointError(f"{folder} has no chat template; give a prompt as text")
     if not isinstance(tokenizer.chat_template, (str, dict)):
-        raise CheckpointError(f"the chat template in {folder} is {told(tokenizer.chat_template)}; give text")
+        raise CheckpointError(
+            f"the chat template in {folder} is {describe(tokenizer.chat_template)}; give text"
+        )
     return tokenizer

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.families.family import eos_ids
 from rosellm.models.families.table import read_arch
@@ -32,7 +32,7 @@ def checkpoint_folder(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES, ignore_patterns=OTHER_COPIES))
     except Exception as error:  # the client raises OSErrors, ValueErrors and those of its HTTP library
         raise CheckpointError(
-            f"model {told(model)} is neither a local folder nor available from the hub "
+            f"model {describe(model)} is neither a local folder nor available from the hub "
             f"({_reason(error)}); {WAYS_OUT}"
         ) from None  # a hundred lines of its client's, which say no more
 

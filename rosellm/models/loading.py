@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rosellm.errors import CheckpointError, DeviceError, told
+from rosellm.errors import CheckpointError, DeviceError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
@@ -27,18 +27,18 @@ AnyTokenizer = Tokenizer | DummyTokenizer
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto``, ``cuda`` or ``cpu`` → an available device."""
+    """Turn ``auto``, ``cuda`` or ``cpu`` into an available device. Raises ``DeviceError``."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cuda", "cpu"):
-        raise DeviceError(f"device {told(name)} is unknown; use 'auto', 'cuda' or 'cpu'")
+        raise DeviceError(f"device {describe(name)} is unknown; use 'auto', 'cuda' or 'cpu'")
     if name == "cuda" and not torch.cuda.is_available():
         raise DeviceError("device 'cuda' is not available on this machine; use device='cpu'")
     return torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> torch.dtype:
-    """A dtype by name, or ``auto``: on a GPU the checkpoint's own, float16 if ``arch`` names none.
+    """Return a dtype by name, or for ``auto``: on a GPU the checkpoint's own, float16 if ``arch`` names none.
 
     On a CPU ``auto`` is float32, since 16-bit products are slow there. Raises ``DeviceError``.
     """
@@ -48,12 +48,12 @@ def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> 
         own = arch.dtype if arch is not None else None
         return DTYPES.get(own or "float16", torch.float32)  # of float64 too
     if not isinstance(name, str) or name not in DTYPES:
-        raise DeviceError(f"dtype {told(name)} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
+        raise DeviceError(f"dtype {describe(name)} is unknown; use 'auto', {', '.join(map(repr, DTYPES))}")
     return DTYPES[name]
 
 
 def arch_of(model: str, load_format: str = "auto") -> Arch:
-    """The shape of what :func:`load_parts` loads, and its dtype. Raises ``CheckpointError``."""
+    """Return the shape of what :func:`load_parts` loads, and its dtype. Raises ``CheckpointError``."""
     return dummy_shape(model) if load_format == "dummy" else _stored_arch(checkpoint_folder(model))
 
 
@@ -64,7 +64,7 @@ def _stored_arch(folder: Path) -> Arch:
 
 
 def stored_dtype(shards: list[Path]) -> str | None:
-    """The dtype of most of the files' values, by name, from their headers; None if it has not 16 bits.
+    """Return the dtype of most of the files' values, by name, from their headers; None if it has not 16 bits.
 
     Tensors may differ: norms kept in float32 do not make a float16 checkpoint float32.
     """
@@ -80,7 +80,7 @@ def stored_dtype(shards: list[Path]) -> str | None:
 def load_parts(
     model: str, device: str = "auto", dtype: str = "auto", load_format: str = "auto", part: Part = WHOLE
 ) -> tuple[Transformer, AnyTokenizer]:
-    """A checkpoint (``rose-tiny``, a folder or a hub id) and its tokenizer.
+    """Load a checkpoint (``rose-tiny``, a folder or a hub id) and its tokenizer.
 
     dtype: "auto", or a name, as in :func:`resolve_dtype`. load_format: "auto", or "dummy" for seeded random
     weights in the checkpoint's shape and a tokenizer that needs no download. part: load only what one rank
@@ -89,31 +89,26 @@ def load_parts(
     _check_source(model, load_format)
     where = resolve_device(device)
     resolve_dtype(dtype, where)  # an unknown one is refused before anything is fetched
-    if load_format == "dummy":
-        shape = dummy_shape(model)
-        part.check(shape)
-        gpt = dummy_model(model, where, resolve_dtype(dtype, where, shape), part=part)
-        return gpt, load_dummy_tokenizer(gpt.config)
-    folder = checkpoint_folder(model)
-    config = _stored_arch(folder)
-    part.check(config)
-    gpt = load_model(str(folder), where, resolve_dtype(dtype, where, config), part)
-    return gpt, load_tokenizer(folder, gpt.config)
+    if load_format != "dummy":
+        model = str(checkpoint_folder(model))
+    arch = arch_of(model, load_format)
+    part.check(arch)
+    load = dummy_model if load_format == "dummy" else load_model
+    gpt = load(model, where, resolve_dtype(dtype, where, arch), part=part)
+    return gpt, load_tokenizer_of(model, load_format)
 
 
 def load_tokenizer_of(model: str, load_format: str = "auto") -> AnyTokenizer:
-    """The tokenizer of what :func:`load_parts` loads. Raises ``CheckpointError``."""
+    """Load the tokenizer of what :func:`load_parts` loads. Raises ``CheckpointError``."""
     _check_source(model, load_format)
-    arch = arch_of(model, load_format)
-    return (
-        load_dummy_tokenizer(arch)
-        if load_format == "dummy"
-        else load_tokenizer(checkpoint_folder(model), arch)
-    )
+    if load_format == "dummy":
+        return load_dummy_tokenizer(dummy_shape(model))
+    folder = checkpoint_folder(model)
+    return load_tokenizer(folder, load_config(folder))
 
 
 def _check_source(model: str, load_format: str) -> None:
     if not isinstance(model, (str, PathLike)):
-        raise CheckpointError(f"model is {told(model)}; give '{SHIPPED}', a folder or a hub id")
+        raise CheckpointError(f"model is {describe(model)}; give '{SHIPPED}', a folder or a hub id")
     if load_format not in LOAD_FORMATS:
-        raise CheckpointError(f"load_format {told(load_format)} is unknown; use 'auto' or 'dummy'")
+        raise CheckpointError(f"load_format {describe(load_format)} is unknown; use 'auto' or 'dummy'")

@@ -43,18 +43,14 @@ class Block(nn.Module):
     def __init__(self, config: Arch, layer: int) -> None:
         super().__init__()
         self.layer, self.config = layer, config
-        projections = {
-            name: Projection(*config.shapes[name], name in config.biases) for name in config.shapes
-        }
+        shapes, biases = config.shapes, config.biases
+        projections = {name: Projection(*shapes[name], name in biases) for name in shapes}
         self.norm_1, self.qkv = _norm(config, config.d_model), projections["qkv"]
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm.eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm.eps) if config.qk_norm else None
         self.out = projections["out"]
-        self.norm_2, self.up, self.down = (
-            _norm(config, config.d_model),
-            projections["up"],
-            projections["down"],
-        )
+        self.norm_2 = _norm(config, config.d_model)
+        self.up, self.down = projections["up"], projections["down"]
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         mixed = attend(self.layer, *split_heads(self.qkv(self.norm_1(x)), self.config))  # [N, H, D]
@@ -236,7 +232,8 @@ class Transformer(nn.Module):
         drawn = parameter if parameter.shape == shape else parameter.new_empty(shape)
         drawn.normal_(0.0, scale, generator=generator)
         if drawn is not parameter:
-            parameter.copy_(torch.cat(list(self.part.of(name, drawn, self.whole))))
+            pieces = self.part.pieces(name, self.whole, len(drawn))
+            parameter.copy_(torch.cat(list(self.part.of(name, drawn, pieces))))
 
 
 def _aligned(rows: int) -> int:

@@ -79,20 +79,12 @@ class Part:
         by_columns = name.endswith(("out.weight", "down.weight"))
         return Piece.share_of(n_columns, self).kept if by_columns else range(n_columns)
 
-    def of(self, name: str, value: Tensor, whole: Arch) -> Iterator[Tensor]:
-        """This part of a whole parameter, piece by piece: views."""
-        first = 0
-        for piece in self.pieces(name, whole, len(value)):
-            yield self.cut(name, value[first : first + piece.n_rows], piece)
-            first += piece.n_rows
-
-    def cut(self, name: str, value: Tensor, piece: Piece) -> Tensor:
-        """This part of one whole piece: a view."""
-        rows = value[piece.kept.start : piece.kept.stop]
-        if rows.dim() == 1:
-            return rows
-        columns = self.columns(name, rows.shape[1])
-        return rows[:, columns.start : columns.stop]
+    def of(self, name: str, value: Tensor, pieces: list[Piece]) -> Iterator[Tensor]:
+        """Yield this part of each of ``pieces`` of a parameter, stacked whole in ``value``: views."""
+        columns = self.columns(name, value.shape[-1])
+        for piece, rows in zip(pieces, value.split([piece.n_rows for piece in pieces]), strict=True):
+            kept = rows[piece.kept.start : piece.kept.stop]
+            yield kept if kept.dim() == 1 else kept[:, columns.start : columns.stop]
 
     def _kv_heads(self, whole: Arch) -> range:
         """Each key/value head belongs to one rank, or to several if there are fewer heads than ranks."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rosellm.atomic import replacing, write_text
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder, load_config
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, write_arch
@@ -30,43 +30,46 @@ from rosellm.models.part import WHOLE, Part
 from rosellm.models.shards import opened, shards_of
 
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_EMBEDDING, _HEAD = "token_embedding.weight", "lm_head.weight"
 _LAYER = re.compile(r"^blocks\.(\d+)\.")
 COMPARED_ROWS = 4096
 TABLES = 3  # of angles, in memory while one is made
-TOLD_FROM = 256 << 20  # bytes of a checkpoint whose loading shows its progress
+PROGRESS_FROM = 256 << 20  # bytes of a checkpoint whose loading shows its progress
 
 
 def load_model(model: str, device: torch.device, dtype: torch.dtype, part: Part = WHOLE) -> Transformer:
-    """The checkpoint ``model`` (shipped name, folder or hub id), or a part, on ``device`` in ``dtype``."""
+    """Load the checkpoint ``model`` (shipped name, folder or hub id), or a part, to ``device`` in ``dtype``.
+
+    Raises ``CheckpointError``.
+    """
     folder = checkpoint_folder(model)
     config, shards = load_config(folder), shards_of(folder)
+    holders = _holders(shards)
     _check_extent(config, shards, folder)
-    config = _with_its_head(config, shards)
+    config = _with_its_head(config, holders)
     _check_memory(part.arch(config), device, dtype)
     gpt = Transformer.allocate(config, device, dtype, part)
-    _copy_weights(gpt, shards, folder)
+    _copy_weights(gpt, holders, folder)
     return gpt
 
 
 def dummy_model(
     model: str, device: torch.device, dtype: torch.dtype, seed: int = 0, part: Part = WHOLE
 ) -> Transformer:
-    """The real shape of ``model`` with seeded random weights, made on ``device``; nothing is downloaded."""
+    """Make the real shape of ``model`` with seeded random weights on ``device``; download nothing."""
     config = dummy_shape(model)
     _check_memory(part.arch(config), device, dtype)
     return Transformer.allocate(config, device, dtype, part).initialise(seed)
 
 
 def dummy_shape(model: str) -> Arch:
-    """The shape of ``model``: a known one, or that of a folder's ``config.json``."""
+    """Return the shape of ``model``: a known one, or that of a folder's ``config.json``."""
     if model in KNOWN_SHAPES:
         return KNOWN_SHAPES[model]
     if model in SHIPPED_MODELS or os.path.isdir(model):
         return load_config(checkpoint_folder(model))
     known = ", ".join([*KNOWN_SHAPES, *SHIPPED_MODELS])
     raise CheckpointError(
-        f"no shape is known for {told(model)}; use one of {known}, or a folder with a config.json"
+        f"no shape is known for {describe(model)}; use one of {known}, or a folder with a config.json"
     )
 
 
@@ -84,7 +87,7 @@ def save_model(gpt: Transformer, folder: Path, dtype: torch.dtype = torch.float1
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor of a checkpoint belongs: a parameter's rows, and whether it is stored transposed.
+    """A tensor of a checkpoint and where it belongs: a parameter's rows, perhaps stored transposed.
 
     shape: the whole tensor's, as the parameter has it. cut: such a tensor → what of it belongs there.
     """
@@ -100,7 +103,7 @@ class Place:
 
 
 def places(gpt: Transformer) -> Iterator[Place]:
-    """The places of all parameters; a tied head is left out."""
+    """Yield the places of all parameters, without a tied head."""
     family = FAMILIES[gpt.config.family]
     with torch.device("meta"):
         shapes = Transformer(gpt.whole).own_parameters
@@ -110,18 +113,11 @@ def places(gpt: Transformer) -> Iterator[Place]:
         transposed = template in family.transposed
         n_rows, *width = shapes[name].shape
         pieces = gpt.part.pieces(name, gpt.whole, n_rows)
-        if len(theirs) == 1:
-            cut = partial(gpt.part.of, name, whole=gpt.whole)
-            yield Place(theirs[0], parameter, transposed, (n_rows, *width), cut)
-            continue
-        parts = parameter.split([len(piece.kept) for piece in pieces])
-        for source, rows, piece in zip(theirs, parts, pieces, strict=True):
-            one = partial(_only, partial(gpt.part.cut, name, piece=piece))
-            yield Place(source, rows, transposed, (piece.n_rows, *width), one)
-
-
-def _only(cut: Callable[[Tensor], Tensor], value: Tensor) -> tuple[Tensor]:
-    return (cut(value),)
+        groups = [pieces] if len(theirs) == 1 else [[piece] for piece in pieces]
+        parts = parameter.split([sum(len(piece.kept) for piece in group) for group in groups])
+        for source, rows, group in zip(theirs, parts, groups, strict=True):
+            shape = (sum(piece.n_rows for piece in group), *width)
+            yield Place(source, rows, transposed, shape, partial(gpt.part.of, name, pieces=group))
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -143,12 +139,18 @@ def _check_memory(config: Arch, device: torch.device, dtype: torch.dtype) -> Non
         )
 
 
+def _holders(shards: list[Path]) -> dict[str, Path]:
+    """Tensor → the file that holds it, the first of several."""
+    holders: dict[str, Path] = {}
+    for shard in shards:
+        with opened(shard) as tensors:
+            holders = dict.fromkeys(tensors.keys(), shard) | holders
+    return holders
+
+
 def _check_extent(config: Arch, shards: list[Path], folder: Path) -> None:
     """Refuse a config that asks for more than its files can hold, before anything is allocated."""
-    n_bytes = 0
-    for shard in shards:
-        with opened(shard):
-            n_bytes += shard.stat().st_size
+    n_bytes = sum(shard.stat().st_size for shard in shards)
     if config.n_parameters > n_bytes:
         raise CheckpointError(
             f"{folder} holds {n_bytes:,} bytes of safetensors and lacks tensors: "
@@ -156,78 +158,56 @@ def _check_extent(config: Arch, shards: list[Path], folder: Path) -> None:
         )
 
 
-def _with_its_head(config: Arch, shards: list[Path]) -> Arch:
+def _with_its_head(config: Arch, holders: dict[str, Path]) -> Arch:
     """``config``, untied if the files' head differs from the token embedding (as in transformers 5)."""
     if not config.tie_embeddings:
         return config
-    family = FAMILIES[config.family]
-    head, embedding = (
-        _located(family.tensors[name][0], family.prefix, shards) for name in (_HEAD, _EMBEDDING)
-    )
-    return replace(config, tie_embeddings=head is None or embedding is None or _are_equal(head, embedding))
+    head, embedding = (_find(name, config, holders) for name in _vocabulary(config))
+    equal = head is None or embedding is None or _are_equal(head, embedding, holders)
+    return replace(config, tie_embeddings=equal)
 
 
-Located = tuple[Path, str]
+def _vocabulary(config: Arch) -> tuple[str, str]:
+    """The head and the token embedding, as the checkpoint's family names them."""
+    names = FAMILIES[config.family].tensors
+    return names["lm_head.weight"][0], names["token_embedding.weight"][0]
 
 
-def _located(name: str, prefix: str, shards: list[Path]) -> Located | None:
-    """The shard that holds a tensor, and how it spells its name."""
-    for shard in shards:
-        with opened(shard) as tensors:
-            if found := _find(name, prefix, set(tensors.keys())):
-                return shard, found
-    return None
-
-
-def _are_equal(one: Located, other: Located) -> bool:
+def _are_equal(one: str, other: str, holders: dict[str, Path]) -> bool:
     """Whether two matrices are equal, a few rows in memory at a time."""
-    with opened(one[0]) as mine, opened(other[0]) as theirs:
-        a, b = mine.get_slice(one[1]), theirs.get_slice(other[1])
+    with opened(holders[one]) as mine, opened(holders[other]) as theirs:
+        a, b = mine.get_slice(one), theirs.get_slice(other)
         if a.get_shape() != b.get_shape():
             return False
-        ends = range(0, a.get_shape()[0], COMPARED_ROWS)
-        return all(
-            torch.equal(a[row : row + COMPARED_ROWS].double(), b[row : row + COMPARED_ROWS].double())
-            for row in ends
-        )
+        rows = (slice(row, row + COMPARED_ROWS) for row in range(0, a.get_shape()[0], COMPARED_ROWS))
+        return all(torch.equal(a[some].double(), b[some].double()) for some in rows)
+
+
+def _find(name: str, config: Arch, holders: dict[str, Path]) -> str | None:
+    """``name`` as the files spell it, with or without the family's prefix."""
+    short = name.removeprefix(FAMILIES[config.family].prefix)
+    return next((one for one in (name, short) if one in holders), None)
 
 
 @torch.no_grad()
-def _copy_weights(gpt: Transformer, shards: list[Path], folder: Path) -> None:
-    prefix = FAMILIES[gpt.config.family].prefix
-    wanted = {place.name: place for place in places(gpt)}
-    if gpt.config.tie_embeddings:
-        _name_the_shared(gpt, wanted, shards, prefix)
-    with _progress(shards) as progress:
+def _copy_weights(gpt: Transformer, holders: dict[str, Path], folder: Path) -> None:
+    config, wanted = gpt.config, {place.name: place for place in places(gpt)}
+    head, embedding = _vocabulary(config)
+    if config.tie_embeddings and not _find(embedding, config, holders) and _find(head, config, holders):
+        wanted[head] = replace(wanted.pop(embedding), name=head)
+    if missing := [name for name in wanted if not _find(name, config, holders)]:
+        raise CheckpointError(f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}")
+    stored = {_find(name, config, holders) or name: place for name, place in wanted.items()}
+    shards = sorted(set(holders.values()))
+    n_bytes = sum(shard.stat().st_size for shard in shards)
+    quiet = n_bytes < PROGRESS_FROM  # of a small checkpoint
+    with tqdm(total=n_bytes, desc="weights", unit="B", unit_scale=True, disable=quiet) as progress:
         for shard in shards:
             with opened(shard) as tensors:
-                available = set(tensors.keys())
-                for name in list(wanted):
-                    if stored := _find(name, prefix, available):
-                        value = tensors.get_tensor(stored)
-                        _copy(wanted.pop(name), value, shard)
-                        progress.update(value.nbytes)
-    if wanted:
-        raise CheckpointError(f"{folder} lacks {len(wanted)} tensors, the first is {next(iter(wanted))}")
-
-
-def _progress(shards: list[Path]) -> tqdm:
-    """A bar over the files' bytes; a small checkpoint's is not shown."""
-    n_bytes = sum(shard.stat().st_size for shard in shards)
-    return tqdm(total=n_bytes, desc="weights", unit="B", unit_scale=True, disable=n_bytes < TOLD_FROM)
-
-
-def _name_the_shared(gpt: Transformer, wanted: dict[str, Place], shards: list[Path], prefix: str) -> None:
-    """Take a tied embedding from the head, if the files have only that."""
-    names = FAMILIES[gpt.config.family].tensors
-    embedding, head = names[_EMBEDDING][0], names[_HEAD][0]
-    if not _located(embedding, prefix, shards) and _located(head, prefix, shards):
-        wanted[head] = replace(wanted.pop(embedding), name=head)
-
-
-def _find(name: str, prefix: str, available: set[str]) -> str | None:
-    """``name`` as the shard spells it, with or without the family's prefix."""
-    return next((n for n in (name, name.removeprefix(prefix)) if n in available), None)
+                for name in (name for name in stored if holders[name] == shard):
+                    value = tensors.get_tensor(name)
+                    _copy(stored[name], value, shard)
+                    progress.update(value.nbytes)
 
 
 def _copy(place: Place, value: Tensor, shard: Path) -> None:

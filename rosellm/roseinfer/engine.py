@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from tqdm import tqdm
 
-from rosellm.errors import OptionError, PromptError, RoseError, SamplingError, told
+from rosellm.errors import OptionError, PromptError, RoseError, SamplingError, describe
 from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_parts
@@ -47,16 +47,16 @@ class Engine(Owned):
 
     recipe: a rung of ``LADDER`` by name, None for the device's best, or any ``Recipe``. max_batch_size: the
     most sequences that decode together. max_model_len: the most tokens of a request, prompt and output; None
-    is the model's own. num_kv_blocks: blocks per layer; None takes what ``max_batch_size`` full-length
-    sequences need, capped by memory: ``gpu_memory_utilization`` is the share of a GPU's memory for all that
-    the engine holds; what that is beside the cache, trial runs measure (:mod:`trial`) if it may matter.
+    is the model's own. num_kv_blocks: blocks per layer; None is enough for ``max_batch_size`` full-length
+    sequences, capped by memory. gpu_memory_utilization: the share of a GPU's memory for everything the engine
+    holds; its use outside the cache is measured by trial runs (:mod:`trial`) if it may limit the cache.
     block_size: tokens per block, a power of two. kernels: see ``kernels.table.choose_kernels``. gate: when to
     use the Triton append; None reads its environment variables. deterministic: a request's logits and tokens
     are bitwise the same whatever shares its batch or the cache (``batch_invariant``); prompts are then cut
-    only at multiples of ``prefill_alignment`` tokens.
-    warm_up: capture at once every CUDA graph that these options allow, so that no request waits for one (see
-    :meth:`warm_up`); False: each at its first use. On a CPU there is none. group: the ranks that run the
-    engine together, each with its part of the model (:mod:`tensor_parallel`).
+    only at multiples of ``prefill_alignment`` tokens. warm_up: capture every CUDA graph that these options
+    allow at construction, so that no request waits for one (see :meth:`warm_up`); False captures each at its
+    first use. No effect on a CPU. group: the ranks that run the engine together, each with its part of the
+    model (:mod:`tensor_parallel`).
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Engine(Owned):
         self.limits = Limits(self.config.vocab_size, self.config.n_positions, *sizes)
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
         self._n_warmed = 0
-        group.command("warm_up", self._warm_up)  # known to ranks that are told; kept, it would be a circle
+        group.broadcast("warm_up", self._warm_up)  # for followers; keeping the result would create a cycle
         if warm_up:
             self._warm_up()
         self._n_requests = 0
@@ -118,7 +118,7 @@ class Engine(Owned):
         load_format: str = "auto",
         **options: Any,
     ) -> Engine:
-        """An engine for what :func:`loading.load_parts` loads; other options as for the constructor."""
+        """Build an engine for a model loaded by :func:`loading.load_parts`; options: see the constructor."""
         return cls(*load_parts(model, device, dtype, load_format), **options)
 
     @property
@@ -138,10 +138,10 @@ class Engine(Owned):
     def warm_up(self, rows: int | None = None) -> None:
         """Compile kernels and capture graphs: every decode step and prefill, in every mode, that may be run.
 
-        rows: only decode steps of so many sequences. Progress bars on stderr tell how long the compilation
-        and the captures take, each if it is longer than a second.
+        rows: if given, only decode steps of that many sequences. Progress bars on stderr show compilations
+        and captures that take longer than a second.
         """
-        self.group.command("warm_up", self._warm_up)(rows)
+        self.group.broadcast("warm_up", self._warm_up)(rows)
 
     @torch.inference_mode()
     def _warm_up(self, rows: int | None = None) -> None:
@@ -153,16 +153,16 @@ class Engine(Owned):
         for run in tqdm(runs, "warm-up", unit=" runs", delay=1, disable=not runs):
             run()
         if runs and self.device.type == "cuda":
-            GPUMemory(self.device).settle()  # what was run before its capture keeps memory of its own
+            GPUMemory(self.device).settle()  # frees memory cached by the runs before each capture
         self._n_warmed = self.step.n_captured
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RoseError("an engine cannot be copied or pickled; make another one")
 
     def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        """A validated request; with stop strings, its text is decoded along the way.
+        """Make a validated request; with stop strings, its text is decoded along the way.
 
-        Raises ``PromptError`` for a prompt, ``SamplingError`` for stop strings that this engine can never
+        Raises ``PromptError`` for a prompt, or ``SamplingError`` for stop strings, that this engine can never
         run.
         """
         self.limits.check(prompt, params)
@@ -174,14 +174,14 @@ class Engine(Owned):
         return sequence
 
     def encode(self, prompt: str | list[int], special: bool = True) -> list[int]:
-        """A prompt's token ids; token ids are returned as they are. Raises ``PromptError``.
+        """Return a prompt's token ids; token ids are returned unchanged. Raises ``PromptError``.
 
-        special: add what the checkpoint's tokenizer begins texts with.
+        special: add the special tokens that the checkpoint's tokenizer begins texts with.
         """
         return self.encode_many([prompt], special)[0]
 
     def encode_many(self, prompts: SequenceOf[str | list[int]], special: bool = True) -> list[list[int]]:
-        """Like :meth:`encode`, for each prompt: texts on all cores."""
+        """Like :meth:`encode` for each prompt; texts are tokenized on all cores."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and self.tokenizer is None:
             raise PromptError("a prompt of text needs a tokenizer, and this engine has none")
@@ -189,10 +189,10 @@ class Engine(Owned):
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> list[Sequence]:
-        """Cache at most ``counts[i]`` more tokens of each sequence (None: all the rest).
+        """Begin caching at most ``counts[i]`` more tokens of each sequence (None: all the rest).
 
-        Returns the sequences that are then fully cached: they get their next token, and may decode. What the
-        prefix cache has of a new sequence is not recomputed.
+        Returns the sequences that are then fully cached: they get their next token, and may decode. Tokens of
+        a new sequence that the prefix cache holds are not recomputed.
         """
         self.match_prefixes(sequences)
         rests = [s.n_to_prefill for s in sequences]
@@ -209,10 +209,10 @@ class Engine(Owned):
         return whole
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        """One more token for every sequence; returns how many rows the step actually runs.
+        """Begin one more token for every sequence; return the number of rows that the step runs.
 
-        A step that runs ahead leaves out sequences already asked for their last token; if that is all of
-        them, nothing runs. A list that is passed again must not have changed in between.
+        A step that runs ahead omits sequences whose last token is already in flight; if that is all of them,
+        nothing runs. A list passed repeatedly must not have been modified in between.
         """
         if self.prefix_cache is not None:
             self.budget.make_room_to_decode(sequences)
@@ -229,7 +229,7 @@ class Engine(Owned):
         self._finish()
 
     def release(self, sequence: Sequence) -> None:
-        """Free the blocks of a finished or abandoned sequence; it gets no further token."""
+        """Free the blocks of a finished or abandoned sequence, which gets no further token."""
         self.step.release(sequence)
         self._holders.discard(sequence)
         sequence.n_cached = 0
@@ -238,7 +238,7 @@ class Engine(Owned):
             block_ids.clear()
 
     def match_prefixes(self, sequences: list[Sequence]) -> None:
-        """Give sequences that hold no blocks yet those that the prefix cache has of them."""
+        """Give sequences without blocks the cached blocks of their longest cached prefix."""
         if self.prefix_cache is None:
             return
         for sequence in sequences:
@@ -287,7 +287,7 @@ class Engine(Owned):
 
     @torch.inference_mode()
     def _working_bytes(self) -> int:
-        """What steps take beside the cache, by trial on a cache of one block."""
+        """Measure the bytes that steps use besides the cache, by trial runs with a cache of one block."""
         memory = GPUMemory(self.device, self.group.least)
         if self.device.type == "cuda":
             step = self._step_on(self._cache_of(1))
@@ -296,7 +296,7 @@ class Engine(Owned):
         return working_bytes(lambda: self._step_on(self._cache_of(1)), self._most_prefill_tokens, memory)
 
     def _rehearsals_of(self, step: Step) -> list[Callable[[], object]]:
-        """Prefills that run every kernel of a prefill that is not captured."""
+        """Return prefills that run every kernel of a prefill that is not captured."""
         return step.rehearsals(min(self._most_prefill_tokens, CAPTURED_TOKENS + 1))
 
     def _finish(self) -> None:
@@ -304,10 +304,10 @@ class Engine(Owned):
             pass
 
     def _default_kv_blocks(self, utilization: float) -> int:
-        """Raises ``OptionError`` if not even one request of ``max_model_len`` tokens fits."""
+        """Raise ``OptionError`` if not even one request of ``max_model_len`` tokens fits."""
         one = blocks_for(self.max_model_len, self.block_size)
         wanted, size = self.max_batch_size * one, self.block_size
-        measure = self._working_bytes if self.recipe.prefill != "padded" else None  # inputs may be inert
+        measure = self._working_bytes if self.recipe.prefill != "padded" else None  # trials use inert inputs
         sizes = wanted, size, self.max_batch_size
         there = kv_blocks_within_memory(self.model, *sizes, utilization, measure, self.group.least)
         if there < one:
@@ -315,14 +315,14 @@ class Engine(Owned):
                 f"max_model_len={there * size} is the most that fits" if there else "not even one token fits"
             )
             raise OptionError(
-                f"a request of {self.max_model_len} tokens needs {one} KV blocks of {size} tokens a layer; "
+                f"a request of {self.max_model_len} tokens needs {one} KV blocks of {size} tokens per layer; "
                 f"memory has room for {there}: {fits}"
             )
         return there
 
 
 def _choose_recipe(recipe: str | Recipe | None, device: torch.device) -> tuple[str | None, Recipe]:
-    """The rung's name (None for a custom recipe) and the recipe."""
+    """Return the rung's name (None for a custom recipe) and the recipe."""
     if isinstance(recipe, Recipe):
         return None, recipe
     rung = get_rung(recipe, device)
@@ -339,7 +339,7 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
             kind = "a power of two" if name == "block_size" else "a whole number"
             raise OptionError(
-                f"{name} is {told(value)}; it must be {kind}, 1 or more, at most {LARGEST_SIZE}"
+                f"{name} is {describe(value)}; it must be {kind}, 1 or more, at most {LARGEST_SIZE}"
             )
     if block_size & (block_size - 1):
         raise OptionError(f"block_size is {block_size}; it must be a power of two")
@@ -348,14 +348,14 @@ def _check_sizes(max_batch_size: int, num_kv_blocks: int | None, block_size: int
 def _check_share(value: float) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
         raise OptionError(
-            f"gpu_memory_utilization is {told(value)}; it must be a number above 0 and at most 1"
+            f"gpu_memory_utilization is {describe(value)}; it must be a number above 0 and at most 1"
         )
 
 
 def _check_switches(**switches: bool) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise OptionError(f"{name} is {told(value)}; use True or False")
+            raise OptionError(f"{name} is {describe(value)}; use True or False")
 
 
 def _model_len(wanted: int | None, config: Arch) -> int:
@@ -363,7 +363,7 @@ def _model_len(wanted: int | None, config: Arch) -> int:
         return config.n_positions
     if not isinstance(wanted, int) or isinstance(wanted, bool) or not 1 <= wanted <= config.n_positions:
         raise OptionError(
-            f"max_model_len is {told(wanted)}; it must be a whole number from 1 to the model's "
+            f"max_model_len is {describe(wanted)}; it must be a whole number from 1 to the model's "
             f"{config.n_positions} positions"
         )
     return wanted

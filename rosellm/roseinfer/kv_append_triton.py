@@ -1,10 +1,9 @@
-"""Writing one new token per sequence into a layer's paged KV cache: a torch spec, three kernels.
+"""Write one new token per sequence into a layer's paged KV cache: a torch spec and three kernels.
 
-Caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]`` and contiguous; ``key_new`` and ``value_new`` are
-``[B, H_kv, D]`` (rows equally strided, as slices of a fused projection are; ``[H_kv, D]`` contiguous).
-Token i of the append goes to block ``block_idx[i]`` at slot ``pos[i]`` from row ``batch_idx[i]``; index
-tensors are int32 ``[n]``. The kernels copy bits, so they equal the spec exactly. No two tokens of one append
-may share a slot.
+Caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]`` and contiguous; ``key_new`` and ``value_new`` are ``[B, H_kv,
+D]`` (rows equally strided, as in slices of a fused projection; ``[H_kv, D]`` contiguous). Token i of the
+append goes to block ``block_idx[i]`` at slot ``pos[i]`` from row ``batch_idx[i]``; index tensors are int32
+``[n]``. The kernels copy bits, so they equal the spec exactly. No two tokens of one append may share a slot.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def kv_append_ref(
 
 
 def kv_append_rows_ref(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
-    """:func:`kv_append_ref` for rows 0..B-1 in order: no gather; ``pos`` is a tensor or one integer."""
+    """Like :func:`kv_append_ref` for rows 0..B-1 in order, without a gather; ``pos``: a tensor or an int."""
     k_cache_layer[block_idx, :, pos] = key_new
     v_cache_layer[block_idx, :, pos] = value_new
 
@@ -101,7 +100,7 @@ def _kv_append_identity_pos_kernel(
 
 
 def kv_append_triton(*, k_cache_layer, v_cache_layer, key_new, value_new, batch_idx, block_idx, pos) -> None:
-    """:func:`kv_append_ref` in one kernel: any subset of the rows of ``key_new``, each to its own slot."""
+    """Run :func:`kv_append_ref` in one kernel: any subset of ``key_new``'s rows, each to its own slot."""
     indices, constants = (batch_idx, block_idx, pos), _constants(k_cache_layer)
     _kv_append_kernel[(block_idx.numel(),)](
         k_cache_layer, v_cache_layer, key_new, value_new, *indices, key_new.stride(0), **constants
@@ -109,7 +108,7 @@ def kv_append_triton(*, k_cache_layer, v_cache_layer, key_new, value_new, batch_
 
 
 def kv_append_triton_full_batch(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
-    """Rows 0..B-1 in order, all at the same slot ``pos`` (a Python integer) of their blocks."""
+    """Append rows 0..B-1 in order, all at the same slot ``pos`` (a Python int) of their blocks."""
     constants = _constants(k_cache_layer)
     _kv_append_full_batch_kernel[(block_idx.numel(),)](
         k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos, key_new.stride(0), **constants
@@ -119,7 +118,7 @@ def kv_append_triton_full_batch(*, k_cache_layer, v_cache_layer, key_new, value_
 def kv_append_triton_identity_pos(
     *, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos
 ) -> None:
-    """Rows 0..B-1 in order, each at its own slot ``pos[b]``; a row with a negative block is skipped."""
+    """Append rows 0..B-1 in order, each at its slot ``pos[b]``; skips rows with a negative block."""
     constants = _constants(k_cache_layer)
     _kv_append_identity_pos_kernel[(block_idx.numel(),)](
         k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos, key_new.stride(0), **constants
@@ -139,5 +138,5 @@ def _constants(cache: Tensor) -> dict[str, int]:
 
 
 def kv_append_bytes(n_tokens: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes an append must move: each key and value element read once and written once."""
+    """Return the bytes an append must move: each key and value element read once and written once."""
     return 4 * n_tokens * n_kv_heads * head_dim * dtype.itemsize

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import chain, islice
 from threading import Lock
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from tqdm import tqdm
 
-from rosellm.errors import PromptError, RecipeError, RoseError, told
+from rosellm.errors import PromptError, RecipeError, RoseError, describe
 from rosellm.models.chat import Message, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
-from rosellm.roseinfer.cluster.replicas import Replicas, check_replicas
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
@@ -25,28 +24,29 @@ from rosellm.roseinfer.serving.held_interrupt import held_interrupt
 from rosellm.roseinfer.serving.one_engine import OneEngine
 from rosellm.roseinfer.tensor_parallel import load_engine
 
+if TYPE_CHECKING:
+    from rosellm.cluster.replicas import Replicas
+
 Prompt = str | Sequence[int]  # text, or token ids
 
 
 class LLM:
     """A model, ready to generate.
 
-    model: ``rose-tiny``, a local folder or a hub id. rung: a name of ``recipe.LADDER``; None is the device's
+    model: ``rose-tiny``, a local folder or a hub id. rung: a name in ``recipe.LADDER``; None is the device's
     best. recipe: any combination of variants instead of a rung; ``LLM.rung`` is then None.
-    tensor_parallel_size: how many GPUs run the model together, or on a CPU processes, each with its part of
-    every layer (``tensor_parallel.load_engine``); the rungs from ``packed_prefill`` on can, but neither
-    ``persistent_kernel`` nor ``one_pass``. device: "auto", "cuda" or "cpu". dtype: "auto" (the checkpoint's
-    own on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for
-    random weights.
-    prefix_cache: keep the keys and values of prompts, for prompts that begin alike, in this call or a later
-    one. prefill_chunk: the most prompt tokens between two tokens of running requests, as in
-    ``SchedulerConfig``. The sizes, ``deterministic`` and ``warm_up`` are those of ``Engine``.
+    tensor_parallel_size: number of GPUs, or of processes on a CPU, that share every layer
+    (``tensor_parallel.load_engine``); supported by the rungs from ``packed_prefill`` on except
+    ``persistent_kernel`` and ``one_pass``. device: "auto", "cuda" or "cpu". dtype: "auto" (the checkpoint's
+    on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16". load_format: "auto", or "dummy" for
+    random weights. prefix_cache: keep the keys and values of prompts, for prompts with the same beginning in
+    this call or a later one. prefill_chunk: the most prompt tokens between two tokens of running requests, as
+    in ``SchedulerConfig``. The sizes, ``deterministic`` and ``warm_up`` are those of ``Engine``.
 
-    data_parallel_size: how many engines share the prompts, each with ``tensor_parallel_size`` GPUs of its
-    own, or on a CPU with as many cores (``cluster.replicas.Replicas``); more than one needs the extra
-    ``cluster`` (Ray). ray_address: the Ray cluster that runs them, "auto" or "host:port"; None: the
-    one that this process is connected to, else a local one, which ends with the last such ``LLM``. The sizes
-    are each engine's.
+    data_parallel_size: number of engines that share the prompts, each with ``tensor_parallel_size`` GPUs, or
+    as many CPU cores (``cluster.replicas.Replicas``); more than one needs the extra ``cluster`` (Ray).
+    ray_address: the Ray cluster that runs them, "auto" or "host:port"; None is the one this process is
+    connected to, or else a local one, which ends with the last such ``LLM``. The sizes apply to each engine.
     """
 
     def __init__(
@@ -88,12 +88,13 @@ class LLM:
             "deterministic": deterministic,
             "warm_up": warm_up,
         }
-        check_replicas(data_parallel_size)
         self._runner: OneEngine | Replicas
-        if data_parallel_size == 1 and ray_address is None:
+        if type(data_parallel_size) is int and data_parallel_size == 1 and ray_address is None:
             engine = load_engine(model, tensor_parallel_size=tensor_parallel_size, **options)
             self._runner = OneEngine(engine, config)
         else:
+            from rosellm.cluster.replicas import Replicas
+
             sizes = data_parallel_size, tensor_parallel_size
             self._runner = Replicas(model, *sizes, ray_address, config, options)
         self._folder = None if load_format == "dummy" else checkpoint_folder(model)
@@ -104,12 +105,12 @@ class LLM:
 
     @property
     def rung(self) -> str | None:
-        """The rung that runs: the one requested, or the device's best; None for a custom recipe."""
+        """The rung in use: the requested one, or the device's best; None for a custom recipe."""
         return self._runner.rung
 
     @property
     def engine(self) -> Engine:
-        """The engine in this process; raises ``RoseError`` where replicas have one each."""
+        """The engine in this process; raises ``RoseError`` if replicas run the model."""
         return self._runner.engine
 
     @property
@@ -123,23 +124,24 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many, each text or token ids; results in the same order.
+        """Complete one prompt or many, each text or token ids; return results in the same order.
 
         Prompts may be any iterable, token ids any sequence, array or tensor of integers. sampling_params: one
         for all, one each, or None for the defaults. Everything is validated before anything runs: raises
-        ``PromptError`` or ``SamplingError``. A result's completions are its ``outputs``, as many as
-        ``SamplingParams.n``, each with ``token_ids``, ``text``, ``logprobs`` if asked for, and
-        ``finish_reason``: "stop", "length", or "failed" if the model's logits gave no token, with the reason
-        in ``error``; other completions are unaffected. Ctrl-C ends all of them after the step that runs, and
-        the engine is as before. A second thread waits for its turn; raises ``BusyError`` while a streaming
-        manager owns the engine.
+        ``PromptError`` or ``SamplingError``.
+
+        A result's completions are its ``outputs``, ``SamplingParams.n`` of them, each with ``token_ids``,
+        ``text``, ``logprobs`` if requested, and ``finish_reason``: "stop", "length", or "failed" if no token
+        could be chosen from the model's logits, with the reason in ``error``; other completions are
+        unaffected. Ctrl-C cancels everything after the current step and leaves the engine usable. Calls from
+        other threads wait their turn; raises ``BusyError`` while a streaming manager owns the engine.
         """
         many = _as_many(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
         ids = each_encoded(self._runner.encode_many, many)
         each = [own.each() for own in params]
         copies = [prompt for prompt, own in zip(ids, each, strict=True) for _ in own]
-        if len(copies) > len(ids):  # an error numbers prompts, not their copies
+        if len(copies) > len(ids):  # errors refer to prompt indices, not to copies
             each_made(self._runner.limits.check, ids, [own[0] for own in each])
         with self._lock, held_interrupt():
             outputs = iter(self._run(copies, list(chain.from_iterable(each)), use_tqdm))
@@ -153,8 +155,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the checkpoint's own chat template.
 
-        messages: ``[{"role": "user", "content": "..."}, ...]``. The rest as for :meth:`generate`, and raises
-        ``CheckpointError`` if the checkpoint has no template.
+        messages: ``[{"role": "user", "content": "..."}, ...]``, or a list of such lists. Otherwise like
+        :meth:`generate`; also raises ``CheckpointError`` if the checkpoint has no template.
         """
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         many = cast("list[list[Message]]", messages if several else [messages])
@@ -175,7 +177,7 @@ class LLM:
 
 
 def _grouped(outputs: Iterator[RequestOutput], n: int, prompt: str | list[int]) -> RequestOutput:
-    """The next ``n`` outputs as the completions of one prompt, which they tell if it is text."""
+    """Group the next ``n`` outputs as one prompt's completions; a text prompt is stored in each."""
     completions = list(islice(outputs, n))
     if isinstance(prompt, str):
         for completion in completions:
@@ -184,23 +186,23 @@ def _grouped(outputs: Iterator[RequestOutput], n: int, prompt: str | list[int]) 
 
 
 def _as_many(prompts: Any) -> list[str | list[int]]:
-    """Prompts of any form as a list of texts and lists of token ids; ids are validated later."""
+    """Convert prompts of any form to a list of texts and lists of token ids; ids are validated later."""
     if isinstance(prompts, str):
         return [prompts]
     items = _listed(prompts)
     if items is None:
-        raise PromptError(f"prompts is {told(prompts)}; give text, token ids, or several of these")
+        raise PromptError(f"prompts is {describe(prompts)}; give text, token ids, or several of these")
     if items and all(_is_token_id(item) for item in items):
         return [items]
     many = [item if isinstance(item, str) else _listed(item) for item in items]
     if None in many:
         index = many.index(None)
-        raise PromptError(f"prompt {index} is {told(items[index])}; give text or token ids")
+        raise PromptError(f"prompt {index} is {describe(items[index])}; give text or token ids")
     return cast("list[str | list[int]]", many)
 
 
 def _listed(items: Any) -> list | None:
-    """The items of an array, tensor or iterable as Python numbers; None for anything else."""
+    """Convert an array, tensor or iterable to a list of Python values; return None for anything else."""
     items = _plain(items)
     if not isinstance(items, Iterable) or isinstance(items, (str, bytes, bytearray, Mapping, Set)):
         return None
@@ -208,7 +210,7 @@ def _listed(items: Any) -> list | None:
 
 
 def _plain(item: Any) -> Any:
-    """Arrays, tensors and their scalars as Python lists and numbers."""
+    """Convert arrays, tensors and their scalars to Python lists and numbers."""
     return item.tolist() if hasattr(item, "tolist") else item
 
 

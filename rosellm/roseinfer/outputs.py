@@ -16,9 +16,9 @@ from rosellm.roseinfer.request import RequestMetrics, Sequence
 class Done:
     """A finished step of the engine.
 
-    ``sequences`` got exactly one token each, now their last one; a step that computed only parts of prompts
-    has none. seconds: time that the device, or the host that drives it, spent in the step. failed: sequences
-    that ended without a token, with the reason in ``Sequence.error``.
+    ``sequences`` got exactly one token each, now their last one; empty for a step that computed only parts of
+    prompts. seconds: time the step took on the device, or on the host that drives it. failed: sequences that
+    ended without a token, with the reason in ``Sequence.error``.
     """
 
     kind: Literal["prefill", "decode"]
@@ -29,7 +29,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural log-probability, its rank among all tokens from 1, and its text, if there is one."""
+    """A token's natural log-probability, its rank among all tokens (from 1), and its text, if known."""
 
     logprob: float
     rank: int
@@ -40,13 +40,13 @@ class Logprob:
 class RequestOutput:
     """A finished request and its completion, or the first of several.
 
-    ``outputs`` are all its completions, of this form each. ``token_ids`` are the generated ones, including an
-    end-of-sequence token. ``finish_reason`` is "stop" (end of sequence or a stop string), "length",
-    "cancelled", or "failed" with the reason in ``error``. ``prompt`` is the text given to ``LLM.generate``,
-    None if it got token ids. ``logprobs``: for each token a dictionary from token id to :class:`Logprob`, the
-    token itself first, then the most likely ones; ``cumulative_logprob``: the sum over the tokens themselves;
-    both None if the request did not ask. Outputs with the same prompt, tokens and finish reason are equal,
-    whatever their requests.
+    ``outputs`` lists all its completions, each a ``RequestOutput``. ``token_ids`` are the generated ones,
+    including an end-of-sequence token. ``finish_reason`` is "stop" (end of sequence or a stop string),
+    "length", "cancelled", or "failed" with the reason in ``error``. ``prompt`` is the text given to
+    ``LLM.generate``, None if it got token ids. ``logprobs``: for each token a dictionary from token id to
+    :class:`Logprob`, the sampled token first, then the most likely ones; ``cumulative_logprob``: their sum
+    over the sampled tokens; both None unless requested. Outputs with the same prompt, tokens and finish
+    reason are equal, whatever their requests.
     """
 
     request_id: int = field(compare=False)
@@ -63,14 +63,14 @@ class RequestOutput:
 
     @classmethod
     def group(cls, completions: list[RequestOutput]) -> RequestOutput:
-        """The first of a prompt's completions, with all of them as its ``outputs``."""
+        """Return the first of a prompt's completions, with all of them as its ``outputs``."""
         first = completions[0]
         first.others = completions[1:]
         return first
 
     @classmethod
     def of(cls, sequence: Sequence, tokenizer: AnyTokenizer | None) -> RequestOutput:
-        """The output of a finished sequence; tokenizer: None if there is none."""
+        """Make the output of a finished sequence; tokenizer: None if there is none."""
         sequence.settle_text()
         if sequence.finish_reason is None:
             raise RoseError(f"request {sequence.request_id} has not ended yet")
@@ -90,7 +90,7 @@ class RequestOutput:
     def text(self) -> str | None:
         """The completion, without its end-of-sequence token, cut before the first stop string.
 
-        Decoded when first read; None if the engine has no tokenizer.
+        Decoded on first access; None if the engine has no tokenizer.
         """
         text = self.text_or_decoder
         if callable(text):
@@ -103,23 +103,23 @@ class RequestOutput:
         return [self, *self.others]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles hold the text, not its decoder."""
+        """Copy and pickle the text instead of its decoder."""
         return self.__dict__ | {"text_or_decoder": self.text}
 
 
 def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[], str] | None:
-    """Gives the text, decoded only then unless it was followed all along; None without a tokenizer."""
+    """Return a function that gives the text, decoding it if not done yet; None without a tokenizer."""
     text = sequence.text
     if text is not None:
         return lambda: text.text
     if tokenizer is None:
         return None
-    ends_with_eos = sequence.finish_reason == "stop"  # stop strings were not searched for
+    ends_with_eos = sequence.finish_reason == "stop"  # not a stop string: those set ``text``
     return partial(tokenizer.decode, sequence.output[:-1] if ends_with_eos else sequence.output)
 
 
 def _decoded(sequence: Sequence, tokenizer: AnyTokenizer | None) -> list[dict[int, Logprob]]:
-    """The sequence's log-probabilities, with the text of each token."""
+    """Return the sequence's logprobs with the text of each token."""
     texts: dict[int, str | None] = {}
 
     def text(token: int) -> str | None:
@@ -134,7 +134,7 @@ def _decoded(sequence: Sequence, tokenizer: AnyTokenizer | None) -> list[dict[in
 
 
 def _cumulative(sequence: Sequence) -> float | None:
-    """The sum of the log-probabilities of the sequence's own tokens."""
+    """Sum the logprobs of the sequence's own tokens."""
     if sequence.logprobs is None:
         return None
     return sum((likely[0][1] for likely in sequence.logprobs), 0.0)

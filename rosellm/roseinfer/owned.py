@@ -1,4 +1,4 @@
-"""What one scheduler at a time may run."""
+"""Exclusive use of an engine by one scheduler."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from rosellm.errors import BusyError
 
 
 class Owned:
-    """An engine, or several as one, that a scheduler may reserve."""
+    """An engine, or several as one, that one scheduler may reserve."""
 
     def __init__(self) -> None:
         self._owner: tuple[object, str] | None = None  # the only scheduler that may run it, and its name
         self._owner_lock = Lock()
 
     def own(self, scheduler: object, name: str) -> None:
-        """Reserve the engine for ``scheduler``; errors call the owner ``name``. Raises ``BusyError``."""
+        """Reserve the engine for ``scheduler``, called ``name`` in errors. Raises ``BusyError``."""
         with self._owner_lock:
             self.check_owner(scheduler)
             self._owner = scheduler, name
 
     def disown(self, scheduler: object) -> None:
-        """Release the engine for others, if ``scheduler`` owned it."""
+        """Release the engine if ``scheduler`` owns it."""
         with self._owner_lock:
             if self._owner is not None and self._owner[0] is scheduler:
                 self._owner = None
 
     def check_owner(self, scheduler: object) -> None:
-        """Raises ``BusyError`` if another scheduler owns the engine."""
+        """Raise ``BusyError`` if another scheduler owns the engine."""
         owner = self._owner
         if owner is not None and owner[0] is not scheduler:
             raise BusyError(

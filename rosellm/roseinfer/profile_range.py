@@ -1,4 +1,4 @@
-"""Names for parts of the engine in profiles."""
+"""Named ranges in profiles."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _NOBODY_LOOKS = nullcontext()
 
 
 def profile_range(name: str) -> AbstractContextManager[object]:
-    """``torch.profiler.record_function(name)`` while a profiler runs; else next to nothing.
+    """Return ``torch.profiler.record_function(name)`` if a profiler is active, else a null context.
 
-    Entering and leaving a recorded range takes the host microseconds, whether anyone records it or not.
+    A ``record_function`` costs microseconds of host time even when no profiler is active.
     """
     return profiler.record_function(name) if profiler._is_profiler_enabled else _NOBODY_LOOKS

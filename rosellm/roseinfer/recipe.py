@@ -1,4 +1,4 @@
-"""Recipes: every choice between variants of the decode step, made once, when an engine is built."""
+"""Recipes: all choices among variants of the decode step, made once, when an engine is built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 import torch
 
-from rosellm.errors import DeviceError, RecipeError, told
+from rosellm.errors import DeviceError, RecipeError, describe
 from rosellm.models.arch import PROJECTIONS, Arch
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import TABLES
@@ -63,13 +63,13 @@ class Recipe:
     head: Literal["logits", "fused"] = "logits"
     gemm: Literal["library", "small_m", "persistent"] = "library"
     numerics: Literal["fast", "invariant"] = "fast"
-    all_reduce: Literal["library", "symmetric", "one_shot"] = "library"  # of several ranks only
+    all_reduce: Literal["library", "one_shot"] = "library"  # with several ranks only
 
     def __post_init__(self) -> None:
         for name, allowed in recipe_choices().items():
             if getattr(self, name) not in allowed:
                 raise RecipeError(
-                    f"{name}={told(getattr(self, name))} is unknown; use one of {', '.join(allowed)}"
+                    f"{name}={describe(getattr(self, name))} is unknown; use one of {', '.join(allowed)}"
                 )
         for rule in _RULES:
             broken = [name for name, allowed in rule.needs.items() if getattr(self, name) not in allowed]
@@ -78,13 +78,13 @@ class Recipe:
                 raise RecipeError(f"{rule.field}={rule.value!r} needs {broken[0]}={needed}: {rule.reason}")
 
     def check_serves(self, config: Arch) -> None:
-        """Raise ``RecipeError``, with the reason, if a variant cannot run models of that shape."""
+        """Raise ``RecipeError``, with the reason, if a variant cannot run models of this architecture."""
         for name, value, reason, serves in _OF_SOME_MODELS:
             if getattr(self, name) == value and not serves(config):
                 raise RecipeError(f"{name}={value!r} cannot run a model of family {config.family}: {reason}")
 
     def check_ranks(self, n_ranks: int) -> None:
-        """Raise ``RecipeError``, with the reason, if a variant cannot run on several ranks."""
+        """Raise ``RecipeError``, with the reason, if a variant cannot run on ``n_ranks`` ranks."""
         for name, allowed, reason in _OF_RANKS:
             if n_ranks > 1 and getattr(self, name) not in allowed:
                 raise RecipeError(
@@ -93,14 +93,15 @@ class Recipe:
                 )
 
     def check_sums(self, device: torch.device, kernels: Kernels) -> None:
-        """Raise ``RecipeError``, with the reason, if several ranks cannot sum so on such a device."""
-        if self.all_reduce == "symmetric" and device.type != "cuda":
-            raise RecipeError("all_reduce='symmetric' is of GPUs' memory; on a CPU use 'library'")
+        """Raise ``RecipeError``, with the reason, if the device cannot run this all-reduce."""
         if self.all_reduce == "one_shot" and kernels.name != "triton":
-            raise RecipeError("all_reduce='one_shot' is a Triton kernel; kernels='torch' have 'library'")
+            raise RecipeError("all_reduce='one_shot' is a Triton kernel; use 'library' with kernels='torch'")
 
     def invariant(self) -> Recipe:
-        """The same with one order of its sums; contexts are not cut, since where depends on the others."""
+        """Return the recipe with a fixed summation order.
+
+        Contexts are not split, since the split points depend on the other sequences.
+        """
         whole = "paged" if self.attention == "split" else self.attention
         return replace(self, numerics="invariant", attention=whole)
 
@@ -108,13 +109,13 @@ class Recipe:
         return asdict(self)
 
     def difference(self, other: Recipe) -> dict[str, tuple[str, str]]:
-        """The fields in which ``other`` differs: name → (here, there)."""
+        """Return the fields in which ``other`` differs: name → (this value, the other value)."""
         mine, theirs = self.as_dict(), other.as_dict()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
 def _is_plain(config: Arch) -> bool:
-    """Whether the parts of a model are all those of ``Arch``'s defaults, whatever its sizes."""
+    """Return whether the model has only the components of ``Arch``'s defaults, whatever its sizes."""
     parts = config.norm.kind, config.rope, config.mlp, config.biases, config.qk_norm, config.window
     return parts == ("layer", None, "gelu", PROJECTIONS, False, None)
 
@@ -122,15 +123,15 @@ def _is_plain(config: Arch) -> bool:
 _ONE_KERNEL = "its one kernel has LayerNorm, GELU and biases, and no rotary embeddings"
 _OF_SOME_MODELS = (("gemm", "persistent", _ONE_KERNEL, _is_plain),)
 _OF_RANKS = (
-    ("step", ("resident",), "rank 0 tells the others what to run, not what it computes; rung split_kv can"),
-    ("prefill", ("packed",), "all inputs of a prefill, run by itself, are told in one array"),
-    ("gemm", ("library", "small_m"), "its one kernel does not sum over ranks"),
-    ("numerics", ("fast",), "a sum over ranks has another order of its own"),
+    ("step", ("resident",), "tensor parallelism requires the resident step, e.g. rung='split_kv'"),
+    ("prefill", ("packed",), "the inputs of a separate, packed prefill are broadcast in one array"),
+    ("gemm", ("library", "small_m"), "its kernel has no all-reduce"),
+    ("numerics", ("fast",), "an all-reduce sums in a different order"),
 )
 
 
 class _Rule(NamedTuple):
-    """A variant, why it needs others, and for each such field the variants that will do."""
+    """A variant, the reason it needs others, and for each such field the variants that satisfy it."""
 
     field: str
     value: str
@@ -139,18 +140,18 @@ class _Rule(NamedTuple):
 
 
 def _rule(variant: str, reason: str, **needs: str) -> _Rule:
-    """variant: ``field=value``; needs: a field's variants, separated by spaces."""
+    """Build a rule. variant: ``field=value``; needs: a field's allowed variants, space-separated."""
     field, _, value = variant.partition("=")
     return _Rule(field, value, reason, {name: tuple(values.split()) for name, values in needs.items()})
 
 
 _FIXED_SHAPES = "a captured graph has fixed shapes and reads its inputs from fixed addresses"
-_ON_ITS_OWN = "the device can run on its own only if no part of a step needs the host"
-_SPLITS = "the resident step chooses its kernels by the longest context, and they append"
-_ONE_ORDER = "only these kernels can be held to one order of their sums"
+_ON_ITS_OWN = "the device can run ahead only if no part of a step needs the host"
+_SPLITS = "the split kernels append, and the resident step chooses them by the longest context"
+_ONE_ORDER = "only these kernels have a fixed summation order"
 _RULES = (
     _rule("attention=dense", "dense keys are padded to the longest context", mask="dense"),
-    _rule("launch=autotuned", "it is the paged attention kernel that is tuned", attention="paged split"),
+    _rule("launch=autotuned", "only the paged attention kernel is tuned", attention="paged split"),
     _rule("runner=graph", _FIXED_SHAPES, attention="paged split", mask="none", tables="pinned resident"),
     _rule("step=resident", _ON_ITS_OWN, attention="paged split", mask="none", pool="shared"),
     _rule("step=resident", _ON_ITS_OWN, tables="resident", append="identity_pos fused"),
@@ -159,28 +160,27 @@ _RULES = (
     _rule("append=fused", "the host-driven step appends after the model has run", step="resident"),
     _rule("prefill=packed", "its block tables and first tokens are on the device", step="resident"),
     _rule("prefill=joined", "the decode step that prompts join is on the device", step="resident"),
-    _rule("norm=fused", "only the resident step takes the model apart", step="resident"),
-    _rule("activation=epilogue", "the plain model has GELU as an operator", norm="fused"),
+    _rule("norm=fused", "only the resident step runs the layers separately", step="resident"),
+    _rule("activation=epilogue", "the unfused model runs GELU as a separate operator", norm="fused"),
     _rule("head=fused", "the host's sampler takes logits", step="resident"),
-    _rule("gemm=small_m", "its kernels include both", norm="fused", activation="epilogue"),
+    _rule("gemm=small_m", "its kernels fuse both", norm="fused", activation="epilogue"),
     _rule("gemm=persistent", "its one kernel holds whole layers", norm="fused", activation="epilogue"),
     _rule("gemm=persistent", "its one kernel holds whole layers", append="fused"),
     _rule("launch=dependent", "a chain of kernels overlaps within one captured step", step="resident"),
     _rule("numerics=invariant", _ONE_ORDER, prefill="packed", attention="paged", append="fused"),
-    _rule("all_reduce=symmetric", "the plain model sums where its projections are", norm="fused"),
-    _rule("all_reduce=one_shot", "its kernel takes the norm, too", norm="fused"),
+    _rule("all_reduce=one_shot", "its kernel includes the norm", norm="fused"),
     _rule("numerics=invariant", _ONE_ORDER, head="fused", gemm="small_m"),
 )
 
 
 @cache
 def recipe_choices() -> dict[str, tuple[str, ...]]:
-    """Every field of a recipe with its variants."""
+    """Return every field of a recipe with its variants."""
     hints = get_type_hints(Recipe)
     return {field.name: get_args(hints[field.name]) for field in fields(Recipe)}
 
 
-# Each rung: its name, the rung it changes, the one field it changes.
+# Each rung: its name, its base rung, and the one field it changes.
 _RUNGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("paged", "dense", {"attention": "paged"}),
     ("no_mask", "paged", {"mask": "none"}),
@@ -227,7 +227,7 @@ def _side_branches() -> frozenset[str]:
     return frozenset(LADDER) - on_the_way
 
 
-SIDE_BRANCHES = _side_branches()  # rungs that the best one does not include
+SIDE_BRANCHES = _side_branches()  # rungs not on the path to the best one
 
 
 DEPENDENT_LAUNCH_FROM = 9, 0  # compute capability: programmatic dependent launch came with Hopper
@@ -235,9 +235,9 @@ TRITON_FROM = 7, 0  # tensor cores
 
 
 def best_rung(device: torch.device) -> str:
-    """The fastest rung that the device can run: a GPU before Hopper has no dependent launch.
+    """Return the fastest rung that the device can run: GPUs before Hopper lack dependent launch.
 
-    Raises ``DeviceError`` for a GPU of a compute capability below ``TRITON_FROM``.
+    Raises ``DeviceError`` for a GPU with a compute capability below ``TRITON_FROM``.
     """
     capability = _capability(device)
     if capability is None or capability >= DEPENDENT_LAUNCH_FROM:
@@ -254,11 +254,11 @@ def best_rung(device: torch.device) -> str:
 
 
 def get_rung(name: str | None, device: torch.device | None = None) -> str:
-    """``name`` if it is a rung; None gives the best one, of ``device`` if specified."""
+    """Return ``name`` if it is a rung, or the best one for None; raise ``RecipeError`` otherwise."""
     if name is None:
         return BEST_RUNG if device is None else best_rung(device)
     if not isinstance(name, str) or name not in LADDER:
-        raise RecipeError(f"rung {told(name)} is unknown; use one of {', '.join(LADDER)}")
+        raise RecipeError(f"rung {describe(name)} is unknown; use one of {', '.join(LADDER)}")
     return name
 
 
@@ -290,9 +290,9 @@ def build_step(
     gate: AppendGate,
     group: Group = ALONE,
 ) -> HostStep | ResidentStep:
-    """The step that ``recipe`` names, for ``n_rows`` sequences of at most ``max_model_len`` tokens.
+    """Build the step of ``recipe`` for ``n_rows`` sequences of at most ``max_model_len`` tokens.
 
-    Variants are looked up by name only here.
+    The only place where variants are looked up by name.
     """
     width = blocks_for(max_model_len, blocks.block_size)
     if recipe.step == "resident":

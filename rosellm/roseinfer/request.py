@@ -11,7 +11,7 @@ from rosellm.errors import RoseError
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.text import IncrementalText
 
-# A token's log-probability and those of the most likely ones: token, log-probability, rank.
+# (token, logprob, rank) of a sampled token, then of the most likely ones.
 Likely = list[tuple[int, float, int]]
 
 
@@ -20,7 +20,7 @@ class RequestMetrics:
     """When a request arrived and when each of its tokens came, in ``time.perf_counter`` seconds.
 
     Derived figures are in seconds, or None if there are too few tokens. preemptions: how often the request
-    lost its KV blocks to others.
+    was preempted.
     """
 
     arrival: float
@@ -34,13 +34,13 @@ class RequestMetrics:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first, on average."""
+        """Mean time per output token after the first."""
         n = len(self.token_times)
         return (self.token_times[-1] - self.token_times[0]) / (n - 1) if n > 1 else None
 
     @property
     def latency(self) -> float | None:
-        """From arrival to the last token."""
+        """Time from arrival to the last token."""
         return self.token_times[-1] - self.arrival if self.token_times else None
 
     @property
@@ -52,13 +52,13 @@ class RequestMetrics:
 class Sequence:
     """A prompt and the tokens generated so far, with the KV blocks that hold its cached tokens.
 
-    ``tokens`` are prompt and output together; the first ``n_cached`` of them are in the KV cache. Between
-    steps exactly the last token is not. ``max_length``: how many there may be. ``block_ids[pool]`` are
-    global block ids. ``finish_reason``: None while running, "stop", "length", "cancelled", or "failed" with
-    its reason in ``error``. ``seed`` and a token's index determine its random numbers. any of ``stop_tokens``
-    ends it. ``replays``: after preemption its output is decoded again, token by token, as the first time;
-    otherwise it is prefilled, like the prompt. ``logprobs``: of each output token, if the request asks. A
-    scheduler updates ``metrics`` and, with stop strings, ``text``.
+    ``tokens`` are prompt and output; the first ``n_cached`` of them are in the KV cache, between steps all
+    but the last. ``max_length``: the most tokens there may be. ``block_ids[pool]`` are global block ids.
+    ``finish_reason``: None while running, then "stop", "length", "cancelled", or "failed" with the reason in
+    ``error``. ``seed`` and a token's index determine its random numbers. Any of ``stop_tokens`` ends the
+    sequence. ``replays``: after preemption its output is decoded again token by token, as the first time;
+    otherwise it is prefilled, like the prompt. ``logprobs``: one entry per output token, or None unless
+    requested. A scheduler updates ``metrics`` and, with stop strings, ``text``.
     """
 
     __slots__ = (
@@ -104,16 +104,16 @@ class Sequence:
 
     @property
     def prefill_length(self) -> int:
-        """Number of tokens that a prefill caches before the next one can be chosen."""
+        """Number of tokens that must be cached before the next one can be chosen."""
         return self.n_prompt if self.replays else len(self.tokens)
 
     @property
     def n_to_prefill(self) -> int:
-        """How many of them are not cached yet."""
+        """Number of tokens still to be prefilled."""
         return self.prefill_length - self.n_cached
 
     def completes_prefill(self, chunk: int) -> bool:
-        """Whether nothing is left to prefill once ``chunk`` more tokens are cached."""
+        """Return whether caching ``chunk`` more tokens completes the prefill."""
         return chunk == self.n_to_prefill
 
     @property
@@ -125,7 +125,10 @@ class Sequence:
         return self.finish_reason is not None
 
     def commit(self, token: int, n_cached: int) -> bool:
-        """Add a sampled token; ``n_cached`` more tokens are now cached. False if it was known already."""
+        """Add a sampled token, with ``n_cached`` more tokens now cached.
+
+        Returns False if the token was already known, in a replay; raises ``RoseError`` if it then differs.
+        """
         tokens = self.tokens  # this runs for every token: see tests.host_cost
         self.n_cached += n_cached
         if self.n_cached < len(tokens):
@@ -139,7 +142,7 @@ class Sequence:
         return True
 
     def resume(self, known: list[int], logprobs: list[Likely] | None) -> None:
-        """Go on after tokens that another engine has generated, with their log-probabilities if asked for."""
+        """Continue after tokens that another engine generated, with their logprobs if requested."""
         self.tokens += known
         if self.logprobs is not None:
             self.logprobs += logprobs or []
@@ -156,7 +159,7 @@ class Sequence:
             self.finish_reason = "stop"
 
     def settle_text(self) -> None:
-        """After the end: push what was held back to ``text``; it may complete a stop string."""
+        """At the end, flush text held back; this may complete a stop string."""
         if self.text is None:
             return
         self.text.finish()
@@ -168,13 +171,13 @@ class Sequence:
         self.finish_reason = "cancelled"
 
     def fail(self, reason: str) -> None:
-        """End the sequence without a further token."""
+        """End the sequence as failed, without a further token."""
         self.finish_reason, self.error = "failed", reason
 
     def _check_replayed(self, token: int) -> None:
         known = self.tokens[self.n_cached]
         if token != known:
             raise RoseError(
-                f"token {self.n_cached} of request {self.request_id} was {known} and became {token} "
+                f"token {self.n_cached} of request {self.request_id} was {known} but became {token} "
                 "when it was decoded again"
             )

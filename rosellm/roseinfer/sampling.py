@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 
-from rosellm.errors import SamplingError, told
+from rosellm.errors import SamplingError, describe
 
 INT64_MAX = 2**63 - 1
 MOST_LOGPROBS = 20
@@ -18,24 +18,25 @@ NO_TOKEN = "the model's logits are not finite; nothing can be chosen from them"
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when it stops.
+    """How one request's tokens are chosen and when it stops. Raises ``SamplingError``.
 
-    temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k most likely tokens; 0
-    keeps all, and so does -1, which becomes 0. top_p: keep the smallest set of most likely tokens whose
-    probability reaches it (Holtzman et al. 2020); 1 keeps all. min_p: keep tokens at least that many times as
-    likely as the most likely one (Nguyen et al. 2024); 0 keeps all. min_p comes first and top_p last; the
-    most likely token always stays.
+    temperature: 0 is greedy; otherwise logits are divided by it. top_k: keep the k most likely tokens; 0 and
+    -1 (stored as 0) keep all. top_p: keep the smallest set of most likely tokens whose probability reaches it
+    (Holtzman et al. 2020); 1 keeps all. min_p: keep tokens at least that fraction as likely as the most
+    likely one (Nguyen et al. 2024); 0 keeps all. min_p is applied first and top_p last; the most likely token
+    always stays.
+
     repetition_penalty: the logit of a token of prompt or output is divided by it if positive, else multiplied
-    (Keskar et al. 2019), and counts as 1e-30 at least and 1e30 at most; 1 is none. frequency_penalty:
-    subtracted from a token's logit for each time that it is in the output; presence_penalty: once if it is
-    there at all; 0 is none. Penalties come before the temperature, and change greedy choices, too.
+    (Keskar et al. 2019), with values clamped to 1e-30 and 1e30; 1 is none. frequency_penalty: subtracted from
+    a token's logit for each of its occurrences in the output; presence_penalty: subtracted once if there is
+    any; 0 is none. Penalties come before the temperature, and also affect greedy choices.
+
     max_tokens: the most new tokens. seed: the same seed and logits give the same tokens whatever shares the
     batch; None draws a fresh one. ignore_eos: continue past the end-of-sequence token. stop: a string or list
-    of strings at which the text ends, excluding the stop string. logprobs: with each token return its
-    log-probability and those of as many of the most likely ones, 0 to 20, by the model's own logits, before
-    penalties and temperature; None returns none. n: completions of the prompt, 1 to 16,384, by
-    ``LLM.generate`` and ``LLM.chat`` alone; each has a seed of its own, the i-th ``seed + i``. Raises
-    ``SamplingError``.
+    of strings at which the text ends, excluding the stop string. logprobs: return each token's
+    log-probability and those of this many most likely tokens, 0 to 20, from the model's logits before
+    penalties and temperature; None returns none. n: completions per prompt, 1 to 16,384, in ``LLM.generate``
+    and ``LLM.chat`` only; the i-th has ``seed + i``, or a fresh seed.
     """
 
     temperature: float = 1.0
@@ -71,22 +72,24 @@ class SamplingParams:
         else:
             self._whole("n", 1, MOST_COMPLETIONS)
         if not isinstance(self.ignore_eos, bool):
-            raise SamplingError(f"ignore_eos is {told(self.ignore_eos)}; use True or False")
+            raise SamplingError(f"ignore_eos is {describe(self.ignore_eos)}; use True or False")
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) and s for s in stops):
-            raise SamplingError(f"stop is {told(self.stop)}; use a non-empty string or a list of them")
+            raise SamplingError(f"stop is {describe(self.stop)}; use a non-empty string or a list of them")
         object.__setattr__(self, "stop", tuple(stops))
 
     def _number(self, name: str, low: float, high: float, allowed: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-            raise SamplingError(f"{name} is {told(value)}; it must be {allowed}")
+            raise SamplingError(f"{name} is {describe(value)}; it must be {allowed}")
 
     def _whole(self, name: str, low: int, high: float = math.inf, allowed: str | None = None) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             limits = f", {low} or more" if high == math.inf else f" from {low} to {high}"
-            raise SamplingError(f"{name} is {told(value)}; it must be {allowed or f'a whole number{limits}'}")
+            raise SamplingError(
+                f"{name} is {describe(value)}; it must be {allowed or f'a whole number{limits}'}"
+            )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -94,7 +97,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def each(self) -> list[SamplingParams]:
-        """The parameters of each of the n completions."""
+        """Return the parameters of each of the n completions."""
         if self.n == 1:
             return [self]
         seeds = [None if self.seed is None else (self.seed + i) & INT64_MAX for i in range(self.n)]
@@ -102,18 +105,18 @@ class SamplingParams:
 
     @property
     def repetition(self) -> float:
-        """The repetition penalty by which logits are divided or multiplied: within ``REPETITION_BOUNDS``."""
+        """The repetition penalty, clamped to ``REPETITION_BOUNDS``."""
         least, most = REPETITION_BOUNDS
         return float(min(max(self.repetition_penalty, least), most))
 
     @property
     def is_filtered(self) -> bool:
-        """Whether tokens are drawn from some tokens only."""
+        """Whether top-k, top-p or min-p restricts sampling."""
         return not self.is_greedy and bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
     def is_penalised(self) -> bool:
-        """Whether a token's logit depends on the tokens before it."""
+        """Whether a token's logit depends on earlier tokens."""
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
         return any(penalties)
 

@@ -1,7 +1,7 @@
-"""One engine on several GPUs of a host, or on several processes of a CPU: tensor parallelism.
+"""Tensor parallelism: one engine on several GPUs of a host, or in several processes on a CPU.
 
 This process is rank 0. It starts the other ranks as processes, each of which loads its part of the model,
-builds the same engine over it, and then runs what rank 0's engine runs on its own device.
+builds the same engine over it, and then runs the commands that rank 0's engine broadcasts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
-from rosellm.errors import DeviceError, OptionError, told
+from rosellm.errors import DeviceError, OptionError, describe
 from rosellm.frozen_heap import frozen_heap
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, arch_of, load_parts, resolve_device
@@ -47,7 +47,7 @@ ENDS_WITHIN_S = 3.0
 
 @dataclass(frozen=True)
 class Load:
-    """What every rank loads its part of: the arguments of ``loading.load_parts``."""
+    """The arguments of ``loading.load_parts``; every rank loads its own part."""
 
     model: str = SHIPPED
     device: str = "auto"
@@ -55,7 +55,7 @@ class Load:
     load_format: str = "auto"
 
     def part(self, part: Part) -> tuple[Transformer, AnyTokenizer]:
-        """The part and the tokenizer."""
+        """Load the part, and the tokenizer."""
         return load_parts(self.model, self.device, self.dtype, self.load_format, part)
 
 
@@ -68,11 +68,11 @@ def load_engine(
     load_format: str = "auto",
     **options: Any,
 ) -> Engine:
-    """An engine on ``tensor_parallel_size`` ranks; the rest as for ``Engine.load``, which is for one.
+    """Build an engine on ``tensor_parallel_size`` ranks; otherwise like ``Engine.load``.
 
-    On GPUs rank r has GPU r; on a CPU ranks share its cores. The other ranks end with the engine. Raises
-    ``OptionError``, ``DeviceError`` or ``RecipeError``, before any process starts, for what cannot be cut or
-    has no device, and ``RankError`` if a rank fails, here or whenever the engine is used.
+    On GPUs rank r has GPU r; on a CPU the ranks share its cores. The other ranks end with the engine. Raises
+    ``OptionError``, ``DeviceError`` or ``RecipeError`` before any process starts if the model cannot be
+    sharded or a device is missing, and ``RankError`` if a rank fails, now or whenever the engine is used.
     """
     load = Load(model, device, dtype, load_format)
     kinds = options.get("recipe"), options.get("deterministic", False), options.get("kernels", "auto")
@@ -84,7 +84,7 @@ def load_engine(
 
 
 class Loaded(NamedTuple):
-    """A model, or rank 0's part of it, and what builds an engine over it, called like ``Engine``."""
+    """A model, or rank 0's part of it, and a function, called like ``Engine``, that builds its engine."""
 
     build: Callable[..., Engine]
     model: Transformer
@@ -98,7 +98,7 @@ def load_ranks(
     deterministic: bool = False,
     kernels: str | Kernels = "auto",
 ) -> Loaded:
-    """The model on ``n_ranks`` ranks, for one engine of that recipe; raises as :func:`load_engine` does."""
+    """Load the model on ``n_ranks`` ranks for one engine of that recipe; raises like :func:`load_engine`."""
     check_ranks(n_ranks, load, recipe, deterministic, kernels)
     if n_ranks == 1:
         return Loaded(Engine, *load.part(WHOLE))
@@ -114,7 +114,7 @@ def check_ranks(
     deterministic: bool = False,
     kernels: str | Kernels = "auto",
 ) -> None:
-    """Raise for what ``n_ranks`` ranks cannot run: see :func:`load_engine`."""
+    """Raise if ``n_ranks`` ranks cannot run this; see :func:`load_engine`."""
     _check_count(n_ranks)
     if n_ranks == 1:
         return
@@ -132,7 +132,7 @@ def check_ranks(
 
 
 def check_cut(n_ranks: int, model: str, load_format: str) -> None:
-    """Raise ``OptionError`` for a number of ranks that no device could run the model on."""
+    """Raise ``OptionError`` if the model cannot be sharded over ``n_ranks`` ranks on any device."""
     _check_count(n_ranks)
     Part(0, n_ranks).check(arch_of(model, load_format))
 
@@ -140,12 +140,12 @@ def check_cut(n_ranks: int, model: str, load_format: str) -> None:
 def _check_count(n_ranks: int) -> None:
     if not isinstance(n_ranks, int) or isinstance(n_ranks, bool) or not 1 <= n_ranks <= MOST_RANKS:
         raise OptionError(
-            f"tensor_parallel_size is {told(n_ranks)}; it must be a whole number from 1 to {MOST_RANKS}"
+            f"tensor_parallel_size is {describe(n_ranks)}; it must be a whole number from 1 to {MOST_RANKS}"
         )
 
 
 def start_ranks(n_ranks: int, load: Load) -> Leader:
-    """Start the other ranks, which begin to load their parts; returns once all have met."""
+    """Start the other ranks, which begin to load their parts; return once all have connected."""
     device = resolve_device(load.device)
     store, port = listen()
     context = mp.get_context("spawn")
@@ -173,7 +173,7 @@ def start_ranks(n_ranks: int, load: Load) -> Leader:
 
 
 def build_engine(leader: Leader, *parts: Any, **options: Any) -> Engine:
-    """Every rank's engine over its part, with the same options; rank 0's is returned."""
+    """Build every rank's engine over its part, with the same options; return rank 0's."""
     leader.tell(options)
     with leader.guarded():
         engine = Engine(*parts, **options, group=leader)
@@ -183,7 +183,7 @@ def build_engine(leader: Leader, *parts: Any, **options: Any) -> Engine:
 
 
 def _close(leader: Leader, graphs: Graphs | None) -> None:
-    """End the other ranks. NCCL's communicator can go only after the graphs that have captured it."""
+    """End the other ranks. NCCL's communicator must outlive the graphs that have captured it."""
     leader.close()
     if graphs is not None:
         graphs.reset()
@@ -192,7 +192,7 @@ def _close(leader: Leader, graphs: Graphs | None) -> None:
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where another rank sits: its part, the pipe to rank 0, the counts of all, and the store's port."""
+    """Startup data of a non-zero rank: its part, the pipe to rank 0, all heartbeats, the store's port."""
 
     part: Part
     pipe: Connection
@@ -201,18 +201,18 @@ class _Seat:
 
 
 def _work(seat: _Seat, load: Load) -> None:
-    """The life of another rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; rank 0 decides
-    tqdm.set_lock(RLock())  # its default is a semaphore, which a killed process would leave behind
+    """Main function of a non-zero rank's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; rank 0 handles it
+    tqdm.set_lock(RLock())  # the default is a semaphore, which a killed process would leak
     try:
         follower = Follower(seat.part, seat.pipe)
         watch_rank_0(seat.beats, seat.part.rank, lambda: follower.is_busy, lambda: follower.is_waiting)
         _follow(follower, seat, load)
     except BaseException as error:
-        with suppress(OSError):  # rank 0 may have hung up for the same reason
-            seat.pipe.send_bytes(told(error).encode())
+        with suppress(OSError):  # rank 0 may have closed the pipe for the same reason
+            seat.pipe.send_bytes(describe(error).encode())
         os._exit(1)
-    os._exit(0)  # what a library may wait for at its end, such as other ranks, is not waited for
+    os._exit(0)  # skip exit handlers of libraries, which may wait for other ranks
 
 
 @torch.inference_mode()
@@ -224,7 +224,7 @@ def _follow(follower: Follower, seat: _Seat, load: Load) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // seat.part.size))
     follower.collectives = Collectives(connect(seat.port), seat.part, device)
     model, _ = load.part(seat.part)
-    engine = Engine(model, None, **follower.told(), group=follower)
+    engine = Engine(model, None, **follower.receive(), group=follower)
     with frozen_heap():
         follower.follow()
     del engine
@@ -232,9 +232,9 @@ def _follow(follower: Follower, seat: _Seat, load: Load) -> None:
 
 @contextmanager
 def _spawning() -> Iterator[None]:
-    """New processes import nothing of the program's main module, and show no progress bars.
+    """Spawn processes that do not import the program's main module and show no progress bars.
 
-    They run functions of this package only: a script needs no guard of its main part.
+    They run functions of this package only, so a script needs no ``__main__`` guard.
     """
     main, bars = sys.modules["__main__"], os.environ.get("TQDM_DISABLE")
     sys.modules["__main__"], os.environ["TQDM_DISABLE"] = ModuleType("__main__"), "1"
@@ -249,7 +249,7 @@ def _spawning() -> Iterator[None]:
 
 
 def _end(processes: list[BaseProcess], pipes: list[Connection]) -> None:
-    """Hang up, and kill those that do not end by themselves."""
+    """Close the pipes, and kill the processes that do not exit by themselves."""
     for pipe in pipes:
         pipe.close()
     join(processes, ENDS_WITHIN_S)

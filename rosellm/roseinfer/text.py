@@ -8,9 +8,8 @@ from rosellm.models.loading import AnyTokenizer
 class IncrementalText:
     """The text of one sequence, decoded token by token, ending before the first stop string.
 
-    Text that may be the beginning of a stop string is held back until that is settled, so what :meth:`take`
-    has returned is final. Of several stop strings the first to be completed counts, wherever token boundaries
-    fall.
+    Text that may be the beginning of a stop string is held back until that is resolved, so what :meth:`take`
+    has returned is final. The first stop string to be completed counts, wherever token boundaries fall.
     """
 
     def __init__(self, tokenizer: AnyTokenizer, stops: tuple[str, ...] = ()) -> None:
@@ -18,17 +17,17 @@ class IncrementalText:
         self._stream = tokenizer.stream()
         self._push = self._stream.push
         self._taken: list[str] = []
-        self._pieces: list[str] = []  # settled, not taken yet
+        self._pieces: list[str] = []  # final, not taken yet
         self._held = ""
         self.stopped = False
 
     @property
     def text(self) -> str:
-        """All settled text."""
+        """All final text."""
         return "".join(self._taken + self._pieces)
 
     def push(self, token_id: int) -> None:
-        """Add one token; ``stopped`` tells whether it completed a stop string."""
+        """Add one token, and set ``stopped`` if it completes a stop string."""
         piece = self._push(token_id)
         if not self._stops:
             self._pieces.append(piece)
@@ -36,14 +35,14 @@ class IncrementalText:
             self._absorb(piece)
 
     def take(self) -> str:
-        """Settled text not taken before."""
+        """Return the final text not taken before."""
         new = "".join(self._pieces)
         self._pieces.clear()
         self._taken.append(new)
         return new
 
     def finish(self) -> None:
-        """The sequence has ended: settle what was held back, including incomplete characters."""
+        """At the end of the sequence, flush text held back, including incomplete characters."""
         if self.stopped:
             return
         rest = self._stream.finish()
@@ -66,9 +65,9 @@ class IncrementalText:
 
 
 class LateText:
-    """The text of one sequence without stop strings, decoded only when it is asked for.
+    """The text of one sequence without stop strings, decoded on demand.
 
-    tokens: the sequence's, which grow; the first ``begin`` of them, its prompt, are left out.
+    tokens: the sequence's list, which grows; its first ``begin`` tokens, the prompt, are excluded.
     """
 
     __slots__ = ("_at", "_push", "_stream", "_tokens")
@@ -79,20 +78,20 @@ class LateText:
         self._push = self._stream.push
 
     def take(self) -> str:
-        """The text of the tokens not taken before, but for an incomplete character."""
+        """Return the text of the tokens not taken before, except an incomplete character."""
         begin, self._at = self._at, len(self._tokens)
         if self._at - begin == 1:
             return self._push(self._tokens[-1])
         return "".join(map(self._push, self._tokens[begin:]))
 
     def take_last(self, left_out: int) -> str:
-        """The rest of the text, after the end; the last ``left_out`` tokens are no text."""
+        """Return the rest of the text at the end; the last ``left_out`` tokens are not text."""
         end = len(self._tokens) - left_out
         return "".join(map(self._push, self._tokens[self._at : end])) + self._stream.finish()
 
 
 def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest suffix of ``text`` that begins a stop string."""
+    """Return the length of the longest suffix of ``text`` that begins a stop string."""
     longest = max((len(stop) - 1 for stop in stops), default=0)
     for n in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-n:]) for stop in stops):

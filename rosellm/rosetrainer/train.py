@@ -41,8 +41,9 @@ from rosellm.models.families.table import write_arch
 from rosellm.models.loading import DTYPES, resolve_device
 from rosellm.models.model import Transformer
 from rosellm.models.rope import Rope
-from rosellm.models.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from rosellm.models.tokenizer import Tokenizer, load_tokenizer
 from rosellm.models.weights import load_model, save_model
+from rosellm.rosetrainer.bpe import train_tokenizer
 from rosellm.rosetrainer.corpus import Corpus, read_corpus
 from rosellm.rosetrainer.training import (
     Hyperparameters,

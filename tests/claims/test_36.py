@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rosellm.cluster import router
 from rosellm.lab.records import two_gpus
 from rosellm.lab.records.records import find
-from rosellm.roseinfer.cluster import router
 from tests.claims.prose import prose, said
 from tests.claims.reading import wrong
 

@@ -8,6 +8,7 @@ from argparse import Namespace
 
 import pytest
 
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab import measure
 from rosellm.lab.records import recordings, rungs, step_records
 from rosellm.lab.records.sizes import SIZES, positions_needed
@@ -16,7 +17,6 @@ from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.sweep import Finished
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.families.table import KNOWN_SHAPES
-from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
 SMALL = ["--device", "cpu"]
@@ -110,7 +110,7 @@ def test_the_help_says_that_experiments_do_not_follow_rungs(capsys):
     with pytest.raises(SystemExit):
         measure.main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "comma-separated, of workloads; default, and of experiments always: all that can run" in said
+    assert "for workloads only; default: all; experiments always run all" in said
 
 
 @pytest.mark.slow

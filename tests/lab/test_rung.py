@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rosellm.errors import RecipeError
+from rosellm.lab.figures.svg import Picture
 from rosellm.lab.recorded import MIXED_LEDGERS
 from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.records.records import RecordError, results_folder
@@ -232,13 +233,15 @@ def test_an_exercise_refuses_another_tensor(got, capsys):
 
 
 def test_a_figure_that_is_not_there_is_named(rung):
-    with pytest.raises(RecordError, match="flows/nothing.toml"):
+    with pytest.raises(RecordError, match="flows/nothing.svg"):
         rung.flow("nothing")
 
 
-def test_every_figure_of_a_data_flow_is_drawn_by_a_notebook():
+def test_every_figure_of_a_data_flow_is_shown_by_a_notebook_and_says_in_words_what_it_shows():
     folder = results_folder().parent
     sources = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.ipynb"))
-    opened = set(re.findall(r'(?:open_rung|nb\.flow)\(\\"(\w+)\\"', sources))
-    flows = {path.stem for path in (folder / "flows").glob("*.toml")}
-    assert flows and flows <= opened
+    shown = set(re.findall(r'(?:open_rung|nb\.flow)\(\\"(\w+)\\"', sources))
+    flows = {path.stem: Picture(path.read_text(encoding="utf-8")) for path in folder.glob("flows/*.svg")}
+    assert flows and flows.keys() <= shown
+    for name, picture in flows.items():
+        assert len(picture.description.splitlines()) > 2 and "<script" not in picture.svg, name

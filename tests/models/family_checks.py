@@ -70,7 +70,7 @@ def their_logits(model: Any, tokens: list[int]) -> Tensor:
 
 
 def greedy(logits: Any, model: Any, tokens: list[int], n: int) -> list[int]:
-    """``n`` tokens, everything computed anew for each of them by ``logits``."""
+    """``n`` tokens, each by ``logits`` of all before it, without a cache."""
     tokens = list(tokens)
     for _ in range(n):
         tokens.append(int(logits(model, tokens)[-1].argmax()))

@@ -12,7 +12,8 @@ from tokenizers import processors
 from rosellm.errors import CheckpointError, PromptError
 from rosellm.models.chat import render_chat
 from rosellm.models.families.table import read_arch
-from rosellm.models.tokenizer import load_dummy_tokenizer, load_tokenizer, train_tokenizer
+from rosellm.models.tokenizer import load_dummy_tokenizer, load_tokenizer
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.models.family_checks import sizes
 
 TEMPLATE = """{{ bos_token }}{% for m in messages %}

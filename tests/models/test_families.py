@@ -18,7 +18,7 @@ from rosellm.models.checkpoint import load_config
 from rosellm.models.families.family import FULL, SLIDING
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
 from rosellm.models.model import Transformer
-from rosellm.models.rope import Linear, Llama3, Rope, Yarn
+from rosellm.models.rope import Rope
 from rosellm.models.weights import load_model, save_model
 from tests.models.family_checks import (
     CPU,
@@ -214,10 +214,11 @@ def _arch(family: str, rope: Rope | None = None, **changes) -> Arch:
     return replace(arch, rope=rope or arch.rope, **changes)
 
 
+YARN_ROPE = Rope(500.0, "yarn", 4.0, 32, attention_factor=1.3, beta_fast=8.0, beta_slow=2.0, truncate=False)
 ARCHES = {family: _arch(family, eos_token_ids=(3, 9)) for family in FAMILIES} | {
-    "linear": _arch("llama", Rope(99.0, Linear(2.5)), norm=Norm("rms", 1e-4), eos_token_ids=()),
-    "llama3": _arch("qwen3", Rope(500.0, Llama3(8.0, 1.0, 4.0, 32))),
-    "yarn": _arch("qwen2", Rope(500.0, Yarn(4.0, 32, 1.3, 8.0, 2.0, False))),
+    "linear": _arch("llama", Rope(99.0, "linear", 2.5), norm=Norm("rms", 1e-4), eos_token_ids=()),
+    "llama3": _arch("qwen3", Rope(500.0, "llama3", 8.0, 32, 1.0, 4.0)),
+    "yarn": _arch("qwen2", YARN_ROPE),
     "tied": _arch("qwen3", tie_embeddings=True, head_dim=10, scale=None),
     "biases": _arch("llama", biases=("qkv", "out")),
     "window": _arch("phi3", window=7),

@@ -25,6 +25,10 @@ def parts_of(whole: Arch, n: int) -> list[Part]:
     return [Part(rank, n) for rank in range(n)]
 
 
+def cut(part: Part, name: str, value: torch.Tensor, whole: Arch) -> list[torch.Tensor]:
+    return list(part.of(name, value, part.pieces(name, whole, len(value))))
+
+
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, Arch]:
     """A number of ranks, and a model that they may be able to run."""
@@ -46,7 +50,7 @@ def test_what_parts_have_is_the_whole_once_and_key_value_heads_as_often_as_there
     assert [word for part in parts for word in part.words(arch)] == list(range(arch.vocab_size))
     for name in "qkv", "up":
         whole = torch.arange(arch.shapes[name][0])
-        kept = [list(part.of(f"blocks.0.{name}.bias", whole, arch)) for part in parts]
+        kept = [cut(part, f"blocks.0.{name}.bias", whole, arch) for part in parts]
         rows = [part.arch(arch).shapes[name][0] for part in parts]
         assert [sum(map(len, own)) for own in kept] == rows
         times = torch.bincount(torch.cat([piece for own in kept for piece in own]))
@@ -58,7 +62,7 @@ def test_what_parts_have_is_the_whole_once_and_key_value_heads_as_often_as_there
 def test_every_query_head_of_a_part_has_its_own_key_value_head():
     arch = SHAPES["llama"]
     for part in parts_of(arch, 8):
-        queries, keys, _ = part.of("blocks.0.qkv.bias", torch.arange(arch.qkv_width), arch)
+        queries, keys, _ = cut(part, "blocks.0.qkv.bias", torch.arange(arch.qkv_width), arch)
         head = int(queries[0]) // arch.head_dim
         assert (int(keys[0]) - arch.attention_width) // arch.head_dim == head // arch.group
 
@@ -71,8 +75,8 @@ def test_a_part_is_loaded_as_it_is_cut_from_the_whole(tmp_path, name, size):
     for part in parts_of(whole.config, size):
         loaded = load_model(str(tmp_path), CPU, torch.float32, part)
         for parameter, value in whole.own_parameters.items():
-            cut = torch.cat(list(part.of(parameter, value, whole.config)))
-            assert torch.equal(loaded.own_parameters[parameter], cut)
+            own = torch.cat(cut(part, parameter, value, whole.config))
+            assert torch.equal(loaded.own_parameters[parameter], own)
         assert torch.equal(loaded.lm_head.weight, whole.lm_head.weight[list(loaded.words)])
 
 
@@ -83,7 +87,7 @@ def test_random_weights_of_a_part_are_those_of_the_whole(name):
     part = Part(1, 2)
     drawn = Transformer.allocate(arch, CPU, torch.float16, part).initialise(3)
     for parameter, value in whole.own_parameters.items():
-        assert torch.equal(drawn.own_parameters[parameter], torch.cat(list(part.of(parameter, value, arch))))
+        assert torch.equal(drawn.own_parameters[parameter], torch.cat(cut(part, parameter, value, arch)))
 
 
 def test_a_tied_head_of_a_part_takes_no_memory_of_its_own():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -130,20 +128,3 @@ def test_a_byte_level_file_is_read_as_it_is_whatever_class_is_named(byte_level):
     tokenizer = load_tokenizer(byte_level, small_config(vocab_size=500))
     for text in TEXTS:
         assert tokenizer.encode(text) == raw.encode(text).ids
-
-
-@pytest.mark.slow
-def test_byte_level_and_shipped_tokenizers_load_without_transformers(byte_level):
-    code = f"""
-import sys
-from pathlib import Path
-from rosellm.models.loading import load_tokenizer_of
-from rosellm.models.tokenizer import load_tokenizer
-from tests.helpers import small_config
-load_tokenizer_of("rose-tiny")
-load_tokenizer_of("rose-tiny-qwen3")
-load_tokenizer(Path({str(byte_level)!r}), small_config(vocab_size=500))
-assert "transformers" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -24,8 +24,8 @@ from rosellm.models.tokenizer import (
     Tokenizer,
     load_dummy_tokenizer,
     load_tokenizer,
-    train_tokenizer,
 )
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import small_config
 from tests.models.family_checks import sizes
 

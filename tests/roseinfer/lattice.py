@@ -21,7 +21,7 @@ from rosellm.errors import RecipeError
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder as folder_of, load_config
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
-from rosellm.models.tokenizer import Tokenizer, train_tokenizer
+from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
@@ -33,6 +33,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.roseinfer.steps.resident import ResidentStep
 from rosellm.roseinfer.text import IncrementalText
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import MODERN, WINDOWED, random_model, random_prompts, small_config
 
 WORDS = "hello world, here is some text to learn from, with words and words"

@@ -17,13 +17,13 @@ import psutil
 
 from rosellm.lab.running.interruption import is_running
 from rosellm.models.arch import Arch
-from rosellm.models.tokenizer import train_tokenizer
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.tensor_parallel import load_engine
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model
 
 WITHIN_S, LOADED_WITHIN_S = 60.0, 120.0  # on a busy machine; a few seconds on an idle one

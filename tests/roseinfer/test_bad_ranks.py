@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from rosellm import LLM
+from rosellm.bench import benchmark_scheduler
 from rosellm.errors import DeviceError, OptionError, RecipeError
-from rosellm.roseinfer import benchmark_scheduler, tensor_parallel
+from rosellm.roseinfer import tensor_parallel
 from rosellm.roseinfer.recipe import LADDER
 
 BEST = LADDER["split_kv"]
@@ -30,7 +31,6 @@ REFUSED = {
         "needs prefill=",
         {"recipe": replace(LADDER["packed_prefill"], prefill="padded")},
     ),
-    "symmetric": (RecipeError, "is of GPUs' memory", {"recipe": replace(BEST, all_reduce="symmetric")}),
     "one_shot": (RecipeError, "is a Triton kernel", {"recipe": replace(BEST, all_reduce="one_shot")}),
     "rung": (RecipeError, "rung 'fast' is unknown", {"rung": "fast"}),
     "device": (DeviceError, "device 'tpu' is unknown", {"device": "tpu"}),

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rosellm.bench import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
+from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.bench.benchmark_streaming import StreamingLoad, run_streaming_benchmark
+from rosellm.bench.job import SPARE_KV_BLOCKS, Job, choose_recipe, kv_blocks_wanted
+from rosellm.bench.prompts import make_prompts
+from rosellm.bench.summary import print_summary
 from rosellm.command_line import command
 from rosellm.errors import PromptError, RoseError
-from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.job import SPARE_KV_BLOCKS, Job, choose_recipe, kv_blocks_wanted
-from rosellm.roseinfer.bench.prompts import make_prompts
-from rosellm.roseinfer.bench.summary import print_summary
-from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
-from rosellm.roseinfer.benchmark_streaming import StreamingLoad, run_streaming_benchmark
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.table import TORCH
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER

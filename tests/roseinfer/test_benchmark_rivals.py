@@ -9,14 +9,13 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from rosellm.bench import benchmark_rivals, rivals
+from rosellm.bench.benchmark_rivals import comparison, measure_workload, run_in_turns, workload_options
+from rosellm.bench.prompts import request_params
+from rosellm.bench.rivals import RIVALS, VLLM, RivalError, Rosellm, Task
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import RoseError
 from rosellm.models.weights import save_model
-from rosellm.roseinfer import benchmark_rivals
-from rosellm.roseinfer.bench import rivals
-from rosellm.roseinfer.bench.prompts import request_params
-from rosellm.roseinfer.bench.rivals import RIVALS, VLLM, RivalError, Rosellm, Task
-from rosellm.roseinfer.bench.workloads import WORKLOADS
-from rosellm.roseinfer.benchmark_rivals import comparison, measure_workload, run_in_turns, workload_options
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import CPU, MODERN, random_model, random_prompts, small_config, uncached_greedy
 from tests.soak.fake_step import POISON, fake_engine, poison
@@ -291,11 +290,11 @@ BAD_INPUT = [
     ("--workloads W1", "required: --rival"),
     ("--rival rosellm", "required: --workloads"),
     ("--rival sglang --workloads W1", "'sglang' is unknown; use vllm, transformers, rosellm"),
-    ("--rival rosellm,rosellm --workloads W1", "'rosellm,rosellm' names one twice"),
+    ("--rival rosellm,rosellm --workloads W1", "'rosellm,rosellm' repeats a name"),
     ("--rival rosellm --workloads W1,W99", "'W99' is unknown; use W0, W1"),
     ("--rival rosellm --workloads=", "'' is unknown"),
     ("--rival rosellm --workloads W1 --rung nope", "rung 'nope' is unknown; use one of dense"),
-    ("--rival transformers --workloads W1 --rung dense", "--rung is an option of rival rosellm"),
+    ("--rival transformers --workloads W1 --rung dense", "--rung applies to rival rosellm"),
     (
         "--rival transformers --workloads W1,W7",
         "W7: 512 prompt tokens and 128 new ones exceed the model's 512",

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from rosellm.bench import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
+from rosellm.bench.benchmark_rivals import THROUGHPUT
+from rosellm.bench.job import SPARE_KV_BLOCKS
+from rosellm.bench.summary import print_summary
 from rosellm.errors import RoseError
 from rosellm.models.tokenizer import load_dummy_tokenizer
-from rosellm.roseinfer import benchmark_kv_append, benchmark_rivals, benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.job import SPARE_KV_BLOCKS
-from rosellm.roseinfer.bench.summary import print_summary
-from rosellm.roseinfer.benchmark_rivals import THROUGHPUT
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
@@ -154,7 +154,7 @@ def test_a_trace_that_fails_costs_no_measurement(tmp_path, monkeypatch, capsys):
     def fail(*_):
         raise RoseError("no trace can be made")
 
-    monkeypatch.setattr("rosellm.roseinfer.bench.cli.write_trace", fail)
+    monkeypatch.setattr("rosellm.bench.cli.write_trace", fail)
     record, trace = tmp_path / "record.json", tmp_path / "trace.json"
     sizes = "--device cpu --num-requests 1 --max-new-tokens 2 --warmup-runs 0 --repeat-runs 1"
     written = ["--json", str(record), "--profile", str(trace)]
@@ -167,7 +167,7 @@ def test_a_summary_that_cannot_be_printed_costs_no_measurement(tmp_path, monkeyp
     def fail(*_):
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("rosellm.roseinfer.bench.cli.print_summary", fail)
+    monkeypatch.setattr("rosellm.bench.cli.print_summary", fail)
     sizes, record = (
         "--device cpu --num-requests 1 --max-new-tokens 2 --warmup-runs 0",
         tmp_path / "record.json",

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rosellm.bench import benchmark_scheduler
+from rosellm.bench.job import choose_recipe
 from rosellm.errors import DeviceError, RecipeError
 from rosellm.lab.records import recordings
 from rosellm.lab.records.sizes import SIZES
-from rosellm.roseinfer import benchmark_scheduler
-from rosellm.roseinfer.bench.job import choose_recipe
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, best_rung, check_launch, get_rung

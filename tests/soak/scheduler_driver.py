@@ -250,7 +250,7 @@ class SchedulerDriver(Driver):
         self.forget_prefixes(0, 0)
         self.check()
         assert_whole(self.engine)
-        assert self.engine.budget.promised == 0
+        assert self.engine.budget.reserved == 0
 
     # The model.
 

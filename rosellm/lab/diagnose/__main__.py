@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 
+from rosellm.bench.options import add_device_options, count
 from rosellm.command_line import OneLineParser, command
 from rosellm.errors import OptionError
 from rosellm.lab.diagnose.diagnosis import Diagnosis, diagnose_steps
@@ -17,7 +18,6 @@ from rosellm.lab.diagnose.steps import MOST_BATCH, MOST_CONTEXT, EngineSteps, Tr
 from rosellm.lab.diagnose.theirs import load_transformers
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import LOAD_FORMATS, load_parts
-from rosellm.roseinfer.bench.options import add_device_options, count
 from rosellm.roseinfer.recipe import LADDER, get_rung
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from rosellm.errors import PromptError, RoseError, told
+from rosellm.errors import PromptError, RoseError, describe
 from rosellm.lab.records.account import PROFILED_STEP
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.ledger import drive
@@ -84,7 +84,7 @@ def check_sizes(batch: int, context: int, positions: int) -> None:
     """
     for name, value, most in (("batch", batch, MOST_BATCH), ("context", context, MOST_CONTEXT)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise SubjectError(f"{name} is {told(value)}; it must be a whole number from 1 to {most}")
+            raise SubjectError(f"{name} is {describe(value)}; it must be a whole number from 1 to {most}")
     if context + ROOM > positions:
         raise PromptError(
             f"context {context} and the {ROOM} new tokens of the measured steps exceed the model's "

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rosellm.errors import RoseError
 from rosellm.lab.figures.palette import PALETTE, TEXT
-from rosellm.lab.figures.svg import (
-    DASHED,
-    FREE,
-    HELD,
-    DiagramError,
-    Picture,
-    picture,
-    rect,
-    text_width,
-    texts,
-    title_height,
-)
+from rosellm.lab.figures.svg import BELOW_TITLE, DASHED, Picture, picture, rect, text_width, texts
 
-BLOCK = (52, 42)
+BLOCK, FREE, HELD = (52, 42), "rgba(127,127,127,0.12)", "#39424e"
+
+
+class DiagramError(RoseError):
+    """A pool that contradicts its block tables."""
 
 
 def block_pool(
@@ -26,7 +20,7 @@ def block_pool(
     n_blocks: int,
     lengths: Mapping[str, int],
     block_size: int,
-    title: str = "",
+    title: str,
 ) -> Picture:
     """Draw the KV pool of one layer: every block in its owner's colour, filled to the tokens it holds.
 
@@ -40,18 +34,17 @@ def block_pool(
         for i, block in enumerate(blocks):
             filled[block] = max(filled[block], min(block_size, lengths[name] - i * block_size))
     colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(tables)}
-    top = title_height(title)
     columns = min(n_blocks, 12)
     parts = [
         _block(
             b,
-            (10 + b % columns * 62, top + b // columns * 52),
+            (10 + b % columns * 62, BELOW_TITLE + b // columns * 52),
             [colours[name] for name in owners[b]],
             filled[b] / block_size,
         )
         for b in range(n_blocks)
     ]
-    y = top + -(-n_blocks // columns) * 52 + 12
+    y = BELOW_TITLE + -(-n_blocks // columns) * 52 + 12
     for name, blocks in tables.items():
         parts.append(_table_row(name, blocks, colours[name], y, f"{lengths[name]:,} tokens"))
         y += 26

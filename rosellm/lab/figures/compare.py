@@ -7,13 +7,13 @@ from statistics import median
 
 from IPython.display import Markdown, display
 
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab.figures.bars import before_after
 from rosellm.lab.figures.charts import Chart
 from rosellm.lab.records.bench import Run
 from rosellm.lab.records.machines import name_of, names_of
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.verdicts import verdicts
-from rosellm.roseinfer.bench.workloads import WORKLOADS
 
 
 def recorded_chart(machines: Sequence[Results], before: str, after: str) -> Chart:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rosellm.lab.figures.charts import Chart, finish, text_table
 from rosellm.lab.figures.palette import BLUE, ORANGE, PALETTE, TEXT, fill
-from rosellm.lab.figures.svg import DASHED, Picture, picture, rect, texts, title_height
+from rosellm.lab.figures.svg import BELOW_TITLE, DASHED, Picture, picture, rect, texts
 from rosellm.lab.records.cuts import CutMatrix, SummedStep
 from rosellm.lab.records.records import number
 
@@ -18,7 +18,7 @@ def shards(matrices: Sequence[CutMatrix], n_ranks: int, title: str) -> Picture:
     widest = max(one.columns for one in matrices)
     tallest = sorted(one.rows for one in matrices)[-2]  # the head's vocabulary would dwarf the others
     scale = MOST_PIXELS / max(widest, tallest)
-    top, x, parts = title_height(title) + 4, 12.0, []
+    top, x, parts = BELOW_TITLE + 4, 12.0, []
     for one in matrices:
         width, height = max(LEAST_PIXELS, one.columns * scale), min(MOST_PIXELS, one.rows * scale)
         parts += _matrix(one, (x, top), (width, height), one.rows * scale > MOST_PIXELS)

@@ -21,14 +21,14 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from rosellm.bench.record import check_writable, new_record, write_record
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import DeviceError, RoseError
 from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.records import Results
 from rosellm.models.loading import resolve_device
 from rosellm.models.part import Part
-from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
-from rosellm.roseinfer.kernels.peer_sums import SymmetricSums, make_sum_add_norm, peer_bytes
+from rosellm.roseinfer.kernels.peer_sums import make_sum_add_norm, peer_bytes
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, choose_kernels
 from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen
 from rosellm.roseinfer.ranks.watch import end_with_parent, kill
@@ -150,11 +150,7 @@ class SumBench:
             return make_sum_add_norm(sums.peers(n_bytes), rows, self._kernels is TRITON_DEPENDENT)
         if way == NONE:
             return add_norm
-        summed: Callable[[Tensor], Tensor] = sums.summed
-        if way == "symmetric":
-            n_bytes = rows * width * dtype.itemsize
-            summed = SymmetricSums(sums.peers(n_bytes), n_bytes)
-        return lambda *, x, delta, **norm: add_norm(x=x, delta=summed(delta), **norm)
+        return lambda *, x, delta, **norm: add_norm(x=x, delta=sums.summed(delta), **norm)
 
     def _check(self, way: str, x: Tensor) -> None:
         n = self._plan.n_ranks
@@ -231,8 +227,6 @@ def _ways(text: str | None, device: str) -> tuple[str, ...]:
     asked = text.split(",") if text else WAYS[1:] if device == "cuda" else [LIBRARY]
     if unknown := [way for way in asked if way not in WAYS[1:]]:
         raise RoseError(f"way {unknown[0]!r} is unknown; use {', '.join(WAYS[1:])}")
-    if device == "cpu" and "symmetric" in asked:
-        raise RoseError("symmetric sums are of GPUs' memory; on a CPU use library")
     return NONE, *dict.fromkeys(asked)
 
 

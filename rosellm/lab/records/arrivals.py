@@ -18,6 +18,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rosellm.bench.arrivals import Arrival, poisson_times
+from rosellm.bench.benchmark_streaming import BENCHMARK, StreamingLoad, run_streaming_benchmark
+from rosellm.bench.job import Job, choose_recipe, make_engine, scheduler_config
+from rosellm.bench.options import counts
+from rosellm.bench.prompts import largest_request, make_prompts, new_tokens, request_params
+from rosellm.bench.record import engine_facts, new_record, write_record
+from rosellm.bench.workloads import WORKLOADS, Workload
 from rosellm.command_line import INT32_MAX, OneLineParser, command, whole_number
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
 from rosellm.lab.records.records import RecordError, Results
@@ -26,13 +33,6 @@ from rosellm.lab.records.step_time import free_memory
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
-from rosellm.roseinfer.bench.job import Job, choose_recipe, make_engine, scheduler_config
-from rosellm.roseinfer.bench.options import counts
-from rosellm.roseinfer.bench.prompts import largest_request, make_prompts, new_tokens, request_params
-from rosellm.roseinfer.bench.record import engine_facts, new_record, write_record
-from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
-from rosellm.roseinfer.benchmark_streaming import BENCHMARK, StreamingLoad, run_streaming_benchmark
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 

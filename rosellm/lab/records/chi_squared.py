@@ -38,7 +38,9 @@ def fit(tokens: Tensor, probs: Tensor) -> Fit:
     """
     n, wanted = len(tokens), probs.double()
     if n and not 0 <= int(tokens.min()) <= int(tokens.max()) < len(wanted):
-        raise DrawsError(f"tokens {int(tokens.min())} to {int(tokens.max())} exceed a vocab of {len(wanted)}")
+        raise DrawsError(
+            f"tokens {int(tokens.min())} to {int(tokens.max())} are outside a vocabulary of {len(wanted)}"
+        )
     allowed = wanted > 0
     needed = math.ceil(LEAST_EXPECTED / wanted[allowed].min().item() - 1e-9)
     if n < needed:

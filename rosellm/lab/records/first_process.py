@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from rosellm.bench.benchmark_scheduler import BENCHMARK
+from rosellm.bench.job import check_positions, choose_recipe, scheduler_config
+from rosellm.bench.prompts import make_prompts, request_params
+from rosellm.bench.record import engine_facts, tokens_sha256
+from rosellm.bench.runs import check_served
 from rosellm.command_line import command
 from rosellm.models.loading import load_parts
-from rosellm.roseinfer.bench.job import check_positions, choose_recipe, scheduler_config
-from rosellm.roseinfer.bench.prompts import make_prompts, request_params
-from rosellm.roseinfer.bench.record import engine_facts, tokens_sha256
-from rosellm.roseinfer.bench.runs import check_served
-from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 

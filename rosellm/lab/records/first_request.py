@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
+from rosellm.bench.record import check_writable, new_record, write_record
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import RoseError
 from rosellm.lab.records.measured_model import add_model_options, folder_of, settle
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.sizes import Size
-from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
-from rosellm.roseinfer.bench.workloads import WORKLOADS
 
 WORKLOAD = WORKLOADS["W8"]
 CHILD = (sys.executable, "-m", "rosellm.lab.records.first_process")

@@ -14,6 +14,11 @@ from typing import Any
 
 import torch
 
+from rosellm.bench import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
+from rosellm.bench.job import check_positions
+from rosellm.bench.prompts import encode_prompts, make_prompts
+from rosellm.bench.record import new_record, write_record
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import PromptError, RoseError
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.measured_model import place_of, settle
@@ -22,11 +27,6 @@ from rosellm.lab.records.records import FULL_SIZE
 from rosellm.lab.records.rungs import check_rung, runnable
 from rosellm.lab.records.sizes import positions_needed
 from rosellm.models.loading import arch_of, load_parts, resolve_device
-from rosellm.roseinfer import benchmark_kv_append, benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.job import check_positions
-from rosellm.roseinfer.bench.prompts import encode_prompts, make_prompts
-from rosellm.roseinfer.bench.record import new_record, write_record
-from rosellm.roseinfer.bench.workloads import WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
 BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}

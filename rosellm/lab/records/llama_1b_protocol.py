@@ -16,11 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.lab.records.bench import make_prompts
-from rosellm.lab.records.parameters import model_path
-from rosellm.models.loading import LOAD_FORMATS
-from rosellm.roseinfer.bench.record import (
+from rosellm.bench.record import (
     across_repeats,
     check_writable,
     engine_facts,
@@ -28,7 +24,11 @@ from rosellm.roseinfer.bench.record import (
     tokens_sha256,
     write_record,
 )
-from rosellm.roseinfer.bench.runs import check_served
+from rosellm.bench.runs import check_served
+from rosellm.command_line import OneLineParser, command, whole_number
+from rosellm.lab.records.bench import make_prompts
+from rosellm.lab.records.parameters import model_path
+from rosellm.models.loading import LOAD_FORMATS
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.sampling import SamplingParams
 

@@ -6,11 +6,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
+from rosellm.bench.workloads import LOAD_FORMAT, WORKLOADS, Workload
 from rosellm.errors import RoseError
 from rosellm.lab.records.sizes import SIZES
 from rosellm.models.checkpoint import SHIPPED, SHIPPED_MODELS
 from rosellm.models.loading import LOAD_FORMATS, resolve_device
-from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, WORKLOADS, Workload
 
 
 def add_model_options(parser: ArgumentParser) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from rosellm.bench.workloads import MODEL_WORKLOADS
 from rosellm.errors import RecipeError
 from rosellm.lab.records.account import WORKING
 from rosellm.lab.records.ledger import Ledger
@@ -16,7 +17,6 @@ from rosellm.lab.records.step_records import step_shape
 from rosellm.lab.records.step_time import StepTimes, recorded_steps
 from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
-from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS
 from rosellm.roseinfer.recipe import LADDER
 
 TWINS = {"D1": "W0", "D64": "W2"}  # equal batch and cached tokens; W0 and W2 use GPT-2 small

@@ -9,15 +9,15 @@ from functools import partial
 
 from torch.profiler import record_function
 
+from rosellm.bench.benchmark_scheduler import BENCHMARK
+from rosellm.bench.prompts import make_prompts as benchmark_prompts, request_params
+from rosellm.bench.workloads import Workload
 from rosellm.lab.records.account import PROFILED_STEP, LedgerError
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.floors import prefill_floors_us
 from rosellm.lab.records.ledger import Ledger, step_ledger, take_ledger, tokens_before_profile, tokens_needed
 from rosellm.lab.records.step_records import step_shape
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.prompts import make_prompts as benchmark_prompts, request_params
-from rosellm.roseinfer.bench.workloads import Workload
-from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done

@@ -16,8 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rosellm.bench.benchmark_scheduler import BENCHMARK
+from rosellm.bench.prompts import make_prompts, new_tokens
+from rosellm.bench.record import new_record, write_record
+from rosellm.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
 from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.errors import RoseError, told
+from rosellm.errors import RoseError, describe
 from rosellm.lab.records.earlier import kept_parts
 from rosellm.lab.records.floors import Ceiling, prefill_floors_us
 from rosellm.lab.records.model_ledgers import workload_ledger
@@ -28,10 +32,6 @@ from rosellm.lab.records.step_time import free_memory
 from rosellm.models.families.table import read_arch
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens
-from rosellm.roseinfer.bench.record import new_record, write_record
-from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, MODEL_WORKLOADS, MODERN_MODEL, Workload
-from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.recipe import best_rung
 
 RIVAL = "vLLM 0.22.1"
@@ -179,7 +179,7 @@ def measure_ledgers(
             ledger = workload_ledger(gpt, rung, MODEL_WORKLOADS[name])
         except Exception as error:  # kernel, profiler or memory errors need not affect the other ledgers
             failed.append(name)
-            print(f"{name}: no ledger: {told(error).splitlines()[0]}", flush=True)
+            print(f"{name}: no ledger: {describe(error).splitlines()[0]}", flush=True)
         else:
             figures[name] = ledger.as_dict()
             write_record(folder / LEDGERS_FILE, _ledgers_record(model, gpt.device, figures))

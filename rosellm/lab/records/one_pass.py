@@ -19,6 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rosellm.bench.benchmark_scheduler import BENCHMARK as SCHEDULER, run_scheduler_benchmark
+from rosellm.bench.benchmark_streaming import BENCHMARK as STREAMING, StreamingLoad, run_streaming_benchmark
+from rosellm.bench.job import Job, make_engine, scheduler_config
+from rosellm.bench.prompts import make_prompts as requested_prompts, request_params
+from rosellm.bench.record import new_record, write_record
+from rosellm.bench.runs import mode_result
+from rosellm.bench.workloads import WORKLOADS, Workload
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.lab.records import arrivals
 from rosellm.lab.records.bench import make_prompts
@@ -30,17 +37,6 @@ from rosellm.lab.records.step_time import free_memory
 from rosellm.lab.records.verdicts import Verdict
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.job import Job, make_engine, scheduler_config
-from rosellm.roseinfer.bench.prompts import make_prompts as requested_prompts, request_params
-from rosellm.roseinfer.bench.record import new_record, write_record
-from rosellm.roseinfer.bench.runs import mode_result
-from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
-from rosellm.roseinfer.benchmark_scheduler import BENCHMARK as SCHEDULER, run_scheduler_benchmark
-from rosellm.roseinfer.benchmark_streaming import (
-    BENCHMARK as STREAMING,
-    StreamingLoad,
-    run_streaming_benchmark,
-)
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER, Recipe, best_rung

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rosellm.errors import RoseError, told
+from rosellm.errors import RoseError, describe
 from rosellm.models.checkpoint import SHIPPED_MODELS
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
@@ -64,6 +64,6 @@ def _check_number(name: str, value: object) -> None:
     least = 0 if name in FROM_ZERO else 1
     if name in REAL:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ParameterError(f"{name} is {told(value)}; give a number above 0")
+            raise ParameterError(f"{name} is {describe(value)}; give a number above 0")
     elif isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ParameterError(f"{name} is {told(value)}; give a whole number, {least} or more")
+        raise ParameterError(f"{name} is {describe(value)}; give a whole number, {least} or more")

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from rosellm.bench.arrivals import Arrival
 from rosellm.lab.records.records import ceilings
 from rosellm.lab.records.watched_step import Begun, watched
-from rosellm.roseinfer.bench.arrivals import Arrival
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.steps.joined_pass import JOINED_TOKENS, JoinedPass, Sizes
 from rosellm.roseinfer.steps.prompt_inputs import Chunks

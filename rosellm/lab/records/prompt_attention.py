@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from rosellm.bench.record import check_writable, new_record, write_record
+from rosellm.bench.workloads import LOAD_FORMAT
 from rosellm.command_line import OneLineParser, command, whole_number, whole_numbers
 from rosellm.errors import OptionError
 from rosellm.lab.records.earlier import kept_parts
@@ -28,8 +30,6 @@ from rosellm.lab.records.model_runs import short_name
 from rosellm.lab.records.records import Results, number
 from rosellm.models.arch import Arch
 from rosellm.models.loading import arch_of, resolve_device
-from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
-from rosellm.roseinfer.bench.workloads import LOAD_FORMAT
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.roseinfer.kernels.table import choose_kernels

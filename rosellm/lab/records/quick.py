@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from rosellm.bench.record import new_record, write_record
+from rosellm.bench.workloads import LOAD_FORMAT, WORKLOADS
 from rosellm.command_line import OneLineParser, command, whole_number
-from rosellm.errors import RoseError, told
+from rosellm.errors import RoseError, describe
 from rosellm.lab.records.earlier import earlier_parts
 from rosellm.lab.records.floors import measure_ceilings
 from rosellm.lab.records.jobs import (
@@ -43,8 +45,6 @@ from rosellm.lab.records.sizes import SIZES
 from rosellm.lab.records.step_records import ladder_steps, step_shape
 from rosellm.models.loading import AnyTokenizer, load_parts, resolve_device
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.record import new_record, write_record
-from rosellm.roseinfer.bench.workloads import LOAD_FORMAT, WORKLOADS
 from rosellm.roseinfer.recipe import LADDER, get_rung
 
 MODEL, SIZE = "gpt2", "full"
@@ -207,7 +207,7 @@ def _succeeds(job: Job) -> bool:
     try:
         job.run()
     except (RoseError, RuntimeError, MemoryError) as error:
-        why = str(error) if isinstance(error, RoseError) else told(error)
+        why = str(error) if isinstance(error, RoseError) else describe(error)
         print(f"{job.name}: not recorded: {why.splitlines()[0]}", flush=True)
         return False
     print(f"[{time.perf_counter() - start:6.1f} s] {job.name}", flush=True)

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from rosellm.bench.workloads import WORKLOADS, Workload
 from rosellm.errors import RoseError
 from rosellm.lab.records import experiments, robustness, step_records
 from rosellm.lab.records.bench import get_model
@@ -23,7 +24,6 @@ from rosellm.lab.records.timelines import TIMELINES, timeline
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import arch_of, resolve_device
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import get_rung
 
 NEEDS_GPU = ("autotune", "ceilings", *(f"lengths-{batch}" for batch in BATCHES))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import rosellm
+from rosellm.bench.workloads import WORKLOADS, Workload
 from rosellm.errors import RoseError
 from rosellm.models.families.table import KNOWN_SHAPES
-from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 from rosellm.roseinfer.recipe import LADDER
 
 REFERENCE = "nvidia-h200"  # the device that README.md and the notebooks' text describe

@@ -7,9 +7,9 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
+from rosellm.cluster.replicas import Replicas
+from rosellm.cluster.runtime import import_ray
 from rosellm.errors import RoseError
-from rosellm.roseinfer.cluster.replicas import Replicas
-from rosellm.roseinfer.cluster.runtime import import_ray
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.streaming import StreamingManager

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.bench.job import Job
+from rosellm.bench.workloads import Workload
 from rosellm.lab.records.bench import make_prompts
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.job import Job
-from rosellm.roseinfer.bench.workloads import Workload
-from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import Sequence

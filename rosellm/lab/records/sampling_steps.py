@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import torch
 
+from rosellm.bench.record import check_writable, new_record, write_record
+from rosellm.bench.workloads import LOAD_FORMAT
 from rosellm.command_line import OneLineParser, command, whole_number, whole_numbers
 from rosellm.errors import PromptError
 from rosellm.lab.records.bench import Bench, make_prompts
@@ -30,8 +32,6 @@ from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import LOAD_FORMATS, arch_of, load_parts, resolve_device, resolve_dtype
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
-from rosellm.roseinfer.bench.workloads import LOAD_FORMAT
 from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.logprob_ring import SIZES

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rosellm.bench.arrivals import Arrival
+from rosellm.bench.benchmark_streaming import StreamingLoad, run_streaming_benchmark
+from rosellm.bench.job import Job
 from rosellm.errors import RoseError
 from rosellm.lab.records.watched_step import Begun, watched
-from rosellm.roseinfer.bench.arrivals import Arrival
-from rosellm.roseinfer.bench.job import Job
-from rosellm.roseinfer.benchmark_streaming import StreamingLoad, run_streaming_benchmark
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rosellm.bench.workloads import WORKLOADS, Workload
 from rosellm.lab.records import lengths, step_records
 from rosellm.lab.records.records import FULL_SIZE
 from rosellm.lab.records.step_records import STEP_WORKLOADS
-from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
 
 LEDGER_WORKLOADS = STEP_WORKLOADS
 GRID_CONTEXTS = (64, 256, 512, 1000)

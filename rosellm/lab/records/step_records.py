@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.bench.job import Job
+from rosellm.bench.workloads import Workload
 from rosellm.lab.records.ablations import BETWEEN, one_step_back, variants
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, room
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.job import Job
-from rosellm.roseinfer.bench.workloads import Workload
-from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, Recipe

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from rosellm.bench.workloads import Workload
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.ledger import WARM_UP_STEPS, drive
 from rosellm.lab.records.step_records import step_shape
 from rosellm.lab.records.trace import Trace, record_trace
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.bench.workloads import Workload
 from rosellm.roseinfer.recipe import BEFORE
 
 TIMELINES = ("cuda_graph", "reused_index_buffers", "resident_step", "dependent_launch")

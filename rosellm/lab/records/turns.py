@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rosellm.roseinfer.bench.record import across_repeats
+from rosellm.bench.record import across_repeats
 
 Runs = Mapping[str, Callable[[], dict[str, Any]]]  # a side's name → one run of it
 

@@ -17,6 +17,13 @@ from typing import Any
 
 import torch
 
+from rosellm.bench.benchmark_scheduler import BENCHMARK
+from rosellm.bench.job import Job, choose_recipe, make_job
+from rosellm.bench.prompts import make_prompts, request_params
+from rosellm.bench.record import check_writable, engine_facts, new_record, write_record
+from rosellm.bench.runs import check_served, run_figures
+from rosellm.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
+from rosellm.cluster.runtime import import_ray
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.errors import DeviceError, RoseError
 from rosellm.lab.records.all_reduce import two_gpus
@@ -27,14 +34,7 @@ from rosellm.lab.records.step_time import free_memory
 from rosellm.lab.records.turns import in_turns
 from rosellm.models.families.table import write_arch
 from rosellm.models.loading import arch_of
-from rosellm.roseinfer.bench.job import Job, choose_recipe, make_job
-from rosellm.roseinfer.bench.prompts import make_prompts, request_params
-from rosellm.roseinfer.bench.record import check_writable, engine_facts, new_record, write_record
-from rosellm.roseinfer.bench.runs import check_served, run_figures
-from rosellm.roseinfer.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
-from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
-from rosellm.roseinfer.cluster.runtime import import_ray
 from rosellm.roseinfer.llm import LLM
 from rosellm.roseinfer.recipe import recipe_choices
 from rosellm.roseinfer.tensor_parallel import Load, check_ranks, load_ranks

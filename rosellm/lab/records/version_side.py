@@ -2,7 +2,7 @@
 
 Run as a file, so that ``rosellm`` is the version on PYTHONPATH, which may be older than this file: everything
 imported must exist in both. Each line in is a request, each line out its answer, both JSON. The form and
-options of a :class:`Benchmark <rosellm.roseinfer.bench.cli.Benchmark>` build the engine and serve the
+options of a :class:`Benchmark <rosellm.bench.cli.Benchmark>` build the engine and serve the
 requests once; a number of seconds runs for at least that long and returns figures.
 """
 
@@ -13,8 +13,9 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from functools import partial
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,19 @@ import torch
 import rosellm
 from rosellm.errors import RoseError
 from rosellm.models.loading import load_parts
-from rosellm.roseinfer import benchmark_scheduler, benchmark_streaming
-from rosellm.roseinfer.bench.job import make_job
 from rosellm.roseinfer.engine import Engine
 
-BENCHMARKS = {"scheduler": benchmark_scheduler.BENCHMARK, "streaming": benchmark_streaming.BENCHMARK}
+
+def _module(name: str) -> Any:
+    """Import a module of ``rosellm.bench``, which older versions have in ``rosellm.roseinfer``."""
+    for package in ("rosellm.bench", "rosellm.roseinfer.bench", "rosellm.roseinfer"):
+        with suppress(ModuleNotFoundError):
+            return import_module(f"{package}.{name}")
+    raise ModuleNotFoundError(name)
+
+
+BENCHMARKS = {form: _module(f"benchmark_{form}").BENCHMARK for form in ("scheduler", "streaming")}
+make_job = _module("job").make_job
 
 Run = Callable[[], dict[str, Any]]
 

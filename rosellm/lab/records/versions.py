@@ -27,6 +27,8 @@ import torch
 
 import rosellm
 from rosellm import errors
+from rosellm.bench.record import check_writable, new_record, write_record
+from rosellm.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
 from rosellm.command_line import OneLineParser, command, whole_number
 from rosellm.environment import CHECKOUT
 from rosellm.errors import RoseError
@@ -36,8 +38,6 @@ from rosellm.lab.records.measured_model import add_model_options, folder_of, set
 from rosellm.lab.records.parameters import model_path
 from rosellm.lab.records.records import percent_change
 from rosellm.lab.records.turns import in_turns
-from rosellm.roseinfer.bench.record import check_writable, new_record, write_record
-from rosellm.roseinfer.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
 
 NAME = "versions"
 OLD, NEW = "old", "new"
@@ -106,10 +106,10 @@ def _git(*arguments: str) -> bytes:
     try:
         done = subprocess.run(["git", "-C", str(CHECKOUT), *arguments], capture_output=True, check=False)
     except OSError as error:
-        raise RoseError(f"git cannot be run: {errors.told(error)}") from None
+        raise RoseError(f"git cannot be run: {errors.describe(error)}") from None
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip() or "there is none in this checkout"
-        raise RoseError(f"commit {errors.told(arguments[-1])}: {' '.join(reason.split())}")
+        raise RoseError(f"commit {errors.describe(arguments[-1])}: {' '.join(reason.split())}")
     return done.stdout
 
 

@@ -17,10 +17,10 @@ import torch
 from tqdm import tqdm
 
 import rosellm
+from rosellm.cluster.runtime import Runtime
 from rosellm.environment import CHECKOUT, COMMIT_VARIABLE, environment
-from rosellm.errors import ClusterError, DeviceError, RoseError, told
+from rosellm.errors import ClusterError, DeviceError, RoseError, describe
 from rosellm.lab.running.interruption import Interruption
-from rosellm.roseinfer.cluster.runtime import Runtime
 
 RETRIES = 3
 ABSENT_S = 60.0
@@ -135,7 +135,7 @@ def add_cluster_option(parser: ArgumentParser) -> None:
 
 def in_one_line(error: BaseException) -> str:
     """Return the first line of an error's type and message; of a ``RoseError`` only the message."""
-    return (str(error) if isinstance(error, RoseError) else told(error)).partition("\n")[0]
+    return (str(error) if isinstance(error, RoseError) else describe(error)).partition("\n")[0]
 
 
 def _execute(task: Callable[[], Any]) -> Finished:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from rosellm.bench import benchmark_kv_append as micro
 from rosellm.lab.figures.charts import Chart, text_table
 from rosellm.lab.figures.lines import step_lines
 from rosellm.lab.records.records import RecordError, Results, ceilings
 from rosellm.lab.trying.check_kernel import KernelError, launches
-from rosellm.roseinfer import benchmark_kv_append as micro
 from rosellm.roseinfer.kernels.table import choose_kernels
 
 Append = Callable[..., None]

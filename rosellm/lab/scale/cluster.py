@@ -10,13 +10,13 @@ from typing import Literal
 
 import numpy as np
 
+from rosellm.bench.arrivals import Arrival
+from rosellm.cluster.replica import SLICE_S
+from rosellm.cluster.router import Routed
 from rosellm.errors import RoseError
 from rosellm.lab.records.serving_times import StepTimes
 from rosellm.lab.scale.replica import Replica, Request
 from rosellm.lab.scale.routers import AnyRouter
-from rosellm.roseinfer.bench.arrivals import Arrival
-from rosellm.roseinfer.cluster.replica import SLICE_S
-from rosellm.roseinfer.cluster.router import Routed
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 MOST_ATTEMPTS = 100

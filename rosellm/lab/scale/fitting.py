@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from rosellm.bench.arrivals import Arrival
+from rosellm.bench.prompts import make_prompts, new_tokens
+from rosellm.bench.workloads import MODEL_WORKLOADS
 from rosellm.lab.records.floors import Ceiling
 from rosellm.lab.records.model_runs import ceiling_of, recorded_models
 from rosellm.lab.records.records import Results
@@ -21,9 +24,6 @@ from rosellm.lab.scale.simulation import simulate
 from rosellm.lab.scale.step_model import Achieved, StepModel, product
 from rosellm.lab.scale.work import Cut
 from rosellm.models.families.table import read_arch
-from rosellm.roseinfer.bench.arrivals import Arrival
-from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens
-from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 KINDS = ("decode step", "prefill", "whole run")

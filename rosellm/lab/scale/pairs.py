@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rosellm.bench.arrivals import Arrival
+from rosellm.bench.prompts import make_prompts, new_tokens
 from rosellm.lab.records import all_reduce, two_gpus
 from rosellm.lab.records.floors import Ceiling
 from rosellm.lab.records.records import Results
@@ -17,8 +19,6 @@ from rosellm.lab.scale.step_model import Achieved, StepModel
 from rosellm.lab.scale.sums import read_sums
 from rosellm.lab.scale.work import Cut
 from rosellm.models.families.table import read_arch
-from rosellm.roseinfer.bench.arrivals import Arrival
-from rosellm.roseinfer.bench.prompts import make_prompts, new_tokens
 
 FIGURE = "total_time_s"
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from rosellm.bench.arrivals import Arrival, poisson_times
 from rosellm.errors import RoseError
 from rosellm.lab.scale.cluster import Failures, Fleet, Outcome, simulate_cluster
 from rosellm.lab.scale.replica import Request
 from rosellm.lab.scale.routers import ROUTERS
-from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
 
 ALONE = 900  # requests in the run that measures a replica's concurrency
 ROUNDS = 4  # requests per slot in the run that measures capacity

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
-from rosellm.roseinfer.cluster.router import Routed, Router
+from rosellm.cluster.router import Routed, Router
 
 NO_WINDOW = 1 << 30
 GPUS_OF_A_HOST = 8

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rosellm.bench.arrivals import Arrival, goodput, queue_over_time
+from rosellm.bench.record import distribution
 from rosellm.lab.records.serving_times import StepTimes
 from rosellm.lab.scale.replica import Replica, Request, Step
-from rosellm.roseinfer.bench.arrivals import Arrival, goodput, queue_over_time
-from rosellm.roseinfer.bench.record import distribution
 from rosellm.roseinfer.request import RequestMetrics
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 

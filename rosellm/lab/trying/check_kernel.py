@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from rosellm.errors import RoseError, told
+from rosellm.errors import RoseError, describe
 from rosellm.lab.trying.cached_cases import CACHED
 from rosellm.lab.trying.case import Case, cases
 from rosellm.lab.trying.guarded_memory import Allocations, Draw, fault, faulty
@@ -127,7 +127,9 @@ def check_name(name: str, kernel: object) -> None:
     if name not in NAMES:
         raise KernelError(f"there is no kernel {name!r} to replace: there are {', '.join(NAMES)}")
     if not callable(kernel):
-        raise KernelError(f"{name}={told(kernel)} cannot be called; give a function like the specification")
+        raise KernelError(
+            f"{name}={describe(kernel)} cannot be called; give a function like the specification"
+        )
 
 
 @torch.inference_mode()
@@ -163,7 +165,7 @@ def _first_line(error: BaseException) -> str:
     """Return the first line of the root cause, which Triton's interpreter wraps."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return told(error).splitlines()[0]
+    return describe(error).splitlines()[0]
 
 
 def _results(name: str, returned: Any) -> list[Tensor | None] | None:
@@ -201,7 +203,7 @@ def _form(results: Any) -> str:
     told_ones = [
         f"{list(one.shape)} {_short(one.dtype)} on {one.device.type}"
         if isinstance(one, Tensor)
-        else told(one)
+        else describe(one)
         for one in results
     ]
     return ", ".join(told_ones)

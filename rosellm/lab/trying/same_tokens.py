@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rosellm.errors import told
+from rosellm.errors import describe
 from rosellm.lab.records.bench import first_difference, forced_logits, make_prompts
 from rosellm.lab.trying.cached_cases import CACHED
 from rosellm.lab.trying.check_kernel import KernelError
@@ -41,7 +41,7 @@ class Counted:
             return self.kernel(*arguments, **named)
         except Exception as error:
             raise KernelError(
-                f"{self.name} raised in the engine, in call {self.calls}: {told(error)}"
+                f"{self.name} raised in the engine, in call {self.calls}: {describe(error)}"
             ) from error
 
 

@@ -16,7 +16,7 @@ import torch
 from IPython.display import display
 from torch.profiler import record_function
 
-from rosellm.errors import RecipeError, told
+from rosellm.errors import RecipeError, describe
 from rosellm.lab.figures.charts import Chart, show, show_table
 from rosellm.lab.figures.ladder import ladder_chart
 from rosellm.lab.figures.ledger import waterfall
@@ -299,7 +299,7 @@ def _served(base: str, model: str, device: str, load_format: str) -> dict[str, T
 
 def _check_names(name: str, base: str, kernels: Replaced) -> None:
     if not isinstance(name, str) or not name or name in LADDER:
-        raise KernelError(f"name is {told(name)}; give your rung a name that no rung of the ladder has")
+        raise KernelError(f"name is {describe(name)}; give your rung a name that no rung of the ladder has")
     if not kernels:
         raise KernelError("there is no kernel to replace; give one by its name, such as add_norm=my_kernel")
     for one, kernel in kernels.items():

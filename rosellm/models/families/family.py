@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import Arch
 
 Config = dict[str, Any]
@@ -21,7 +21,6 @@ class Family:
     the fields that ``transformers`` needs to read it back. tensors: a weight's name here, with ``{}`` for the
     layer → names in the checkpoint, whose rows are joined in that order; a name that it lacks altogether is
     left out. prefix: what a checkpoint may leave out of its names. transposed: those stored as ``[K, N]``.
-    shapes: known models by hub id.
     """
 
     model_types: tuple[str, ...]
@@ -30,7 +29,6 @@ class Family:
     tensors: Mapping[str, tuple[str, ...]]
     prefix: str
     transposed: frozenset[str] = frozenset()
-    shapes: Mapping[str, Arch] = field(default_factory=dict)
 
 
 def renamed(config: Config, names: Mapping[str, str], needed: tuple[str, ...]) -> Config:
@@ -48,13 +46,13 @@ def check_only(config: Config, only: Mapping[str, Any]) -> None:
     """Raise ``CheckpointError`` for a field that has another value than the one supported."""
     for name, value in only.items():
         if config.get(name, value) != value or type(config.get(name, value)) is not type(value):
-            raise CheckpointError(f"{name} {told(config[name])} is not supported; only {value!r} is")
+            raise CheckpointError(f"{name} {describe(config[name])} is not supported; only {value!r} is")
 
 
 def flag(config: Config, name: str) -> bool:
     """A field that is true or false; false if it is absent."""
     if not isinstance(found := config.get(name, False), bool):
-        raise CheckpointError(f"{name} is {told(found)}; true or false is needed")
+        raise CheckpointError(f"{name} is {describe(found)}; true or false is needed")
     return found
 
 
@@ -82,12 +80,12 @@ def with_window(arch: Arch, window: Any, layer_types: Any, n_full: int = 0) -> A
 
 def _check_kinds(layer_types: Any, n_layers: int) -> None:
     if not isinstance(layer_types, list) or len(layer_types) != n_layers:
-        given = f"has {len(layer_types)}" if isinstance(layer_types, list) else f"is {told(layer_types)}"
+        given = f"has {len(layer_types)}" if isinstance(layer_types, list) else f"is {describe(layer_types)}"
         raise CheckpointError(f"layer_types {given}; a list of {n_layers} kinds, one a layer, is needed")
     for kind in layer_types:
         if kind not in (FULL, SLIDING):
             raise CheckpointError(
-                f"layer_types name {told(kind)}, which is not supported; {FULL} and {SLIDING} are"
+                f"layer_types name {describe(kind)}, which is not supported; {FULL} and {SLIDING} are"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import Arch, Norm
 from rosellm.models.families.family import Config, Family, check_only, dtype_of, eos_field, eos_ids, renamed
 
@@ -30,7 +30,7 @@ FIXED = {
 def read(config: Config) -> Arch:
     activation = config.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu_pytorch_tanh"):
-        raise CheckpointError(f"activation_function {told(activation)} is not supported; 'gelu_new' is")
+        raise CheckpointError(f"activation_function {describe(activation)} is not supported; 'gelu_new' is")
     check_only(config, FIXED)
     fields = renamed(config, NAMES, NEEDED)
     norm = Norm("layer", config.get(EPS, 1e-5))
@@ -72,10 +72,6 @@ _TENSORS = {
 }
 
 
-def _shape(n_layers: int, n_heads: int, d_model: int) -> Arch:
-    return Arch(50257, 1024, n_layers, n_heads, d_model, eos_token_ids=(50256,))
-
-
 FAMILY = Family(
     model_types=("gpt2",),
     read=read,
@@ -83,10 +79,4 @@ FAMILY = Family(
     tensors=_TENSORS,
     prefix="transformer.",
     transposed=frozenset(f"blocks.{{}}.{name}.weight" for name in ("qkv", "out", "up", "down")),
-    shapes={
-        "gpt2": _shape(12, 12, 768),
-        "gpt2-medium": _shape(24, 16, 1024),
-        "gpt2-large": _shape(36, 20, 1280),
-        "gpt2-xl": _shape(48, 25, 1600),
-    },
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
-from rosellm.errors import CheckpointError, told
+from rosellm.errors import CheckpointError, describe
 from rosellm.models.arch import INT32_MAX, Arch, Norm, is_whole
 from rosellm.models.families.family import (
     Config,
@@ -17,7 +16,7 @@ from rosellm.models.families.family import (
     flag,
     renamed,
 )
-from rosellm.models.rope import Linear, Llama3, Rope, Yarn, read_rope
+from rosellm.models.rope import Rope, read_rope
 
 NAMES = {
     "vocab_size": "vocab_size",
@@ -32,17 +31,16 @@ NAMES = {
 }
 NEEDED = ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model", "d_ff")
 EPS = "rms_norm_eps"
-ROPE_TYPES = {Linear: "linear", Llama3: "llama3", Yarn: "yarn"}
 
 
 def read_arch(config: Config, biases: tuple[str, ...] = (), **parts: Any) -> Arch:
-    """What Llama and its relatives share: RMSNorm, rotary embeddings, SwiGLU; ``parts`` are their own."""
+    """Read what Llama and its relatives share: RMSNorm, rotary embeddings, SwiGLU; ``parts``: their own."""
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise CheckpointError(f"hidden_act {told(activation)} is not supported; 'silu' is")
+        raise CheckpointError(f"hidden_act {describe(activation)} is not supported; 'silu' is")
     fields = renamed({"tie_word_embeddings": False} | config, NAMES, NEEDED)
     rope = read_rope(config)
-    if isinstance(rope.scaling, Yarn) and is_whole(fields["n_positions"], 1, INT32_MAX):
-        stretched = int(rope.scaling.original_max_position_embeddings * rope.scaling.factor)
+    if rope.rope_type == "yarn" and is_whole(fields["n_positions"], 1, INT32_MAX):
+        stretched = int(rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"])
         fields["n_positions"] = max(fields["n_positions"], stretched)
     norm = Norm("rms", config.get(EPS, 1e-6))
     own = {"eos_token_ids": eos_ids(config), "dtype": dtype_of(config), **parts}
@@ -50,20 +48,14 @@ def read_arch(config: Config, biases: tuple[str, ...] = (), **parts: Any) -> Arc
 
 
 def write_arch(arch: Arch, name: str, model_type: str, **own: Any) -> Config:
-    """The fields that :func:`read_arch` reads; ``own`` are the family's."""
-    rope = arch.rope or Rope()
-    scaling: Config = {"rope_type": "default"}
-    if rope.scaling is not None:
-        scaling = asdict(rope.scaling) | {"rope_type": ROPE_TYPES[type(rope.scaling)]}
-        if isinstance(rope.scaling, Yarn):
-            scaling["attention_factor"] = scaling.pop("amplitude")
+    """Write the fields that :func:`read_arch` reads; ``own`` are the family's."""
     return {
         "architectures": [f"{name}ForCausalLM"],
         "model_type": model_type,
         **{theirs: getattr(arch, ours) for ours, theirs in NAMES.items()},
         EPS: arch.norm.eps,
         "hidden_act": "silu",
-        "rope_parameters": {"rope_theta": rope.theta} | scaling,
+        "rope_parameters": (arch.rope or Rope()).parameters,
         "eos_token_id": eos_field(arch),
         "bos_token_id": None,
         **own,
@@ -106,25 +98,10 @@ def write(arch: Arch) -> Config:
     return write_arch(arch, "Llama", "llama", attention_bias="qkv" in arch.biases, mlp_bias=False)
 
 
-def _shape(
-    n_layers: int, n_heads: int, d_model: int, d_ff: int, factor: float, tied: bool, head_dim: int
-) -> Arch:
-    rope = Rope(500_000.0, Llama3(factor, 1.0, 4.0, 8192))
-    return Arch(
-        128256, 131072, n_layers, n_heads, d_model, 8, head_dim, d_ff, Norm("rms", 1e-5), rope, "swiglu", (),
-        tie_embeddings=tied, eos_token_ids=(128001, 128008, 128009), dtype="bfloat16", family="llama",
-    )  # fmt: skip
-
-
 FAMILY = Family(
     model_types=("llama",),
     read=read,
     write=write,
     tensors=tensor_names(qkv_bias=True, out_bias=True),
     prefix="model.",
-    shapes={
-        "meta-llama/Llama-3.2-1B": _shape(16, 32, 2048, 8192, 32.0, True, 64),
-        "meta-llama/Llama-3.2-3B": _shape(28, 24, 3072, 8192, 32.0, True, 128),
-        "meta-llama/Llama-3.1-8B": _shape(32, 32, 4096, 14336, 8.0, False, 128),
-    },
 )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from rosellm.errors import CheckpointError
-from rosellm.models.arch import Arch, Norm
+from rosellm.models.arch import Arch
 from rosellm.models.families.family import Config, Family
 from rosellm.models.families.llama import EPS, read_arch, tensor_names, write_arch
-from rosellm.models.rope import Rope
 
 JOINED = {
     "blocks.{}.qkv.weight": ("model.layers.{}.self_attn.qkv_proj.weight",),
@@ -16,7 +15,7 @@ JOINED = {
 
 def read(config: Config) -> Arch:
     arch = read_arch({EPS: 1e-5} | config, window=config.get("sliding_window"), family="phi3")
-    if arch.rope is not None and arch.rope.scaling is not None:  # what its files call yarn is longrope
+    if arch.rope is not None and arch.rope.rope_type != "default":  # what its files call yarn is longrope
         raise CheckpointError("this family's scaled rotary embeddings (longrope) are not supported")
     return arch
 
@@ -26,16 +25,5 @@ def write(arch: Arch) -> Config:
 
 
 FAMILY = Family(
-    model_types=("phi3",),
-    read=read,
-    write=write,
-    tensors=tensor_names() | JOINED,
-    prefix="model.",
-    shapes={
-        "microsoft/Phi-3-mini-4k-instruct": Arch(
-            32064, 4096, 32, 32, 3072, 32, 96, 8192, Norm("rms", 1e-5), Rope(), "swiglu", (),
-            window=2047, tie_embeddings=False, eos_token_ids=(32007, 32001, 32000), dtype="bfloat16",
-            family="phi3",
-        ),
-    },
-)  # fmt: skip
+    model_types=("phi3",), read=read, write=write, tensors=tensor_names() | JOINED, prefix="model."
+)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rosellm.errors import CheckpointError, told
-from rosellm.models.arch import INT32_MAX, Arch, Norm, is_whole
+from rosellm.errors import CheckpointError, describe
+from rosellm.models.arch import INT32_MAX, Arch, is_whole
 from rosellm.models.families.family import Config, Family, flag, with_window
 from rosellm.models.families.llama import read_arch, tensor_names, write_arch
-from rosellm.models.rope import Rope
 
 DEFAULTS = {"num_key_value_heads": 32}  # transformers' own
 
@@ -25,7 +24,7 @@ def windowed(arch: Arch, config: Config) -> Arch:
         return with_window(arch, None, config.get("layer_types"))
     n_full = config.get("max_window_layers", 28)
     if not is_whole(n_full, 0, INT32_MAX):
-        raise CheckpointError(f"max_window_layers is {told(n_full)}; a whole number is needed")
+        raise CheckpointError(f"max_window_layers is {describe(n_full)}; a whole number is needed")
     return with_window(arch, config.get("sliding_window", 4096), config.get("layer_types"), n_full)
 
 
@@ -36,24 +35,6 @@ def window_fields(arch: Arch) -> Config:
     return {"use_sliding_window": True, "sliding_window": arch.window, "max_window_layers": 0}
 
 
-def _shape(n_layers: int, n_heads: int, n_kv_heads: int, d_model: int, d_ff: int, tied: bool) -> Arch:
-    vocab_size = 151936 if tied else 152064
-    return Arch(
-        vocab_size, 32768, n_layers, n_heads, d_model, n_kv_heads, d_model // n_heads, d_ff,
-        Norm("rms", 1e-6), Rope(1_000_000.0), "swiglu", ("qkv",), tie_embeddings=tied,
-        eos_token_ids=(151645, 151643), dtype="bfloat16", family="qwen2",
-    )  # fmt: skip
-
-
 FAMILY = Family(
-    model_types=("qwen2",),
-    read=read,
-    write=write,
-    tensors=tensor_names(qkv_bias=True),
-    prefix="model.",
-    shapes={
-        "Qwen/Qwen2.5-0.5B-Instruct": _shape(24, 14, 2, 896, 4864, True),
-        "Qwen/Qwen2.5-1.5B-Instruct": _shape(28, 12, 2, 1536, 8960, True),
-        "Qwen/Qwen2.5-7B-Instruct": _shape(28, 28, 4, 3584, 18944, False),
-    },
+    model_types=("qwen2",), read=read, write=write, tensors=tensor_names(qkv_bias=True), prefix="model."
 )

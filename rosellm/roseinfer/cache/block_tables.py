@@ -1,6 +1,6 @@
-"""Sending block tables to the device: which blocks hold each sequence's tokens, for every pool.
+"""Send block tables to the device: which blocks hold each sequence's tokens, for every pool.
 
-All variants take ``block_ids[pool][row]`` (lists of global block ids) and give one table per pool, int32
+All variants take ``block_ids[pool][row]`` (lists of global block ids) and return one table per pool, int32
 ``[B, MAX_BLOCKS]``, of block indices within the pool. Entries past a sequence's blocks are padding that no
 kernel reads. blocks_per_pool: ``KVBlockManager.max_blocks_per_layer``.
 """
@@ -23,7 +23,7 @@ _INT32S_PER_ROW_NUMBER = 2  # ``index_copy_`` wants int64
 
 
 def _padded(rows: list[list[int]]) -> np.ndarray:
-    """``[B, longest]`` of int64, short rows padded with 0."""
+    """Pad short rows with 0; int64 ``[B, longest]``."""
     return np.array(list(zip_longest(*rows, fillvalue=0)), dtype=np.int64).reshape(-1, len(rows)).T
 
 
@@ -36,7 +36,7 @@ def fill_tables(tables: np.ndarray, block_ids: list[list[list[int]]], blocks_per
 
 
 class PerLayerTables:
-    """A Python list of lists and one pageable host-to-device copy per pool."""
+    """Builds tables as Python lists, with one pageable host-to-device copy per pool."""
 
     def __init__(self, device: torch.device, max_blocks: int, blocks_per_pool: int) -> None:
         self.device, self.max_blocks, self.blocks_per_pool = device, max_blocks, blocks_per_pool
@@ -54,7 +54,7 @@ class PerLayerTables:
 
 
 class PinnedTables:
-    """All pools' tables in one reused, growing pinned buffer, sent in one non-blocking copy."""
+    """Builds all pools' tables in one reused, growing pinned buffer, sent in one non-blocking copy."""
 
     def __init__(self, device: torch.device, max_blocks: int, blocks_per_pool: int) -> None:
         self.max_blocks, self.blocks_per_pool = max_blocks, blocks_per_pool
@@ -70,11 +70,11 @@ class PinnedTables:
 
 
 class ResidentTables:
-    """The tables stay on the device; changed rows are sent in one non-blocking copy and one scatter.
+    """Keeps the tables on the device; sends changed rows in one non-blocking copy and one scatter.
 
     A row has changed if its list in any pool differs from what was last sent. Comparing whole lists is exact
     whatever happened to a row (growth, copy on write, another sequence, a list emptied and refilled), and
-    cheap: unchanged lists hold the same integer objects, which Python compares by address.
+    cheap: unchanged lists hold the same integer objects, which Python compares by identity first.
     """
 
     def __init__(self, device: torch.device, max_blocks: int, blocks_per_pool: int) -> None:
@@ -104,7 +104,7 @@ class ResidentTables:
         return self._tables[:, :batch]
 
     def _grow(self, pools: int, batch: int) -> None:
-        """A larger buffer, all padding so far."""
+        """Allocate a larger, zero-filled buffer; every row counts as changed."""
         capacity = max(batch, 2 * self._tables.shape[1])
         self._tables = self._tables.new_zeros(pools, capacity, self.max_blocks)
         self._sent = [[[]] * capacity for _ in range(pools)]
@@ -116,7 +116,7 @@ class ResidentTables:
         return sorted(changed)
 
     def _build(self, changed: list[int], block_ids: list[list[list[int]]]) -> None:
-        """Row numbers, as int64, followed by the rows of all pools, in one staging buffer."""
+        """Stage the row numbers (int64), then those rows of all pools, in one buffer."""
         pools, n = len(block_ids), len(changed)
         host = self._staging.host(n * (_INT32S_PER_ROW_NUMBER + pools * self.max_blocks))
         numbers, tables = np.split(host, [n * _INT32S_PER_ROW_NUMBER])

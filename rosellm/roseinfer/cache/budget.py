@@ -1,4 +1,4 @@
-"""KV blocks per layer: how many there can be, and how many are free, promised and needed."""
+"""Budget of KV blocks per layer: how many fit in memory, are free, are promised and are needed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.request import Sequence
 
 CPU_KV_BYTES = 2 << 30
-GPU_CONTEXT_BYTES = 1 << 30  # captured graphs, the libraries' workspaces
-PREFILL_TOKENS = 16384  # of a scheduler's iteration
-STEPS_ASSURED = 16
+GPU_CONTEXT_BYTES = 1 << 30  # captured graphs and library workspaces
+PREFILL_TOKENS = 16384  # per scheduler iteration
+STEPS_ENSURED = 16
 
 
 class BlockBudget:
     """Free, promised and needed blocks of the KV cache; all counts are per layer.
 
-    run_ahead: how many begun steps may be unfinished, each with a token of a sequence in flight.
-    ``promised``: blocks held once every admitted sequence has grown to its full length; may exceed the total.
+    run_ahead: the most unfinished steps in flight, each with one token per sequence. ``promised``: blocks
+    held once every admitted sequence has grown to its full length; may exceed the total.
     """
 
     def __init__(self, blocks: KVBlockManager, prefix_cache: PrefixCache | None, run_ahead: int) -> None:
         self.blocks, self.prefix_cache, self.run_ahead = blocks, prefix_cache, run_ahead
-        self.promised = 0
-        self._assured: list[Sequence] | None = None  # these have blocks for _assured_steps more steps
-        self._assured_steps = self._assured_need = 0
+        self.reserved = 0
+        self._ensured: list[Sequence] | None = None  # have blocks for _ensured_steps more steps
+        self._ensured_steps = self._ensured_need = 0
 
     @property
     def free(self) -> int:
@@ -42,36 +42,36 @@ class BlockBudget:
         return self.free + (0 if self.prefix_cache is None else self.prefix_cache.num_evictable())
 
     @property
-    def unpromised(self) -> int:
-        """Blocks left for one more sequence to grow to its full length beside all admitted ones."""
-        return self.blocks.max_blocks_per_layer - self.promised
+    def unreserved(self) -> int:
+        """Blocks not promised to admitted sequences."""
+        return self.blocks.max_blocks_per_layer - self.reserved
 
-    def promise(self, sequence: Sequence) -> None:
-        """Count a newly admitted sequence."""
-        self.promised += self.at_most(sequence)
+    def reserve(self, sequence: Sequence) -> None:
+        """Count the blocks of a newly admitted sequence as promised."""
+        self.reserved += self.max_blocks(sequence)
 
-    def withdraw(self, sequence: Sequence) -> None:
-        """Uncount an admitted sequence that has given up its blocks."""
-        self.promised -= self.at_most(sequence)
+    def unreserve(self, sequence: Sequence) -> None:
+        """Stop counting a sequence that has given up its blocks."""
+        self.reserved -= self.max_blocks(sequence)
 
-    def at_most(self, sequence: Sequence) -> int:
-        """Most blocks that the sequence can hold; its last token is never cached."""
+    def max_blocks(self, sequence: Sequence) -> int:
+        """Return the most blocks that the sequence can hold; its last token is never cached."""
         return blocks_for(sequence.max_length - 1, self.blocks.block_size)
 
-    def to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
-        """Blocks needed to cache ``counts`` more tokens (None: all the rest), clones included."""
+    def blocks_to_prefill(self, sequences: list[Sequence], counts: list[int] | None = None) -> int:
+        """Return the blocks needed to cache ``counts`` more tokens (None: all the rest), clones included."""
         chunks = [s.n_to_prefill for s in sequences] if counts is None else counts
         return sum(self._to_hold(s, s.n_cached + n) for s, n in zip(sequences, chunks, strict=True))
 
-    def to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
-        """Blocks that each needs for the tokens cached by the end of the next ``steps`` steps."""
+    def blocks_to_decode(self, sequences: list[Sequence], steps: int = 1) -> list[int]:
+        """Return the blocks each sequence needs for tokens cached by the end of the next ``steps`` steps."""
         ahead = self.run_ahead + steps - 1
         return [self._to_hold(s, min(len(s.tokens) + ahead, s.max_length - 1)) for s in sequences]
 
     def make_room(self, n_blocks: int, sequences: Iterable[Sequence] = ()) -> bool:
-        """Evict cached prefixes until ``n_blocks`` are free for ``sequences``; whether they are.
+        """Evict cached prefixes until ``n_blocks`` are free for ``sequences``; return whether they are.
 
-        If that is not enough, also evict prefixes that share the last blocks of ``sequences``: that frees no
+        If that is not enough, also evict prefixes that share the last blocks of ``sequences``: this frees no
         block but saves a clone.
         """
         if self.prefix_cache is not None:
@@ -79,39 +79,39 @@ class BlockBudget:
         return self.free >= n_blocks
 
     def make_room_to_prefill(self, sequences: list[Sequence], counts: list[int]) -> bool:
-        """Whether there are blocks for these tokens; evicts cached prefixes as needed."""
+        """Evict cached prefixes as needed; return whether there are blocks for these tokens."""
         at_most = sum(counts) // self.blocks.block_size + 2 * len(sequences)
-        if self.free >= at_most or self.make_room(self.to_prefill(sequences, counts), sequences):
+        if self.free >= at_most or self.make_room(self.blocks_to_prefill(sequences, counts), sequences):
             return True
-        return self.free >= self.to_prefill(sequences, counts)  # sharing may have ended
+        return self.free >= self.blocks_to_prefill(sequences, counts)  # sharing may have ended
 
     def make_room_to_decode(self, sequences: list[Sequence]) -> bool:
-        """Whether there are blocks for one more step; evicts cached prefixes as needed.
+        """Evict cached prefixes as needed; return whether there are blocks for one more step.
 
-        What the sequences need (their last block is full, or shared and so cloned) is counted only if there
-        is not a free block for every token in flight.
+        The exact need (a sequence's last block is full, or shared and therefore cloned) is computed only if
+        there is not a free block for every token in flight.
         """
         if self.free >= (self.run_ahead + 1) * len(sequences):
             return True
-        if self.make_room(sum(self.to_decode(sequences)), sequences):
+        if self.make_room(sum(self.blocks_to_decode(sequences)), sequences):
             return True
-        return self.free >= sum(self.to_decode(sequences))  # sharing may have ended
+        return self.free >= sum(self.blocks_to_decode(sequences))  # sharing may have ended
 
-    def assure_decode(self, sequences: list[Sequence]) -> bool:
-        """Like :meth:`make_room_to_decode`, for callers that pass the same, unchanged list step after step.
+    def ensure_decode(self, sequences: list[Sequence]) -> bool:
+        """Like :meth:`make_room_to_decode`, for callers that pass the same, unchanged list at every step.
 
-        Counts for several steps at once, since counting visits every sequence; the count stays valid as long
-        as that many blocks are free, whoever else takes some.
+        Counts for ``STEPS_ENSURED`` steps at once, since counting visits every sequence. The count stays
+        valid while that many blocks are free, even if others allocate.
         """
-        if self._assured is sequences and self._assured_steps and self.free >= self._assured_need:
-            self._assured_steps -= 1
+        if self._ensured is sequences and self._ensured_steps and self.free >= self._ensured_need:
+            self._ensured_steps -= 1
             return True
-        self._assured, self._assured_steps = sequences, STEPS_ASSURED - 1
-        self._assured_need = sum(self.to_decode(sequences, STEPS_ASSURED))
-        return self.free >= self._assured_need or self.make_room_to_decode(sequences)
+        self._ensured, self._ensured_steps = sequences, STEPS_ENSURED - 1
+        self._ensured_need = sum(self.blocks_to_decode(sequences, STEPS_ENSURED))
+        return self.free >= self._ensured_need or self.make_room_to_decode(sequences)
 
     def _to_hold(self, sequence: Sequence, length: int) -> int:
-        """Blocks missing for ``length`` tokens in all, with the clone of a shared last block."""
+        """Return the blocks missing for ``length`` tokens in total, with the clone of a shared last block."""
         held, size = sequence.block_ids[0], self.blocks.block_size
         reserved = self.blocks.tokens_reserved(held)
         if length <= reserved:
@@ -129,12 +129,12 @@ def kv_blocks_within_memory(
     measure: Callable[[], int] | None = None,
     least: Callable[[int], int] = int,
 ) -> int:
-    """``wanted`` blocks per layer, or as many as memory has room for; may be 0.
+    """Return ``wanted`` blocks per layer, or the number that fits in memory; may be 0.
 
-    On a GPU that is ``utilization`` of its memory, less what is in use (the weights) and what steps of
-    ``n_rows`` sequences and their prefills will need; on a CPU it is ``CPU_KV_BYTES``. measure: finds out
-    what they need, and is asked unless ``wanted`` takes less than half of the room; None: it is estimated.
-    least: see ``GPUMemory``.
+    On a GPU, what fits is ``utilization`` of its memory, less what is in use (the weights) and the working
+    memory of steps with ``n_rows`` sequences and of their prefills; on a CPU it is ``CPU_KV_BYTES``. measure:
+    returns the working memory in bytes, and is called only if ``wanted`` takes more than half of the room;
+    None estimates it instead. least: see ``GPUMemory``.
     """
     block_bytes = block_size * gpt.config.kv_bytes_per_token(gpt.dtype.itemsize)
     if gpt.device.type != "cuda":
@@ -150,13 +150,13 @@ def kv_blocks_within_memory(
 
 
 def _room(memory: GPUMemory, utilization: float) -> int:
-    """Bytes of the share that are not in use."""
+    """Return the bytes of the ``utilization`` share that are not in use."""
     memory.settle()
     return int(utilization * memory.total) - (memory.total - memory.free)
 
 
 def _working_bytes(gpt: Transformer, n_rows: int) -> int:
-    """What the largest prefill, and the sampling and counts of ``n_rows`` rows, hold at once, by estimate."""
+    """Estimate the bytes held at once by the largest prefill and by sampling for ``n_rows`` rows."""
     config, size = gpt.config, gpt.dtype.itemsize
     widths = 4 * config.d_model + config.qkv_width + config.attention_width + config.up_width + config.d_ff
     return GPU_CONTEXT_BYTES + PREFILL_TOKENS * widths * size + 7 * n_rows * config.vocab_size * 4

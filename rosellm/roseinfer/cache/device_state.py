@@ -1,7 +1,8 @@
 """Per-sequence state on the device, so that a decode step needs nothing from the host.
 
-One row of 32-bit words per sequence: its last token, its number of cached tokens, when it stops, how its
-tokens are sampled, and its block table. A row with a negative position is inert: nothing is written for it.
+One row of 32-bit words per sequence: its last token, its number of cached tokens, its stopping conditions,
+its sampling parameters and its block table. A row with a negative position is inert: nothing is written for
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ TOKEN, POSITION, LIMIT, STOP, ROUND, TOP_K, SEED, TEMPERATURE, TOP_P, MIN_P = 0,
 REPETITION, PRESENCE, FREQUENCY, COUNTS, PROMPT, FIELDS = 11, 12, 13, 14, 15, 16
 INERT = NO_STOP = -1
 ROUNDS = 64
-# The words that the end of a step reads or writes, as constants of its kernel.
+# Words that the advance kernel reads or writes, as its constants.
 ADVANCED = {"TOKEN": TOKEN, "POSITION": POSITION, "LIMIT": LIMIT, "STOP": STOP, "ROUND": ROUND}
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -27,20 +28,22 @@ _ROW = struct.Struct("<6iq6f2i")
 class DeviceState:
     """Rows ``[S, FIELDS + W]`` int32 on the device, and the ring ``[ROUNDS, S]`` that receives the tokens.
 
-    The ring is host memory that the device writes to (pinned if there is a GPU): a row's token of its round
-    r, modulo ROUNDS, is at ``ring[r, row]``: INERT if the row was inert, NOT_FINITE if no token could be
-    chosen. S: rows; W: blocks a sequence may hold. The attributes are views: tokens, positions, limits
-    (number of tokens at full length), stops (a token that ends a row, or -1), top_k, counts (1 + the row's
-    place in ``TokenCounts``, 0: none), prompts (tokens of the prompt) int32, seeds int64, temperatures,
-    top_p, min_p, repetition, presence and frequency fp32 ``[S]``, table ``[S, W]``. stop_tokens ``[E]`` int32
-    end every row that has a stop: models have several ends of sequence, the same for all rows. Views that few
-    steps need are made when they are read.
+    The ring is host memory that the device writes to (pinned if there is a GPU). The token of row ``row`` in
+    its round r is at ``ring[r % ROUNDS, row]``: INERT if the row was inert, NOT_FINITE if no token could be
+    chosen. S: rows; W: blocks a sequence may hold.
+
+    The attributes are views: tokens, positions, limits (number of tokens at full length), stops (a token that
+    ends a row, or -1), top_k, counts (1 + the row's index in ``TokenCounts``, or 0) and prompts (prompt
+    length), int32 ``[S]``; seeds int64 ``[S]``; temperatures, top_p, min_p, repetition, presence and
+    frequency fp32 ``[S]``; table int32 ``[S, W]``. stop_tokens ``[E]`` int32 end every row that has a stop: a
+    model may have several end-of-sequence tokens, the same for all rows. Views that few steps need are
+    created on access.
     """
 
     def __init__(
         self, n_rows: int, width: int, device: torch.device, stop_tokens: tuple[int, ...] = ()
     ) -> None:
-        padded = -(-(FIELDS + width) // 4) * 4  # seeds are 64-bit words; kernels are compiled for 16 bytes
+        padded = -(-(FIELDS + width) // 4) * 4  # seeds are 64-bit; kernels assume 16-byte alignment
         self.rows = torch.zeros(n_rows, padded, dtype=torch.int32, device=device)
         self.rows[:, POSITION] = INERT
         self.ring = torch.full((ROUNDS, n_rows), INERT, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -81,24 +84,24 @@ class DeviceState:
 
     @property
     def filtered(self) -> Tensor:
-        """The rows that are drawn from some tokens only, ``[S]`` bool."""
+        """Rows sampled with top-k, top-p or min-p, ``[S]`` bool."""
         return (self.temperatures > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     @property
     def by_mass(self) -> Tensor:
-        """The filtered rows with top-p alone, ``[S]`` bool."""
+        """Filtered rows that use top-p only, ``[S]`` bool."""
         return self.filtered & (self.top_k == 0) & (self.min_p <= 0)
 
     def first(self, n_rows: int) -> DeviceState:
-        """A view of the first rows; shares the ring."""
+        """Return a view of the first ``n_rows`` rows; it shares the ring."""
         return self.of(self.rows[:n_rows])
 
     def at(self, slots: Tensor) -> DeviceState:
-        """A copy of some rows; shares the ring."""
+        """Return a copy of the rows ``slots``; it shares the ring."""
         return self.of(self.rows[slots])
 
     def of(self, rows: Tensor) -> DeviceState:
-        """These rows ``[n, FIELDS + W]``, wherever they are; shares the ring."""
+        """Wrap ``rows [n, FIELDS + W]``, which may be any tensor; the result shares the ring."""
         part = object.__new__(DeviceState)
         part.rows, part.ring, part.stop_tokens = rows, self.ring, self.stop_tokens
         part._view(self.table.shape[1])
@@ -106,7 +109,10 @@ class DeviceState:
 
 
 def row_bytes(sequence: Sequence, position: int, rounds: int, counts: int = 0) -> bytes:
-    """The FIELDS words of a sequence's row, little-endian; counts: 1 + its place in ``TokenCounts``, or 0."""
+    """Return the FIELDS words of a sequence's row, little-endian.
+
+    counts: 1 + the sequence's index in ``TokenCounts``, or 0.
+    """
     params, token = sequence.params, sequence.tokens[position]
     stop = sequence.stop_tokens[0] if sequence.stop_tokens else NO_STOP
     top_k, temperature = min(params.top_k, INT32_MAX), min(params.temperature, FLOAT32_MAX)

@@ -1,4 +1,4 @@
-"""A GPU's memory, as the driver and torch count it."""
+"""GPU memory, as counted by the driver and by torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 
 class GPUMemory:
-    """Bytes of one device. torch keeps what it has once reserved, until :meth:`settle`.
+    """Memory of one device, in bytes. torch keeps what it has reserved until :meth:`settle`.
 
-    least: of several ranks' devices the least that is free (``group.Group``).
+    least: reduces free memory to the minimum over all ranks (``group.Group.least``).
     """
 
     def __init__(self, device: torch.device, least: Callable[[int], int] = int) -> None:
         self._device, self._least = device, least
 
     def settle(self) -> None:
-        """Give unused memory back to the driver; the peak starts anew.
+        """Return unused memory to the driver and reset the peak.
 
-        An engine that was dropped holds its cache until garbage is collected.
+        Collects garbage first, since a dropped engine may hold its cache until then.
         """
         gc.collect()
         torch.cuda.empty_cache()
@@ -28,7 +28,7 @@ class GPUMemory:
 
     @property
     def free(self) -> int:
-        """What no process has."""
+        """Bytes that no process uses."""
         return self._least(torch.cuda.mem_get_info(self._device)[0])
 
     @property
@@ -37,10 +37,10 @@ class GPUMemory:
 
     @property
     def reserved(self) -> int:
-        """What torch has, in use or not."""
+        """Bytes that torch has reserved, in use or not."""
         return torch.cuda.memory_reserved(self._device)
 
     @property
     def peak(self) -> int:
-        """The most that torch has had since it settled."""
+        """Peak bytes reserved by torch since the last :meth:`settle`."""
         return torch.cuda.max_memory_reserved(self._device)

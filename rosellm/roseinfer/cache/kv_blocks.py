@@ -54,7 +54,7 @@ class Slots(NamedTuple):
 
 
 def blocks_for(n_tokens: int, block_size: int) -> int:
-    """Blocks needed for ``n_tokens`` tokens."""
+    """Return the number of blocks needed for ``n_tokens`` tokens."""
     return -(-n_tokens // block_size)
 
 
@@ -64,8 +64,8 @@ class KVBlockManager:
     num_heads counts key/value heads. Callers own lists of block ids, one per sequence and pool, and pass them
     in; methods that add tokens extend those lists in place. A full shared block is never cloned: a new block
     follows it. A partly filled shared block is cloned before the first write (copy on write), so other
-    holders see nothing. ``KVCacheExhausted`` is raised before anything changes. ``pool_of[layer]`` is the
-    pool of a layer.
+    holders are unaffected. ``KVCacheExhausted`` is raised before anything changes. ``pool_of[layer]`` is a
+    layer's pool.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class KVBlockManager:
         total = self.num_pools * max_blocks_per_layer
         self._infos: list = [None] * total
         self._refs = [0] * total
-        self._cached = [0] * total  # how many of those holders are prefix-cache entries
+        self._cached = [0] * total  # holders that are prefix-cache entries
         self._evictable = [0] * self.num_pools  # blocks held by prefix-cache entries only
         self._free = [
             list(range((pool + 1) * max_blocks_per_layer - 1, pool * max_blocks_per_layer - 1, -1))
@@ -101,11 +101,11 @@ class KVBlockManager:
         return len(self._free[pool])
 
     def num_evictable_blocks(self, pool: int = 0) -> int:
-        """Blocks that only a prefix cache holds."""
+        """Return the number of blocks held only by the prefix cache."""
         return self._evictable[pool]
 
     def info(self, block_id: int) -> KVBlockInfo | MutableKVBlockInfo:
-        """Metadata of a block in use."""
+        """Return the metadata of a block in use; raises ``KeyError`` if it is free."""
         if self._refs[block_id] == 0:
             raise KeyError(f"block {block_id} is free")
         return self._infos[block_id]
@@ -114,7 +114,7 @@ class KVBlockManager:
         return self._refs[block_id]
 
     def incref_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Add a holder to each of these blocks."""
+        """Add a holder to each block; raises ``KeyError``, changing nothing, if one is free."""
         for block_id in block_ids:
             if self._refs[block_id] == 0:
                 raise KeyError(f"block {block_id} is free and cannot be shared")
@@ -124,7 +124,7 @@ class KVBlockManager:
             self._refs[block_id] += 1
 
     def cache_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Add a prefix-cache entry, which can be evicted, as a holder of each."""
+        """Add a prefix-cache entry, which can be evicted, as a holder of each block."""
         self.incref_blocks(block_ids)
         for block_id in block_ids:
             self._cached[block_id] += 1
@@ -132,7 +132,7 @@ class KVBlockManager:
                 self._evictable[block_id // self.max_blocks_per_layer] += 1
 
     def evict_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Remove a prefix-cache entry from the holders."""
+        """Remove a prefix-cache entry from each block's holders."""
         for block_id in block_ids:
             if self._refs[block_id] == self._cached[block_id]:
                 self._evictable[block_id // self.max_blocks_per_layer] -= 1
@@ -140,9 +140,9 @@ class KVBlockManager:
         self.free_blocks(block_ids)
 
     def free_blocks(self, block_ids: SequenceOf[int]) -> None:
-        """Remove a holder from each; a block without holders returns to its pool.
+        """Remove a holder from each block; a block without holders returns to its pool.
 
-        Raises KeyError, and changes nothing, if a block is listed more often than it has holders;
+        Raises ``KeyError``, changing nothing, if a block is listed more often than it has holders;
         prefix-cache entries do not count as holders here.
         """
         for block_id, times in Counter(block_ids).items():
@@ -158,7 +158,7 @@ class KVBlockManager:
                 self._evictable[block_id // self.max_blocks_per_layer] += 1
 
     def reserve_tokens(self, pool: int, block_ids_list: list[list[int]]) -> Slots:
-        """A slot for one more token of every row, in the metadata only.
+        """Reserve a slot for one more token of every row, in the metadata only.
 
         The caller writes keys and values, in every layer of the pool.
         """
@@ -171,7 +171,7 @@ class KVBlockManager:
         return Slots(block_idx, pos)
 
     def reserve_prompt(self, pool: int, block_ids: list[int], n_tokens: int) -> None:
-        """Slots for ``n_tokens`` more tokens of one sequence, in the metadata only."""
+        """Reserve slots for ``n_tokens`` more tokens of one sequence, in the metadata only."""
         tail = self._infos[block_ids[-1]] if block_ids else None
         if tail:
             length, start = tail.length, tail.start + self.block_size
@@ -191,13 +191,13 @@ class KVBlockManager:
             start += self.block_size
 
     def tokens_reserved(self, block_ids: list[int]) -> int:
-        """Tokens of a sequence that have reserved slots."""
+        """Return the number of a sequence's tokens that have reserved slots."""
         if not block_ids:
             return 0
         return (len(block_ids) - 1) * self.block_size + self._infos[block_ids[-1]].length
 
     def clone_block(self, block_id: int, length: int) -> int:
-        """A private copy of a block's first ``length`` tokens, in every layer of its pool.
+        """Return a private copy of a block's first ``length`` tokens, in every layer of its pool.
 
         The original loses one holder.
         """
@@ -215,7 +215,7 @@ class KVBlockManager:
     def append_token(self, layer_idx: int, block_ids: list[int], key_new: Tensor, value_new: Tensor) -> None:
         """Append a token to one sequence: key_new, value_new ``[H, D]``; ``block_ids`` is extended in place.
 
-        Like :meth:`append_token_batch`, only if the layer has a pool of its own.
+        Requires one pool per layer, like :meth:`append_token_batch`.
         """
         self.append_token_batch(layer_idx, [block_ids], key_new[None], value_new[None])
 
@@ -224,8 +224,8 @@ class KVBlockManager:
     ) -> None:
         """Append a token to every sequence: key_new, value_new ``[B, H, D]``; lists are extended in place.
 
-        Metadata and cache advance together, layer by layer. In a pool shared by layers the metadata advance
-        once for all of them, so this raises ``RoseError``: reserve, then write every layer.
+        Metadata and cache advance together, layer by layer. Raises ``RoseError`` for a pool shared by layers,
+        whose metadata advance once for all of them: reserve slots, then write every layer.
         """
         if self.num_pools < self.num_layers:
             raise RoseError(
@@ -238,9 +238,9 @@ class KVBlockManager:
         self.v_cache[layer_idx][block_idx, :, pos] = value_new
 
     def check_integrity(self, held: Mapping[int, int] | None = None) -> None:
-        """Assert that every block is either free (listed once, no holders or metadata) or held, with both.
+        """Assert that each block is either free (listed once, no holders, no metadata) or held.
 
-        held: the number of holders of each block in use, if the caller knows it; the counts must match.
+        held: the expected number of holders of each block in use; if given, the counts must match.
         """
         for pool, free in enumerate(self._free):
             ids = range(pool * self.max_blocks_per_layer, (pool + 1) * self.max_blocks_per_layer)
@@ -296,7 +296,7 @@ class KVBlockManager:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """On a CPU, memory that the system maps on first write; ``torch.zeros`` would write all of it."""
+    """Return zeros; on a CPU the pages are mapped lazily, while ``torch.zeros`` would write them all."""
     if device.type != "cpu":
         return torch.zeros(shape, device=device, dtype=dtype)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -1,20 +1,20 @@
-"""Which requests an engine takes."""
+"""Limits that a request must respect."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rosellm.errors import PromptError, SamplingError, told
+from rosellm.errors import PromptError, SamplingError, describe
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request of an engine may be, known without the engine.
+    """The limits an engine puts on a request, usable without the engine.
 
-    n_positions: the model's; max_model_len: the most tokens of a request, prompt and output. num_kv_blocks:
-    of ``block_size`` tokens, a layer.
+    n_positions: the model's; max_model_len: the most tokens of a request, prompt and output; num_kv_blocks:
+    blocks per layer, of ``block_size`` tokens each.
     """
 
     vocab_size: int
@@ -24,26 +24,26 @@ class Limits:
     num_kv_blocks: int
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Raises ``PromptError`` or ``SamplingError`` for a request that can never run."""
+        """Raise ``PromptError`` or ``SamplingError`` for a request that can never run."""
         if not isinstance(params, SamplingParams):
-            raise SamplingError(f"params is {told(params)}; give SamplingParams")
+            raise SamplingError(f"params is {describe(params)}; give SamplingParams")
         if params.n > 1:
             raise SamplingError(
-                f"n is {told(params.n)}; only LLM.generate and LLM.chat make several completions"
+                f"n is {describe(params.n)}; only LLM.generate and LLM.chat make several completions"
             )
         _check_token_ids(prompt, self.vocab_size)
         n_prompt = len(prompt)
         if n_prompt + params.max_tokens > self.max_model_len:
             most = "the model's" if self.max_model_len == self.n_positions else "max_model_len's"
             raise PromptError(
-                f"{n_prompt} prompt tokens and {told(params.max_tokens)} new ones exceed {most} "
+                f"{n_prompt} prompt tokens and {describe(params.max_tokens)} new ones exceed {most} "
                 f"{self.max_model_len} positions"
             )
         needed = blocks_for(n_prompt + params.max_tokens - 1, self.block_size)
         if needed > self.num_kv_blocks:
             raise PromptError(
                 f"the request needs {needed} KV blocks of {self.block_size} tokens "
-                f"a layer; the cache has {self.num_kv_blocks}"
+                f"per layer; the cache has {self.num_kv_blocks}"
             )
 
 
@@ -56,6 +56,6 @@ def _check_token_ids(prompt: list[int], vocab_size: int) -> None:
     for token in prompt:
         if not isinstance(token, int) or isinstance(token, bool):
             kind = type(token).__name__
-            raise PromptError(f"token id {told(token)} is of type {kind}; it must be an int")
+            raise PromptError(f"token id {describe(token)} is of type {kind}; it must be an int")
         if not 0 <= token < vocab_size:
-            raise PromptError(f"token id {told(token)} is not in the vocabulary of {vocab_size}")
+            raise PromptError(f"token id {describe(token)} is not in the vocabulary of {vocab_size}")

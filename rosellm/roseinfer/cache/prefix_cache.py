@@ -1,4 +1,4 @@
-"""Prefix cache: reuses the KV blocks of earlier prompts for prompts with the same beginning.
+"""Prefix cache: reuse the KV blocks of earlier prompts for prompts with the same beginning.
 
 Prompts are kept in lexicographic order, so the one with the longest prefix in common with a query is next to
 the query's insertion point: a lookup costs O(length x log entries). RadixAttention (arXiv:2312.07104) uses a
@@ -19,7 +19,7 @@ Tokens = tuple[int, ...]
 
 
 class PrefixCache:
-    """Entries hold their blocks by reference count; the least recently used entry is evicted first.
+    """Cached prompts and their reference-counted blocks; the least recently used is evicted first.
 
     A cached block is never written: a sequence that appends to it shares it with the entry, so the manager
     clones it first (copy on write). alignment: matches are truncated to a multiple of this many tokens.
@@ -40,10 +40,11 @@ class PrefixCache:
         return self._entries
 
     def match(self, tokens: SequenceOf[int]) -> tuple[int, list[list[int]]]:
-        """The longest cached prefix of ``tokens``, never the last token: its length, each pool's block ids.
+        """Find the longest cached prefix of ``tokens``; return its length and the block ids per pool.
 
-        The caller becomes a holder of the blocks. A last block that holds more than was matched is cloned; if
-        no block is free for the clone, even after eviction, only full blocks are matched.
+        The last token is never matched. The caller becomes a holder of the blocks. A last block that holds
+        more than was matched is cloned; if no block is free for the clone, even after eviction, only full
+        blocks are matched.
         """
         entry, n_common = self._nearest(tuple(tokens))
         n_matched = min(n_common, len(tokens) - 1) // self.alignment * self.alignment
@@ -59,7 +60,7 @@ class PrefixCache:
         return n_matched, block_ids
 
     def insert(self, tokens: SequenceOf[int], block_ids: list[list[int]]) -> None:
-        """Keep the blocks that hold ``tokens``; if an entry already begins with them, it is refreshed."""
+        """Cache the blocks that hold ``tokens``; an entry that already begins with them is refreshed."""
         prompt = tuple(tokens)
         entry, n_common = self._nearest(prompt)
         if n_common == len(prompt):
@@ -84,11 +85,11 @@ class PrefixCache:
             self._end_sharing(n_blocks - self._num_free(), partial)
 
     def holdings(self) -> Counter[int]:
-        """How often the entries hold each block."""
+        """Return how often the entries hold each block."""
         return Counter(chain.from_iterable(ids for pools in self._entries.values() for ids in pools))
 
     def num_evictable(self) -> int:
-        """Blocks per pool that evicting all entries would free."""
+        """Return the blocks per pool that evicting all entries would free."""
         return self.blocks.num_evictable_blocks()
 
     def clear(self) -> None:
@@ -97,7 +98,7 @@ class PrefixCache:
             self._evict(entry)
 
     def _nearest(self, tokens: Tokens) -> tuple[Tokens, int]:
-        """The entry with the longest prefix in common with ``tokens``, and that prefix's length."""
+        """Return the entry with the longest prefix in common with ``tokens``, and that prefix's length."""
         place = bisect_left(self._ordered, tokens)
         beside = self._ordered[max(place - 1, 0) : place + 1]
         found = [(entry, common_prefix(entry, tokens)) for entry in beside]
@@ -107,9 +108,10 @@ class PrefixCache:
         return [pool[: blocks_for(n_tokens, self.blocks.block_size)] for pool in block_ids]
 
     def _least_useful(self) -> Tokens | None:
-        """The least recently used entry that frees a block; among entries with the same blocks, any; or None.
+        """Return the least recently used entry whose eviction frees a block, or None.
 
-        Whoever holds a block holds those before it, so an entry's last block has the fewest holders.
+        Holders of a block also hold the blocks before it, so an entry's last block has the fewest holders. If
+        several entries end in the same block, any of them may be returned.
         """
         if not self.num_evictable():
             return None
@@ -118,7 +120,7 @@ class PrefixCache:
         return alone if alone is not None else self._a_twin()
 
     def _a_twin(self) -> Tokens:
-        """The least recently used entry whose last block is held by prefix-cache entries only."""
+        """Return the least recently used entry whose last block is held by prefix-cache entries only."""
         last = {entry: pools[0][-1] for entry, pools in self._entries.items()}
         cached = Counter(last.values())
         return next(entry for entry, b in last.items() if self.blocks.ref_count(b) == cached[b])
@@ -133,7 +135,7 @@ class PrefixCache:
             n_blocks -= self.blocks.ref_count(block_id) == 1
 
     def _own_tail(self, block_ids: list[list[int]], n_tokens: int) -> int:
-        """Clone a last block that holds more than ``n_tokens``, or drop it; returns the tokens that stay."""
+        """Clone a last block that holds more than ``n_tokens``, or drop it; return the tokens that remain."""
         n_full = (len(block_ids[0]) - 1) * self.blocks.block_size
         if self.blocks.info(block_ids[0][-1]).length == n_tokens - n_full:
             return n_tokens
@@ -162,7 +164,10 @@ class PrefixCache:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """The number of equal leading tokens: halves are compared as a whole, which Python does fast."""
+    """Return the number of equal leading tokens.
+
+    A binary search over tuple slices, which Python compares fast.
+    """
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -1,4 +1,4 @@
-"""Staging memory on the host for copies to the device."""
+"""Host staging buffers for copies to the device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MOST_BUFFERS = 16
 
 
 class StagingBuffer:
-    """Host memory, pinned if there is a GPU, reused and growing; each send is one non-blocking copy.
+    """Reused, growing host memory, pinned if there is a GPU; each send is one non-blocking copy.
 
     A buffer is rewritten only after its copy has finished, which an event signals. Copies queue behind the
     steps in flight; while the oldest copy is unfinished, another buffer is used, so the host waits only with
-    ``MOST_BUFFERS`` copies under way, and ``waits`` counts how often. If the host waits for each step's
-    tokens, one buffer is enough.
+    ``MOST_BUFFERS`` copies in flight (``waits`` counts how often). If the host waits for each step's tokens,
+    one buffer is enough.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -35,7 +35,7 @@ class StagingBuffer:
         self._sent: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # oldest first
 
     def host(self, *shape: int) -> np.ndarray:
-        """A writable, contiguous host array of this shape; its contents are undefined."""
+        """Return a writable, contiguous host array of this shape with undefined contents."""
         size = math.prod(shape)
         if self._new_event is not None:
             self._taken, self._copied = self._free_buffer(self._new_event)
@@ -47,7 +47,7 @@ class StagingBuffer:
         return self._given
 
     def put(self, array: np.ndarray) -> StagingBuffer:
-        """Make ``array`` what is sent: copied, unless it is the one that :meth:`host` gave last."""
+        """Stage ``array`` for :meth:`send`; copies it unless it is the last array from :meth:`host`."""
         if array is not self._given:
             self.host(*array.shape)[...] = array
         return self
@@ -63,7 +63,7 @@ class StagingBuffer:
         return target.view(self._shape)
 
     def _free_buffer(self, new_event: Callable[[], torch.cuda.Event]) -> tuple[Tensor, torch.cuda.Event]:
-        """The oldest buffer if its copy has finished, else a new one, up to ``MOST_BUFFERS``."""
+        """Return the oldest buffer if its copy has finished, else a new one, up to ``MOST_BUFFERS``."""
         if self._sent and self._sent[0][1].query():
             return self._sent.popleft()
         if len(self._sent) < MOST_BUFFERS:

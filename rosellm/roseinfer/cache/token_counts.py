@@ -1,4 +1,4 @@
-"""Which tokens penalised requests have seen, and how often: counted on the device."""
+"""Device-side counts of the tokens that requests with penalties have seen."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from rosellm.roseinfer.request import Sequence
 class TokenCounts:
     """A table ``[S, V]`` int32, with a row for each request that has penalties.
 
-    A number is twice the times that the token is in the output, plus 1 if it is in the prompt. It leaves out
-    the last token of the output, which a step counts as it begins (``penalties.count_tokens``). Captured
-    steps read the table where it is, so it is never replaced: it is there from the start, and small beside
-    the KV cache (S = 256, V = 151,936: 156 MB).
+    An entry is twice the token's number of occurrences in the output, plus 1 if it is in the prompt. The last
+    output token is not included; a step counts it as it begins (``penalties.count_tokens``). Captured steps
+    read the table by address, so it is allocated up front and never replaced; it is small compared with the
+    KV cache (S = 256, V = 151,936: 156 MB).
     """
 
     def __init__(self, n_rows: int, vocab_size: int, device: torch.device, group: Group = ALONE) -> None:
         self.table = torch.zeros(n_rows, vocab_size, dtype=torch.int32, device=device)
         self._staging = StagingBuffer(device, torch.int32)
         self._place_of: dict[Sequence, int] = {}
-        self._free = list(range(n_rows))  # a heap: the lowest first
-        self._write = group.command("counts", self._written)
+        self._free = list(range(n_rows))  # min-heap
+        self._write = group.broadcast("counts", self._apply_write)
 
     def hold(self, sequences: list[Sequence], positions: list[int]) -> list[int]:
-        """1 + the place of each sequence's counts, of the tokens before its position; 0 if it needs none.
+        """Upload the counts of tokens before each sequence's position; return 1 + each sequence's table row.
 
-        Sent in one copy, which nothing waits for.
+        A sequence without penalties gets 0. Everything is sent in one copy; the host does not wait for it.
         """
         penalised = [i for i, s in enumerate(sequences) if s.params.is_penalised]
         places = [0] * len(sequences)
@@ -46,7 +46,7 @@ class TokenCounts:
         return places
 
     def drop(self, sequence: Sequence) -> None:
-        """The sequence has left its row."""
+        """Free the table row of a sequence that has left the batch."""
         place = self._place_of.pop(sequence, None)
         if place is not None:
             heapq.heappush(self._free, place)
@@ -57,7 +57,7 @@ class TokenCounts:
         return self._place_of[sequence]
 
     def _send(self, places: list[int], seen: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Replace these rows of the table: tokens and their numbers; zero for all others."""
+        """Overwrite these table rows with the given tokens and numbers, and 0 elsewhere."""
         n, lengths = len(places), [len(tokens) for tokens, _ in seen]
         host = self._staging.host(n + 3 * sum(lengths))
         host[:n] = places
@@ -67,8 +67,8 @@ class TokenCounts:
             np.concatenate(arrays, out=row)
         self._write(host, n)
 
-    def _written(self, host: np.ndarray, n: int) -> None:
-        """The part on the device: n rows."""
+    def _apply_write(self, host: np.ndarray, n: int) -> None:
+        """Apply the update to the table on the device; n: the number of rows."""
         sent = self._staging.put(host).send()
         place, token, number = sent[n:].view(3, -1)
         self.table.index_fill_(0, sent[:n].long(), 0)
@@ -76,9 +76,9 @@ class TokenCounts:
 
 
 def seen_tokens(sequence: Sequence, position: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of the whole prompt and of the output before ``position``, each once, and their numbers.
+    """Return the distinct tokens of the prompt and of the output before ``position``, and their numbers.
 
-    Both ``[n]`` int32.
+    Both are ``[n]`` int32; the numbers are encoded as in ``TokenCounts``.
     """
     numbers: dict[int, int] = dict(zip(sequence.prompt, repeat(1)))
     for token in sequence.tokens[sequence.n_prompt : position]:
@@ -87,7 +87,7 @@ def seen_tokens(sequence: Sequence, position: int) -> tuple[np.ndarray, np.ndarr
 
 
 def counts_of(sequences: SequenceOf[Sequence], vocab_size: int, device: torch.device) -> Tensor:
-    """Of all tokens that each sequence has seen: ``[B, V]`` int32."""
+    """Return the counts of all tokens that each sequence has seen, ``[B, V]`` int32."""
     counts = torch.zeros(len(sequences), vocab_size, dtype=torch.int32)
     for row, sequence in zip(counts.numpy(), sequences, strict=True):
         tokens, numbers = seen_tokens(sequence, len(sequence.tokens))

@@ -33,8 +33,8 @@ def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, ind
     stops = state.stops[slots]
     stopped = (tokens == stops) | ((stops >= 0) & torch.isin(tokens, state.stop_tokens))
     ended = stopped | (positions + 2 >= state.limits[slots]) | (tokens < 0)
-    told = torch.where(live, tokens, INERT).to(torch.int32)
-    state.ring[rounds.long().cpu(), slots.cpu()] = told.to(state.ring.device)
+    given = torch.where(live, tokens, INERT).to(torch.int32)
+    state.ring[rounds.long().cpu(), slots.cpu()] = given.to(state.ring.device)
     state.rounds[slots] = (rounds + 1) % ROUNDS
     state.tokens[slots] = torch.where(live & (tokens >= 0), tokens, state.tokens[slots])
     state.positions[slots] = torch.where(live & ~ended, positions + 1, INERT)

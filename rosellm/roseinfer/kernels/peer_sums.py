@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
@@ -126,16 +125,3 @@ def make_sum_add_norm(peers: PeerMemory, most_rows: int, dependent: int = False)
         return out
 
     return sum_add_norm
-
-
-class SymmetricSums:
-    """torch's one-shot all-reduce over symmetric memory, for contiguous tensors of at most so many bytes."""
-
-    def __init__(self, peers: PeerMemory, n_bytes: int) -> None:
-        self._own, self._name = peers.own[:n_bytes], peers.name
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, a new one."""
-        shared = self._own[: x.nbytes].view(x.dtype).view(x.shape)
-        shared.copy_(x)
-        return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rosellm.errors import RecipeError, told
+from rosellm.errors import RecipeError, describe
 from rosellm.roseinfer import kv_append_triton as kv
 from rosellm.roseinfer.kernels import (
     advance,
@@ -147,7 +147,7 @@ def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Ke
             raise RecipeError("launch='autotuned' tunes a Triton kernel; kernels='torch' has none to tune")
         return TORCH
     if name != "triton":
-        raise RecipeError(f"kernels={told(name)} is unknown; use 'auto', 'triton' or 'torch'")
+        raise RecipeError(f"kernels={describe(name)} is unknown; use 'auto', 'triton' or 'torch'")
     if not has_triton:
         raise RecipeError(NO_TRITON)
     if device.type == "cpu" and torch.cuda.is_available():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rosellm.models.model import Block, Projection, Transformer
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
-from rosellm.roseinfer.kernels.peer_sums import SymmetricSums, make_sum_add_norm, peer_bytes
+from rosellm.roseinfer.kernels.peer_sums import make_sum_add_norm, peer_bytes
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.layers.fused import FusedLayers, Layers, plain_layers
 from rosellm.roseinfer.layers.products import (
@@ -78,13 +78,6 @@ def library_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
     return _after_sums(kernels.add_norm, ranks.summed)
 
 
-def symmetric_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
-    """The same with torch's one-shot sum over symmetric memory for few rows; more are the library's."""
-    n_bytes = SUMMED_ROWS * model.config.d_model * model.dtype.itemsize
-    few = _after_sums(kernels.add_norm, SymmetricSums(ranks.peers(n_bytes), n_bytes))
-    return _by_rows(few, library_sums(model, kernels, ranks))
-
-
 def one_shot_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
     """Sum, residual and norm in one kernel for few rows; more are the library's."""
     width, itemsize = model.config.d_model, model.dtype.itemsize
@@ -116,7 +109,6 @@ def _by_rows(few: AddNorm, many: AddNorm) -> AddNorm:
 
 SUMS: dict[str, Callable[[Transformer, Kernels, Ranks], AddNorm]] = {
     "library": library_sums,
-    "symmetric": symmetric_sums,
     "one_shot": one_shot_sums,
 }
 

@@ -1,1 +1,1 @@
-"""The ranks of one engine: what they sum, gather and are told, and how long they live."""
+"""The ranks of one engine: collectives, command broadcast and failure detection."""

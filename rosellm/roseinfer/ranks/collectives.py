@@ -1,7 +1,7 @@
-"""Sums and gathers among the ranks of one host, by ``torch.distributed``: NCCL on GPUs, gloo on a CPU.
+"""Collectives among the ranks of one host, by ``torch.distributed``: NCCL on GPUs, gloo on a CPU.
 
-Process groups belong to an engine, not to the process: several engines may each have one. All that listens,
-listens on the loopback.
+Process groups belong to an engine, not to the process, so several engines may each have one. All sockets
+listen on the loopback only.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rosellm.roseinfer.ranks.peer_memory import PeerMemory, share_files, share_g
 
 LOOPBACK = "127.0.0.1"
 RELEASED_WITHIN_S = 2.0
-PATIENCE = timedelta(minutes=30)  # it is ``watch`` that notices ranks that have ended or hang
+PATIENCE = timedelta(minutes=30)  # ``watch`` detects dead and hung ranks
 
 
 def listen() -> tuple[dist.TCPStore, int]:
-    """The store by which ranks find each other, and its port, which was free."""
+    """Return a new store, by which ranks find each other, and the free port it listens on."""
     with socket.create_server((LOOPBACK, 0)) as free:
         port = free.getsockname()[1]
         store = dist.TCPStore(
@@ -38,12 +38,15 @@ def listen() -> tuple[dist.TCPStore, int]:
 
 
 def connect(port: int) -> dist.TCPStore:
-    """The store that rank 0 listens for."""
+    """Connect to rank 0's store."""
     return dist.TCPStore(LOOPBACK, port, None, False, PATIENCE, wait_for_workers=False)
 
 
 class Collectives:
-    """What ranks compute together; all of them call the same, in the same order. Made when all are there."""
+    """Collectives of the ranks; all ranks must make the same calls in the same order.
+
+    The constructor blocks until all ranks call it.
+    """
 
     def __init__(self, store: dist.Store, part: Part, device: torch.device) -> None:
         self._store, self._part, self._device, self._size = store, part, device, part.size
@@ -52,18 +55,18 @@ class Collectives:
         self._on_device = self._gloo
         if device.type == "cuda":
             self._on_device = _nccl(dist.PrefixStore("nccl", store), part)
-            self.summed(torch.zeros(1, device=device))  # makes it, which cannot be captured
+            self.summed(torch.zeros(1, device=device))  # creates the communicator before any capture
             torch.cuda.synchronize(device)
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' contiguous tensors, in place, on the current stream."""
+        """Sum the ranks' contiguous tensors in place, on the current stream (all-reduce)."""
         options = dist.AllreduceOptions()
         options.asyncOp = False
         _wait(self._on_device.allreduce([x], options))
         return x
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The ranks' contiguous tensors, by rank: ``[size, *x.shape]``."""
+        """Gather the ranks' contiguous tensors, in rank order: ``[size, *x.shape]`` (all-gather)."""
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         options = c10d.AllgatherOptions()
         options.asyncOp = False
@@ -71,7 +74,7 @@ class Collectives:
         return out.view(self._size, *x.shape)
 
     def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers, by the host."""
+        """Return the smallest of the ranks' numbers, exchanged through gloo on the host."""
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         numbers = torch.tensor([number])
@@ -79,22 +82,25 @@ class Collectives:
         return int(numbers)
 
     def peers(self, n_bytes: int) -> PeerMemory:
-        """So many bytes that the ranks share: the same ones whenever that many are asked for."""
+        """Return ``n_bytes`` of memory shared by the ranks.
+
+        Calls with the same ``n_bytes`` return the same memory. All ranks call it.
+        """
         if n_bytes not in self._peers:
             store = dist.PrefixStore(f"peers-{n_bytes}", self._store)
             share: Callable[..., PeerMemory] = share_files
             if self._device.type == "cuda":
                 share = partial(share_gpus, device=self._device, backend=self._gloo)
             self._peers[n_bytes] = share(store, self._part, n_bytes)
-            self.least(0)  # nobody uses it before all have it
+            self.least(0)  # a barrier: every rank has mapped the memory
         return self._peers[n_bytes]
 
     def abort(self) -> None:
-        """End what waits for ranks that will not come, in whatever thread; nothing works after that.
+        """Abort collectives, on any thread, that wait for lost ranks; the object is unusable afterwards.
 
-        NCCL's returns once no graph is left that has captured it.
+        NCCL's abort returns only once every graph that captured the communicator is destroyed.
         """
-        if self._on_device is self._gloo:  # its connections end with the other ranks' processes
+        if self._on_device is self._gloo:  # its connections close with the other ranks' processes
             return
         late = monotonic() + RELEASED_WITHIN_S
         while self._peers and monotonic() < late and not torch.cuda.current_stream(self._device).query():
@@ -104,7 +110,7 @@ class Collectives:
 
 
 def _wait(work: Any) -> None:
-    if work is not None:  # of what has been put on the current stream there is nothing to wait for
+    if work is not None:  # None: the work was put on the current stream
         work.wait()
 
 
@@ -118,7 +124,7 @@ def _gloo(store: dist.Store, part: Part) -> Any:
 
 def _nccl(store: dist.Store, part: Part) -> Any:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which not every host's NVLink has
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which not every host's NVLink supports
     for ends_the_process in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING"):
         os.environ.setdefault(f"TORCH_NCCL_{ends_the_process}", "0")
     options = c10d.ProcessGroupNCCL.Options()

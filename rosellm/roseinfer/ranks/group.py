@@ -1,7 +1,7 @@
-"""The ranks that run one engine together, as its parts see them.
+"""The ranks that run one engine together, as seen by its components.
 
-Rank 0 schedules. What it does on its device, every other rank does on its own: such a call is a command, by
-name, with its numbers and the array that rank 0 has staged.
+Rank 0 schedules. Its device work is broadcast to every other rank as commands, each made of a name, scalar
+arguments and the array that rank 0 has staged.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ class Group(Protocol):
 
     @property
     def part(self) -> Part:
-        """What of the model it has."""
+        """This rank's part of the model."""
 
-    def command(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
-        """``run``, a method, as rank 0 is to call it: every rank runs its own of that name, in this order.
+    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
+        """Wrap the method ``run`` for rank 0: a call runs every rank's method of that name, in call order.
 
-        Arguments are numbers, text, arrays, and tensors that an earlier command returned.
+        Arguments may be numbers, strings, arrays, and tensors that an earlier command returned.
         """
 
     def check(self) -> None:
-        """Raise ``RankError`` if the group has ended; call it after the device has been waited for."""
+        """Raise ``RankError`` if the group has ended; call it after waiting for the device."""
 
     def least(self, number: int) -> int:
-        """The smallest of the ranks' numbers; all ranks call it."""
+        """Return the smallest of the ranks' numbers; all ranks call it."""
 
 
 class Ranks(Group, Protocol):
-    """A group of several, whose collectives are part of a captured step on a GPU."""
+    """A group of several ranks; on a GPU its collectives can be captured in a step."""
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, in place."""
+        """Sum the ranks' tensors in place (all-reduce)."""
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The ranks' contiguous tensors, by rank: ``[size, *x.shape]``."""
+        """Gather the ranks' contiguous tensors, in rank order: ``[size, *x.shape]`` (all-gather)."""
 
     def peers(self, n_bytes: int) -> PeerMemory:
-        """So many bytes that the ranks share; all ranks call it."""
+        """Return ``n_bytes`` of memory shared by the ranks; all ranks call it."""
 
 
 @dataclass(frozen=True)
 class Alone:
-    """The group of an engine that runs on one device."""
+    """The group of an engine on a single device."""
 
     part: Part = WHOLE
 
-    def command(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
-        """``run`` itself."""
+    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
+        """Return ``run`` unchanged."""
         return run
 
     def check(self) -> None:
-        """There is no other rank to fail."""
+        """Do nothing: there is no other rank that could fail."""
 
     def least(self, number: int) -> int:
         return number

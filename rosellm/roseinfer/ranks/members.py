@@ -1,4 +1,4 @@
-"""The members of a group: rank 0, which tells the others what to run, and those who follow."""
+"""The members of a group: rank 0, which broadcasts commands, and the followers that run them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
 
 from torch import Tensor
 
-from rosellm.errors import RankError, RoseError, told
+from rosellm.errors import RankError, RoseError, describe
 from rosellm.models.part import Part
 from rosellm.roseinfer.ranks.collectives import Collectives
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory
@@ -23,13 +23,13 @@ A_REASON_WITHIN_S, ABORTED_WITHIN_S = 2.0, 3.0
 
 
 class _Result(NamedTuple):
-    """Stands for the tensor that the latest command of that name returned."""
+    """Placeholder for the tensor that the latest command of that name returned."""
 
     name: str
 
 
 class _Member:
-    """One rank of a group; ``collectives`` is there once the ranks have met."""
+    """One rank of a group; ``collectives`` is set once all ranks have connected."""
 
     collectives: Collectives
 
@@ -54,9 +54,9 @@ class _Member:
 
 
 class Follower(_Member):
-    """Another rank than 0: it runs what it is told, until rank 0 hangs up.
+    """A non-zero rank: runs rank 0's commands until the pipe closes.
 
-    is_busy: while it does; is_waiting: while what it runs waits for other ranks.
+    is_busy: a command is running; is_waiting: it is blocked in a collective.
     """
 
     def __init__(self, part: Part, pipe: Connection) -> None:
@@ -65,9 +65,9 @@ class Follower(_Member):
         self._runs: dict[str, weakref.WeakMethod] = {}
         self._results: dict[str, Any] = {}
 
-    def command(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
-        """See ``group.Group``: the latest method of that name is run."""
-        self._runs[name] = weakref.WeakMethod(run)  # a step that was only tried is not kept
+    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
+        """See ``group.Group``; the latest method registered under that name is run."""
+        self._runs[name] = weakref.WeakMethod(run)  # weak: steps built for memory trials must not stay alive
         return run
 
     def summed(self, x: Tensor) -> Tensor:
@@ -83,17 +83,17 @@ class Follower(_Member):
         return self._with_others(self.collectives.least, number)
 
     def check(self) -> None:
-        """Rank 0 has ended if this one could notice."""
+        """No-op: if rank 0 were gone, this process would already have been killed."""
 
-    def told(self) -> Any:
-        """What rank 0 says next. Raises ``EOFError`` once it has hung up."""
+    def receive(self) -> Any:
+        """Receive rank 0's next message; raises ``EOFError`` once the pipe is closed."""
         return pickle.loads(self._pipe.recv_bytes())
 
     def follow(self) -> None:
-        """Run commands until rank 0 hangs up."""
+        """Run commands until rank 0 closes the pipe."""
         while True:
             try:
-                name, arguments = self.told()
+                name, arguments = self.receive()
             except EOFError:
                 return
             given = [self._results[a.name] if isinstance(a, _Result) else a for a in arguments]
@@ -114,10 +114,10 @@ class Follower(_Member):
 
 
 class Leader(_Member):
-    """Rank 0: its commands are told to the others before it runs them itself.
+    """Rank 0: broadcasts each command to the other ranks, then runs it itself.
 
-    An error while it does leaves the others waiting for it, so it ends the group. end: ends the others'
-    processes, if they have not ended.
+    An error in its own part would leave the others waiting for it, so it ends the group. end: ends the other
+    ranks' processes if they still run.
     """
 
     def __init__(self, part: Part, pipes: list[Connection], watch: Watch, end: Callable[[], object]) -> None:
@@ -125,7 +125,7 @@ class Leader(_Member):
         self._pipes, self._watch, self._end = pipes, watch, end
         self._results: dict[str, weakref.ref[Tensor]] = {}
 
-    def command(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
+    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
         """See ``group.Group``."""
 
         own: Callable[..., T] = run
@@ -141,7 +141,7 @@ class Leader(_Member):
         return cast("Callable[P, T]", led)
 
     def tell(self, what: Any) -> None:
-        """Send it to all others; they get it in order."""
+        """Send ``what``, pickled, to all other ranks; messages arrive in order."""
         self.check()
         message = pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
         with self.guarded():
@@ -154,39 +154,42 @@ class Leader(_Member):
             self._raise_reason()
 
     def guarded(self) -> _Guard:
-        """A context in which any error ends the group; an error of another rank replaces its consequences."""
+        """Return a context manager in which any error ends the group.
+
+        If the error is a consequence of another rank's failure, that failure is raised instead.
+        """
         return _Guard(self)
 
     def give_up(self, error: BaseException) -> None:
-        """End the group after an error of this rank; if it comes of another's end, that is raised."""
+        """End the group after ``error``; raise ``RankError`` instead if another rank's failure caused it."""
         consequence = isinstance(error, Exception) and not isinstance(error, RoseError)
         if consequence:
             self._watch.ended.wait(A_REASON_WITHIN_S)
-        self.close(f"rank 0 failed: {told(error)}")
+        self.close(f"rank 0 failed: {describe(error)}")
         self.abort()
         if consequence and self._watch.failed:
             self._raise_reason(error)
 
     def abort(self) -> None:
-        """End what this rank's device waits for; returns before that if a graph holds it up for long."""
+        """Abort this rank's collectives; wait at most ``ABORTED_WITHIN_S``, as a graph may block it."""
         if hasattr(self, "collectives"):
             aborting = Thread(target=self.collectives.abort, daemon=True)
             aborting.start()
             aborting.join(ABORTED_WITHIN_S)
 
     def close(self, reason: str = "it was closed") -> None:
-        """End the other ranks; later commands raise ``RankError``."""
+        """End the other ranks; later commands raise ``RankError`` with ``reason``."""
         self._watch.stop(reason)
         self._end()
 
     def _raise_reason(self, error: BaseException | None = None) -> NoReturn:
-        raise RankError(f"{self._watch.reason}; the engine has ended, make another") from error
+        raise RankError(f"{self._watch.reason}; the engine has ended; make another") from error
 
     def _named(self, tensor: Tensor) -> _Result:
         for name, known in self._results.items():
             if known() is tensor:
                 return _Result(name)
-        raise RoseError("the tensors of an earlier step are gone on the other ranks")
+        raise RoseError("the other ranks no longer hold the tensors of an earlier step")
 
 
 class _Guard:

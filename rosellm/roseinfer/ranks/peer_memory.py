@@ -1,4 +1,4 @@
-"""Memory that every rank of a group reads and writes: of GPUs over NVLink, of processes in shared files."""
+"""Memory that every rank of a group can read and write: GPU memory over NVLink, or shared files on a CPU."""
 
 from __future__ import annotations
 
@@ -19,36 +19,35 @@ SHARED = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """own: this rank's bytes, uint8, zeros at first. addresses: of all ranks' bytes, int64 ``[size]``.
+    """One rank's view of memory shared by all ranks.
 
-    others: the other ranks' bytes. name: by which torch's operators on symmetric memory know the group; empty
-    on a CPU. pads: with it, this rank's and the others' flags of those operators. group: which is known by
-    that name while it lives.
+    own: this rank's bytes, uint8, initially 0; others: the other ranks' bytes; addresses: of all ranks'
+    bytes, int64 ``[size]``. group: on GPUs the process group of the rendezvous, which must outlive it.
     """
 
     part: Part
     own: Tensor
     addresses: Tensor
     others: list[Tensor]
-    name: str = ""
-    pads: tuple[list[Tensor], list[Tensor]] = ([], [])
     group: dist.ProcessGroup | None = None
 
     def release(self) -> None:
-        """Let one wait of this GPU's kernels for other ranks end, whatever they then read.
+        """Release one wait of this GPU's kernels for other ranks; the data they then read are invalid.
 
-        A kernel waits for a flag of its own to become 1, or for another rank's to become 0.
+        A kernel waits for one of its own flags to become 1, or for another rank's flag to become 0.
         """
         with torch.cuda.stream(torch.cuda.Stream(self.own.device)):
-            for ours in (self.own, *self.pads[0]):
-                ours.view(torch.int32).fill_(1)
-            for theirs in (*self.others, *self.pads[1]):
+            self.own.view(torch.int32).fill_(1)
+            for theirs in self.others:
                 theirs.view(torch.int32).zero_()
             torch.cuda.current_stream().synchronize()
 
 
 def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
-    """On a CPU: each rank's bytes are a file in memory. They have no name left once all ranks have met."""
+    """On a CPU: map each rank's bytes from a file in shared memory.
+
+    The files are unlinked once all ranks have mapped them.
+    """
     handle, path = tempfile.mkstemp(prefix="rosellm-", dir=SHARED if SHARED.is_dir() else None)
     os.truncate(handle, n_bytes)
     os.close(handle)
@@ -66,9 +65,9 @@ def share_files(store: dist.Store, part: Part, n_bytes: int) -> PeerMemory:
 def share_gpus(
     store: dist.Store, part: Part, n_bytes: int, device: torch.device, backend: dist.Backend
 ) -> PeerMemory:
-    """On GPUs: torch's symmetric memory, without NVLink's multicast. The ranks meet before anyone uses it.
+    """On GPUs: torch's symmetric memory, without NVLink multicast; returns after all ranks have met.
 
-    backend: any that the ranks have; torch wants a group to have one.
+    backend: any backend of the ranks, since torch requires a group to have one.
     """
     from torch.distributed._symmetric_memory import _SymmetricMemory as Symmetric
 
@@ -77,16 +76,14 @@ def share_gpus(
         store.set("name", f"rosellm-{os.urandom(8).hex()}")
     name = store.get("name").decode()
     Symmetric.set_group_info(name, part.rank, part.size, store)
-    group = _registered(name, store, part, backend)  # where that is not what torch looks at
+    group = _registered(name, store, part, backend)  # rendezvous resolves the name to a group
     own = Symmetric.empty_strided_p2p((n_bytes,), (1,), torch.uint8, device, name)
     own.zero_()
     torch.cuda.synchronize(device)
     met = Symmetric.rendezvous(own, name)
     theirs = [met.get_buffer(rank, (n_bytes,), torch.uint8) for rank in range(part.size)]
     addresses = torch.tensor([one.data_ptr() for one in theirs], dtype=torch.int64, device=device)
-    pads = [met.get_signal_pad(rank) for rank in range(part.size)]
-    flags = [pads[part.rank]], _others(pads, part)
-    return PeerMemory(part, own, addresses, _others(theirs, part), name, flags, group)
+    return PeerMemory(part, own, addresses, _others(theirs, part), group)
 
 
 def _registered(name: str, store: dist.Store, part: Part, backend: dist.Backend) -> Any:

@@ -1,8 +1,8 @@
-"""Ranks watch each other: one that has died, or has not moved for seconds, ends the others.
+"""Failure detection: a rank that has died, or has made no progress for seconds, ends the others.
 
-Every process counts up in memory that all of them share, from a thread of its own, unless its command hangs.
-Time is counted in looks, not in seconds: a machine that slept, or a terminal that stopped all of them, has
-not lost a rank.
+Every process increments a counter in shared memory from a background thread, unless its command hangs. Time
+is counted in polls, not in seconds, so a suspended machine or a stopped process group does not look like a
+lost rank.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import psutil
 
 LOOK_S = 0.25
 KILLED_WITHIN_S = 1.0
-HUNG_AFTER = 24  # looks at a count that stays the same
-LEAST_S = 0.01  # of processor time between two looks, if a command computes; threads that poll take 1 to 3 ms
+HUNG_AFTER = 24  # polls of an unchanged counter
+LEAST_S = 0.01  # processor time per poll of a command that computes; polling threads take 1 to 3 ms
 
-Beats = Any  # a shared array of int64, one count a rank
+Beats = Any  # a shared int64 array, one counter per rank
 
 
 class _Counts:
-    """How often each rank's count has been seen unchanged since it last moved.
+    """Counts how many polls each rank's counter has been unchanged.
 
-    is_stopped: whether a rank that has not begun to count yet never will, as things are.
+    is_stopped: True if the process is stopped (SIGSTOP), so that a missing first heartbeat counts as a hang.
     """
 
     def __init__(self, beats: Beats, ranks: range, is_stopped: Callable[[int], bool]) -> None:
@@ -39,7 +39,7 @@ class _Counts:
         self._is_stopped = is_stopped
 
     def look(self) -> int | None:
-        """A rank that hangs."""
+        """Poll once; return a rank that hangs, or None."""
         for rank in self._still:
             begins = not self._beats[rank] and not self._is_stopped(rank)
             moved = begins or self._beats[rank] != self._last[rank]
@@ -51,10 +51,10 @@ class _Counts:
 
 
 class Watch(Thread):
-    """Rank 0's, until ``ended``; why is in ``reason``. ``failed``: another rank did, and all are killed.
+    """Rank 0's watchdog thread; it runs until ``ended`` is set, for the reason in ``reason``.
 
-    processes, pipes: of ranks 1, 2, …; a rank tells by its pipe what it died of. on_failure: is called after
-    that.
+    ``failed``: another rank failed, and all have been killed. processes, pipes: of ranks 1, 2, …; a failing
+    rank sends its error through its pipe. on_failure: called after the ranks are killed.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Watch(Thread):
                 self._on_failure()
 
     def stop(self, reason: str) -> None:
-        """The other ranks are about to be ended."""
+        """Set ``ended``: the other ranks are about to be shut down on purpose."""
         if not self.ended.is_set():
             self.reason = reason
             self.ended.set()
@@ -93,7 +93,7 @@ class Watch(Thread):
         dead = [i for i, process in enumerate(self._processes) if process.sentinel in sentinels]
         if not dead:
             return None
-        silent = [i for i in dead if not self._told(i)]  # those who tell may have died of their ends
+        silent = [i for i in dead if not self._told(i)]  # errors may follow from a silent death
         first = (silent or dead)[0]
         return f"rank {first + 1} of {len(self._beats)} {self._told(first) or self._ended_by(first)}"
 
@@ -108,52 +108,52 @@ class Watch(Thread):
     def _ended_by(self, index: int) -> str:
         self._processes[index].join()
         code = self._processes[index].exitcode or 0
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def _hang(self) -> str | None:
         rank = self._counts.look()
         if rank is None:
             return None
-        return f"rank {rank} of {len(self._beats)} has not moved for {HUNG_AFTER * LOOK_S:.0f} seconds"
+        return f"rank {rank} of {len(self._beats)} made no progress for {HUNG_AFTER * LOOK_S:.0f} seconds"
 
 
 def kill(processes: list[BaseProcess]) -> None:
-    """End processes that may be stopped or deep in a library."""
+    """Kill processes, which may be stopped or blocked in a library."""
     for process in processes:
         process.kill()
     join(processes, KILLED_WITHIN_S)
 
 
 def join(processes: list[BaseProcess], within_s: float) -> None:
-    """Wait for all of them, so long at most."""
+    """Wait at most ``within_s`` seconds in total for the processes to exit."""
     late = monotonic() + within_s
     for process in processes:
         process.join(max(0.0, late - monotonic()))
 
 
 class _Work:
-    """Whether the other threads of this process compute, or a compiler does that they have started."""
+    """Whether other threads of this process, or a compiler subprocess, are using the processor."""
 
     def __init__(self) -> None:
         self._spent_s = self._last_s = 0.0
 
     def look(self) -> None:
-        """Note how much processor time they have taken; from one thread only, whose own does not count."""
+        """Sample the processor time of all threads but the caller's; always call from the same thread."""
         self._last_s, self._spent_s = self._spent_s, process_time() - thread_time()
 
     def is_done(self) -> bool:
-        """Between the last two looks."""
+        """Return whether work was done between the last two samples, or a child process runs."""
         return self._spent_s - self._last_s >= LEAST_S or bool(psutil.Process().children())
 
 
 def watch_rank_0(
     beats: Beats, rank: int, is_busy: Callable[[], bool], is_waiting: Callable[[], bool]
 ) -> None:
-    """In another rank's process: count while it moves, and end it once rank 0 has died or hangs.
+    """In a non-zero rank's process: count heartbeats, and exit if rank 0 dies or hangs.
 
-    is_busy: whether this rank is in the midst of a command, and is_waiting: for other ranks there. If it is
-    neither waiting nor computing, its command hangs. Between commands rank 0 may be kept from counting by its
-    program, and hangs only if it is stopped.
+    is_busy: this rank is running a command; is_waiting: it is blocked in a collective. A busy rank that is
+    neither waiting nor computing stops counting, so rank 0 sees it hang. Between commands rank 0's program
+    may keep it from counting, so there it counts as hung only if it is stopped.
     """
     counts = _Counts(beats, range(1), lambda _: _is_stopped(os.getppid()))
     work = _Work()
@@ -164,13 +164,13 @@ def watch_rank_0(
             beats[rank] += 1
         return counts.look() is None or not (is_busy() or _is_stopped(os.getppid()))
 
-    end_with_parent(f"rank {rank}: rank 0 has ended, and so do I", goes_on)
+    end_with_parent(f"rank {rank}: rank 0 exited; shutting down", goes_on)
 
 
 def end_with_parent(said: str, goes_on: Callable[[], bool] = lambda: True) -> None:
-    """End this process, with that line, once the one that spawned it has ended or no longer ``goes_on``.
+    """Exit, printing ``said`` to stderr, once the parent process has ended or ``goes_on`` returns False.
 
-    The parent may have ended before this call, in the seconds that imports take.
+    The parent may have ended before this call, during the seconds that imports take.
     """
     parent = parent_process()
     assert parent is not None
@@ -178,7 +178,7 @@ def end_with_parent(said: str, goes_on: Callable[[], bool] = lambda: True) -> No
     def look() -> None:
         while os.getppid() == parent.pid and goes_on():
             sleep(LOOK_S)
-        with suppress(OSError):  # the line's reader may have ended too
+        with suppress(OSError):  # stderr's reader may have exited too
             print(said, file=sys.stderr, flush=True)
         os._exit(1)
 

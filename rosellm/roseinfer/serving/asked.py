@@ -1,23 +1,26 @@
-"""What is asked for: prompts with the sampling parameters of each, checked and made into sequences."""
+"""Validate prompts and their sampling parameters, and turn them into sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as SequenceOf
 from typing import TypeVar
 
-from rosellm.errors import PromptError, SamplingError, told
+from rosellm.errors import PromptError, SamplingError, describe
 from rosellm.roseinfer.sampling import SamplingParams
 
 T = TypeVar("T")
 
 
 def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> list[SamplingParams]:
-    """Sampling parameters for every prompt, from one for all or one each."""
+    """Return sampling parameters for every prompt, from one for all or one each.
+
+    Raises ``SamplingError`` for a wrong type or number.
+    """
     if isinstance(params, SamplingParams):
         return [params] * n_prompts
     if not isinstance(params, (list, tuple)) or not all(isinstance(own, SamplingParams) for own in params):
         raise SamplingError(
-            f"sampling parameters are {told(params)}; give one SamplingParams, or a list of them"
+            f"sampling parameters are {describe(params)}; give one SamplingParams, or a list of them"
         )
     if len(params) != n_prompts:
         raise SamplingError(
@@ -27,16 +30,16 @@ def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> l
 
 
 def check_prompts(prompts: object) -> None:
-    """Raises ``PromptError`` for anything but a list of prompts."""
+    """Raise ``PromptError`` for anything but a list of prompts."""
     if not isinstance(prompts, (list, tuple)):
-        raise PromptError(f"the prompts are {told(prompts)}; give a list of lists of token ids")
+        raise PromptError(f"the prompts are {describe(prompts)}; give a list of lists of token ids")
 
 
 def each_encoded(
     encode_many: Callable[[SequenceOf[str | list[int]]], list[list[int]]],
     prompts: SequenceOf[str | list[int]],
 ) -> list[list[int]]:
-    """The token ids of each prompt, as ``encode_many`` gives them; an error names the prompt."""
+    """Encode the prompts with ``encode_many``; a ``PromptError`` names the prompt's index."""
     try:
         return encode_many(prompts)
     except PromptError:
@@ -53,7 +56,7 @@ def each_made(
     prompts: list[list[int]],
     params: SamplingParams | list[SamplingParams],
 ) -> list[T]:
-    """What ``make`` makes of each prompt; an error tells which prompt it is about."""
+    """Call ``make`` for each prompt and its parameters; a ``PromptError`` names the prompt's index."""
     made = []
     for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
         try:

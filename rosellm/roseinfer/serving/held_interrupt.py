@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps: what a step has begun to write down, it finishes."""
+"""Defer Ctrl-C to step boundaries so that a step's bookkeeping is never interrupted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class HeldInterrupt:
-    """A handler of SIGINT that waits for :meth:`let_through`; a second one meanwhile interrupts at once."""
+    """A SIGINT handler that defers to :meth:`let_through`; a second SIGINT interrupts at once."""
 
     def __init__(self) -> None:
         self.is_held = False
@@ -22,7 +22,7 @@ class HeldInterrupt:
         self.is_held = True
 
     def let_through(self) -> None:
-        """Raises KeyboardInterrupt if a SIGINT came since the last call."""
+        """Raise ``KeyboardInterrupt`` if a SIGINT arrived since the last call."""
         if self.is_held:
             self.is_held = False
             raise KeyboardInterrupt
@@ -30,9 +30,9 @@ class HeldInterrupt:
 
 @contextmanager
 def held_interrupt() -> Iterator[Callable[[], None]]:
-    """Within, SIGINT raises KeyboardInterrupt only where what is yielded is called, and at the end.
+    """Defer SIGINT: it raises ``KeyboardInterrupt`` only in calls of the yielded function, and on exit.
 
-    In another thread than the main one, and where SIGINT does not raise KeyboardInterrupt, nothing changes.
+    Has no effect in threads other than the main one, or if SIGINT does not raise ``KeyboardInterrupt``.
     """
     before = signal.getsignal(signal.SIGINT)
     if current_thread() is not main_thread():

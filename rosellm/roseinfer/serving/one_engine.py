@@ -1,4 +1,4 @@
-"""One engine in this process: it runs one call's requests after another's."""
+"""Runner of an ``LLM`` with one engine in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 
 
 class OneEngine:
-    """Prompts of one call to ``LLM.generate`` on ``engine``, which is that call's own meanwhile."""
+    """Runs calls of ``LLM.generate`` on ``engine``, which each call owns while it runs."""
 
     def __init__(self, engine: Engine, config: SchedulerConfig) -> None:
         self.engine, self._config = engine, config
@@ -28,13 +28,13 @@ class OneEngine:
         return self.engine.rung
 
     def encode_many(self, prompts: Sequence[str | list[int]], special: bool = True) -> list[list[int]]:
-        """As ``Engine.encode_many``."""
+        """See ``Engine.encode_many``."""
         return self.engine.encode_many(prompts, special)
 
     def run(
         self, prompts: list[list[int]], params: list[SamplingParams], progress: Progress | None = None
     ) -> list[RequestOutput]:
-        """As ``OfflineScheduler.run``. Raises ``BusyError`` while another scheduler owns the engine."""
+        """See ``OfflineScheduler.run``. Raises ``BusyError`` while another scheduler owns the engine."""
         scheduler = OfflineScheduler(self.engine, self._config)
         self.engine.own(scheduler, "LLM.generate")
         try:

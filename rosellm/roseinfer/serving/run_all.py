@@ -1,4 +1,4 @@
-"""All requests known upfront, and run to completion: by one scheduler, or by that of replicas."""
+"""Run requests that are all known upfront to completion, on one engine or on replicas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class Progress(Protocol):
 
 
 class RunsAll(Protocol):
-    """A scheduler that counts ``n_tokens``, generated so far, and ``n_spared``: as ``OfflineScheduler``."""
+    """A scheduler that ``run_all`` can drive.
+
+    ``n_tokens``: tokens generated so far; ``n_spared``: see ``OfflineScheduler``.
+    """
 
     n_tokens: int
     n_spared: int

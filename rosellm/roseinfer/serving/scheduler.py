@@ -1,11 +1,11 @@
-"""Schedulers: who prefills and who decodes in each iteration (continuous batching: Orca, Yu et al. 2022)."""
+"""Schedulers: who prefills and who decodes per iteration (continuous batching: Orca, Yu et al. 2022)."""
 
 from __future__ import annotations
 
 from itertools import chain
 from time import perf_counter
 
-from rosellm.errors import OverloadError, RoseError, told
+from rosellm.errors import OverloadError, RoseError, describe
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.request import Sequence
@@ -21,17 +21,17 @@ from rosellm.roseinfer.serving.asked import check_prompts, each_made
 from rosellm.roseinfer.serving.run_all import Progress, run_all
 
 
-class Listeners:
-    """Which of a step's sequences are still in flight, and what to do with each token.
+class ActiveView:
+    """Sequences of a step that are still in flight, with cached callbacks for each token.
 
-    listed: the step's list of sequences, usually the same list step after step.
+    step_sequences: the step's list of sequences, usually the same object step after step.
     """
 
-    __slots__ = ("followed", "listed", "note_time", "sequences")
+    __slots__ = ("followed", "step_sequences", "note_time", "sequences")
 
-    def __init__(self, listed: list[Sequence], requests: dict[int, Sequence]) -> None:
-        self.listed = listed
-        self.sequences = [s for s in listed if s.request_id in requests]
+    def __init__(self, step_sequences: list[Sequence], requests: dict[int, Sequence]) -> None:
+        self.step_sequences = step_sequences
+        self.sequences = [s for s in step_sequences if s.request_id in requests]
         self.note_time = [s.metrics.token_times.append for s in self.sequences]
         self.followed = [s for s in self.sequences if s.text is not None]
 
@@ -39,14 +39,16 @@ class Listeners:
 class OnlineScheduler:
     """Continuous batching: requests may be added at any time and leave as soon as they end.
 
-    If the engine's steps run ahead of the host, the host admits, follows texts and stores results meanwhile.
+    If the engine's steps run ahead of the host, the host admits, decodes text and stores results meanwhile.
     When the KV cache runs out of blocks, cached prefixes are evicted first; then the youngest request is
-    preempted: it frees its blocks, goes to the head of the queue, and is recomputed later (``preemptions``
-    counts these): in fp32 to the same tokens; in 16 bits near-ties may resolve differently, unless the engine
-    is deterministic. A request that gets no token from a step ends alone, as "failed". If the engine raises
-    in :meth:`step`, all active sequences free their blocks and end as "failed", and the error propagates to
-    the caller; waiting requests keep waiting. ``finished`` keeps each result until :meth:`take_result`. Not
-    thread-safe, and the only user of its engine while it has active sequences.
+    preempted: it frees its blocks, moves to the head of the queue and is recomputed later (``preemptions``
+    counts these). In fp32 it gets the same tokens; in 16 bits near-ties may resolve differently, unless the
+    engine is deterministic.
+
+    A request that gets no token from a step ends alone, as "failed". If the engine raises in :meth:`step`,
+    all active sequences free their blocks and end as "failed", and the error propagates to the caller;
+    waiting requests keep waiting. ``finished`` keeps each result until :meth:`take_result`. Not thread-safe,
+    and the only user of its engine while it has active sequences.
     """
 
     def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
@@ -58,12 +60,12 @@ class OnlineScheduler:
         self.decode_tokens = self.decode_steps = self.preemptions = 0
         self.requests: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(self.config)
-        self._prefilling: list[Sequence] = []  # admitted, prompt not fully begun; after a step at most one
-        self._active: list[Sequence] = []  # those that decode; replaced, never mutated
-        self._heard: Listeners | None = None
-        # A decode step that is held for prompts would be begun by a collection before they are known.
+        self._prefilling: list[Sequence] = []  # admitted, prefill not fully begun; at most one after a step
+        self._active: list[Sequence] = []  # decoding; replaced, never mutated
+        self._view: ActiveView | None = None
+        # A joined step waits for prompts; collecting here would launch it before they are chosen.
         holds = engine.step.holds_decode
-        self._collect_meanwhile = _nobody if holds else type(self)._collect  # not bound: that were a circle
+        self._collect_meanwhile = _nobody if holds else type(self)._collect  # unbound: no reference cycle
 
     @property
     def has_unfinished(self) -> bool:
@@ -80,7 +82,7 @@ class OnlineScheduler:
     def add_request(self, prompt_ids: list[int], params: SamplingParams) -> int:
         """Queue one request and return its id.
 
-        Raises ``PromptError``, ``SamplingError`` or ``OverloadError``, and then nothing is queued.
+        Raises ``PromptError``, ``SamplingError`` or ``OverloadError``, in which case nothing is queued.
         """
         self._check_room(1)
         return self.submit(self.engine.make_sequence(prompt_ids, params))
@@ -88,19 +90,22 @@ class OnlineScheduler:
     def add_requests(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[int]:
-        """Queue all of them, or none: every prompt is checked first. ``params``: one for all, or one each."""
+        """Queue all prompts and return their ids; if any is invalid, queue none.
+
+        params: one for all, or one each. Raises as :meth:`add_request` does.
+        """
         return [self.submit(sequence) for sequence in self.make_sequences(prompts, params)]
 
     def make_sequences(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[Sequence]:
-        """What :meth:`add_requests` would queue; raises as it does."""
+        """Make the sequences that :meth:`add_requests` would queue; raises as it does."""
         check_prompts(prompts)
         self._check_room(len(prompts))
         return each_made(self.engine.make_sequence, prompts, params)
 
     def submit(self, sequence: Sequence) -> int:
-        """Queue a sequence made by this engine; its ``text``, if any, is kept up to date with its tokens."""
+        """Queue a sequence made by this engine; its ``text``, if any, follows its tokens."""
         self.engine.check_owner(self)
         sequence.metrics.arrival = perf_counter()
         self.requests[sequence.request_id] = sequence
@@ -108,7 +113,7 @@ class OnlineScheduler:
         return sequence.request_id
 
     def step(self) -> list[Sequence]:
-        """One iteration: decode, then prefill a cut prompt and newly admitted ones; collect finished steps.
+        """Run one iteration: decode, prefill a cut prompt and newly admitted ones, collect finished steps.
 
         Returns the sequences that got tokens or failed, each once, including those that ended.
         """
@@ -124,7 +129,10 @@ class OnlineScheduler:
         return got[0] if len(got) == 1 else list(dict.fromkeys(chain.from_iterable(got)))
 
     def cancel(self, request_id: int) -> bool:
-        """End a waiting or active request as "cancelled", free its blocks; False if it has ended already."""
+        """End a waiting or active request as "cancelled" and free its blocks.
+
+        Returns False if it has already ended. Raises ``RoseError`` for an unknown id.
+        """
         request = self.requests.get(request_id)
         if request is None:
             if request_id not in self.finished:
@@ -150,7 +158,7 @@ class OnlineScheduler:
     def record_step(self, done: Done, n_tokens: int) -> None:
         """Add a finished step to the statistics; subclasses may keep more of them.
 
-        A decode step all of whose sequences had ended before does not count.
+        A decode step whose sequences had all ended earlier does not count.
         """
         if done.kind == "prefill":
             self.prefill_time_s += done.seconds
@@ -160,7 +168,7 @@ class OnlineScheduler:
             self.decode_steps += 1
 
     def take_result(self, request_id: int) -> RequestOutput:
-        """The result of a finished request, which is then forgotten."""
+        """Return the result of a finished request, and forget it; raises ``RoseError`` if there is none."""
         if request_id in self.requests:
             raise RoseError(f"request {request_id} has not ended yet")
         if request_id not in self.finished:
@@ -176,19 +184,21 @@ class OnlineScheduler:
             )
 
     def _raise_unknown(self, request_id: int) -> None:
-        raise RoseError(f"request {told(request_id)} is unknown: it was never added, or its result was taken")
+        raise RoseError(
+            f"request {describe(request_id)} is unknown: it was never added, or its result was taken"
+        )
 
     def _begin_decode(self) -> tuple[int, list[list[Sequence]]]:
-        """Begin one more token for all that decode; returns the rows run, and who got tokens meanwhile."""
+        """Begin a decode step; return the number of rows it runs, and who got tokens meanwhile."""
         budget, got = self.engine.budget, []
-        if self._active and not budget.assure_decode(self._active):
-            got = self._collect(0)  # finish begun steps: sequences that end in them free their blocks
-            needs = dict(zip(self._active, budget.to_decode(self._active), strict=True))
+        if self._active and not budget.ensure_decode(self._active):
+            got = self._collect(0)  # sequences that end in the begun steps free their blocks
+            needs = dict(zip(self._active, budget.blocks_to_decode(self._active), strict=True))
             self._preempt_until_there_are(needs)
         return self.engine.begin_decode(self._active) if self._active else 0, got
 
     def _begin_prefill(self) -> tuple[int, list[list[Sequence]]]:
-        """Prefill the rest of a cut prompt, then waiting ones; how many, and who got tokens meanwhile."""
+        """Begin prefilling a cut prompt, then new ones; return how many, and who got tokens meanwhile."""
         self._prefilling += self._admit()
         if not self._prefilling:
             return 0, []
@@ -197,7 +207,7 @@ class OnlineScheduler:
         sequences, counts = self._next_chunks()
         if not budget.make_room_to_prefill(sequences, counts):
             got = self._collect(0)
-            needs = {s: budget.to_prefill([s], [n]) for s, n in zip(sequences, counts, strict=True)}
+            needs = {s: budget.blocks_to_prefill([s], [n]) for s, n in zip(sequences, counts, strict=True)}
             self._preempt_until_there_are(needs)
             sequences, counts = self._next_chunks()
         if sequences:
@@ -222,9 +232,10 @@ class OnlineScheduler:
         self._waiting.put_back(sequence)
 
     def _next_chunks(self) -> tuple[list[Sequence], list[int]]:
-        """Whose tokens are computed now, and how many of each; only the last prompt may be cut.
+        """Return the sequences to prefill now and the number of tokens of each; only the last may be cut.
 
-        If the engine cuts at multiples of some tokens only, the first one may exceed the budget by that many.
+        If the engine cuts only at multiples of an alignment, the first chunk may exceed the budget by less
+        than that.
         """
         sequences: list[Sequence] = []
         counts: list[int] = []
@@ -244,33 +255,33 @@ class OnlineScheduler:
 
     @property
     def _prefill_budget(self) -> int:
-        """Prompt tokens of one iteration."""
+        """Prompt tokens per iteration."""
         whole, chunk = self.config.prefill_token_budget, self.config.prefill_chunk
         return min(whole, chunk) if self._active and chunk is not None else whole
 
     def _collect(self, leave: int) -> list[list[Sequence]]:
-        """Who got a token, or failed, in each finished step."""
+        """Return the sequences that got a token or failed, for each finished step."""
         return [self._take(done) for done in self.engine.step.collect(leave)]
 
     def _take(self, done: Done) -> list[Sequence]:
-        """Record step and times, follow texts, retire who has ended; returns who got a token or failed."""
-        heard = self._heard
-        if heard is None or heard.listed is not done.sequences:
-            heard = self._heard = Listeners(done.sequences, self.requests)
-        self.record_step(done, len(heard.sequences))
+        """Record a step, update texts, retire ended sequences; return those that got a token or failed."""
+        view = self._view
+        if view is None or view.step_sequences is not done.sequences:
+            view = self._view = ActiveView(done.sequences, self.requests)
+        self.record_step(done, len(view.sequences))
         now = perf_counter()
-        for note_time in heard.note_time:
+        for note_time in view.note_time:
             note_time(now)
-        for sequence in heard.followed:
+        for sequence in view.followed:
             sequence.follow_text()
         failed = [sequence for sequence in done.failed if sequence.request_id in self.requests]
-        ended = [s for s in heard.sequences if s.finish_reason is not None] + failed
+        ended = [s for s in view.sequences if s.finish_reason is not None] + failed
         if ended:
             self._retire(ended)
-        return heard.sequences + failed if failed else heard.sequences
+        return view.sequences + failed if failed else view.sequences
 
     def _admit(self) -> list[Sequence]:
-        """Waiting requests that start now, removed from the queue."""
+        """Remove and return the waiting requests that start now."""
         n_begun = len(self._prefilling)
         places = min(self.max_batch_size - self.n_active, self.config.prefill_max_batch_size - n_begun)
         tokens = self._prefill_budget - sum(s.n_to_prefill for s in self._prefilling)
@@ -281,7 +292,7 @@ class OnlineScheduler:
     def _fail_active(self, error: BaseException) -> None:
         active = self._active + self._prefilling
         for sequence in active:
-            sequence.fail(told(error))
+            sequence.fail(describe(error))
         self._retire(active)
 
     def _retire(self, ended: list[Sequence]) -> None:
@@ -295,10 +306,10 @@ class OnlineScheduler:
         gone = set(leaving)
         self._active = [sequence for sequence in self._active if sequence not in gone]
         self._prefilling = [sequence for sequence in self._prefilling if sequence not in gone]
-        self._heard = None
+        self._view = None
         for sequence in leaving:
             self.engine.release(sequence)
-            self.engine.budget.withdraw(sequence)
+            self.engine.budget.unreserve(sequence)
 
     def _store_result(self, sequence: Sequence) -> None:
         del self.requests[sequence.request_id]
@@ -306,14 +317,14 @@ class OnlineScheduler:
 
 
 def _nobody(_scheduler: OnlineScheduler, leave: int) -> list[list[Sequence]]:
-    """No step's sequences."""
+    """Collect nothing."""
     return []
 
 
 class OfflineScheduler(OnlineScheduler):
-    """All requests are known upfront and run to completion.
+    """A scheduler for requests that are all known upfront and run to completion.
 
-    ``n_tokens``: generated so far; ``n_spared``: unused ``max_tokens`` of requests that ended.
+    ``n_tokens``: tokens generated so far; ``n_spared``: unused ``max_tokens`` of requests that ended.
     """
 
     n_tokens = n_spared = 0
@@ -324,10 +335,11 @@ class OfflineScheduler(OnlineScheduler):
         params: SamplingParams | list[SamplingParams],
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """Results in the order of ``prompts``. ``progress``, say a tqdm bar, is updated with each token.
+        """Run all prompts and return their results in order.
 
-        Its total is lowered by the unused ``max_tokens`` of requests that end early. If anything raises, all
-        requests are cancelled and forgotten, and their blocks are free again; Ctrl-C, once a step has ended.
+        progress: for example a tqdm bar; updated as tokens arrive, its total reduced by the unused
+        ``max_tokens`` of requests that end early. If anything raises, all requests are cancelled and
+        forgotten, and their blocks are freed. Ctrl-C takes effect at the end of a step.
         """
         return run_all(self, prompts, params, progress)
 

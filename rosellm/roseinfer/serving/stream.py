@@ -1,4 +1,4 @@
-"""A streamed request: what its client and the worker share, and what the worker alone knows."""
+"""A streamed request: the state shared by client and worker, and the worker's own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from queue import SimpleQueue
 from threading import Event
 from typing import NoReturn
 
-from rosellm.errors import RoseError, told
+from rosellm.errors import RoseError, describe
 from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
@@ -19,10 +19,10 @@ from rosellm.roseinfer.text import LateText
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One request between its client and the worker; ``outcome`` is its output or its error.
+    """One request, shared by its client and the worker; ``outcome`` is its output or its error.
 
-    ``put`` delivers a piece, or None for the end, to ``pieces``, whose reader is woken later, or to the
-    client's inbox.
+    ``put`` delivers a piece of text, or None for the end, to ``pieces`` (whose reader is woken later) or to
+    the client's inbox.
     """
 
     request_id: int
@@ -32,17 +32,17 @@ class Stream:
     put: Callable[[str | None], None]
     ended: Event = field(default_factory=Event)
     running: Running | None = None
-    cancelled: bool = False  # a client has asked to end it
+    cancelled: bool = False  # a client has requested cancellation
     outcome: RequestOutput | BaseException | None = None  # set once it has ended
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request in the scheduler.
+    """A request in the scheduler, as the worker sees it.
 
-    tokens: the sequence's; ``told`` of them, the prompt included, have been delivered, and ``due`` is their
-    number at the next delivery; in_rounds: which waits for the next round. late: decodes the text as it is
-    delivered, unless stop strings have the scheduler do that. take: the text to deliver.
+    tokens: the sequence's; ``told`` of them, the prompt included, have been delivered, and the next delivery
+    is at ``due`` tokens. in_rounds: that delivery waits for the next round. late: decodes text on delivery;
+    None if the scheduler decodes it to find stop strings. take: returns the text to deliver.
     """
 
     stream: Stream
@@ -63,14 +63,14 @@ class Running:
         return cls(stream, sequence, tokens, late, late.take, n, n + interval)
 
     def take_last(self) -> str:
-        """The text to deliver once the request has ended."""
+        """Return the text to deliver once the request has ended."""
         if self.late is None:
             return self.take()
         return self.late.take_last(left_out=int(self.sequence.finish_reason == "stop"))
 
 
 def inbox_putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], None]:
-    """Puts into a queue shared by several requests."""
+    """Return a ``put`` into a queue shared by several requests."""
 
     def put(piece: str | None) -> None:
         inbox.put((request_id, piece))
@@ -79,7 +79,7 @@ def inbox_putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], 
 
 
 def unborn_output(stream: Stream, tokenizer: AnyTokenizer) -> RequestOutput:
-    """The output of a request that was cancelled before its prompt was tokenized."""
+    """Return the output of a request cancelled before its prompt was tokenized."""
     sequence = Sequence(stream.request_id, [], stream.params, n_pools=0)
     sequence.metrics = stream.metrics
     sequence.cancel()
@@ -87,15 +87,15 @@ def unborn_output(stream: Stream, tokenizer: AnyTokenizer) -> RequestOutput:
 
 
 def output_of(stream: Stream) -> RequestOutput:
-    """The output of an ended stream; raises the request's error."""
+    """Return the output of an ended stream, or raise the request's error."""
     outcome = stream.outcome
     if isinstance(outcome, RequestOutput):
         return outcome
     if isinstance(outcome, RoseError):
         raise_again(outcome)
-    raise RoseError(f"request {stream.request_id} failed ({told(outcome)})") from outcome
+    raise RoseError(f"request {stream.request_id} failed ({describe(outcome)})") from outcome
 
 
 def raise_again(error: RoseError) -> NoReturn:
-    """Raises a copy of the error, since several threads may raise it."""
+    """Raise a copy of the error, since several threads may raise it."""
     raise type(error)(str(error)) from (error.__cause__ or error)

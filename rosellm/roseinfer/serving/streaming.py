@@ -1,4 +1,4 @@
-"""Streaming: a worker thread runs the scheduler and delivers every request's text piece by piece."""
+"""Streaming: a worker thread runs the scheduler and delivers the text of every request in pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from threading import TIMEOUT_MAX, Lock, Thread
 from time import perf_counter
 from typing import Any, Protocol
 
-from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, told
+from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, describe
 from rosellm.frozen_heap import frozen_heap
 from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.engine import Engine
@@ -35,7 +35,7 @@ from rosellm.roseinfer.serving.stream import (
 from rosellm.roseinfer.serving.turns import Pieces, Turns
 
 ORDERS_A_STEP = 1024
-READER_S = 80e-6  # four times what a reading thread takes of the interpreter each time it is woken
+READER_S = 80e-6  # four times the interpreter time that one wake-up of a reader takes
 
 
 class ClosedError(RoseError):
@@ -47,7 +47,7 @@ class WorkerError(RoseError):
 
 
 class Scheduler(Protocol):
-    """What the worker thread needs of a scheduler: see ``OnlineScheduler``."""
+    """The scheduler interface that the worker thread needs; see ``OnlineScheduler``."""
 
     @property
     def has_unfinished(self) -> bool: ...
@@ -71,25 +71,28 @@ class Fleet(Protocol):
 
 
 class Serves(Protocol):
-    """Something with engines, such as an ``LLM``."""
+    """An object with engines to serve, such as an ``LLM``."""
 
     @property
     def served(self) -> Engine | Fleet: ...
 
 
 class StreamingManager:
-    """Requests from any thread, served by one worker thread that alone runs ``engine``, or an LLM's engines.
+    """Serves requests from any thread with one worker thread, which alone runs the engine.
 
-    Nobody else may use the engine until :meth:`close`; raises ``BusyError`` if it is in use already. Text is
-    delivered every ``stream_interval`` tokens of a request, and when it ends; a piece never holds part of a
-    stop string. Reading threads are woken in rounds, which are ``READER_S`` apart for each running request,
-    since waking takes time from the worker: every 20 ms for 256 readers, after every step for a few. Queues
-    are unbounded, so a reader that stops reading blocks nobody. Text prompts are
-    tokenized in the caller's thread, or by ``tokenize_workers`` threads; an error there reaches the reader,
-    and so does a ``SamplingError`` if the model gave a request no token. If the worker fails, every waiter
-    gets a ``WorkerError`` and no further request is accepted. A request's results are kept until
-    :meth:`forget`. Use as a context manager, or call :meth:`close`; otherwise the interpreter does so at
-    exit.
+    engine: an ``Engine``, several as one (``Fleet``), or an ``LLM``. It is reserved until :meth:`close`;
+    raises ``BusyError`` if it is already in use.
+
+    Text is delivered every ``stream_interval`` tokens of a request, and when it ends; a piece never contains
+    part of a stop string. Waking reading threads takes time from the worker, so they are woken in rounds
+    spaced by ``READER_S`` per reader: every 20 ms for 256 readers, after every step for a few. Queues are
+    unbounded, so a reader that stops reading blocks no one.
+
+    Text prompts are tokenized in the caller's thread, or by ``tokenize_workers`` threads, whose errors reach
+    the reader. If the model produces no valid token for a request, its reader gets a ``SamplingError``. If
+    the worker fails, every waiter gets a ``WorkerError`` and no further request is accepted. A request's
+    results are kept until :meth:`forget`. Use as a context manager, or call :meth:`close`; otherwise it is
+    closed at interpreter exit.
     """
 
     def __init__(
@@ -118,8 +121,8 @@ class StreamingManager:
         self._turns = Turns()
         self._refusal: RoseError | None = None  # why requests are refused
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._running: dict[int, Running] = {}  # the worker's; keyed by the scheduler's request id
-        self._listed: list[Sequence] | None = None  # whose requests are listening
+        self._running: dict[int, Running] = {}  # used by the worker only; keyed by the scheduler's request id
+        self._listed: list[Sequence] | None = None  # the sequences of ``_listening``
         self._listening: list[Running] = []
         self._next_round = 0.0  # when reading threads are woken again
         engine.own(self._scheduler, "a StreamingManager")
@@ -134,7 +137,7 @@ class StreamingManager:
     def add_request(
         self, prompt: str | list[int], params: SamplingParams, inbox: SimpleQueue | None = None
     ) -> int:
-        """Queue a prompt, text or token ids, and return the request's id.
+        """Queue a prompt, as text or token ids, and return the request's id.
 
         inbox: a queue that receives ``(request id, piece)`` for every piece and ``(request id, None)`` at the
         end, so that one thread, such as an event loop, can follow many requests; :meth:`stream_text` is then
@@ -144,7 +147,7 @@ class StreamingManager:
         """
         _check_prompt(prompt)
         if not isinstance(params, SamplingParams):
-            raise SamplingError(f"params is {told(params)}; give SamplingParams")
+            raise SamplingError(f"params is {describe(params)}; give SamplingParams")
         return self._add([prompt], [params], inbox)[0]
 
     def add_requests(
@@ -153,25 +156,30 @@ class StreamingManager:
         params: SamplingParams | list[SamplingParams],
         inbox: SimpleQueue | None = None,
     ) -> list[int]:
-        """Queue all of the prompts, or none, and return the requests' ids; see :meth:`add_request`.
+        """Queue all prompts, or none, and return the requests' ids; see :meth:`add_request`.
 
         params: one for all, or one each. Texts are tokenized on all cores, and the requests start together.
         """
         if not isinstance(prompts, (list, tuple)):
-            raise PromptError(f"the prompts are {told(prompts)}; give a list, of texts or lists of token ids")
+            raise PromptError(
+                f"the prompts are {describe(prompts)}; give a list, of texts or lists of token ids"
+            )
         for index, prompt in enumerate(prompts):
             _check_prompt(prompt, f"prompt {index}")
         return self._add(list(prompts), one_each(params, len(prompts)), inbox)
 
     def stream_text(self, request_id: int) -> Iterator[str]:
-        """The request's text in pieces, until it ends; for one reader. Raises the request's error."""
+        """Yield the request's text in pieces until it ends; supports one reader.
+
+        Raises the request's error, or ``RoseError`` if it was added with an inbox.
+        """
         stream = self._stream(request_id)
         if stream.pieces is None:
             raise RoseError(f"request {request_id} sends its text to the inbox it was added with")
         return self._read(stream, stream.pieces)
 
     def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
-        """Wait, at most ``timeout`` seconds, for the request's end. Raises the request's error."""
+        """Wait at most ``timeout`` seconds for the request to end. Raises the request's error."""
         longest = _longest_wait(timeout)
         stream = self._stream(request_id)
         if not stream.ended.wait(longest):
@@ -179,11 +187,11 @@ class StreamingManager:
         return output_of(stream)
 
     def metrics(self, request_id: int) -> RequestMetrics:
-        """Arrival time, and the delivery time of each token so far."""
+        """Return the arrival time, and the delivery time of each token so far."""
         return self._stream(request_id).metrics
 
     def cancel(self, request_id: int) -> bool:
-        """Ask to end a request; False if it has ended already. Its stream ends soon after."""
+        """Request cancellation; return False if the request has ended. Its stream ends soon after."""
         stream = self._stream(request_id)
         if stream.ended.is_set():
             return False
@@ -203,7 +211,7 @@ class StreamingManager:
     def close(self) -> None:
         """Abort all requests and stop the worker, which finishes at most its current step.
 
-        Every waiter gets a ``ClosedError``. May be called again, and by several threads.
+        Every waiter gets a ``ClosedError``. May be called repeatedly and from several threads.
         """
         with self._lock:
             self._refusal = self._refusal or _closed()
@@ -223,7 +231,7 @@ class StreamingManager:
     ) -> list[int]:
         arrival = perf_counter()
         if inbox is not None and not isinstance(inbox, SimpleQueue):
-            raise RoseError(f"inbox is {told(inbox)}; give a queue.SimpleQueue, which is never full")
+            raise RoseError(f"inbox is {describe(inbox)}; give a queue.SimpleQueue, which is never full")
         pool = self._pool if any(isinstance(prompt, str) for prompt in prompts) else None
         streams = [self._new_stream(own, arrival, inbox) for own in params]
         with self._lock:
@@ -237,12 +245,12 @@ class StreamingManager:
         return [stream.request_id for stream in streams]
 
     def _check_room(self, n_new: int) -> None:
-        """Raises if so many requests cannot be accepted; the lock is held."""
+        """Raise if ``n_new`` requests cannot be accepted; the caller holds the lock."""
         if self._refusal is not None:
             raise_again(self._refusal)
         if self.max_in_flight is not None and len(self._in_flight) + n_new > self.max_in_flight:
             raise OverloadError(
-                f"{len(self._in_flight)} requests are in flight, {n_new} more are asked for, and "
+                f"{len(self._in_flight)} requests are in flight, {n_new} more are requested, and "
                 f"max_in_flight is {self.max_in_flight}; try again later"
             )
 
@@ -280,7 +288,7 @@ class StreamingManager:
     def _prepare_in_pool(self, streams: list[Stream], prompts: SequenceOf[str | list[int]]) -> None:
         try:
             self._prepare(streams, prompts)
-        except BaseException as error:  # any error, even a tokenizer's panic, reaches the readers
+        except BaseException as error:  # even a tokenizer's panic must reach the readers
             for stream in streams:
                 self._end(stream, error)
 
@@ -288,12 +296,12 @@ class StreamingManager:
         try:
             return self._streams[request_id]
         except (KeyError, TypeError):
-            raise RoseError(f"request {told(request_id)} is unknown: never added, or forgotten") from None
+            raise RoseError(f"request {describe(request_id)} is unknown: never added, or forgotten") from None
 
     def _read(self, stream: Stream, pieces: Pieces) -> Iterator[str]:
         while (piece := pieces.get()) is not None:
             yield piece
-        pieces.append(None)  # a second read finds the end, too
+        pieces.append(None)  # a second read also finds the end
         self._turns.call([pieces])
         output_of(stream)
 
@@ -320,9 +328,9 @@ class StreamingManager:
             self._hand_over(self._scheduler.step())
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
-        """Incoming orders, at most ``ORDERS_A_STEP``; waits for one if nothing runs.
+        """Yield at most ``ORDERS_A_STEP`` incoming orders; block for one if no request is running.
 
-        One order may start any number of requests: all that were added together.
+        One order may start any number of requests that were added together.
         """
         wait = not self._scheduler.has_unfinished
         for _ in range(ORDERS_A_STEP):
@@ -341,7 +349,7 @@ class StreamingManager:
             self._running[self._scheduler.submit(sequence)] = running
 
     def _hand_over(self, sequences: list[Sequence]) -> None:
-        """Deliver text that is due: to reading threads in rounds, but what comes first or last at once."""
+        """Deliver due text: to threads in rounds, but a request's first and last text at once."""
         if sequences is not self._listed:  # usually the same list step after step
             self._listed, self._listening = sequences, [self._running[s.request_id] for s in sequences]
         now = perf_counter()
@@ -361,7 +369,7 @@ class StreamingManager:
             self._turns.call(readers)
 
     def _deliver(self, running: Running, piece: str, now: float) -> None:
-        """Hand over the text of all tokens not delivered yet; its reader is not woken."""
+        """Hand over the text of all tokens not yet delivered, without waking the reader."""
         length, stream = len(running.tokens), running.stream
         stream.metrics.token_times += (now,) * (length - running.told)
         running.told, running.due = length, length + self.stream_interval
@@ -370,7 +378,7 @@ class StreamingManager:
             stream.put(piece)
 
     def _finish(self, running: Running) -> None:
-        """Deliver the rest of a request that has ended, and its result."""
+        """Deliver the rest of an ended request, and its result."""
         self._deliver(running, running.take_last(), perf_counter())
         stream, request_id = running.stream, running.sequence.request_id
         del self._running[request_id]
@@ -379,7 +387,7 @@ class StreamingManager:
         stream.metrics.preemptions = output.metrics.preemptions
         if output.error is not None:
             return self._end(stream, SamplingError(output.error))
-        output.request_id, output.metrics = stream.request_id, stream.metrics  # copying takes longer
+        output.request_id, output.metrics = stream.request_id, stream.metrics  # cheaper than a copy
         self._end(stream, output)
 
     def _cancel(self, stream: Stream) -> None:
@@ -392,7 +400,7 @@ class StreamingManager:
         self._finish(stream.running)
 
     def _fail(self, error: BaseException) -> None:
-        failure = WorkerError(f"the streaming worker has failed ({told(error)}); make a new manager")
+        failure = WorkerError(f"the streaming worker has failed ({describe(error)}); make a new manager")
         failure.__cause__ = error
         with self._lock:
             self._refusal = failure
@@ -409,7 +417,7 @@ class StreamingManager:
             self._end(stream, reason)
 
     def _end(self, stream: Stream, outcome: RequestOutput | BaseException) -> None:
-        """End the stream and wake its waiters; only the first end counts."""
+        """End the stream and wake its waiters; only the first call has an effect."""
         with self._lock:
             if stream.ended.is_set():
                 return
@@ -427,27 +435,27 @@ def _closed() -> ClosedError:
 
 def _check_prompt(prompt: object, name: str = "the prompt") -> None:
     if not isinstance(prompt, (str, list)):
-        raise PromptError(f"{name} is {told(prompt)}; give text or a list of token ids")
+        raise PromptError(f"{name} is {describe(prompt)}; give text or a list of token ids")
 
 
 def _check_whole(name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise RoseError(f"{name} is {told(value)}; it must be a whole number, {low} or more")
+        raise RoseError(f"{name} is {describe(value)}; it must be a whole number, {low} or more")
 
 
 def _longest_wait(timeout: float | None) -> float | None:
-    """What an event takes of ``timeout``: None, without end, if it is longer than any wait can be."""
+    """Validate ``timeout``; return None (no limit) if it exceeds ``TIMEOUT_MAX``."""
     if timeout is None:
         return None
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout >= 0:
-        raise RoseError(f"timeout is {told(timeout)}; it must be seconds, 0 or more, or None")
+        raise RoseError(f"timeout is {describe(timeout)}; it must be seconds, 0 or more, or None")
     return timeout if timeout <= TIMEOUT_MAX else None
 
 
 def _served_by(given: Engine | Fleet | Serves) -> Engine | Fleet:
     engine: Any = getattr(given, "served", given)
     if not hasattr(engine, "make_sequence"):
-        raise RoseError(f"engine is {told(engine)}; give an Engine or an LLM")
+        raise RoseError(f"engine is {describe(engine)}; give an Engine or an LLM")
     return engine
 
 

@@ -1,4 +1,4 @@
-"""Threads that wait for text, woken one after another."""
+"""Wake threads that wait for text one after another."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from threading import Lock, current_thread, main_thread
 
 
 class Pieces:
-    """The pieces of one request's text on their way from the worker to its reader; None is the end.
+    """A queue of one request's text, from the worker to its reader; None marks the end.
 
-    ``append`` adds one and wakes nobody; :meth:`Turns.call` does.
+    ``append`` adds a piece without waking a reader; :meth:`Turns.call` does that.
     """
 
     __slots__ = ("_gate", "_items", "_main_gate", "_turns", "append", "main_waits", "n_waiting")
@@ -22,14 +22,14 @@ class Pieces:
         self._gate: SimpleQueue[None] = SimpleQueue()
         self._main_gate: SimpleQueue[None] = SimpleQueue()
         self.append = self._items.append
-        # Readers to be called, and whether the main thread is; guarded by the lock of the turns.
+        # Waiting readers, and whether the main thread waits; guarded by the lock of ``Turns``.
         self.n_waiting, self.main_waits = 0, False
 
     def __len__(self) -> int:
         return len(self._items)
 
     def get(self) -> str | None:
-        """The next piece; waits for it."""
+        """Return the next piece; blocks until there is one."""
         while True:
             try:
                 return self._items.popleft()
@@ -37,7 +37,7 @@ class Pieces:
                 self._turns.wait(self)
 
     def open_gate(self) -> None:
-        """Let one waiting reader go on."""
+        """Let one waiting reader continue."""
         self._gate.put(None)
 
     def wait_at_gate(self) -> None:
@@ -51,12 +51,12 @@ class Pieces:
 
 
 class Turns:
-    """Wakes readers in turn: each one, once awake, wakes the next.
+    """Wakes readers one at a time: each reader, once awake, wakes the next.
 
-    Only one thread at a time runs in the interpreter. Of hundreds of readers woken at once each would come
-    before the worker, which has the next step to begin; this way it competes with one or two. A reader whose
-    turn comes late finds several pieces and takes them all. The main thread is woken apart: Ctrl-C interrupts
-    it anywhere, and must not keep others from their turns.
+    Only one thread at a time holds the interpreter lock. If hundreds of readers woke at once, each would run
+    before the worker, which has the next step to begin; this way the worker competes with one or two. A
+    reader whose turn comes late takes all the pieces that have accumulated. The main thread is woken
+    separately: Ctrl-C can interrupt it anywhere, and must not hold up the other readers.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Turns:
         self._is_moving = False  # a reader has been woken and will wake the next
 
     def call(self, many: Iterable[Pieces]) -> None:
-        """Line up whoever waits for one of these; each has something to read."""
+        """Line up the readers that wait for any of these; each has something to read."""
         with self._lock:
             for pieces in many:
                 if pieces.main_waits:
@@ -80,7 +80,7 @@ class Turns:
         self._next()
 
     def wait(self, pieces: Pieces) -> None:
-        """Until ``pieces`` may have something to read."""
+        """Block until ``pieces`` may have something to read."""
         in_main = current_thread() is main_thread()
         with self._lock:
             if pieces:
@@ -107,7 +107,7 @@ class Turns:
         pieces.open_gate()
 
     def _give_up(self, pieces: Pieces) -> None:
-        """A reader was interrupted; if its turn has come already, it is passed on."""
+        """Handle an interrupted reader; if its turn has already come, pass it on."""
         with self._lock:
             if pieces.n_waiting:
                 pieces.n_waiting -= 1

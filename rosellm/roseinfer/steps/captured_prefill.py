@@ -26,7 +26,7 @@ from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
 from rosellm.roseinfer.steps.prompt_buffer import FEW, PromptBuffer, Tiling
-from rosellm.roseinfer.steps.rows import NOBODY, Batch
+from rosellm.roseinfer.steps.rows import NO_ROWS, Batch
 
 CAPTURED_TOKENS = 4096
 FEW_TOKENS = 1024  # of more, a program without a tile is little beside what there is to compute
@@ -88,8 +88,8 @@ class CapturedPrefill:
         self._hidden = torch.zeros(self._most_tokens, width, dtype=model.dtype, device=model.device)
         self._layer_runs: dict[LayerSize, Callable[[], object]] = {}
         self._token_runs: dict[tuple[int, str], Callable[[], Tensor]] = {}
-        self._prepare = group.command("capture_prefill", self._prepared)
-        self._replay = group.command("captured_prefill", self._replayed)
+        self._prepare = group.broadcast("capture_prefill", self._prepared)
+        self._replay = group.broadcast("captured_prefill", self._run_replay)
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor, Batch]:
@@ -105,7 +105,7 @@ class CapturedPrefill:
                 self._prepare(*size, places, mode)
             host = self._buffer.fill(chunks, size[0], places, pieces)
             hidden = self._replay(host, *size, places, mode)
-            return hidden, self.packed.rows.batch(chunks.whole) if chunks.n_whole else NOBODY
+            return hidden, self.packed.rows.batch(chunks.whole) if chunks.n_whole else NO_ROWS
 
     def captures(self) -> list[Callable[[], object]]:
         """Calls that capture what is not captured yet, the largest first."""
@@ -145,7 +145,7 @@ class CapturedPrefill:
         modes = self.packed.next_tokens.chooser.modes
         return [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes]
 
-    def _replayed(
+    def _run_replay(
         self, host: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None
     ) -> Tensor:
         """The part of :meth:`run` on the device; mode: of choosing first tokens, None if there are none."""
@@ -157,7 +157,7 @@ class CapturedPrefill:
         return size in self._layer_runs and (mode is None or (places, mode) in self._token_runs)
 
     def _prepared(self, tokens: int, tiling: Tiling, places: int, mode: str | None) -> None:
-        """Capture what :meth:`_replayed` would; inert inputs are staged for it, so nothing else may be."""
+        """Capture what :meth:`_run_replay` would; inert inputs are staged for it, so nothing else may be."""
         self._layer_run(tokens, tiling)
         if mode is not None:
             self._token_run(places, mode)

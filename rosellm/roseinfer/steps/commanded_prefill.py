@@ -16,7 +16,7 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
 from rosellm.roseinfer.steps.prompt_inputs import PromptInputs, Shape
-from rosellm.roseinfer.steps.rows import NOBODY, Batch
+from rosellm.roseinfer.steps.rows import NO_ROWS, Batch
 
 
 class CommandedPrefill(PackedPrefill):
@@ -28,7 +28,7 @@ class CommandedPrefill(PackedPrefill):
         self._compute = self._command(group)
 
     def _command(self, group: Group) -> Any:
-        return group.command("prefill", self._computed)
+        return group.broadcast("prefill", self._run_prefill)
 
     @torch.inference_mode()
     def run(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor, Batch]:
@@ -39,9 +39,9 @@ class CommandedPrefill(PackedPrefill):
             shape = Shape(sum(chunks.counts), columns.shape[1], len(chunks.counts), self.row_words)
             mode = self.mode_of(chunks) if chunks.n_whole else None
             hidden = self._compute(self.filled(chunks, columns, shape), shape, mode)
-            return hidden, self.rows.batch(chunks.whole) if chunks.n_whole else NOBODY
+            return hidden, self.rows.batch(chunks.whole) if chunks.n_whole else NO_ROWS
 
-    def _computed(self, host: np.ndarray, shape: Shape, mode: str | None) -> Tensor:
+    def _run_prefill(self, host: np.ndarray, shape: Shape, mode: str | None) -> Tensor:
         """The part on the device; mode: of choosing first tokens, None if there are none."""
         inputs = PromptInputs.of(self.send_filled(host), shape)
         hidden = self.layers(inputs)

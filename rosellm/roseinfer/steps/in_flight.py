@@ -49,7 +49,7 @@ class Clock:
 class _Begun:
     """A step in flight: its rows, their rounds in the ring, the end of the previous step, and its own end.
 
-    tells: whether it tells log-probabilities.
+    has_logprobs: whether it has_logprobs log-probabilities.
     """
 
     kind: Literal["prefill", "decode"]
@@ -57,7 +57,7 @@ class _Begun:
     rounds: np.ndarray
     since: Clock
     clock: Clock
-    tells: bool
+    has_logprobs: bool
 
 
 class StepsInFlight:
@@ -84,10 +84,12 @@ class StepsInFlight:
         elif len(self._begun) >= ROUNDS - 1:
             self.settle(leave=ROUNDS // 2)
 
-    def note(self, kind: Literal["prefill", "decode"], batch: Batch, tells: bool) -> None:
-        """Call after a step's work has been submitted to the device; tells: log-probabilities."""
+    def note(self, kind: Literal["prefill", "decode"], batch: Batch, has_logprobs: bool) -> None:
+        """Call after a step's work has been submitted to the device; has_logprobs: log-probabilities."""
         since, self._clock = self._clock, Clock(self._on_gpu)
-        self._begun.append(_Begun(kind, batch, self._rows.round[batch.indices], since, self._clock, tells))
+        self._begun.append(
+            _Begun(kind, batch, self._rows.round[batch.indices], since, self._clock, has_logprobs)
+        )
 
     def settle(self, leave: int = 0) -> None:
         """Wait until at most ``leave`` steps are in flight; commit the others, to be collected later."""
@@ -114,10 +116,10 @@ class StepsInFlight:
             rows, sequences = [rows[i] for i in live], [sequences[i] for i in live]
             tokens = [tokens[i] for i in live]
         got, failed = commit_tokens(sequences, tokens, n_cached=int(begun.kind == "decode"))
-        if begun.tells:
+        if begun.has_logprobs:
             self._tell(begun, live, set(got))
         for row in [row for row in rows if row.sequence.finish_reason is not None]:
-            self._rows.vacate(row)
+            self._rows.free(row)
         return Done(begun.kind, got, begun.clock.seconds_since(begun.since), failed)
 
     def _tell(self, begun: _Begun, live: list[int], got: set[Sequence]) -> None:

@@ -13,8 +13,8 @@ from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.joined_pass import JoinedPass, Sizes
-from rosellm.roseinfer.steps.resident import ResidentStep, Wishes
-from rosellm.roseinfer.steps.rows import NOBODY, Batch
+from rosellm.roseinfer.steps.resident import ResidentStep, SamplingPlan
+from rosellm.roseinfer.steps.rows import NO_ROWS, Batch
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
 
@@ -94,7 +94,7 @@ class JoinedStep(ResidentStep):
         decoding = self.rows.running()
         self._in_flight.start()
         with profile_range(STEP_RANGE):
-            self.rows.silence()  # before their places are given to prompts, which the layers have not seen
+            self.rows.deactivate()  # before their places are given to prompts, which the layers have not seen
             chunks = self.joined.packed.reserved(sequences, counts)
             sizes = self.joined.sizes(int(decoding.indices[-1]) + 1, counts)
             mode = self.next_tokens.chooser.mode([s.params for s in decoding.sequences + chunks.whole])
@@ -102,7 +102,7 @@ class JoinedStep(ResidentStep):
             hidden = self.joined(sizes, chunks, variant, mode)
             for sequence, n in zip(sequences, counts, strict=True):
                 sequence.n_cached += n
-            prefilled = self.rows.batch(chunks.whole) if whole else NOBODY
+            prefilled = self.rows.batch(chunks.whole) if whole else NO_ROWS
             self._note_joined(sizes, hidden, decoding, prefilled, mode)
         self._latest = hidden, held + whole, _of_hidden(sizes, decoding, prefilled)
         if whole:
@@ -114,10 +114,10 @@ class JoinedStep(ResidentStep):
         both = _together(decoding, prefilled, prefilled.indices)
         asking = np.flatnonzero([s.logprobs is not None for s in both.sequences])
         self._find_logprobs(
-            hidden, Wishes(both, mode, asking), _of_hidden(sizes, decoding, prefilled).indices
+            hidden, SamplingPlan(both, mode, asking), _of_hidden(sizes, decoding, prefilled).indices
         )
-        self._in_flight.note("decode", decoding, tells=bool(asking.size))
-        self._in_flight.note("prefill", prefilled, tells=bool(asking.size))
+        self._in_flight.note("decode", decoding, has_logprobs=bool(asking.size))
+        self._in_flight.note("prefill", prefilled, has_logprobs=bool(asking.size))
         self.rows.begin_step(both, np.union1d(np.arange(sizes.rows), prefilled.indices))
 
 

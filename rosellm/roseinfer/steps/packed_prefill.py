@@ -22,7 +22,7 @@ from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.next_tokens import NextTokens
 from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
 from rosellm.roseinfer.steps.prompt_inputs import NO_CHUNKS, Chunks, PromptInputs, Shape, fill_inputs
-from rosellm.roseinfer.steps.rows import NOBODY, Batch, Rows
+from rosellm.roseinfer.steps.rows import NO_ROWS, Batch, Rows
 
 
 class PackedPrefill:
@@ -58,7 +58,7 @@ class PackedPrefill:
             inputs = PromptInputs.of(self.send(chunks, columns, shape), shape)
             hidden = self.layers(inputs)
             if not chunks.n_whole:
-                return hidden, NOBODY
+                return hidden, NO_ROWS
             return self.first_tokens(inputs, hidden, self.mode_of(chunks)), self.rows.batch(chunks.whole)
 
     def captures(self) -> list[Callable[[], object]]:

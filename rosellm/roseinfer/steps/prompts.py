@@ -11,7 +11,7 @@ from torch import Tensor
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.next_tokens import NextTokens
 from rosellm.roseinfer.steps.prefill import Prefill
-from rosellm.roseinfer.steps.rows import NOBODY, Batch, Rows
+from rosellm.roseinfer.steps.rows import NO_ROWS, Batch, Rows
 
 
 class Prompts(Protocol):
@@ -46,7 +46,7 @@ class PromptsByHost:
         whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
         hidden = self.prefill.run(sequences, counts)
         if not whole:
-            return hidden, NOBODY
+            return hidden, NO_ROWS
         slots = self.rows.attach(whole, [s.prefill_length - 1 for s in whole])
         mode = self.next_tokens.chooser.mode([s.params for s in whole])
         state = self.rows.state

@@ -32,13 +32,13 @@ from rosellm.roseinfer.steps.in_flight import StepsInFlight
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.next_tokens import NextTokens
 from rosellm.roseinfer.steps.prompts import Prompts
-from rosellm.roseinfer.steps.rows import NOBODY, Batch, Rows
+from rosellm.roseinfer.steps.rows import NO_ROWS, Batch, Rows
 from rosellm.roseinfer.steps.step import STEP_RANGE
 
 RUN_AHEAD = 3
 
 
-class Wishes(NamedTuple):
+class SamplingPlan(NamedTuple):
     """What the sequences of a step want: the chooser's mode, and which of them ask for log-probabilities."""
 
     batch: Batch
@@ -78,11 +78,11 @@ class ResidentStep:
         self._steps: dict[tuple[int, str, str], Callable[[], Tensor]] = {}  # by bucket, mode and variant
         self._warm_hidden: dict[int, Tensor] = {}  # of inert rows, by bucket
         self._in_flight = StepsInFlight(self.rows, logprobs, group)
-        self._decode = group.command("decode", self._decoded)
-        self._begin_logprobs = group.command("logprobs", self._logprobs_begun)
-        self._logits = group.command("logits", self._logits_of)
+        self._decode = group.broadcast("decode", self._run_decode)
+        self._begin_logprobs = group.broadcast("logprobs", self._run_logprobs)
+        self._logits = group.broadcast("logits", self._run_logits)
         self._listed: list[Sequence] | None = None  # the list that rows were last reconciled with
-        self._wishes = self._wishes_of(NOBODY)
+        self._plan = self._plan_of(NO_ROWS)
         self._latest: tuple[Tensor, list[Sequence], Batch] | None = None
 
     @torch.inference_mode()
@@ -100,9 +100,9 @@ class ResidentStep:
         if whole:
             self._listed = None
             self._latest = hidden, whole, batch._replace(indices=np.arange(len(whole)))
-        wishes = self._wishes_of(batch)
-        self._find_logprobs(hidden, wishes, np.arange(len(batch.rows)))
-        self._in_flight.note("prefill", batch, tells=bool(wishes.asking.size))
+        plan = self._plan_of(batch)
+        self._find_logprobs(hidden, plan, np.arange(len(batch.rows)))
+        self._in_flight.note("prefill", batch, has_logprobs=bool(plan.asking.size))
         self.rows.begin_step(batch, batch.indices)
 
     @torch.inference_mode()
@@ -163,16 +163,16 @@ class ResidentStep:
         with profile_range(STEP_RANGE):
             with profile_range(f"{STEP_RANGE}.reserve"):
                 self.rows.grow(batch)
-                self.rows.silence()
+                self.rows.deactivate()
             bucket = min(batch_bucket(int(batch.indices[-1]) + 1), len(self.rows))
             self._in_flight.start()
             with profile_range(f"{STEP_RANGE}.model"):
                 variant = self._variant(bucket, batch)
-                if batch is not self._wishes.batch:
-                    self._wishes = self._wishes_of(batch)
-                hidden = self._step(bucket, self._wishes.mode, variant)()
-                self._find_logprobs(hidden, self._wishes, batch.indices)
-            self._in_flight.note("decode", batch, tells=bool(self._wishes.asking.size))
+                if batch is not self._plan.batch:
+                    self._plan = self._plan_of(batch)
+                hidden = self._step(bucket, self._plan.mode, variant)()
+                self._find_logprobs(hidden, self._plan, batch.indices)
+            self._in_flight.note("decode", batch, has_logprobs=bool(self._plan.asking.size))
             self.rows.begin_step(batch, slice(bucket))
             self._latest = hidden, sequences, batch
 
@@ -214,7 +214,7 @@ class ResidentStep:
         rows = [place[sequence] for sequence in sequences if sequence in place]
         return self._logits(hidden, np.array(rows))
 
-    def _logits_of(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
+    def _run_logits(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
         return self.next_tokens.chooser.logits(hidden[torch.from_numpy(rows).to(hidden.device)])
 
     def _reconcile(self, sequences: list[Sequence]) -> None:
@@ -238,25 +238,25 @@ class ResidentStep:
         if edited:
             self.rows.attach(edited, [s.n_cached for s in edited])
 
-    def _wishes_of(self, batch: Batch) -> Wishes:
+    def _plan_of(self, batch: Batch) -> SamplingPlan:
         mode = self.next_tokens.chooser.mode([s.params for s in batch.sequences])
         asking = np.flatnonzero([s.logprobs is not None for s in batch.sequences])
-        return Wishes(batch, mode, asking)
+        return SamplingPlan(batch, mode, asking)
 
-    def _find_logprobs(self, hidden: Tensor, wishes: Wishes, places: np.ndarray) -> None:
+    def _find_logprobs(self, hidden: Tensor, plan: SamplingPlan, places: np.ndarray) -> None:
         """Those that are asked for; places ``[n]``: the batch's rows of hidden."""
-        if wishes.asking.size:
-            indices = wishes.batch.indices[wishes.asking]
-            inputs = np.stack((places[wishes.asking], indices, self.rows.round[indices]))
+        if plan.asking.size:
+            indices = plan.batch.indices[plan.asking]
+            inputs = np.stack((places[plan.asking], indices, self.rows.round[indices]))
             self._begin_logprobs(hidden, inputs)
 
-    def _logprobs_begun(self, hidden: Tensor, inputs: np.ndarray) -> None:
+    def _run_logprobs(self, hidden: Tensor, inputs: np.ndarray) -> None:
         self.logprobs.begin(hidden, *inputs)
 
     def _step(self, bucket: int, mode: str, variant: str) -> Callable[[], Tensor]:
         return partial(self._decode, bucket, mode, variant)
 
-    def _decoded(self, bucket: int, mode: str, variant: str) -> Tensor:
+    def _run_decode(self, bucket: int, mode: str, variant: str) -> Tensor:
         """The part of a step on the device."""
         return self._prepared(bucket, mode, variant)()
 

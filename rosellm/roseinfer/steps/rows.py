@@ -38,7 +38,7 @@ class Batch(NamedTuple):
     indices: np.ndarray
 
 
-NOBODY = Batch([], [], np.zeros(0, np.int64))
+NO_ROWS = Batch([], [], np.zeros(0, np.int64))
 
 
 def write_tables(table: np.ndarray, sequences: list[Sequence]) -> None:
@@ -67,9 +67,9 @@ class Rows:
         self._free = list(range(n_rows))  # a heap: the lowest index first
         self._left_behind: set[int] = set()  # released while the device may still run them
         self._running: Batch | None = None
-        self._write = group.command("write_rows", self._written)
-        self._quiet = group.command("silence_rows", self._silenced)
-        self._shift = group.command("move_rows", self._moved)
+        self._write = group.broadcast("write_rows", self._apply_write)
+        self._send_inert = group.broadcast("deactivate_rows", self._apply_inert)
+        self._shift = group.broadcast("move_rows", self._apply_move)
 
     def __len__(self) -> int:
         return len(self._at)
@@ -125,7 +125,7 @@ class Rows:
         words = b"".join(map(row_bytes, sequences, positions, rounds, counts))
         return indices, np.frombuffer(words, np.int32).reshape(-1, FIELDS)
 
-    def vacate(self, row: Row) -> None:
+    def free(self, row: Row) -> None:
         """Free the row of a sequence that has ended on the device, too."""
         heapq.heappush(self._free, row.index)
         self._at[row.index], self.left[row.index], row.index = None, 0, GIVEN_UP
@@ -134,18 +134,18 @@ class Rows:
         self._running = None
 
     def release(self, sequence: Sequence) -> None:
-        """Free the sequence's row, if it has one; :meth:`silence` updates the device."""
+        """Free the sequence's row, if it has one; :meth:`deactivate` updates the device."""
         row = self._row_of.get(sequence)
         if row is not None:
             self._left_behind.add(row.index)
-            self.vacate(row)
+            self.free(row)
 
-    def silence(self) -> None:
+    def deactivate(self) -> None:
         """Make inert on the device the rows that were released and not reassigned."""
         if self._left_behind:
             host = self._staging.host(len(self._left_behind))
             host[:] = list(self._left_behind)
-            self._quiet(host)
+            self._send_inert(host)
             self._left_behind.clear()
 
     def grow(self, batch: Batch) -> None:
@@ -202,7 +202,7 @@ class Rows:
         write_tables(host[:, 1 + n_fields :], sequences)
         return self._write(host, n_fields)
 
-    def _written(self, host: np.ndarray, n_fields: int) -> Tensor:
+    def _apply_write(self, host: np.ndarray, n_fields: int) -> Tensor:
         """The part of :meth:`_send` on the device."""
         sent = self._staging.put(host).send()
         index = sent[:, 0].long()
@@ -210,8 +210,8 @@ class Rows:
         rows.index_copy_(0, index, sent[:, 1:])
         return index
 
-    def _silenced(self, host: np.ndarray) -> None:
-        """The part of :meth:`silence` on the device."""
+    def _apply_inert(self, host: np.ndarray) -> None:
+        """The part of :meth:`deactivate` on the device."""
         self.state.positions.index_fill_(0, self._staging.put(host).send().long(), INERT)
 
     def _close_ranks(self) -> None:
@@ -238,7 +238,7 @@ class Rows:
         self._left_behind.difference_update(targets.tolist())
         self._free = [index for index, row in enumerate(self._at) if row is None]  # sorted, and so a heap
 
-    def _moved(self, host: np.ndarray) -> None:
+    def _apply_move(self, host: np.ndarray) -> None:
         """The part of :meth:`_move` on the device."""
         source, target = self._staging.put(host).send().long()
         rounds = self.state.rounds[target]

@@ -230,7 +230,7 @@ def test_a_gpu_without_room_for_its_ceilings_is_told_in_one_sentence(monkeypatch
 
     monkeypatch.setattr("rosellm.lab.diagnose.ceilings.measure_ceilings", full)
     monkeypatch.setattr("rosellm.lab.diagnose.ceilings._call_us", lambda device: 1.0)
-    with pytest.raises(DeviceError, match="no 2.5 GiB of free memory"):
+    with pytest.raises(DeviceError, match="less than 2.5 GiB of free memory"):
         find_ceilings(torch.device("cuda"), torch.float16, 1e6)
 
 

@@ -93,7 +93,7 @@ def test_a_timeline_tells_its_numbers_in_a_table_and_stays_small():
 
 @pytest.mark.parametrize(("lengths", "processors"), [([], 4), ([3, 0], 4), ([3], 0)])
 def test_rows_without_tokens_and_no_processors_are_told(lengths, processors):
-    with pytest.raises(ChartError, match="give rows of one token or more"):
+    with pytest.raises(ChartError, match="give rows of at least one token"):
         deal(lengths, Variant(16), 1, processors)
 
 

@@ -69,9 +69,8 @@ def test_a_record_is_found_beside_the_single_devices(tmp_path, capsys) -> None:
     "options, told",
     [
         (["--sizes-kb=8,12"], "12 KB is not a whole number of rows, of 8 KB each"),
-        (["--sizes-kb=8,x"], "'8,x' is not numbers of KB"),
-        (["--ways=ring"], "way 'ring' is unknown; use library, symmetric, one_shot"),
-        (["--ways=symmetric"], "symmetric sums are of GPUs' memory; on a CPU use library"),
+        (["--sizes-kb=8,x"], "'8,x' is not a list of sizes in KB"),
+        (["--ways=ring"], "way 'ring' is unknown; use library, one_shot"),
         (["--ranks=1"], "--ranks"),
     ],
 )

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from rosellm.bench.arrivals import poisson_times
+from rosellm.bench.benchmark_streaming import BENCHMARK
+from rosellm.bench.workloads import WORKLOADS, Workload
 from rosellm.lab.records import arrivals
 from rosellm.lab.records.records import Results
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.records.sizes import Size
 from rosellm.lab.scale.simulation import simulated_run
-from rosellm.roseinfer.bench.arrivals import poisson_times
-from rosellm.roseinfer.bench.workloads import WORKLOADS, Workload
-from rosellm.roseinfer.benchmark_streaming import BENCHMARK
 from tests.helpers import small_config
 
 ROOT = Path(__file__).parents[3]

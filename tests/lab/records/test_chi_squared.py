@@ -60,8 +60,8 @@ def test_the_only_allowed_token_always_fits():
     [
         (counted(20, 15, 10, 4), "49 draws are too few to judge a token so rare; draw 50 or more"),
         (torch.tensor([], dtype=torch.int64), "0 draws are too few"),
-        (torch.tensor([0, 5]), "tokens from 0 to 5, of 5"),
-        (torch.tensor([-2, 1]), "tokens from -2 to 1, of 5"),
+        (torch.tensor([0, 5]), "tokens 0 to 5 are outside a vocabulary of 5"),
+        (torch.tensor([-2, 1]), "tokens -2 to 1 are outside a vocabulary of 5"),
     ],
 )
 def test_draws_that_cannot_be_judged_are_refused_in_one_line(tokens, told):

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from rosellm.bench.benchmark_scheduler import BENCHMARK
+from rosellm.bench.prompts import new_tokens
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.errors import RoseError
 from rosellm.lab.records import first_request
 from rosellm.lab.records.first_process import first_run
 from rosellm.lab.records.measured_model import folder_of, settle
-from rosellm.roseinfer.bench.prompts import new_tokens
-from rosellm.roseinfer.bench.workloads import WORKLOADS
-from rosellm.roseinfer.benchmark_scheduler import BENCHMARK
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import random_model
 

@@ -389,7 +389,7 @@ def test_the_context_is_that_of_the_profiled_steps(tiny):
 def test_too_little_room_and_bad_numbers_of_steps_are_told(tiny):
     bench = Bench(tiny, "paged", make_prompts(1, 2, tiny.config.vocab_size), 12)
     with pytest.raises(
-        LedgerError, match="decodes 26 tokens a sequence and the bench has room for 11; give it 15"
+        LedgerError, match="decodes 26 tokens per sequence, and the bench has room for 11; give it 15"
     ):
         step_ledger(bench, steps=3)
     for wrong in (0, -1, 2.5, True):

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from rosellm.bench.workloads import MODEL_WORKLOADS, WORKLOADS
 from rosellm.lab.records.account import Row
 from rosellm.lab.records.model_ladder import (
     GPT2,
@@ -23,7 +24,6 @@ from rosellm.lab.records.model_runs import RIVAL
 from rosellm.lab.records.records import RecordError, Results, find, floor_us, modern_rivals
 from rosellm.lab.records.step_records import step_shape
 from rosellm.models.families.table import KNOWN_SHAPES
-from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, WORKLOADS
 from tests.ledgers import ROWS, ledger_of
 
 RESULTS, QWEN = find(), KNOWN_SHAPES["Qwen/Qwen3-0.6B"]

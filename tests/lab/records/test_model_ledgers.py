@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from rosellm.bench.workloads import MODEL_WORKLOADS, WORKLOADS
 from rosellm.lab.records import model_ledgers, model_runs
 from rosellm.lab.records.account import LedgerError
 from rosellm.lab.records.bench import get_model
 from rosellm.lab.records.ledger import Ledger
 from rosellm.lab.records.model_ledgers import Prefills, positions_needed, workload_ledger
 from rosellm.lab.records.step_records import step_shape
-from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, WORKLOADS
 
 MODEL = "rose-tiny-qwen3"
 SHORT = {

@@ -9,15 +9,15 @@ from functools import partial
 import pytest
 import torch
 
+from rosellm.bench.arrivals import Arrival
+from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
+from rosellm.bench.job import Job
+from rosellm.bench.workloads import Workload
 from rosellm.lab.figures.charts import ChartError
 from rosellm.lab.figures.passes import pass_timeline
 from rosellm.lab.records import arrivals, one_pass, passes
 from rosellm.lab.records.passes import Pass
 from rosellm.lab.records.records import Results
-from rosellm.roseinfer.bench.arrivals import Arrival
-from rosellm.roseinfer.bench.job import Job
-from rosellm.roseinfer.bench.workloads import Workload
-from rosellm.roseinfer.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.joined_pass import JoinedPass

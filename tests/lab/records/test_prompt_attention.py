@@ -66,7 +66,7 @@ def test_a_library_that_refuses_such_heads_is_left_out_and_without_any_one_line_
     shape, device = small_config(), torch.device("cpu")
     names = list(prompt_attention.ways(shape, 9, 1, device))
     refused.backend = SDPBackend.FLASH_ATTENTION
-    with pytest.raises(OptionError, match="no library attends with such heads"):
+    with pytest.raises(OptionError, match="no attention library supports these heads"):
         prompt_attention.measure(shape, [9], 9, device, 1, seconds=0.0)
     assert names == ["rosellm", "FlashAttention"]
     assert capsys.readouterr().err == "FlashAttention is left out: No viable backend\n"

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from rosellm.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
 from rosellm.errors import RoseError
 from rosellm.lab.records import quick
 from rosellm.lab.records.machines import find_machines, this_machine
@@ -13,7 +14,6 @@ from rosellm.lab.records.quick import Job, Recorder, TimeIsUp, _outcome, limited
 from rosellm.lab.records.recordings import EXPERIMENTS
 from rosellm.lab.records.records import REFERENCE
 from rosellm.models.loading import load_parts
-from rosellm.roseinfer.bench.workloads import ALL_WORKLOADS, WORKLOADS, Workload
 
 CPU = torch.device("cpu")
 TINY = Workload("W0", num_requests=1, max_new_tokens=4, max_batch_size=1)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rosellm.bench.record import across_repeats, new_record
+from rosellm.bench.workloads import WORKLOADS
 from rosellm.lab.records import records
 from rosellm.lab.records.records import (
     RecordError,
@@ -18,8 +20,6 @@ from rosellm.lab.records.records import (
     rivals,
     signed,
 )
-from rosellm.roseinfer.bench.record import across_repeats, new_record
-from rosellm.roseinfer.bench.workloads import WORKLOADS
 
 DEVICE = "nvidia-h200"
 

@@ -7,6 +7,7 @@ from statistics import median
 import pytest
 import torch
 
+from rosellm.bench.workloads import Workload
 from rosellm.errors import PromptError
 from rosellm.lab.records import robustness
 from rosellm.lab.records.robustness import (
@@ -16,7 +17,6 @@ from rosellm.lab.records.robustness import (
     invariance,
     kv_pressure,
 )
-from rosellm.roseinfer.bench.workloads import Workload
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from tests.helpers import random_model, random_prompts, small_config

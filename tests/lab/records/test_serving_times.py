@@ -6,11 +6,11 @@ import json
 
 import pytest
 
+from rosellm.bench.arrivals import Arrival
 from rosellm.errors import RoseError
 from rosellm.lab.records.serving_times import ServingTimes, fit_serving_times, fitted, measure_serving_times
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.models.tokenizer import load_dummy_tokenizer
-from rosellm.roseinfer.bench.arrivals import Arrival
 from rosellm.roseinfer.engine import Engine
 from tests.helpers import generate, random_model, random_prompts, small_engine
 

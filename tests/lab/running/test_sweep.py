@@ -17,6 +17,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
+from rosellm.cluster import runtime
 from rosellm.errors import ClusterError, DeviceError, RoseError
 from rosellm.lab import measure
 from rosellm.lab.running import notebook_sweep, run_notebooks, sweep
@@ -24,7 +25,6 @@ from rosellm.lab.running.gallery import Outcome
 from rosellm.lab.running.interruption import Interruption
 from rosellm.lab.running.notebook_sweep import Executed, sweep_notebooks
 from rosellm.lab.running.sweep import Finished, Sweep
-from rosellm.roseinfer.cluster import runtime
 
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 

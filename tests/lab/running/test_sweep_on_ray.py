@@ -20,11 +20,11 @@ import pytest
 import torch
 from nbformat.v4 import new_code_cell, new_notebook
 
+from rosellm.cluster import runtime
 from rosellm.environment import environment
 from rosellm.lab import measure
 from rosellm.lab.running.interruption import is_running
 from rosellm.lab.running.run_notebooks import main
-from rosellm.roseinfer.cluster import runtime
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 

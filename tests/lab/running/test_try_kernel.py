@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rosellm.bench.benchmark_kv_append import VARIANTS
 from rosellm.lab.records.records import RecordError, ceilings, find
 from rosellm.lab.running.try_kernel import (
     Point,
@@ -15,7 +16,6 @@ from rosellm.lab.running.try_kernel import (
     timing_table,
 )
 from rosellm.lab.trying.check_kernel import KernelError
-from rosellm.roseinfer.benchmark_kv_append import VARIANTS
 from rosellm.roseinfer.kv_append_triton import kv_append_live_rows_ref as right, kv_append_triton_identity_pos
 
 SHAPE = {"n_heads": 2, "head_dim": 4, "dtype": torch.float32, "device": "cpu", "block_size": 4, "repeats": 1}

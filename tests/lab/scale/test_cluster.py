@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from rosellm.bench.arrivals import Arrival, poisson_times
+from rosellm.cluster.router import Routed
 from rosellm.errors import RoseError
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.scale.cluster import Failures, Fleet, Outcome, simulate_cluster
 from rosellm.lab.scale.routers import ROUTERS, Grouped, by_host, fewest_tokens, round_robin
 from rosellm.lab.scale.simulation import simulate
-from rosellm.roseinfer.bench.arrivals import Arrival, poisson_times
-from rosellm.roseinfer.cluster.router import Routed
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 # A decode takes a second, a prefill a tenth of one for each token.

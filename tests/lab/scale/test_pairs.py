@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rosellm.bench.workloads import MODEL_WORKLOADS, WORKLOADS
 from rosellm.lab.records.records import Results, find
 from rosellm.lab.scale.pairs import pair_checks
 from rosellm.lab.scale.step_model import Achieved
 from rosellm.models.families.table import KNOWN_SHAPES, write_arch
-from rosellm.roseinfer.bench.workloads import MODEL_WORKLOADS, WORKLOADS
 
 ACHIEVED = Achieved((12.0, 1.0, 0.25, 1.2, 4.0), (40.0, 1.1, 0.0, 1.6, 1.4, 0.0))
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
+from rosellm.bench.arrivals import Arrival
 from rosellm.lab.records.serving_times import ServingTimes
 from rosellm.lab.scale.simulation import simulate, simulated_run
-from rosellm.roseinfer.bench.arrivals import Arrival
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 # A decode takes a second, a prefill a tenth of one for each token.

@@ -26,20 +26,20 @@ def test_what_is_free_is_what_nobody_holds_and_available_what_only_the_cache_hol
 def test_promises_are_full_lengths_and_may_exceed_the_pool() -> None:
     engine = engine_of()
     one, two = greedy_sequences(engine, [[1] * 8, [2] * 9], [1, 40])
-    assert [engine.budget.at_most(s) for s in (one, two)] == [1, 6]  # the last token is never cached
+    assert [engine.budget.max_blocks(s) for s in (one, two)] == [1, 6]  # the last token is never cached
     for sequence in (one, two, two):
-        engine.budget.promise(sequence)
-    assert (engine.budget.promised, engine.budget.unpromised) == (13, -3)
-    engine.budget.withdraw(two)
-    assert (engine.budget.promised, engine.budget.unpromised) == (7, 3)
+        engine.budget.reserve(sequence)
+    assert (engine.budget.reserved, engine.budget.unreserved) == (13, -3)
+    engine.budget.unreserve(two)
+    assert (engine.budget.reserved, engine.budget.unreserved) == (7, 3)
 
 
 @pytest.mark.parametrize(("chunk", "blocks"), [(8, 1), (9, 2), (17, 3)])
 def test_a_prefill_needs_the_blocks_that_its_chunk_reaches(chunk: int, blocks: int) -> None:
     engine = engine_of()
     (one,) = greedy_sequences(engine, [[1] * 17], 4)
-    assert engine.budget.to_prefill([one], [chunk]) == blocks
-    assert engine.budget.to_prefill([one]) == 3
+    assert engine.budget.blocks_to_prefill([one], [chunk]) == blocks
+    assert engine.budget.blocks_to_prefill([one]) == 3
     engine.begin_prefill([one], [chunk])
     assert engine.budget.free == 10 - blocks
 
@@ -48,17 +48,20 @@ def test_a_decode_needs_a_block_where_the_last_is_full_or_shared() -> None:
     engine = engine_of(prefix_cache=True)
     full, partial = greedy_sequences(engine, [[1] * 8, [2] * 7], 20)
     engine.prefill([full, partial])
-    assert engine.budget.to_decode([full, partial]) == [1, 1]  # the cache shares both last blocks
+    assert engine.budget.blocks_to_decode([full, partial]) == [1, 1]  # the cache shares both last blocks
     engine.prefix_cache.clear()
-    assert engine.budget.to_decode([full, partial]) == [1, 0]
-    assert engine.budget.to_decode([full, partial], steps=2) == [1, 1]
-    assert engine.budget.to_decode([full, partial], steps=40) == [3, 3]  # no further than their last token
+    assert engine.budget.blocks_to_decode([full, partial]) == [1, 0]
+    assert engine.budget.blocks_to_decode([full, partial], steps=2) == [1, 1]
+    assert engine.budget.blocks_to_decode([full, partial], steps=40) == [
+        3,
+        3,
+    ]  # no further than their last token
 
 
 def test_a_count_made_for_several_steps_holds_while_the_blocks_are_free() -> None:
     engine = engine_of()
     sequences = greedy_sequences(engine, [[1] * 8, [2] * 8], 30)
     engine.prefill(sequences)
-    assert engine.budget.assure_decode(sequences)
+    assert engine.budget.ensure_decode(sequences)
     engine.prefill(greedy_sequences(engine, [[3] * 32, [4] * 32], 1))
-    assert engine.budget.free == 0 and not engine.budget.assure_decode(sequences)
+    assert engine.budget.free == 0 and not engine.budget.ensure_decode(sequences)

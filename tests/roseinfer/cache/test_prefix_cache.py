@@ -421,10 +421,10 @@ def test_sequences_whose_needs_fit_the_cache_never_exhaust_it(gpt, rung, seed):
     engine = small_engine(gpt, recipe=rung, prefix_cache=True, num_kv_blocks=14)
     running = []
     for _ in range(25):
-        room = engine.num_kv_blocks - sum(engine.budget.at_most(s) for s in running)
+        room = engine.num_kv_blocks - sum(engine.budget.max_blocks(s) for s in running)
         prompts = [rng.choice(stems)[: rng.randrange(1, 20)] + [rng.randrange(3)] for _ in range(4)]
         new = greedy_sequences(engine, prompts, rng.randrange(1, 20))
-        while sum(engine.budget.at_most(s) for s in new) > room:
+        while sum(engine.budget.max_blocks(s) for s in new) > room:
             new.pop()
         if new:
             engine.prefill(new)

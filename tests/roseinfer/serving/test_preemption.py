@@ -143,7 +143,7 @@ def test_a_preempted_request_can_be_cancelled_and_keeps_the_tokens_it_had():
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
     engine = small_engine(Transformer, num_kv_blocks=3)
-    with pytest.raises(PromptError, match="needs 4 KV blocks of 8 tokens a layer; the cache has 3"):
+    with pytest.raises(PromptError, match="needs 4 KV blocks of 8 tokens per layer; the cache has 3"):
         OnlineScheduler(engine).add_request([1] * 10, greedy(16))
 
 

@@ -7,13 +7,14 @@ from collections import Counter
 import pytest
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
-from rosellm.models.tokenizer import Tokenizer, train_tokenizer
+from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.asked import one_each
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
 from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
 

@@ -367,15 +367,17 @@ def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(ru
 
 
 @pytest.mark.parametrize("rung", ["one_table", "resident_step", BEST_RUNG])
-def test_listeners_are_listed_once_and_not_for_every_step(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_active_view_is_built_once_and_not_for_every_step(
+    rung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built = []
 
-    class Counted(serving.scheduler.Listeners):
+    class Counted(serving.scheduler.ActiveView):
         def __init__(self, listed: list[Sequence], requests: dict[int, Sequence]) -> None:
             super().__init__(listed, requests)
             built.append(listed)
 
-    monkeypatch.setattr(serving.scheduler, "Listeners", Counted)
+    monkeypatch.setattr(serving.scheduler, "ActiveView", Counted)
     scheduler = OfflineScheduler(engine_of(recipe=rung))
     scheduler.run([[1], [2, 3], [4]], greedy(45))
     assert scheduler.decode_steps == 44

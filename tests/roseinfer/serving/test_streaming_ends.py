@@ -116,7 +116,7 @@ def test_overload_is_told_in_numbers_until_a_request_ends(engine: Engine) -> Non
     with StreamingManager(engine, SchedulerConfig(max_batch_size=1, max_in_flight=2)) as manager:
         first, _ = manager.add_request([1], ENDLESS), manager.add_request([2], ENDLESS)
         with pytest.raises(
-            OverloadError, match="2 requests are in flight, 1 more are asked for, and max_in_flight is 2"
+            OverloadError, match="2 requests are in flight, 1 more are requested, and max_in_flight is 2"
         ):
             manager.add_request([3], greedy())
         manager.cancel(first)
@@ -170,7 +170,7 @@ def test_requests_added_together_are_prefilled_together(
             [[1]] * 4,
             greedy(),
             OverloadError,
-            "0 requests are in flight, 4 more are asked for, and max_in_fli",
+            "0 requests are in flight, 4 more are requested, and max_in_fli",
         ),
     ],
 )

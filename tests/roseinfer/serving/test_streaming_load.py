@@ -17,13 +17,14 @@ from time import process_time
 import pytest
 
 from rosellm.errors import OverloadError, PromptError, RoseError
-from rosellm.models.tokenizer import Tokenizer, train_tokenizer
+from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
 from rosellm.roseinfer.text import IncrementalText, LateText
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, small_config, small_engine
 from tests.late_step import run_late
 
@@ -412,7 +413,7 @@ LEFT_OPEN = """
 import sys
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.streaming import StreamingManager
-from rosellm.models.tokenizer import train_tokenizer
+from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, small_config, small_engine
 
 tokenizer = train_tokenizer(["some words and more words to learn from"], 270)

@@ -1,0 +1,293 @@
+"""Time the KV append of one layer for each variant.
+
+On a GPU: device time per call, from replays of a CUDA graph of many calls, and wall time of eager calls.
+"rotating" calls write different slots from different tensors each time, so that neither stays in the L2
+cache; "same" calls repeat one. On a CPU: wall time of the torch versions; Triton's interpreter is not timed.
+The floor is the bytes that an append must move divided by the copy bandwidth measured in the same run. Every
+variant is first compared with the specification bit for bit.
+
+One line per batch size is printed as soon as it is measured: the baseline is index_put, "triton" the generic
+append (on a CPU its torch version). The table of all variants comes last.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.bench.options import add_device_options, add_record_option, command_parser, count, counts
+from rosellm.bench.record import new_record, write_record
+from rosellm.command_line import OneLineParser, command
+from rosellm.models.loading import resolve_device, resolve_dtype
+from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
+from rosellm.roseinfer.kv_append_triton import kv_append_bytes, kv_append_ref
+from rosellm.roseinfer.steps.cuda_graph import record_graph
+from rosellm.roseinfer.steps.in_flight import Clock
+
+CALLS = {"cuda": 50, "cpu": 5}
+ROTATED_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}
+COPY_BYTES = 256 << 20
+MOST_ROWS = 1 << 40
+POISON = {2: 0x7E5A, 4: 0x7FC5A5A5}  # bits of a NaN by element size; marks unwritten slots
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's cache and append: B tokens, H heads of D, blocks of BLOCK_SIZE tokens."""
+
+    batch: int
+    n_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def cache(self) -> tuple[int, int, int, int]:
+        return self.batch, self.n_heads, self.block_size, self.head_dim
+
+    @property
+    def bytes_moved(self) -> int:
+        return kv_append_bytes(self.batch, self.n_heads, self.head_dim, self.dtype)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Inputs and outputs of one call; row b goes to slot ``pos`` of its own block ``block_idx[b]``."""
+
+    caches: dict[str, Tensor]  # k_cache_layer, v_cache_layer [N_BLOCKS = B, H, BLOCK_SIZE, D]
+    news: dict[str, Tensor]  # key_new, value_new [B, H, D]
+    batch_idx: Tensor  # [B] int32, like the next two
+    block_idx: Tensor
+    pos_tensor: Tensor
+    pos: int
+
+    def bind(self, variant: str, kernels: Kernels) -> Callable[[], None]:
+        """Return a call of ``variant`` without arguments; its index tensors are made beforehand."""
+        operands = self.caches | self.news
+        rows, blocks, pos = self.batch_idx, self.block_idx, self.pos_tensor
+        if variant == "index_put":
+            wide = {"batch_idx": rows.long(), "block_idx": blocks.long(), "pos": pos.long()}
+            return lambda: kv_append_ref(**operands, **wide)
+        if variant == "generic":
+            return lambda: kernels.kv_append(**operands, batch_idx=rows, block_idx=blocks, pos=pos)
+        if variant == "full_batch":
+            return lambda: kernels.kv_append_full_batch(**operands, block_idx=blocks, pos=self.pos)
+        return lambda: kernels.kv_append_identity_pos(**operands, block_idx=blocks, pos=pos)
+
+
+VARIANTS = ("index_put", "generic", "full_batch", "identity_pos")
+
+
+def make_caches(shape: Shape) -> dict[str, Tensor]:
+    """Return a layer's K and V cache, filled with poison."""
+    bits = BITS[shape.dtype.itemsize]
+    poison = POISON[shape.dtype.itemsize]
+    return {
+        name: torch.full(shape.cache, poison, dtype=bits, device=shape.device).view(shape.dtype)
+        for name in ("k_cache_layer", "v_cache_layer")
+    }
+
+
+def make_operands(shape: Shape, n_sets: int, seed: int = 0) -> list[Operands]:
+    """Return operand sets that share no slot and no input; one cache serves BLOCK_SIZE of them."""
+    device, generator = shape.device, torch.Generator(device=shape.device).manual_seed(seed)
+    new = partial(torch.randn, shape.batch, shape.n_heads, shape.head_dim, dtype=shape.dtype, device=device)
+    sets = []
+    for i in range(n_sets):
+        pos = i % shape.block_size
+        if pos == 0:
+            caches = make_caches(shape)
+        news = {name: new(generator=generator) for name in ("key_new", "value_new")}
+        rows = torch.arange(shape.batch, dtype=torch.int32, device=device)
+        blocks = torch.randperm(shape.batch, dtype=torch.int32, device=device, generator=generator)
+        sets.append(Operands(caches, news, rows, blocks, torch.full_like(rows, pos), pos))
+    return sets
+
+
+def check_variant(variant: str, operands: Operands, kernels: Kernels, shape: Shape) -> None:
+    """Raise ``AssertionError`` unless ``variant`` writes exactly the bits of the specification."""
+    found, wanted = make_caches(shape), make_caches(shape)
+    indices = {"batch_idx": operands.batch_idx, "block_idx": operands.block_idx, "pos": operands.pos_tensor}
+    kv_append_ref(**wanted, **operands.news, **{name: index.long() for name, index in indices.items()})
+    replace(operands, caches=found).bind(variant, kernels)()
+    bits = BITS[shape.dtype.itemsize]
+    for name, cache in wanted.items():
+        if not torch.equal(found[name].view(bits), cache.view(bits)):
+            raise AssertionError(f"{variant} at batch {shape.batch}: {name} differs from the specification")
+
+
+def graph_times(calls: list[Callable[[], None]], repeats: int) -> list[float]:
+    """Return device seconds per call, one value per replay of a CUDA graph of all ``calls``."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    replay = record_graph(run, calls[0])
+    replay()
+    return [seconds / len(calls) for seconds in _device_times(replay, repeats)]
+
+
+def wall_times(calls: Sequence[Callable[[], object]], repeats: int, device: torch.device) -> list[float]:
+    """Return wall seconds per call, one value per repeat.
+
+    Each repeat launches all calls from Python and synchronizes once.
+    """
+    _synchronize(device)
+    times = []
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        for call in calls:
+            call()
+        _synchronize(device)
+        times.append((perf_counter() - start) / len(calls))
+    return times[1:]
+
+
+def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
+    """Return bytes per second, reads plus writes, of a ``COPY_BYTES`` copy; one value per repeat."""
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    copy = partial(target.copy_, source)
+    copy()
+    times = _device_times(copy, repeats) if device.type == "cuda" else wall_times([copy], repeats, device)
+    return [2 * COPY_BYTES / seconds for seconds in times]
+
+
+def _device_times(run: Callable[[], object], repeats: int) -> list[float]:
+    """Return GPU seconds per run, one value per repeat."""
+    times = []
+    for _ in range(repeats):
+        start = Clock(on_gpu=True)
+        run()
+        end = Clock(on_gpu=True)
+        end.wait()
+        times.append(end.seconds_since(start))
+    return times
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_variant(
+    variant: str, sets: list[Operands], kernels: Kernels, repeats: int
+) -> dict[str, list[float]]:
+    """Return seconds per call for every repeat, by timing method."""
+    device = sets[0].block_idx.device
+    bound = [operands.bind(variant, kernels) for operands in sets]
+    n_calls = CALLS[device.type]
+    rotating = bound * -(-n_calls // len(bound))
+    times = {"wall": wall_times(rotating, repeats, device)}
+    if device.type == "cuda":
+        times["device_rotating"] = graph_times(rotating, repeats)
+        times["device_same"] = graph_times(bound[:1] * n_calls, repeats)
+    return times
+
+
+def measure_shape(shape: Shape, kernels: Kernels, repeats: int, bandwidth: float) -> list[dict[str, Any]]:
+    """Return one row per variant: raw times and medians in seconds, and the floor."""
+    sets = make_operands(shape, max(2, -(-ROTATED_BYTES[shape.device.type] // shape.bytes_moved)))
+    size = {"bytes_moved": shape.bytes_moved, "floor_s": shape.bytes_moved / bandwidth}
+    rows = []
+    for variant in VARIANTS:
+        check_variant(variant, sets[-1], kernels, shape)
+        times = time_variant(variant, sets, kernels, repeats)
+        medians = {way: float(np.median(seconds)) for way, seconds in times.items()}
+        row = {"batch_size": shape.batch, "variant": variant, "bit_equal": True, "rotated_sets": len(sets)}
+        rows.append(row | size | {"repeats_s": times, "medians_s": medians})
+    return rows
+
+
+def measure(options: Namespace) -> dict[str, Any]:
+    """Measure, print, and return the record."""
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    kernels = choose_kernels("auto", "fixed", device)
+    bandwidths = copy_bandwidth(device, options.repeats)
+    bandwidth = float(np.median(bandwidths))
+    print(f"KV append, {kernels.name} kernels, {device.type}, {dtype}")
+    print(f"Copy bandwidth: {bandwidth / 1e9:.1f} GB/s")
+    rows = []
+    for batch in options.batch_sizes:
+        shape = Shape(batch, options.num_heads, options.head_dim, options.block_size, dtype, device)
+        of_batch = measure_shape(shape, kernels, options.repeats, bandwidth)
+        print(gain_line(of_batch), flush=True)
+        rows += of_batch
+    print(*table(rows), sep="\n")
+    facts = {
+        "options": {name: value for name, value in vars(options).items() if name != "json"},
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kernels": kernels.name,
+        "copy_bandwidth_bytes_s": {"repeats": bandwidths, "median": bandwidth},
+    }
+    return new_record("kv_append", device, **facts, rows=rows)
+
+
+def gain_line(rows: list[dict[str, Any]]) -> str:
+    """Format the generic append's speedup over ``index_put`` at one batch size."""
+    way = gain_way(rows)
+    seconds = {row["variant"]: row["medians_s"][way] for row in rows}
+    baseline, triton = seconds["index_put"], seconds["generic"]
+    times = f"baseline {baseline * 1e6:.2f}us, triton {triton * 1e6:.2f}us"
+    return f"B={rows[0]['batch_size']}: {times}, speedup {baseline / triton:.3f}x"
+
+
+def gain_way(rows: list[dict[str, Any]]) -> str:
+    """Return the timing method that speedups refer to: device time if available."""
+    return "device_rotating" if "device_rotating" in rows[0]["medians_s"] else "wall"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Format microseconds per call, speedup over ``index_put`` at the same batch size, and the floor."""
+    ways, way = list(rows[0]["medians_s"]), gain_way(rows)
+    baselines = {row["batch_size"]: row["medians_s"][way] for row in rows if row["variant"] == "index_put"}
+    titles = "".join(f"{name.replace('_', ' ') + ' us':>20}" for name in ways)
+    lines = [f"{'B':>6}  {'variant':<14}{titles}{'gain (' + way + ')':>24}{'floor us':>10}"]
+    for row in rows:
+        batch, medians = row["batch_size"], row["medians_s"]
+        times = "".join(f"{medians[name] * 1e6:>20.2f}" for name in ways)
+        gain = f"{baselines[batch] / medians[way]:>23.2f}x{row['floor_s'] * 1e6:>10.2f}"
+        lines.append(f"{batch:>6}  {row['variant']:<14}{times}{gain}")
+    return lines
+
+
+def run(argv: list[str] | None) -> None:
+    """Parse the options, measure, and write the record if requested."""
+    options = _parser().parse_args(argv)
+    record = measure(options)
+    if options.json:
+        write_record(options.json, record)
+
+
+main = command(run)
+
+
+def _parser() -> OneLineParser:
+    parser = command_parser("benchmark_kv_append", __doc__)
+    add = parser.add_argument
+    add("--batch-sizes", **counts((128, 256, 512, 1024, 2048), MOST_ROWS), help="tokens per call")
+    add("--num-heads", **count(12), help="key and value heads")
+    add("--head-dim", **count(64), help="elements per head")
+    add("--block-size", **count(64), help="tokens per block")
+    add("--repeats", **count(20), help="measurements of each figure; medians are reported")
+    add_record_option(parser)
+    add_device_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

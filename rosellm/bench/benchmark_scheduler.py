@@ -1,0 +1,137 @@
+"""Measure a scheduler on a batch of requests.
+
+Decode throughput is tokens from decode steps over time spent in decode steps, measured on the device if it
+runs the step by itself; a request's first token comes from its prefill. Total throughput is all completion
+tokens over the whole run.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from rosellm.bench import runs
+from rosellm.bench.cli import Benchmark
+from rosellm.bench.job import Job
+from rosellm.bench.record import distribution
+from rosellm.bench.summary import summary_line
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import Done, RequestOutput
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.asked import one_each
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
+
+
+def run_scheduler_benchmark(
+    job: Job, warmup_runs: int = 1, repeat_runs: int = 3, mode: str = "online"
+) -> dict[str, Any]:
+    """Serve the job's requests repeatedly; return each run's raw figures, medians and means.
+
+    mode: "naive" (one request after another, each timed from its own start), "offline" or "online" (all
+    requests arrive at once). Text prompts are tokenized within the measured time. Times are in seconds,
+    throughputs in tokens per second, memory in bytes.
+    """
+    return runs.repeat(partial(_run_once, mode=mode), job, mode, warmup_runs, repeat_runs)
+
+
+def _run_once(job: Job, mode: str) -> dict[str, Any]:
+    engine = job.engine
+    runs.prepare_run(engine)
+    scheduler = MODES[mode](engine, job.config)
+    start = perf_counter()
+    outputs = scheduler.run(engine.encode_many(job.prompts), job.params)
+    total_time = perf_counter() - start
+    runs.check_served(outputs)
+    tokens = [output.token_ids for output in outputs]
+    throughput = scheduler.decode_tokens / scheduler.decode_time_s if scheduler.decode_steps else None
+    return {
+        **runs.run_figures(tokens, total_time, runs.peak_memory(engine.device)),
+        "decode_time_s": scheduler.decode_time_s,
+        "prefill_time_s": scheduler.prefill_time_s,
+        "decode_steps": scheduler.decode_steps,
+        "decode_tokens": scheduler.decode_tokens,
+        "preemptions": scheduler.preemptions,
+        "decode_throughput_tok_s": throughput,
+        **distribution("decode_step", scheduler.step_times, (50, 99)),
+        **runs.request_figures(outputs, (50,)),
+    }
+
+
+Params = SamplingParams | list[SamplingParams]
+
+
+class _StepTimes(OnlineScheduler):
+    """A scheduler that records the seconds of each of its decode steps."""
+
+    def __init__(self, engine: Engine, config: SchedulerConfig | None) -> None:
+        super().__init__(engine, config)
+        self.step_times: list[float] = []
+
+    def record_step(self, done: Done, n_tokens: int) -> None:
+        super().record_step(done, n_tokens)
+        if done.kind == "decode" and n_tokens:
+            self.step_times.append(done.seconds)
+
+
+class _Online(_StepTimes):
+    def run(self, prompts: list[list[int]], params: Params) -> list[RequestOutput]:
+        request_ids = self.add_requests(prompts, params)
+        while self.has_unfinished:
+            self.step()
+        return [self.take_result(request_id) for request_id in request_ids]
+
+
+class _Offline(_StepTimes, OfflineScheduler):
+    pass
+
+
+class _Naive(_Online):
+    def run(self, prompts: list[list[int]], params: Params) -> list[RequestOutput]:
+        alone = super().run
+        pairs = zip(prompts, one_each(params, len(prompts)), strict=True)
+        return [output for prompt, own in pairs for output in alone([prompt], [own])]
+
+
+MODES: dict[str, type[_Offline | _Online]] = {"naive": _Naive, "offline": _Offline, "online": _Online}
+
+
+SUMMARY = (
+    ("Decode time", "decode_time_s", "decode_time_s", "s"),
+    ("Total time", "total_time_s", "total_time_s", "s"),
+    ("Throughput(completion,decode)", "decode_throughput_tok_s", "decode_throughput_tok_s", "tokens/s"),
+    ("Throughput(completion,total)", "total_throughput_tok_s", "total_throughput_tok_s", "tokens/s"),
+    ("TTFT", "ttft_p50_s", "ttft_mean_s", "ms"),
+    ("TPOT", "tpot_p50_s", "tpot_mean_s", "ms/token"),
+    ("Latency", "latency_p50_s", "latency_mean_s", "ms"),
+)
+
+
+def summary(result: dict[str, Any]) -> list[str]:
+    """Report the median over runs of each p50, and the mean over runs of each mean."""
+    medians, means = result["medians"], result["means"]
+    return [
+        summary_line(f"{title} p50/mean", (medians.get(p50), means.get(mean)), unit)
+        for title, p50, mean, unit in SUMMARY
+    ]
+
+
+def _add_options(parser: ArgumentParser) -> None:
+    told = "naive: one request after another; offline and online: schedulers"
+    parser.add_argument("--mode", choices=(*MODES, "all"), default="online", help=told)
+
+
+def _runs(options: Namespace) -> dict[str, runs.Run]:
+    modes = MODES if options.mode == "all" else (options.mode,)
+    return {mode: partial(_run_once, mode=mode) for mode in modes}
+
+
+BENCHMARK = Benchmark("scheduler", __doc__, _add_options, _runs, summary)
+main = BENCHMARK.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

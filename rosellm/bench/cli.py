@@ -1,0 +1,85 @@
+"""Benchmark commands, from options to record."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rosellm.bench.job import choose_recipe, make_job
+from rosellm.bench.options import PROFILED_STEPS, benchmark_parser, departures, parse, request_facts
+from rosellm.bench.record import engine_facts, new_record, write_record
+from rosellm.bench.runs import Run, repeat, write_trace
+from rosellm.bench.summary import print_summary
+from rosellm.command_line import command
+from rosellm.models.loading import AnyTokenizer
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.tensor_parallel import Load, load_ranks
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A command that serves the same requests repeatedly, in one or several modes.
+
+    form: its name in workloads and records. doc: its module's docstring. add_options: adds its own options.
+    runs: returns the requested modes' runs by name. summary: returns the lines that report a mode's result.
+    """
+
+    form: str
+    doc: str
+    add_options: Callable[[ArgumentParser], None]
+    runs: Callable[[Namespace], dict[str, Run]]
+    summary: Callable[[dict[str, Any]], list[str]]
+
+    def parse_options(self, argv: list[str] | None = None) -> Namespace:
+        """Parse this command's options; None reads the command line."""
+        parser = benchmark_parser(f"benchmark_{self.form}", self.doc)
+        self.add_options(parser)
+        return parse(parser, argv, self.form)
+
+    def measure(
+        self,
+        options: Namespace,
+        gpt: Transformer,
+        tokenizer: AnyTokenizer,
+        build: Callable[..., Engine] = Engine,
+    ) -> dict[str, Any]:
+        """Measure, print, and return the record. A sweep may share one model; build: constructs the engine.
+
+        The record is written, if requested, before the last summary and the trace, so that an error in those
+        loses no measurement.
+        """
+        runs, results = self.runs(options), {}  # raises for incompatible options
+        job = make_job(options, gpt, tokenizer, build)
+        for mode, run in runs.items():
+            results[mode] = repeat(run, job, mode, options.warmup_runs, options.repeat_runs)
+            if len(results) == len(runs):
+                record = self._recorded(options, job.engine, results)
+            print_summary(results[mode], self.summary(results[mode]))
+        if options.profile:
+            together = 1 if mode == "naive" else job.engine.max_batch_size
+            write_trace(run, job.shortened(together, PROFILED_STEPS + 1), options.profile)
+        return record
+
+    def _recorded(self, options: Namespace, engine: Engine, results: dict[str, Any]) -> dict[str, Any]:
+        """Build the record, and write it if requested."""
+        facts = {**request_facts(options), "not_comparable": departures(options, engine)}
+        facts |= engine_facts(engine)
+        record = new_record(self.form, engine.device, **facts, results=results)
+        if options.json:
+            write_record(options.json, record)
+        return record
+
+    def main(self, argv: list[str] | None = None) -> int:
+        """Run :meth:`run` as a command and return its exit status."""
+        return command(self.run)(argv)
+
+    def run(self, argv: list[str] | None) -> None:
+        """Parse the options, load the model and measure."""
+        options = self.parse_options(argv)
+        recipe = choose_recipe(options)  # raises before the model is loaded
+        load = Load(options.hf_model_id, options.device, options.dtype, options.load_format)
+        loaded = load_ranks(options.tensor_parallel_size, load, recipe, options.deterministic)
+        self.measure(options, loaded.model, loaded.tokenizer, loaded.build)

@@ -1,0 +1,236 @@
+"""The benchmarks' options, one function per group; defaults are those of the dataclasses they fill."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from pathlib import Path
+from typing import Any
+
+from rosellm.bench.record import check_writable, dtype_name
+from rosellm.bench.workloads import ALL_WORKLOADS, DTYPE, LOAD_FORMAT, MODERN_MODEL, Workload, get_workload
+from rosellm.command_line import INT32_MAX, OneLineParser, ScreenParser, whole_number, whole_numbers
+from rosellm.errors import PromptError, RoseError
+from rosellm.models.checkpoint import SHIPPED
+from rosellm.models.loading import DTYPES, LOAD_FORMATS
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.recipe import LADDER, recipe_choices
+from rosellm.roseinfer.serving.admission import POLICIES, SchedulerConfig
+from rosellm.roseinfer.tensor_parallel import MOST_RANKS
+
+PROFILED_STEPS = 20
+MOST_REQUESTS = MOST_TOKENS = 1 << 20
+DETAILS = ("KV cache", "several GPUs", "prompts", "sampling", "scheduler", "arrivals")  # --help-all only
+NOT_IN_RECORDS = ("json", "profile", "workload", "hf_model_id", "defaults")
+SETTINGS = (  # not part of a workload, but they affect the measurement
+    "seed",
+    "block_size",
+    "num_kv_blocks",
+    "all_reduce",
+    "prefill_max_batch_size",
+    "prefill_token_budget",
+    "prefill_chunk",
+    "prefill_admission_policy",
+    "tokenize_workers",
+    "stream_interval",
+    "submit_interval_ms",
+    "request_rate",
+    "long_prompt_tokens",
+)
+
+
+def command_parser(module: str, doc: str, usage: str = "[options]") -> OneLineParser:
+    """Return a parser for ``python -m rosellm.roseinfer.MODULE``; its help is ``doc`` without the title."""
+    program = f"python -m rosellm.roseinfer.{module}"
+    return OneLineParser(prog=program, usage=f"%(prog)s {usage}", description=doc.partition("\n\n")[2])
+
+
+def benchmark_parser(module: str, doc: str) -> OneLineParser:
+    """Return :func:`command_parser` with the options shared by the scheduler and streaming benchmarks.
+
+    Only ``--help-all`` shows the option groups in ``DETAILS`` and ``doc`` beyond its second paragraph.
+    """
+    _title, description, *rest = doc.strip().split("\n\n")
+    program = f"python -m rosellm.roseinfer.{module}"
+    texts = {"usage": "%(prog)s [options]", "description": description, "epilog": " ".join(rest) or None}
+    parser = ScreenParser(DETAILS, prog=program, **texts)
+    add_model_options(parser)
+    add_device_options(parser)
+    add_engine_options(parser)
+    add_request_options(parser)
+    add_scheduler_options(parser)
+    add_run_options(parser)
+    add_record_option(parser)
+    trace = f"write a Chrome trace of {PROFILED_STEPS} more decode steps"
+    parser.add_argument("--profile", type=writable_file, metavar="FILE", help=trace)
+    return parser
+
+
+def count(default: int | None, low: int = 1, high: int = INT32_MAX) -> dict[str, Any]:
+    """Return ``add_argument`` options for a whole number from ``low`` to ``high``."""
+    return {"type": whole_number(low, high), "default": default, "metavar": "N"}
+
+
+def counts(default: tuple[int, ...], high: int) -> dict[str, Any]:
+    """Return ``add_argument`` options for comma-separated whole numbers from 1 to ``high``."""
+    return {"type": whole_numbers(high), "default": default, "metavar": "N,N"}
+
+
+def switch(default: bool) -> dict[str, Any]:
+    """Return ``add_argument`` options for ``--name`` or ``--no-name``."""
+    return {"action": BooleanOptionalAction, "default": default}
+
+
+def writable_file(text: str) -> Path:
+    """An argparse type: a file that can be written."""
+    try:
+        return check_writable(Path(text))
+    except RoseError as error:
+        raise ArgumentTypeError(str(error)) from error
+
+
+def top_k(text: str) -> int:
+    """An argparse type: ``SamplingParams.top_k``, where -1 becomes 0."""
+    return max(whole_number(-1)(text), 0)
+
+
+def add_model_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
+    add("--hf-model-id", default=SHIPPED, metavar="MODEL", help="hub id, local folder or the shipped model")
+    dummy = "dummy: the model's shape with seeded random weights, no download"
+    add("--load-format", choices=LOAD_FORMATS, default="auto", help=dummy)
+
+
+def add_device_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("device").add_argument
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
+    dtype = "default auto: the model's; on a CPU float32"
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help=dtype)
+
+
+def add_engine_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("engine").add_argument
+    first, *_, last = LADDER
+    add("--rung", metavar="NAME", help=f"{first} to {last}")
+    add("--paged-attn", action="store_true", help="the best recipe, eager; without it: dense")
+    add("--cuda-graph", action="store_true", help="with --paged-attn: the best recipe")
+    alone = "bitwise equal logits in any batch; later rungs only"
+    add("--deterministic", action="store_true", help=alone)
+    add = parser.add_argument_group("KV cache").add_argument
+    add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
+    blocks = "KV blocks per layer; default: what --max-batch-size requests need, capped by memory"
+    add("--num-kv-blocks", **count(None), help=blocks)
+    add("--prefix-cache", **switch(True), help="reuse the KV of shared prompt prefixes")
+    add = parser.add_argument_group("several GPUs").add_argument
+    ranks = "GPUs that share the model; on a CPU: processes"
+    add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help=ranks)
+    sums = recipe_choices()["all_reduce"]
+    add("--all-reduce", choices=sums, default="library", help="all-reduce of several GPUs")
+
+
+def add_request_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("requests").add_argument
+    add("--workload", metavar="ID", help=f"preset; explicit options override it: {', '.join(ALL_WORKLOADS)}")
+    add("--num-requests", **count(Workload.num_requests, high=MOST_REQUESTS), help="requests per run")
+    add("--max-new-tokens", **count(Workload.max_new_tokens), help="tokens per request")
+    add("--prompt", default=Workload.prompt, metavar="TEXT", help="text of every prompt")
+    repeats = "repeats of the text; requests cycle through these counts"
+    add("--max-batch-size", **count(Workload.max_batch_size), help="requests that run together")
+    add("--stop-on-eos", **switch(True), help="end a request at end of sequence")
+    add("--pretok", **switch(False), help="tokenize before the clock starts")
+    add = parser.add_argument_group("prompts").add_argument
+    add("--prompt-repeats", **counts(Workload.prompt_repeats, MOST_TOKENS), help=repeats)
+    random = "prompts of N seeded random token ids instead of text"
+    add("--prompt-tokens", **count(Workload.prompt_tokens, high=MOST_TOKENS), help=random)
+    shortest = "lengths uniform from N to the option without min-; default: all equal"
+    add("--min-prompt-tokens", **count(Workload.min_prompt_tokens, high=MOST_TOKENS), help=shortest)
+    add("--min-new-tokens", **count(Workload.min_new_tokens), help=shortest)
+    shared = "random token ids that all these prompts begin with"
+    add("--shared-prefix-tokens", **count(Workload.shared_prefix_tokens, 0, MOST_TOKENS), help=shared)
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=Workload.temperature, metavar="T", help="0: greedy")
+    likely = "sample from the N most likely tokens; 0 or -1: from all"
+    add("--top-k", type=top_k, default=Workload.top_k, metavar="N", help=likely)
+    nucleus = "sample from the most likely tokens that reach this probability; 1: from all"
+    add("--top-p", type=float, default=Workload.top_p, metavar="P", help=nucleus)
+    add("--seed", **count(0, low=0), help="seed of random ids, lengths and each request's sampling")
+
+
+def add_scheduler_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("scheduler").add_argument
+    config = SchedulerConfig
+    add("--prefill-max-batch-size", **count(config.prefill_max_batch_size), help="prompts per iteration")
+    add("--prefill-token-budget", **count(config.prefill_token_budget), help="prompt tokens per iteration")
+    chunk = "prompt tokens per iteration while requests decode; default: --prefill-token-budget"
+    add("--prefill-chunk", **count(config.prefill_chunk), help=chunk)
+    policy = "which waiting requests are admitted: the first, or the shortest that fit"
+    add("--prefill-admission-policy", choices=POLICIES, default=config.admission_policy, help=policy)
+
+
+def add_run_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("runs").add_argument
+    add("--warmup-runs", **count(1, low=0), help="runs before the measured ones")
+    add("--repeat-runs", **count(3), help="measured runs")
+
+
+def add_record_option(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", type=writable_file, metavar="FILE", help="write the record here")
+
+
+def parse(parser: ArgumentParser, argv: list[str] | None, form: str) -> Namespace:
+    """Parse the options; a named workload of ``form`` replaces the defaults.
+
+    The workload also selects the model and the best rung, unless options choose them. ``options.defaults``:
+    the defaults of ``SETTINGS``.
+    """
+    early = OneLineParser(add_help=False)
+    for option in ("--workload", "--hf-model-id", "--rung"):
+        early.add_argument(option)
+    for flag in ("--paged-attn", "--cuda-graph"):
+        early.add_argument(flag, action="store_true")
+    named = early.parse_known_args(argv)[0]
+    if named.workload is not None:
+        workload = get_workload(named.workload, form)
+        parser.set_defaults(**workload.flags())
+        if named.hf_model_id is None:
+            parser.set_defaults(hf_model_id=workload.model or MODERN_MODEL, load_format=LOAD_FORMAT)
+        if named.rung is None and not named.paged_attn and not named.cuda_graph:
+            parser.set_defaults(paged_attn=True, cuda_graph=True)
+    options = parser.parse_args(argv)
+    if not options.prompt:
+        raise PromptError("--prompt is empty; give it at least one character")
+    options.defaults = {name: parser.get_default(name) for name in SETTINGS if name in options}
+    return options
+
+
+def departures(options: Namespace, engine: Engine) -> list[str]:
+    """List how a run deviates from its workload, which makes it incomparable with the records."""
+    if options.workload is None:
+        return []
+    workload = ALL_WORKLOADS[options.workload]
+    preset, dtype = workload.flags(), engine.config.dtype or DTYPE
+    if workload.model is not None:
+        preset["hf_model_id"], dtype = workload.model, DTYPE
+    preset |= {"load_format": LOAD_FORMAT, "deterministic": False, "tensor_parallel_size": 1}
+    preset |= options.defaults
+    here = {name: getattr(options, name) for name in preset} | {"dtype": dtype_name(engine)}
+    told = [
+        f"{name}={here[name]} for {value}"
+        for name, value in (preset | {"dtype": dtype}).items()
+        if here[name] != value
+    ]
+    told += ["the arrivals of a trace"] * bool(vars(options).get("trace"))
+    return told if engine.rung or engine.deterministic else [*told, "a recipe that is no rung"]
+
+
+def request_facts(options: Namespace) -> dict[str, Any]:
+    """Return the record's model, workload, overridden presets, and all options except paths."""
+    given = {name: value for name, value in vars(options).items() if name not in NOT_IN_RECORDS}
+    preset = ALL_WORKLOADS[options.workload].flags() if options.workload else {}
+    folder = Path(options.hf_model_id)
+    return {
+        "workload": options.workload,
+        "workload_overrides": {name: given[name] for name, value in preset.items() if given[name] != value},
+        "model": folder.name if folder.is_dir() else options.hf_model_id,
+        "load_format": options.load_format,
+        "options": given,
+    }

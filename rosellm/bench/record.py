@@ -1,0 +1,100 @@
+"""Benchmark records: one JSON object per run, with all raw figures and the environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rosellm.atomic import write_text
+from rosellm.environment import environment
+from rosellm.errors import RoseError
+from rosellm.models.families.table import write_arch
+from rosellm.roseinfer.engine import Engine
+
+SCHEMA_VERSION = 1
+
+
+def new_record(kind: str, where: torch.device, **fields: Any) -> dict[str, Any]:
+    """Return a record of ``kind`` ("scheduler", "streaming", …) with its fields and the environment."""
+    return {"schema_version": SCHEMA_VERSION, "kind": kind, **fields, "environment": environment(where)}
+
+
+def engine_facts(engine: Engine) -> dict[str, Any]:
+    """Describe how an engine was built; ``rung`` is None for a custom recipe."""
+    return {
+        "rung": engine.rung,
+        "recipe": engine.recipe.as_dict(),
+        "kernels": engine.kernels.name,
+        "append_gate_min_batch": engine.gate.min_batch,
+        "prefix_cache": engine.prefix_cache is not None,
+        "device": engine.device.type,
+        "dtype": dtype_name(engine),
+        "model_shape": write_arch(engine.config),
+        "max_batch_size": engine.max_batch_size,
+        "block_size": engine.block_size,
+        "num_kv_blocks": engine.num_kv_blocks,
+    }
+
+
+def dtype_name(engine: Engine) -> str:
+    """Return the dtype of the weights, for example ``float16``."""
+    return str(engine.model.dtype).removeprefix("torch.")
+
+
+def distribution(
+    name: str, values: Iterable[float | None], percents: Iterable[int], unit: str = "s"
+) -> dict[str, float | None]:
+    """Return ``{name}_mean_{unit}``, ``{name}_p50_{unit}`` and so on; None without values."""
+    known = [value for value in values if value is not None]
+    figures = {"mean": float(np.mean(known)) if known else None}
+    for percent in percents:
+        figures[f"p{percent}"] = float(np.percentile(known, percent)) if known else None
+    return {f"{name}_{which}_{unit}": figure for which, figure in figures.items()}
+
+
+def across_repeats(repeats: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return every repeat's raw figures, and the median and mean of each number present in all."""
+    numeric = [name for name in repeats[0] if all(isinstance(one[name], (int, float)) for one in repeats)]
+    columns = {name: [repeat[name] for repeat in repeats] for name in numeric}
+    return {
+        "repeats": repeats,
+        "medians": {name: float(np.median(column)) for name, column in columns.items()},
+        "means": {name: float(np.mean(column)) for name, column in columns.items()},
+    }
+
+
+def tokens_sha256(outputs: Iterable[list[int]]) -> str:
+    """Hash all requests' output ids in order: each one's length, then its ids, little-endian int32."""
+    digest = hashlib.sha256()
+    for token_ids in outputs:
+        digest.update(np.array([len(token_ids), *token_ids], dtype="<i4").tobytes())
+    return digest.hexdigest()
+
+
+def check_writable(path: Path) -> Path:
+    """Return ``path`` if a file can be written there; otherwise raise ``RoseError``."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise RoseError(f"cannot write {path}: there is no folder {folder}")
+    if path.exists() and not path.is_file():
+        raise RoseError(f"cannot write {path}: it exists and is not a regular file")
+    if not os.access(folder, os.W_OK):
+        raise RoseError(f"cannot write {path}: the folder {folder} is read-only")
+    return path
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write ``record`` as unrounded JSON, atomically."""
+    check_writable(path)
+    text = json.dumps(record, indent=1, allow_nan=False) + "\n"
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise RoseError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,153 @@
+"""A replica: an engine in its own process, driven by calls from another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from rosellm.frozen_heap import frozen_heap
+from rosellm.roseinfer.cache.limits import Limits
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.request import Likely, Sequence
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
+from rosellm.roseinfer.tensor_parallel import load_engine
+
+SLICE_S, STREAMING_SLICE_S = 0.05, 0.01  # between reports: for LLM.generate, for streaming
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A request as the driver knows it, with the tokens that another replica has already generated.
+
+    logprobs: those of ``known``; None unless requested.
+    """
+
+    request_id: int
+    prompt: list[int]
+    params: SamplingParams
+    known: list[int]
+    logprobs: list[Likely] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The properties of a loaded replica that the driver needs."""
+
+    rung: str | None
+    max_batch_size: int
+    limits: Limits
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A request's new tokens since the last report, with their times on the clock of ``Report.now``.
+
+    finish_reason: None while it runs. error: why it failed. preemptions: total in this replica.
+    """
+
+    tokens: list[int]
+    times: list[float]
+    logprobs: list[Likely] | None
+    finish_reason: str | None
+    error: str | None
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The result of one call: gains by request id, and its time by the replica's ``time.perf_counter``."""
+
+    now: float
+    gains: dict[int, Gain]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in the scheduler; the driver knows the first ``told`` of its tokens."""
+
+    sequence: Sequence
+    told: int
+
+
+class Replica:
+    """The actor class; its calls run one at a time, in the order they were made.
+
+    The engine is loaded by :meth:`load`, not by the constructor, whose exceptions Ray would turn into text.
+    model, n_ranks, options: the arguments of ``tensor_parallel.load_engine``.
+    """
+
+    def __init__(self, model: str, n_ranks: int, options: dict[str, Any]) -> None:
+        self._model, self._n_ranks, self._options = model, n_ranks, options
+        self._engine: Engine | None = None
+        self._running: dict[int, _Running] = {}  # by the driver's request id
+
+    def load(self, config: SchedulerConfig) -> Facts:
+        """Load the engine and serve within the limits of ``config``. Raises as ``load_engine`` does."""
+        return self.take(
+            config, load_engine(self._model, tensor_parallel_size=self._n_ranks, **self._options)
+        )
+
+    def take(self, config: SchedulerConfig, engine: Engine) -> Facts:
+        """Serve with ``engine``."""
+        self._engine = engine
+        self.begin(config)
+        return Facts(engine.rung, engine.max_batch_size, engine.limits, engine.config.eos_token_ids)
+
+    def begin(self, config: SchedulerConfig) -> None:
+        """End all requests, and serve later ones within the limits of ``config``."""
+        if self._engine is None:  # loading failed; the driver gets that error from ``load``
+            return
+        for request_id in list(self._running):
+            self._cancel(request_id)
+        self._scheduler = OnlineScheduler(self._engine, replace(config, max_in_flight=None))
+
+    def advance(self, orders: list[Order], cancelled: list[int], seconds: float) -> Report:
+        """Begin orders, cancel requests, and run for ``seconds`` or until no request is left."""
+        scheduler = self._scheduler
+        for order in orders:
+            self._begin(order)
+        for request_id in cancelled:
+            self._cancel(request_id)
+        with frozen_heap():
+            until = perf_counter() + seconds
+            while scheduler.has_unfinished and perf_counter() < until:
+                scheduler.step()
+        return self._report()
+
+    def _begin(self, order: Order) -> None:
+        sequence = self._scheduler.engine.make_sequence(order.prompt, order.params)
+        sequence.resume(order.known, order.logprobs)
+        self._scheduler.submit(sequence)
+        self._running[order.request_id] = _Running(sequence, len(sequence.tokens))
+
+    def _cancel(self, request_id: int) -> None:
+        running = self._running.pop(request_id, None)
+        if running is not None:  # it may have ended before the driver knew
+            self._scheduler.cancel(running.sequence.request_id)
+            self._scheduler.take_result(running.sequence.request_id)
+
+    def _report(self) -> Report:
+        moved = {
+            request_id: running
+            for request_id, running in self._running.items()
+            if len(running.sequence.tokens) > running.told or running.sequence.is_finished
+        }
+        report = Report(perf_counter(), {request_id: _gain(running) for request_id, running in moved.items()})
+        for request_id, running in moved.items():
+            running.told = len(running.sequence.tokens)
+            if running.sequence.is_finished:
+                del self._running[request_id]
+                self._scheduler.take_result(running.sequence.request_id)
+        return report
+
+
+def _gain(running: _Running) -> Gain:
+    sequence, told = running.sequence, running.told
+    tokens, times = sequence.tokens[told:], sequence.metrics.token_times
+    logprobs = None if sequence.logprobs is None else sequence.logprobs[told - sequence.n_prompt :]
+    ending = sequence.finish_reason, sequence.error
+    return Gain(tokens, times[len(times) - len(tokens) :], logprobs, *ending, sequence.metrics.preemptions)

@@ -1,0 +1,172 @@
+"""The replicas' actors: start, call, await and replace them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, NamedTuple
+
+from rosellm.cluster.replica import Facts, Order, Report
+from rosellm.errors import ClusterError, RankError, RoseError, describe
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+
+LOADS_WITHIN_S = 600.0
+MOST_DEATHS = 3
+CALLS_AHEAD = 2  # one runs and the next is queued in the replica's process, so it is never idle
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """A replica's place: its actor (None once it stays dead) and its unanswered calls.
+
+    The first call of an actor loads it; ``facts`` is its answer, None until then. orders, cancelled: requests
+    to begin and to cancel in its next call. deaths: since ``Seats.begin``.
+    """
+
+    index: int
+    actor: Any = None
+    calls: deque[Any] = field(default_factory=deque)
+    facts: Facts | None = None
+    orders: list[Order] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    deaths: int = 0
+
+    def forget(self) -> None:
+        """Drop pending orders and cancellations."""
+        self.orders, self.cancelled = [], []
+
+
+class Death(NamedTuple):
+    """Why a replica died. is_error: its engine raised the error, so another engine might as well."""
+
+    error: BaseException
+    is_error: bool
+
+
+class Seats:
+    """The places of ``n`` replicas. make: starts the actor of a place."""
+
+    def __init__(self, ray: Any, n: int, make: Callable[[int], Any]) -> None:
+        self._ray, self._make = ray, make
+        self._seats = [Seat(index) for index in range(n)]
+        self._config = SchedulerConfig()
+        self._late = 0.0  # deadline for a replica to be live
+
+    def __getitem__(self, index: int) -> Seat:
+        return self._seats[index]
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def load_all(self) -> Facts:
+        """Start all replicas and wait until they are loaded. Raises ``ClusterError``, or the load's error."""
+        for seat in self._seats:
+            self._start(seat)
+        try:
+            found = self._ray.get([seat.calls.popleft() for seat in self._seats], timeout=LOADS_WITHIN_S)
+        except self._ray.exceptions.RayTaskError as error:
+            raise _raised(error) from None
+        except self._ray.exceptions.GetTimeoutError:
+            raise ClusterError(f"the replicas did not load within {LOADS_WITHIN_S:g} s") from None
+        except self._ray.exceptions.RayError as error:
+            raise ClusterError(f"a replica died while loading: {_line(error)}") from None
+        for seat, facts in zip(self._seats, found, strict=True):
+            seat.facts = facts
+        return found[0]
+
+    def begin(self, config: SchedulerConfig) -> None:
+        """Forget all requests, restart dead replicas, and serve within the limits of ``config``."""
+        self._config = config
+        self._late = monotonic() + LOADS_WITHIN_S
+        for seat in self._seats:
+            seat.deaths = 0
+            seat.forget()
+            if seat.actor is None:
+                self._start(seat)
+            else:
+                seat.actor.begin.remote(config)
+            if seat.facts is not None:
+                seat.calls.clear()
+
+    def keep_busy(self, seat: Seat, has_requests: bool, seconds: float) -> None:
+        """Queue calls of ``seconds`` each, up to ``CALLS_AHEAD``, for a replica with something to do."""
+        while len(seat.calls) < CALLS_AHEAD and (has_requests or seat.cancelled):
+            seat.calls.append(seat.actor.advance.remote(seat.orders, seat.cancelled, seconds))
+            seat.forget()
+
+    def hear(self, within_s: float) -> tuple[Seat, Facts | Report | Death] | None:
+        """Return a replica and the answer to its earliest call, or None after ``within_s`` seconds.
+
+        Raises ``ClusterError`` if no replica has been live for ``LOADS_WITHIN_S``.
+        """
+        first = {seat.calls[0]: seat for seat in self._seats if seat.calls}
+        if any(seat.facts is not None for seat in self._seats):
+            self._late = monotonic() + LOADS_WITHIN_S
+        elif monotonic() > self._late:
+            raise ClusterError(f"all replicas have died, and none came back within {LOADS_WITHIN_S:g} s")
+        done = self._ray.wait(list(first), timeout=within_s)[0] if first else []
+        return (first[done[0]], self._answer(first[done[0]])) if done else None
+
+    def lose(self, seat: Seat, death: Death) -> None:
+        """Replace a replica that has died, killing what is left of it, unless it has died too often.
+
+        Raises ``ClusterError`` if every replica has.
+        """
+        self._hear_out(seat.calls)
+        self._ray.kill(seat.actor)
+        seat.actor = seat.facts = None
+        seat.calls.clear()
+        seat.forget()
+        seat.deaths += 1
+        if seat.deaths <= MOST_DEATHS:
+            self._start(seat)
+        elif all(one.actor is None for one in self._seats):
+            raise ClusterError(
+                f"all {len(self)} replicas have died {MOST_DEATHS + 1} times; "
+                f"the last one: {_line(death.error)}"
+            )
+
+    def end(self) -> None:
+        """Kill the actors; does nothing if Ray has been shut down."""
+        if not self._ray.is_initialized():
+            return
+        for seat in self._seats:
+            if seat.actor is not None:
+                self._ray.kill(seat.actor)
+
+    def _start(self, seat: Seat) -> None:
+        seat.actor = self._make(seat.index)
+        seat.calls.append(seat.actor.load.remote(self._config))
+
+    def _hear_out(self, calls: deque[Any]) -> None:
+        """Fetch answered calls, since Ray prints the errors of calls whose results are never fetched."""
+        for call in self._ray.wait(list(calls), num_returns=len(calls), timeout=0)[0] if calls else []:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.get(call)
+
+    def _answer(self, seat: Seat) -> Facts | Report | Death:
+        try:
+            answer = self._ray.get(seat.calls[0])
+        except self._ray.exceptions.RayTaskError as error:  # its engine may be broken
+            was_loading = seat.facts is None
+            return Death(_raised(error), not was_loading and not isinstance(error.cause, RankError))
+        except self._ray.exceptions.RayError as error:  # its process, node or answer is lost
+            return Death(error, False)
+        seat.calls.popleft()
+        if isinstance(answer, Facts):
+            seat.facts = answer
+        return answer
+
+
+def _raised(error: Any) -> BaseException:
+    """Return what a replica raised; unless it is a ``RoseError``, with its traceback as a note."""
+    if not isinstance(error.cause, RoseError):
+        error.cause.add_note(str(error))
+    return error.cause
+
+
+def _line(error: BaseException) -> str:
+    return describe(error).partition("\n")[0] + " (see Ray's logs)"

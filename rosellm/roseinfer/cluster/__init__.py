@@ -1,1 +1,0 @@
-"""Data parallelism: replicas of an engine as Ray actors, and who gets which request."""

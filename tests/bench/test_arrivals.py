@@ -1,0 +1,296 @@
+"""When requests arrive: seeded, read from a trace, submitted by their deadlines, judged by limits."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from rosellm.bench import benchmark_streaming, job
+from rosellm.bench.arrivals import (
+    Arrival,
+    goodput,
+    poisson_times,
+    queue_over_time,
+    read_trace,
+    submit_by_deadline,
+)
+from rosellm.bench.job import SPARE_KV_BLOCKS, kv_blocks_wanted, longest_request, print_header
+from rosellm.bench.prompts import make_prompts
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.request import RequestMetrics
+from tests.helpers import random_model
+
+HEADER = "seconds,prompt_tokens,new_tokens\n"
+ROWS = [(0.5, 3, 4), (0.0, 2, 6), (1.25, 9, 1)]
+TINY = ["--device=cpu", "--rung=dense", "--max-batch-size=2", "--no-stop-on-eos"]
+TINY += ["--warmup-runs=0", "--repeat-runs=1"]
+
+
+def test_poisson_times_are_seeded_begin_at_0_and_have_the_gaps_of_their_rate() -> None:
+    times = poisson_times(20.0, 5000, seed=1)
+    gaps = np.diff(times)
+    assert times[0] == 0 and (gaps > 0).all()
+    assert gaps.mean() == pytest.approx(1 / 20, rel=0.05)
+    assert gaps.std() == pytest.approx(1 / 20, rel=0.05)  # as of an exponential distribution
+    assert times == poisson_times(20.0, 5000, seed=1) != poisson_times(20.0, 5000, seed=2)
+
+
+def as_json(folder: Path) -> Path:
+    path = folder / "trace.jsonl"
+    names = ("seconds", "prompt_tokens", "new_tokens")
+    path.write_text("\n".join(json.dumps(dict(zip(names, row, strict=True))) for row in ROWS) + "\n")
+    return path
+
+
+def as_csv(folder: Path) -> Path:
+    path = folder / "trace.csv"
+    lines = [f"x,{new},{seconds},{prompt}" for seconds, prompt, new in ROWS]
+    path.write_text("\n".join(["user, new_tokens, seconds, prompt_tokens", *lines]))
+    return path
+
+
+@pytest.mark.parametrize("write", [as_json, as_csv])
+def test_a_trace_is_read_in_order_of_time(tmp_path: Path, write) -> None:
+    assert read_trace(str(write(tmp_path))) == [Arrival(*row) for row in sorted(ROWS)]
+
+
+@pytest.mark.parametrize("text", [f"{HEADER}0,1,2\n", '{"seconds": 0, "prompt_tokens": 1, "new_tokens": 2}'])
+def test_a_trace_may_begin_with_a_byte_order_mark_as_spreadsheets_write(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text, encoding="utf-8-sig")
+    assert read_trace(str(path)) == [Arrival(0.0, 1, 2)]
+
+
+def test_columns_that_a_trace_is_not_read_for_may_share_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(",,seconds,prompt_tokens,new_tokens\na,b,0,1,2\n")
+    assert read_trace(str(path)) == [Arrival(0.0, 1, 2)]
+
+
+def test_blank_lines_and_cells_of_several_lines_are_no_arrivals(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_bytes(
+        b'\r\nuser,seconds,prompt_tokens,new_tokens\r\n\r\n"a\r\nb",0,1,2\r\n  \r\nc,1,3.0,4\r\n'
+    )
+    assert read_trace(str(path)) == [Arrival(0.0, 1, 2), Arrival(1.0, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "has no arrivals"),
+        ("seconds,prompt_tokens,new_tokens\n", "has no arrivals"),
+        ("seconds,tokens\n1,2\n", "the header is seconds,tokens; it must name seconds, prompt_tokens"),
+        ("seconds,prompt_tokens,new_tokens\n0,1,2\n1,2\n", "line 3: it must give seconds"),
+        (
+            f"{HEADER}0,1,many\n",
+            ", line 2: new_tokens is 'many'; it must be a whole number from 1 to 2147483647",
+        ),
+        (f"{HEADER}0,3.7,1\n", "line 2: prompt_tokens is '3.7'; it must be a whole number from 1 to 1048576"),
+        (f"{HEADER}0,1,2\n0,5,10,3\n", ", line 3: it has 4 cells, the header 3"),
+        (f"{HEADER}0,1048577,1\n", "prompt_tokens is '1048577'; it must be a whole number from 1 to 1048576"),
+        (f"{HEADER}-1,1,1\n", "line 2: seconds is '-1'; it must be a number from 0 to 86400, a day"),
+        (f"{HEADER}nan,1,1\n", "line 2: seconds is 'nan'"),
+        (f"{HEADER}1764000000000,1,1\n", "line 2: seconds is '1764000000000'; it must be a number from 0 to"),
+        (f"{HEADER}inf,1,1\n", "line 2: seconds is 'inf'"),
+        (f"{HEADER}\n \n0,1,1\n\n0,1,0\n", "line 6: new_tokens is '0'"),
+        (f"user,{HEADER}'a',0,1,1\n\"b\nc\",0,1,x\nd,0,1,1\n", "line 3: new_tokens is 'x'"),
+        (f"{HEADER}\n0,1,{'9' * 140_000}\n", ", line 3: field larger than field limit"),
+        (f"{'x' * 140_000}\n", ", line 1: field larger than field limit"),
+        ('{"seconds": 0, "prompt_tokens": 0, "new_tokens": 1}', "line 1: prompt_tokens is 0; it must be"),
+        ('{"seconds": 0, "prompt_tokens": 3.7, "new_tokens": 1}', "line 1: prompt_tokens is 3.7; it must be"),
+        ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": true}', "line 1: new_tokens is True; it must be"),
+        ('{"seconds": true, "prompt_tokens": 1, "new_tokens": 1}', "line 1: seconds is True; it must be"),
+        ('{"seconds": 0, "prompt_tokens": [1], "new_tokens": 1}', "line 1: prompt_tokens is [1]; it must be"),
+        ('{"seconds": 0, "prompt_tokens": 1e999, "new_tokens": 1}', "line 1: prompt_tokens is inf; it must"),
+        ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": -1e999}', "line 1: new_tokens is -inf; it must"),
+        (f'{{"seconds": 1{"0" * 400}, "prompt_tokens": 1, "new_tokens": 1}}', "line 1: seconds is 1000"),
+        (f'{{"seconds": 1{"0" * 5000}, "prompt_tokens": 1, "new_tokens": 1}}', "line 1: it must give"),
+        ('{"seconds": ' + "[" * 200_000, "line 1: it must give"),
+        ('{"seconds": 0', "line 1: it must give"),
+        (f"seconds, {HEADER}9,0,1,2\n", ": the header names seconds twice"),
+        ("seconds,prompt_tokens,new_tokens,new_tokens\n", ": the header names new_tokens twice"),
+        (
+            '{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1}\n'
+            '{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1, "seconds": 2}',
+            ", line 2: it names seconds twice",
+        ),
+        ('{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1}\n[]', "line 2: it must give"),
+        ('\n{"seconds": 0, "prompt_tokens": 1, "new_tokens": 1}\n\n{}', "line 4: it must give"),
+    ],
+)
+def test_a_broken_trace_is_one_line_that_says_where(tmp_path: Path, capsys, text: str, told: str) -> None:
+    path = tmp_path / "broken"
+    path.write_text(text)
+    with pytest.raises(ArgumentTypeError) as raised:
+        read_trace(str(path))
+    assert told in str(raised.value) and str(path) in str(raised.value)
+    with pytest.raises(SystemExit, match="2"):
+        benchmark_streaming.main(["--trace", str(path)])
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and told in error
+
+
+class FakeClock:
+    """Time passes only while one sleeps, a little longer than asked, or while a call takes long."""
+
+    def __init__(self, oversleep: float) -> None:
+        self.now, self.oversleep = 100.0, oversleep
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now += seconds + self.oversleep
+
+
+@given(
+    gaps=st.lists(st.floats(0, 3), max_size=20),
+    costs=st.lists(st.floats(0, 5), min_size=20, max_size=20),
+    oversleep=st.floats(0, 0.1),
+)
+def test_each_submission_is_at_its_time_or_as_soon_as_those_before_are_done(gaps, costs, oversleep) -> None:
+    clock, made = FakeClock(oversleep), []
+
+    def submit(i: int) -> None:
+        made.append((i, clock.now - 100.0))
+        clock.now += costs[i]
+
+    times = np.cumsum(gaps).tolist()
+    lags = submit_by_deadline(times, submit, clock, clock.sleep)
+    assert [i for i, _ in made] == list(range(len(times)))
+    free = 0.0
+    for due, (i, at), lag in zip(times, made, lags, strict=True):
+        assert lag == pytest.approx(at - due, abs=1e-9)
+        assert max(due, free) - 1e-9 <= at <= max(due, free) + oversleep + 1e-9
+        free = at + costs[i]
+
+
+SERVED = [RequestMetrics(0.0, [1.0, 1.5, 2.0]), RequestMetrics(0.0, [2.0, 5.0]), RequestMetrics(4.0, [5.0])]
+
+
+@pytest.mark.parametrize(
+    ("ttft", "itl", "n_good"),
+    [(math.inf, math.inf, 3), (1.0, math.inf, 1), (1.2, math.inf, 2), (2.0, 1.0, 2), (0.5, 1.0, 0)],
+)
+def test_goodput_counts_requests_that_keep_both_limits_from_when_they_were_due(ttft, itl, n_good) -> None:
+    figures = goodput(SERVED, [0.0, 0.0, 0.1], 10.0, ttft, itl)
+    assert figures == {"goodput_req_s": n_good / 10, "within_limits_share": n_good / 3}
+
+
+def test_the_queue_is_counted_over_the_run() -> None:
+    queue = queue_over_time(SERVED, 0.0, 5.0)
+    at = {round(t, 2): i for i, t in enumerate(queue["queue_times_s"])}
+    near = {t: at[min(at, key=lambda sample: abs(sample - t))] for t in (0.5, 1.7, 3.0, 4.5, 5.0)}
+    assert [queue["queue_waiting"][i] for i in near.values()] == [2, 1, 0, 1, 0]
+    assert [queue["queue_in_flight"][i] for i in near.values()] == [2, 2, 1, 2, 0]
+
+
+@pytest.mark.slow
+def test_a_user_replays_a_trace_and_the_record_tells_all(tmp_path: Path, capsys) -> None:
+    record = tmp_path / "record.json"
+    argv = [*TINY, "--trace", str(as_csv(tmp_path)), "--json", str(record), "--ttft-limit-ms", "60000"]
+    assert benchmark_streaming.main(argv) == 0
+    told = capsys.readouterr().out
+    assert "Goodput (requests within the limits): " in told and "Submission lag p50/p95/p99: " in told
+    read = json.loads(record.read_text())
+    (repeat,) = read["results"]["streaming"]["repeats"]
+    assert read["options"]["trace"] == [list(row) for row in sorted(ROWS)]
+    assert repeat["completion_tokens"] == 11 and repeat["total_time_s"] > 1.25
+    assert repeat["within_limits_share"] == 1 and 0 <= repeat["lag_p50_s"] < 1.0
+    assert max(repeat["queue_in_flight"]) >= 1 and repeat["queue_in_flight"][-1] == 0
+
+
+def of_trace(folder: Path, *rows: str) -> list[str]:
+    """Options that name a trace of these rows."""
+    path = folder / "trace.csv"
+    path.write_text("\n".join([HEADER.strip(), *rows]))
+    return ["--device=cpu", "--trace", str(path)]
+
+
+def test_a_trace_fits_if_each_of_its_requests_does(tmp_path: Path, capsys) -> None:
+    fits = [*of_trace(tmp_path, "0,500,1", "0,5,100"), "--warmup-runs=0", "--repeat-runs=1"]
+    assert benchmark_streaming.main(fits) == 0
+    assert "Requests: 2, 1 to 100 new tokens each, 8 at a time\n" in capsys.readouterr().out
+    assert benchmark_streaming.main(of_trace(tmp_path, "0,500,1", "0,413,100", "0,5,200")) == 2
+    told = "error: 413 prompt tokens and 100 new ones exceed the model's 512 positions\n"
+    assert capsys.readouterr().err == told
+    assert benchmark_streaming.main([*of_trace(tmp_path, "0,500,1"), "--shared-prefix-tokens=12"]) == 2
+    assert "512 prompt tokens and 1 new ones exceed" in capsys.readouterr().err
+
+
+def test_the_kv_cache_holds_the_requests_of_a_trace_and_no_more(tmp_path: Path) -> None:
+    gpt, parse = random_model(0), benchmark_streaming.BENCHMARK.parse_options  # 64 positions
+    options = parse(
+        [*of_trace(tmp_path, "0,40,1", "0,1,30", "0,2,2"), "--block-size=8", "--max-batch-size=3"]
+    )
+    assert longest_request(options, gpt, longest_prompt=40) == 41
+    assert kv_blocks_wanted(options, gpt, longest_prompt=40) == 3 * 6 + SPARE_KV_BLOCKS
+
+
+def test_requests_of_a_trace_that_ask_for_as_many_tokens_are_told_by_one_number(
+    tmp_path: Path, capsys
+) -> None:
+    options = benchmark_streaming.BENCHMARK.parse_options(of_trace(tmp_path, "0,1,4", "0,2,4"))
+    print_header(Engine(random_model(0), max_batch_size=2), options)
+    assert "Requests: 2, 4 new tokens each, " in capsys.readouterr().out
+
+
+def test_a_trace_that_does_not_fit_is_refused_before_its_prompts_are_drawn(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(job, "make_prompts", lambda *_given: pytest.fail("prompts were drawn"))
+    assert benchmark_streaming.main(of_trace(tmp_path, *["0,5,1"] * 100, "0,100000,1")) == 2
+
+
+def test_the_prompts_of_a_trace_take_memory_for_their_own_tokens_only(tmp_path: Path) -> None:
+    rows = of_trace(tmp_path, *["0,5,1"] * 1000, "0,20000,1")
+    options = benchmark_streaming.BENCHMARK.parse_options(rows)
+    tracemalloc.start()
+    prompts = make_prompts(options, 50257)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [len(prompt) for prompt in prompts] == [5] * 1000 + [20_000]
+    assert peak < 4e6  # all at the longest's length take 160 MB in numpy alone
+
+
+def test_a_user_asks_for_a_rate(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    sizes = ["--num-requests", "4", "--max-new-tokens", "2", "--request-rate", "20", "--json", str(record)]
+    assert benchmark_streaming.main([*TINY, *sizes]) == 0
+    (repeat,) = json.loads(record.read_text())["results"]["streaming"]["repeats"]
+    assert repeat["total_time_s"] >= poisson_times(20.0, 4, seed=0)[-1]
+
+
+def test_only_one_option_says_when_requests_arrive_and_inf_says_all_at_once(tmp_path: Path, capsys) -> None:
+    trace = ["--trace", str(as_json(tmp_path))]
+    assert benchmark_streaming.main([*TINY, *trace, "--request-rate", "3"]) == 2
+    assert "--request-rate and --trace both set when requests arrive" in capsys.readouterr().err
+    for bad in ("0", "-1", "nan", "often"):
+        with pytest.raises(SystemExit, match="2"):
+            benchmark_streaming.main(["--request-rate", bad])
+        assert f"'{bad}' is not a number of requests a second above 0, or inf" in capsys.readouterr().err
+    assert benchmark_streaming.BENCHMARK.parse_options(["--request-rate", "inf"]).request_rate is None
+
+
+@pytest.mark.parametrize("rate", ["1e-11", "5e-324", "0.00001"])
+def test_a_rate_of_less_than_a_request_a_day_is_refused(rate: str, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        benchmark_streaming.main(["--request-rate", rate])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{rate!r} is less than a request a day" in said
+
+
+@pytest.mark.parametrize("option", ["--request-rate=0.001", "--submit-interval-ms=86400000"])
+def test_requests_that_would_be_due_after_a_day_are_refused(option: str, capsys) -> None:
+    assert benchmark_streaming.main([*TINY, "--num-requests=1000", option]) == 2
+    name, said = option.partition("=")[0], capsys.readouterr().err
+    assert said == f"error: {name}: the last of 1000 requests would be due after a day\n"

@@ -1,0 +1,333 @@
+"""The scheduler of replicas, on actors of this process: whoever dies when, each token comes once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rosellm.cluster import seats as seats_module
+from rosellm.errors import BusyError, ClusterError, PromptError, RankError, RoseError
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.run_all import run_all
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
+from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
+from rosellm.rosetrainer.bpe import train_tokenizer
+from tests.cluster.inline_ray import Call, InlineFleet, InlineRay
+from tests.helpers import random_model, random_prompts, small_config
+from tests.soak.fake_step import EOS, fake_engine, poison, tokens_after
+from tests.soak.streaming_driver import Letters
+
+WORDS = "hello world, here is some text to learn from, with words and words"
+ENDS = {"ignore_eos": True}
+
+
+def fake() -> Engine:
+    return fake_engine("shared", 0, tokenizer=Letters(), max_batch_size=3, num_kv_blocks=12)
+
+
+def greedy(max_tokens: int, **others) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **others)
+
+
+def expected(prompt: list[int], params: SamplingParams) -> list[int]:
+    tokens = list(tokens_after(tuple(prompt))[: params.max_tokens])
+    if not params.ignore_eos and EOS in tokens:
+        tokens = tokens[: tokens.index(EOS) + 1]
+    return tokens
+
+
+seeds = st.integers(0, 2**32).map(random.Random)
+requests = st.lists(
+    st.tuples(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(1, 20), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(requests, st.integers(1, 3), st.booleans(), seeds)
+def test_whoever_dies_whenever_every_token_comes_once_and_in_order(asked, n_replicas, marks, chance):
+    fleet = InlineFleet(InlineRay(lambda calls: chance.choice([None, *calls])), n_replicas, fake, marks)
+    scheduler = fleet.scheduler(SchedulerConfig(max_batch_size=2))
+    prompts, params = [one[0] for one in asked], [greedy(one[1], ignore_eos=one[2]) for one in asked]
+    ids = scheduler.add_requests(prompts, params)
+    sequences, seen = dict(scheduler.requests), {request_id: 0 for request_id in ids}
+    deaths = dict.fromkeys(range(n_replicas), 0)
+    while scheduler.has_unfinished:
+        for index, actor in list(fleet.actors.items()):
+            if chance.random() < 0.05 and deaths[index] < seats_module.MOST_DEATHS:
+                deaths[index] += 1
+                actor.is_alive = False
+        for sequence in scheduler.step():
+            assert sequence.n_output > seen[sequence.request_id] or sequence.is_finished
+            seen[sequence.request_id] = sequence.n_output
+    for request_id, prompt, own in zip(ids, prompts, params, strict=True):
+        output = scheduler.take_result(request_id)
+        assert output.token_ids == sequences[request_id].output == expected(prompt, own)
+        assert len(output.metrics.token_times) == len(output.token_ids)
+    assert scheduler.n_tokens == sum(seen.values()) and not fleet.router.has_unfinished
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(requests, seeds)
+def test_cancelled_requests_end_at_once_and_the_others_as_if_alone(asked, chance):
+    fleet = InlineFleet(InlineRay(lambda calls: chance.choice([None, *calls])), 2, fake)
+    scheduler = fleet.scheduler(SchedulerConfig())
+    prompts, params = [one[0] for one in asked], [greedy(one[1], ignore_eos=one[2]) for one in asked]
+    ids = scheduler.add_requests(prompts, params)
+    cancelled = {request_id for request_id in ids if chance.random() < 0.4}
+    for request_id in cancelled:
+        for _ in range(chance.randrange(4)):
+            scheduler.step()
+        if scheduler.cancel(request_id):
+            assert scheduler.finished[request_id].finish_reason == "cancelled"
+            assert not scheduler.cancel(request_id)
+    while scheduler.has_unfinished:
+        scheduler.step()
+    for request_id, prompt, own in zip(ids, prompts, params, strict=True):
+        output, wanted = scheduler.take_result(request_id), expected(prompt, own)
+        whole = output.finish_reason != "cancelled"
+        assert output.token_ids == (wanted if whole else wanted[: len(output.token_ids)])
+        assert whole or request_id in cancelled
+    (last,) = scheduler.add_requests([[1]], [greedy(30, **ENDS)])  # after which all have heard of it
+    while scheduler.has_unfinished:
+        scheduler.step()
+    scheduler.take_result(last)
+    scheduler.cancel_all()
+    assert not fleet.router.has_unfinished
+
+
+def test_after_all_are_cancelled_the_replicas_serve_the_next_ones_with_free_caches():
+    fleet = InlineFleet(InlineRay(), 2, fake)
+    scheduler = fleet.scheduler(SchedulerConfig())
+    scheduler.add_requests([[i] for i in range(1, 9)], greedy(20, **ENDS))
+    for _ in range(6):
+        scheduler.step()
+    scheduler.cancel_all()
+    assert not scheduler.has_unfinished and scheduler.step() == []
+    for _ in range(2):
+        (output,) = run_all(fleet.scheduler(SchedulerConfig()), [[5]], greedy(10, **ENDS))
+        assert output.token_ids == expected([5], greedy(10, **ENDS))
+    for actor in fleet.actors.values():
+        engine = actor.loaded.engine
+        engine.check_integrity()
+    assert any(actor.loaded.engine.budget.free == 12 for actor in fleet.actors.values())
+
+
+def model_engine(**options) -> Callable[[], Engine]:
+    tokenizer = train_tokenizer([WORDS], 290)
+    config = small_config(vocab_size=tokenizer.vocab_size, n_positions=128)
+    sizes = {"max_batch_size": 8, "block_size": 8, "num_kv_blocks": 80, "kernels": "torch"}
+    return lambda: Engine(random_model(3, config), tokenizer, **sizes, **options)
+
+
+WISHES = [
+    greedy(12, logprobs=3),
+    SamplingParams(max_tokens=20, temperature=0.8, top_k=40, seed=1, logprobs=0),
+    SamplingParams(
+        max_tokens=25, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, seed=2
+    ),
+    greedy(30, repetition_penalty=1.3, **ENDS),
+    SamplingParams(max_tokens=30, top_p=0.9, seed=3, stop=["o", "he"]),
+    greedy(40, stop=" w", **ENDS),
+]
+VARIANTS = {
+    "host": {"recipe": "dense"},
+    "resident": {"recipe": "packed_prefill", "prefix_cache": True},
+    "deterministic": {"deterministic": True},
+}
+
+
+def dying(every: int) -> Callable[[list[Call]], Call]:
+    """The calls are answered in turn; three times, so many calls apart, the replica that has one is dead."""
+    answers = count(1)
+
+    def choose(calls: list[Call]) -> Call:
+        n = next(answers)
+        chosen = calls[n % len(calls)]
+        if n % every == 0 and n <= 3 * every:
+            chosen.actor.is_alive = False
+        return chosen
+
+    return choose
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_requests_that_go_on_elsewhere_end_as_on_one_engine_in_every_way_to_sample(variant):
+    make = model_engine(**VARIANTS[variant])
+    prompts = random_prompts([3, 17, 40, 8, 25, 5], seed=4, vocab_size=256)
+    wanted = OfflineScheduler(make()).run(prompts, WISHES)
+    ray = InlineRay()
+    fleet = InlineFleet(ray, 2, make)
+    ray.choose = dying(7)
+    before = dict(fleet.actors)
+    outputs = run_all(fleet.scheduler(SchedulerConfig()), prompts, WISHES)
+    assert outputs == wanted and fleet.actors != before
+    for output, other in zip(outputs, wanted, strict=True):
+        assert output.text == other.text
+        assert_likely(output, other)
+
+
+def assert_likely(output: RequestOutput, other: RequestOutput) -> None:
+    assert (output.logprobs is None) == (other.logprobs is None)
+    if output.logprobs is not None:
+        assert [list(each) for each in output.logprobs] == [list(each) for each in other.logprobs]
+        assert output.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+
+
+def test_streams_over_replicas_that_die_deliver_each_piece_once_and_stop_strings_never():
+    make = model_engine(**VARIANTS["resident"])
+    prompts = random_prompts([3, 17, 40, 8, 25, 5] * 2, seed=5, vocab_size=256)
+    wanted = OfflineScheduler(make()).run(prompts, WISHES * 2)
+    ray = InlineRay()
+    fleet = InlineFleet(ray, 2, make)
+    ray.choose = dying(9)
+    with StreamingManager(fleet, stream_interval=2) as manager:
+        ids = [manager.add_request(*both) for both in zip(prompts, WISHES * 2, strict=True)]
+        texts = ["".join(manager.stream_text(request_id)) for request_id in ids]
+        assert texts == [output.text for output in wanted]
+        assert [manager.result(request_id) for request_id in ids] == wanted
+        assert all(len(manager.metrics(i).token_times) == len(manager.result(i).token_ids) for i in ids)
+
+
+def test_a_stream_over_replicas_is_cancelled_and_what_was_delivered_stays():
+    ray, answers = InlineRay(), count()
+    fleet = InlineFleet(ray, 2, fake)
+    ray.choose = lambda calls: None if next(answers) in range(8, 10**9) else calls[0]
+    with StreamingManager(fleet) as manager:
+        endless = manager.add_request([5], greedy(40, **ENDS))
+        stream = manager.stream_text(endless)
+        first = next(stream)
+        assert manager.cancel(endless)
+        text = first + "".join(stream)
+        result = manager.result(endless)
+        assert (result.finish_reason, result.text) == ("cancelled", text)
+        assert result.token_ids == expected([5], greedy(40, **ENDS))[: len(text)]
+        ray.choose = lambda calls: calls[0]
+        other = manager.add_request([6], greedy(9, **ENDS))
+        assert manager.result(other, timeout=10).token_ids == expected([6], greedy(9, **ENDS))
+
+
+def test_a_request_that_cannot_run_is_refused_at_once_and_one_without_a_token_fails_alone():
+    fleet = InlineFleet(InlineRay(), 1, fake)
+    with StreamingManager(fleet) as manager:
+        for prompt in ([], [99], [1] * 48, "abc" * 20):
+            with pytest.raises(PromptError):
+                manager.add_request(prompt, greedy(5))
+        poison(fleet.actors[0].loaded.engine, 1)
+        bad, good = manager.add_request([3], greedy(5, **ENDS)), manager.add_request([4], greedy(5, **ENDS))
+        with pytest.raises(RoseError, match="not finite"):
+            manager.result(bad, timeout=10)
+        assert manager.result(good, timeout=10).token_ids == expected([4], greedy(5, **ENDS))
+
+
+def test_two_managers_of_the_same_replicas_are_refused_in_one_line():
+    fleet = InlineFleet(InlineRay(), 2, fake)
+    with StreamingManager(fleet) as manager:
+        request = manager.add_request([5], greedy(20, **ENDS))
+        with pytest.raises(BusyError, match="the engine is in use by a StreamingManager; wait until") as told:
+            StreamingManager(fleet)
+        assert "\n" not in str(told.value)
+        assert len(manager.result(request, timeout=10).token_ids) == 20  # the other did not begin anew
+    with StreamingManager(fleet) as manager:
+        assert manager.result(manager.add_request([5], greedy(2)), timeout=10)
+
+
+def test_an_engine_that_raises_fails_every_stream_and_the_next_manager_finds_it_replaced():
+    fleet = InlineFleet(InlineRay(), 2, fake)
+    broken = fleet.actors[0]
+    broken.loaded.engine.begin_decode = lambda _sequences: 1 // 0
+    with StreamingManager(fleet) as manager:
+        ids = [manager.add_request([i], greedy(20, **ENDS)) for i in (1, 2)]
+        for request_id in ids:
+            with pytest.raises(WorkerError, match=r"failed \(ZeroDivisionError: "):
+                manager.result(request_id, timeout=10)
+    assert fleet.actors[0] is not broken and not broken.is_alive
+    with StreamingManager(fleet) as manager:
+        ids = [manager.add_request([i], greedy(9, **ENDS)) for i in (1, 2)]
+        results = [manager.result(request_id, timeout=10).token_ids for request_id in ids]
+    assert results == [expected([i], greedy(9, **ENDS)) for i in (1, 2)]
+
+
+def test_a_replica_whose_rank_has_failed_is_replaced_and_nobody_notices():
+    fleet = InlineFleet(InlineRay(), 2, fake)
+    broken = fleet.actors[1]
+
+    def failed(_sequences: object) -> int:
+        raise RankError("rank 1 of 2 was killed by SIGKILL; the engine has ended; make another")
+
+    broken.loaded.engine.begin_decode = failed
+    params = greedy(20, **ENDS)
+    outputs = run_all(fleet.scheduler(SchedulerConfig()), [[i] for i in range(1, 7)], params)
+    assert [output.token_ids for output in outputs] == [expected([i], params) for i in range(1, 7)]
+    assert fleet.actors[1] is not broken
+
+
+def test_every_error_of_a_replica_is_heard_since_ray_prints_others():
+    ran: list[Call] = []
+
+    def choose(calls: list[Call]) -> Call:
+        ran.extend(calls[-1].actor.run_all())
+        return calls[-1]
+
+    fleet = InlineFleet(InlineRay(choose), 2, fake)
+
+    def failed(*_: object) -> None:
+        raise RankError("rank 1 of 2 was killed by SIGKILL; the engine has ended; make another")
+
+    fleet.actors[1].loaded.advance = failed
+    run_all(fleet.scheduler(SchedulerConfig()), [[i] for i in range(1, 7)], greedy(20, **ENDS))
+    errors = [call.is_heard for call in ran if call.error is not None]
+    assert len(errors) > 1 and all(errors)
+
+
+def test_replicas_that_die_again_and_again_end_all_streams_with_one_line(monkeypatch):
+    monkeypatch.setattr(seats_module, "MOST_DEATHS", 2)
+    chance = random.Random(0)
+    ray = InlineRay()
+    fleet = InlineFleet(ray, 2, fake)
+
+    def choose(calls: list[Call]) -> Call:
+        chosen = chance.choice(calls)
+        chosen.actor.is_alive = False
+        return chosen
+
+    ray.choose = choose
+    with StreamingManager(fleet) as manager:
+        request = manager.add_request([1], greedy(20, **ENDS))
+        with pytest.raises(
+            WorkerError, match="all 2 replicas have died 3 times; the last one: .*Lost: The actor died"
+        ) as told:
+            manager.result(request, timeout=10)
+        assert isinstance(told.value.__cause__, ClusterError) and "\n" not in str(told.value)
+    ray.choose = lambda calls: calls[0]
+    with StreamingManager(fleet) as manager:  # the dead start anew
+        assert manager.result(manager.add_request([1], greedy(3, **ENDS)), timeout=10)
+
+
+def test_a_request_keeps_its_seed_wherever_it_goes():
+    make = model_engine(**VARIANTS["resident"])
+    ray = InlineRay()
+    fleet = InlineFleet(ray, 2, make)
+    scheduler = fleet.scheduler(SchedulerConfig())
+    scheduler.add_requests([[1], [2]], SamplingParams(max_tokens=30, ignore_eos=True))
+    seeds = {sequence.request_id: sequence.seed for sequence in scheduler.requests.values()}
+    sequences = list(scheduler.requests.values())
+    for _ in range(5):
+        scheduler.step()
+    known = [sequence.output for sequence in sequences]
+    fleet.actors[0].is_alive = False
+    while scheduler.has_unfinished:
+        scheduler.step()
+    for sequence, before in zip(sequences, known, strict=True):
+        own = replace(sequence.params, seed=seeds[sequence.request_id])
+        (alone,) = OfflineScheduler(make()).run([sequence.prompt], own)
+        assert sequence.output == alone.token_ids and alone.token_ids[: len(before)] == before

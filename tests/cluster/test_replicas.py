@@ -1,0 +1,429 @@
+"""``LLM(data_parallel_size=2)`` on Ray's local cluster, shared: one engine's answers, whoever dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from threading import Thread
+from time import monotonic, sleep
+
+import psutil
+import pytest
+
+from rosellm import LLM, SamplingParams
+from rosellm.cluster import runtime, seats as seats_module
+from rosellm.errors import (
+    BusyError,
+    ClusterError,
+    DeviceError,
+    OptionError,
+    PromptError,
+    RecipeError,
+    RoseError,
+)
+from rosellm.lab.records.replica_runs import stream_with_a_death
+from rosellm.lab.running.interruption import is_running
+from rosellm.models.checkpoint import checkpoint_folder
+from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.serving.admission import SchedulerConfig
+from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager
+from tests.roseinfer.ranks import program
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
+
+REPLICAS = "data_parallel_size=2"
+REPLICAS_OF_RANKS = "data_parallel_size=2, tensor_parallel_size=2"
+PROMPTS = ["import os\n", "def main(", [5, 6, 7], "class A:", "for i in range(", "return"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=20, logprobs=2),
+    SamplingParams(max_tokens=30, seed=1, n=3),
+    SamplingParams(temperature=0.8, top_k=50, top_p=0.9, max_tokens=10, seed=2),
+    SamplingParams(temperature=0.0, max_tokens=25, repetition_penalty=1.3, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, max_tokens=40, stop="("),
+    SamplingParams(temperature=0.7, min_p=0.1, max_tokens=1, seed=4, ignore_eos=True),
+]
+LONG = [SamplingParams(max_tokens=80, seed=i, ignore_eos=True) for i in range(12)]
+CPUS = 6
+ENDS_WITHIN_S = 90.0  # on a busy machine
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads process titles as Linux has them")
+pytestmark = [needs_linux, pytest.mark.slow]  # notebook 36 starts two replicas and kills one in make test
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """The first one starts the cluster, with room for those of other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: CPUS)
+        first = LLM(device="cpu", **eval(f"dict({REPLICAS})"))
+    yield first
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def one() -> LLM:
+    return LLM(device="cpu")
+
+
+class Bar:
+    """In place of tqdm's; what a test does is done in the middle of a run."""
+
+    total = 0
+
+    def __init__(self, **_options: object) -> None: ...
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exception: object) -> None: ...
+
+
+def actors() -> set[int]:
+    """Processes of replicas on the cluster, which is this process's child."""
+    commands = commands_below(os.getpid())
+    return {pid for pid, command in commands.items() if command and command[0].startswith("ray::Replica")}
+
+
+def commands_below(pid: int) -> dict[int, list[str]]:
+    """Of all processes that descend from one and live, by process id; none if that has ended itself."""
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = process.cmdline()
+    return found
+
+
+def settled() -> set[int]:
+    """The two of ``llm``, once each is there."""
+    until(lambda: len(actors()) == 2)
+    return actors()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = monotonic() + ENDS_WITHIN_S
+    while not holds():
+        assert monotonic() < end
+        sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def expected(one: LLM) -> list[RequestOutput]:
+    return one.generate(PROMPTS, PARAMS, use_tqdm=False)
+
+
+def assert_answers(llm: LLM, expected: list[RequestOutput]) -> None:
+    assert_same(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
+
+
+def assert_same(outputs, expected) -> None:
+    assert outputs == expected
+    for output, other in zip(outputs, expected, strict=True):
+        assert (output.prompt, output.text) == (other.prompt, other.text)
+        assert len(output.outputs) == len(other.outputs)
+        for own, its in zip(output.outputs, other.outputs, strict=True):
+            assert (own.token_ids, own.text, own.finish_reason) == (
+                its.token_ids,
+                its.text,
+                its.finish_reason,
+            )
+
+
+def test_outputs_are_those_of_one_engine_in_the_order_of_the_requests(llm, one, expected):
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_same(outputs, expected)
+    assert [len(output.outputs) for output in outputs] == [1, 3, 1, 1, 1, 1]
+    for logprobs, others in zip(outputs[0].logprobs, expected[0].logprobs, strict=True):
+        assert list(logprobs) == list(others)
+        for token, logprob in logprobs.items():
+            assert logprob.logprob == pytest.approx(others[token].logprob, abs=1e-4)
+            assert logprob.decoded_token == others[token].decoded_token
+    assert 0 < outputs[0].metrics.ttft <= outputs[0].metrics.latency < 60
+    assert llm.rung == one.rung
+
+
+def test_unseeded_requests_draw_differently_each_time(llm):
+    first, second = llm.generate(["def "] * 2, SamplingParams(max_tokens=12), use_tqdm=False)
+    (third,) = llm.generate("def ", SamplingParams(max_tokens=12), use_tqdm=False)
+    assert len({tuple(output.token_ids) for output in (first, second, third)}) == 3
+
+
+def test_no_prompts_give_no_results_and_the_bar_counts_every_token(llm, capfd):
+    assert llm.generate([], use_tqdm=False) == []
+    llm.generate("import", SamplingParams(max_tokens=7, ignore_eos=True))
+    assert "100%" in capfd.readouterr().err
+
+
+def test_a_replica_killed_in_mid_run_comes_back_and_every_request_is_answered_once(
+    llm, one, expected, monkeypatch
+):
+    victim, other = settled()
+    counted = []
+
+    class Killer(Bar):
+        def update(self, n: int) -> None:
+            if not counted:
+                os.kill(victim, signal.SIGKILL)
+            counted.append(n)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rosellm.roseinfer.llm.tqdm", Killer)
+        outputs = llm.generate(PROMPTS * 2, LONG)
+    assert_same(outputs, one.generate(PROMPTS * 2, LONG, use_tqdm=False))
+    assert sum(counted) == sum(own.max_tokens for own in LONG)
+    assert victim not in settled()
+    os.kill(other, signal.SIGKILL)  # the new one is left
+    assert_answers(llm, expected)
+
+
+def test_when_all_replicas_stay_dead_one_error_says_so_and_the_next_call_starts_anew(
+    llm, expected, monkeypatch
+):
+    monkeypatch.setattr(seats_module, "MOST_DEATHS", 0)
+    for victim in settled():
+        os.kill(victim, signal.SIGKILL)
+    with pytest.raises(ClusterError, match="all 2 replicas have died 1 times; the last one: ") as told:
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert str(told.value).endswith(
+        "The actor died unexpectedly before finishing this task. (see Ray's logs)"
+    )
+    assert "\n" not in str(told.value)
+    with monkeypatch.context() as patch:
+        patch.setattr(seats_module, "LOADS_WITHIN_S", 0.05)
+        with pytest.raises(ClusterError, match="all replicas have died, and none came back within 0.05 s"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_answers(llm, expected)
+
+
+def streamed(manager: StreamingManager, prompts: list, params: list[SamplingParams]) -> list[str]:
+    """The texts of these requests, each joined from its pieces."""
+    ids = [manager.add_request(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    return ["".join(manager.stream_text(request_id)) for request_id in ids]
+
+
+def test_streams_are_the_text_of_one_engine_though_a_replica_is_killed_meanwhile(llm, one):
+    victim = min(settled())
+    wanted = [output.text for output in one.generate(PROMPTS * 2, LONG, use_tqdm=False)]
+    with StreamingManager(llm) as manager:
+        first = manager.add_request(PROMPTS[0], LONG[0])
+        stream = manager.stream_text(first)
+        text = next(stream)
+        os.kill(victim, signal.SIGKILL)
+        assert streamed(manager, PROMPTS * 2, LONG) == wanted
+        assert text + "".join(stream) == wanted[0]
+        times = manager.metrics(first).token_times
+        assert len(times) == LONG[0].max_tokens and times == sorted(times)
+        with pytest.raises(BusyError, match="the engine is in use by a StreamingManager"):
+            llm.generate("a", use_tqdm=False)
+        with pytest.raises(BusyError, match="the engine is in use by a StreamingManager"):
+            StreamingManager(llm)
+        with pytest.raises(RoseError, match="max_batch_size is 512; the engine decodes at most 256"):
+            StreamingManager(llm, SchedulerConfig(max_batch_size=512))
+        with pytest.raises(PromptError, match="exceed the model's"):
+            manager.add_request("a", SamplingParams(max_tokens=10**6))
+    assert victim not in settled()
+
+
+def test_the_notebook_s_streams_survive_a_death_in_their_midst(llm, one):
+    settled()
+    params = SamplingParams(max_tokens=200, seed=3, ignore_eos=True)
+    streamed = stream_with_a_death(llm, PROMPTS, params, after_tokens=60)
+    assert streamed.texts == [output.text for output in one.generate(PROMPTS, params, use_tqdm=False)]
+    assert 3 <= streamed.n_moved <= len(PROMPTS)  # all, if the other is not back yet from an earlier test
+    assert streamed.pieces_s[0] < streamed.killed_s < streamed.pieces_s[-1]
+    with pytest.raises(RoseError, match="only a replica can be killed; give an LLM with data_parallel_size"):
+        stream_with_a_death(one, PROMPTS, params, 1)
+
+
+def test_a_cancelled_stream_ends_soon_and_a_closed_manager_leaves_the_replicas_free(llm, expected):
+    endless = SamplingParams(max_tokens=500, ignore_eos=True)
+    with StreamingManager(llm) as manager:
+        cancelled, running = (manager.add_request("def ", endless) for _ in range(2))
+        stream = manager.stream_text(cancelled)
+        text = next(stream)
+        assert manager.cancel(cancelled)
+        assert text + "".join(stream) == manager.result(cancelled, timeout=10).text
+        assert manager.result(cancelled).finish_reason == "cancelled"
+    with pytest.raises(ClosedError):
+        manager.result(running, timeout=10)
+    assert_answers(llm, expected)
+
+
+def test_replicas_of_two_ranks_each_give_the_tokens_of_one_engine_though_a_rank_is_killed(llm, one):
+    before = settled()
+    pairs = LLM(device="cpu", rung="split_kv", max_batch_size=8, **eval(f"dict({REPLICAS_OF_RANKS})"))
+    params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)] * 6
+    wanted = [output.text for output in one.generate(PROMPTS, params, use_tqdm=False)]
+    with StreamingManager(pairs) as manager:
+        assert streamed(manager, PROMPTS, params) == wanted
+        ranks = other_ranks(actors() - before)
+        assert len(ranks) == 2
+        request = manager.add_request(PROMPTS[0], params[0])
+        os.kill(min(ranks), signal.SIGKILL)
+        assert streamed(manager, PROMPTS, params) == wanted
+        assert manager.result(request).text == wanted[0]
+    ranks |= other_ranks(actors() - before)
+    del pairs, manager
+    until(lambda: actors() == before and not any(map(is_running, ranks)))
+
+
+def other_ranks(replicas: set[int]) -> set[int]:
+    """Process ids of the ranks that the replicas' first ones have started."""
+    below = [item for pid in replicas for item in commands_below(pid).items()]
+    return {pid for pid, command in below if "spawn_main" in " ".join(command)}
+
+
+def test_bad_requests_are_refused_before_anything_runs(llm, one):
+    for prompts, params in (
+        (["a", [9999]], SamplingParams()),
+        ("a", SamplingParams(max_tokens=10**6)),
+        (["a", []], SamplingParams()),
+    ):
+        errors = []
+        for each in (llm, one):
+            with pytest.raises(PromptError) as told:
+                each.generate(prompts, params, use_tqdm=False)
+            errors.append(str(told.value))
+        assert errors[0] == errors[1]
+    with pytest.raises(RoseError, match="an LLM of 2 replicas has no engine in this process"):
+        _ = llm.engine
+
+
+def test_an_interrupted_call_leaves_nothing_behind(llm, expected, monkeypatch):
+    class Interrupted(Bar):
+        def update(self, n: int) -> None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rosellm.roseinfer.llm.tqdm", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS * 2, LONG)
+    assert_answers(llm, expected)
+
+
+def test_an_engine_that_fails_ends_the_call_with_its_error_and_is_replaced(llm, expected, monkeypatch):
+    class Broken(SamplingParams):
+        """Refused by an engine's checks only once it runs."""
+
+        @property
+        def is_penalised(self) -> bool:
+            raise ZeroDivisionError("on purpose")
+
+    before = settled()
+    with pytest.raises(Exception, match="on purpose"):
+        llm.generate("a", Broken(), use_tqdm=False)
+    assert_answers(llm, expected)
+    until(lambda: len(actors()) == 2 and len(actors() - before) == 1)
+
+
+def test_bad_options_are_one_line_each_and_leave_no_process(llm, monkeypatch):
+    before = settled()
+    with pytest.raises(OptionError, match="block_size is 3; it must be a power of two"):
+        LLM(device="cpu", data_parallel_size=1, ray_address="auto", block_size=3)
+    with pytest.raises(DeviceError, match=f"data_parallel_size 9 needs 9 CPUs; the Ray cluster has {CPUS}"):
+        LLM(device="cpu", data_parallel_size=9)
+    with pytest.raises(ClusterError, match="cannot also join '127.0.0.1:1'"):
+        LLM(device="cpu", data_parallel_size=2, ray_address="127.0.0.1:1")
+    told = "needs 6 CPUs, 2 of a host each; . of the Ray cluster's 6 are free"
+    with monkeypatch.context() as patch, pytest.raises(DeviceError, match=told):
+        patch.setattr(runtime, "FREE_WITHIN_S", 0.5)
+        LLM(device="cpu", data_parallel_size=3, tensor_parallel_size=2)
+    with pytest.raises(RecipeError, match="needs step='resident', not 'host'"):
+        LLM(device="cpu", data_parallel_size=1, tensor_parallel_size=2, ray_address="auto", rung="cuda_graph")
+    until(lambda: actors() == before)
+
+
+def test_a_replica_that_cannot_be_loaded_is_told_and_leaves_no_process(llm, monkeypatch):
+    before = settled()
+
+    def kill_the_new_one() -> None:
+        until(lambda: actors() - before)
+        for pid in actors() - before:
+            os.kill(pid, signal.SIGKILL)
+
+    killer = Thread(target=kill_the_new_one)
+    killer.start()
+    with pytest.raises(ClusterError, match="a replica died while loading: .* The actor died unexpectedly"):
+        LLM(device="cpu", data_parallel_size=1, ray_address="auto")
+    killer.join()
+    monkeypatch.setattr(seats_module, "LOADS_WITHIN_S", 0.05)
+    with pytest.raises(ClusterError, match="the replicas did not load within 0.05 s"):
+        LLM(device="cpu", data_parallel_size=1, ray_address="auto")
+    until(lambda: actors() == before)
+
+
+def test_a_dropped_llm_ends_its_actors_and_no_others(llm, one):
+    before = settled()
+    second = LLM(device="cpu", data_parallel_size=1, ray_address="auto", prefix_cache=True, block_size=16)
+    assert len(actors()) == 3
+    prompts = [[3] * 40 + [i] for i in range(4)] + [[4] * 40 + [i] for i in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    with pytest.raises(PromptError):
+        second.generate([9999], use_tqdm=False)
+    for _ in range(2):
+        assert_same(
+            second.generate(prompts, params, use_tqdm=False), one.generate(prompts, params, use_tqdm=False)
+        )
+    del second
+    until(lambda: actors() == before)
+    assert ray.is_initialized()
+
+
+def test_a_replica_whose_checkpoint_is_gone_when_it_comes_back_stays_dead(llm, monkeypatch, tmp_path):
+    before = settled()
+    copy = shutil.copytree(checkpoint_folder("rose-tiny"), tmp_path / "model")
+    lone = LLM(str(copy), device="cpu", data_parallel_size=1, ray_address="auto")
+    shutil.rmtree(copy)
+    monkeypatch.setattr(seats_module, "MOST_DEATHS", 1)
+    for victim in actors() - before:
+        os.kill(victim, signal.SIGKILL)
+    told = "all 1 replicas have died 2 times; the last one: .*CheckpointError: "
+    with pytest.raises(ClusterError, match=told):
+        lone.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+    until(lambda: actors() == before)
+
+
+SERVERS = ("gcs_server", "raylet", "dashboard.py", "DashboardAgent", "RuntimeEnvAgent", "monitor.py")
+
+
+def process_id(name: str) -> int:
+    """Of a process of the cluster, the first one so named."""
+    return next(pid for pid, command in commands_below(os.getpid()).items() if name in " ".join(command[:3]))
+
+
+def test_everything_listens_on_the_loopback_only(llm):
+    places = {
+        connection.laddr.ip.removeprefix("::ffff:")
+        for pid in {*settled(), *map(process_id, SERVERS)}
+        for connection in psutil.Process(pid).net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert places and places <= {"127.0.0.1", "::1"}
+
+
+DRIVER = """
+import sys
+from rosellm import LLM, SamplingParams
+llm = LLM(device="cpu", data_parallel_size=1, ray_address=sys.argv[1])
+llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+print("ready", flush=True)
+while True:
+    llm.generate(["a"] * 64, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
+"""
+
+
+def test_ctrl_c_leaves_no_orphan_and_a_cluster_that_we_did_not_start_goes_on(llm, expected):
+    before, address = settled(), ray.get_runtime_context().gcs_address
+    environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # it is on the loopback
+    with program("-c", DRIVER, address, env=environment) as driver:
+        assert driver.stdout.readline() == "ready\n", driver.stderr.read()
+        until(lambda: len(actors() - before) == 1)
+        sleep(0.5)
+        driver.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in driver.communicate(timeout=ENDS_WITHIN_S)[1]
+    until(lambda: actors() == before)
+    assert_answers(llm, expected)

@@ -1,0 +1,278 @@
+"""What needs Ray says so in one line, soon, and before anything is started."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from threading import Thread
+from time import monotonic
+from tomllib import loads
+from types import SimpleNamespace
+
+import pytest
+
+from rosellm import LLM
+from rosellm.cluster import runtime
+from rosellm.errors import CheckpointError, ClusterError, DeviceError, OptionError
+
+PROJECT = loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def refused(error: type[Exception], **options) -> str:
+    """The one line that refuses these options, within seconds."""
+    begin = monotonic()
+    with pytest.raises(error) as told:
+        LLM(**({"device": "cpu", "data_parallel_size": 2} | options))
+    assert monotonic() - begin < 2 * runtime.ANSWERS_WITHIN_S + 10
+    assert "\n" not in str(told.value)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, 1.0, True, "2", None, 10**30])
+def test_a_number_of_replicas_that_makes_no_sense_is_refused(n):
+    assert "it must be a whole number from 1 to 1024" in refused(OptionError, data_parallel_size=n)
+
+
+def test_an_unknown_model_or_device_is_refused_before_ray_is_started():
+    assert "neither a local folder nor" in refused(CheckpointError, model="/nowhere")
+    assert "'tpu' is unknown" in refused(DeviceError, device="tpu")
+    assert "load_format 'odd' is unknown" in refused(CheckpointError, load_format="odd")
+
+
+def test_replicas_whose_model_cannot_be_cut_are_refused_before_ray_is_started(monkeypatch):
+    monkeypatch.setattr(runtime, "import_ray", lambda: pytest.fail("Ray would have been started"))
+    told = "tensor_parallel_size 3 does not divide the model's 4 attention heads"
+    assert refused(OptionError, tensor_parallel_size=3) == told
+    told = "tensor_parallel_size is 0; it must be a whole number from 1 to 64"
+    assert refused(OptionError, tensor_parallel_size=0) == told
+
+
+def test_a_missing_ray_is_told_with_the_way_to_get_it(monkeypatch):
+    def missing(_name: str) -> str:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(runtime, "version", missing)
+    told = "data_parallel_size, ray_address and --cluster need Ray: pip install 'rosellm[cluster]'"
+    assert refused(ClusterError) == told
+    assert refused(ClusterError, data_parallel_size=1, ray_address="auto") == told
+
+
+@pytest.mark.parametrize("old", ["1.13.0", "2.9.3", "2.49.2"])
+def test_an_old_ray_is_told_with_the_version_needed(monkeypatch, old):
+    monkeypatch.setattr(runtime, "version", lambda _name: old)
+    assert refused(ClusterError).startswith(f"Ray {old} is too old; 2.50 or newer is needed")
+
+
+def test_the_oldest_ray_is_that_of_the_extra():
+    (wanted,) = PROJECT["optional-dependencies"]["cluster"]
+    assert tuple(map(int, re.search(r">=(\d+)\.(\d+)", wanted).groups())) == runtime.OLDEST
+
+
+class Silent:
+    """Accepts connections and says nothing."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class Web:
+    """A web server."""
+
+    def __init__(self) -> None:
+        self.server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+        self.port = self.server.server_port
+        Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+class Closed:
+    """Nobody."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as was:
+            self.port = was.getsockname()[1]
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("who", [Silent, Web, Closed])
+def test_an_address_where_no_ray_answers_is_refused(who, monkeypatch):
+    pytest.importorskip("ray", reason=runtime.EXTRA)
+    monkeypatch.setattr(runtime, "ANSWERS_WITHIN_S", 0.5)
+    there = who()
+    try:
+        address = f"127.0.0.1:{there.port}"
+        told = f"no Ray cluster answers at {address!r} within 0.5 s"
+        assert refused(ClusterError, ray_address=address) == told
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert f":{there.port}' within 0.5 s" in refused(ClusterError, ray_address="auto")
+    finally:
+        there.close()
+
+
+@pytest.mark.parametrize(
+    "address", ["", "here", "ray://head:10001", ":6379", "head:", "head:99999", 7, "a:²"]
+)
+def test_a_malformed_address_is_refused(address):
+    pytest.importorskip("ray", reason=runtime.EXTRA)
+    assert "give 'auto', or the host:port of a Ray head" in refused(ClusterError, ray_address=address)
+
+
+def test_auto_without_a_cluster_is_refused(monkeypatch):
+    ray = pytest.importorskip("ray", reason=runtime.EXTRA)
+    assert not ray.is_initialized()
+
+    def none(_address: str) -> str:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address", none)
+    assert "'auto' finds no running Ray cluster" in refused(ClusterError, ray_address="auto")
+
+
+def test_what_ray_itself_refuses_is_one_line(monkeypatch):
+    ray = pytest.importorskip("ray", reason=runtime.EXTRA)
+
+    def init(**_options: object) -> None:
+        raise RuntimeError("Version mismatch: the cluster was started with Ray 2.61\nand more")
+
+    monkeypatch.setattr(ray, "init", init)
+    wanted = "Ray cannot be used: RuntimeError: Version mismatch: the cluster was started with Ray 2.61"
+    assert refused(ClusterError) == wanted
+
+
+@pytest.mark.parametrize("is_set", [False, True], ids=["unset", "set"])
+def test_a_cluster_that_may_ask_for_a_token_is_told_how_it_is_given(monkeypatch, is_set):
+    ray = pytest.importorskip("ray", reason=runtime.EXTRA)
+
+    def init(**_options: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(runtime, "_check_answers", lambda _address: None)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token") if is_set else monkeypatch.delenv("RAY_AUTH_MODE", False)
+    told = refused(ClusterError, ray_address="127.0.0.1:6379")
+    assert ("copy that file to this host and set RAY_AUTH_MODE=token" in told) == (not is_set)
+
+
+class FakeRay:
+    """What a share needs of Ray, and what was done with it."""
+
+    def __init__(self, runs: bool = False) -> None:
+        self.runs, self.calls = runs, []
+        self._private = SimpleNamespace(ray_constants=SimpleNamespace(ENABLE_RAY_CLUSTER=True))
+
+    def is_initialized(self) -> bool:
+        return self.runs
+
+    def init(self, **options: object) -> None:
+        self.calls.append(options["address"])
+        self.told = {name: os.environ.get(name) for name in runtime.LOCAL}
+        self.loopback = not self._private.ray_constants.ENABLE_RAY_CLUSTER
+        self.runs = True
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+        self.runs = False
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 4.0}
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 1.0}
+
+    @property
+    def util(self) -> FakeRay:
+        return self
+
+    def placement_group(self, bundles: list[dict[str, int]], strategy: str) -> FakeRay:
+        self.calls.append((strategy, bundles))
+        self.fits = sum(bundle["CPU"] for bundle in bundles) <= 1
+        return self
+
+    def wait(self, _seconds: float) -> bool:
+        return self.fits
+
+    def remove_placement_group(self, _group: FakeRay) -> None:
+        self.calls.append("freed")
+
+
+def share_of(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, address: str | None = None) -> runtime.Runtime:
+    monkeypatch.setattr(runtime, "import_ray", lambda: ray)
+    return runtime.Runtime(address, 2)
+
+
+def test_the_last_share_ends_what_the_first_one_started(monkeypatch):
+    ray = FakeRay()
+    first, second = (share_of(ray, monkeypatch) for _ in range(2))
+    first.leave()
+    first.leave()
+    assert ray.calls == ["local"] and second.check_running() is None
+    second.leave()
+    assert ray.calls == ["local", "shutdown"]
+    with pytest.raises(ClusterError, match="Ray was shut down, and the replicas with it; make another LLM"):
+        second.check_running()
+
+
+def test_a_runtime_that_was_there_is_never_ended(monkeypatch):
+    ray = FakeRay(runs=True)
+    shares = [share_of(ray, monkeypatch) for _ in range(2)]
+    for share in shares:
+        share.leave()
+    assert ray.calls == [] and ray.runs
+
+
+def test_a_cluster_of_ours_is_told_to_stay_on_the_loopback_and_report_to_nobody(monkeypatch):
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    ray = FakeRay()
+    share_of(ray, monkeypatch).leave()
+    assert ray.told == runtime.LOCAL and ray.loopback
+    assert ray._private.ray_constants.ENABLE_RAY_CLUSTER
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1" and not set(runtime.LOCAL) <= set(os.environ)
+
+
+def test_auto_is_left_to_ray_which_takes_its_token_for_no_other_address(monkeypatch):
+    monkeypatch.setattr(runtime, "_check_answers", lambda _address: None)
+    ray = FakeRay()
+    share_of(ray, monkeypatch, "auto").leave()
+    assert ray.calls == ["auto", "shutdown"]
+
+
+def test_a_start_that_fails_keeps_no_share(monkeypatch):
+    ray = FakeRay()
+    with pytest.raises(ClusterError):
+        share_of(ray, monkeypatch, "nowhere")
+    share_of(ray, monkeypatch).leave()
+    assert ray.calls == ["local", "shutdown"]
+
+
+def test_more_replicas_than_the_cluster_has_or_has_free_are_refused(monkeypatch):
+    ray = FakeRay()
+    share = share_of(ray, monkeypatch)
+    places = share.reserve("CPU", 1, 1)
+    places.free()
+    assert ray.calls == ["local", ("PACK", [{"CPU": 1}]), "freed"]
+    for n, each, told in (
+        (2, 1, "data_parallel_size 2 needs 2 CPUs; 1 of the Ray cluster's 4 are free"),
+        (5, 1, "data_parallel_size 5 needs 5 CPUs; the Ray cluster has 4"),
+        (2, 2, "data_parallel_size 2 times tensor_parallel_size 2 needs 4 CPUs, 2 of a host each; 1 of"),
+        (3, 2, "3 times tensor_parallel_size 2 needs 6 CPUs, 2 of a host each; the Ray cluster has 4"),
+    ):
+        with pytest.raises(DeviceError, match=told):
+            share.reserve("CPU", n, each)
+    with pytest.raises(DeviceError, match="data_parallel_size 1 needs 1 GPUs; the Ray cluster has 0"):
+        share.reserve("GPU", 1, 1)
+    assert ray.calls[3:] == [("PACK", 2 * [{"CPU": 1}]), "freed", ("PACK", 2 * [{"CPU": 2}]), "freed"]
+    share.leave()
+    places.free()  # Ray is shut down, and the places with it
+    assert ray.calls[-1] == "shutdown"
