@@ -40,7 +40,7 @@ from rosellm.lab.records.roles import OTHER, Marked
 from rosellm.lab.records.trace import record_trace
 from rosellm.roseinfer.engine import Engine
 
-WARM_UP_STEPS = 6  # also lets the engine get as far ahead of the device as it can
+WARM_UP_STEPS = 6  # also fills the steps that the engine runs ahead
 MOST_STRETCHED = 1.1
 DISTURBED = "The profiler made the kernels themselves longer: compare nothing with this ledger."
 
