@@ -1,9 +1,10 @@
-"""Write one new token per sequence into a layer's paged KV cache: a torch spec and three kernels.
+"""Write one new token per sequence into a layer's paged KV cache: a torch reference and three kernels.
 
-Caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]`` and contiguous; ``key_new`` and ``value_new`` are ``[B, H_kv,
-D]`` (rows equally strided, as in slices of a fused projection; ``[H_kv, D]`` contiguous). Token i of the
-append goes to block ``block_idx[i]`` at slot ``pos[i]`` from row ``batch_idx[i]``; index tensors are int32
-``[n]``. The kernels copy bits, so they equal the spec exactly. No two tokens of one append may share a slot.
+Caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]`` and contiguous; ``key_new`` and ``value_new`` are
+``[B, H_kv, D]`` (rows with equal strides, as in slices of a fused projection; ``[H_kv, D]`` contiguous).
+Token i of the append goes from row ``batch_idx[i]`` to slot ``pos[i]`` of block ``block_idx[i]``; index
+tensors are int32 ``[n]``. The kernels copy bits, so they match the reference exactly. No two tokens of one
+append may share a slot.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def kv_append_ref(
     block_idx: Tensor,
     pos: Tensor,
 ) -> None:
-    """The specification: two gathers and two scatters. Index tensors may be int32 or int64."""
+    """Reference: two gathers and two scatters. Index tensors may be int32 or int64."""
     k_cache_layer[block_idx, :, pos] = key_new.index_select(0, batch_idx)
     v_cache_layer[block_idx, :, pos] = value_new.index_select(0, batch_idx)
 
@@ -39,7 +40,7 @@ def kv_append_rows_ref(*, k_cache_layer, v_cache_layer, key_new, value_new, bloc
 
 
 def kv_append_live_rows_ref(*, k_cache_layer, v_cache_layer, key_new, value_new, block_idx, pos) -> None:
-    """:func:`kv_append_rows_ref` for rows whose block is not negative; the others are inert."""
+    """Like :func:`kv_append_rows_ref`, but skip inert rows, whose block is negative."""
     live = block_idx >= 0
     k_cache_layer[block_idx[live], :, pos[live]] = key_new[live]
     v_cache_layer[block_idx[live], :, pos[live]] = value_new[live]

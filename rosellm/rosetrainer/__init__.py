@@ -1,1 +1,1 @@
-"""Training of the model that ships, and attention over a paged KV cache."""
+"""Training of the shipped models, and attention over a paged KV cache."""

@@ -1,4 +1,4 @@
-"""Learn a tokenizer from text."""
+"""Train a tokenizer on text."""
 
 from __future__ import annotations
 

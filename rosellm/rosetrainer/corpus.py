@@ -33,29 +33,29 @@ class Source:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files ordered by path; no file, nor a copy of one, is in both splits."""
+    """Files ordered by path; no file, and no copy of one, is in both splits."""
 
     train: tuple[Source, ...]
     validation: tuple[Source, ...]
 
     def digest(self) -> str:
-        """SHA-256 over paths and texts: equal for equal corpora, whichever installation they come from."""
+        """Return a SHA-256 of paths and texts, which does not depend on where the corpus is installed."""
         whole = hashlib.sha256()
         for source in self.train + self.validation:
             whole.update(f"{source.path}\0{source.text}\0".encode())
         return whole.hexdigest()
 
     def subset(self, n_bytes: int) -> Corpus:
-        """The first files of each split: about ``n_bytes`` for training, a tenth of that for validation."""
+        """Return the first files of each split: about ``n_bytes`` for training, a tenth for validation."""
         return Corpus(_first(self.train, n_bytes), _first(self.validation, n_bytes // 10))
 
 
 def read_corpus(folder: Path | None = None) -> Corpus:
-    """Every Python source below ``folder`` (this interpreter's standard library), split by file.
+    """Read every Python source below ``folder`` (default: the running standard library), split by file.
 
-    Tests are included if installed: they are Python too, and the split is by file. Left out
-    are LEFT_OUT_FOLDERS, LEFT_OUT_FILES, empty files, files that are not UTF-8, and all but the first of
-    equal files. Raises RoseError if that leaves a split without a file.
+    Tests are included if installed. LEFT_OUT_FOLDERS, LEFT_OUT_FILES, empty files, files that are not UTF-8,
+    and all but the first of equal files are excluded. Raises ``RoseError`` if ``folder`` is not a folder or a
+    split is left empty.
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     if not folder.is_dir():
@@ -66,13 +66,13 @@ def read_corpus(folder: Path | None = None) -> Corpus:
     if not train or not validation:
         raise RoseError(
             f"corpus {str(folder)!r} gives {len(train)} training and {len(validation)} validation files; "
-            "both sides need one"
+            "each split needs at least one"
         )
     return Corpus(train, validation)
 
 
 def is_validation(path: str) -> bool:
-    """Whether the file at ``path`` (relative, forward slashes) is held out: decided by its SHA-256 alone."""
+    """Return whether the file at ``path`` (relative, forward slashes) is held out, by the path's SHA-256."""
     draw = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big")
     return draw < VALIDATION_SHARE * 2**32
 

@@ -35,11 +35,11 @@ def paged_attention_decode_ref(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """The specification in plain torch, in fp32 arithmetic.
+    """Reference in plain torch, in fp32 arithmetic.
 
     q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]``, block_table ``[B, MAX_BLOCKS]`` int32, context_lens
-    ``[B]`` int32 (0 allowed) → ``[B, H, D]`` of q's dtype. Table entries past a sequence's context may be
-    anything. window: the tokens that each attends to, the new one included; None: all.
+    ``[B]`` int32 (0 allowed) → ``[B, H, D]`` in q's dtype. Table entries past a sequence's context may hold
+    anything. window: number of tokens that each query attends to, including the new one; None: all.
     """
     held = held_slots(block_table, context_lens, k_cache_layer, None if window is None else window - 1)
     k = torch.cat((held.gather(k_cache_layer), k_new[:, :, None].float()), dim=2)  # [B, H_kv, S + 1, D]
@@ -51,8 +51,8 @@ def paged_attention_decode_ref(
 class HeldSlots:
     """Where each row's cached tokens are, in every layer: in the first ``width`` slots of N blocks.
 
-    index ``[B, H_kv, N]`` int64: block times ``H_kv`` plus head. seen ``[B, 1, 1, S]``, of the S = N * width
-    slots: those that hold a token of the row.
+    index ``[B, H_kv, N]`` int64: block times ``H_kv`` plus head. seen ``[B, 1, 1, S]``: which of the S = N *
+    width slots hold a token that the row attends to.
     """
 
     index: Tensor
@@ -60,7 +60,7 @@ class HeldSlots:
     width: int
 
     def gather(self, cache_layer: Tensor) -> Tensor:
-        """A layer's keys or values ``[B, H_kv, S, D]`` in fp32; 0, never NaN, where no token is held."""
+        """Return a layer's keys or values ``[B, H_kv, S, D]`` in fp32; 0, never NaN, where not seen."""
         slots = cache_layer.flatten(0, 1)[:, : self.width][self.index]  # [B, H_kv, N, width, D]
         return slots.flatten(2, 3).float().masked_fill_(~self.seen.transpose(2, 3), 0)
 
@@ -68,10 +68,10 @@ class HeldSlots:
 def held_slots(
     block_table: Tensor, context_lens: Tensor, cache_layer: Tensor, last: int | None = None
 ) -> HeldSlots:
-    """Arguments as of :func:`paged_attention_decode_ref`; any layer's cache will do.
+    """Return where each row's tokens are; arguments as in :func:`paged_attention_decode_ref`, for any layer.
 
-    last: how many of a row's last tokens are seen; None: all. Table entries of blocks without a token that is
-    seen may be anything.
+    last: how many of a row's last tokens are seen; None: all. Table entries of blocks without a seen token
+    may hold anything.
     """
     _, n_kv_heads, block_size, _ = cache_layer.shape
     longest, device = max(int(context_lens.max()), 0), context_lens.device
@@ -89,7 +89,7 @@ def held_slots(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """q ``[B, H, D]``, k and v ``[B, H_kv, S, D]`` fp32, seen ``[B, 1, 1, S]`` → as q."""
+    """Attend with q ``[B, H, D]`` to k and v ``[B, H_kv, S, D]`` fp32 where seen ``[B, 1, 1, S]`` → as q."""
     grouped = q.float().view(len(q), k.shape[1], -1, q.shape[2])  # [B, H_kv, G, D]
     return F.scaled_dot_product_attention(grouped, k, v, seen, scale=scale).reshape(q.shape).to(q.dtype)
 
@@ -141,7 +141,7 @@ def _paged_attention_decode_kernel(
 def make_fixed_paged_attention_decode(
     num_warps: int = FIXED_NUM_WARPS, num_stages: int = FIXED_NUM_STAGES
 ) -> Callable[..., Tensor]:
-    """The Triton kernel at one launch configuration, called like :func:`paged_attention_decode_ref`.
+    """Return the Triton version of :func:`paged_attention_decode_ref`, at one launch configuration.
 
     Caches are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided, ``[H, D]``
     contiguous, k_new and v_new alike); block_table rows are contiguous; block_size is a power of two.
@@ -165,7 +165,7 @@ paged_attention_decode = make_fixed_paged_attention_decode()
 
 
 class AutotunedPagedAttention:
-    """Called like :func:`paged_attention_decode_ref`; ``tuner`` is Triton's and holds its choices so far."""
+    """Autotuned :func:`paged_attention_decode_ref`; ``tuner`` is Triton's and caches its choices."""
 
     def __init__(self, tuner: Any) -> None:
         self.tuner = tuner
@@ -184,11 +184,11 @@ class AutotunedPagedAttention:
 def make_autotuned_paged_attention_decode(
     do_bench: Callable[..., list[float]] | None = None,
 ) -> AutotunedPagedAttention:
-    """The same kernel behind ``triton.autotune``.
+    """Return the same kernel behind ``triton.autotune``.
 
-    It tunes num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS. Each call makes its own tuner,
-    so engines share no tuning state. The kernel only writes its output, so repeated tuning runs are
-    harmless. do_bench: a replacement for Triton's timer, needed without a GPU.
+    It tunes num_warps and num_stages, keyed on H, D, BLOCK_SIZE, MAX_BLOCKS. Each call creates its own tuner,
+    so engines share no tuning state. The kernel only writes its output, so repeated tuning runs are harmless.
+    do_bench: replaces Triton's timer; required without a GPU.
     """
     tune = triton.autotune(
         configs=[triton.Config({}, num_warps=w, num_stages=s) for w, s in AUTOTUNE_CHOICES],

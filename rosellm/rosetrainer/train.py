@@ -1,13 +1,12 @@
-"""Makes the shipped models: ``python -m rosellm.rosetrainer.train [--arch qwen3] --output FOLDER``.
+"""Train the shipped models: ``python -m rosellm.rosetrainer.train [--arch qwen3] --output FOLDER``.
 
 A GPT-2 of 5 layers and width 256 (5.1 M parameters), or a Qwen3 of about that size, is trained on the sources
-of the Python standard library, with a byte-level BPE of 4,096 tokens trained on the same files.
-The number of tokens seen is ``--epochs``
-times that of the training files: Python 3.11 with its tests has 29 MB of them, 8.3 M tokens, so the default
-40 epochs see 334 M tokens; an installation without tests has about 11 MB, 3 M tokens, and sees 120 M. The
-record holds the exact count and a digest of the corpus. Batches are windows at random offsets of the token
-stream, which stays on the device; the weights with the best validation loss are kept, stored in 16 bits,
-loaded back, and scored as stored.
+of the Python standard library, with a byte-level BPE of 4,096 tokens trained on the same files. The number of
+tokens seen is ``--epochs`` times that of the training files: Python 3.11 with its tests has 29 MB of them,
+8.3 M tokens, so the default 40 epochs see 334 M tokens; an installation without tests has about 11 MB, 3 M
+tokens, and sees 120 M. The record holds the exact count and a digest of the corpus. Batches are windows at
+random offsets of the token stream, which stays on the device; the weights with the best validation loss are
+kept, stored in 16 bits, loaded back, and scored as stored.
 
 ``--seed`` fixes weights, offsets and dropout: on one CPU with a fixed number of threads, two runs write
 identical files; on CUDA, torch uses its deterministic kernels. Nothing is compiled, so no compiler is needed.
@@ -55,7 +54,7 @@ from rosellm.rosetrainer.training import (
     train,
 )
 
-# By --arch: what is trained in full, and with --smoke; a checkpoint is stored in its dtype.
+# By --arch: the full model, and that of --smoke; a checkpoint is stored in the model's dtype.
 ROSE_TINY = Arch(vocab_size=4096, n_positions=512, n_layers=5, n_heads=4, d_model=256, eos_token_ids=(0,))
 SMOKE_MODEL = Arch(vocab_size=512, n_positions=64, n_layers=2, n_heads=2, d_model=64, eos_token_ids=(0,))
 QWEN3: dict[str, Any] = {
@@ -136,7 +135,7 @@ def _statistics(corpus: Corpus, stream: Tensor, validation: Tensor) -> dict[str,
 
 
 def record(made: Made, device: torch.device) -> dict[str, object]:
-    """The run as one JSON object (the checkpoint's figures and the environment)."""
+    """Return the run as one JSON object: the checkpoint's figures and the environment."""
     where = environment(device)
     return {
         "kind": "training",
@@ -155,7 +154,7 @@ def record(made: Made, device: torch.device) -> dict[str, object]:
 
 
 def summary(made: Made) -> str:
-    """The lines that the command prints at the end."""
+    """Return the summary that the command prints at the end."""
     rows = {
         "Parameters": f"{made.config.n_parameters:,}",
         "Tokens seen": f"{made.training.tokens_seen:,} in {made.training.steps:,} steps",
@@ -173,9 +172,9 @@ def summary(made: Made) -> str:
 
 @contextmanager
 def replacing_folder(output: Path) -> Iterator[Path]:
-    """Yields a new folder beside ``output`` that replaces it on success and is removed on failure.
+    """Yield a new folder next to ``output`` that replaces it on success and is removed on failure.
 
-    Raises RoseError unless ``output`` is a checkpoint of this command, empty or absent.
+    Raises ``RoseError`` unless ``output`` is a checkpoint of this command, empty or absent.
     """
     target = output.resolve()
     if target.exists() and not target.is_dir():
@@ -183,7 +182,7 @@ def replacing_folder(output: Path) -> Iterator[Path]:
     strangers = {path.name for path in target.glob("*")} - OUTPUT_FILES
     if strangers:
         raise RoseError(
-            f"output {str(output)!r} holds {min(strangers)!r}, no file of a checkpoint; name another folder"
+            f"output {str(output)!r} holds {min(strangers)!r}, not part of a checkpoint; use another folder"
         )
     fresh, old = (target.with_name(f".{target.name}.{kind}-{os.getpid()}") for kind in ("new", "old"))
     try:
@@ -215,9 +214,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description="Train the model that ships with RoseLLM on the Python standard library's sources.",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("build/rose-tiny"), help="folder of the checkpoint"
+        "--output", type=Path, default=Path("build/rose-tiny"), help="checkpoint folder to write"
     )
-    parser.add_argument("--json", type=Path, help="file of the training record")
+    parser.add_argument("--json", type=Path, help="training record to write")
     parser.add_argument(
         "--corpus", type=Path, help="folder of Python sources (default: the standard library)"
     )
@@ -226,7 +225,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
     parser.add_argument(
-        "--smoke", action="store_true", help="a tiny model on a little text: seconds on a CPU"
+        "--smoke", action="store_true", help="train a tiny model on little text, which takes seconds on a CPU"
     )
     for name, default in HYPERPARAMETERS.items():
         parser.add_argument(
@@ -239,7 +238,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> str:
-    """Make the checkpoint that ``arguments`` ask for; returns the summary."""
+    """Train the checkpoint that ``arguments`` describe, and return the summary."""
     device = resolve_device(arguments.device)
     if arguments.json and (arguments.json.is_dir() or not arguments.json.absolute().parent.is_dir()):
         raise RoseError(f"record {str(arguments.json)!r} is not a file name in an existing folder")

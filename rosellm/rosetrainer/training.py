@@ -23,10 +23,10 @@ MOST = {"epochs": 1_000_000, "batch_size": 65_536, "learning_rate": 1_000, "weig
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """AdamW (Loshchilov & Hutter 2019) with linear warm-up, then a cosine to a tenth of ``learning_rate``.
+    """AdamW (Loshchilov & Hutter 2019), linear warm-up, then cosine decay to a tenth of ``learning_rate``.
 
-    A step sees ``batch_size`` windows of the model's ``n_positions`` tokens; ``dropout`` applies to the
-    embeddings and on the two residual branches of every layer.
+    A step uses ``batch_size`` windows of the model's ``n_positions`` tokens; ``dropout`` applies to the
+    embeddings and to the two residual branches of every layer.
     """
 
     epochs: float = 40.0
@@ -42,18 +42,18 @@ class Hyperparameters:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "learning_rate", "clip_norm", "validate_every"):
             if not 0 < getattr(self, name) < math.inf:
-                raise RoseError(f"{name} is {getattr(self, name)}; a positive number is needed")
+                raise RoseError(f"{name} is {getattr(self, name)}; it must be positive and finite")
         for name, most in MOST.items():
             if getattr(self, name) > most:
                 raise RoseError(f"{name} is {getattr(self, name)}; it must be at most {most}")
         for name in ("warmup_steps", "weight_decay", "seed"):
             if not 0 <= getattr(self, name) < 2**63:
-                raise RoseError(f"{name} is {getattr(self, name)}; zero or a positive number is needed")
+                raise RoseError(f"{name} is {getattr(self, name)}; it must be zero or positive")
         if not 0 <= self.dropout < 1:
             raise RoseError(f"dropout is {self.dropout}; it must be at least 0 and below 1")
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of ``step`` out of ``steps``, counted from 0."""
+        """Return the learning rate of ``step``, counted from 0, out of ``steps``."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
@@ -91,7 +91,7 @@ class Training:
 
 
 def token_stream(sources: tuple[Source, ...], tokenizer: Tokenizer, device: torch.device) -> Tensor:
-    """int64 ``[n]``: an end-of-text, then every file followed by one."""
+    """Return int64 ``[n]``: an end-of-text token, then every file followed by one."""
     ids = [tokenizer.eos_token_id]
     for file_ids in tokenizer.encode_many([source.text for source in sources], special=False):
         ids.extend(file_ids)
@@ -100,7 +100,7 @@ def token_stream(sources: tuple[Source, ...], tokenizer: Tokenizer, device: torc
 
 
 def window_loss(gpt: Transformer, windows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats (fp32) of windows ``[B, T + 1]``: every token but the first is predicted."""
+    """Return the mean cross-entropy of windows ``[B, T + 1]`` in fp32 nats, over all tokens but the first."""
     batch, length = windows.shape[0], windows.shape[1] - 1
     ids = windows[:, :-1].reshape(-1)  # [B T]
     targets = windows[:, 1:].reshape(-1)  # [B T]
@@ -111,9 +111,9 @@ def window_loss(gpt: Transformer, windows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(gpt: Transformer, stream: Tensor, batch_size: int) -> float:
-    """Nats per token of ``stream`` after its first token, in non-overlapping windows.
+    """Return the nats per token of ``stream`` after its first token, in non-overlapping windows.
 
-    ``gpt`` is left in eval mode.
+    Leaves ``gpt`` in eval mode.
     """
     gpt.eval()
     length = gpt.config.n_positions
@@ -131,12 +131,15 @@ def mean_loss(gpt: Transformer, stream: Tensor, batch_size: int) -> float:
 
 
 def train(gpt: Transformer, stream: Tensor, validation: Tensor, hyper: Hyperparameters) -> Training:
-    """Train ``gpt`` in place and leave it with its best validation weights; streams int64 on its device."""
+    """Train ``gpt`` in place, leaving its best validation weights; streams are int64 on its device.
+
+    Raises ``RoseError`` if a stream is too short or the loss is not finite.
+    """
     length = gpt.config.n_positions
     if len(stream) <= length or len(validation) < 2:
         raise RoseError(
             f"the corpus has {len(stream)} training and {len(validation)} validation tokens; "
-            f"more than {length} and at least 2 are needed"
+            f"more than {length} and at least 2 are required"
         )
     steps = math.ceil(hyper.epochs * len(stream) / (hyper.batch_size * length))
     torch.manual_seed(hyper.seed)
@@ -178,7 +181,7 @@ def add_dropout(gpt: Transformer, p: float) -> None:
 
 @torch.no_grad()
 def complete(gpt: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int) -> str:
-    """The greedy continuation of ``prompt``, recomputed from the start for each token."""
+    """Return the greedy continuation of ``prompt``, recomputed from the start for each token."""
     prompt_ids = tokenizer.encode(prompt)
     ids = list(prompt_ids)
     for _ in range(min(n_tokens, gpt.config.n_positions - len(ids))):
@@ -191,7 +194,7 @@ def complete(gpt: Transformer, tokenizer: Tokenizer, prompt: str, n_tokens: int)
 
 
 def _batches(stream: Tensor, length: int, hyper: Hyperparameters, steps: int) -> Iterator[Tensor]:
-    """Windows ``[B, T + 1]`` at random offsets, drawn on the CPU so that every device sees the same."""
+    """Yield windows ``[B, T + 1]`` at random offsets, drawn on the CPU so that every device sees the same."""
     generator = torch.Generator().manual_seed(hyper.seed)
     span = torch.arange(length + 1, device=stream.device)
     for _ in range(steps):
@@ -215,7 +218,7 @@ def _update(
 
 
 def _optimizer(gpt: Transformer, hyper: Hyperparameters) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices and embeddings only."""
+    """Return AdamW with weight decay on matrices and embeddings only."""
     matrices = [parameter for parameter in gpt.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in gpt.parameters() if parameter.dim() == 1]
     groups = [
@@ -228,5 +231,5 @@ def _optimizer(gpt: Transformer, hyper: Hyperparameters) -> torch.optim.AdamW:
 
 
 def _autocast(device: torch.device) -> torch.autocast:
-    """bf16 on CUDA; the CPU computes in fp32."""
+    """Return an autocast to bf16 on CUDA; CPUs compute in fp32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")

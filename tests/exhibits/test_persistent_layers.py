@@ -224,7 +224,7 @@ def test_more_rows_are_left_to_the_other_layers(device):
 def test_without_a_checkout_the_exhibit_is_missing_in_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(exhibits, "EXHIBITS", tmp_path)
     monkeypatch.delitem(sys.modules, persistent_layers.__name__)
-    with pytest.raises(RecipeError, match="needs a checkout") as raised:
+    with pytest.raises(RecipeError, match="requires a checkout") as raised:
         small_engine(random_model(0), recipe="persistent_kernel")
     assert "\n" not in str(raised.value)
 

@@ -1,1 +1,1 @@
-"""Triton kernels beside their torch specifications, and the table of them."""
+"""Triton kernels, their torch reference implementations, and a table of both."""

@@ -1,4 +1,4 @@
-"""The end of a resident step: each row takes its token and continues or becomes inert; spec and kernel."""
+"""End of a GPU-resident step: each row takes its token, and advances or becomes inert; reference, kernel."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROLES = {"_advance_kernel": "sampling"}
 
 
 def advance_ref(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:
-    """The specification: each row takes its new token, writes it to the ring, and continues or becomes inert.
+    """Reference: write each row's new token to the ring, then advance the row or make it inert.
 
-    slots ``[n]`` int64: the rows. indices ``[n, TILES]`` int32 with values ``[n, TILES]`` fp32: the token is
-    the lowest index of the highest value, NOT_FINITE if that is infinite; with values None, indices
-    ``[n, 1]`` are the tokens themselves. A row ends at its stop token or, if it has one, at any of the
-    state's, at full length, or without a token.
+    slots ``[n]`` int64: the rows. indices ``[n, TILES]`` int32 and values ``[n, TILES]`` fp32: a row's token
+    is the lowest index with the highest value, or NOT_FINITE if that value is infinite; if values is None,
+    indices ``[n, 1]`` are the tokens. A row with a stop token ends at it or at any of ``state.stop_tokens``;
+    every row ends at its length limit and at a negative token.
     """
     tokens = indices[:, 0]
     if values is not None:
@@ -78,7 +78,7 @@ def _advance_kernel(
 
 
 def make_advance(dependent: int = False) -> Callable[..., None]:
-    """The Triton kernel, called like :func:`advance_ref`; values and indices contiguous."""
+    """Return the Triton version of :func:`advance_ref`; values and indices must be contiguous."""
     constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, "DEPENDENT": dependent}
     constants |= launch_options(dependent)
 

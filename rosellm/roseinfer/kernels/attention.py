@@ -1,10 +1,11 @@
-"""Decode attention in equal pieces: queries and keys are rotated, the new token is appended and attended to.
+"""Decode attention that rotates queries and keys, appends the new token to the cache, and attends.
 
-Shapes as in ``rosetrainer.paged_attention`` (PagedAttention, arXiv:2309.06180). A program takes all query
-heads of a KV head, so each key and value is read once, and scans keys with an online softmax (Dao et al.
-2022, FlashAttention, arXiv:2205.14135), as an ``attention_plan.Plan`` says. Rows cut by pieces give partial
-results, which a second kernel combines (Dao, Haziza, Massa & Sizov 2023, Flash-Decoding). A row with a
-negative position is inert: its output is zero and nothing of it is written.
+Shapes as in ``rosetrainer.paged_attention`` (PagedAttention, arXiv:2309.06180). Each program handles all
+query heads of a KV head, so every key and value is read once, and scans the keys with an online softmax (Dao
+et al. 2022, FlashAttention, arXiv:2205.14135). An ``attention_plan.Plan`` splits the work into equal pieces;
+rows that are split give partial results, which a second kernel combines (Dao, Haziza, Massa & Sizov 2023,
+Flash-Decoding). A row with a negative position is inert: its output is zero, and nothing is written to the
+cache for it.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ def append_and_attend_ref(
     window: int | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
-    """The specification: rotate, append the token of every row that is not inert, then attend to the cache.
+    """Reference: rotate q and k_new, append the tokens of rows that are not inert, and attend to the cache.
 
-    q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]`` → ``[B, H, D]`` of q's dtype. positions ``[B]`` int32:
-    number of cached tokens, and so the new token's position; negative for an inert row. block_table
-    ``[B, MAX_BLOCKS]`` int32 also names the new token's block; entries of blocks wholly before the window may
-    be anything. window: the tokens that each attends to, the new one included; None: all. plan is ignored.
+    q ``[B, H, D]``, k_new and v_new ``[B, H_kv, D]`` → ``[B, H, D]`` in q's dtype. positions ``[B]`` int32:
+    number of cached tokens, which is the new token's position; negative for an inert row. block_table
+    ``[B, MAX_BLOCKS]`` int32 includes the new token's block; entries for blocks entirely before the window
+    may hold anything. window: number of tokens that each query attends to, including the new one; None: all.
+    plan is ignored.
     """
     rows = AttendedRows(block_table, positions, k_cache_layer, window)
     if rotary is not None:
@@ -70,7 +72,7 @@ def append_and_attend_ref(
 
 
 class AttendedRows:
-    """The specification for one step: what all layers share is computed once."""
+    """The reference for one step; what all layers share is computed once."""
 
     def __init__(
         self, block_table: Tensor, positions: Tensor, cache_layer: Tensor, window: int | None = None
@@ -98,7 +100,7 @@ class AttendedRows:
 def load_ahead(
     cache, rows, rotary, row, tile, exists, kv_head, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """A row's position and its block, cosine and sine, and the keys and values of one of the row's tiles."""
+    """Return a row's position, its new token's block, cosine and sine, and one tile's keys and values."""
     place = rows.positions + row * rows.position_stride
     position = tl.load(place, mask=exists, other=-1)
     first, first_tile, _ = span_of(position, tiling.TILE, tiling.WINDOW)
@@ -113,7 +115,7 @@ def load_ahead(
 
 @triton.jit
 def load_norms(rotary, shape: tl.constexpr, tiling: tl.constexpr):
-    """The weights that normalise queries and keys, as of :func:`load_heads`."""
+    """Return the query and key norm weights as from :func:`load_heads`; placeholders unless NORMS."""
     q_norm, k_norm = (0.0, 0.0), (0.0, 0.0)
     if tiling.NORMS:
         q_norm = load_heads(rotary.q_norm, rotary, 1, 1, shape)
@@ -123,7 +125,7 @@ def load_norms(rotary, shape: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def load_whole(copied, cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """Keys and values of a tile whose tokens are all cached, ``[TILE, D]``; by TMA if copied is given."""
+    """Load keys and values ``[TILE, D]`` of a fully cached tile, by TMA if ``copied`` holds descriptors."""
     if copied is None:
         k, v = load_tile(cache, blocks, start, kv_head, shape, tiling)
     else:
@@ -137,7 +139,7 @@ def attend_range(
     q, k, v, m_i, l_i, acc, begin, end, first, stop, copied, cache, table_ptr, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the tiles that lie from token ``begin`` to ``end``; k and v are the first's."""
+    """Run the online softmax over the tiles from token ``begin`` to ``end``; k and v hold the first tile."""
     TILE: tl.constexpr = tiling.TILE
     limit = tl.minimum(stop, end)
     blocks = blocks_of(table_ptr, begin + TILE, limit, shape, tiling)
@@ -167,7 +169,7 @@ def attend_range(
 def append_new(
     q, keys, v_new, ahead, norm, cache, rotary, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """Stores the new token's key and value, and scores the key, ``[HEADS]``."""
+    """Store the new token's key and value, and return the scores of the key, ``[HEADS]``."""
     position, block, cos, sin, _, _ = ahead
     D: tl.constexpr = shape.D_PADDED
     k_new = positioned(keys, norm, rotary, cos, sin, tiling.NORMS, shape)
@@ -181,10 +183,10 @@ def append_new(
 def load_and_append(
     ahead, norms, new, cache, rotary, row, tile, kv_head, scale, shape: tl.constexpr, tiling: tl.constexpr
 ):  # fmt: skip
-    """The group's queries ``[M, D]`` as operands, their scores of the new key ``[M]``, its value ``[1, D]``.
+    """Return the group's queries ``[M, D]``, their scores with the new key ``[M]``, and its value ``[1, D]``.
 
-    Only a row's first tile has and stores it; others get -inf and 0. All that the predecessor wrote is
-    requested at once.
+    Only a row's first tile includes and stores the new token; other tiles get -inf and 0. All of the
+    predecessor's outputs are requested at once.
     """
     HEADS: tl.constexpr = tiling.HEADS
     _, _, cos, sin, _, _ = ahead
@@ -210,7 +212,7 @@ def attend_part(
     ahead, norms, new, copied, cache, rows, rotary, row, tile, n_tiles, kv_head, scale,
     shape: tl.constexpr, tiling: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over ``n_tiles`` of a row from ``tile`` on; its first tile also has the new token."""
+    """Attend to ``n_tiles`` tiles of a row from ``tile`` on; the row's first tile includes the new token."""
     TILE: tl.constexpr = tiling.TILE
     position, _, _, _, k, v = ahead
     q, score, v_new = load_and_append(
@@ -239,7 +241,7 @@ def attend_row(
     out_ptr, new, copied, cache, rows, rotary, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A whole row in one program."""
+    """Attend to a whole row in one program."""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     ahead = load_ahead(cache, rows, rotary, row, 0, True, kv_head, shape, tiling)
@@ -259,7 +261,7 @@ def attend_piece(
     out_ptr, partial, new, copied, cache, rows, rotary, starts_ptr, scale,
     shape: tl.constexpr, tiling: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A piece, row by row."""
+    """Attend to one piece, row by row; rows that it does not cover fully give partial results."""
     piece = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.load(starts_ptr + 2 * piece).to(tl.int64)
@@ -306,12 +308,13 @@ def _decode_attention_kernel(
 
 
 def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
-    """One or two Triton kernels, called like :func:`append_and_attend_ref`, with a plan of the same window.
+    """Return the Triton version of :func:`append_and_attend_ref`, which is one kernel or two.
 
-    Caches are contiguous, and so is a row of the table; rows of table and positions may be strided. q, k_new
-    and v_new are slices of one fused projection: their rows share a stride, ``[H, D]`` is contiguous. Plan,
-    positions and table were written two or more kernels ago. Products of groups of fp16 or bf16 queries run
-    on tensor cores, those of fp32 in full fp32; the softmax is always fp32.
+    plan is required and must have the same window; raises ``OptionError`` otherwise. Caches and each row of
+    the block table must be contiguous; rows of block table and positions may be strided. q, k_new and v_new
+    are slices of one fused projection: a common row stride, contiguous ``[H, D]``. plan, positions and
+    block_table must have been written at least two kernels earlier. GEMMs of fp16 or bf16 query groups run on
+    tensor cores, those of fp32 in full fp32; the softmax is always fp32.
     """
     launch = {"DEPENDENT": dependent, **launch_options(dependent)}
     combine = make_combine(dependent)
@@ -342,7 +345,7 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
 
 def _check(plan: Plan, window: int | None) -> None:
     if plan.window != window:
-        raise OptionError(f"a plan for window {plan.window} does not fit attention of window {window}")
+        raise OptionError(f"the plan is for window {plan.window}, but attention has window {window}")
 
 
 def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary: Rotary | None) -> Tiling:
@@ -355,7 +358,7 @@ def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary:
 
 
 def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
-    """Descriptors of keys and values, tile by tile; None each where loads are not by TMA."""
+    """Return TMA descriptors of keys and values, or (None, None) if TMA cannot be used."""
     in_block = tiling.DOT is not None and shape.BLOCK_SIZE % tiling.TILE == 0
     if not in_block or tiling.STAGES == 1 or shape.D != shape.D_PADDED or cache.k.dtype == torch.float32:
         return None, None
@@ -363,12 +366,12 @@ def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
 
 
 def _pointers(rotary: Rotary | None) -> Rotary | None:
-    """Tensors for all fields, as Triton wants them: without weights, any."""
+    """Put a placeholder tensor into missing norm weights: Triton requires a tensor in every field."""
     if rotary is None or rotary.q_norm is not None:
         return rotary
     return rotary._replace(q_norm=rotary.cos_sin, k_norm=rotary.cos_sin)
 
 
 def _dot_dtype(q: Tensor):
-    """Operand dtype of matrix products; fp32 in Triton's interpreter, which gets bf16 products wrong."""
+    """Return the operand dtype of GEMMs: fp32 in Triton's interpreter, which gets bf16 GEMMs wrong."""
     return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32

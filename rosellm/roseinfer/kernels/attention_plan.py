@@ -1,9 +1,9 @@
-"""How a decode step's attention is cut into pieces: variants, where the pieces lie, and which is chosen.
+"""How decode attention is split among programs: launch variants, the pieces of a step, and how to choose.
 
-A row is a sequence; its keys are cut into tiles. The tiles of all rows, one after the other, are cut into
-pieces of equal length, one for each program (Stream-K, Osama et al. 2023, arXiv:2301.03598): a piece may end
-one row, hold several and begin another. To begin a row takes time, too, and counts as some tiles. Context
-lengths are read on the device, so one captured launch serves them all.
+A row is one sequence; its keys are split into tiles. The tiles of all rows, one row after another, are cut
+into pieces of equal length, one per program (Stream-K, Osama et al. 2023, arXiv:2301.03598): a piece may end
+one row, contain several, and start another. Starting a row has a fixed cost, modelled as ``lead`` extra
+tiles. Context lengths are read on the device, so one captured launch serves them all.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_plan_kernel": "attention"}
-PLANNED_ELEMENTS = 2048  # of the matrix (pieces, rows) that a program of the plan compares
+PLANNED_ELEMENTS = 2048  # pieces x rows that one planning program compares
 SHORT, MIDDLE, LONG = 128, 512, 1024  # cached tokens
-MANY = 7  # programs a processor
-UNEVEN, UNEVEN_FROM = 1.5, 4  # the longest row's cached tokens over the mean's; programs a processor
+MANY = 7  # programs per SM
+UNEVEN, UNEVEN_FROM = 1.5, 4  # longest over mean context; programs per SM
 
 
 class Variant(NamedTuple):
-    """One way to launch: tokens of a tile, pieces (0: one for each row), warps, stages of loads.
+    """One launch configuration: tokens per tile, pieces (0: one per row), warps, pipeline stages.
 
-    stages 1: the next tile is loaded into registers; more: ``stages - 1`` tiles are on their way into shared
-    memory. For groups of one query head: lanes, 1 if each token of a tile has a softmax of its own, combined
-    at the end, so that threads work without each other, which takes ``tile * D / warps / 32`` more registers;
-    dot, 1 if products run on tensor cores, as groups' always do, heads repeated to ``SMALLEST_DOT`` rows.
-    lead: tiles that the beginning of a row counts as where cuts are placed.
+    With stages 1, the next tile is loaded into registers; with more, ``stages - 1`` tiles are in flight to
+    shared memory. For groups of one query head: lanes 1 gives each token of a tile its own softmax, combined
+    at the end, so that threads work independently, for ``tile * D / warps / 32`` more registers per thread;
+    dot 1 runs GEMMs on tensor cores, as larger groups always do, with heads repeated to ``SMALLEST_DOT``
+    rows. lead: tiles that starting a row counts as where cuts are placed.
     """
 
     tile: int
@@ -44,7 +44,7 @@ class Variant(NamedTuple):
 
     @property
     def combine(self) -> bool:
-        """Whether rows may be cut."""
+        """Whether rows may be split, so that partial results must be combined."""
         return self.pieces > 0
 
     def __str__(self) -> str:
@@ -52,17 +52,17 @@ class Variant(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """The variant that ``str`` gives ``text`` for."""
+        """Parse the result of ``str`` of a variant."""
         return cls(*map(int, text.split("/")))
 
 
 class Plan(NamedTuple):
-    """Where the pieces of a step lie, for all layers of one window.
+    """Where the pieces of a step lie, shared by all layers with the same window.
 
-    starts ``[PIECES + 1, 2]`` int32: row and tile at which each piece starts, and the end of the last; a
-    row's tiles are counted from the first that its window touches. covers ``[B, 2]`` int32: the first and the
-    last piece of each row. Where pieces are more than tiles, the last are empty, and so is one within a row's
-    lead. Both are None where a piece is a row.
+    starts ``[PIECES + 1, 2]`` int32: row and tile at which each piece starts, then the end of the last one; a
+    row's tiles are counted from the first that its window touches. covers ``[B, 2]`` int32: first and last
+    piece of each row. If there are more pieces than tiles, the last pieces are empty; a piece within a row's
+    lead is empty, too. Both are None if each row is one piece.
     """
 
     variant: Variant
@@ -80,12 +80,12 @@ def variant_for(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant:
-    """The fastest measured on an H200 for ``rows`` of at most ``longest`` cached tokens, cut where that pays.
+    """Return the fastest variant measured on an H200 for ``rows`` of at most ``longest`` cached tokens.
 
-    mean: of a row on average; None: all have as many. Rows that fill the GPU stay whole, unless, in groups,
-    the longest alone may take longer than all others together, or, of single heads, it exceeds the mean by
-    half and more.
-    Lengths between two powers of two have one variant, or two: each is captured in a graph of its own.
+    mean: average cached tokens per row; None: all rows are equally long. Rows are split where that pays: rows
+    that fill the GPU stay whole, unless the longest may take longer than all the others together (query
+    groups) or is more than 1.5 times the mean (single heads). Lengths between two powers of two share one or
+    two variants: each variant is captured in its own graph.
     """
     reach, share = triton.next_power_of_2(max(longest, 1)), rows * kv_heads / num_sms
     if reach <= SHORT:
@@ -108,7 +108,7 @@ def cut_rows(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant:
-    """The fastest measured in pieces: two programs a processor, of many tiles up to 16. Ignores mean."""
+    """Return the fastest variant in pieces: 2 programs per SM, up to 16 for many tiles. Ignores mean."""
     pieces = max(1, 2 * num_sms // kv_heads)
     tiles = rows * -(-triton.next_power_of_2(max(longest, 1)) // 16)
     if tiles > 8 * pieces:
@@ -118,7 +118,7 @@ def cut_rows(
 
 
 def _long_pieces(rows: int, tiles_each: float, pieces: int, group: int, head_dim: int) -> Variant:
-    """tiles_each: of 16 tokens, in a piece. The beginnings of few rows do not count."""
+    """tiles_each: 16-token tiles per piece. With few rows, the cost of starting one is ignored."""
     if group == 1:
         many = rows >= 2 * pieces
         return Variant(16, 8 * pieces, 1, 3, 1, lead=4) if many else Variant(16, 4 * pieces, 2, 3, 1)
@@ -137,7 +137,7 @@ def whole_rows(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant:
-    """The fastest measured with one piece for each row. Ignores mean."""
+    """Return the fastest measured variant with one piece per row. Ignores mean."""
     programs, reach = rows * kv_heads, triton.next_power_of_2(max(longest, 1))
     if group == 1:
         return _whole_single_heads(programs / num_sms, reach)
@@ -145,7 +145,7 @@ def whole_rows(
 
 
 def _whole_single_heads(share: float, reach: int) -> Variant:
-    """share: programs a processor."""
+    """share: programs per SM."""
     if share >= 2:
         if reach > MIDDLE:
             return Variant(32, warps=1, stages=3, dot=1)
@@ -156,7 +156,7 @@ def _whole_single_heads(share: float, reach: int) -> Variant:
 
 
 def _whole_groups(share: float, reach: int, head_dim: int) -> Variant:
-    """Tiles of products; share: programs a processor."""
+    """share: programs per SM."""
     if share < 1:
         short = head_dim <= 64 or reach < MIDDLE
         return Variant(64, warps=8) if short else Variant(64, warps=4, stages=3)
@@ -174,7 +174,7 @@ def _whole_groups(share: float, reach: int, head_dim: int) -> Variant:
 
 
 def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:
-    """The specification; positions and window as of ``attention.append_and_attend_ref``."""
+    """Reference; positions and window as in ``attention.append_and_attend_ref``."""
     if not variant.combine:
         return Plan(variant, window)
     tiles = _tiles_of(positions.long().clamp_min(0), variant.tile, window)  # [B]
@@ -189,14 +189,14 @@ def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None
 
 
 def _tiles_of(positions: Tensor, tile: int, window: int | None) -> Tensor:
-    """Tiles that hold cached keys in the window; 1 where there is none, for the new token."""
+    """Return the number of tiles with cached keys in the window; 1 if there are none, for the new token."""
     first = torch.zeros_like(positions) if window is None else (positions - window + 1).clamp_min(0)
     return ((positions + tile - 1) // tile - first // tile).clamp_min(1)
 
 
 @triton.jit
 def span_of(position, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """The first key that a row's query sees, its tile, and the number of tiles from there, at least one."""
+    """Return the first key that a row's query sees, its tile, and the number of tiles from there, >= 1."""
     position = tl.maximum(position, 0)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
     first_tile = first // TILE
@@ -209,7 +209,7 @@ def _plan_kernel(
     CHUNK: tl.constexpr, TILE: tl.constexpr, LEAD: tl.constexpr, WINDOW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per CHUNK pieces; each sums up the tiles of all rows, and the first writes ``covers``."""
+    """One program per CHUNK pieces; each sums the tiles of all rows, and the first writes ``covers``."""
     row = tl.arange(0, ROWS)
     piece = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     exists = row < n_rows
@@ -235,7 +235,7 @@ def _plan_kernel(
 
 
 def make_planner(dependent: int = False) -> Callable[..., Plan]:
-    """The Triton kernel, called like :func:`make_plan_ref`; positions may be strided. Once per step."""
+    """Return the Triton version of :func:`make_plan_ref`, run once per step; positions may be strided."""
     launch = {"DEPENDENT": dependent, **launch_options(dependent)}
 
     def make_plan(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:

@@ -1,14 +1,16 @@
-"""Draws under top-p alone, in a kernel: several programs a row, and no noise but the head's.
+"""Sampling for rows with top-p only, in a kernel: several programs per row, and only the head's noise.
 
-The head has drawn from each tile. The best of these tokens is the draw from the whole row; it is kept if what
-comes before it in order of probability has less than top-p's share of the mass. Each program of a row sums
-that mass in some chunks of the tiles that reach the token's logit; who arrives last adds up the chunks. A sum
-is of a chunk, never of a program's share: it doesn't depend on the number of programs.
+The head has drawn one token from each vocabulary tile. The best of these tokens is the draw from the whole
+row; it is accepted if the tokens before it in order of probability hold less than top-p of the mass. The
+programs of a row sum that mass in chunks of the tiles that reach the token's logit; the last one to finish
+adds up the chunks. Partial sums are per chunk, not per program, so the result does not depend on the number
+of programs.
 
-A refused token bounds the next draw, which the last program makes alone. The tiles' best scores are bounds of
-what they hold before that token: only tiles whose own token is not before it, and whose score is above that
-of all that are, are drawn from again. They are few where a token is refused seldom, and the next draw then is
-likely the best of the tiles' tokens before it: the programs sum up the mass before two of these, too.
+A rejected token bounds the next draw, which the last program makes alone. A tile's best score is an upper
+bound for its tokens before the rejected one, so only tiles whose own token is not before it, and whose score
+exceeds the best score of the tokens that are, are drawn from again. Where rejection is rare, such tiles are
+few, and the next draw is likely to be the best of the tiles' tokens before the rejected one: the programs sum
+the mass before the next two of these in advance.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from rosellm.triton_or_none import tl, triton
 
 @triton.jit
 def list_tiles(listed_ptr, tile, chosen):
-    """Lists the chosen tiles, in order, where an earlier list may be; returns their number."""
+    """Store the chosen tiles in order, overwriting any earlier list, and return their number."""
     tl.debug_barrier()
     tl.store(listed_ptr + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, tile, mask=chosen)
     tl.debug_barrier()
@@ -29,7 +31,10 @@ def list_tiles(listed_ptr, tile, chosen):
 
 @triton.jit
 def listed_logits(logits_ptr, listed_ptr, n_listed, chunk, TILE: tl.constexpr, CHUNK: tl.constexpr):
-    """A chunk of the listed tiles ``[CHUNK // TILE, TILE]``: logits, -inf past the last tile, and tokens."""
+    """Load a chunk of the listed tiles ``[CHUNK // TILE, TILE]``: logits and tokens.
+
+    Logits are -inf past the last listed tile.
+    """
     place = chunk * (CHUNK // TILE) + tl.arange(0, CHUNK // TILE)
     inside = place < n_listed
     tiles = tl.load(listed_ptr + place, mask=inside, other=0)
@@ -42,10 +47,10 @@ def sum_before(
     logits_ptr, listed_ptr, sums_ptr, n_sums, maxima, tile, inside, best, temperature, pivots, pivot_tokens,
     first, step, TILE: tl.constexpr, CHUNK: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the mass before each pivot in every step-th chunk from ``first`` on; returns the chunks' number.
+    """Store the mass before each pivot for every step-th chunk from ``first`` on; return the chunk count.
 
-    pivots, and their tokens: DRAWS of them, of which the first bounds what is listed; each has room for
-    n_sums. All programs of a row list the same tiles in the same place.
+    pivots and pivot_tokens: DRAWS of each, of which the first bounds the listed tiles; sums_ptr has n_sums
+    entries per pivot. All programs of a row write the same list to the same place.
     """
     n_listed = list_tiles(listed_ptr, tile, inside & (maxima >= pivots[0]))
     n_chunks = tl.cdiv(n_listed, CHUNK // TILE)
@@ -61,14 +66,17 @@ def sum_before(
 
 @triton.jit
 def is_refused(sums_ptr, n_chunks, tile, most):
-    """Whether the mass before a token is ``most`` or more. Before all but the first it is at least 1."""
+    """Return whether the mass before a token is ``most`` or more.
+
+    The most probable token, with no mass before it, is never refused; before any other it is at least 1.
+    """
     mass = tl.sum(tl.load(sums_ptr + tile, mask=tile < n_chunks, other=0.0), axis=0)
     return (mass > 0) & (mass >= most)
 
 
 @triton.jit
 def best_scored(scores, tokens):
-    """The token of the highest score, the first of equals, and its score."""
+    """Return the token with the highest score (the lowest token of a tie), and that score."""
     best = tl.max(scores, axis=0)
     return tl.min(tl.where(scores == best, tokens, 2147483647), axis=0), best
 
@@ -78,7 +86,10 @@ def drawn_before_pivot(
     logits_ptr, listed_ptr, own, scores, tokens, maxima, tile, inside, pivot, pivot_token, amount,
     key_first, key_second, TILE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The token of the highest score before the pivot; own, scores and tokens: of each tile's draw."""
+    """Return the token with the highest score before the pivot.
+
+    own, scores and tokens: logit, score and token of each tile's draw.
+    """
     ahead = comes_before(own, tokens, pivot, pivot_token)
     token, top = best_scored(tl.where(ahead, scores, float("-inf")), tokens)
     again = inside & (ahead == 0) & (scores > top) & (maxima >= pivot)
@@ -96,7 +107,7 @@ def drawn_before_pivot(
 
 @triton.jit
 def foreseen(logits_ptr, own, scores, tokens, DRAWS: tl.constexpr):
-    """The best of the tiles' draws, the best of those before it, and so on: their logits and tokens."""
+    """Return logits and tokens of the tiles' best draw, the best draw before it, and so on, DRAWS in all."""
     token, _ = best_scored(scores, tokens)
     pivot = tl.load(logits_ptr + token)
     pivots, pivot_tokens = (pivot,), (token,)  # type: tuple, tuple
@@ -114,9 +125,9 @@ def choose_by_mass(
     seed_ptr, position_ptr, temperature, top_p, tile, inside,
     TILE: tl.constexpr, CHUNK: tl.constexpr, DRAWS: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
-    """Of a row, whose pointers these are. Leaves the head's values and indices if their best token is kept.
+    """Draw the token of one row, to which all pointers refer; values and indices stay if their best is kept.
 
-    In a row without probabilities it is: nothing comes before the first infinite logit.
+    This includes rows without probabilities, where nothing comes before the first infinite logit.
     """
     scores = tl.load(values_ptr + tile, mask=inside, other=float("-inf"))
     tokens = tl.load(indices_ptr + tile, mask=inside, other=2147483647)

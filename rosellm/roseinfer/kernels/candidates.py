@@ -1,4 +1,4 @@
-"""A filtered row's candidates, in a kernel: ranked, counted ahead of a token, drawn, and copied."""
+"""Device functions for a filtered row's candidates: rank, count those before a token, draw, and copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rosellm.triton_or_none import tl, triton
 
 @triton.jit
 def ordered_bits(x):
-    """int32 numbers in the order of the floats; -0.0 is made +0.0. Its own inverse on bits."""
+    """Map floats to int32 that sort in the same order, with -0.0 as +0.0; :func:`float_of` is the inverse."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -25,13 +25,13 @@ def scaled_logit(x, best, temperature):
 
 @triton.jit
 def comes_before(x, token, pivot, pivot_token):
-    """In order of probability: a larger logit, or an equal one of an earlier token."""
+    """Return whether a token is more probable than the pivot; of equal logits, lower tokens come first."""
     return (x > pivot) | ((x == pivot) & (token < pivot_token))
 
 
 @triton.jit
 def lower_bound(maxima, inside, best, k, PIVOTS: tl.constexpr):
-    """The highest ordered bits, nearly, that k of the maxima inside reach."""
+    """Return a close lower bound, in ordered bits, on the k-th largest of the maxima ``inside``."""
     ordered = ordered_bits(maxima)
     low = ordered_bits(tl.full((), float("-inf"), tl.float32)).to(tl.int64)
     high = ordered_bits(best).to(tl.int64)
@@ -46,9 +46,10 @@ def lower_bound(maxima, inside, best, k, PIVOTS: tl.constexpr):
 
 @triton.jit
 def candidates(values_ptr, tokens_ptr, n_copied, first, n, best, temperature, floor, BLOCK: tl.constexpr):
-    """Candidates from ``first`` on: logits, -inf past the end and below min-p's floor, scaled, and tokens.
+    """Load candidates from ``first`` on: logits, scaled logits, and tokens.
 
-    n_copied: n if they were copied with their tokens, 0 if they are the row itself.
+    Both logits are -inf past the end and below min-p's floor. n_copied: n if the candidates were copied with
+    their tokens, 0 if they are the row itself.
     """
     at = first + tl.arange(0, BLOCK)
     x = tl.load(values_ptr + at, mask=at < n, other=float("-inf"))
@@ -64,7 +65,7 @@ def kth_largest(
     values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, low, k,
     BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The ordered bits of the k-th largest candidate; ``low``: ordered bits that k candidates reach."""
+    """Return the ordered bits of the k-th largest candidate; at least k candidates must reach ``low``."""
     low, high = low.to(tl.int64), ordered_bits(best).to(tl.int64)
     while low < high:
         step = (high - low + PIVOTS) // (PIVOTS + 1)
@@ -81,7 +82,7 @@ def kth_largest(
 
 @triton.jit
 def kth_largest_of_few(values_ptr, n, k, FEW: tl.constexpr):
-    """The same of at most FEW candidates, each compared with all: ``[FEW, FEW]``."""
+    """Like :func:`kth_largest`, for at most FEW candidates, each compared with all others."""
     at = tl.arange(0, FEW)
     x = tl.load(values_ptr + at, mask=at < n, other=float("-inf"))
     numbers = tl.zeros((FEW,), tl.int32)
@@ -96,7 +97,7 @@ def kth_largest_of_few(values_ptr, n, k, FEW: tl.constexpr):
 def before(
     values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, pivot, pivot_token, BLOCK: tl.constexpr
 ):
-    """How many candidates come before the pivot in order of probability, and their mass."""
+    """Return the number and the mass of the candidates before the pivot in order of probability."""
     number, mass = tl.zeros((), tl.int32), tl.zeros((), tl.float32)
     for first in range(0, n, BLOCK):
         x, scaled, token = candidates(
@@ -113,7 +114,7 @@ def drawn_before(
     values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, pivot, pivot_token, key_first, key_second,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The candidate before the pivot with the largest score: its logit and token."""
+    """Return logit and token of the candidate before the pivot with the largest scaled logit plus noise."""
     top = tl.full((), float("-inf"), tl.float32)
     place = tl.zeros((), tl.int32)
     for first in range(0, n, BLOCK):
@@ -134,7 +135,7 @@ def copy_candidates(
     logits_ptr, listed_ptr, n_listed, copies_ptr, tokens_ptr, bound, best, temperature, floor,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies the listed tiles' logits that reach bound and floor, with their tokens; returns their number."""
+    """Copy the listed tiles' logits that reach bound and floor, with their tokens; return their number."""
     n = tl.zeros((), tl.int32)
     for first in range(0, n_listed, BLOCK // TILE):
         which = first + tl.arange(0, BLOCK) // TILE

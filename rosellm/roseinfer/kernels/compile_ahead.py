@@ -1,8 +1,8 @@
-"""Kernels compiled on all cores, before any of them is launched.
+"""Compile kernels on all cores before any of them is launched.
 
-Triton compiles a kernel at its first launch, and the launches of a step come one after the other. Most of a
-compilation is outside Python, so threads compile at the same time. Triton 3.6 also builds, at the first
-launch with these types of arguments, an extension in C that launches it: the threads do that, too.
+Triton compiles a kernel at its first launch, and a step launches its kernels one after another. Most of a
+compilation runs outside Python, so threads can compile concurrently. Triton 3.6 also builds a C launcher at
+the first launch with each combination of argument types; the threads build that, too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ONE_AT_A_TIME = Lock()
 
 
 def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
-    """Compile the kernels that ``runs`` launch; they are called, but no kernel of Triton's runs.
+    """Compile the kernels that ``runs`` launch: call each of them without running any Triton kernel.
 
-    What follows a launch finds its outputs as they were allocated. Other threads launch as ever. A kernel
-    that does not compile raises when it is launched, not here. If it takes longer than a second, a progress
-    bar on stderr tells how long. Without Triton nothing is called.
+    Outputs stay uninitialised during these calls; launches from other threads are unaffected. A kernel that
+    does not compile raises when it is launched, not here. After one second a progress bar appears on stderr.
+    Without Triton, ``runs`` are not called.
     """
     if not has_triton:
         return
@@ -41,7 +41,7 @@ def compile_ahead(runs: Iterable[Callable[[], object]]) -> None:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels, and build what launches them; ``bar`` counts the kernels."""
+    """A thread pool that compiles kernels and builds their launchers; ``bar`` counts the kernels."""
 
     def __init__(self, bar: tqdm) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _launching_nothing() -> Iterator[None]:
-    """This thread's launches only name what is to be compiled."""
+    """Make this thread's launches compile their kernels without running them."""
     kernel_type = triton.runtime.KernelInterface
     with _ONE_AT_A_TIME:
         launch_on, owner = kernel_type.__getitem__, get_ident()

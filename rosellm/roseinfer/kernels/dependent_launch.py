@@ -1,11 +1,11 @@
-"""Programmatic dependent launch: a kernel starts while its predecessor is running, and waits for it itself.
+"""Programmatic dependent launch: a kernel starts while its predecessor runs, and waits for it explicitly.
 
 Launched with ``launch_pdl=True``, a kernel may start once every program of its predecessor has called
 :func:`launch_dependents` or exited; what it does before :func:`wait_for_predecessor` overlaps with the
 predecessor, and after that call all of the predecessor's writes are visible. Every kernel of a chain waits
-before it releases its successor, so whenever a kernel runs, all but its direct predecessor have ended:
-results from two or more kernels ago may be read before the wait, the predecessor's may not, and nothing may
-be written before it. (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
+before it releases its successor, so whenever a kernel runs, all but its direct predecessor have ended: before
+the wait, it may read results from two or more kernels ago, but not its predecessor's, and must not write.
+(CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".)
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ def launch_dependents(DEPENDENT: tl.constexpr):
 
 
 def launch_options(dependent: int) -> dict[str, bool]:
-    """A kernel's launch options, besides its ``DEPENDENT`` constant."""
+    """Return the launch options that go with a kernel's ``DEPENDENT`` constant."""
     return {"launch_pdl": True} if dependent else {}

@@ -1,4 +1,4 @@
-"""From logits to tokens, the specification: penalties, temperature, min-p, top-k, top-p, and a draw."""
+"""Reference for sampling: penalties, temperature, min-p, top-k, top-p, and a draw."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Noise = Callable[[Tensor, Tensor, int], Tensor]
 def penalised_ref(
     logits: Tensor, seen: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Logits after penalties, ``[B, V]`` → ``[B, V]`` fp32.
+    """Return logits after penalties, ``[B, V]`` → ``[B, V]`` fp32.
 
-    seen ``[B, V]`` int: twice the number of times that a token is in the output, plus 1 if it is in the
-    prompt. repetition, presence, frequency ``[B]``. Of a token in either, a positive logit is divided by
-    repetition (Keskar et al. 2019, "CTRL"), a negative one multiplied; then frequency for each time that it
-    is in the output and presence, if it is there at all, are subtracted.
+    seen ``[B, V]`` int: twice a token's count in the output, plus 1 if it is in the prompt. repetition,
+    presence, frequency ``[B]``. For seen tokens, positive logits are divided by repetition and others
+    multiplied by it (Keskar et al. 2019, "CTRL"). Then frequency times the count and, for tokens in the
+    output, presence are subtracted.
     """
     logits, times = logits.float(), seen >> 1
     by = repetition[:, None]
@@ -35,12 +35,12 @@ def penalised_ref(
 def allowed_log_probs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """Log-probabilities after temperature, min-p, top-k and top-p: ``[B, V]`` → ``[B, V]``, −inf if excluded.
+    """Return log-probabilities after temperature, min-p, top-k and top-p, ``[B, V]``; −inf if excluded.
 
-    temperature, top_k, top_p, min_p ``[B]``, applied in vLLM's order: top-p counts the probabilities of what
-    the others leave. The most likely token always stays, the first of equals. Subtracting a row's maximum
-    before dividing changes no probability and avoids +inf at small temperatures; a temperature beyond float32
-    is clamped to its largest number.
+    temperature, top_k, top_p, min_p ``[B]``, applied in vLLM's order: top-p refers to the probabilities of
+    what the others leave. The most likely token always stays, the first one of a tie. Subtracting a row's
+    maximum before dividing changes no probability and avoids +inf at small temperatures; temperatures beyond
+    float32 are clamped to its largest number.
     """
     below_best = logits.float() - logits.amax(dim=-1, keepdim=True).float()
     scaled = below_best / temperature[:, None].clamp(FLOAT32.tiny, FLOAT32.max)
@@ -66,13 +66,13 @@ def draw(
     positions: Tensor,
     noise: Noise = gumbel_noise,
 ) -> Tensor:
-    """The next token of every row: logits ``[B, V]`` → ``[B]`` int32; nothing waits for the host.
+    """Sample every row's next token without synchronising with the host: logits ``[B, V]`` → ``[B]`` int32.
 
-    temperature, top_p, min_p ``[B]`` float32, top_k ``[B]`` int, seeds ``[B]`` int64; positions ``[B]`` int,
+    temperature, top_p, min_p ``[B]`` float32, top_k ``[B]`` int, seeds ``[B]`` int64; positions ``[B]`` int:
     the new token's index in its sequence. At temperature 0 (to which float32 rounds anything below 1e-45) the
-    largest raw logit wins, the first of equals. Otherwise the Gumbel-max trick (Gumbel 1954): the argmax of
-    log-probabilities plus noise is a draw. ``NOT_FINITE`` for a row without probabilities: with NaN, with
-    +inf, or all −inf.
+    largest raw logit wins, the first one of a tie. Otherwise the argmax of log-probabilities plus noise is a
+    draw (the Gumbel-max trick, Gumbel 1954). Rows without probabilities (with NaN, with +inf, or all −inf)
+    give ``NOT_FINITE``.
     """
     best, likeliest = logits.max(dim=-1)
     log_probs = allowed_log_probs(logits, temperature, top_k, top_p, min_p)
@@ -81,10 +81,10 @@ def draw(
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The greedy choice of every row, as in :func:`draw`: logits ``[B, V]`` → ``[B]`` int32."""
+    """Return the greedy choice of every row, as in :func:`draw`: logits ``[B, V]`` → ``[B]`` int32."""
     return finite_only(*logits.max(dim=-1)).int()
 
 
 def finite_only(best: Tensor, tokens: Tensor) -> Tensor:
-    """``tokens`` of the rows whose largest logit ``best`` is finite, ``NOT_FINITE`` for the others."""
+    """Replace the tokens of rows whose largest logit ``best`` is not finite by ``NOT_FINITE``."""
     return torch.where(best.abs() < math.inf, tokens, NOT_FINITE)

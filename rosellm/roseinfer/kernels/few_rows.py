@@ -1,8 +1,8 @@
-"""Linear layers for few rows, fused with what surrounds them in a layer: the torch spec and a kernel.
+"""Linear layers for few rows, fused with the surrounding norm, activation and residual: reference and kernel.
 
-Decode multiplies M rows, one per sequence, by weights that are read once per step. Such a product is bound by
-the latency of a chain of loads, not by arithmetic: what helps is many programs, weights in flight early, and
-no round trip through memory for the norm before it and the activation or residual sum after it. Weights and
+Decode multiplies M rows, one per sequence, by weights that are read once per step. Such a GEMM is bound by
+the latency of a chain of loads, not by arithmetic: it needs many programs, weights in flight early, and no
+round trip through memory for the norm before it and the activation or residual sum after it. Weights and
 activations as in ``linear``.
 """
 
@@ -28,15 +28,15 @@ from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_few_rows_kernel": "GEMM"}
 FEW_ROWS = 16
-WIDE = 6144  # outputs
+WIDE = 6144  # output features
 
 
 class NormPrologue(NamedTuple):
-    """A norm of x's rows before the product: scale ``[K]`` of x's dtype, and the variance's ``eps``.
+    """A norm of x's rows before the GEMM: scale ``[K]`` in x's dtype, and the variance's ``eps``.
 
-    sums ``[N]`` fp32, ``weight.float() @ scale.float()``: LayerNorm, its shift in the product's bias; without
-    them RMSNorm (Zhang & Sennrich 2019). gain multiplies what is normalised: a scale of at most 1 then stands
-    for a larger one, and x times scale is finite in fp16.
+    sums ``[N]`` fp32: ``weight.float() @ scale.float()`` for LayerNorm, whose shift is in the GEMM's bias;
+    None for RMSNorm (Zhang & Sennrich 2019). gain multiplies the normalised values: it allows a scale of at
+    most 1 in place of a larger one, so that x times scale is finite in fp16.
     """
 
     scale: Tensor
@@ -50,11 +50,12 @@ class NormPrologue(NamedTuple):
 
 
 class FewRowsShape(NamedTuple):
-    """How a product for few rows is cut: a chunk is BLOCK_N rows of weights x SLICES x BLOCK_K of K.
+    """How a GEMM for few rows is tiled: a chunk is BLOCK_N weight rows by SLICES x BLOCK_K elements of K.
 
-    Slices go to different warps, and with one row of x so do rows of weights; 32 threads' loads of 16 bytes
-    are 256 elements of 16 bits. held: chunks in registers before the inputs are there. stages: of the loop
-    over the rest (not for one row, whose loop holds as many chunks all along).
+    Slices go to different warps, and with one row of x so do weight rows; 32 threads loading 16 bytes each
+    read 256 16-bit elements. held: chunks loaded into registers before the inputs are ready. stages: pipeline
+    stages of the loop over the other chunks (unused for one row, whose loop keeps ``held`` chunks in
+    registers throughout).
     """
 
     block_n: int
@@ -74,11 +75,12 @@ def few_rows_linear_ref(
     activation: Activation = "none",
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The specification: ``f(norm(x) @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``, in fp32.
+    """Reference, in fp32: ``f(norm(x) @ weight.T + bias)``, ``[M, K]`` x ``[N, K]`` → ``[M, N]``.
 
-    A norm divides after the product, which so need not wait for it: ``((x * scale) @ w - mean * sums) * gain
-    / deviation``, and without the mean for RMSNorm. activation: "gelu" (tanh form) or "swiglu", which halves
-    N. residual of the result's shape: updated in place and returned.
+    The norm's division follows the GEMM, which need not wait for it:
+    ``((x * scale) @ w - mean * sums) * gain / deviation``, without the mean for RMSNorm. activation: "gelu"
+    (tanh form) or "swiglu", which halves N. residual, of the result's shape, is updated in place and
+    returned.
     """
     wide = x.float()
     y = (wide if norm is None else wide * norm.scale.float()) @ weight.float().t()
@@ -90,7 +92,7 @@ def few_rows_linear_ref(
 
 
 def normed_ref(y: Tensor, x: Tensor, norm: NormPrologue) -> Tensor:
-    """A product y ``[M, N]`` of scaled rows x ``[M, K]``, normalised by the moments of those rows."""
+    """Normalise the GEMM result y ``[M, N]`` of scaled rows by the moments of the rows x ``[M, K]``."""
     if norm.sums is None:
         return y * norm.gain * (x.square().mean(dim=1, keepdim=True) + norm.eps).rsqrt()
     mean, variance = x.mean(dim=1, keepdim=True), x.var(dim=1, correction=0, keepdim=True)
@@ -99,13 +101,13 @@ def normed_ref(y: Tensor, x: Tensor, norm: NormPrologue) -> Tensor:
 
 @triton.jit
 def _load(place, k, K: tl.constexpr, WHOLE: tl.constexpr):
-    """What is at ``place``, or 0 where k, the position along K, is beyond it; WHOLE: it never is."""
+    """Load from ``place``, or 0 where k, the position along K, is out of range; WHOLE: it never is."""
     return tl.load(place) if WHOLE else tl.load(place, mask=k < K, other=0.0)
 
 
 @triton.jit
 def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr, WHOLE: tl.constexpr):
-    """The first HELD chunks."""
+    """Load the first HELD chunks."""
     chunks = ()  # type: tuple
     for chunk in tl.static_range(HELD):
         chunks = chunks + (_load(place + chunk * STEP, inner + chunk * STEP, K, WHOLE),)
@@ -114,7 +116,7 @@ def _held(place, inner, K: tl.constexpr, STEP: tl.constexpr, HELD: tl.constexpr,
 
 @triton.jit
 def _add_row(acc, total, squares, w, x, scale, NORM: tl.constexpr):
-    """One chunk of one row: w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``, repeated for w's rows."""
+    """Accumulate one chunk of one row: w ``[BLOCK_N, STEP]``, x ``[ACROSS, STEP]``, repeated for w's rows."""
     x = x.to(tl.float32)
     total += x
     squares += x * x
@@ -130,10 +132,10 @@ def _one_row_product(
     K: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr, STEP: tl.constexpr,
     HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The product of one row, its sum and sum of squares, ``[1, BLOCK_N]`` each.
+    """Return one row's GEMM result, its sum, and its sum of squares, ``[1, BLOCK_N]`` each.
 
-    As a chunk in registers is used up, the one HELD chunks after it is requested. Sums across threads are
-    left to the end.
+    When a chunk in registers has been used, the chunk HELD positions later is requested. Sums across threads
+    are taken at the end.
     """
     ROUND: tl.constexpr = HELD * STEP
     ROUNDS: tl.constexpr = (K + ROUND - 1) // ROUND
@@ -161,13 +163,16 @@ def _one_row_product(
 
 @triton.jit
 def _sums_of_8(x):
-    """``[A, B, C]`` → ``[A, B, C / 8]``, within a thread where it has loaded 16 bytes of 16-bit elements."""
+    """Sum groups of 8: ``[A, B, C]`` → ``[A, B, C / 8]``.
+
+    This is thread-local if threads have loaded 16 bytes of 16-bit elements each.
+    """
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 8, 8)), axis=3)
 
 
 @triton.jit
 def _add_product(acc, total, squares, w, x, scale, BLOCK_N: tl.constexpr, NORM: tl.constexpr):
-    """One chunk: w ``[SLICES, BLOCK_N, BLOCK_K]``, x ``[SLICES, BLOCK_M, BLOCK_K]``."""
+    """Accumulate one chunk: w ``[SLICES, BLOCK_N, BLOCK_K]``, x ``[SLICES, BLOCK_M, BLOCK_K]``."""
     if NORM != "none":
         wide = x.to(tl.float32)
         total += _sums_of_8(wide)
@@ -186,11 +191,11 @@ def _few_rows_product(
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr, HELD: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The product ``[BLOCK_M, BLOCK_N]``, and each row's sum and sum of squares ``[BLOCK_M, 1]``.
+    """Return the GEMM result ``[BLOCK_M, BLOCK_N]``, and each row's sum and sum of squares ``[BLOCK_M, 1]``.
 
-    The chunks in registers come last: the loop over the others, which go through shared memory, is to begin
-    at once. Slices are separate products, one per warp, summed at the end: one chain of K / 16 matrix
-    instructions would take longer than loading the weights.
+    The chunks in registers come last, so that the loop over the others, which go through shared memory,
+    starts at once. Slices are separate GEMMs, one per warp, summed at the end: a single chain of K / 16
+    matrix instructions would take longer than loading the weights.
     """
     STEP: tl.constexpr = SLICES * BLOCK_K
     CHUNKS: tl.constexpr = (K + STEP - 1) // STEP
@@ -218,7 +223,7 @@ def _few_rows_product(
 
 @triton.jit
 def _normed(y, total, squares, sums, eps, gain, K: tl.constexpr, NORM: tl.constexpr):
-    """A product of scaled rows, normalised by the sums and sums of squares of the rows themselves."""
+    """Normalise the GEMM result of scaled rows by the sums and sums of squares of the rows."""
     if NORM == "rms":
         y *= tl.rsqrt(squares / K + eps) * gain
     if NORM == "layer":
@@ -235,10 +240,10 @@ def _few_rows_kernel(
     SLICES: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of the weight per program, for all M <= BLOCK_M rows of x.
+    """One program per BLOCK_N rows of the weight, for all M <= BLOCK_M rows of x.
 
-    The first weights are loaded before the inputs are. Rows beyond the last repeat it, and are not stored.
-    With one row, x and the weights have the same layout over the threads, ACROSS rows of weights at a time.
+    The first weights are loaded before the inputs are ready. Rows past the last repeat it and are not stored.
+    With one row, x and the weights have the same layout across threads, ACROSS weight rows at a time.
     """
     STEP: tl.constexpr = SLICES * BLOCK_K
     WHOLE: tl.constexpr = K % (HELD * STEP) == 0 if BLOCK_M == 1 else K % STEP == 0
@@ -293,11 +298,11 @@ def _few_rows_kernel(
 def make_few_rows_linear(
     dependent: int = False, shape: Callable[[int, int, int, torch.dtype], FewRowsShape] | None = None
 ) -> Callable[..., Tensor]:
-    """The Triton kernel for up to ``FEW_ROWS`` rows, called like :func:`few_rows_linear_ref`.
+    """Return the Triton version of :func:`few_rows_linear_ref`, for up to ``FEW_ROWS`` rows.
 
-    All tensors are contiguous. With LayerNorm, variance is a difference of two sums and loses digits if a
-    row's mean is many times its deviation; x times scale is rounded to x's dtype, except for a single row.
-    shape: rows, n, k and dtype → how the product is cut.
+    All tensors must be contiguous. With LayerNorm, the variance is a difference of two sums and loses digits
+    if a row's mean is many times its deviation; x times scale is rounded to x's dtype, except for a single
+    row. shape: (rows, n, k, dtype) → tiling.
     """
     launch, shape_of = launch_options(dependent), shape or _few_rows_shape
 
@@ -326,7 +331,6 @@ def _rows_held(rows: int) -> int:
 
 
 def _blocks(rows: int, k: int, cut: FewRowsShape) -> dict[str, int]:
-    """The kernel's constants."""
     held = min(cut.held, triton.cdiv(k, cut.slices * cut.block_k))
     across = max(1, min(cut.block_n, cut.warps // cut.slices))
     blocks = {"BLOCK_M": _rows_held(rows), "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k}
@@ -334,17 +338,17 @@ def _blocks(rows: int, k: int, cut: FewRowsShape) -> dict[str, int]:
 
 
 def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
-    """Warps, and as many stages as fit shared memory along with one chunk more, of those in registers."""
+    """Return warps, and the stages that fit shared memory if the chunks in registers take one stage, too."""
     step = cut.slices * cut.block_k
     stages = fitting_stages(cut.stages + 1, _rows_held(rows), cut.block_n, step, x) - 1
     return {"num_warps": cut.warps, "num_stages": max(1, stages)}
 
 
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """Chosen on an H200 by whole runs of 1 and 8 rows, for 16-bit weights of GPT-2 to Llama-3.1-8B.
+    """Return the tiling, chosen on an H200 by whole runs of 1 and 8 rows in 16 bits, GPT-2 to Llama-3.1-8B.
 
-    Of few columns all of K at once: by runs of 8 rows of GPT-2 small on an H100. Whole models of wide layers
-    take fewer than 16 rows (``fused.FEWER_ROWS``); ranks' parts take all.
+    Tilings that hold all of K for few columns were chosen by runs of 8 rows of GPT-2 small on an H100. Whole
+    models with wide layers call this for fewer than 16 rows (``fused.FEWER_ROWS``), ranks for up to 16.
     """
     if rows == 1:
         return _one_row_shape(n, k, dtype)
@@ -371,7 +375,7 @@ def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsSha
 
 
 def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """Chunks of 32 weights a thread; fewer rows of the weight per program the longer they are."""
+    """Return the tiling for one row: 32 weights per thread and chunk; the longer K, the fewer weight rows."""
     if dtype == torch.float32 or k < 256:
         return _plain_one_row_shape(n, k, dtype)
     if k <= 1024 or (n > 4 * k and k <= 2048):

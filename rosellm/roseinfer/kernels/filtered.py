@@ -1,18 +1,18 @@
-"""Draws under top-k, top-p and min-p without sorting the vocabulary: a torch spec and a kernel.
+"""Sampling with top-k, top-p and min-p without sorting the vocabulary: torch reference and kernel.
 
-The head has left the logits of the rows that ask (``filtered_head.Tiles``). Rows with top-p alone are
-``by_mass``'s. A program takes another row:
+The head has stored the logits of filtered rows (``filtered_head.Tiles``). Rows with top-p only are handled by
+``by_mass``. For any other row, one program works as follows:
 
-1. With top-k, a bound below which nothing can be kept comes from the tiles' largest logits alone: k tiles
-   hold k logits that are at least their k-th largest maximum. Only tiles that reach the bound are read; if
-   they are few, their logits that reach it, the candidates, are copied together.
-2. If both top-k and top-p apply, the k-th largest logit is searched for (by its bits, 16 pivots at a time),
-   for the mass that top-p is a share of.
-3. The candidate of the largest logit plus noise is drawn, and verified by what comes before it in order of
-   probability: its number must be below k, its mass below top-p's. If it is not, it bounds the next draw. A
-   draw of all tokens is seldom refused: about 1 + ln(1/p) draws find a token of mass p (rejection with a
-   rising pivot, as sampling without sorting does in FlashInfer, Ye et al. 2025; here the result is the one
-   token that noise gives the kept ones, whatever was refused before).
+1. With top-k, the tiles' maxima alone bound what can be kept: k tiles hold k logits at or above the k-th
+   largest maximum. Only tiles that reach the bound are read; if they are few, their logits that reach it,
+   the candidates, are copied to one place.
+2. If both top-k and top-p apply, a search over the k-th largest logit's bits, 16 pivots at a time, finds the
+   mass that top-p is a share of.
+3. The candidate with the largest logit plus noise is drawn, and checked by what comes before it in order of
+   probability: fewer than k candidates, with less than top-p's mass. If it is rejected, it bounds the next
+   draw. A draw from all tokens is seldom rejected: if the kept tokens have mass p, about 1 + ln(1/p) draws
+   are needed (rejection with a rising pivot, as in FlashInfer's sorting-free sampling, Ye et al. 2025; here
+   the result is the one token that the noise selects among the kept ones, whatever was rejected before).
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from rosellm.roseinfer.kernels.noise import log2, row_key
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_choose_filtered_kernel": "sampling"}
-BLOCK, FEWER, FEW = 4096, 1024, 256  # candidates at a time: in a pass, by pivots, each with all
+BLOCK, FEWER, FEW = 4096, 1024, 256  # candidates at a time: per pass, per pivot search, all with all
 PIVOTS, WARPS = 16, 8
-COPIED = 4  # candidates are copied if they are in at most one tile of so many
-CHUNK = 8192  # tokens whose mass is summed at a time for rows by mass
-DRAWS = 3  # a row's programs sum up the mass before so many together
-PROGRAMS_PER_SM, MOST_SPLITS = 2, 16  # programs of all rows, and of one
-REGISTERS = 128  # a thread, at most: two programs fit an SM
+COPIED = 4  # candidates are copied if at most one in COPIED tiles has any
+CHUNK = 8192  # tokens per partial sum of mass, in rows with top-p only
+DRAWS = 3  # likely draws before which a row's programs sum the mass together
+PROGRAMS_PER_SM, MOST_SPLITS = 2, 16  # for all rows together; programs per row
+REGISTERS = 128  # per thread, at most, so that two programs fit an SM
 Splits = Callable[[int, int, torch.device], int]
 
 
 def choose_filtered_ref(*, tiles: Tiles, state: DeviceState) -> None:
-    """The specification: overwrites the values and indices of filtered rows with their one token.
+    """Reference: overwrite the values and indices of filtered rows with their one sampled token.
 
-    Their values become −inf, but for the first, which is 0 beside the token's index; +inf in a row without
-    probabilities. Other rows stay as they are.
+    Values become −inf, except the first, which is 0, or +inf in a row without probabilities; the first index
+    is the token. Other rows are unchanged.
     """
     rows = state.filtered
     own = state.at(rows.nonzero()[:, 0])
@@ -74,7 +74,7 @@ def mass_left(
     values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, low, k,
     BLOCK: tl.constexpr, FEWER: tl.constexpr, FEW: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The mass of what top-k and min-p leave; ``low``: ordered bits that k candidates reach, if so many."""
+    """Return the mass that top-k and min-p leave; k candidates, if there are k, must reach ``low``."""
     least = ordered_bits(tl.full((), float("-inf"), tl.float32))
     cut = (k > 0) & (k < n)
     if cut:
@@ -95,7 +95,7 @@ def drawn(
     values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, k, most, key_first, key_second,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draws until a token is among the first k (0: any), with less than the mass ``most`` before it."""
+    """Draw until a token is among the first k (0: any), with less than the mass ``most`` before it."""
     pivot, token = tl.full((), float("-inf"), tl.float32), tl.full((), 2147483647, tl.int32)
     refused = tl.full((), 1, tl.int1)
     while refused:
@@ -115,7 +115,7 @@ def kept_draw(
     values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, low, top_k, top_p, key_first, key_second,
     BLOCK: tl.constexpr, FEWER: tl.constexpr, FEW: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn."""
+    """Return a token drawn under top-k, top-p and min-p."""
     most = tl.full((), float("inf"), tl.float32)
     if top_p < 1:
         most = top_p * mass_left(
@@ -135,8 +135,11 @@ def choose_among_candidates(
     TILE: tl.constexpr, BLOCK: tl.constexpr, FEWER: tl.constexpr, FEW: tl.constexpr, PIVOTS: tl.constexpr,
     COPIED: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row, whose pointers these are, with top-k or min-p; best: its largest logit, finite."""
-    # The tiles that can hold what is kept.
+    """Return the token of one row with top-k or min-p, to which all pointers refer.
+
+    best: the row's largest logit, which must be finite.
+    """
+    # The tiles that may hold kept tokens.
     floor = tl.where(min_p > 0, log2(tl.maximum(min_p, 1e-37)) * 0.6931471805599453, float("-inf"))
     nothing = ordered_bits(tl.full((), float("-inf"), tl.float32))
     bound = nothing
@@ -145,7 +148,7 @@ def choose_among_candidates(
     scaled = scaled_logit(maxima, best, temperature)
     n_listed = list_tiles(listed_ptr, tile, inside & (ordered_bits(maxima) >= bound) & (scaled >= floor))
 
-    # The candidates: copies of few, or else the whole row.
+    # The candidates: copies if they are few, otherwise the whole row.
     source, n, n_copied = logits_ptr, TILES * TILE, tl.zeros((), tl.int32)
     if n_listed * COPIED <= TILES:
         n = copy_candidates(
@@ -181,7 +184,7 @@ def _choose_filtered_kernel(
     PIVOTS: tl.constexpr, COPIED: tl.constexpr, CHUNK: tl.constexpr, DRAWS: tl.constexpr,
     MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """All programs of a row by mass share it; another row is the first one's."""
+    """All programs of a row with top-p only share it; any other row is handled by its first program."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row * state_stride)
     top_k = tl.load(top_k_ptr + row * state_stride)
@@ -227,20 +230,20 @@ def _choose_filtered_kernel(
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a CPU counts as one."""
+    """Return the number of SMs of a GPU; 1 for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def splits_for(rows: int, n_chunks: int, device: torch.device) -> int:
-    """Programs a row by mass."""
+    """Return the number of programs per row with top-p only."""
     return max(1, min(PROGRAMS_PER_SM * multiprocessors(device) // rows, MOST_SPLITS, n_chunks))
 
 
 def make_choose_filtered(dependent: int = False, splits: Splits = splits_for) -> Callable[..., None]:
-    """The Triton kernel, called like :func:`choose_filtered_ref`; once for each result of the head.
+    """Return the Triton version of :func:`choose_filtered_ref`; call it once per result of the head.
 
-    A row by mass whose drawn token is kept stays as it is. No index of another filtered row is kept.
-    splits: rows, chunks of a row and device → programs a row by mass.
+    A row with top-p only whose drawn token is accepted stays as it is; in other filtered rows all indices are
+    overwritten. splits: (rows, chunks per row, device) → programs per row with top-p only.
     """
     launch = launch_options(dependent)
 

@@ -1,8 +1,8 @@
-"""The LM head of a batch in which rows ask for top-k, top-p or min-p, or are penalised: spec and kernel.
+"""LM head for batches with top-k, top-p, min-p or penalties: torch reference and kernel.
 
-Like ``head.best_tokens``, but of the rows that are drawn from some tokens only (filtered rows) it also stores
-the logits, for ``filtered.choose_filtered``, and penalises what a row's request has seen. It draws for rows
-with top-p alone (rows by mass), as for unfiltered ones: their draw from all tokens is seldom refused.
+Like ``head.best_tokens``, but it also applies penalties, and stores the logits of filtered rows, those that
+are sampled from a subset of the vocabulary, for ``filtered.choose_filtered``. It draws for rows with top-p
+only (rows by mass) as for unfiltered ones: their draw from all tokens is seldom rejected.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROLES = {"_filtered_tiles_kernel": "head"}
 
 
 class Tiles(NamedTuple):
-    """What the head leaves for rows that are drawn from some tokens only.
+    """What the head computes for rows that are sampled from a subset of the vocabulary.
 
-    values, indices ``[M, TILES]`` as of ``head.best_tokens_ref``, of rows by mass, too; other filtered rows
-    have no noise.
-    maxima ``[M, TILES]`` fp32: of filtered rows, a tile's largest logit.
-    masses ``[M, TILES]`` fp32: of filtered rows, a tile's sum of ``exp((logit - largest) / temperature)``.
-    logits ``[M, TILES * width]`` fp32: of filtered rows, −inf past the vocabulary.
-    arrived ``[M]`` int32: zeros, in which the programs of a row count themselves.
+    values, indices ``[M, TILES]``: as in ``head.best_tokens_ref``, also for rows by mass; other filtered
+    rows have no noise.
+    maxima ``[M, TILES]`` fp32: largest logit of each tile, for filtered rows.
+    masses ``[M, TILES]`` fp32: sum of ``exp((logit - largest) / temperature)`` per tile, for filtered rows.
+    logits ``[M, TILES * width]`` fp32: −inf past the vocabulary, for filtered rows.
+    arrived ``[M]`` int32: zeros, with which the programs of a row count themselves.
     """
 
     values: Tensor
@@ -47,10 +47,10 @@ class Tiles(NamedTuple):
 def filtered_tiles_ref(
     *, hidden: Tensor, weight: Tensor, state: DeviceState, counts: Tensor | None = None
 ) -> Tiles:
-    """The specification, with a single tile, of the head for a batch with filtered rows.
+    """Reference, with a single tile, for the head of a batch with filtered rows.
 
     hidden ``[M, K]``, weight ``[N, K]``, and a state of M rows. counts ``[S, N]`` int32 (``token_counts``):
-    penalises the rows that have one; None if there are none.
+    penalises the rows that have an entry; None if none has.
     """
     logits = hidden.float() @ weight.float().t()
     if counts is not None:
@@ -68,7 +68,7 @@ def filtered_tiles_ref(
 
 
 def penalised_rows_ref(logits: Tensor, state: DeviceState, counts: Tensor) -> Tensor:
-    """``draw.penalised_ref`` for the rows that have counts: ``[M, V]`` → ``[M, V]`` fp32."""
+    """Apply ``draw.penalised_ref`` to the rows that have counts: ``[M, V]`` → ``[M, V]`` fp32."""
     own = state.counts
     seen = torch.where(own[:, None] > 0, counts[(own - 1).clamp_min(0).long()], 0)
     repetition = torch.where(own > 0, state.repetition, 1.0)
@@ -77,7 +77,7 @@ def penalised_rows_ref(logits: Tensor, state: DeviceState, counts: Tensor) -> Te
 
 @triton.jit
 def penalised(logits, seen, repetition, presence, frequency):
-    """``draw.penalised_ref`` of a tile; the last three broadcast with it."""
+    """Apply ``draw.penalised_ref`` to a tile; the last three arguments broadcast with it."""
     times = seen >> 1
     repeated = tl.where(logits > 0, logits / repetition, logits * repetition)
     logits = tl.where(seen > 0, repeated, logits)
@@ -123,7 +123,7 @@ def _filtered_tiles_kernel(
     by_mass = (top_k == 0) & (min_p <= 0)
     kept = (temperatures > 0) & ((by_mass == 0) | (top_p < 1))
     amounts = tl.where(by_mass, tl.minimum(temperatures, MAX_TEMPERATURE), 0.0)
-    # The padding's -inf is stored, too: a reader of whole tiles needs no bound.
+    # The padding's -inf is stored, too, so that readers of whole tiles need no mask.
     logits_ptr += first_row.to(tl.int64) * TILES * BLOCK_N
     target = logits_ptr + (tile_rows * TILES * BLOCK_N)[:, None] + columns[None, :]
     tl.store(target, logits, mask=kept[:, None])
@@ -142,7 +142,7 @@ def _filtered_tiles_kernel(
 
 
 def filtered_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile sizes, warps and pipeline stages; as many columns a tile for any number of rows."""
+    """Return tile sizes, warps and pipeline stages; a tile's width does not depend on the number of rows."""
     if dtype == torch.float32:
         return 32, 64, 32, 4, 3
     if rows <= 16:
@@ -151,10 +151,10 @@ def filtered_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, i
 
 
 def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -> Callable[..., Tiles]:
-    """The Triton kernel, called like :func:`filtered_tiles_ref`, but with many tiles.
+    """Return the Triton version of :func:`filtered_tiles_ref`, but with many tiles.
 
-    hidden, weight and counts contiguous. What is of filtered rows is left unwritten of others.
-    shape: rows and dtype → tile sizes, warps and pipeline stages.
+    hidden, weight and counts must be contiguous. Outputs that only filtered rows use stay uninitialised for
+    the rest. shape: (rows, dtype) → tile sizes, warps and pipeline stages.
     """
     launch = launch_options(dependent)
 

@@ -1,10 +1,10 @@
-"""The LM head fused with token selection: logits never reach memory. A torch spec and a kernel.
+"""LM head fused with token selection, so that logits never reach memory: torch reference and kernel.
 
 Each program multiplies the hidden states by one tile of the vocabulary and keeps each row's best value and
 its index; ``advance.advance`` picks the best of the ``[M, TILES]`` results. A sampled row's value is
 ``logit + temperature * gumbel noise``, whose argmax is an exact draw from ``softmax(logits / temperature)``
-(Gumbel 1954), with the noise of ``noise.gumbel``. Logits are compared as the fp32 sums that they are:
-rounded to 16 bits, many of a large vocabulary tie.
+(Gumbel 1954), with the noise of ``noise.gumbel``. Logits are compared in fp32: rounded to 16 bits, many of a
+large vocabulary would tie.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def best_tokens_ref(
     positions: Tensor,
     sampled: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The specification, with a single tile: values ``[M, 1]`` fp32 and indices ``[M, 1]`` int32.
+    """Reference, with a single tile: values ``[M, 1]`` fp32 and indices ``[M, 1]`` int32.
 
-    hidden ``[M, K]``, weight ``[N, K]``; temperature fp32 (0: greedy), seeds int64 and positions int32
-    ``[M]``: tokens cached before this step, so the token drawn gets index ``positions + 1``. A NaN logit
-    counts as +inf, so that it is noticed. sampled: False if all rows are greedy.
+    hidden ``[M, K]``, weight ``[N, K]``; temperature fp32 (0: greedy), seeds int64, positions int32, ``[M]``
+    each. positions: tokens cached before this step, so the drawn token has index ``positions + 1``. NaN
+    logits count as +inf, so that they are detected. sampled: False if all rows are greedy.
     """
     logits = hidden.float() @ weight.float().t()
     logits = torch.where(logits.isnan(), float("inf"), logits)
@@ -53,7 +53,7 @@ def best_tokens_ref(
 def with_noise(
     logits, amounts, rows, held_rows, columns, seeds_ptr, positions_ptr, seed_stride, state_stride
 ):
-    """A tile's logits, each row's with ``amounts`` times the noise of its next token."""
+    """Return a tile's logits plus ``amounts``, one per row, times the noise of the row's next token."""
     if tl.max(amounts, axis=0) > 0:
         seeds = tl.load(seeds_ptr + rows * seed_stride, mask=held_rows, other=0)
         positions = tl.load(positions_ptr + rows * state_stride, mask=held_rows, other=0) + 1
@@ -65,7 +65,7 @@ def with_noise(
 
 @triton.jit
 def store_best(values_ptr, indices_ptr, logits, rows, held_rows, tile, TILES, BLOCK_N: tl.constexpr):
-    """A tile's best of each row, and its token."""
+    """Store each row's best value in a tile, and its token."""
     best, index = tl.max(logits, axis=1, return_indices=True)
     tl.store(values_ptr + rows * TILES + tile, best, mask=held_rows)
     tl.store(indices_ptr + rows * TILES + tile, tile * BLOCK_N + index, mask=held_rows)
@@ -103,7 +103,7 @@ def _best_tokens_kernel(
 
 
 def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Tile sizes, warps and pipeline stages: the fastest measured on an H200."""
+    """Return tile sizes, warps and pipeline stages: the fastest measured on an H200."""
     if dtype == torch.float32:
         return 32, 64, 32, 4, 3
     if rows <= 16:
@@ -112,11 +112,11 @@ def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
 
 
 def make_best_tokens(dependent: int = False, shape: Shape = _shape) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The Triton kernel, called like :func:`best_tokens_ref`, but with one result per tile: ``[M, TILES]``.
+    """Return the Triton version of :func:`best_tokens_ref`, with one result per tile: ``[M, TILES]``.
 
-    hidden and weight contiguous. temperature and positions are columns of one state (equal row strides).
-    sampled=False compiles draws out, for all-greedy batches: random numbers take registers that the product
-    could use. shape: rows and dtype → tile sizes, warps and pipeline stages.
+    hidden and weight must be contiguous; temperature and positions are columns of one state (equal row
+    strides). sampled=False compiles sampling out, for all-greedy batches: random numbers take registers that
+    the GEMM could use. shape: (rows, dtype) → tile sizes, warps and pipeline stages.
     """
     launch = launch_options(dependent)
 

@@ -1,7 +1,7 @@
-"""Linear layers for up to a few hundred rows, with bias and activation: the torch spec and a kernel.
+"""Linear layers for up to a few hundred rows, with bias and activation: torch reference and kernel.
 
-Weights are ``[N, K]`` with K contiguous; activations are contiguous. With "swiglu" (Shazeer 2020) the rows of
-a weight are those of the gate and then as many of the product's other factor, and results are ``[M, N / 2]``.
+Weights are ``[N, K]`` with K contiguous; activations are contiguous. With "swiglu" (Shazeer 2020) a weight
+has the rows of the gate, then those of the up projection, and results are ``[M, N / 2]``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TMA_ROWS = 64
 
 
 def activated_ref(y: Tensor, activation: Activation) -> Tensor:
-    """``[M, N]`` → ``[M, N]``, or ``[M, N / 2]`` for "swiglu"."""
+    """Apply the activation: ``[M, N]`` → ``[M, N]``, or ``[M, N / 2]`` for "swiglu"."""
     if activation == "gelu":
         return F.gelu(y, approximate="tanh")
     if activation == "swiglu":
@@ -37,10 +37,10 @@ def activated_ref(y: Tensor, activation: Activation) -> Tensor:
 def some_rows_linear_ref(
     *, x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation = "none", parts: int = 1
 ) -> Tensor:
-    """The specification: ``f(x @ weight.T + bias)`` → ``[M, N]``; or, without a bias, ``parts`` partial sums.
+    """Reference: ``f(x @ weight.T + bias)`` → ``[M, N]``, or, without a bias, ``parts`` partial sums.
 
-    With ``parts`` above 1 (split-K) the result is ``[parts, M, N]`` fp32: products over that many equal
-    ranges of K, which the consumer adds up.
+    With ``parts`` above 1 (split-K) the result is ``[parts, M, N]`` fp32: GEMMs over that many equal ranges
+    of K, which the consumer adds up.
     """
     if parts == 1:
         y = x.float() @ weight.float().t()
@@ -51,14 +51,14 @@ def some_rows_linear_ref(
 
 @cache
 def shared_memory(device: torch.device) -> int | None:
-    """Shared memory per program in bytes, from 65,536 (sm_75) to 232,448 (sm_90); None on a CPU."""
+    """Return the shared memory per program in bytes, 65,536 (sm_75) to 232,448 (sm_90); None on a CPU."""
     if device.type == "cpu":
         return None
     return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def fitting_stages(stages: int, block_m: int, block_n: int, block_k: int, x: Tensor) -> int:
-    """Pipeline stages of a product's tiles, in x's dtype, that fit the shared memory of x's device."""
+    """Return how many of ``stages`` pipeline stages, at least 1, fit the shared memory of x's device."""
     limit, stage = shared_memory(x.device), (block_m + block_n) * block_k * x.element_size()
     return stages if limit is None else max(1, min(stages, limit // stage))
 
@@ -75,7 +75,7 @@ def silu(y):
 
 @triton.jit
 def weight_rows(block, i, N, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The rows i of the weight that a program multiplies by; with "swiglu" gate and factor alternate."""
+    """Return the rows i of the weight that a program multiplies by; "swiglu" alternates gate and up rows."""
     if ACTIVATION == "swiglu":
         rows = block * (BLOCK_N // 2) + i // 2 + (i % 2) * (N // 2)
     else:
@@ -85,7 +85,7 @@ def weight_rows(block, i, N, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activated(y, M: tl.constexpr, N: tl.constexpr, ACTIVATION: tl.constexpr):
-    """``[M, N]`` → ``[M, N]``, or ``[M, N / 2]`` for "swiglu"."""
+    """Apply the activation: ``[M, N]`` → ``[M, N]``, or ``[M, N / 2]`` for "swiglu"."""
     if ACTIVATION == "gelu":
         y = gelu(y)
     if ACTIVATION == "swiglu":
@@ -99,7 +99,7 @@ def tile_product(
     x_ptr, weight_ptr, rows, held_rows, columns, begin, N, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The product of these rows of x and these columns, in fp32, over WIDTH elements of K from ``begin``."""
+    """Multiply rows of x by weight rows ``columns``, in fp32, over WIDTH elements of K from ``begin``."""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
@@ -122,7 +122,7 @@ def copied_product(
     x_tiles, w_tiles, first_row, first_w_row, begin, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The same with tiles that the TMA unit copies: zero beyond the last row of either."""
+    """Like :func:`tile_product`, with tiles copied by TMA, which reads zeros past the last row."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
         x = x_tiles.load([first_row, begin + first])
@@ -136,7 +136,7 @@ def copied_gated_product(
     x_tiles, w_tiles, first_row, first_w_row, half, begin, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Products by the gate's rows and by the other factor's, ``half`` rows further on."""
+    """Multiply by the gate's weight rows, and by those of the up projection, ``half`` rows further on."""
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
@@ -199,17 +199,17 @@ def _some_rows_kernel(
 
 
 def output_width(n: int, activation: Activation) -> int:
-    """Columns of the result of a product by n rows of weights."""
+    """Return the number of output columns for n weight rows."""
     return n // 2 if activation == "swiglu" else n
 
 
 def make_some_rows_linear(
     dependent: int = False, shape: ShapeOf = some_rows_shape, copies: bool = True
 ) -> Callable[..., Tensor]:
-    """The Triton kernel for some rows, called like :func:`some_rows_linear_ref`.
+    """Return the Triton version of :func:`some_rows_linear_ref`.
 
-    All tensors are contiguous. shape: rows, n, k, dtype and parts → how the product is cut. copies: the TMA
-    unit copies tiles where that pays; False: any number of rows is loaded in the same way.
+    All tensors must be contiguous. shape: (rows, n, k, dtype, parts) → tile sizes, warps and stages. copies:
+    use TMA where that pays; False: load tiles in the same way for any number of rows.
     """
     launch, described = launch_options(dependent), _described if copies else _loaded
 
@@ -233,15 +233,15 @@ def make_some_rows_linear(
 
 
 def _loaded(*_: object) -> tuple[None, None]:
-    """No descriptors."""
+    """Return no descriptors, for ordinary loads."""
     return None, None
 
 
 def _described(x: Tensor, weight: Tensor, width: int, block_m: int, block_n: int, block_k: int):
-    """Descriptors of x and the weight, tile by tile, for the TMA unit; None each for the ordinary loads.
+    """Return TMA descriptors of x's and the weight's tiles, or (None, None) for ordinary loads.
 
-    The unit copies rows of multiples of 16 bytes, and a range of K must end with a tile. Ordinary loads are
-    faster for tiles of fewer than ``TMA_ROWS`` rows, for narrow models' up to 128 rows, and for fp32.
+    TMA copies rows of multiples of 16 bytes, and a range of K must end with a tile. Ordinary loads are faster
+    for tiles of fewer than ``TMA_ROWS`` rows, for up to 128 rows of narrow models, and for fp32.
     """
     whole = width % block_k == 0 or width == x.shape[1]
     few = block_m < TMA_ROWS or (len(x) <= 128 and is_narrow(*weight.shape))

@@ -1,8 +1,9 @@
-"""How a product for some rows is cut: tiles, ranges of K, and up to how many rows ours are the faster ones.
+"""Tile sizes and split-K of GEMMs for some rows, and the number of rows up to which they beat cuBLAS.
 
-Chosen on an H200 by whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B, in turns
-that are not recorded. Every program reads its rows of x again, from the L2 cache: of as many programs, wide
-tiles over short ranges of K read less, narrow tiles over long ones leave fewer sums to add.
+Chosen on an H200 by whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B, in
+alternating runs that are not recorded. Every program rereads its rows of x from the L2 cache: at the same
+number of programs, wide tiles over short ranges of K read less, and narrow tiles over long ones leave fewer
+partial sums.
 """
 
 from __future__ import annotations
@@ -10,28 +11,28 @@ from __future__ import annotations
 import torch
 
 Shape = tuple[int, int, int, int, int]  # rows, columns and K of a tile, warps, pipeline stages
-SOME_ROWS = ((2**24, 256), (2**26, 128))  # parameters of a layer, and rows up to which ours beat cuBLAS
+SOME_ROWS = ((2**24, 256), (2**26, 128))  # parameters per layer, rows up to which ours beat cuBLAS
 LARGE = 2**24  # elements of a weight; gpt2-xl has up to 10 million
-PART = 128  # a range of K is a multiple of it
+PART = 128  # ranges of K are multiples of it
 
 
 def some_rows(layer_parameters: int) -> int:
-    """Rows up to which ``linear`` beats cuBLAS: the fewer, the larger a layer."""
+    """Return the number of rows up to which ``linear`` beats cuBLAS: fewer for larger layers."""
     return next((rows for most, rows in SOME_ROWS if layer_parameters <= most), 64)
 
 
 def is_narrow(n: int, k: int) -> bool:
-    """Whether a model is as narrow as GPT-2 small.
+    """Return whether a model is as narrow as GPT-2 small.
 
-    Attention and products then take so little time that they overlap, and tiles compete for shared memory.
+    Attention and GEMMs then take so little time that they overlap, and tiles compete for shared memory.
     """
     return min(n, k) < 1024
 
 
 def parts_of(rows: int, n: int, k: int) -> int:
-    """Ranges of K (split-K), to keep more programs busy.
+    """Return the number of ranges of K (split-K), chosen to keep more programs busy.
 
-    Where inputs are no narrower than outputs; of narrow models, where they are twice as wide.
+    K is split if inputs are no narrower than outputs; in narrow models, if they are at least twice as wide.
     """
     if is_narrow(n, k):
         parts = 2 if rows > 128 else 8 if rows > 32 and n < 1024 else 4
@@ -53,7 +54,7 @@ def _wide_parts(rows: int, n: int, k: int) -> int:
 
 
 def some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> Shape:
-    """Of a product ``[M, K]`` x ``[N, K]``, over one of ``parts`` ranges of K."""
+    """Return the tile of a GEMM ``[M, K]`` x ``[N, K]``, over one of ``parts`` ranges of K."""
     if dtype == torch.float32:
         return 32, 32, 32, 4, 3
     if is_narrow(n, k):

@@ -1,4 +1,4 @@
-"""Kernels between a layer's products: embeddings; residual sum, bias and norm; the SwiGLU activation."""
+"""Kernels between a layer's GEMMs: embeddings; residual sum, bias and norm; the SwiGLU activation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROLES = {"_embed_kernel": "embedding", "_add_norm_kernel": "norm", "_silu_mul_ke
 
 
 def embed_ref(*, ids: Tensor, positions: Tensor, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-    """The specification: ids, positions ``[N]``, tables tokens ``[V, C]``, places ``[P, C]`` → ``[N, C]``.
+    """Reference: ids, positions ``[N]``, tables tokens ``[V, C]``, places ``[P, C]`` → ``[N, C]``.
 
-    A negative position, of an inert row, reads place 0. Without places, positions are not read.
+    Negative positions, of inert rows, read place 0. Without places, positions are not read.
     """
     return tokens[ids] if places is None else tokens[ids] + places[positions.clamp_min(0)]
 
@@ -31,11 +31,11 @@ def add_norm_ref(
     shift: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """The specification, in fp32 arithmetic: ``x += sum(delta) + bias`` in place, then the norm of x.
+    """Reference, in fp32 arithmetic: ``x += sum(delta) + bias`` in place, then return the norm of x.
 
-    x ``[M, C]``; delta ``[P, M, C]``, partial sums, or None, and x is unchanged; bias, scale and shift
-    ``[C]`` → ``[M, C]`` of x's dtype. LayerNorm, or RMSNorm (Zhang & Sennrich 2019) if shift is None; of x as
-    stored, in its dtype.
+    x ``[M, C]``; delta ``[P, M, C]``: partial sums, or None to leave x unchanged; bias, scale and shift
+    ``[C]`` → ``[M, C]`` in x's dtype. LayerNorm, or RMSNorm (Zhang & Sennrich 2019) if shift is None, of x as
+    stored in its dtype.
     """
     if delta is not None:
         added = delta.float().sum(dim=0)
@@ -46,7 +46,7 @@ def add_norm_ref(
 
 
 def silu_mul_ref(*, x: Tensor) -> Tensor:
-    """The specification, in fp32: ``[M, 2 F]`` → ``silu(x[:, :F]) * x[:, F:]`` (SwiGLU, Shazeer 2020)."""
+    """Reference, in fp32: ``[M, 2 F]`` → ``silu(x[:, :F]) * x[:, F:]`` (SwiGLU, Shazeer 2020)."""
     gate, up = x.float().chunk(2, dim=1)
     return (F.silu(gate) * up).to(x.dtype)
 
@@ -124,7 +124,7 @@ def _warps(width: int) -> int:
 
 
 def make_embed(dependent: int = False) -> Callable[..., Tensor]:
-    """The Triton kernel, called like :func:`embed_ref`; tables contiguous, ids and positions int32."""
+    """Return the Triton version of :func:`embed_ref`; tables must be contiguous, ids and positions int32."""
     launch = launch_options(dependent)
 
     def embed(*, ids, positions, tokens, places=None) -> Tensor:
@@ -143,7 +143,7 @@ def make_embed(dependent: int = False) -> Callable[..., Tensor]:
 
 
 def make_add_norm(dependent: int = False) -> Callable[..., Tensor]:
-    """The Triton kernel, called like :func:`add_norm_ref`; all tensors contiguous."""
+    """Return the Triton version of :func:`add_norm_ref`; all tensors must be contiguous."""
     launch = launch_options(dependent)
 
     def add_norm(*, x, delta=None, bias=None, scale, shift, eps) -> Tensor:
@@ -163,7 +163,7 @@ def make_add_norm(dependent: int = False) -> Callable[..., Tensor]:
 
 
 def make_silu_mul(dependent: int = False) -> Callable[..., Tensor]:
-    """The Triton kernel, called like :func:`silu_mul_ref`; x contiguous."""
+    """Return the Triton version of :func:`silu_mul_ref`; x must be contiguous."""
     launch = launch_options(dependent)
 
     def silu_mul(*, x) -> Tensor:

@@ -1,4 +1,4 @@
-"""The online softmax of one program (Milakov & Gimelshein 2018), tile by tile, in base 2, for Triton kernels.
+"""Online softmax in one program (Milakov & Gimelshein 2018), tile by tile, in base 2, for Triton kernels.
 
 Shapes: M rows of queries of one group, TILE tokens, D head size.
 """
@@ -11,10 +11,10 @@ from rosellm.triton_or_none import tl, triton
 
 
 class Tiling(NamedTuple):
-    """Compile-time constants: tokens of a tile, window, rows of q, after how many they repeat, stages.
+    """Compile-time constants: tokens per tile, window, rows of q, distinct rows of q, pipeline stages.
 
-    DOT: operand dtype of matrix products, or None for products and sums of vectors. NORMS: whether heads are
-    normalised. LANES: as of ``attention_plan.Variant``.
+    DOT: operand dtype of GEMMs, or None for sums of vector products. NORMS: whether heads are normalised.
+    LANES: as in ``attention_plan.Variant``.
     """
 
     TILE: int
@@ -29,11 +29,12 @@ class Tiling(NamedTuple):
 
 @triton.jit
 def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
-    """The online softmax over nothing: maxima, sums of weights, weighted sums of values.
+    """Return the initial state of the online softmax: maxima, sums of weights, weighted sums of values.
 
-    ``[M]``, ``[M, TILE]`` and ``[M, D]`` with DOT, so that sums are taken across threads once, at the end.
-    With LANES, each token of a tile has a softmax of its own: ``[TILE]``, ``[TILE]`` and ``[TILE, D]``.
-    Otherwise ``[1]``, ``[1]`` and ``[1, D]``. The maximum of nothing is finite, or differences were NaN.
+    ``[M]``, ``[M, TILE]`` and ``[M, D]`` with DOT, so that sums across threads are taken once, at the end.
+    With LANES, each token of a tile has its own softmax: ``[TILE]``, ``[TILE]`` and ``[TILE, D]``. Otherwise
+    ``[1]``, ``[1]`` and ``[1, D]``. The initial maximum is a large negative finite number; -inf - -inf would
+    be NaN.
     """
     TILE: tl.constexpr = tiling.TILE
     ROWS: tl.constexpr = tiling.TILE if tiling.LANES else tiling.M
@@ -44,9 +45,9 @@ def no_keys(shape: tl.constexpr, tiling: tl.constexpr):
 
 @triton.jit
 def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
-    """One more tile of the online softmax (Milakov & Gimelshein 2018), in base 2: scale holds log2(e).
+    """Add one tile to the online softmax (Milakov & Gimelshein 2018), in base 2: scale includes log2(e).
 
-    q ``[M, D]``, k and v ``[TILE, D]``, seen ``[TILE]``, or None for all; the others as of :func:`no_keys`.
+    q ``[M, D]``, k and v ``[TILE, D]``, seen ``[TILE]``, or None if all are; the state as in :func:`no_keys`.
     """
     DOT: tl.constexpr = tiling.DOT
     if DOT is None:
@@ -73,7 +74,7 @@ def attend_tile(q, k, v, seen, scale, m_i, l_i, acc, tiling: tl.constexpr):
 
 @triton.jit
 def gathered(m_i, l_i, acc, tiling: tl.constexpr):
-    """The softmax, of DOT or LANES, as ``[M]``, ``[M]``, ``[M, D]``."""
+    """Reduce the softmax state with DOT or LANES to ``[M]``, ``[M]``, ``[M, D]``."""
     if tiling.DOT is not None:
         l_i = tl.sum(l_i, axis=1)
     else:
@@ -87,7 +88,7 @@ def gathered(m_i, l_i, acc, tiling: tl.constexpr):
 
 @triton.jit
 def with_new(score, v_new, m_i, l_i, acc):
-    """One more token: score ``[M]``, v_new ``[1, D]``."""
+    """Add one token to the online softmax: score ``[M]``, v_new ``[1, D]``."""
     m_new = tl.maximum(m_i, score)
     p = tl.exp2(score - m_new)
     alpha = tl.exp2(m_i - m_new)

@@ -1,4 +1,4 @@
-"""The arguments of attention kernels in bundles: a layer's cache, new tokens, rows, and all sizes.
+"""Arguments of attention kernels in bundles: one layer's cache, new tokens, rows, and all sizes.
 
 A kernel gets the fields of :class:`NewTokens`, :class:`PagedCache` and :class:`Rows` as pointers and
 integers, and those of :class:`AttentionShape` as compile-time constants.
@@ -14,7 +14,7 @@ from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 
 class PagedCache(NamedTuple):
-    """Keys and values ``[N_BLOCKS, H_KV, BLOCK_SIZE, D]`` of a layer; stride: between blocks, in elements."""
+    """Keys and values ``[N_BLOCKS, H_KV, BLOCK_SIZE, D]`` of one layer; stride: elements between blocks."""
 
     k: Tensor
     v: Tensor
@@ -22,7 +22,7 @@ class PagedCache(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """q ``[N, H, D]``, k and v ``[N, H_KV, D]``; strides: between rows, in elements."""
+    """New tokens: q ``[N, H, D]``, k and v ``[N, H_KV, D]``; strides: elements between rows."""
 
     q: Tensor
     k: Tensor
@@ -43,7 +43,7 @@ class AttentionShape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A decode step's sequences: block table ``[N, MAX_BLOCKS]``, cached tokens ``[N]``; row strides."""
+    """Rows of a decode step: block table ``[N, MAX_BLOCKS]`` and cached tokens ``[N]``, with row strides."""
 
     table: Tensor
     table_stride: int
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 def layer_arguments(
     q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, smallest: int = 1
 ) -> tuple[NewTokens, PagedCache, AttentionShape]:
-    """Three launch arguments from a layer's tensors; smallest: the minimum of D_PADDED."""
+    """Return three launch arguments from a layer's tensors; smallest: lower bound of D_PADDED."""
     _, n_heads, head_dim = q.shape
     _, n_kv_heads, block_size, _ = k_cache.shape
     padded = max(smallest, triton.next_power_of_2(head_dim))
@@ -64,7 +64,7 @@ def layer_arguments(
 
 
 def described_rows(cache: PagedCache, rows: int):
-    """Descriptors of keys and values for the TMA unit, ``rows`` consecutive slots of a head at a time.
+    """Return TMA descriptors of keys and values that copy ``rows`` consecutive slots of a head at a time.
 
     Slots are numbered ``(block * H_KV + head) * BLOCK_SIZE + slot``.
     """
@@ -76,26 +76,25 @@ def described_rows(cache: PagedCache, rows: int):
 
 
 def rows_of(block_table: Tensor, positions: Tensor) -> Rows:
-    """Both tensors with their row strides."""
     return Rows(block_table, block_table.stride(0), positions, positions.stride(0))
 
 
 @triton.jit
 def slot_offset(cache, block, slot, kv_head, shape: tl.constexpr):
-    """Offset of a token's key and value of one head, in elements."""
+    """Return the offset of a token's key and value for one head, in elements."""
     return block.to(tl.int64) * cache.stride + kv_head * shape.BLOCK_SIZE * shape.D + slot * shape.D
 
 
 @triton.jit
 def are_seen(start, first, stop, tiling: tl.constexpr):
-    """Which of a tile's tokens are among ``first`` … ``stop``, ``[TILE]``."""
+    """Return which of a tile's tokens are among ``first`` … ``stop`` (exclusive), ``[TILE]``."""
     token = start + tl.arange(0, tiling.TILE)
     return (token >= first) & (token < stop) if tiling.WINDOW else token < stop
 
 
 @triton.jit
 def blocks_of(table_ptr, start, stop, shape: tl.constexpr, tiling: tl.constexpr):
-    """The block of a tile of tokens, or that of each, ``[TILE]``; 0 from ``stop`` on."""
+    """Return a tile's block, or that of each token ``[TILE]`` if it crosses blocks; 0 from ``stop`` on."""
     token = start
     if shape.BLOCK_SIZE % tiling.TILE != 0:
         token = start + tl.arange(0, tiling.TILE)
@@ -104,7 +103,7 @@ def blocks_of(table_ptr, start, stop, shape: tl.constexpr, tiling: tl.constexpr)
 
 @triton.jit
 def tile_places(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """Offsets ``[TILE, D]`` of a tile's keys and values; blocks as of :func:`blocks_of`."""
+    """Return the offsets ``[TILE, D]`` of a tile's keys and values; blocks as from :func:`blocks_of`."""
     i = tl.arange(0, tiling.TILE)
     d = tl.arange(0, shape.D_PADDED)[None, :]
     if shape.BLOCK_SIZE % tiling.TILE == 0:
@@ -117,7 +116,7 @@ def tile_places(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.c
 
 @triton.jit
 def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """Keys and values of a tile of tokens, ``[TILE, D]``; zero but for those in ``first`` … ``stop``."""
+    """Load keys and values ``[TILE, D]`` of a tile; zero for tokens before ``first`` or from ``stop`` on."""
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
     loaded = (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
     mask = are_seen(start, first, stop, tiling)[:, None] & loaded
@@ -126,7 +125,7 @@ def load_seen(cache, blocks, start, first, stop, kv_head, shape: tl.constexpr, t
 
 @triton.jit
 def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.constexpr):
-    """Keys and values of a tile of tokens that are all cached, ``[TILE, D]``."""
+    """Load keys and values ``[TILE, D]`` of a tile of tokens that are all cached."""
     place = tile_places(cache, blocks, start, kv_head, shape, tiling)
     d = tl.arange(0, shape.D_PADDED)[None, :]
     if shape.D == shape.D_PADDED:
@@ -138,7 +137,7 @@ def load_tile(cache, blocks, start, kv_head, shape: tl.constexpr, tiling: tl.con
 
 @triton.jit
 def store_token(cache, block, position, kv_head, k_new, v_new, shape: tl.constexpr):
-    """Stores one token's key and value ``[D]`` of a head in its block."""
+    """Store one token's key and value ``[D]`` for one head in its block."""
     d = tl.arange(0, shape.D_PADDED)
     place = slot_offset(cache, block, position % shape.BLOCK_SIZE, kv_head, shape) + d
     tl.store(cache.k + place, k_new, mask=d < shape.D)
@@ -147,6 +146,6 @@ def store_token(cache, block, position, kv_head, k_new, v_new, shape: tl.constex
 
 @triton.jit
 def append_token(cache, table_ptr, position, kv_head, k_new, v_new, shape: tl.constexpr):
-    """The same, its block from the sequence's table."""
+    """Like :func:`store_token`, with the block from the sequence's table."""
     block = tl.load(table_ptr + position // shape.BLOCK_SIZE)
     store_token(cache, block, position, kv_head, k_new, v_new, shape)

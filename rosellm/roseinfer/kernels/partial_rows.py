@@ -1,4 +1,4 @@
-"""Partial results of rows that are cut into pieces, and the kernel that combines them.
+"""Partial results of rows that are split into pieces, and the kernel that combines them.
 
 (Dao, Haziza, Massa & Sizov 2023, Flash-Decoding.)
 """
@@ -16,14 +16,15 @@ from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_combine_pieces_kernel": "attention"}
-COMBINED_AT_ONCE = 64  # partial results
-ONE_WARP_COMBINES = 1024  # elements of them
+COMBINED_AT_ONCE = 64  # partial results at once, at most
+ONE_WARP_COMBINES = 1024  # elements at once, at most
 
 
 class PartialRows(NamedTuple):
     """Partial results, fp32: maximum and sum ``[PIECES + B, H]``, accumulator ``[PIECES + B, H, D]``.
 
-    That of a piece and a row is at the sum of their indices: none share it, a row's are adjacent.
+    The result of a piece and a row is at the sum of their indices: no two share an index, and a row's results
+    are adjacent.
     """
 
     m_i: Tensor
@@ -32,14 +33,14 @@ class PartialRows(NamedTuple):
 
 
 def new_partial(q: Tensor, parts: int) -> PartialRows:
-    """Room for ``parts`` partial results of q's heads ``[B, H, D]``."""
+    """Allocate ``parts`` partial results of q's heads ``[B, H, D]``."""
     sizes = (parts, q.shape[1]), (parts, q.shape[1]), (parts, *q.shape[1:])
     return PartialRows(*(q.new_empty(size, dtype=torch.float32) for size in sizes))
 
 
 @triton.jit
 def store_heads(out_ptr, row, kv_head, x, shape: tl.constexpr, M: tl.constexpr):
-    """A group's outputs ``[M, D]`` into ``[…, H, D]``."""
+    """Store a group's outputs ``[M, D]`` into ``[…, H, D]``."""
     m = tl.arange(0, M)[:, None]
     d = tl.arange(0, shape.D_PADDED)[None, :]
     place = out_ptr + (row * shape.H + kv_head * shape.GROUP + m) * shape.D + d
@@ -57,7 +58,7 @@ def store_partial(partial, part, kv_head, m_i, l_i, acc, shape: tl.constexpr, M:
 
 @triton.jit
 def _cut_row(starts_ptr, covers_ptr, BY_CUT: tl.constexpr):
-    """A program's row, its first and its last piece; these are the same where there is nothing to combine."""
+    """Return a program's row and its first and last piece, which are equal if there is nothing to combine."""
     if BY_CUT:
         cut = tl.program_id(0)
         row = tl.load(starts_ptr + 2 * cut + 2).to(tl.int64)
@@ -77,9 +78,9 @@ def _combine_pieces_kernel(
     out_ptr, partial, starts_ptr, covers_ptr, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     PARTS: tl.constexpr, BY_CUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per query head and row, or per cut between pieces if these are fewer.
+    """One program per query head and row, or per cut between pieces if there are fewer cuts than rows.
 
-    The weighted mean of the partial results of a row that was cut, by the program of its first cut.
+    Stores the weighted mean of a split row's partial results; the program of the row's first cut does this.
     """
     head = tl.program_id(1)
     d = tl.arange(0, D)
@@ -110,7 +111,7 @@ def _combine_pieces_kernel(
 
 
 def make_combine(dependent: int) -> Callable[[Tensor, PartialRows, Plan], None]:
-    """The kernel: out ``[B, H, D]`` gets the results of rows that the plan has cut; others stay."""
+    """Return a kernel that writes the results of split rows to out ``[B, H, D]``, and leaves other rows."""
     launch = {"DEPENDENT": dependent, **launch_options(dependent)}
 
     def combine(out: Tensor, partial: PartialRows, plan: Plan) -> None:

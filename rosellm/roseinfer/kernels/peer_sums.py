@@ -1,8 +1,8 @@
-"""A sum over ranks, residual and norm in one kernel, over memory that the ranks share: spec and kernel.
+"""All-reduce, residual and norm in one kernel, over memory that the ranks share: reference and kernel.
 
-Each rank stores its partial sums where the others can read them, and tells them so; each then adds up all of
-them, in the order of ranks, so that all get the same bits ("one shot": every rank reads everything). One
-program has one row, and waits only for the programs of that row.
+Each rank stores its partial sums where the others can read them, and sets flags; each rank then adds all
+partial sums in rank order, so that all get the same bits ("one shot": every rank reads everything). Each
+program handles one row and waits only for that row's programs on the other ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_sum_add_norm_kernel": "norm"}
-HALVES = 2  # used in turns: a rank is at most one sum ahead of another
+HALVES = 2  # used alternately: a rank is at most one sum ahead of another
 FLAG_BYTES = 4
 
 
 def peer_bytes(rows: int, width: int, itemsize: int, n_ranks: int) -> int:
-    """Bytes a rank shares for sums of up to ``rows`` rows: in each half flags, by row and rank, then rows."""
+    """Return the bytes a rank shares for sums of up to ``rows`` rows.
+
+    Each half has flags, by row and rank, and then rows.
+    """
     return HALVES * _half_bytes(rows, width, itemsize, n_ranks)
 
 
@@ -35,13 +38,13 @@ def _half_bytes(rows: int, width: int, itemsize: int, n_ranks: int) -> int:
 
 
 def sum_add_norm_ref(*, partial: Tensor, x: Tensor, **norm) -> Tensor:
-    """The specification: ``norm.add_norm_ref`` of the sum of all ranks' partial sums ``[ranks, M, C]``."""
+    """Reference: ``norm.add_norm_ref`` with all ranks' partial sums ``[ranks, M, C]``."""
     return add_norm_ref(x=x, delta=partial, **norm)
 
 
 @triton.jit
 def rows_of(address, rows_at, like_ptr):
-    """A pointer of like_ptr's type, known to be aligned to 16 bytes."""
+    """Return a pointer of like_ptr's type, marked as aligned to 16 bytes."""
     return tl.multiple_of((address + rows_at).to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
 
 
@@ -51,7 +54,7 @@ def _sum_add_norm_kernel(
     C: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, BIAS: tl.constexpr,
     SHIFT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program; flags_at, rows_at: bytes into each rank's memory."""
+    """One row per program; flags_at, rows_at: byte offsets into each rank's memory."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
@@ -68,7 +71,7 @@ def _sum_add_norm_kernel(
     tl.store(rows_of(own, rows_at, y_ptr) + row * C + c, y, mask=inside)
     tl.debug_barrier()
     for rank in tl.static_range(RANKS):
-        if rank != RANK:  # a flag is 1 from when its row is there until its reader has seen that
+        if rank != RANK:  # a flag is 1 from when its row is stored until its reader has seen it
             flags = (tl.load(addresses_ptr + rank) + flags_at).to(tl.pointer_type(tl.int32))
             while tl.atomic_cas(flags + row * RANKS + RANK, 0, 1, sem="release", scope="sys") != 0:
                 pass
@@ -100,10 +103,11 @@ def _sum_add_norm_kernel(
 
 
 def make_sum_add_norm(peers: PeerMemory, most_rows: int, dependent: int = False) -> Callable[..., Tensor]:
-    """The Triton kernel, called like ``norm.add_norm`` with this rank's partial sum ``delta [1, M, C]``.
+    """Return a Triton kernel, called like ``norm.add_norm`` with this rank's partial sum ``delta [1, M, C]``.
 
-    M is at most ``most_rows``, and all tensors are contiguous. All ranks call it alike, and an even number of
-    times in whatever they capture: halves alternate. peers: of ``peer_bytes`` for such rows.
+    M is at most ``most_rows``, and all tensors must be contiguous. All ranks must make the same calls, and an
+    even number of them in any captured graph, because the halves alternate. peers: memory of ``peer_bytes``
+    for ``most_rows`` rows.
     """
     launch, turn = launch_options(dependent), [0]
     rank, n_ranks = peers.part.rank, peers.part.size

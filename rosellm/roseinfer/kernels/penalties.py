@@ -1,4 +1,4 @@
-"""Counting tokens for penalties: a torch spec and a kernel."""
+"""Token counts for penalties: torch reference and kernel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ROLES = {"_count_tokens_kernel": "sampling"}
 
 
 def count_tokens_ref(*, state: DeviceState, table: Tensor) -> None:
-    """The specification: counts each row's last token in ``table`` ``[S, V]`` int32 (``TokenCounts``).
+    """Reference: count each row's last token in ``table`` ``[S, V]`` int32 (``TokenCounts``).
 
-    Only rows that have counts, and tokens of the output; an inert row has none.
+    Only rows that have counts and whose last token is output are counted; inert rows are not.
     """
     rows = (state.counts > 0) & (state.positions >= state.prompts)
     table[(state.counts[rows] - 1).long(), state.tokens[rows].long()] += 2
@@ -27,7 +27,7 @@ def _count_tokens_kernel(
     tokens_ptr, positions_ptr, prompts_ptr, counts_ptr, table_ptr, state_stride, table_stride,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row per program; no two have the same counts."""
+    """One row per program; no two rows share counts."""
     row = tl.program_id(0) * state_stride
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
@@ -39,7 +39,7 @@ def _count_tokens_kernel(
 
 
 def make_count_tokens(dependent: int = False) -> Callable[..., None]:
-    """The Triton kernel, called like :func:`count_tokens_ref`."""
+    """Return the Triton version of :func:`count_tokens_ref`."""
     launch = launch_options(dependent)
 
     def count_tokens(*, state: DeviceState, table: Tensor) -> None:

@@ -1,12 +1,12 @@
-"""Prefill attention over a paged KV cache, packed without padding; it also writes the new tokens' KV.
+"""Prefill attention over a paged KV cache, packed without padding; also stores the new tokens' KV.
 
 N new tokens of several sequences are packed back to back. A sequence has ``start`` cached tokens and
 ``count`` new ones (a chunk of its prompt, or all of it); each new token attends to the cached ones and,
-causally, to the new ones, whose keys and values are stored into the cache along the way. H query heads, H_kv
+causally, to the new ones, whose keys and values are stored in the cache along the way. H query heads, H_kv
 key/value heads (H a multiple of H_kv), D head size; a layer's caches are ``[N_BLOCKS, H_kv, BLOCK_SIZE, D]``,
-and a row of the block table lists the blocks of a sequence in order, those of new tokens included.
+and a row of the block table lists a sequence's blocks in order, including those of new tokens.
 
-The work is cut into tiles of consecutive new tokens of one sequence (``prefill_tiles``), once per prefill.
+The work is split into tiles of consecutive new tokens of one sequence (``prefill_tiles``), once per prefill.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
 BLOCK_M = 64  # queries per tile
-SMALLEST_DOT = 16  # of each dimension of a Triton matrix product
-PROGRAMS_OF_SM = 2  # that run at once: heads of 128 take 113 KiB of its 228 KiB of shared memory
+SMALLEST_DOT = 16  # minimum of each dimension in tl.dot
+PROGRAMS_OF_SM = 2  # concurrent: heads of 128 take 113 KiB of its 228 KiB of shared memory
 LOG2_E = math.log2(math.e)
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -49,12 +49,12 @@ def prefill_attention_ref(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """The specification in plain torch, in fp32 arithmetic, one sequence at a time.
+    """Reference in plain torch, in fp32 arithmetic, one sequence at a time.
 
     q ``[N, H, D]``, k_new and v_new ``[N, H_kv, D]``, block_table ``[rows, W]`` int32 (entries past a
-    sequence's blocks may be anything) → ``[N, H, D]`` of q's dtype. The caches get k_new and v_new. Tokens
-    past the tiles' are padding, and so is what is returned for them. window: the tokens that each attends
-    to, itself included; None: all before it.
+    sequence's blocks may hold anything) → ``[N, H, D]`` in q's dtype. k_new and v_new are stored in the
+    caches. Tokens past those of the tiles are padding, whose outputs are undefined. window: number of tokens
+    that each query attends to, including its own; None: all before it.
     """
     sequences = _sequences(tiles)
     _store_new(k_new, v_new, k_cache_layer, v_cache_layer, block_table, sequences)
@@ -71,7 +71,7 @@ def prefill_attention_ref(
 
 
 def _sequences(tiles: Tiles) -> list[tuple[int, int, int, int]]:
-    """First packed row, count, start and table row of each sequence, in packed order."""
+    """Return first packed row, count, start and table row of each sequence, in packed order."""
     counts: dict[tuple[int, int, int], int] = {}
     for _, n_rows, _, first, start, row, piece, _ in tiles.columns.T.tolist():
         if piece == 0:
@@ -90,7 +90,7 @@ def _store_new(k_new, v_new, k_cache, v_cache, block_table, sequences) -> None:
 
 
 def _with_prefix(cache: Tensor, blocks: Tensor, start: int, new: Tensor) -> Tensor:
-    """The ``start`` cached tokens and the new ones ``[T, H_kv, D]`` → ``[H_kv, start + T, D]`` in fp32."""
+    """Append the new tokens ``[T, H_kv, D]`` to ``start`` cached ones → ``[H_kv, start + T, D]`` in fp32."""
     cached = cache[blocks].transpose(0, 1).flatten(1, 2)[:, :start]  # [H_kv, start, D]
     return torch.cat((cached, new.transpose(0, 1)), dim=1).float()
 
@@ -107,7 +107,7 @@ def _causal_attention(
 
 
 class Launch(NamedTuple):
-    """A kernel's keys per tile, warps, pipeline stages, and query heads per program."""
+    """Launch configuration: keys per tile, warps, pipeline stages, and query heads per program."""
 
     block_n: int
     num_warps: int
@@ -115,14 +115,14 @@ class Launch(NamedTuple):
     heads: int = 1
 
 
-FP32_LAUNCH = Launch(16, 8, 1)  # products in registers, which 64 keys would spill
+FP32_LAUNCH = Launch(16, 8, 1)  # GEMMs in registers, which 64 keys would spill
 
 
 def launch_for(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
-    """How to run ``group`` query heads per key head: the fastest on an H200.
+    """Return the fastest launch on an H200 for ``group`` query heads per KV head.
 
-    Keys are taken 64 at a time, those of fp32 16: sums then have the same order for any chunks and cached
-    prefixes of multiples of 64 tokens. Heads of 64 leave registers for two of them in a program, which reads
+    Tiles have 64 keys, or 16 in fp32: sums then have the same order for any chunks and cached prefixes that
+    are multiples of 64 tokens. Heads of size 64 leave registers for two of them per program, which then reads
     keys and values from the L2 cache half as often.
     """
     if dtype == torch.float32:
@@ -133,18 +133,18 @@ def launch_for(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
 
 
 def room_for(dtype: torch.dtype, head_dim: int, n_heads: int, group: int, num_sms: int) -> int:
-    """Tiles, or pieces of them, that run at once on a GPU of so many SMs, all their heads."""
+    """Return how many tiles (or pieces), with all their heads, run at once on a GPU with ``num_sms`` SMs."""
     together = math.gcd(launch_for(dtype, head_dim, group).heads, group)
     return PROGRAMS_OF_SM * num_sms * together // n_heads
 
 
 @triton.jit
 def _attend(q, k, v, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """One more tile of keys in the online softmax (Milakov & Gimelshein 2018), in base 2.
+    """Add one tile of keys to the online softmax (Milakov & Gimelshein 2018), in base 2.
 
     q ``[ROWS, D]``, k and v ``[BLOCK_N, D]``; key ``[BLOCK_N]`` and query ``[ROWS]``: positions, compared if
-    CAUSAL or in a window. m_i and l_i ``[ROWS]``, acc ``[ROWS, D]``: running maximum of scaled scores, sum of
-    weights and weighted sum of values.
+    CAUSAL or with a window. m_i and l_i ``[ROWS]``, acc ``[ROWS, D]``: running maximum of scaled scores, sum
+    of weights and weighted sum of values.
     """
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAUSAL:
@@ -163,7 +163,7 @@ def _attend(q, k, v, key, query, m_i, l_i, acc, scale_log2, CAUSAL: tl.constexpr
 
 @triton.jit
 def _load_pair(source, place, held, shape: tl.constexpr, MASKED: tl.constexpr):
-    """Keys and values ``[BLOCK_N, D]`` at offsets ``place``; zero where MASKED and not held, and past D."""
+    """Load keys and values ``[BLOCK_N, D]`` at offsets ``place``; zero past D and, if MASKED, if not held."""
     if shape.D == shape.D_PADDED and not MASKED:
         return tl.load(source.k + place), tl.load(source.v + place)
     loaded = (tl.arange(0, shape.D_PADDED) < shape.D)[None, :]
@@ -176,7 +176,7 @@ def _load_pair(source, place, held, shape: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _load_cached(cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MASKED: tl.constexpr):
-    """Keys and values ``[BLOCK_N, D]`` of cached tokens at positions ``key``; if MASKED, 0 from start on."""
+    """Load cached keys and values ``[BLOCK_N, D]`` at positions ``key``; if MASKED, zero from start on."""
     held = key < start
     if MASKED:
         block = tl.load(table_ptr + key // shape.BLOCK_SIZE, mask=held, other=0)
@@ -188,7 +188,7 @@ def _load_cached(cache, table_ptr, key, start, kv_head, shape: tl.constexpr, MAS
 
 @triton.jit
 def _store_pair(cache, table_ptr, place, stored, k, v, kv_head, shape: tl.constexpr):
-    """Stores keys and values ``[BLOCK_N, D]`` in the slots of positions ``place``, where ``stored``."""
+    """Store keys and values ``[BLOCK_N, D]`` in the slots of positions ``place`` where ``stored``."""
     d = tl.arange(0, shape.D_PADDED)
     block = tl.load(table_ptr + place // shape.BLOCK_SIZE, mask=stored, other=0)
     slot = slot_offset(cache, block, place % shape.BLOCK_SIZE, kv_head, shape)[:, None] + d[None, :]
@@ -208,11 +208,12 @@ def _prefill_attention_kernel(
 ):  # fmt: skip
     """One program per (tile, HEADS query heads of a group): prefix, new tokens before the tile, the tile.
 
-    The HEADS x BLOCK_M rows, one head after another, are multiplied with the same keys. The first program of
-    a group stores the tile's keys and values. Tiles of keys that all rows see are neither masked nor
-    compared with positions; loops of few iterations are not pipelined, which would only cost registers.
-    With ``partial``, a tile may be in pieces, each of a share of the keys before the tile, in whole tiles of
-    keys: what of its share is cached. The last one takes all that is left, and is alone to store keys.
+    The HEADS x BLOCK_M rows, one head after another, are multiplied by the same keys. The first program of a
+    group stores the tile's keys and values. Tiles of keys that all rows see are neither masked nor compared
+    with positions; loops of few iterations are not pipelined, which would only cost registers. With
+    ``partial``, the keys before a tile may be split among several programs, in whole tiles of keys, each of
+    which takes the cached keys of its share; the last also takes all remaining keys and is the only one to
+    store new ones.
     """
     ROWS: tl.constexpr = HEADS * BLOCK_M
     D_PADDED: tl.constexpr = shape.D_PADDED
@@ -314,22 +315,22 @@ def make_prefill_attention(
     heads: int = 1,
     dependent: int = False,
 ) -> Callable[..., Tensor]:
-    """FlashAttention (Dao et al. 2022, arXiv:2205.14135), called like :func:`prefill_attention_ref`.
+    """Return a FlashAttention kernel (Dao et al. 2022, arXiv:2205.14135) for :func:`prefill_attention_ref`.
 
     Each program multiplies ``block_m`` queries (``Tiles.size``) of ``heads`` query heads of a group (fewer if
-    heads does not divide the group) with tiles of ``block_n`` keys; all are powers of two, block_m a multiple
-    of block_n, 16 or more.
+    heads does not divide the group) by tiles of ``block_n`` keys; all are powers of two, block_n is at least
+    16, and block_m a multiple of it. Raises ``OptionError`` for other block sizes, or tiles of another size.
 
-    Caches and out are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided,
-    ``[H, D]`` contiguous, k_new and v_new alike); block_table rows are contiguous; all of one dtype; scale is
-    positive. Tiles and table were written two or more kernels ago. No two new tokens may share a slot, and no
-    new token a slot of a prefix that is read. Slots are written in no particular order: programs read new
-    tokens from k_new and v_new only. Products of fp16 and bf16 run on tensor cores, those of fp32 in full
-    fp32; the softmax is always fp32.
+    Caches are contiguous; q, k_new and v_new may be slices of a fused projection (rows strided, ``[H, D]``
+    contiguous, k_new and v_new alike); block_table rows are contiguous; all have one dtype; scale is
+    positive. tiles and block_table must have been written at least two kernels earlier. No two new tokens may
+    share a slot, and no new token may use a slot of a prefix that is read. Slots are written in no particular
+    order: programs read new tokens from k_new and v_new only. GEMMs of fp16 and bf16 run on tensor cores,
+    those of fp32 in full fp32; the softmax is always fp32.
     """
     if block_n < SMALLEST_DOT or block_m % block_n:
         raise OptionError(
-            f"block_m={block_m}, block_n={block_n}: block_n must divide block_m and be {SMALLEST_DOT} or more"
+            f"block_m={block_m}, block_n={block_n}: block_n must divide block_m and be >= {SMALLEST_DOT}"
         )
     launch = {"num_warps": num_warps, "num_stages": num_stages, **launch_options(dependent)}
 
@@ -337,7 +338,7 @@ def make_prefill_attention(
         *, q, k_new, v_new, k_cache_layer, v_cache_layer, block_table, tiles, scale, window=None
     ) -> Tensor:
         if tiles.size != block_m:
-            raise OptionError(f"tiles of size {tiles.size} do not fit this kernel, made for size {block_m}")
+            raise OptionError(f"tiles have size {tiles.size}, but this kernel was built for size {block_m}")
         out = q.new_empty(q.shape)
         partial = new_partial(q, tiles.columns.shape[1] * block_m) if tiles.in_pieces else None
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
@@ -361,10 +362,10 @@ def make_prefill_attention(
 
 
 def _described(k: Tensor, v: Tensor, rows: int, shape: AttentionShape):
-    """Descriptors of rows of keys and values for the TMA unit, ``rows`` of one head at a time.
+    """Return TMA descriptors of keys and values, ``rows`` tokens of one head at a time, or (None, None).
 
-    None each where it cannot copy them: products of fp32 take their operands from registers, and a head whose
-    size is no power of two shares its last tile with the next head.
+    TMA cannot be used for fp32, whose GEMMs take their operands from registers, or if the head size is not a
+    power of two, because a head's last tile would overlap the next head.
     """
     if k.dtype == torch.float32 or shape.D != shape.D_PADDED:
         return None, None
@@ -374,7 +375,7 @@ def _described(k: Tensor, v: Tensor, rows: int, shape: AttentionShape):
 
 
 def _dot_dtype(q: Tensor):
-    """Operand dtype of matrix products; fp32 in Triton's interpreter, which gets bf16 products wrong."""
+    """Return the operand dtype of GEMMs: fp32 in Triton's interpreter, which gets bf16 GEMMs wrong."""
     return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
 
 
@@ -382,7 +383,7 @@ _made = cache(make_prefill_attention)
 
 
 def make_fastest_prefill_attention(dependent: int = False) -> Callable[..., Tensor]:
-    """The kernel of :func:`make_prefill_attention` as :func:`launch_for` says; tiles of size ``BLOCK_M``."""
+    """Return prefill attention that launches as :func:`launch_for` chooses, for tiles of size ``BLOCK_M``."""
 
     def prefill_attention(*, q: Tensor, k_new: Tensor, **arguments) -> Tensor:
         launch = launch_for(q.dtype, q.shape[2], q.shape[1] // k_new.shape[1])

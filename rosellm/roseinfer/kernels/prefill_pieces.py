@@ -1,4 +1,4 @@
-"""Partial results of a prefill's tiles whose keys are cut into pieces, and the kernel that combines them.
+"""Partial results of prefill tiles whose keys are split into pieces, and the kernel that combines them.
 
 (Dao, Haziza, Massa & Sizov 2023, Flash-Decoding; "split-KV" of FlashAttention-2.)
 """
@@ -13,12 +13,12 @@ from rosellm.roseinfer.kernels.prefill_tiles import Tiles
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_combine_tiles_kernel": "attention"}
-ROWS, PARTS = 4, 4  # queries of a program, and partial results of each that it reads at once
+ROWS, PARTS = 4, 4  # queries per program, and partial results of each that are loaded at once
 
 
 @triton.jit
 def store_piece(partial, row, stored, m_i, l_i, acc, shape: tl.constexpr):
-    """Running maximum and sum ``[ROWS]``, weighted sum of values ``[ROWS, D]``, at ``row`` if ``stored``."""
+    """Store maxima and sums ``[ROWS]`` and value sums ``[ROWS, D]`` at ``row`` where ``stored``."""
     d = tl.arange(0, shape.D_PADDED)[None, :]
     tl.store(partial.m_i + row, m_i, mask=stored)
     tl.store(partial.l_i + row, l_i, mask=stored)
@@ -30,9 +30,9 @@ def _combine_tiles_kernel(
     out_ptr, partial, tiles_ptr, tiles_stride, H: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_M: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (piece, query head, ROWS queries), of which those of a tile's first piece do the work.
+    """One program per (piece, query head, ROWS queries); only those of a tile's first piece do any work.
 
-    A piece all of whose keys are out of a query's window has the maximum minus infinity.
+    A piece whose keys are all outside a query's window has a maximum of -inf.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -71,9 +71,9 @@ def _combine_tiles_kernel(
 
 
 def combine_tiles(out: Tensor, partial: PartialRows, tiles: Tiles, dependent: int = False) -> None:
-    """out ``[N, H, D]`` gets the results of tiles in several pieces; other rows stay.
+    """Write the results of tiles with several pieces to out ``[N, H, D]``; other rows are unchanged.
 
-    The partial result of a tile's row is at the index of the piece times ``size``, plus that of the row.
+    The partial result of a tile's row is at index ``piece * size + row``.
     """
     (_, n_heads, head_dim), n_pieces = out.shape, tiles.columns.shape[1]
     _combine_tiles_kernel[(n_pieces, n_heads, triton.cdiv(tiles.size, ROWS))](

@@ -1,9 +1,9 @@
-"""How a prefill is cut: tiles of consecutive new tokens of one sequence, for one program each.
+"""How a prefill is split: tiles of consecutive new tokens of one sequence, one program each.
 
 N new tokens of several sequences are packed back to back. A sequence has ``start`` cached tokens and
-``count`` new ones: a chunk of its prompt, or all of it. A few tiles after a long prefix would leave most of
-a GPU idle, so the keys of such a tile may be cut, too: pieces of a tile are programs of their own, whose
-partial results are combined (:mod:`prefill_pieces`).
+``count`` new ones: a chunk of its prompt, or all of it. A few tiles after a long prefix would leave most of a
+GPU idle, so the keys of such a tile may be split, too: its pieces run in separate programs, whose partial
+results are combined (:mod:`prefill_pieces`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 SECTION_TOKENS = 4096  # 16 MiB of keys and values of 8 heads of 128
-COLUMNS = 8  # numbers that describe a program
-LONG_PREFIX = 1024  # cached tokens; to combine the pieces of fewer costs more than it saves
-PIECE_KEYS = 16  # a head of a tile attends to about so many while a piece is combined, timed on an H200
+COLUMNS = 8  # integers that describe one program
+LONG_PREFIX = 1024  # cached tokens; for fewer, combining pieces costs more than it saves
+PIECE_KEYS = 16  # keys a tile's head attends to while one piece is combined, timed on an H200
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The programs of one prefill: ``columns`` is :func:`tile_columns` on the device, ``size`` its tile size.
+    """The programs of one prefill: ``columns`` is :func:`tile_columns` on the device, ``size`` the tile size.
 
-    The rows of ``columns`` may be strided; an empty tile does nothing. in_pieces: tiles may be cut into
-    pieces; to compute a tile as a whole in each of its programs gives the same.
+    The rows of ``columns`` may be strided; an empty tile does nothing. in_pieces: tiles may be split into
+    pieces; computing the whole tile in each of its programs gives the same result.
     """
 
     columns: Tensor
@@ -43,12 +43,12 @@ def pieces_for(
     heads: int,
     window: int | None = None,
 ) -> list[int] | None:
-    """Into how many pieces each sequence's tiles are cut; None if none is.
+    """Return the number of pieces into which each sequence's tiles are split, or None if none is split.
 
-    p pieces of n keys take as long as n / p keys, and as ``PIECE_KEYS`` for each piece, tile and query head,
-    which share the GPU's memory: least for the root of n over these. room: programs of a query head that run
-    at once, which the pieces of all tiles may fill, long prefixes in proportion to their lengths. window: the
-    tokens that each attends to.
+    Splitting n keys into p pieces takes the time of n / p keys, plus that of ``PIECE_KEYS`` keys per piece,
+    tile and query head, which share the GPU's memory; the minimum is at the square root of n / (PIECE_KEYS *
+    tiles * heads). room: programs per query head that run at once, which the pieces of all tiles may fill,
+    long prefixes in proportion to their lengths. window: number of tokens that each query attends to.
     """
     if max(starts, default=0) < LONG_PREFIX:
         return None
@@ -64,15 +64,17 @@ def pieces_for(
 
 
 def tile_columns(starts, counts, rows, tile_size: int, pieces=None) -> np.ndarray:
-    """Cut sequences into tiles of at most ``tile_size`` new tokens → ``[COLUMNS, n]`` int32, on the host.
+    """Split sequences into tiles of at most ``tile_size`` new tokens → ``[COLUMNS, n]`` int32, on the host.
 
-    starts and counts: cached and new tokens, one integer per sequence, in packed order; rows: their rows of
-    the block table, None for 0, 1, 2 … pieces: of each sequence's tiles, None for 1. The numbers of a tile's
-    piece: the tile's first packed row, its number of rows, the position of its first token in the sequence,
-    the sequence's first packed row, its start, its table row; which piece it is, and of how many, which
-    follow each other.
-    Longer sequences come first, in sections of few enough tokens for their keys and values to stay in the L2
-    cache; of a section, tiles that attend to more tokens, so that no long tile is left running at the end.
+    starts and counts: cached and new tokens per sequence, in packed order; rows: their rows of the block
+    table, None for 0, 1, 2 …; pieces: pieces of each sequence's tiles, None for 1. A column describes one
+    piece of a tile: the tile's first packed row, its number of rows, the position of its first token in the
+    sequence, the sequence's first packed row, its start, its table row, the index of the piece, and the
+    number of pieces, which are adjacent.
+
+    Longer sequences come first, in sections small enough for their keys and values to stay in the L2 cache;
+    within a section, tiles that attend to more tokens come first, so that no long tile is left running at the
+    end.
     """
     if len(counts) == 1 and pieces is None:
         return _columns_of_one(starts[0], counts[0], 0 if rows is None else rows[0], tile_size)
@@ -95,7 +97,7 @@ def tile_columns(starts, counts, rows, tile_size: int, pieces=None) -> np.ndarra
 
 
 def _columns_of_one(start: int, count: int, row: int, tile_size: int) -> np.ndarray:
-    """:func:`tile_columns` of one sequence, sooner: nothing runs on the GPU until a lone prompt is sent."""
+    """Fast path of :func:`tile_columns` for one sequence: the GPU idles until a lone prompt is sent."""
     before = np.arange(0, count, tile_size, dtype=np.int32)[::-1]
     columns = np.empty((COLUMNS, len(before)), np.int32)
     columns[0] = before
@@ -106,12 +108,12 @@ def _columns_of_one(start: int, count: int, row: int, tile_size: int) -> np.ndar
 
 
 def _firsts(sizes: np.ndarray) -> np.ndarray:
-    """Where each of consecutive spans begins."""
+    """Return the start of each of consecutive spans with these sizes."""
     return sizes.cumsum() - sizes
 
 
 def _sections(lengths: np.ndarray) -> np.ndarray:
-    """Sequences in sections of about SECTION_TOKENS tokens, the longest first: the section of each."""
+    """Return each sequence's section: about SECTION_TOKENS tokens, the longest sequences first."""
     order = (-lengths).argsort(kind="stable")
     sections = np.empty_like(lengths)
     sections[order] = _firsts(lengths[order]) // SECTION_TOKENS
@@ -119,6 +121,6 @@ def _sections(lengths: np.ndarray) -> np.ndarray:
 
 
 def make_tiles(starts, counts, rows, tile_size: int, device: torch.device | str, pieces=None) -> Tiles:
-    """The tiles of :func:`tile_columns`, sent to ``device`` in one copy."""
+    """Build the tiles of :func:`tile_columns` and send them to ``device`` in one copy."""
     columns = torch.from_numpy(tile_columns(starts, counts, rows, tile_size, pieces)).to(device)
     return Tiles(columns, tile_size, pieces is not None)

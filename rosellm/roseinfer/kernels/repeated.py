@@ -1,4 +1,4 @@
-"""Rows of a tile, repeated where an operand needs more."""
+"""Repeat the rows of a tile where an operand needs more of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rosellm.triton_or_none import tl, triton
 
 @triton.jit
 def repeated(x, ROWS: tl.constexpr):
-    """``[A, B]`` → ``[ROWS, B]``, all of x's rows again and again."""
+    """Repeat all rows of x: ``[A, B]`` → ``[ROWS, B]``."""
     TIMES: tl.constexpr = ROWS // x.shape[0]
     times = tl.broadcast_to(tl.reshape(x, (1, x.shape[0], x.shape[1])), (TIMES, x.shape[0], x.shape[1]))
     return tl.reshape(times, (ROWS, x.shape[1]))

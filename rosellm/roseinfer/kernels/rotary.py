@@ -1,7 +1,7 @@
-"""What happens to q and k between the projection and attention: spec, and kernels.
+"""Norm and rotary embedding of q and k, between projection and attention: reference and kernels.
 
-Each head is normalised (RMSNorm, as in Qwen3) and turned by its token's position (RoPE, Su et al. 2021). For
-a prefill this is a kernel; a decode step's attention kernel does it itself.
+Each head is normalised (RMSNorm, as in Qwen3) and rotated by its token's position (RoPE, Su et al. 2021). In
+a prefill this is a separate kernel; a decode step's attention kernel does it itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ WARPS = 4
 
 
 def position_heads_ref(*, q: Tensor, k: Tensor, positions: Tensor, rotary: Rotary) -> None:
-    """The specification, in place: q ``[N, H, D]``, k ``[N, H_kv, D]``, at positions ``[N]`` int32.
+    """Reference, in place: q ``[N, H, D]``, k ``[N, H_kv, D]``, at positions ``[N]`` int32.
 
-    A negative position, of an inert row, counts as 0.
+    Negative positions, of inert rows, count as 0.
     """
     for heads, norm in ((q, rotary.q_norm), (k, rotary.k_norm)):
         heads.copy_(positioned_ref(heads, norm, positions, rotary))
 
 
 def positioned_ref(heads: Tensor, norm: Tensor | None, positions: Tensor, rotary: Rotary) -> Tensor:
-    """Heads ``[N, H, D]``, normalised by weights ``norm`` and turned, in fp32; as a tensor of their dtype."""
+    """Return heads ``[N, H, D]``, normalised by weights ``norm`` and rotated in fp32, in their own dtype."""
     wide = heads.float()
     if norm is not None:
         wide = F.rms_norm(wide, norm.shape, norm.float(), rotary.eps)
@@ -38,7 +38,7 @@ def positioned_ref(heads: Tensor, norm: Tensor | None, positions: Tensor, rotary
 
 @triton.jit
 def load_angles(rotary, position, shape: tl.constexpr):
-    """Cosine and signed sine ``[1, D]`` of a position: a rotated head is x * cos + swapped * sin."""
+    """Return cosine and signed sine ``[1, D]`` of a position: a rotated head is x * cos + swapped * sin."""
     D: tl.constexpr = shape.D_PADDED
     d = tl.arange(0, D)[None, :]
     if rotary is None:
@@ -55,7 +55,7 @@ def load_angles(rotary, position, shape: tl.constexpr):
 
 @triton.jit
 def load_heads(ptr, rotary, count, ROWS: tl.constexpr, shape: tl.constexpr):
-    """Adjacent heads ``[ROWS, D]``, and if they are to be rotated, the same with their halves swapped.
+    """Load adjacent heads ``[ROWS, D]`` and, if rotary is given, the same heads with their halves swapped.
 
     Zero from ``count`` heads on.
     """
@@ -71,7 +71,7 @@ def load_heads(ptr, rotary, count, ROWS: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def positioned(heads, norm, rotary, cos, sin, NORMS: tl.constexpr, shape: tl.constexpr):
-    """Loaded heads, normalised and rotated, of their own dtype; norm, too, as of :func:`load_heads`."""
+    """Normalise and rotate heads, in their dtype; heads and norm as from :func:`load_heads`."""
     x, swapped = heads
     dtype: tl.constexpr = x.dtype
     if rotary is not None:
@@ -89,7 +89,7 @@ def _position(
     heads_ptr, norm_ptr, cos, sin, eps, H: tl.constexpr, H_PADDED: tl.constexpr, D: tl.constexpr,
     HALF_PADDED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """In place: every element is read and written by one thread, so the halves need no barrier."""
+    """Normalise and rotate in place; one thread reads and writes each element, so no barrier is needed."""
     head = tl.arange(0, H_PADDED)[:, None]
     d = tl.arange(0, HALF_PADDED)
     inside = (head < H) & (d < D // 2)[None, :]
@@ -126,9 +126,9 @@ def _position_heads_kernel(
 
 
 def make_position_heads(dependent: int = False) -> Callable[..., None]:
-    """The Triton kernel, called like :func:`position_heads_ref`.
+    """Return the Triton version of :func:`position_heads_ref`.
 
-    q and k are slices of one fused projection: their rows share a stride, ``[H, D]`` is contiguous.
+    q and k are slices of one fused projection: a common row stride, contiguous ``[H, D]``.
     """
     launch = launch_options(dependent)
 

@@ -1,7 +1,7 @@
-"""The device functions that an engine calls, as one value: Triton kernels, or their torch versions.
+"""The device functions that an engine calls, in one bundle: Triton kernels, or their torch references.
 
 Triton runs on a GPU, and in its interpreter on a CPU (for tests: about a millisecond per program). The torch
-versions run anywhere and are what an engine on a CPU uses.
+references run anywhere; an engine on a CPU uses them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ class Kernels:
 
 
 def triton_kernels(dependent: int) -> Kernels:
-    """``dependent``: whether the GPU-resident step's kernels use programmatic dependent launch, and how."""
+    """Return the Triton kernels.
+
+    dependent: whether, and how, kernels of the GPU-resident step use programmatic dependent launch.
+    """
     return Kernels(
         "triton",
         paged.paged_attention_decode,
@@ -137,14 +140,17 @@ TORCH = Kernels(
 
 
 def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Kernels:
-    """``triton``, ``torch`` or any ``Kernels``; ``auto``: Triton on a GPU or for tuned launches."""
+    """Resolve ``triton``, ``torch``, ``auto`` (Triton on a GPU or if autotuned) or any ``Kernels``.
+
+    Raises ``RecipeError`` for an unknown name, or if the kernels cannot run on the device.
+    """
     if isinstance(name, Kernels):
         return name
     if name == "auto":
         name = "triton" if device.type == "cuda" or launch == "autotuned" else "torch"
     if name == "torch":
         if launch == "autotuned":
-            raise RecipeError("launch='autotuned' tunes a Triton kernel; kernels='torch' has none to tune")
+            raise RecipeError("launch='autotuned' requires Triton kernels; kernels='torch' cannot be tuned")
         return TORCH
     if name != "triton":
         raise RecipeError(f"kernels={describe(name)} is unknown; use 'auto', 'triton' or 'torch'")
@@ -164,6 +170,6 @@ def choose_kernels(name: str | Kernels, launch: str, device: torch.device) -> Ke
 
 
 def _first_configuration(run: Callable[[], None], quantiles: tuple[float, ...]) -> list[float]:
-    """In the interpreter all launch configurations cost the same, so none is timed."""
+    """Skip timing: in the interpreter all launch configurations cost the same."""
     run()
     return [1.0] * len(quantiles)

@@ -1,1 +1,1 @@
-"""From token ids to next tokens: layers, attention, matrix products, token selection."""
+"""From token ids to next tokens: layers, attention, GEMMs, token selection."""

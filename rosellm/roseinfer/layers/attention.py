@@ -1,4 +1,4 @@
-"""Attention of a GPU-resident step over the paged cache, including the append."""
+"""Attention of a GPU-resident step over the paged cache, including the KV append."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rosellm.roseinfer.kernels.table import Kernels
 
 
 class Binder(ABC):
-    """Binds attention over the cache, which also appends, to the rows of a state."""
+    """Builds an attention function over the paged cache, which also appends, for the rows of a state."""
 
     def __init__(self, kernels: Kernels, blocks: KVBlockManager, model: Transformer) -> None:
         self.kernels, self.blocks, self.model = kernels, blocks, model
         self.config = model.config
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
-        """The kernel variant for ``rows`` of at most ``longest`` cached tokens; each has its own graphs.
+        """Return the kernel variant for ``rows`` of at most ``longest`` cached tokens.
 
-        mean: cached tokens of a row on average.
+        Each variant has its own graphs. mean: average cached tokens per row.
         """
         return ""  # a single variant
 
@@ -66,7 +66,7 @@ class AppendThenAttend(Binder):
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """An ``Attend`` by a kernel that also positions and appends, with all inputs but a layer's q, k and v."""
+    """An ``Attend`` by one kernel, which also rotates and appends; holds all inputs but a layer's q, k, v."""
 
     kernel: Callable[..., Tensor]
     plan: Plan
@@ -92,7 +92,7 @@ class PagedAttention:
 
 
 class AppendAndAttend(Binder):
-    """One kernel per layer does all; a program reads a sequence's whole context."""
+    """One kernel per layer rotates, appends and attends; each program reads a row's whole context."""
 
     choose: Callable[..., Variant] = staticmethod(whole_rows)
 
@@ -103,7 +103,6 @@ class AppendAndAttend(Binder):
         self.num_sms = torch.cuda.get_device_properties(model.device).multi_processor_count if on_gpu else 1
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
-        """How the kernel is launched."""
         c, window = self.config, self.config.window or longest
         seen, mean = min(longest, window), min(mean, window)
         return str(self.choose(rows, c.n_kv_heads, seen, self.num_sms, c.group, c.head_dim, mean))
@@ -115,7 +114,7 @@ class AppendAndAttend(Binder):
 
 
 class TorchAppendAndAttend(Binder):
-    """The torch version; token locations are computed once per step, not once per layer."""
+    """The torch reference; token locations are computed once per step, not once per layer."""
 
     def __call__(self, state: DeviceState, variant: str) -> Attend:
         blocks, scale = self.blocks, self.config.scale
@@ -128,12 +127,12 @@ class TorchAppendAndAttend(Binder):
 
 
 class SplitAppendAndAttend(AppendAndAttend):
-    """The same, but contexts are cut into equal pieces where that pays (``kernels.attention_plan``)."""
+    """Like :class:`AppendAndAttend`, with contexts split into equal pieces if that pays."""
 
     choose: Callable[..., Variant] = staticmethod(variant_for)
 
 
-# By a recipe's attention and append fields.
+# Keyed by a recipe's attention and append fields.
 BINDERS: dict[tuple[str, str], Callable[[Kernels, KVBlockManager, Transformer], Binder]] = {
     ("paged", "identity_pos"): AppendThenAttend,
     ("paged", "fused"): AppendAndAttend,
@@ -144,7 +143,7 @@ BINDERS: dict[tuple[str, str], Callable[[Kernels, KVBlockManager, Transformer], 
 def build_binder(
     attention: str, append: str, kernels: Kernels, blocks: KVBlockManager, model: Transformer
 ) -> Binder:
-    """The binder of a recipe's ``attention`` and ``append``."""
+    """Return the binder for a recipe's ``attention`` and ``append``."""
     if append == "fused" and kernels.append_and_attend is append_and_attend_ref:
         return TorchAppendAndAttend(kernels, blocks, model)
     return BINDERS[attention, append](kernels, blocks, model)

@@ -1,14 +1,14 @@
-"""Batch invariance: a request's logits are bitwise the same whatever shares its batch.
+"""Batch invariance: a request's logits are bitwise the same whatever else is in its batch.
 
-Floating-point sums depend on their order, and the fastest order depends on the number of rows: another tile,
+Floating-point sums depend on their order, and the fastest order depends on the number of rows: other tiles,
 other ranges of K, a separate kernel for few rows. Here every sum has a fixed order (He et al. 2025,
-"Defeating nondeterminism in LLM inference"): a product's K is cut into the same ranges for any number of
-rows, attention reads keys in tiles that begin at multiples of ``ALIGNMENT`` from the sequence's first token,
-and what a prefill has computed is never recomputed by a decode step, nor vice versa (``Sequence.replays``).
-Tiles may differ in their numbers of rows and columns: that reorders no sum.
+"Defeating nondeterminism in LLM inference"): a GEMM's K is split into the same ranges for any number of rows,
+attention reads keys in tiles that start at multiples of ``ALIGNMENT`` from the sequence's first token, and
+what a prefill has computed is never recomputed by a decode step, nor vice versa (``Sequence.replays``). Tiles
+may differ in their numbers of rows and columns: that reorders no sum.
 
-On a GPU these are the usual kernels at fixed sizes. On a CPU the torch versions below process rows in groups
-of one size: slow, but with the same result on any machine that runs them.
+On a GPU these are the usual kernels at fixed sizes. On a CPU the torch references below process rows in
+groups of one size: slow, but with the same result on any machine that runs them.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from rosellm.roseinfer.layers.products import SomeRowsProducts
 
 ALIGNMENT = BLOCK_M  # tokens; prompt chunks and cached prefixes end at multiples of it
 DECODE = Variant(tile=32, warps=1)
-DECODE_PARTS, PARTS_FROM = 4, 2  # ranges of K, if inputs are that many times wider than outputs
-GROUP = 16  # rows per product on a CPU
+DECODE_PARTS, PARTS_FROM = 4, 2  # ranges of K, if inputs are at least PARTS_FROM times as wide as outputs
+GROUP = 16  # rows per GEMM on a CPU
 
 
 def linear_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> Shape:
-    """Tile sizes, warps and pipeline stages of a product: the same matrix instruction for any number of rows.
+    """Return tile sizes, warps and pipeline stages: one matrix instruction for any number of rows.
 
     It takes 64 rows of a 16-bit type and adds 16 products at a time, in order of k.
     """
@@ -58,35 +58,35 @@ def linear_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> S
 
 
 def head_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """The same for the LM head."""
+    """Like :func:`linear_shape`, for the LM head."""
     if dtype == torch.float32:
         return 32, 64, 32, 4, 3
     return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)
 
 
 def filtered_head_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """The same for a batch with filtered rows, whose masses are sums over a tile's columns, too."""
+    """Like :func:`head_shape`, for batches with filtered rows, whose masses are sums over tile columns."""
     return filtered_shape(max(rows, 17), dtype)
 
 
 def decode_parts(rows: int, n: int, k: int) -> int:
-    """Ranges of K of a decode step's product, whatever the number of rows."""
+    """Return the number of ranges of K in a decode step's GEMM, whatever the number of rows."""
     return DECODE_PARTS if k >= PARTS_FROM * n and k % (64 * DECODE_PARTS) == 0 else 1
 
 
 def whole(rows: int, n: int, k: int) -> int:
-    """A prefill has enough rows; its K is not split."""
+    """Return 1: a prefill has enough rows, so its K is not split."""
     return 1
 
 
 def linear_by_groups(*, x: Tensor, **arguments) -> Tensor:
-    """``linear.some_rows_linear_ref``, ``GROUP`` rows at a time, the last ones zero-padded."""
+    """Run ``linear.some_rows_linear_ref`` on ``GROUP`` rows at a time, the last group zero-padded."""
     groups = F.pad(x, (0, 0, 0, -len(x) % GROUP)).split(GROUP)
     return torch.cat([some_rows_linear_ref(x=rows, **arguments) for rows in groups], dim=-2)[..., : len(x), :]
 
 
 def append_and_attend_by_rows(*, q, k_new, v_new, block_table, positions, **arguments) -> Tensor:
-    """``attention.append_and_attend_ref``, one row at a time, reading only the blocks it has."""
+    """Run ``attention.append_and_attend_ref`` one row at a time, reading only that row's blocks."""
     block_size = arguments["k_cache_layer"].shape[2]
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for row, position in enumerate(positions.tolist()):
@@ -100,7 +100,7 @@ def append_and_attend_by_rows(*, q, k_new, v_new, block_table, positions, **argu
 
 
 def prefill_attention_by_tokens(*, q, k_new, v_new, tiles, **arguments) -> Tensor:
-    """``prefill.prefill_attention_ref``, one token at a time."""
+    """Run ``prefill.prefill_attention_ref`` one token at a time."""
     out = q.new_empty(q.shape)
     order = sorted(tiles.columns.T.tolist(), key=lambda tile: tile[0])
     for first, n_rows, position, _, _, table_row, *_ in order:
@@ -113,12 +113,12 @@ def prefill_attention_by_tokens(*, q, k_new, v_new, tiles, **arguments) -> Tenso
 
 
 def _copied(own: slice, **new: Tensor) -> dict[str, Any]:
-    """These rows of a step's new tokens, laid out as if they were alone in the batch."""
+    """Copy these rows of the new tokens into the layout they would have alone in the batch."""
     return {name: rows[own].clone() for name, rows in new.items()}
 
 
 def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
-    """The same kernels, each with a fixed summation order."""
+    """Return these kernels, each with a fixed summation order."""
     if kernels.name == "torch":
         return replace(
             kernels,
@@ -135,15 +135,14 @@ def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
 
 
 class InvariantAppendAndAttend(AppendAndAttend):
-    """One tile for any batch and context, and every context whole."""
+    """Uses one tile size for any batch and context, and never splits a context."""
 
     def variant(self, rows: int, longest: int, mean: float) -> str:
-        """A single variant."""
         return str(DECODE)
 
 
 class InvariantChooser(FusedChooser):
-    """Full logits, too, come from the kernel with a fixed summation order; its partial sums are fp32."""
+    """Computes full logits, too, by the kernel with a fixed summation order, from fp32 partial sums."""
 
     def __init__(self, model: Transformer, kernels: Kernels, counts: TokenCounts) -> None:
         super().__init__(model, kernels, counts)
@@ -165,7 +164,7 @@ def invariant_chooser(model: Transformer, kernels: Kernels, counts: TokenCounts)
 def invariant_layers(
     model: Transformer, kernels: Kernels
 ) -> tuple[Callable[[int], Layers], Callable[[int], Layers]]:
-    """Number of rows → layers, for decode steps and for prefills."""
+    """Return two functions from the number of rows to the layers: for decode steps, and for prefills."""
     decode, prefill = (
         FusedLayers(model, SomeRowsProducts(model, kernels, parts), kernels)
         for parts in (decode_parts, whole)

@@ -1,4 +1,4 @@
-"""Choosing the next tokens on the device: final hidden states → tokens."""
+"""Token selection on the device: final hidden states → next tokens."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from rosellm.roseinfer.sampling import SamplingParams
 
 
 class Chooser(Protocol):
-    """Final hidden states ``[n, C]`` → the next tokens, with all randomness on the device."""
+    """Maps final hidden states ``[n, C]`` to the next tokens, with all randomness on the device."""
 
     @property
     def modes(self) -> tuple[str, ...]:
         """All that :meth:`mode` may return."""
 
     def mode(self, params: list[SamplingParams]) -> str:
-        """The mode that serves these requests; a step is captured for each."""
+        """Return the mode that serves these requests; a step is captured per mode."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[n, V]``."""
+        """Return the full logits ``[n, V]``."""
 
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
-        """Values and indices as ``advance.advance`` takes them; the state's rows match those of hidden."""
+        """Return values and indices as ``advance.advance`` takes them; state has the same rows as hidden."""
 
 
-MODES = "greedy", "drawn", "filtered", "penalised"  # each serves the requests of those before it
+MODES = "greedy", "drawn", "filtered", "penalised"  # each also serves requests of the modes before it
 
 
 def mode_of(params: list[SamplingParams]) -> str:
-    """The first of ``MODES`` that serves all these requests."""
+    """Return the first of ``MODES`` that serves all these requests."""
     if any(p.is_penalised for p in params):
         return "penalised"
     drawn = [p for p in params if not p.is_greedy]
@@ -50,9 +50,9 @@ def mode_of(params: list[SamplingParams]) -> str:
 
 
 class LogitsChooser:
-    """All logits, then an argmax, or a draw if any request is not greedy.
+    """Computes all logits, then an argmax, or a draw if any request is not greedy.
 
-    counts: of the tokens that penalised requests have seen.
+    counts: counts of the tokens that penalised requests have seen.
     """
 
     modes: tuple[str, ...] = ("greedy", "drawn", "penalised")
@@ -75,10 +75,10 @@ class LogitsChooser:
 
 
 class FusedChooser:
-    """The head's product keeps only the best token, and the logits of rows with top-k, top-p or min-p.
+    """Keeps only the best token in the head's GEMM, plus the logits of rows with top-k, top-p or min-p.
 
-    How a row's token is chosen depends on its own request, not on its batch. Full logits, for who asks to see
-    them, are sums in fp32 like those that tokens are chosen by, and come from the head with its padding rows:
+    How a row's token is chosen depends on its own request, not on its batch. Full logits, for callers that
+    request them, are fp32 sums like those that tokens are chosen by, and include the head's padding rows:
     with the odd row length of GPT-2's logits the GEMM could not use aligned stores.
     """
 
@@ -118,20 +118,20 @@ class FusedChooser:
 
 
 def fp32_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x ``[n, K]`` by weight ``[N, K]`` → ``[n, N]`` fp32, not rounded to their 16-bit type on the way."""
+    """Multiply x ``[n, K]`` by weight ``[N, K]`` → ``[n, N]`` fp32, without rounding to a 16-bit dtype."""
     if x.dtype == torch.float32 or not x.is_cuda:
         return F.linear(x.float(), weight.float())
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
 def draw_for(state: DeviceState, logits: Tensor, noise: Callable[..., Tensor]) -> Tensor:
-    """``draw.draw`` with the requests' settings from the device state; ``[n]`` int32."""
+    """Run ``draw.draw`` with the requests' settings from the device state; returns ``[n]`` int32."""
     filters = state.temperatures, state.top_k, state.top_p, state.min_p
     return draw(logits, *filters, state.seeds, state.positions + 1, noise)  # positions of the tokens drawn
 
 
 def build_chooser(head: str, model: Transformer, kernels: Kernels, counts: TokenCounts) -> Chooser:
-    """The chooser of a recipe's ``head``. On a CPU "fused" packs the head's weights for oneDNN instead."""
+    """Return the chooser for a recipe's ``head``; on a CPU, "fused" packs the head's weights for oneDNN."""
     if head == "logits":
         return LogitsChooser(model.logits, kernels, counts)
     if kernels.name == "torch" and can_pack(model):

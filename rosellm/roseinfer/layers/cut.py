@@ -1,7 +1,7 @@
-"""Layers of one rank's part of a model: as for a whole one, with sums over the ranks.
+"""Layers of one tensor-parallel rank: those of a whole model, plus all-reduces.
 
-``out`` and ``down`` are cut by columns, so their products are partial sums: each is summed over the ranks
-before the residual takes it (Shoeybi et al. 2019).
+``out`` and ``down`` are sharded along their input dimension, so their GEMMs give partial sums, which are
+all-reduced before they are added to the residual (Shoeybi et al. 2019).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from rosellm.roseinfer.layers.products import (
 )
 from rosellm.roseinfer.ranks.group import Ranks
 
-SUMMED_ROWS = 64  # up to which every rank reads all of a sum's rows, 512 KB at most for a width of 4,096
+SUMMED_ROWS = 64  # up to which one-shot sums are used; 512 KB at most for a width of 4,096
 LARGE_LAYER = 2**26  # parameters
-WHOLE_ROWS = ((2**24, 256), (2**25, 128))  # parameters of a layer, and rows up to which ours beat cuBLAS
+WHOLE_ROWS = ((2**24, 256), (2**25, 128))  # parameters per layer, rows up to which ours beat cuBLAS
 M = TypeVar("M", bound=nn.Module)
 
 
 class SummedProjection(nn.Module):
-    """A projection cut by columns: its product is summed over the ranks, and then gets its bias."""
+    """A projection sharded along its input dimension: all-reduces the GEMM's result, then adds the bias."""
 
     def __init__(self, projection: Projection, ranks: Ranks) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class SummedProjection(nn.Module):
 
 
 def summing(model: Transformer, ranks: Ranks) -> Transformer:
-    """The same model and weights, with ``out`` and ``down`` summed over the ranks."""
+    """Return the model with the same weights, and with ``out`` and ``down`` all-reduced."""
     whole = _twin(model)
     blocks = nn.ModuleList(_summing_block(block, ranks) for block in model.blocks)
     whole.blocks = cast(Sequence[Block], blocks)
@@ -64,7 +64,7 @@ def _summing_block(block: Block, ranks: Ranks) -> Block:
 
 
 def _twin(module: M) -> M:
-    """A module with the same parts, which may be replaced."""
+    """Return a shallow copy of a module, whose submodules may be replaced."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
@@ -74,12 +74,12 @@ AddNorm = Callable[..., Tensor]
 
 
 def library_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
-    """``norm.add_norm`` after a sum of ``delta [1, M, C]`` over the ranks by NCCL, or gloo."""
+    """Return ``norm.add_norm`` after an all-reduce of ``delta [1, M, C]`` by NCCL or gloo."""
     return _after_sums(kernels.add_norm, ranks.summed)
 
 
 def one_shot_sums(model: Transformer, kernels: Kernels, ranks: Ranks) -> AddNorm:
-    """Sum, residual and norm in one kernel for few rows; more are the library's."""
+    """Return all-reduce, residual and norm in one kernel for few rows; the library's all-reduce for more."""
     width, itemsize = model.config.d_model, model.dtype.itemsize
     peers = ranks.peers(peer_bytes(SUMMED_ROWS, width, itemsize, ranks.part.size))
     dependent = kernels is TRITON_DEPENDENT
@@ -95,7 +95,7 @@ def _after_sums(add_norm: AddNorm, summed: Callable[[Tensor], Tensor]) -> AddNor
 
 
 def _or_without_sum(with_sum: AddNorm, without: AddNorm) -> AddNorm:
-    """The first norm of a model has nothing to add."""
+    """Return a function that uses ``without`` if there is no delta, as for a model's first norm."""
 
     def add(*, x: Tensor, delta: Tensor | None = None, **norm: Any) -> Tensor:
         return without(x=x, **norm) if delta is None else with_sum(x=x, delta=delta, **norm)
@@ -114,9 +114,9 @@ SUMS: dict[str, Callable[[Transformer, Kernels, Ranks], AddNorm]] = {
 
 
 def fastest_whole_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
-    """``fused.fastest_products`` where K stays whole, so that fewer programs share a product.
+    """Like ``fused.fastest_products`` with K unsplit, so that fewer programs share a GEMM.
 
-    By thresholds of whole models, from before their K was cut.
+    Uses thresholds measured on whole models before their K was split.
     """
     if layer_parameters > LARGE_LAYER and 8 < rows <= 32:
         return "library"
@@ -129,7 +129,10 @@ def fastest_whole_products(rows: int, layer_parameters: int) -> Literal["few", "
 def cut_layers(
     norm: str, activation: str, gemm: str, all_reduce: str, model: Transformer, kernels: Kernels, ranks: Ranks
 ) -> Callable[[int], Layers]:
-    """What ``fused.build_layers`` is for a whole model; ``all_reduce`` is a field of a recipe, too."""
+    """Build one rank's layers, as ``fused.build_layers`` does for a whole model.
+
+    All arguments but the last three are fields of a recipe.
+    """
     if norm == "separate":
         plain = plain_layers(summing(model, ranks))
         return lambda rows: plain
@@ -142,7 +145,7 @@ def cut_layers(
     if kernels.name == "torch":
         packed = FusedLayers(model, PackedProducts(model), kernels) if can_pack(model) else library
         return lambda rows: packed
-    some = SomeRowsProducts(model, kernels, lambda *_: 1)  # one sum, not one for each range of K
+    some = SomeRowsProducts(model, kernels, lambda *_: 1)  # one partial sum, not one per range of K
     layers: dict[str, Layers] = {
         "few": FusedLayers(model, PlainProducts(model, kernels.few_rows_linear), kernels),
         "some": FusedLayers(model, some, kernels),

@@ -1,6 +1,6 @@
-"""The head of one rank's part of a model, which has some of the words.
+"""The LM head under tensor parallelism: each rank holds a slice of the vocabulary.
 
-Each rank finds its best of them, and the ranks' best are gathered; or all logits are.
+Each rank's best token is gathered, or all logits are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Logits = Callable[[Tensor], Tensor]
 
 
 class GatheredLogits:
-    """All logits ``[n, V]`` of hidden states ``[n, C]``; own: those of this rank's words."""
+    """All logits ``[n, V]`` of hidden states ``[n, C]``; own: computes those of this rank's slice."""
 
     def __init__(self, own: Logits, model: Transformer, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
@@ -39,7 +39,7 @@ class GatheredLogits:
 
 
 class CutChooser(LogitsChooser):
-    """Tokens from each rank's best one and one small gather; filtered and penalised ones from all logits."""
+    """Chooses from each rank's best token by one small gather; filtered or penalised rows need all logits."""
 
     modes: tuple[str, ...] = MODES
 
@@ -66,12 +66,12 @@ class CutChooser(LogitsChooser):
         return super().__call__(hidden, state, mode)
 
     def _likeliest(self, hidden: Tensor, state: DeviceState) -> tuple[Tensor, Tensor]:
-        """As ``head.best_tokens_ref`` says, of this rank's words."""
+        """As in ``head.best_tokens_ref``, for this rank's vocabulary slice."""
         drawing = {"seeds": state.seeds, "positions": state.positions, "temperature": state.temperatures}
         return self._best(hidden=hidden, weight=self._weight, sampled=False, **drawing)
 
     def _drawn(self, hidden: Tensor, state: DeviceState) -> tuple[Tensor, Tensor]:
-        """The same with the noise of these words, which depends on their place in the vocabulary."""
+        """The same with noise, which depends on a token's index in the whole vocabulary."""
         logits = self._own(hidden).float()
         logits = torch.where(logits.isnan(), float("inf"), logits)
         noise = self.noise(state.seeds, state.positions + 1, self._vocabulary)
@@ -81,7 +81,7 @@ class CutChooser(LogitsChooser):
         return values, indices.int()
 
     def _gathered(self, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Tiles ``[n, TILES]`` of this rank → the best of each rank, ``[n, ranks]``."""
+        """Gather each rank's best: tiles ``[n, TILES]`` of this rank → ``[n, ranks]``."""
         best, tile = values.max(dim=1)
         token = indices.gather(1, tile[:, None])[:, 0] + self._words.start
         gathered = self._ranks.gathered(torch.stack((best.view(torch.int32), token)))  # [ranks, 2, n]
@@ -92,7 +92,7 @@ class CutChooser(LogitsChooser):
 def cut_chooser(
     head: str, model: Transformer, kernels: Kernels, counts: TokenCounts, ranks: Ranks
 ) -> Chooser:
-    """What ``choosers.build_chooser`` is for a whole model."""
+    """Build one rank's chooser, as ``choosers.build_chooser`` does for a whole model."""
     if head == "logits":
         return LogitsChooser(GatheredLogits(model.logits, model, ranks), kernels, counts)
     if kernels.name == "torch" and can_pack(model):

@@ -14,13 +14,16 @@ EXHIBITS = Path(__file__).parents[3] / "notebooks" / "exhibits"
 
 
 def load_exhibit(name: str) -> ModuleType:
-    """The module ``notebooks/exhibits/NAME.py`` of this checkout, loaded once."""
+    """Return the module ``notebooks/exhibits/NAME.py`` of this checkout, loaded once.
+
+    Raises ``RecipeError`` if there is no such file.
+    """
     qualified = f"rosellm_exhibits_{name}"
     if qualified not in sys.modules:
         path = EXHIBITS / f"{name}.py"
         spec = spec_from_file_location(qualified, path)
         if not path.is_file() or spec is None or spec.loader is None:
-            raise RecipeError(f"the exhibit {name!r} needs a checkout of RoseLLM; there is no file {path}")
+            raise RecipeError(f"exhibit {name!r} requires a checkout of RoseLLM; there is no file {path}")
         sys.modules[qualified] = module = module_from_spec(spec)
         spec.loader.exec_module(module)
     return sys.modules[qualified]

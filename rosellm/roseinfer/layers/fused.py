@@ -1,8 +1,8 @@
-"""The model from token ids to final hidden states, as a decode step runs it: plain or with fused kernels.
+"""From token ids to final hidden states, as a decode step runs it: the plain model, or fused kernels.
 
 Each variant is called like the model, with ids and positions ``[N]`` int32 (a negative position marks an
-inert row) and an ``Attend`` that positions q and k itself, and returns the normalised hidden states
-``[N, C]``. All but packed products read the model's own weights.
+inert row) and an ``Attend`` that rotates q and k itself, and returns the normalised hidden states ``[N, C]``.
+All but packed GEMMs read the model's own weights.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rosellm.roseinfer.layers.products import (
 )
 
 Layers = Callable[[Tensor, Tensor, Attend], Tensor]
-FEWER_ROWS = ((2**25, FEW_ROWS), (2**26, 8))  # parameters of a layer, and rows up to which norms are fused
+FEWER_ROWS = ((2**25, FEW_ROWS), (2**26, 8))  # parameters per layer, rows up to which norms are fused
 
 
 def plain_layers(model: Transformer) -> Layers:
-    """The model itself."""
+    """Return the model's own layers, with inert rows at position 0."""
 
     def layers(ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         return model.layers(ids, positions.clamp_min(0), attend)
@@ -43,7 +43,7 @@ def plain_layers(model: Transformer) -> Layers:
 
 
 class FusedLayers:
-    """Residual sum, bias and norm are one kernel between the products."""
+    """Layers with one kernel for residual sum, bias and norm between GEMMs."""
 
     def __init__(self, model: Transformer, products: Products, kernels: Kernels) -> None:
         self.model, self.products = model, products
@@ -65,7 +65,7 @@ class FusedLayers:
 
 
 class FewRowsLayers:
-    """Norms, activation and residual sums are fused into the four products of a layer."""
+    """Layers with norms, activation and residual sums fused into their four GEMMs."""
 
     def __init__(self, model: Transformer, kernels: Kernels) -> None:
         self.model, self.weights = model, [LayerWeights.of(block) for block in model.blocks]
@@ -90,7 +90,7 @@ class FewRowsLayers:
 
 
 def norm_arguments(norm: nn.LayerNorm | nn.RMSNorm) -> dict[str, Any]:
-    """Arguments of ``norm.add_norm``."""
+    """Return the arguments of ``norm.add_norm`` for this norm."""
     shift = norm.bias if isinstance(norm, nn.LayerNorm) else None
     return {"scale": norm.weight, "shift": shift, "eps": norm.eps}
 
@@ -102,9 +102,9 @@ def embedded(embed: Callable[..., Tensor], model: Transformer, ids: Tensor, posi
 
 
 def fastest_products(rows: int, layer_parameters: int) -> Literal["few", "some", "library"]:
-    """Whose products to take, as chosen by whole steps on an H200.
+    """Return which GEMMs to use, as chosen by whole steps on an H200.
 
-    The larger a layer, the fewer rows until it no longer pays to fuse norms, and until cuBLAS wins.
+    The larger a layer, the fewer the rows up to which fusing norms pays, and up to which ours beat cuBLAS.
     """
     few = next((most for size, most in FEWER_ROWS if layer_parameters <= size), 1)
     if rows <= few:
@@ -115,7 +115,7 @@ def fastest_products(rows: int, layer_parameters: int) -> Literal["few", "some",
 def build_layers(
     norm: str, activation: str, gemm: str, model: Transformer, kernels: Kernels
 ) -> Callable[[int], Layers]:
-    """Number of rows → the layers that run them; the arguments are fields of a recipe."""
+    """Return a function from the number of rows to the layers that run them; the rest are recipe fields."""
     if norm == "separate":
         plain = plain_layers(model)
         return lambda rows: plain

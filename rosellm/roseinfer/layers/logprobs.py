@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and of the most likely tokens, and how requests get them."""
+"""Logprobs of the chosen and of the most likely tokens, and how requests get them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rosellm.roseinfer.sampling import MOST_LOGPROBS
 
 
 def likely_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The tokens' log-probabilities and ranks, and the most likely ones': ``[n, W]`` int32 words.
+    """Return the tokens' logprobs and ranks, and the most likely tokens with theirs: ``[n, W]`` int32 words.
 
-    logits ``[n, V]`` as the model gives them, tokens ``[n]`` (negative: none, and what is told of it means
-    nothing). W: the token and the ``MOST_LOGPROBS`` (or V) most likely ones, in order, then the bits of as
-    many fp32 log-probabilities, then the token's rank, from 1: one more than there are likelier tokens.
+    logits ``[n, V]`` as the model returns them; tokens ``[n]`` (negative: none; its results are meaningless).
+    The W words of a row: the token and the ``MOST_LOGPROBS`` (or V) most likely ones, in order, then the bits
+    of as many fp32 logprobs, then the token's rank: 1 plus the number of likelier tokens.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     tokens = tokens.long().clamp_min(0)[:, None]
@@ -26,12 +26,12 @@ def likely_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def likely_words(vocab_size: int) -> int:
-    """W of :func:`likely_tokens`."""
+    """Return W of :func:`likely_tokens`."""
     return 2 * (1 + min(MOST_LOGPROBS, vocab_size)) + 1
 
 
 def likely_of(words: Tensor, sequences: list[Sequence]) -> list[Likely | None]:
-    """What :func:`likely_tokens` found ``[n, W]`` (on the CPU), as far as each sequence asks; or None."""
+    """Decode :func:`likely_tokens` ``[n, W]`` (on the CPU) into what each sequence requested, or None."""
     half = (words.shape[1] - 1) // 2
     tokens, ranks = words[:, :half].tolist(), words[:, -1].tolist()
     logprobs = words[:, half:-1].contiguous().view(torch.float32).tolist()
@@ -43,13 +43,13 @@ def likely_of(words: Tensor, sequences: list[Sequence]) -> list[Likely | None]:
 
 
 def tell(sequences: list[Sequence], likely: list[Likely | None]) -> None:
-    """Give the sequences that ask the log-probabilities of their latest tokens."""
+    """Append the latest tokens' logprobs to the sequences that requested them."""
     for sequence, own in zip(sequences, likely, strict=True):
         if sequence.logprobs is not None and own is not None:
             sequence.logprobs.append(own)
 
 
 def _likely(tokens: list[int], logprobs: list[float], rank: int, n: int) -> Likely:
-    """The token itself, and the n most likely ones that are not it."""
+    """Return the token itself, and those of the n most likely ones that differ from it."""
     most = zip(tokens[1 : 1 + n], logprobs[1 : 1 + n], range(1, n + 1), strict=False)
     return [(tokens[0], logprobs[0], rank), *(one for one in most if one[0] != tokens[0])]

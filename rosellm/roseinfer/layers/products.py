@@ -1,4 +1,4 @@
-"""The four products of each layer: by the vendor's library, packed for oneDNN, or by our kernels."""
+"""The four GEMMs of each layer: by the vendor's library, packed for oneDNN, or by our kernels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Activated = Callable[[Projection, Tensor], Tensor]
 
 
 class Products(Protocol):
-    """The four products of each layer."""
+    """The four GEMMs of each layer."""
 
     def qkv(self, layer: int, x: Tensor) -> Tensor:
         """``[N, C]`` → ``[N, (H + 2 H_kv) D]``, with its bias."""
@@ -56,12 +56,12 @@ class LibraryProducts:
 
 
 def activation_apart(config: Arch) -> Activated:
-    """The activation as the model has it, in operators of its own."""
+    """Return the activation as the model defines it, in separate operators."""
     return lambda projection, x: activated(projection(x), config)
 
 
 def activation_fused(model: Transformer, kernels: Kernels) -> Activated:
-    """GELU in the GEMM's epilogue (cuBLASLt's is the tanh form, a CPU's is not); SwiGLU in one kernel."""
+    """Return GELU in the GEMM's epilogue (tanh form in cuBLASLt; not on a CPU), or SwiGLU in one kernel."""
     if model.config.mlp == "swiglu":
         return lambda projection, x: kernels.silu_mul(x=projection(x))
     if model.device.type == "cpu" or "up" not in model.config.biases:
@@ -74,9 +74,9 @@ def _gelu_in_epilogue(projection: Projection, x: Tensor) -> Tensor:
 
 
 class PackedProducts:
-    """On a CPU: weights packed once into oneDNN's layout, which its products read in order.
+    """GEMMs on a CPU with weights packed once into oneDNN's layout, which are read in order.
 
-    It keeps the model's weights beside its own; for 8 rows and more, products are twice as fast.
+    Keeps the model's weights as well; for 8 rows and more, GEMMs are twice as fast.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -102,19 +102,19 @@ class PackedProducts:
 
 
 def can_pack(model: Transformer) -> bool:
-    """Whether oneDNN can pack the model's weights."""
+    """Return whether oneDNN can pack the model's weights."""
     fits = model.device.type == "cpu" and model.dtype == torch.float32
     return fits and torch.backends.mkldnn.is_available()
 
 
 def packed_head(model: Transformer) -> Callable[[Tensor], Tensor]:
-    """The LM head with its weights packed once for oneDNN: ``[N, C]`` → ``[N, V]``."""
+    """Return the LM head with weights packed once for oneDNN: ``[N, C]`` → ``[N, V]``."""
     packed = _packed(model.lm_head.weight)
     return lambda hidden: _product(hidden, packed)
 
 
 def _packed(weight: Tensor) -> Tensor:
-    """An ``[N, K]`` weight in oneDNN's layout."""
+    """Return an ``[N, K]`` weight in oneDNN's layout."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
 
@@ -125,7 +125,7 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None = None, gelu: bool =
 
 @dataclass(frozen=True)
 class NormedWeights:
-    """A projection behind a norm: its weight ``[N, K]`` as it is, the norm, and a bias that has its shift."""
+    """A projection after a norm: its unchanged weight ``[N, K]``, the norm, and a bias with its shift."""
 
     weight: Tensor
     bias: Tensor | None
@@ -133,7 +133,7 @@ class NormedWeights:
 
     @classmethod
     def of(cls, projection: Projection, norm: torch.nn.LayerNorm | torch.nn.RMSNorm) -> NormedWeights:
-        """``LayerNorm(x) @ W.T + b`` is ``((x - mean) / deviation * scale) @ W.T + (b + W @ shift)``."""
+        """Use ``LayerNorm(x) @ W.T + b`` = ``((x - mean) / deviation * scale) @ W.T + (b + W @ shift)``."""
         weight, bias = projection.weight, projection.bias
         scale, gain = _at_most_one(norm.weight)
         if isinstance(norm, torch.nn.RMSNorm):
@@ -145,7 +145,10 @@ class NormedWeights:
 
 
 def _at_most_one(scale: Tensor) -> tuple[Tensor, float]:
-    """A scale and its gain, a power of two: fp16 ends at 65,504, and ``x * scale`` is not yet normalised."""
+    """Return an fp16 scale of at most 1, and its gain, a power of two, so that ``x * scale`` stays finite.
+
+    Other dtypes keep their scale, with gain 1.
+    """
     if scale.dtype != torch.float16:
         return scale, 1.0
     gain = 2.0 ** max(0, math.frexp(scale.abs().max().item())[1])
@@ -153,13 +156,13 @@ def _at_most_one(scale: Tensor) -> tuple[Tensor, float]:
 
 
 def _times(weight: Tensor, vector: Tensor) -> Tensor:
-    """``weight @ vector`` in fp32, a few rows at a time."""
+    """Return ``weight @ vector`` in fp32, computed a few rows at a time."""
     return torch.cat([rows.float() @ vector.float() for rows in weight.split(1024)])
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The two projections of a layer that are behind a norm."""
+    """The two projections of a layer that follow a norm."""
 
     qkv: NormedWeights
     up: NormedWeights
@@ -170,7 +173,7 @@ class LayerWeights:
 
 
 class PlainProducts:
-    """One kernel for all, without norm and residual, called like ``linear.some_rows_linear``."""
+    """All GEMMs by one kernel, called like ``linear.some_rows_linear``, without norm or residual."""
 
     def __init__(self, model: Transformer, linear: Callable[..., Tensor]) -> None:
         self.blocks, self.linear = model.blocks, linear
@@ -192,7 +195,7 @@ class PlainProducts:
 
 
 class SomeRowsProducts(PlainProducts):
-    """``linear.some_rows_linear`` for all; ``out`` and ``down``, which the norm adds up, in ranges of K."""
+    """All GEMMs by ``linear.some_rows_linear``; ``out`` and ``down`` use split-K, summed by the norm."""
 
     def __init__(self, model: Transformer, kernels: Kernels, parts_of: Parts = parts_of) -> None:
         super().__init__(model, kernels.some_rows_linear)

@@ -1,4 +1,4 @@
-"""The host-driven step's sampler: logits → tokens, each row's by its own request."""
+"""Sampler of the host-driven step: logits → tokens, each row by its own request's settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rosellm.roseinfer.request import Sequence
 
 
 class Sampler:
-    """Next tokens for a batch: one argmax; rows that are not greedy are drawn with their request's own noise.
+    """Chooses next tokens: an argmax for greedy rows, a draw with the request's own noise for the others.
 
     noise: :func:`noise.gumbel_noise` or its Triton version.
     """
@@ -21,7 +21,7 @@ class Sampler:
         self.noise = noise
 
     def __call__(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """logits ``[B, V]`` → B token ids, ``NOT_FINITE`` for a row without probabilities."""
+        """Return B token ids for logits ``[B, V]``; ``NOT_FINITE`` for a row without probabilities."""
         penalised = [row for row, s in enumerate(sequences) if s.params.is_penalised]
         if penalised:
             logits = logits.float().index_copy(0, *self._penalise(logits, penalised, sequences))
@@ -32,7 +32,7 @@ class Sampler:
         return tokens.tolist()
 
     def _penalise(self, logits: Tensor, rows: list[int], sequences: list[Sequence]) -> tuple[Tensor, Tensor]:
-        """The rows, and their logits after penalties."""
+        """Return the rows as a tensor, and their logits after penalties."""
         device, own = logits.device, [sequences[row] for row in rows]
         seen = counts_of(own, logits.shape[1], device)
         params = [s.params for s in own]

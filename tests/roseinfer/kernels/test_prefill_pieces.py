@@ -215,7 +215,7 @@ def test_columns_may_lie_in_a_larger_buffer_whose_unused_tiles_are_empty(device)
 
 
 def test_tiles_of_another_size_are_refused():
-    with pytest.raises(OptionError, match="tiles of size 32 .* size 16"):
+    with pytest.raises(OptionError, match="tiles have size 32, .* size 16"):
         make_case([0], [3]).call(small_tiles, tile_size=32)
 
 
