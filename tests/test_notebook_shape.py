@@ -160,7 +160,8 @@ def test_every_rung_is_told_in_one_notebook_which_bears_the_number_of_its_first(
     known = {number for act in ACTS for number in act.numbers}
     own = [path for path in NOTEBOOKS if path.stem[:2] in known]
     told = {path.stem: rungs for path in own if (rungs := verdicts_told(path))}
-    assert [(rung, name) for name, rungs in told.items() for rung in rungs] == list(FOUND.items())
+    found = [(rung, name) for rung, name in FOUND.items() if name[:2] in known]
+    assert [(rung, name) for name, rungs in told.items() for rung in rungs] == found
     assert list(FOUND) == list(BEFORE)
     numbers = [int(name[:2]) + i for name, rungs in told.items() for i in range(len(rungs))]
     assert numbers == sorted(set(numbers))
