@@ -22,8 +22,6 @@ class LateStep:
     steps that had nothing left to run.
     """
 
-    holds_decode = False
-
     def __init__(self, step: Step, run_ahead: int) -> None:
         self.step, self.run_ahead = step, run_ahead
         self.overtaken = self.idle = 0

@@ -33,6 +33,7 @@ FLOORS = (
     ("roseinfer/kernels/*",),
     ("roseinfer/layers/*",),
     ("roseinfer/steps/*",),
+    ("roseinfer/exhibits",),
     ("roseinfer/recipe",),
     ("roseinfer/trial",),
     ("roseinfer/engine",),

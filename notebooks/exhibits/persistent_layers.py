@@ -8,18 +8,20 @@ barrier: Xiao & Feng 2010. One kernel for a whole model: Spector et al. 2025, "L
 All programs must run at once, or those that do would wait for ever: the launch is a cooperative one, which
 the driver refuses where that cannot be. A program gives up after ``PATIENCE`` looks; its results are NaN.
 
-It is slower than the kernels it replaces; the rung ``persistent_kernel`` loads it (``layers.exhibits``). Its
-models are like GPT-2: LayerNorms, GELU, learned positions, no window.
+It is slower than the kernels it replaces. The rung ``persistent_kernel`` loads it. Its models are like GPT-2:
+LayerNorms, GELU, learned positions, no window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rosellm.errors import RecipeError
+from rosellm.models.arch import PROJECTIONS, Arch
 from rosellm.models.model import Projection as Matrix, Transformer
 from rosellm.roseinfer.kernels.linear import gelu
 from rosellm.roseinfer.kernels.paged_cache import (
@@ -32,6 +34,7 @@ from rosellm.roseinfer.kernels.paged_cache import (
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.layers.fused import Layers, embedded, norm_arguments
+from rosellm.roseinfer.steps.resident import ResidentStep
 from rosellm.triton_or_none import tl, triton
 
 PERSISTENT_ROWS = 8
@@ -528,10 +531,20 @@ def _weights_of(model: Transformer) -> tuple[Projection, ...]:
     return tuple(Projection.stacked(list(each)) for each in zip(*layers, strict=True))
 
 
+def check_serves(config: Arch) -> None:
+    """Raise ``RecipeError`` unless the model has only the components of ``Arch``'s defaults, of any size."""
+    parts = config.norm.kind, config.rope, config.mlp, config.biases, config.qk_norm, config.window
+    if parts != ("layer", None, "gelu", PROJECTIONS, False, None):
+        raise RecipeError(
+            f"exhibit='persistent_layers' cannot run a model of family {config.family}: its one kernel has "
+            "LayerNorm, GELU and biases, and no rotary embeddings"
+        )
+
+
 def persistent_for_few(
     layers_for: Callable[[int], Layers], model: Transformer, kernels: Kernels
 ) -> Callable[[int], Layers]:
-    """``layers_for`` with one kernel for up to ``PERSISTENT_ROWS`` rows; of torch versions, as it is.
+    """Return ``layers_for`` with one kernel for up to ``PERSISTENT_ROWS`` rows; of torch versions, as it is.
 
     For decode steps only: their attention is a ``PagedAttention``.
     """
@@ -541,3 +554,10 @@ def persistent_for_few(
     programs = torch.cuda.get_device_properties(model.device).multi_processor_count if on_gpu else 1
     few = PersistentLayers(model, kernels, programs)
     return lambda rows: few if rows <= PERSISTENT_ROWS else layers_for(rows)
+
+
+def build_step(
+    model: Transformer, kernels: Kernels, layers_for: Callable[[int], Layers], **parts: Any
+) -> ResidentStep:
+    """See ``exhibits.load_exhibit``."""
+    return ResidentStep(layers_for=persistent_for_few(layers_for, model, kernels), **parts)

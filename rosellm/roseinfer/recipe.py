@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, NamedTuple, cast, get_args, get_type_hints
 
 import torch
 
 from rosellm.errors import DeviceError, RecipeError, describe
-from rosellm.models.arch import PROJECTIONS, Arch
+from rosellm.models.arch import Arch
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.token_counts import TokenCounts
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
 from rosellm.roseinfer.layers.attention import Binder, build_binder
 from rosellm.roseinfer.layers.choosers import build_chooser
 from rosellm.roseinfer.layers.cut import cut_layers
 from rosellm.roseinfer.layers.cut_head import cut_chooser
-from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import build_layers
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.ranks.group import ALONE, Group, Ranks
@@ -30,8 +29,6 @@ from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, room_of
 from rosellm.roseinfer.steps.commanded_prefill import CommandedPrefill
 from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.host import MASKS, HostStep
-from rosellm.roseinfer.steps.joined import JoinedStep
-from rosellm.roseinfer.steps.joined_pass import JoinedPass
 from rosellm.roseinfer.steps.kv_append import AppendGate, build_append
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
 from rosellm.roseinfer.steps.next_tokens import NextTokens
@@ -57,13 +54,14 @@ class Recipe:
     indices: Literal["fresh", "reused"] = "fresh"
     pool: Literal["per_layer", "shared"] = "per_layer"
     step: Literal["host", "resident"] = "host"
-    prefill: Literal["padded", "packed", "joined"] = "padded"
+    prefill: Literal["padded", "packed"] = "padded"
     norm: Literal["separate", "fused"] = "separate"
     activation: Literal["separate", "epilogue"] = "separate"
     head: Literal["logits", "fused"] = "logits"
-    gemm: Literal["library", "small_m", "persistent"] = "library"
+    gemm: Literal["library", "small_m"] = "library"
     numerics: Literal["fast", "invariant"] = "fast"
     all_reduce: Literal["library", "one_shot"] = "library"  # with several ranks only
+    exhibit: Literal["none", "persistent_layers", "one_pass"] = "none"  # a file of notebooks/exhibits
 
     def __post_init__(self) -> None:
         for name, allowed in recipe_choices().items():
@@ -79,9 +77,8 @@ class Recipe:
 
     def check_serves(self, config: Arch) -> None:
         """Raise ``RecipeError``, with the reason, if a variant cannot run models of this architecture."""
-        for name, value, reason, serves in _OF_SOME_MODELS:
-            if getattr(self, name) == value and not serves(config):
-                raise RecipeError(f"{name}={value!r} cannot run a model of family {config.family}: {reason}")
+        if self.exhibit != "none":
+            load_exhibit(self.exhibit).check_serves(config)
 
     def check_ranks(self, n_ranks: int) -> None:
         """Raise ``RecipeError``, with the reason, if a variant cannot run on ``n_ranks`` ranks."""
@@ -114,18 +111,10 @@ class Recipe:
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
 
-def _is_plain(config: Arch) -> bool:
-    """Return whether the model has only the components of ``Arch``'s defaults, whatever its sizes."""
-    parts = config.norm.kind, config.rope, config.mlp, config.biases, config.qk_norm, config.window
-    return parts == ("layer", None, "gelu", PROJECTIONS, False, None)
-
-
-_ONE_KERNEL = "its one kernel has LayerNorm, GELU and biases, and no rotary embeddings"
-_OF_SOME_MODELS = (("gemm", "persistent", _ONE_KERNEL, _is_plain),)
 _OF_RANKS = (
     ("step", ("resident",), "tensor parallelism requires the resident step, e.g. rung='split_kv'"),
     ("prefill", ("packed",), "the inputs of a separate, packed prefill are broadcast in one array"),
-    ("gemm", ("library", "small_m"), "its kernel has no all-reduce"),
+    ("exhibit", ("none",), "exhibits run on one GPU"),
     ("numerics", ("fast",), "an all-reduce sums in a different order"),
 )
 
@@ -159,17 +148,17 @@ _RULES = (
     _rule("attention=split", _SPLITS, step="resident", append="fused"),
     _rule("append=fused", "the host-driven step appends after the model has run", step="resident"),
     _rule("prefill=packed", "its block tables and first tokens are on the device", step="resident"),
-    _rule("prefill=joined", "the decode step that prompts join is on the device", step="resident"),
+    _rule("exhibit=one_pass", "prompts join a decode step on the device", prefill="packed"),
     _rule("norm=fused", "only the resident step runs the layers separately", step="resident"),
     _rule("activation=epilogue", "the unfused model runs GELU as a separate operator", norm="fused"),
     _rule("head=fused", "the host's sampler takes logits", step="resident"),
     _rule("gemm=small_m", "its kernels fuse both", norm="fused", activation="epilogue"),
-    _rule("gemm=persistent", "its one kernel holds whole layers", norm="fused", activation="epilogue"),
-    _rule("gemm=persistent", "its one kernel holds whole layers", append="fused"),
+    _rule("exhibit=persistent_layers", "its one kernel holds whole layers", activation="epilogue"),
+    _rule("exhibit=persistent_layers", "its one kernel holds whole layers", append="fused"),
     _rule("launch=dependent", "a chain of kernels overlaps within one captured step", step="resident"),
     _rule("numerics=invariant", _ONE_ORDER, prefill="packed", attention="paged", append="fused"),
     _rule("all_reduce=one_shot", "its kernel includes the norm", norm="fused"),
-    _rule("numerics=invariant", _ONE_ORDER, head="fused", gemm="small_m"),
+    _rule("numerics=invariant", _ONE_ORDER, head="fused", gemm="small_m", exhibit="none"),
 )
 
 
@@ -203,8 +192,8 @@ _RUNGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("small_gemm", "fused_head", {"gemm": "small_m"}),
     ("dependent_launch", "small_gemm", {"launch": "dependent"}),
     ("split_kv", "dependent_launch", {"attention": "split"}),
-    ("persistent_kernel", "dependent_launch", {"gemm": "persistent"}),
-    ("one_pass", "split_kv", {"prefill": "joined"}),
+    ("persistent_kernel", "dependent_launch", {"exhibit": "persistent_layers"}),
+    ("one_pass", "split_kv", {"exhibit": "one_pass"}),
 )
 
 
@@ -342,18 +331,12 @@ def _resident_step(
     graphs = graphs_on(model.device) if recipe.runner == "graph" else None
     prompts: Prompts = PromptsByHost(Prefill(model, blocks), rows, next_tokens)
     if recipe.prefill != "padded":
-        parts = model, kernels, prefill_layers_for, state, rows, next_tokens
-        packed = PackedPrefill(*parts) if group is ALONE else CommandedPrefill(*parts, group)
+        inputs = model, kernels, prefill_layers_for, state, rows, next_tokens
+        packed = PackedPrefill(*inputs) if group is ALONE else CommandedPrefill(*inputs, group)
         most_tokens = n_rows * width * blocks.block_size
         room = 0 if recipe.numerics == "invariant" else room_of(model, width * blocks.block_size)
         prompts = packed if graphs is None else CapturedPrefill(packed, graphs, most_tokens, room, group)
-    if recipe.gemm == "persistent":
-        exhibit = load_exhibit("persistent_layers")
-        layers_for = exhibit.persistent_for_few(layers_for, model, kernels)
-    build: Callable[..., ResidentStep] = ResidentStep
-    if recipe.prefill == "joined":
-        build = partial(JoinedStep, JoinedPass(packed, bind, graphs, most_tokens, room))
-    return build(
+    parts: dict[str, Any] = dict(
         rows=rows,
         layers_for=layers_for,
         bind=bind,
@@ -363,3 +346,6 @@ def _resident_step(
         graphs=graphs,
         group=group,
     )
+    if recipe.exhibit != "none":
+        return load_exhibit(recipe.exhibit).build_step(model, kernels, **parts)
+    return ResidentStep(**parts)

@@ -13,13 +13,13 @@ from torch import Tensor
 from rosellm.errors import RecipeError
 from rosellm.models.arch import Norm
 from rosellm.models.model import Transformer
+from rosellm.roseinfer import exhibits
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.attention_plan import Variant
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
-from rosellm.roseinfer.layers import exhibits
 from rosellm.roseinfer.layers.attention import PagedAttention
-from rosellm.roseinfer.layers.exhibits import load_exhibit
 from rosellm.roseinfer.layers.fused import FewRowsLayers, Layers, build_layers
 from rosellm.roseinfer.recipe import BEFORE, LADDER, SIDE_BRANCHES
 from tests.helpers import (
@@ -233,7 +233,7 @@ def test_without_a_checkout_the_exhibit_is_missing_in_one_line(monkeypatch, tmp_
 def test_only_a_recipe_that_asks_loads_the_exhibit():
     program = "import sys; from rosellm.roseinfer import engine; print(sorted(sys.modules))"
     told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert "rosellm.roseinfer.layers.exhibits" in told.stdout and "persistent_layers" not in told.stdout
+    assert "rosellm.roseinfer.exhibits" in told.stdout and "persistent_layers" not in told.stdout
 
 
 def test_torch_twins_have_no_persistent_kernel():
@@ -244,7 +244,7 @@ def test_torch_twins_have_no_persistent_kernel():
 
 def test_the_rung_is_a_side_branch_that_changes_the_products_only():
     assert BEFORE["persistent_kernel"] == "dependent_launch" and "persistent_kernel" in SIDE_BRANCHES
-    change = {"gemm": ("small_m", "persistent")}
+    change = {"exhibit": ("none", "persistent_layers")}
     assert LADDER["dependent_launch"].difference(LADDER["persistent_kernel"]) == change
 
 

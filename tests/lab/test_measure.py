@@ -61,7 +61,7 @@ def test_an_experiment_is_recorded_with_its_figures_and_environment(tmp_path):
         (["--workloads", "W1", "--rungs", "dense,autotune"], "rung 'autotune' needs a GPU"),
         (
             ["--workloads", "W1", "--rungs", "dense,persistent_kernel", "--model", "rose-tiny-qwen3"],
-            "rung 'persistent_kernel': gemm='persistent' cannot run a model of family qwen3",
+            "rung 'persistent_kernel': exhibit='persistent_layers' cannot run a model of family qwen3",
         ),
         (["--experiments", "bookkeeping,autotune"], "experiment 'autotune' needs a GPU"),
         (["--experiments", "lengths-64"], "experiment 'lengths-64' needs a GPU"),

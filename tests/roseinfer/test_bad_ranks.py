@@ -24,7 +24,7 @@ REFUSED = {
     ),
     "host_step": (RecipeError, "needs step='resident', not 'host'", {"rung": "cuda_graph"}),
     "padded": (RecipeError, "needs prefill='packed', not 'padded'", {"rung": "resident_step"}),
-    "persistent": (RecipeError, "needs gemm='library' or 'small_m'", {"rung": "persistent_kernel"}),
+    "persistent": (RecipeError, "needs exhibit='none'", {"rung": "persistent_kernel"}),
     "deterministic": (RecipeError, "needs numerics='fast'", {"deterministic": True}),
     "recipe": (
         RecipeError,

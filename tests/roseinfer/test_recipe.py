@@ -166,7 +166,7 @@ def test_an_engine_takes_a_rung_by_name_or_any_recipe():
 def test_one_kernel_of_whole_layers_refuses_a_modern_model_with_its_reason(family):
     config = small_config(**FAMILIES[family] | {"family": family})
     reason = "its one kernel has LayerNorm, GELU and biases, and no rotary embeddings"
-    told = f"gemm='persistent' cannot run a model of family {family}: {reason}"
+    told = f"exhibit='persistent_layers' cannot run a model of family {family}: {reason}"
     with pytest.raises(RecipeError) as caught:
         Engine(random_model(0, config), recipe="persistent_kernel", num_kv_blocks=4)
     assert str(caught.value) == told

@@ -48,7 +48,7 @@ class FakeStep:
     get its next token.
     """
 
-    run_ahead, holds_decode = 0, False
+    run_ahead = 0
 
     def __init__(self, blocks: KVBlockManager) -> None:
         self.blocks = blocks

@@ -39,11 +39,11 @@ from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import LADDER, Recipe, best_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
-from rosellm.roseinfer.steps.joined_pass import JOINED_TOKENS
 
 NAME = "one_pass"
 WORKLOAD = WORKLOADS["W8"]
@@ -60,7 +60,10 @@ Ways = dict[str, Recipe]
 def ways_of(device: torch.device) -> Ways:
     """Return the device's best recipe with prompts in separate passes, and joined with the decode step."""
     best = LADDER[best_rung(device)]
-    return {APART: replace(best, prefill="packed"), JOINED: replace(best, prefill="joined")}
+    return {
+        APART: replace(best, prefill="packed"),
+        JOINED: replace(best, prefill="packed", exhibit="one_pass"),
+    }
 
 
 def measure_runs(
@@ -120,7 +123,7 @@ def measure_beside(
     gpt: Transformer, ways: Ways, size: Size, turns: int, repeats: int = 20
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Return rows → prompt tokens → way → µs of a decode step plus a prompt, the median of each turn."""
-    batches, lengths = size.batches(*ROWS), size.contexts(*JOINED_TOKENS)
+    batches, lengths = size.batches(*ROWS), size.contexts(*load_exhibit("one_pass").JOINED_TOKENS)
     positions = gpt.config.n_positions
     context = min(CONTEXT, size.prompt, positions - repeats - IN_FLIGHT - 3)
     lengths = sorted({min(n, positions - 1) for n in lengths})

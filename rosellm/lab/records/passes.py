@@ -16,8 +16,7 @@ from rosellm.bench.arrivals import Arrival
 from rosellm.lab.records.records import ceilings
 from rosellm.lab.records.watched_step import Begun, watched
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.steps.joined_pass import JOINED_TOKENS, JoinedPass, Sizes
-from rosellm.roseinfer.steps.prompt_inputs import Chunks
+from rosellm.roseinfer.exhibits import load_exhibit
 
 DECODE, PROMPTS, JOINED = "decode", "prompts", "joined"
 KINDS = DECODE, PROMPTS, JOINED
@@ -33,25 +32,25 @@ class Pass(NamedTuple):
 
 
 class WatchedPass:
-    """A wrapper of ``joined`` that records in ``began`` when each pass began, by ``perf_counter``."""
+    """A wrapper of a joined pass that records in ``began`` when each call began, by ``perf_counter``."""
 
-    def __init__(self, joined: JoinedPass) -> None:
+    def __init__(self, joined: Any) -> None:
         self._joined = joined
         self.began: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._joined, name)
 
-    def __call__(self, sizes: Sizes, chunks: Chunks, variant: str, mode: str) -> Tensor:
+    def __call__(self, *args: Any) -> Tensor:
         self.began.append(perf_counter())
-        return self._joined(sizes, chunks, variant, mode)
+        return self._joined(*args)
 
 
 @contextmanager
 def watched_joins(engine: Engine) -> Iterator[list[float]]:
     """Yield the list of times at which joined passes of an engine begin; empty if it joins nothing."""
     step: Any = engine.step
-    if not step.holds_decode:
+    if not hasattr(step, "joined"):
         yield []
         return
     joined = step.joined
@@ -121,7 +120,7 @@ def taken_by(requests: Sequence[Arrival], together: int, budget: int = 16_384) -
 
 def joins(rows: int, tokens: int) -> bool:
     """Return whether ``tokens`` prompt tokens would join a step of ``rows``."""
-    return rows > 0 and 0 < tokens <= JOINED_TOKENS[-1]
+    return rows > 0 and 0 < tokens <= load_exhibit("one_pass").JOINED_TOKENS[-1]
 
 
 def saved_us(steps: Iterable[tuple[int, int]]) -> float:

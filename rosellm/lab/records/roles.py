@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from rosellm.lab.records.trace import Event
 from rosellm.roseinfer.kernels import table
-from rosellm.roseinfer.layers import exhibits
 
 OTHER = "other"
 
@@ -26,7 +25,7 @@ RANGE_ROLES = {
     "stage_tokens": "inputs",
 }
 # Our own kernels declare their roles.
-OWN_ROLES = table.ROLES | exhibits.ROLES
+OWN_ROLES = table.ROLES | {"_persistent_layers_kernel": "layers"}
 # The role of a library kernel: the first with a matching substring of its name.
 LIBRARY_ROLES = {
     "put": ("index_put",),

@@ -323,7 +323,7 @@ def _one_by_one(base: str, device: torch.device) -> Kernels:
     persistent rung has no such form there.)
     """
     kernels = choose_kernels("auto", LADDER[base].launch, device)
-    if kernels.name != "torch" or LADDER[base].gemm == "persistent":
+    if kernels.name != "torch" or LADDER[base].exhibit == "persistent_layers":
         return kernels
     return replace(kernels, name="torch, one by one", append_and_attend=_alone(kernels.append_and_attend))
 

@@ -63,9 +63,6 @@ class OnlineScheduler:
         self._prefilling: list[Sequence] = []  # admitted, prefill not fully begun; at most one after a step
         self._active: list[Sequence] = []  # decoding; replaced, never mutated
         self._view: ActiveView | None = None
-        # A joined step waits for prompts; collecting here would launch it before they are chosen.
-        holds = engine.step.holds_decode
-        self._collect_meanwhile = _nobody if holds else type(self)._collect  # unbound: no reference cycle
 
     @property
     def has_unfinished(self) -> bool:
@@ -120,7 +117,7 @@ class OnlineScheduler:
         run_ahead = self.engine.step.run_ahead
         try:
             begun, got = self._begin_decode()
-            got += self._collect_meanwhile(self, run_ahead)
+            got += self._collect(run_ahead)
             prefilled, ended = self._begin_prefill()
             got += ended + self._collect(run_ahead if begun + prefilled else 0)
         except BaseException as error:
@@ -314,11 +311,6 @@ class OnlineScheduler:
     def _store_result(self, sequence: Sequence) -> None:
         del self.requests[sequence.request_id]
         self.finished[sequence.request_id] = RequestOutput.of(sequence, self.engine.tokenizer)
-
-
-def _nobody(_scheduler: OnlineScheduler, leave: int) -> list[list[Sequence]]:
-    """Collect nothing."""
-    return []
 
 
 class OfflineScheduler(OnlineScheduler):

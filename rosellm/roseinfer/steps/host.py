@@ -65,7 +65,7 @@ class HostStep:
     prefill: Prefill
     sampler: Sampler
     most_rows: int
-    run_ahead, holds_decode = 0, False
+    run_ahead = 0
 
     def __post_init__(self) -> None:
         self._ended: deque[Done] = deque()

@@ -54,7 +54,7 @@ class ResidentStep:
     steps; None: each kernel is launched from Python.
     """
 
-    run_ahead, holds_decode = RUN_AHEAD, False
+    run_ahead = RUN_AHEAD
 
     def __init__(
         self,

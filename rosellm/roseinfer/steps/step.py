@@ -19,12 +19,9 @@ class Step(Protocol):
 
     The caller has made room in the cache; the step reserves the blocks it writes to. ``run_ahead``: how many
     begun steps a scheduler leaves unfinished; a sequence may be in that many and in one more.
-    ``holds_decode``: whether a decode step is begun only by the call that follows, which may be a prefill
-    that runs in the same pass; to collect meanwhile would begin it.
     """
 
     run_ahead: int
-    holds_decode: bool
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
         """Cache ``counts[i]`` more tokens of each; a sequence then fully cached gets its next token.

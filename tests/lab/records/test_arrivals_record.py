@@ -58,12 +58,12 @@ def test_a_model_with_the_positions_is_also_measured_beside_a_long_prompt(tmp_pa
     monkeypatch.setattr(arrivals, "LONG_TOKENS", 400)
     monkeypatch.setattr(arrivals.long_prompt_options, "__defaults__", (400, (64,), None, None, None))
     assert arrivals.main([*SMALL, f"--output={tmp_path}", "--chunks=64,32"]) == 0
-    for name, prefill in {"long_prompt": "packed", "long_prompt_joined": "joined"}.items():
+    for name, exhibit in {"long_prompt": "none", "long_prompt_joined": "one_pass"}.items():
         record = json.loads((tmp_path / "rose-tiny" / f"{name}.json").read_text())
         assert record["options"]["long_prompt_tokens"] == 400 and record["options"]["prefill_chunk"] == 64
         assert list(record["results"]) == ["chunked", "chunks of 32", "whole"]
         assert all("itl_beside_p99_s" in result["medians"] for result in record["results"].values())
-        assert record["recipe"]["prefill"] == prefill
+        assert record["recipe"]["exhibit"] == exhibit
 
 
 def test_a_long_prompts_record_is_not_replaced_by_one_of_fewer_sizes_of_chunks(tmp_path, capsys) -> None:

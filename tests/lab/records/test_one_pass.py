@@ -18,9 +18,9 @@ from rosellm.lab.figures.passes import pass_timeline
 from rosellm.lab.records import arrivals, one_pass, passes
 from rosellm.lab.records.passes import Pass
 from rosellm.lab.records.records import Results
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.steps.joined_pass import JoinedPass
 from tests.helpers import random_model, random_prompts, small_engine
 
 MODEL = random_model(0)
@@ -36,7 +36,7 @@ def job_of(way: str) -> Job:
 def test_the_two_ways_differ_in_the_prefill_alone() -> None:
     ways = one_pass.ways_of(torch.device("cpu"))
     assert ways["apart"] == LADDER[BEST_RUNG] and ways["joined"] == LADDER["one_pass"]
-    assert ways["apart"].difference(ways["joined"]) == {"prefill": ("packed", "joined")}
+    assert ways["apart"].difference(ways["joined"]) == {"exhibit": ("none", "one_pass")}
 
 
 def run_of(job: Job) -> Callable[[], object]:
@@ -53,7 +53,7 @@ def test_joined_prompts_take_no_passes_of_their_own() -> None:
     for own in taken.values():
         assert sum(one.tokens for one in own) == 10 * 9 and all(one.seconds > 0 for one in own)
         assert sum(one.rows for one in own) == sum(3 + 3 * i for i in range(10))
-    assert type(jobs["joined"].engine.step.joined) is JoinedPass  # no longer watched
+    assert type(jobs["joined"].engine.step.joined) is load_exhibit("one_pass").JoinedPass  # no longer watched
 
 
 @pytest.mark.parametrize("way", ["apart", "joined"])
@@ -154,7 +154,7 @@ def test_a_small_record_has_runs_passes_and_latencies_of_both_ways(tmp_path, cap
     assert figures == record["figures"]
     for way in ("apart", "joined"):
         assert len(figures["runs"][way]["repeats"]) == 2 and sum(figures["runs"][way]["passes"].values()) > 8
-        assert figures["ways"][way]["prefill"] == {"apart": "packed", "joined": "joined"}[way]
+        assert figures["ways"][way]["exhibit"] == {"apart": "none", "joined": "one_pass"}[way]
         for kind in ("chunked", "whole"):
             medians = figures["long_prompt"][way][kind]["medians"]
             assert 0 < medians["itl_beside_p50_s"] <= medians["itl_beside_p99_s"]

@@ -1,28 +1,40 @@
 """One pass over the weights for decoding rows and prompt tokens together (Sarathi-Serve, arXiv:2403.02310).
 
-Two kinds of graph, replayed one after the other as in ``captured_prefill``: the layers, for a number of rows,
-of tokens and a variant of attention, with prompts' keys in pieces or not, and the choice of next and first
-tokens, for a number of rows, of places and a mode.
+A decode step is held until prompts are chosen, and runs in the same pass as they do. Two kinds of graph are
+replayed one after the other, as in ``captured_prefill``: the layers, for a number of rows, of tokens and a
+variant of attention, with prompts' keys in pieces or not; and the choice of next and first tokens, for a
+number of rows, of places and a mode. The rung ``one_pass`` loads it; it is no faster than separate passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable, Iterator, Sequence as SequenceOf
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
+from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
+from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import Binder
+from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.profile_range import profile_range
+from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, room_of
 from rosellm.roseinfer.steps.cuda_graph import Graphs, batch_bucket
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prompt_buffer import PromptBuffer
 from rosellm.roseinfer.steps.prompt_inputs import Chunks
+from rosellm.roseinfer.steps.resident import ResidentStep, SamplingPlan
+from rosellm.roseinfer.steps.rows import NO_ROWS, Batch
+from rosellm.roseinfer.steps.step import STEP_RANGE
 
 JOINED_TOKENS = 32, 128, 256, 512, 1024  # of prompts; a step with more of them is left to separate passes
 JOINED_PLACES = 16, 64  # prompts
@@ -206,3 +218,136 @@ def joined_attention(rows: int, of_rows: Attend, of_tokens: Attend) -> Attend:
 def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
     """Those that serve 1 to ``most``, the largest first."""
     return sorted({next(size for size in sizes if n <= size) for n in range(1, most + 1)}, reverse=True)
+
+
+class JoinedStep(ResidentStep):
+    """A decode step is held until the next call: a prefill that fits joins it, any other call begins it.
+
+    Holding it loses nothing if the call comes at once. The first ``collect`` after it that may leave steps
+    unfinished therefore yields nothing, since the scheduler chooses prompts next. For a joined step,
+    ``collect`` yields two: the decode step, which has all of its time, and the prefill. ``run_ahead`` is one
+    less than for other steps, so that prompts are not chosen later than theirs.
+    """
+
+    run_ahead = ResidentStep.run_ahead - 1
+
+    def __init__(self, joined: JoinedPass, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.joined = joined
+        self._held: list[Sequence] | None = None  # whose decode step has blocks, and is not begun
+        self._awaits_prompts = False
+
+    @torch.inference_mode()
+    def begin_decode(self, sequences: list[Sequence]) -> int:
+        """See :class:`step.Step`; reserves the blocks."""
+        self._begin_held()
+        batch = self._to_run(sequences)
+        if batch.rows:
+            self.rows.grow(batch)
+            self._held, self._awaits_prompts = sequences, True
+        return len(batch.rows)
+
+    @torch.inference_mode()
+    def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
+        """See :class:`step.Step`; more tokens than fit are cached by a pass of their own."""
+        self._awaits_prompts = False
+        if self._held is not None and self.joined.takes(counts):
+            self._begin_joined(sequences, counts)
+        else:
+            self._begin_held()
+            super().begin_prefill(sequences, counts)
+
+    def collect(self, leave: int = 0) -> Iterator[Done]:
+        """See :class:`step.Step`."""
+        waits, self._awaits_prompts = self._awaits_prompts and leave > 0, False
+        if waits:
+            return iter(())
+        self._begin_held()
+        return super().collect(leave)
+
+    def release(self, sequence: Sequence) -> None:
+        """See :class:`step.Step`."""
+        self._begin_held()
+        super().release(sequence)
+
+    def last_logits(self) -> Tensor:
+        """See :class:`step.Step`."""
+        self._begin_held()
+        return super().last_logits()
+
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`step.Step`."""
+        joined = [] if rows is not None else self.joined.captures(self._variants_of)
+        return joined + super().captures(rows)
+
+    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`step.Step`."""
+        joined = [] if rows is not None else self.joined.warm_ups(self._variants_of)
+        return joined + super().warm_ups(rows)
+
+    def largest_captures(self) -> list[Callable[[], object]]:
+        """See :class:`step.Step`."""
+        return self.joined.captures(self._variants_of)[:1] + super().largest_captures()
+
+    @torch.inference_mode()
+    def _begin_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._begin_step(held, self.rows.running())
+
+    def _begin_joined(self, sequences: list[Sequence], counts: list[int]) -> None:
+        whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
+        self.rows.check_room(len(whole))
+        held, self._held = self._held or [], None
+        decoding = self.rows.running()
+        self._in_flight.start()
+        with profile_range(STEP_RANGE):
+            self.rows.deactivate()  # before their places are given to prompts, which the layers have not seen
+            chunks = self.joined.packed.reserved(sequences, counts)
+            sizes = self.joined.sizes(int(decoding.indices[-1]) + 1, counts)
+            mode = self.next_tokens.chooser.mode([s.params for s in decoding.sequences + chunks.whole])
+            variant = self._variant(sizes.rows, decoding)
+            hidden = self.joined(sizes, chunks, variant, mode)
+            for sequence, n in zip(sequences, counts, strict=True):
+                sequence.n_cached += n
+            prefilled = self.rows.batch(chunks.whole) if whole else NO_ROWS
+            self._note_joined(sizes, hidden, decoding, prefilled, mode)
+        self._latest = hidden, held + whole, _of_hidden(sizes, decoding, prefilled)
+        if whole:
+            self._listed = None
+
+    def _note_joined(
+        self, sizes: Sizes, hidden: Tensor, decoding: Batch, prefilled: Batch, mode: str
+    ) -> None:
+        both = _together(decoding, prefilled, prefilled.indices)
+        asking = np.flatnonzero([s.logprobs is not None for s in both.sequences])
+        self._find_logprobs(
+            hidden, SamplingPlan(both, mode, asking), _of_hidden(sizes, decoding, prefilled).indices
+        )
+        self._in_flight.note("decode", decoding, has_logprobs=bool(asking.size))
+        self._in_flight.note("prefill", prefilled, has_logprobs=bool(asking.size))
+        self.rows.begin_step(both, np.union1d(np.arange(sizes.rows), prefilled.indices))
+
+
+def _of_hidden(sizes: Sizes, decoding: Batch, prefilled: Batch) -> Batch:
+    """Both, with their rows of the hidden states that tokens were chosen from."""
+    return _together(decoding, prefilled, sizes.rows + np.arange(len(prefilled.rows)))
+
+
+def _together(first: Batch, second: Batch, indices: np.ndarray) -> Batch:
+    """One batch of both, the second with these indices."""
+    rows, sequences = first.rows + second.rows, first.sequences + second.sequences
+    return Batch(rows, sequences, np.concatenate((first.indices, indices)))
+
+
+def check_serves(config: Arch) -> None:
+    """Accept every model."""
+
+
+def build_step(model: Transformer, kernels: Kernels, prompts: Any, **parts: Any) -> JoinedStep:
+    """See ``exhibits.load_exhibit``."""
+    rows, graphs, bind = parts["rows"], parts["graphs"], parts["bind"]
+    packed = prompts.packed if isinstance(prompts, CapturedPrefill) else prompts
+    longest = rows.state.table.shape[1] * rows.blocks.block_size
+    joined = JoinedPass(packed, bind, graphs, len(rows) * longest, room_of(model, longest))
+    return JoinedStep(joined, prompts=prompts, **parts)

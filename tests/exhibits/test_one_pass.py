@@ -13,6 +13,7 @@ from rosellm.errors import OptionError, RecipeError
 from rosellm.models.weights import load_model, save_model
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels import prefill
 from rosellm.roseinfer.kernels.attention_plan import variant_for
 from rosellm.roseinfer.kernels.prefill import room_for
@@ -21,7 +22,6 @@ from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
-from rosellm.roseinfer.steps.joined_pass import JOINED_PLACES, JOINED_TOKENS, JoinedPass, captured_sizes
 from tests.helpers import (
     MODERN,
     TRITON_DEVICES,
@@ -40,10 +40,13 @@ from tests.roseinfer.steps.fake_graphs import captured
 from tests.roseinfer.steps.test_captured_prefill import GARBAGE, random_requests, room
 
 __all__ = ["captured", "room"]
+one_pass = load_exhibit("one_pass")
+JoinedPass, captured_sizes = one_pass.JoinedPass, one_pass.captured_sizes
+JOINED_PLACES, JOINED_TOKENS = one_pass.JOINED_PLACES, one_pass.JOINED_TOKENS
 MODEL = random_model(0)
 JOINED = LADDER["one_pass"]
 RUNGS = {
-    name: replace(LADDER[name], prefill="joined") for name in ("resident_step", "fused_head", "split_kv")
+    name: replace(LADDER[name], exhibit="one_pass") for name in ("packed_prefill", "fused_head", "split_kv")
 }
 shared = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Request = tuple[list[int], SamplingParams]
@@ -441,8 +444,8 @@ def test_what_is_captured_serves_every_number_of_rows_tokens_and_prompts(capture
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"deterministic": True}, "numerics='invariant' needs prefill='packed'"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 needs prefill='packed', not 'joined'"),
+        ({"deterministic": True}, "numerics='invariant' needs exhibit='none'"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2 needs exhibit='none', not 'one_pass'"),
     ],
 )
 def test_deterministic_mode_and_several_ranks_refuse_it_in_a_sentence(options, told):
@@ -453,5 +456,5 @@ def test_deterministic_mode_and_several_ranks_refuse_it_in_a_sentence(options, t
 
 
 def test_a_host_driven_step_cannot_be_joined():
-    with pytest.raises(RecipeError, match="prefill='joined' needs step='resident'"):
-        replace(LADDER["one_table"], prefill="joined")
+    with pytest.raises(RecipeError, match="exhibit='one_pass' needs prefill='packed'"):
+        replace(LADDER["one_table"], exhibit="one_pass")

@@ -1,4 +1,4 @@
-"""Exhibits: variants that are slower everywhere, kept beside their notebooks; an engine can load them."""
+"""Exhibits: rungs that lost, in ``notebooks/exhibits`` beside the notebooks that measure them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from types import ModuleType
 
 from rosellm.errors import RecipeError
 
-ROLES = {"_persistent_layers_kernel": "layers"}
-EXHIBITS = Path(__file__).parents[3] / "notebooks" / "exhibits"
+EXHIBITS = Path(__file__).parents[2] / "notebooks" / "exhibits"
 
 
 def load_exhibit(name: str) -> ModuleType:
     """Return the module ``notebooks/exhibits/NAME.py`` of this checkout, loaded once.
 
-    Raises ``RecipeError`` if there is no such file.
+    A recipe that names it calls two functions of it: ``check_serves(config)``, which raises ``RecipeError``
+    for a model that it cannot run, and ``build_step(model, kernels, **parts)``, which returns a
+    ``ResidentStep`` made of these parts. Raises ``RecipeError`` if there is no such file.
     """
     qualified = f"rosellm_exhibits_{name}"
     if qualified not in sys.modules:
