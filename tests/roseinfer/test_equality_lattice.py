@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -158,17 +159,15 @@ def assert_pressure(
 
 
 def assert_text(engine: Engine, served: Served, combination: Combination) -> None:
-    """The text of the tokens; handed over at the stream's interval, on a GPU perhaps later."""
+    """The text of the tokens; in pieces at the stream's interval, several joined if they are read late."""
     tokenizer, interval = engine.tokenizer, combination.stream
     assert [o.text for o in served.outputs] == [tokenizer.decode(o.token_ids) for o in served.outputs]
     if not interval:
         return
     expected = [pieces_of(output.token_ids, tokenizer, interval) for output in served.outputs]
     assert ["".join(pieces) for pieces in served.pieces] == [output.text for output in served.outputs]
-    if engine.device.type == "cpu":
-        assert served.pieces == expected
-    for pieces, most in zip(served.pieces, expected, strict=True):
-        assert len(pieces) <= len(most)
+    for pieces, smallest in zip(served.pieces, expected, strict=True):
+        assert set(accumulate(pieces)) <= set(accumulate(smallest))
     assert [len(o.metrics.token_times) for o in served.outputs] == [len(o.token_ids) for o in served.outputs]
 
 
