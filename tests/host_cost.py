@@ -27,8 +27,7 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.one_engine import OneEngine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
-from rosellm.roseinfer.steps import in_flight
-from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.steps.worker import Worker
 from tests.helpers import random_model, small_config
 
 VOCAB, POSITIONS, DISTINCT = 50257, 1024, 2048
@@ -40,8 +39,8 @@ class Device:
     def __init__(self, step_s: float) -> None:
         self.step_s, self.begun, self.end = step_s, 0, 0.0
 
-    def clock(self, _on_gpu: bool) -> SimpleNamespace:
-        """Stands in for ``in_flight.Clock``."""
+    def clock(self) -> SimpleNamespace:
+        """Stands in for ``Worker.clock``."""
         self.end = max(self.end, perf_counter()) + self.begun * self.step_s
         self.begun, end = 0, self.end
 
@@ -54,18 +53,18 @@ class Device:
         return clock
 
 
-class InstantStep(ResidentStep):
-    """The resident step without its model: fixed tokens, which come when ``device`` says."""
+class InstantWorker(Worker):
+    """A worker without a model: fixed tokens, which come when ``clock`` says."""
 
-    device: Device
+    instant: Device
 
-    def _step(self, bucket: int, mode: str, variant: str) -> Callable[[], torch.Tensor]:
+    def step(self, bucket: int, mode: str, variant: str) -> Callable[[], torch.Tensor]:
         ring, rounds, rows = self.state.ring.numpy(), self.state.rows.numpy()[:, ROUND], np.arange(bucket)
 
         def run() -> torch.Tensor:
             ring[rounds[:bucket], rows] = (rounds[:bucket] * 523 + rows * 97) % DISTINCT
             rounds[:bucket] = (rounds[:bucket] + 1) % ROUNDS
-            self.device.begun += 1
+            self.instant.begun += 1
             return self.state.rows
 
         return run
@@ -75,12 +74,11 @@ def instant_engine(rows: int, step_s: float = 0.0) -> Engine:
     """An engine of ``rows`` rows with GPT-2's vocabulary, on the CPU, whose steps cost only the host."""
     config = small_config(vocab_size=VOCAB, n_positions=POSITIONS, n_layers=1, n_heads=1, d_model=8)
     engine = Engine(random_model(0, config), load_dummy_tokenizer(config), max_batch_size=rows)
-    step = engine.step
-    step.__class__, step.device = InstantStep, Device(step_s)
-    in_flight.Clock = step.device.clock
-    step._in_flight = in_flight.StepsInFlight(step.rows, step.logprobs)
-    step.prompts.layers = lambda inputs: torch.zeros(len(inputs.ids), config.d_model)
-    step.next_tokens.chooser = _FirstTokens()
+    worker = engine.step.worker
+    worker.__class__, worker.instant = InstantWorker, Device(step_s)
+    worker.clock = worker.instant.clock
+    worker.prompts.layers = lambda inputs: torch.zeros(len(inputs.ids), config.d_model)
+    worker.next_tokens.chooser = _FirstTokens()
     return engine
 
 

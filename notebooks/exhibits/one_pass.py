@@ -22,19 +22,21 @@ from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
+from rosellm.roseinfer.kernels.prefill_tiles import tile_columns
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import Binder
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, room_of
-from rosellm.roseinfer.steps.cuda_graph import Graphs, batch_bucket
+from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, PromptBuffer, room_of
+from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
-from rosellm.roseinfer.steps.prompt_buffer import PromptBuffer
-from rosellm.roseinfer.steps.prompt_inputs import Chunks
+from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, batch_bucket
+from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptLayout
+from rosellm.roseinfer.steps.prompts import PackedPrompts
 from rosellm.roseinfer.steps.resident import ResidentStep, SamplingPlan
-from rosellm.roseinfer.steps.rows import NO_ROWS, Batch
 from rosellm.roseinfer.steps.step import STEP_RANGE
+from rosellm.roseinfer.steps.worker import Worker
 
 JOINED_TOKENS = 32, 128, 256, 512, 1024  # of prompts; a step with more of them is left to separate passes
 JOINED_PLACES = 16, 64  # prompts
@@ -84,12 +86,13 @@ class JoinedPass:
         self._most_tokens = min(most_tokens, JOINED_TOKENS[-1])
         self._sizes = launched_sizes if graphs is None else captured_sizes
         self.state, model = packed.state, packed.model
-        n_rows, self._spare = len(packed.rows), len(packed.rows)
+        n_rows = self._spare = packed.spare
         device, width = model.device, packed.state.table.shape[1]
         self._idle = DeviceState(n_rows + 1, width, device)
         self._idle.stop_tokens = self.state.stop_tokens  # their number is compiled into a kernel
         self._every_row = torch.arange(n_rows + 1, device=device)
-        self._buffer = PromptBuffer(packed, JOINED_TOKENS[-1], JOINED_PLACES[-1], room)
+        self.layout = PromptLayout(JOINED_TOKENS[-1], JOINED_PLACES[-1], room, packed.row_words)
+        self._buffer = PromptBuffer(packed, self.layout)
         most = n_rows + JOINED_TOKENS[-1]
         self._hidden = torch.zeros(most, model.config.d_model, dtype=model.dtype, device=device)
         self._layer_runs: dict[LayerKey, Callable[[], object]] = {}
@@ -104,17 +107,16 @@ class JoinedPass:
         sizes = self._sizes(rows, sum(counts), len(counts))
         return sizes._replace(rows=min(sizes.rows, self._spare))
 
-    def __call__(self, sizes: Sizes, chunks: Chunks, variant: str, mode: str) -> Tensor:
-        """Cache the chunks, give whole prompts their rows, and let all rows have their next token.
+    def __call__(self, sizes: Sizes, words: np.ndarray, in_pieces: bool, variant: str, mode: str) -> Tensor:
+        """Cache the chunks of ``words``, write whole prompts' rows, and let all rows have their next token.
 
         Returns final hidden states ``[rows + places, C]`` of the rows and of whole prompts' last tokens. What
-        is not captured yet is captured first: inert inputs are staged for it, so nothing else may be.
+        is not captured yet is captured first.
         """
         rows, tokens, places = sizes
-        pieces = self.packed.pieces(chunks, self._buffer.room)
-        run_layers = self._layer_run(rows, tokens, variant, pieces is not None)
+        run_layers = self._layer_run(rows, tokens, variant, in_pieces)
         choose = self._token_run(rows, places, mode)
-        self._buffer.send(self._buffer.fill(chunks, tokens, places, pieces), tokens, places)
+        self._buffer.send(words, tokens, places)
         run_layers()
         return choose()
 
@@ -140,7 +142,7 @@ class JoinedPass:
 
     def _layer_keys(self, variants: Callable[[int], SequenceOf[str]]) -> list[LayerKey]:
         """Of the captured runs of the layers; in pieces where tiles may be fewer than there is room for."""
-        most_in_pieces = min(self._most_tokens, (self._buffer.room - 1) * BLOCK_M)
+        most_in_pieces = min(self._most_tokens, (self.layout.room - 1) * BLOCK_M)
         sizes = [(n, False) for n in _up_to(self._most_tokens, JOINED_TOKENS)]
         sizes += [(n, True) for n in _up_to(most_in_pieces, JOINED_TOKENS)]
         sizes.sort(reverse=True)
@@ -220,6 +222,32 @@ def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
     return sorted({next(size for size in sizes if n <= size) for n in range(1, most + 1)}, reverse=True)
 
 
+class JoinedWorker(Worker):
+    """A worker that also has the passes for rows and prompts together."""
+
+    def __init__(self, model: Transformer, **parts: Any) -> None:
+        super().__init__(**parts)
+        packed = self.prompts.packed if isinstance(self.prompts, CapturedPrefill) else self.prompts
+        assert packed is not None
+        longest = self.state.table.shape[1] * self.blocks.block_size
+        room = room_of(model, longest)
+        self.joined = JoinedPass(packed, self.bind, self.graphs, self.n_rows * longest, room)
+
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`step.Step`."""
+        joined = [] if rows is not None else self.joined.captures(self.variants)
+        return joined + super().captures(rows)
+
+    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`step.Step`."""
+        joined = [] if rows is not None else self.joined.warm_ups(self.variants)
+        return joined + super().warm_ups(rows)
+
+    def largest_captures(self) -> list[Callable[[], object]]:
+        """See :class:`step.Step`."""
+        return self.joined.captures(self.variants)[:1] + super().largest_captures()
+
+
 class JoinedStep(ResidentStep):
     """A decode step is held until the next call: a prefill that fits joins it, any other call begins it.
 
@@ -231,9 +259,12 @@ class JoinedStep(ResidentStep):
 
     run_ahead = ResidentStep.run_ahead - 1
 
-    def __init__(self, joined: JoinedPass, **parts: Any) -> None:
-        super().__init__(**parts)
-        self.joined = joined
+    worker: JoinedWorker
+    prompts: PackedPrompts
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.joined = self.worker.joined
         self._held: list[Sequence] | None = None  # whose decode step has blocks, and is not begun
         self._awaits_prompts = False
 
@@ -243,7 +274,7 @@ class JoinedStep(ResidentStep):
         self._begin_held()
         batch = self._to_run(sequences)
         if batch.rows:
-            self.rows.grow(batch)
+            self.planner.grow(batch)
             self._held, self._awaits_prompts = sequences, True
         return len(batch.rows)
 
@@ -275,58 +306,50 @@ class JoinedStep(ResidentStep):
         self._begin_held()
         return super().last_logits()
 
-    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See :class:`step.Step`."""
-        joined = [] if rows is not None else self.joined.captures(self._variants_of)
-        return joined + super().captures(rows)
-
-    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
-        """See :class:`step.Step`."""
-        joined = [] if rows is not None else self.joined.warm_ups(self._variants_of)
-        return joined + super().warm_ups(rows)
-
-    def largest_captures(self) -> list[Callable[[], object]]:
-        """See :class:`step.Step`."""
-        return self.joined.captures(self._variants_of)[:1] + super().largest_captures()
-
     @torch.inference_mode()
     def _begin_held(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            self._begin_step(held, self.rows.running())
+            self._begin_step(held, self.planner.running())
 
+    @torch.inference_mode()
     def _begin_joined(self, sequences: list[Sequence], counts: list[int]) -> None:
+        planner, prompts = self.planner, self.prompts
         whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
-        self.rows.check_room(len(whole))
+        planner.check_room(len(whole))
         held, self._held = self._held or [], None
-        decoding = self.rows.running()
-        self._in_flight.start()
+        decoding = planner.running()
+        self._start()
         with profile_range(STEP_RANGE):
-            self.rows.deactivate()  # before their places are given to prompts, which the layers have not seen
-            chunks = self.joined.packed.reserved(sequences, counts)
+            planner.deactivate()  # before their places are given to prompts, which the layers have not seen
+            chunks = prompts.reserved(sequences, counts)
             sizes = self.joined.sizes(int(decoding.indices[-1]) + 1, counts)
-            mode = self.next_tokens.chooser.mode([s.params for s in decoding.sequences + chunks.whole])
+            mode = self.worker.next_tokens.chooser.mode([s.params for s in decoding.sequences + chunks.whole])
             variant = self._variant(sizes.rows, decoding)
-            hidden = self.joined(sizes, chunks, variant, mode)
+            pieces = prompts.pieces(chunks, self.joined.layout.room)
+            words = self._filled(sizes, chunks, pieces)
+            self.worker.hidden = self.joined(sizes, words, pieces is not None, variant, mode)
             for sequence, n in zip(sequences, counts, strict=True):
                 sequence.n_cached += n
-            prefilled = self.rows.batch(chunks.whole) if whole else NO_ROWS
-            self._note_joined(sizes, hidden, decoding, prefilled, mode)
-        self._latest = hidden, held + whole, _of_hidden(sizes, decoding, prefilled)
+            prefilled = planner.batch(chunks.whole) if whole else NO_ROWS
+            self._note_joined(sizes, decoding, prefilled, mode)
+        self._latest = held + whole, _of_hidden(sizes, decoding, prefilled)
         if whole:
             self._listed = None
 
-    def _note_joined(
-        self, sizes: Sizes, hidden: Tensor, decoding: Batch, prefilled: Batch, mode: str
-    ) -> None:
+    def _filled(self, sizes: Sizes, chunks: Chunks, pieces: list[int] | None) -> np.ndarray:
+        layout = self.joined.layout
+        rows = layout.table_rows(sizes.places)[: len(chunks.counts)]
+        columns = tile_columns(chunks.starts, chunks.counts, rows, BLOCK_M, pieces)
+        return self.prompts.filled(chunks, columns, layout.shape(sizes.tokens, sizes.places))
+
+    def _note_joined(self, sizes: Sizes, decoding: Batch, prefilled: Batch, mode: str) -> None:
         both = _together(decoding, prefilled, prefilled.indices)
         asking = np.flatnonzero([s.logprobs is not None for s in both.sequences])
-        self._find_logprobs(
-            hidden, SamplingPlan(both, mode, asking), _of_hidden(sizes, decoding, prefilled).indices
-        )
-        self._in_flight.note("decode", decoding, has_logprobs=bool(asking.size))
-        self._in_flight.note("prefill", prefilled, has_logprobs=bool(asking.size))
-        self.rows.begin_step(both, np.union1d(np.arange(sizes.rows), prefilled.indices))
+        self._find_logprobs(SamplingPlan(both, mode, asking), _of_hidden(sizes, decoding, prefilled).indices)
+        self._note("decode", SamplingPlan(decoding, mode, asking))
+        self._note("prefill", SamplingPlan(prefilled, mode, asking))
+        self.planner.advance(both, np.union1d(np.arange(sizes.rows), prefilled.indices))
 
 
 def _of_hidden(sizes: Sizes, decoding: Batch, prefilled: Batch) -> Batch:
@@ -344,10 +367,6 @@ def check_serves(config: Arch) -> None:
     """Accept every model."""
 
 
-def build_step(model: Transformer, kernels: Kernels, prompts: Any, **parts: Any) -> JoinedStep:
+def build_step(model: Transformer, kernels: Kernels, **parts: Any) -> ResidentStep:
     """See ``exhibits.load_exhibit``."""
-    rows, graphs, bind = parts["rows"], parts["graphs"], parts["bind"]
-    packed = prompts.packed if isinstance(prompts, CapturedPrefill) else prompts
-    longest = rows.state.table.shape[1] * rows.blocks.block_size
-    joined = JoinedPass(packed, bind, graphs, len(rows) * longest, room_of(model, longest))
-    return JoinedStep(joined, prompts=prompts, **parts)
+    return JoinedStep.on(JoinedWorker(model, **parts), model)

@@ -35,6 +35,7 @@ from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.attention import PagedAttention
 from rosellm.roseinfer.layers.fused import Layers, embedded, norm_arguments
 from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.steps.worker import Worker
 from rosellm.triton_or_none import tl, triton
 
 PERSISTENT_ROWS = 8
@@ -560,4 +561,5 @@ def build_step(
     model: Transformer, kernels: Kernels, layers_for: Callable[[int], Layers], **parts: Any
 ) -> ResidentStep:
     """See ``exhibits.load_exhibit``."""
-    return ResidentStep(layers_for=persistent_for_few(layers_for, model, kernels), **parts)
+    worker = Worker(layers_for=persistent_for_few(layers_for, model, kernels), **parts)
+    return ResidentStep.on(worker, model)

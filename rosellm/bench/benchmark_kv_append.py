@@ -31,7 +31,7 @@ from rosellm.models.loading import resolve_device, resolve_dtype
 from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.kv_append_triton import kv_append_bytes, kv_append_ref
 from rosellm.roseinfer.steps.cuda_graph import record_graph
-from rosellm.roseinfer.steps.in_flight import Clock
+from rosellm.roseinfer.steps.worker import Clock
 
 CALLS = {"cuda": 50, "cpu": 5}
 ROTATED_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}

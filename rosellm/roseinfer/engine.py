@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
-from tqdm import tqdm
 
 from rosellm.errors import OptionError, PromptError, RoseError, SamplingError, describe
 from rosellm.models.arch import Arch
@@ -16,7 +15,6 @@ from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.budget import PREFILL_TOKENS, BlockBudget, kv_blocks_within_memory
-from rosellm.roseinfer.cache.commanded_blocks import CommandedBlocks
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.limits import Limits
@@ -102,9 +100,8 @@ class Engine(Owned):
         self.limits = Limits(self.config.vocab_size, self.config.n_positions, *sizes)
         self.budget = BlockBudget(self.blocks, self.prefix_cache, self.step.run_ahead)
         self._n_warmed = 0
-        group.broadcast("warm_up", self._warm_up)  # for followers; keeping the result would create a cycle
         if warm_up:
-            self._warm_up()
+            self.warm_up()
         self._n_requests = 0
         self._holders: set[Sequence] = set()
 
@@ -141,19 +138,7 @@ class Engine(Owned):
         rows: if given, only decode steps of that many sequences. Progress bars on stderr show compilations
         and captures that take longer than a second.
         """
-        self.group.broadcast("warm_up", self._warm_up)(rows)
-
-    @torch.inference_mode()
-    def _warm_up(self, rows: int | None = None) -> None:
-        runs = self.step.captures(rows)
-        if self.device.type == "cuda":
-            rehearsals = self._rehearsals_of(self.step) if rows is None else []
-            compile_ahead(rehearsals + self.step.warm_ups(rows))
-            runs = rehearsals + runs
-        for run in tqdm(runs, "warm-up", unit=" runs", delay=1, disable=not runs):
-            run()
-        if runs and self.device.type == "cuda":
-            GPUMemory(self.device).settle()  # frees memory cached by the runs before each capture
+        self.step.warm_up(rows, self._rehearsed_tokens)
         self._n_warmed = self.step.n_captured
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -278,8 +263,7 @@ class Engine(Owned):
     def _cache_of(self, n_blocks: int) -> KVBlockManager:
         c, model = self.model.config, self.model
         shape = c.n_layers, c.n_kv_heads, c.head_dim, self.block_size, n_blocks
-        parts = *shape, model.device, model.dtype, self.recipe.block_info, self.recipe.pool
-        return KVBlockManager(*parts) if self.group is ALONE else CommandedBlocks(self.group, *parts)
+        return KVBlockManager(*shape, model.device, model.dtype, self.recipe.block_info, self.recipe.pool)
 
     def _step_on(self, blocks: KVBlockManager) -> Step:
         sizes = self.max_batch_size, self.max_model_len
@@ -291,13 +275,14 @@ class Engine(Owned):
         memory = GPUMemory(self.device, self.group.least)
         if self.device.type == "cuda":
             step = self._step_on(self._cache_of(1))
-            compile_ahead(self._rehearsals_of(step) + step.warm_ups(self.max_batch_size))
+            compile_ahead(step.rehearsals(self._rehearsed_tokens) + step.warm_ups(self.max_batch_size))
             del step
         return working_bytes(lambda: self._step_on(self._cache_of(1)), self._most_prefill_tokens, memory)
 
-    def _rehearsals_of(self, step: Step) -> list[Callable[[], object]]:
-        """Return prefills that run every kernel of a prefill that is not captured."""
-        return step.rehearsals(min(self._most_prefill_tokens, CAPTURED_TOKENS + 1))
+    @property
+    def _rehearsed_tokens(self) -> int:
+        """Tokens of a prefill that is not captured, or the most there may be."""
+        return min(self._most_prefill_tokens, CAPTURED_TOKENS + 1)
 
     def _finish(self) -> None:
         for _ in self.step.collect():

@@ -16,8 +16,8 @@ def load_exhibit(name: str) -> ModuleType:
     """Return the module ``notebooks/exhibits/NAME.py`` of this checkout, loaded once.
 
     A recipe that names it calls two functions of it: ``check_serves(config)``, which raises ``RecipeError``
-    for a model that it cannot run, and ``build_step(model, kernels, **parts)``, which returns a
-    ``ResidentStep`` made of these parts. Raises ``RecipeError`` if there is no such file.
+    for a model that it cannot run, and ``build_step(model, kernels, **parts)``, which returns the
+    resident step on a ``Worker`` made of these parts. Raises ``RecipeError`` if there is no such file.
     """
     qualified = f"rosellm_exhibits_{name}"
     if qualified not in sys.modules:

@@ -14,30 +14,26 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.block_tables import TABLES
 from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
-from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
 from rosellm.roseinfer.layers.attention import Binder, build_binder
-from rosellm.roseinfer.layers.choosers import build_chooser
+from rosellm.roseinfer.layers.choosers import NextTokens, build_chooser
 from rosellm.roseinfer.layers.cut import cut_layers
 from rosellm.roseinfer.layers.cut_head import cut_chooser
 from rosellm.roseinfer.layers.fused import build_layers
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.ranks.group import ALONE, Group, Ranks
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, room_of
-from rosellm.roseinfer.steps.commanded_prefill import CommandedPrefill
 from rosellm.roseinfer.steps.cuda_graph import graphs_on
 from rosellm.roseinfer.steps.host import MASKS, HostStep
 from rosellm.roseinfer.steps.kv_append import AppendGate, build_append
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
-from rosellm.roseinfer.steps.next_tokens import NextTokens
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
 from rosellm.roseinfer.steps.prefill import Prefill
-from rosellm.roseinfer.steps.prompts import Prompts, PromptsByHost
 from rosellm.roseinfer.steps.resident import ResidentStep
-from rosellm.roseinfer.steps.rows import Rows
 from rosellm.roseinfer.steps.runner import ATTENTION, RUNNERS
+from rosellm.roseinfer.steps.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -309,7 +305,7 @@ def _resident_step(
     group: Group,
 ) -> ResidentStep:
     bind: Binder
-    counts = TokenCounts(n_rows, model.config.vocab_size, model.device, group)
+    counts = torch.zeros(n_rows, model.config.vocab_size, dtype=torch.int32, device=model.device)
     if recipe.numerics == "invariant":
         dependent = recipe.launch == "dependent" and model.device.type == "cuda"
         kernels = batch_invariant.invariant_kernels(kernels, dependent)
@@ -327,25 +323,26 @@ def _resident_step(
         bind = build_binder(recipe.attention, recipe.append, kernels, blocks, model)
         prefill_layers_for, chooser = layers_for, build_chooser(recipe.head, model, kernels, counts)
     state = DeviceState(n_rows + 1, width, model.device, model.config.eos_token_ids)  # the last is a spare
-    rows, next_tokens = Rows(state.first(n_rows), blocks, counts, group), NextTokens(chooser, kernels.advance)
+    next_tokens = NextTokens(chooser, kernels.advance)
     graphs = graphs_on(model.device) if recipe.runner == "graph" else None
-    prompts: Prompts = PromptsByHost(Prefill(model, blocks), rows, next_tokens)
-    if recipe.prefill != "padded":
-        inputs = model, kernels, prefill_layers_for, state, rows, next_tokens
-        packed = PackedPrefill(*inputs) if group is ALONE else CommandedPrefill(*inputs, group)
-        most_tokens = n_rows * width * blocks.block_size
-        room = 0 if recipe.numerics == "invariant" else room_of(model, width * blocks.block_size)
-        prompts = packed if graphs is None else CapturedPrefill(packed, graphs, most_tokens, room, group)
+    prompts: PackedPrefill | CapturedPrefill | None = None
+    if recipe.prefill == "packed":
+        prompts = PackedPrefill(model, kernels, prefill_layers_for, state, blocks, next_tokens)
+        if graphs is not None:
+            longest = width * blocks.block_size
+            room = 0 if recipe.numerics == "invariant" else room_of(model, longest)
+            prompts = CapturedPrefill(prompts, graphs, n_rows * longest, room)
     parts: dict[str, Any] = dict(
-        rows=rows,
+        state=state,
+        blocks=blocks,
+        counts=counts,
         layers_for=layers_for,
         bind=bind,
         next_tokens=next_tokens,
-        prompts=prompts,
         logprobs=LogprobRing(state.first(n_rows), chooser.logits, model.config, model.dtype, graphs),
         graphs=graphs,
-        group=group,
+        prompts=prompts,
     )
     if recipe.exhibit != "none":
         return load_exhibit(recipe.exhibit).build_step(model, kernels, **parts)
-    return ResidentStep(**parts)
+    return ResidentStep.on(Worker(**parts), model, group)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from time import perf_counter
 
 from rosellm.errors import RoseError
-from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.sampling import NO_TOKEN, SamplingParams
 from rosellm.roseinfer.text import IncrementalText
 
 # (token, logprob, rank) of a sampled token, then of the most likely ones.
@@ -181,3 +181,22 @@ class Sequence:
                 f"token {self.n_cached} of request {self.request_id} was {known} but became {token} "
                 "when it was decoded again"
             )
+
+
+def commit_tokens(
+    sequences: list[Sequence], tokens: list[int], n_cached: int
+) -> tuple[list[Sequence], list[Sequence]]:
+    """Give each sequence its token; ``n_cached`` more of its tokens are now in the KV cache.
+
+    Returns those that got a new token (``sequences`` itself if that is all), and those that failed because
+    there was no token (``NOT_FINITE``).
+    """
+    got: list[Sequence] = []
+    failed: list[Sequence] = []
+    for sequence, token in zip(sequences, tokens, strict=True):
+        if token < 0:
+            sequence.fail(NO_TOKEN)
+            failed.append(sequence)
+        elif sequence.commit(token, n_cached):
+            got.append(sequence)
+    return sequences if len(got) == len(sequences) else got, failed

@@ -1,7 +1,7 @@
 """Tensor parallelism: one engine on several GPUs of a host, or in several processes on a CPU.
 
 This process is rank 0. It starts the other ranks as processes, each of which loads its part of the model,
-builds the same engine over it, and then runs the commands that rank 0's engine broadcasts.
+builds the same engine over it, and then runs what rank 0's engine calls.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ def start_ranks(n_ranks: int, load: Load) -> Leader:
 
 def build_engine(leader: Leader, *parts: Any, **options: Any) -> Engine:
     """Build every rank's engine over its part, with the same options; return rank 0's."""
-    leader.tell(options)
+    leader.tell(options | {"warm_up": False})  # which rank 0's engine calls for
     with leader.guarded():
         engine = Engine(*parts, **options, group=leader)
-    graphs = engine.step.graphs if isinstance(engine.step, ResidentStep) else None
+    graphs = engine.step.worker.graphs if isinstance(engine.step, ResidentStep) else None
     weakref.finalize(engine, _close, leader, graphs)
     return engine
 
@@ -226,7 +226,8 @@ def _follow(follower: Follower, seat: _Seat, load: Load) -> None:
     model, _ = load.part(seat.part)
     engine = Engine(model, None, **follower.receive(), group=follower)
     with frozen_heap():
-        follower.follow()
+        assert isinstance(engine.step, ResidentStep)
+        follower.follow(engine.step.worker)
     del engine
 
 

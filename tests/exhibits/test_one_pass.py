@@ -22,6 +22,7 @@ from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
+from rosellm.roseinfer.steps.prompt_inputs import PromptInputs
 from tests.helpers import (
     MODERN,
     TRITON_DEVICES,
@@ -59,12 +60,13 @@ class Joins:
         self.tokens: list[int] = []
         joined = engine.step.joined
         run, engine.step.joined = joined, self
-        self.takes, self.sizes, self.captures, self.packed = run.takes, run.sizes, run.captures, run.packed
+        self.takes, self.sizes, self.layout, self.packed = run.takes, run.sizes, run.layout, run.packed
         self._run = run
 
-    def __call__(self, sizes, chunks, variant, mode):
-        self.tokens.append(sum(chunks.counts))
-        return self._run(sizes, chunks, variant, mode)
+    def __call__(self, sizes, words, *run):
+        inputs = PromptInputs.of(words, self.layout.shape(sizes.tokens, sizes.places))
+        self.tokens.append(int((inputs.positions >= 0).sum()))
+        return self._run(sizes, words, *run)
 
 
 def serve(engine: Engine, requests: list[Request], seed: int, **config) -> list[tuple[list[int], str]]:
@@ -189,7 +191,7 @@ def running_engine(n: int = 3, **options) -> tuple[Engine, list]:
 def layer_runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each run of the layers, from now on."""
     ran: list[int] = []
-    for owner in (engine.step, engine.step.joined.packed):
+    for owner in (engine.step.worker, engine.step.joined.packed):
         before = owner.layers_for
         monkeypatch.setattr(owner, "layers_for", lambda rows, b=before: (ran.append(rows), b(rows))[1])
     return ran
@@ -227,7 +229,9 @@ def test_a_step_without_prompts_is_the_decode_step_of_its_bucket(captured, monke
     engine, running = running_engine()
     ran = []
     monkeypatch.setattr(
-        engine.step, "_step", lambda *key, step=engine.step._step: (ran.append(key), step(*key))[1]
+        engine.step.worker,
+        "step",
+        lambda *key, step=engine.step.worker.step: (ran.append(key), step(*key))[1],
     )
     joins = Joins(engine)
     engine.begin_decode(running)
@@ -360,11 +364,11 @@ def test_a_released_row_that_a_prompt_takes_is_inert_when_the_layers_run(monkeyp
     (late,) = greedy_sequences(engine, random_prompts([24]), 6)
     joined, seen = engine.step.joined, []
     run = joined._run_layers
-    noted = lambda *given: (seen.append(engine.step.state.positions[:8].tolist()), run(*given))[1]  # noqa: E731
+    noted = lambda *given: (seen.append(engine.step.worker.state.positions[:8].tolist()), run(*given))[1]  # noqa: E731
     monkeypatch.setattr(joined, "_run_layers", noted)
     engine.begin_decode(running[1:])
     engine.begin_prefill([late])
-    assert engine.step.rows.batch([late]).indices == [0]
+    assert engine.step.planner.batch([late]).indices == [0]
     assert seen == [[-1] + [6] * 6 + [-1]]
 
 
@@ -392,10 +396,10 @@ def test_the_rounds_of_rows_are_the_same_on_host_and_device_after_joined_steps(c
         engine.begin_prefill(late, [6, 1 + n % 2])
         list(engine.step.collect())
         engine.release(late[n % 2])
-    rows = engine.step.rows
+    rows = engine.step.planner
     live = rows.batch([s for s in rows.sequences]).indices
-    assert engine.step.state.rounds[live].tolist() == rows.round[live].tolist()
-    idle = engine.step.state.rounds[:16].tolist()
+    assert engine.step.worker.state.rounds[live].tolist() == rows.round[live].tolist()
+    idle = engine.step.worker.state.rounds[:16].tolist()
     assert idle == rows.round[:16].tolist()
 
 

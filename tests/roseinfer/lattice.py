@@ -308,7 +308,7 @@ class Witness:
         engine.begin_prefill, engine.begin_decode = self._see_prefill, self._see_decode
         self._clone_block, engine.blocks.clone_block = engine.blocks.clone_block, self._see_clone
         if isinstance(engine.step, ResidentStep):
-            rows = engine.step.rows
+            rows = engine.step.planner
             self._move, rows._move = rows._move, self._see_move
 
     def _see_prefill(self, sequences: list[Sequence], counts: list[int]) -> list[Sequence]:

@@ -102,8 +102,8 @@ def assert_runner(engine: Engine, combination: Combination) -> None:
     assert engine.recipe == combination.recipe() and engine.deterministic == combination.deterministic
     is_graph, on_gpu = combination.runner == "graph", engine.device.type == "cuda"
     if isinstance(engine.step, ResidentStep):
-        assert (engine.step.graphs is not None) == (is_graph and on_gpu)
-        assert engine.step._steps
+        assert (engine.step.worker.graphs is not None) == (is_graph and on_gpu)
+        assert engine.step.worker._steps
         return
     runner = engine.step.runner
     assert type(runner) is (GraphRunner if is_graph else EagerRunner)

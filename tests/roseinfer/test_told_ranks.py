@@ -71,6 +71,6 @@ def test_any_program_gives_the_tokens_of_one_rank_and_leaves_both_in_one_state(e
     sequence = leader.make_sequence([1, 2], SamplingParams(temperature=0.0, max_tokens=2))
     leader.prefill([sequence])
     leader.step.last_logits()  # rank 1's are among them, so it has run all that was told before
-    states = [engine.step.state.rows[:, :FIELDS] for engine in (leader, *others)]
+    states = [engine.step.worker.state.rows[:, :FIELDS] for engine in (leader, *others)]
     assert torch.equal(*states)
     leader.release(sequence)

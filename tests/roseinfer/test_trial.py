@@ -107,7 +107,7 @@ def test_an_engine_tries_the_largest_prefill_and_decode_steps_on_one_block(captu
     assert engine._working_bytes() > 0
     assert [blocks.max_blocks_per_layer for blocks, _ in tried] == [1, 1]
     for _, step in tried:
-        assert max(step.prompts._layer_runs) == (384, "few")  # 5 sequences of 64 tokens
+        assert max(step.worker.prompts._layer_runs) == (384, "few")  # 5 sequences of 64 tokens
         assert {bucket for bucket, _, _ in step._steps} == {5}
         assert {mode for _, mode, _ in step._steps} == set(step.next_tokens.chooser.modes)
         assert max(step.logprobs._runs) == SIZES[-1]

@@ -139,8 +139,8 @@ def _head(model: Transformer, bench: Callable[..., Bench], batch: int, context: 
     def pad(engine: Engine) -> None:
         kernels, step = engine.kernels, cast(ResidentStep, engine.step)
         padded, vocab = model.padded_head, len(model.lm_head.weight)
-        step.next_tokens.chooser = LogitsChooser(
-            lambda hidden: F.linear(hidden, padded)[:, :vocab], kernels, step.rows.counts
+        step.worker.next_tokens.chooser = LogitsChooser(
+            lambda hidden: F.linear(hidden, padded)[:, :vocab], kernels, step.worker.counts
         )
 
     return {"vocabulary padded": partial(bench, BEFORE["fused_head"], prepare=pad)}

@@ -81,9 +81,9 @@ def launched(choose: Callable[..., Variant]) -> Callable[[Engine], None]:
 
     def prepare(engine: Engine) -> None:
         step = engine.step
-        if not (isinstance(step, ResidentStep) and isinstance(step.bind, AppendAndAttend)):
+        if not (isinstance(step, ResidentStep) and isinstance(step.worker.bind, AppendAndAttend)):
             raise RecipeError(f"attention of kernels {engine.kernels.name!r} is not launched in variants")
-        step.bind.choose = choose
+        step.worker.bind.choose = choose
 
     return prepare
 

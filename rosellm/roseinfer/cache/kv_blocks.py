@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -65,8 +65,10 @@ class KVBlockManager:
     in; methods that add tokens extend those lists in place. A full shared block is never cloned: a new block
     follows it. A partly filled shared block is cloned before the first write (copy on write), so other
     holders are unaffected. ``KVCacheExhausted`` is raised before anything changes. ``pool_of[layer]`` is a
-    layer's pool.
+    layer's pool. ``copy_on_ranks``: runs :meth:`copy_block` on every rank, or None if there is one.
     """
+
+    copy_on_ranks: Callable[[int, int, int], object] | None = None
 
     def __init__(
         self,
@@ -206,11 +208,15 @@ class KVBlockManager:
             self._raise_exhausted(pool, 1)
         clone = self._allocate(pool, self._infos[block_id].start, length)
         source, target = self._infos[block_id].block_index, self._infos[clone].block_index
+        (self.copy_on_ranks or self.copy_block)(pool, source, target)
+        self.free_blocks([block_id])
+        return clone
+
+    def copy_block(self, pool: int, source: int, target: int) -> None:
+        """Copy keys and values of block ``source`` of a pool to ``target``, in every layer of the pool."""
         for cache in (self.k_cache, self.v_cache):
             layers = cache.unflatten(0, (self.num_pools, -1))[pool]  # [layers of the pool, N_BLOCKS, ...]
             layers[:, target].copy_(layers[:, source])
-        self.free_blocks([block_id])
-        return clone
 
     def append_token(self, layer_idx: int, block_ids: list[int], key_new: Tensor, value_new: Tensor) -> None:
         """Append a token to one sequence: key_new, value_new ``[H, D]``; ``block_ids`` is extended in place.

@@ -1,35 +1,28 @@
-"""Device-side counts of the tokens that requests with penalties have seen."""
+"""Which row of the device's table of token counts each request with penalties has."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence as SequenceOf
 from itertools import repeat
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from rosellm.roseinfer.cache.staging import StagingBuffer
-from rosellm.roseinfer.ranks.group import ALONE, Group
+from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 
 
 class TokenCounts:
-    """A table ``[S, V]`` int32, with a row for each request that has penalties.
+    """Rows of a table ``[S, V]`` int32 on the device, one for each request that has penalties.
 
     An entry is twice the token's number of occurrences in the output, plus 1 if it is in the prompt. The last
-    output token is not included; a step counts it as it begins (``penalties.count_tokens``). Captured steps
-    read the table by address, so it is allocated up front and never replaced; it is small compared with the
-    KV cache (S = 256, V = 151,936: 156 MB).
+    output token is not included; a step counts it as it begins (``penalties.count_tokens``). call: runs a
+    method of the worker, which holds the table.
     """
 
-    def __init__(self, n_rows: int, vocab_size: int, device: torch.device, group: Group = ALONE) -> None:
-        self.table = torch.zeros(n_rows, vocab_size, dtype=torch.int32, device=device)
-        self._staging = StagingBuffer(device, torch.int32)
+    def __init__(self, n_rows: int, call: Call) -> None:
+        self._call = call
         self._place_of: dict[Sequence, int] = {}
         self._free = list(range(n_rows))  # min-heap
-        self._write = group.broadcast("counts", self._apply_write)
 
     def hold(self, sequences: list[Sequence], positions: list[int]) -> list[int]:
         """Upload the counts of tokens before each sequence's position; return 1 + each sequence's table row.
@@ -58,21 +51,10 @@ class TokenCounts:
 
     def _send(self, places: list[int], seen: list[tuple[np.ndarray, np.ndarray]]) -> None:
         """Overwrite these table rows with the given tokens and numbers, and 0 elsewhere."""
-        n, lengths = len(places), [len(tokens) for tokens, _ in seen]
-        host = self._staging.host(n + 3 * sum(lengths))
-        host[:n] = places
-        cells = host[n:].reshape(3, -1)
-        cells[0] = np.repeat(places, lengths)
-        for row, arrays in zip(cells[1:], zip(*seen, strict=True), strict=True):
-            np.concatenate(arrays, out=row)
-        self._write(host, n)
-
-    def _apply_write(self, host: np.ndarray, n: int) -> None:
-        """Apply the update to the table on the device; n: the number of rows."""
-        sent = self._staging.put(host).send()
-        place, token, number = sent[n:].view(3, -1)
-        self.table.index_fill_(0, sent[:n].long(), 0)
-        self.table[place.long(), token.long()] = number
+        tokens, numbers = (np.concatenate(arrays) for arrays in zip(*seen, strict=True))
+        place = np.repeat(places, [len(own) for own, _ in seen])
+        words = np.concatenate((places, place, tokens, numbers)).astype(np.int32)
+        self._call("write_counts", words, len(places))
 
 
 def seen_tokens(sequence: Sequence, position: int) -> tuple[np.ndarray, np.ndarray]:
@@ -84,12 +66,3 @@ def seen_tokens(sequence: Sequence, position: int) -> tuple[np.ndarray, np.ndarr
     for token in sequence.tokens[sequence.n_prompt : position]:
         numbers[token] = numbers.get(token, 0) + 2
     return np.array(list(numbers), np.int32), np.array(list(numbers.values()), np.int32)
-
-
-def counts_of(sequences: SequenceOf[Sequence], vocab_size: int, device: torch.device) -> Tensor:
-    """Return the counts of all tokens that each sequence has seen, ``[B, V]`` int32."""
-    counts = torch.zeros(len(sequences), vocab_size, dtype=torch.int32)
-    for row, sequence in zip(counts.numpy(), sequences, strict=True):
-        tokens, numbers = seen_tokens(sequence, len(sequence.tokens))
-        row[tokens] = numbers
-    return counts.to(device)

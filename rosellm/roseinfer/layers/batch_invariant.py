@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Variant
 from rosellm.roseinfer.kernels.filtered_head import filtered_shape, make_filtered_tiles
@@ -144,7 +143,7 @@ class InvariantAppendAndAttend(AppendAndAttend):
 class InvariantChooser(FusedChooser):
     """Computes full logits, too, by the kernel with a fixed summation order, from fp32 partial sums."""
 
-    def __init__(self, model: Transformer, kernels: Kernels, counts: TokenCounts) -> None:
+    def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor) -> None:
         super().__init__(model, kernels, counts)
         self.linear = kernels.some_rows_linear
 
@@ -152,7 +151,7 @@ class InvariantChooser(FusedChooser):
         return self.linear(x=hidden, weight=self.padded, parts=2).sum(dim=0)[:, : len(self.weight)]
 
 
-def invariant_chooser(model: Transformer, kernels: Kernels, counts: TokenCounts) -> Chooser:
+def invariant_chooser(model: Transformer, kernels: Kernels, counts: Tensor) -> Chooser:
     if kernels.name == "torch":
         weight = model.lm_head.weight
         return LogitsChooser(

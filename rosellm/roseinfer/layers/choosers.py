@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.draw import draw, likeliest
 from rosellm.roseinfer.kernels.filtered_head import penalised_rows_ref
 from rosellm.roseinfer.kernels.table import Kernels
@@ -52,12 +52,12 @@ def mode_of(params: list[SamplingParams]) -> str:
 class LogitsChooser:
     """Computes all logits, then an argmax, or a draw if any request is not greedy.
 
-    counts: counts of the tokens that penalised requests have seen.
+    counts ``[S, V]``: of the tokens that penalised requests have seen (``token_counts``).
     """
 
     modes: tuple[str, ...] = ("greedy", "drawn", "penalised")
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], kernels: Kernels, counts: TokenCounts) -> None:
+    def __init__(self, logits: Callable[[Tensor], Tensor], kernels: Kernels, counts: Tensor) -> None:
         self.logits, self.counts = logits, counts
         self.noise, self.count_tokens = kernels.gumbel_noise, kernels.count_tokens
 
@@ -68,8 +68,8 @@ class LogitsChooser:
     def __call__(self, hidden: Tensor, state: DeviceState, mode: str) -> tuple[Tensor | None, Tensor]:
         logits = self.logits(hidden)
         if mode == "penalised":
-            self.count_tokens(state=state, table=self.counts.table)
-            logits = penalised_rows_ref(logits, state, self.counts.table)
+            self.count_tokens(state=state, table=self.counts)
+            logits = penalised_rows_ref(logits, state, self.counts)
         tokens = likeliest(logits) if mode == "greedy" else draw_for(state, logits, self.noise)
         return None, tokens[:, None]
 
@@ -84,7 +84,7 @@ class FusedChooser:
 
     modes: tuple[str, ...] = MODES
 
-    def __init__(self, model: Transformer, kernels: Kernels, counts: TokenCounts) -> None:
+    def __init__(self, model: Transformer, kernels: Kernels, counts: Tensor) -> None:
         self.kernels, self.counts = kernels, counts
         self.weight = model.lm_head.weight
         self.padded = model.padded_head
@@ -113,8 +113,23 @@ class FusedChooser:
         return tiles.values, tiles.indices
 
     def _counted(self, state: DeviceState) -> Tensor:
-        self.kernels.count_tokens(state=state, table=self.counts.table)
-        return self.counts.table
+        self.kernels.count_tokens(state=state, table=self.counts)
+        return self.counts
+
+
+@dataclass
+class NextTokens:
+    """Chooses tokens, and advances the rows that get them (``kernels.advance.advance_ref``)."""
+
+    chooser: Chooser
+    advance: Callable[..., None]
+
+    def __call__(
+        self, hidden: Tensor, settings: DeviceState, mode: str, state: DeviceState, slots: Tensor
+    ) -> None:
+        """Advance rows ``slots [n]`` int64 of ``state``. hidden ``[n, C]``; settings: n rows of a state."""
+        values, indices = self.chooser(hidden, settings, mode)
+        self.advance(state=state, slots=slots, values=values, indices=indices)
 
 
 def fp32_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -130,7 +145,7 @@ def draw_for(state: DeviceState, logits: Tensor, noise: Callable[..., Tensor]) -
     return draw(logits, *filters, state.seeds, state.positions + 1, noise)  # positions of the tokens drawn
 
 
-def build_chooser(head: str, model: Transformer, kernels: Kernels, counts: TokenCounts) -> Chooser:
+def build_chooser(head: str, model: Transformer, kernels: Kernels, counts: Tensor) -> Chooser:
     """Return the chooser for a recipe's ``head``; on a CPU, "fused" packs the head's weights for oneDNN."""
     if head == "logits":
         return LogitsChooser(model.logits, kernels, counts)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers.choosers import MODES, Chooser, LogitsChooser, fp32_product, mode_of
@@ -44,7 +43,7 @@ class CutChooser(LogitsChooser):
     modes: tuple[str, ...] = MODES
 
     def __init__(
-        self, model: Transformer, kernels: Kernels, counts: TokenCounts, own: Logits, ranks: Ranks
+        self, model: Transformer, kernels: Kernels, counts: Tensor, own: Logits, ranks: Ranks
     ) -> None:
         super().__init__(GatheredLogits(own, model, ranks), kernels, counts)
         self._best, self._own, self._ranks = kernels.best_tokens, own, ranks
@@ -89,9 +88,7 @@ class CutChooser(LogitsChooser):
         return values.view(torch.float32), indices
 
 
-def cut_chooser(
-    head: str, model: Transformer, kernels: Kernels, counts: TokenCounts, ranks: Ranks
-) -> Chooser:
+def cut_chooser(head: str, model: Transformer, kernels: Kernels, counts: Tensor, ranks: Ranks) -> Chooser:
     """Build one rank's chooser, as ``choosers.build_chooser`` does for a whole model."""
     if head == "logits":
         return LogitsChooser(GatheredLogits(model.logits, model, ranks), kernels, counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rosellm.roseinfer.cache.token_counts import counts_of
+from rosellm.roseinfer.cache.token_counts import seen_tokens
 from rosellm.roseinfer.kernels.draw import Noise, draw, finite_only, penalised_ref
 from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.request import Sequence
@@ -49,3 +49,12 @@ class Sampler:
         temperature, top_p, min_p = reals.to(logits.device).T
         top_k, seeds, positions = integers.to(logits.device)
         return draw(logits, temperature, top_k, top_p, min_p, seeds, positions, self.noise)
+
+
+def counts_of(sequences: list[Sequence], vocab_size: int, device: torch.device) -> Tensor:
+    """Return the counts of all tokens that each sequence has seen, ``[B, V]`` int32 (``TokenCounts``)."""
+    counts = torch.zeros(len(sequences), vocab_size, dtype=torch.int32)
+    for row, sequence in zip(counts.numpy(), sequences, strict=True):
+        tokens, numbers = seen_tokens(sequence, len(sequence.tokens))
+        row[tokens] = numbers
+    return counts.to(device)

@@ -1,1 +1,1 @@
-"""The ranks of one engine: collectives, command broadcast and failure detection."""
+"""The ranks of one engine: collectives, calls sent to every rank, and failure detection."""

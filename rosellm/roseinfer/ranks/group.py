@@ -1,22 +1,21 @@
 """The ranks that run one engine together, as seen by its components.
 
-Rank 0 schedules. Its device work is broadcast to every other rank as commands, each made of a name, scalar
-arguments and the array that rank 0 has staged.
+Rank 0 plans. What its planner asks of its worker by name, with numbers, strings and arrays, runs on every
+rank's worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from rosellm.models.part import WHOLE, Part
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Call = Callable[..., Any]  # a method's name, and its arguments
 
 
 class Group(Protocol):
@@ -26,10 +25,10 @@ class Group(Protocol):
     def part(self) -> Part:
         """This rank's part of the model."""
 
-    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
-        """Wrap the method ``run`` for rank 0: a call runs every rank's method of that name, in call order.
+    def caller(self, worker: object) -> Call:
+        """Return a function that runs a method of ``worker`` by name, and the same on every other rank.
 
-        Arguments may be numbers, strings, arrays, and tensors that an earlier command returned.
+        Its arguments are numbers, strings and arrays; it returns what this rank's worker returns.
         """
 
     def check(self) -> None:
@@ -58,9 +57,9 @@ class Alone:
 
     part: Part = WHOLE
 
-    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
-        """Return ``run`` unchanged."""
-        return run
+    def caller(self, worker: object) -> Call:
+        """Return a function that runs a method of ``worker`` by name."""
+        return lambda name, *arguments: getattr(worker, name)(*arguments)
 
     def check(self) -> None:
         """Do nothing: there is no other rank that could fail."""

@@ -1,31 +1,25 @@
-"""The members of a group: rank 0, which broadcasts commands, and the followers that run them."""
+"""The members of a group: rank 0, which sends calls, and the followers, which run them too."""
 
 from __future__ import annotations
 
 import pickle
-import weakref
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from threading import Thread
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch import Tensor
 
 from rosellm.errors import RankError, RoseError, describe
 from rosellm.models.part import Part
 from rosellm.roseinfer.ranks.collectives import Collectives
+from rosellm.roseinfer.ranks.group import ALONE, Call
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 from rosellm.roseinfer.ranks.watch import Watch
 
 P = ParamSpec("P")
 T = TypeVar("T")
 A_REASON_WITHIN_S, ABORTED_WITHIN_S = 2.0, 3.0
-
-
-class _Result(NamedTuple):
-    """Placeholder for the tensor that the latest command of that name returned."""
-
-    name: str
 
 
 class _Member:
@@ -54,21 +48,18 @@ class _Member:
 
 
 class Follower(_Member):
-    """A non-zero rank: runs rank 0's commands until the pipe closes.
+    """A non-zero rank: runs rank 0's calls until the pipe closes.
 
-    is_busy: a command is running; is_waiting: it is blocked in a collective.
+    is_busy: a call is running; is_waiting: it is blocked in a collective.
     """
 
     def __init__(self, part: Part, pipe: Connection) -> None:
         super().__init__(part)
         self._pipe, self.is_busy, self.is_waiting = pipe, False, False
-        self._runs: dict[str, weakref.WeakMethod] = {}
-        self._results: dict[str, Any] = {}
 
-    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
-        """See ``group.Group``; the latest method registered under that name is run."""
-        self._runs[name] = weakref.WeakMethod(run)  # weak: steps built for memory trials must not stay alive
-        return run
+    def caller(self, worker: object) -> Call:
+        """See ``group.Group``; only rank 0 calls."""
+        return ALONE.caller(worker)
 
     def summed(self, x: Tensor) -> Tensor:
         """See ``group.Ranks``."""
@@ -89,16 +80,15 @@ class Follower(_Member):
         """Receive rank 0's next message; raises ``EOFError`` once the pipe is closed."""
         return pickle.loads(self._pipe.recv_bytes())
 
-    def follow(self) -> None:
-        """Run commands until rank 0 closes the pipe."""
+    def follow(self, worker: object) -> None:
+        """Run rank 0's calls on ``worker`` until rank 0 closes the pipe."""
         while True:
             try:
                 name, arguments = self.receive()
             except EOFError:
                 return
-            given = [self._results[a.name] if isinstance(a, _Result) else a for a in arguments]
             self.is_busy = True
-            self._results[name] = self._run(name)(*given)
+            getattr(worker, name)(*arguments)
             self.is_busy = False
 
     def _with_others(self, run: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -107,14 +97,9 @@ class Follower(_Member):
         self.is_waiting = False
         return result
 
-    def _run(self, name: str) -> Callable[..., Any]:
-        run = self._runs[name]()
-        assert run is not None, name
-        return run
-
 
 class Leader(_Member):
-    """Rank 0: broadcasts each command to the other ranks, then runs it itself.
+    """Rank 0: sends each call to the other ranks, then runs it itself.
 
     An error in its own part would leave the others waiting for it, so it ends the group. end: ends the other
     ranks' processes if they still run.
@@ -123,22 +108,17 @@ class Leader(_Member):
     def __init__(self, part: Part, pipes: list[Connection], watch: Watch, end: Callable[[], object]) -> None:
         super().__init__(part)
         self._pipes, self._watch, self._end = pipes, watch, end
-        self._results: dict[str, weakref.ref[Tensor]] = {}
 
-    def broadcast(self, name: str, run: Callable[P, T]) -> Callable[P, T]:
+    def caller(self, worker: object) -> Call:
         """See ``group.Group``."""
+        run = ALONE.caller(worker)
 
-        own: Callable[..., T] = run
-
-        def led(*arguments: Any) -> Any:
-            self.tell((name, [self._named(a) if isinstance(a, Tensor) else a for a in arguments]))
+        def call(name: str, *arguments: Any) -> Any:
+            self.tell((name, arguments))
             with self.guarded():
-                result = own(*arguments)
-            if isinstance(result, Tensor):
-                self._results[name] = weakref.ref(result)
-            return result
+                return run(name, *arguments)
 
-        return cast("Callable[P, T]", led)
+        return call
 
     def tell(self, what: Any) -> None:
         """Send ``what``, pickled, to all other ranks; messages arrive in order."""
@@ -178,18 +158,12 @@ class Leader(_Member):
             aborting.join(ABORTED_WITHIN_S)
 
     def close(self, reason: str = "it was closed") -> None:
-        """End the other ranks; later commands raise ``RankError`` with ``reason``."""
+        """End the other ranks; later calls raise ``RankError`` with ``reason``."""
         self._watch.stop(reason)
         self._end()
 
     def _raise_reason(self, error: BaseException | None = None) -> NoReturn:
         raise RankError(f"{self._watch.reason}; the engine has ended; make another") from error
-
-    def _named(self, tensor: Tensor) -> _Result:
-        for name, known in self._results.items():
-            if known() is tensor:
-                return _Result(name)
-        raise RoseError("the other ranks no longer hold the tensors of an earlier step")
 
 
 class _Guard:

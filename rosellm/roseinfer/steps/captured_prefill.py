@@ -10,6 +10,7 @@ takes its keys in pieces (``prefill_tiles``).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,14 +20,9 @@ from torch import Tensor
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, room_for
 from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX
-from rosellm.roseinfer.profile_range import profile_range
-from rosellm.roseinfer.ranks.group import ALONE, Group
-from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
-from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
-from rosellm.roseinfer.steps.prompt_buffer import FEW, PromptBuffer, Tiling
-from rosellm.roseinfer.steps.rows import NO_ROWS, Batch
+from rosellm.roseinfer.steps.prompt_inputs import FEW, PromptInputs, PromptLayout, Shape, Tiling
 
 CAPTURED_TOKENS = 4096
 FEW_TOKENS = 1024  # of more, a program without a tile is little beside what there is to compute
@@ -70,42 +66,83 @@ def room_of(model: Transformer, most_positions: int) -> int:
     return room_for(model.dtype, c.head_dim, c.n_heads, c.group, num_sms)
 
 
+class PromptBuffer:
+    """The device buffer ``[words]`` int32 that captured prefills read, at fixed addresses."""
+
+    def __init__(self, packed: PackedPrefill, layout: PromptLayout) -> None:
+        self.packed, self.layout = packed, layout
+        device = packed.state.rows.device
+        self.words = torch.zeros(layout.largest.words, dtype=torch.int32, device=device)
+
+    def layer_inputs(self, tokens: int, tiling: Tiling = "many") -> PromptInputs[Tensor]:
+        """Return what a run of the layers reads, however many of the places are sent."""
+        inputs = self._inputs(self.layout.shape(tokens, self.layout.most_places))
+        return replace(inputs, columns=inputs.columns[:, : self.layout.n_tiles(tokens, tiling)])
+
+    def place_inputs(self, places: int) -> PromptInputs[Tensor]:
+        """Return what a choice of first tokens reads, whatever the number of tokens."""
+        return self._inputs(self.layout.shape(1, places))
+
+    def send(self, words: np.ndarray, tokens: int, places: int) -> None:
+        """Send the inputs of a run of this size."""
+        self.packed.send(words, self.words[self.layout.span(self.layout.shape(tokens, places))])
+
+    def send_inert(self, tokens: int, places: int) -> None:
+        """Send inputs of a run that writes nothing but the spare row."""
+        self.send(self.packed.inert(self.layout.shape(tokens, places)), tokens, places)
+
+    def inertly(self, tokens: int, places: int, run: Callable[[], object]) -> None:
+        """Call ``run`` with such inputs."""
+        self.send_inert(tokens, places)
+        run()
+
+    def _inputs(self, shape: Shape) -> PromptInputs[Tensor]:
+        return PromptInputs.of(self.words[self.layout.span(shape)], shape)
+
+
 class CapturedPrefill:
     """What ``packed`` does, padded with inert tokens and places, and replayed.
 
-    Launching its kernels takes the host longer than running them takes the GPU. More than ``CAPTURED_TOKENS``
-    tokens, or ``PLACES[-1]`` sequences, are left to ``packed``. All graphs read one buffer. most_tokens: no
-    prefill has more; larger graphs are not captured. room: see :func:`room_of`; 0: keys are never cut.
+    Launching its kernels takes the host longer than running them takes the GPU. More than ``most_tokens``
+    tokens (``CAPTURED_TOKENS``, or fewer if no prefill has more), or ``PLACES[-1]`` sequences, are left to
+    ``packed``. All graphs read one buffer. room: see :func:`room_of`; 0: keys are never cut.
     """
 
-    def __init__(
-        self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, room: int = 0, group: Group = ALONE
-    ) -> None:
+    def __init__(self, packed: PackedPrefill, graphs: Graphs, most_tokens: int, room: int = 0) -> None:
         self.packed, self._graphs = packed, graphs
-        self._most_tokens = min(bucket_of(most_tokens), CAPTURED_TOKENS)
-        self._buffer = PromptBuffer(packed, self._most_tokens, PLACES[-1], room)
-        model, width = packed.model, packed.model.config.d_model
-        self._hidden = torch.zeros(self._most_tokens, width, dtype=model.dtype, device=model.device)
+        self.spare, self.row_words = packed.spare, packed.row_words
+        self.most_tokens = min(bucket_of(most_tokens), CAPTURED_TOKENS)
+        self.buffer = PromptBuffer(packed, PromptLayout(self.most_tokens, PLACES[-1], room, self.row_words))
+        model = packed.model
+        self._hidden = torch.zeros(
+            self.most_tokens, model.config.d_model, dtype=model.dtype, device=model.device
+        )
         self._layer_runs: dict[LayerSize, Callable[[], object]] = {}
         self._token_runs: dict[tuple[int, str], Callable[[], Tensor]] = {}
-        self._prepare = group.broadcast("capture_prefill", self._prepared)
-        self._replay = group.broadcast("captured_prefill", self._run_replay)
 
-    @torch.inference_mode()
-    def run(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor, Batch]:
-        """See :class:`prompts.Prompts`; what is not captured yet is captured first."""
-        if sum(counts) > self._most_tokens or len(counts) > PLACES[-1]:
-            return self.packed.run(sequences, counts)
-        with profile_range(PREFILL_RANGE):
-            chunks = self.packed.reserved(sequences, counts)
-            pieces = self.packed.pieces(chunks, self._buffer.room)
-            size = layer_size(sum(counts), len(counts), pieces is not None)
-            places, mode = places_for(len(counts)), self.packed.mode_of(chunks) if chunks.n_whole else None
-            if not self._has(size, places, mode):
-                self._prepare(*size, places, mode)
-            host = self._buffer.fill(chunks, size[0], places, pieces)
-            hidden = self._replay(host, *size, places, mode)
-            return hidden, self.packed.rows.batch(chunks.whole) if chunks.n_whole else NO_ROWS
+    def takes(self, n_tokens: int, n_prompts: int) -> bool:
+        """Return whether a captured run is large enough."""
+        return n_tokens <= self.most_tokens and n_prompts <= self.layout.most_places
+
+    @property
+    def layout(self) -> PromptLayout:
+        return self.buffer.layout
+
+    def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> Tensor:
+        """See ``PackedPrefill``; what is larger than all graphs is launched from Python."""
+        return self.packed.run(words, shape, mode)
+
+    def replay(self, words: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None) -> Tensor:
+        """Run ``words`` of ``layout.shape(tokens, places)``; what is not captured yet is captured first.
+
+        mode: for choosing first tokens, None if there are none. Capturing stages inert inputs, so nothing
+        else may be staged before it.
+        """
+        run_layers = self._layer_run(tokens, tiling)
+        choose = None if mode is None else self._token_run(places, mode)
+        self.buffer.send(words, tokens, places)
+        run_layers()
+        return self._hidden if choose is None else choose()
 
     def captures(self) -> list[Callable[[], object]]:
         """Calls that capture what is not captured yet, the largest first."""
@@ -119,9 +156,9 @@ class CapturedPrefill:
         runs: list[Callable[[], object]] = []
         for size in self._layer_sizes():
             run = partial(self._run_layers, *size)
-            runs.append(partial(self._buffer.inertly, size[0], PLACES[-1], run))
+            runs.append(partial(self.buffer.inertly, size[0], PLACES[-1], run))
         for places, mode in self._token_kinds():
-            runs.append(partial(self._buffer.inertly, 1, places, partial(self._choose, places, mode)))
+            runs.append(partial(self.buffer.inertly, 1, places, partial(self._choose, places, mode)))
         return runs
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
@@ -133,34 +170,17 @@ class CapturedPrefill:
 
         Tiles are in pieces if there may be fewer of them than there is room for.
         """
-        most_in_pieces = min(self._most_tokens, (self._buffer.room - 1) * BLOCK_M)
-        tokens, most_prompts = range(1, self._most_tokens + 1), len(self.packed.rows)
+        most_in_pieces = min(self.most_tokens, (self.layout.room - 1) * BLOCK_M)
+        tokens, most_prompts = range(1, self.most_tokens + 1), self.spare
         whole = {layer_size(n, m, False) for n in tokens for m in (1, min(n, most_prompts))}
         in_pieces = {layer_size(n, 1, True) for n in range(1, most_in_pieces + 1)}
         return sorted(whole | in_pieces, reverse=True)
 
     def _token_kinds(self) -> list[tuple[int, str]]:
         """Places and mode of the captured choices of first tokens, the most places first."""
-        most = places_for(min(len(self.packed.rows), PLACES[-1]))
+        most = places_for(min(self.spare, PLACES[-1]))
         modes = self.packed.next_tokens.chooser.modes
         return [(n, mode) for n in reversed(PLACES) if n <= most for mode in modes]
-
-    def _run_replay(
-        self, host: np.ndarray, tokens: int, tiling: Tiling, places: int, mode: str | None
-    ) -> Tensor:
-        """The part of :meth:`run` on the device; mode: of choosing first tokens, None if there are none."""
-        self._buffer.send(host, tokens, places)
-        self._layer_run(tokens, tiling)()
-        return self._hidden if mode is None else self._token_run(places, mode)()
-
-    def _has(self, size: LayerSize, places: int, mode: str | None) -> bool:
-        return size in self._layer_runs and (mode is None or (places, mode) in self._token_runs)
-
-    def _prepared(self, tokens: int, tiling: Tiling, places: int, mode: str | None) -> None:
-        """Capture what :meth:`_run_replay` would; inert inputs are staged for it, so nothing else may be."""
-        self._layer_run(tokens, tiling)
-        if mode is not None:
-            self._token_run(places, mode)
 
     def _layer_run(self, tokens: int, tiling: Tiling) -> Callable[[], object]:
         size = tokens, tiling
@@ -177,12 +197,12 @@ class CapturedPrefill:
 
     def _captured(self, run: Callable[[], Tensor], tokens: int, places: int) -> Callable[[], Tensor]:
         """Warmed up with inert inputs, which write nothing but the spare row."""
-        self._buffer.send_inert(tokens, places)
+        self.buffer.send_inert(tokens, places)
         return self._graphs.capture(run, run)
 
     def _run_layers(self, tokens: int, tiling: Tiling) -> Tensor:
-        inputs = self._buffer.layer_inputs(tokens, tiling)
+        inputs = self.buffer.layer_inputs(tokens, tiling)
         return self._hidden[:tokens].copy_(self.packed.layers(inputs, tiling == "pieces"))
 
     def _choose(self, places: int, mode: str) -> Tensor:
-        return self.packed.first_tokens(self._buffer.place_inputs(places), self._hidden, mode)
+        return self.packed.first_tokens(self.buffer.place_inputs(places), self._hidden, mode)

@@ -1,4 +1,4 @@
-"""CUDA graphs: which batch sizes are captured, in what memory, and how."""
+"""CUDA graphs: in what memory they are captured, and how."""
 
 from __future__ import annotations
 
@@ -14,22 +14,6 @@ T = TypeVar("T")
 
 
 GraphPool = Any  # torch's handle
-
-
-def batch_bucket(batch: int) -> int:
-    """The captured batch size that serves ``batch``: powers of two to 8, then multiples of 8, 32 and 128."""
-    for limit, step in ((8, None), (64, 8), (256, 32)):
-        if batch <= limit:
-            return 1 << (batch - 1).bit_length() if step is None else -(-batch // step) * step
-    return -(-batch // 128) * 128
-
-
-def batch_buckets(most: int) -> list[int]:
-    """The captured batch sizes that serve 1 to ``most``."""
-    buckets = [1]
-    while buckets[-1] < most:
-        buckets.append(batch_bucket(buckets[-1] + 1))
-    return buckets
 
 
 @cache

@@ -17,12 +17,12 @@ from rosellm.roseinfer.layers.logprobs import likely_of, likely_tokens, tell
 from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.profile_range import profile_range
-from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.steps.cuda_graph import batch_bucket, batch_buckets
+from rosellm.roseinfer.request import Sequence, commit_tokens
 from rosellm.roseinfer.steps.kv_append import Append
+from rosellm.roseinfer.steps.planner import batch_bucket, batch_buckets
 from rosellm.roseinfer.steps.prefill import Prefill
 from rosellm.roseinfer.steps.runner import DecodeInputs, EagerRunner, GraphRunner
-from rosellm.roseinfer.steps.step import STEP_RANGE, commit_tokens
+from rosellm.roseinfer.steps.step import STEP_RANGE, warm_up
 
 
 def dense_mask(
@@ -116,6 +116,10 @@ class HostStep:
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
         """See :class:`Step`; every token of a prefill is real."""
         return []
+
+    def warm_up(self, rows: int | None, n_tokens: int) -> None:
+        """See :class:`Step`."""
+        warm_up(self, rows, n_tokens, self.blocks.k_cache.device)
 
     @property
     def n_captured(self) -> int:

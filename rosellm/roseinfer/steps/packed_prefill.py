@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -12,24 +12,27 @@ from torch import Tensor
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
-from rosellm.roseinfer.kernels.prefill_tiles import Tiles, pieces_for, tile_columns
+from rosellm.roseinfer.kernels.prefill_tiles import Tiles, tile_columns
 from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.layers.choosers import NextTokens
 from rosellm.roseinfer.layers.fused import Layers
-from rosellm.roseinfer.profile_range import profile_range
-from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.steps.next_tokens import NextTokens
-from rosellm.roseinfer.steps.prefill import PREFILL_RANGE
-from rosellm.roseinfer.steps.prompt_inputs import NO_CHUNKS, Chunks, PromptInputs, Shape, fill_inputs
-from rosellm.roseinfer.steps.rows import NO_ROWS, Batch, Rows
+from rosellm.roseinfer.steps.prompt_inputs import (
+    NO_CHUNKS,
+    NO_FIELDS,
+    NO_SLOTS,
+    PromptInputs,
+    Shape,
+    fill_inputs,
+)
 
 
 class PackedPrefill:
     """Caches tokens with a kernel that attends and writes keys and values at once; needs a shared pool.
 
-    state: the rows of ``rows`` and, as its last, a spare one, which unused places write. layers_for: number
-    of tokens → layers.
+    state: as its last row, a spare one, which unused places write. layers_for: number of tokens → layers.
     """
 
     def __init__(
@@ -38,28 +41,24 @@ class PackedPrefill:
         kernels: Kernels,
         layers_for: Callable[[int], Layers],
         state: DeviceState,
-        rows: Rows,
+        blocks: KVBlockManager,
         next_tokens: NextTokens,
     ) -> None:
-        self.model, self.blocks, self.layers_for = model, rows.blocks, layers_for
-        self.state, self.rows, self.next_tokens = state, rows, next_tokens
+        self.model, self.blocks, self.layers_for = model, blocks, layers_for
+        self.state, self.next_tokens = state, next_tokens
         self.attention, self.position = kernels.prefill_attention, kernels.position_heads
         self.rotary = [model.rotary(layer) for layer in range(model.config.n_layers)]
         self._staging = StagingBuffer(state.rows.device, torch.int32)
-        self._spare, self.row_words = len(state.rows) - 1, state.rows.shape[1]
+        self.spare, self.row_words = len(state.rows) - 1, state.rows.shape[1]
 
-    @torch.inference_mode()
-    def run(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor, Batch]:
-        """See :class:`prompts.Prompts`; every kernel is launched from Python."""
-        with profile_range(PREFILL_RANGE):
-            chunks = self.reserved(sequences, counts)
-            columns = tile_columns(chunks.starts, chunks.counts, None, BLOCK_M)
-            shape = Shape(sum(chunks.counts), columns.shape[1], len(chunks.counts), self.row_words)
-            inputs = PromptInputs.of(self.send(chunks, columns, shape), shape)
-            hidden = self.layers(inputs)
-            if not chunks.n_whole:
-                return hidden, NO_ROWS
-            return self.first_tokens(inputs, hidden, self.mode_of(chunks)), self.rows.batch(chunks.whole)
+    def run(self, words: np.ndarray, shape: Shape, mode: str | None) -> Tensor:
+        """Cache the tokens of ``words [shape.words]``; choose first tokens unless ``mode`` is None.
+
+        Returns final hidden states: ``[places, C]`` of last tokens if any are chosen from, else ``[N, C]``.
+        """
+        inputs = PromptInputs.of(self.send(words), shape)
+        hidden = self.layers(inputs)
+        return hidden if mode is None else self.first_tokens(inputs, hidden, mode)
 
     def captures(self) -> list[Callable[[], object]]:
         """Nothing is captured."""
@@ -70,40 +69,18 @@ class PackedPrefill:
         return []
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """See ``step.Step.rehearsals``."""
-        return [partial(self._rehearse, n_tokens, self.next_tokens.chooser.modes)]
+        """See ``step.Step``."""
+        return [partial(self._rehearse, n_tokens)]
 
-    def reserved(self, sequences: list[Sequence], counts: list[int]) -> Chunks:
-        """The chunks, with slots for their tokens; a prompt's last one also gets the rest of its block."""
-        chunks = Chunks.of(sequences, counts)
-        for sequence, count in zip(chunks.sequences, chunks.counts, strict=True):
-            self.blocks.reserve_prompt(0, sequence.block_ids[0], count + self._ahead(sequence, count))
-        return chunks
+    def inert(self, shape: Shape) -> np.ndarray:
+        """Return inputs ``[shape.words]`` of a run that writes nothing but the spare row."""
+        words, columns = np.zeros(shape.words, np.int32), tile_columns([], [], None, BLOCK_M)
+        fill_inputs(PromptInputs.of(words, shape), NO_CHUNKS, columns, NO_SLOTS, NO_FIELDS, self.spare)
+        return words
 
-    def pieces(self, chunks: Chunks, room: int) -> list[int] | None:
-        """Of each chunk's tiles, as many as there is room for; None: all are whole."""
-        c = self.model.config
-        return pieces_for(chunks.starts, chunks.counts, BLOCK_M, room, c.n_heads, c.window)
-
-    def mode_of(self, chunks: Chunks) -> str:
-        """The chooser's mode for the first tokens."""
-        return self.next_tokens.chooser.mode([s.params for s in chunks.whole])
-
-    def send(self, chunks: Chunks, columns: np.ndarray, shape: Shape) -> Tensor:
-        """Give whole prompts their rows and send all inputs in one copy."""
-        return self.send_filled(self.filled(chunks, columns, shape))
-
-    def filled(self, chunks: Chunks, columns: np.ndarray, shape: Shape) -> np.ndarray:
-        """Give whole prompts their rows; all inputs ``[shape.words]``, to be sent."""
-        whole = chunks.whole
-        slots, fields = self.rows.assign(whole, [s.prefill_length - 1 for s in whole])
-        host = self._staging.host(shape.words)
-        fill_inputs(PromptInputs.of(host, shape), chunks, columns, slots, fields, self._spare)
-        return host
-
-    def send_filled(self, host: np.ndarray, out: Tensor | None = None) -> Tensor:
-        """Send what :meth:`filled` gave, into ``out`` if given."""
-        return self._staging.put(host).send(out)
+    def send(self, words: np.ndarray, out: Tensor | None = None) -> Tensor:
+        """Send the inputs in one copy, into ``out`` if given."""
+        return self._staging.put(words).send(out)
 
     def layers(self, inputs: PromptInputs[Tensor], in_pieces: bool = False) -> Tensor:
         """Run the model: final hidden states ``[N, C]``. in_pieces: see ``Tiles``."""
@@ -139,16 +116,9 @@ class PackedPrefill:
         return chosen
 
     @torch.inference_mode()
-    def _rehearse(self, n_tokens: int, modes: SequenceOf[str]) -> None:
-        shape = Shape(n_tokens, 1, min(n_tokens, len(self.rows)), self.row_words)
-        inputs = PromptInputs.of(self.send(NO_CHUNKS, tile_columns([], [], None, BLOCK_M), shape), shape)
+    def _rehearse(self, n_tokens: int) -> None:
+        shape = Shape(n_tokens, 1, min(n_tokens, self.spare), self.row_words)
+        inputs = PromptInputs.of(self.send(self.inert(shape)), shape)
         hidden = self.layers(inputs)
-        for mode in modes:
+        for mode in self.next_tokens.chooser.modes:
             self.first_tokens(inputs, hidden, mode)
-
-    def _ahead(self, sequence: Sequence, count: int) -> int:
-        """Slots to reserve beyond the last chunk: the rest of its block, if the sequence will need it."""
-        n_tokens = sequence.n_cached + count
-        if n_tokens < sequence.prefill_length:
-            return 0
-        return min(-n_tokens % self.blocks.block_size, max(sequence.max_length - 1 - n_tokens, 0))

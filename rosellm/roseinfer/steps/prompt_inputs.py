@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import FIELDS, INERT, POSITION
+from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.steps.rows import write_tables
+from rosellm.roseinfer.steps.planner import write_tables
 
 A = TypeVar("A", Tensor, np.ndarray)
 ALIGNED = 4  # words
+# Whose tiles a captured run of the layers has programs for: as many prompts as there may be, FEW at most, or
+# pieces of tiles. A program without a tile does nothing, but takes its turn on the GPU.
+Tiling = Literal["many", "few", "pieces"]
+FEW = 16
 
 
 class Chunks(NamedTuple):
@@ -47,6 +52,7 @@ class Chunks(NamedTuple):
 
 
 NO_CHUNKS = Chunks([], [], [], 0)
+NO_SLOTS, NO_FIELDS = np.zeros(0, np.int64), np.zeros((0, FIELDS), np.int32)
 
 
 class Shape(NamedTuple):
@@ -79,6 +85,51 @@ def _layout(shape: Shape) -> tuple[list[slice], int]:
     sizes = 2 * places, 2 * places, row_words * places, n, n, COLUMNS * tiles
     *starts, end = accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0)
     return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)], end
+
+
+@dataclass(frozen=True)
+class PromptLayout:
+    """Where captured runs read inputs of up to ``most_tokens`` tokens and ``most_places`` prompts.
+
+    A run's places end where its tokens begin, always at the same address, and only what it uses is sent.
+    room: tiles and pieces of tiles of runs that cut them; 0: none does.
+    """
+
+    most_tokens: int
+    most_places: int
+    room: int
+    row_words: int
+
+    def shape(self, tokens: int, places: int) -> Shape:
+        """Return the shape with the tiles of as many sequences as there may be, one for each token."""
+        tiles = _most_tiles(tokens, self.most_places)
+        return Shape(tokens, max(tiles, self.room), places, self.row_words)
+
+    def span(self, shape: Shape) -> slice:
+        """Return the words of a run of this shape."""
+        start = self.largest.place_words - shape.place_words
+        return slice(start, start + shape.words)
+
+    @cached_property
+    def largest(self) -> Shape:
+        return self.shape(self.most_tokens, self.most_places)
+
+    def table_rows(self, places: int) -> range:
+        """Return the row of ``layer_inputs``'s block tables of each of the run's places."""
+        return range(self.most_places - places, self.most_places)
+
+    def n_tiles(self, tokens: int, tiling: Tiling) -> int:
+        """Return the number of attention's programs per head."""
+        return (
+            self.room
+            if tiling == "pieces"
+            else _most_tiles(tokens, FEW if tiling == "few" else self.most_places)
+        )
+
+
+def _most_tiles(tokens: int, prompts: int) -> int:
+    """The most tiles of ``tokens`` tokens of ``prompts`` prompts."""
+    return min(tokens, prompts + tokens // BLOCK_M)
 
 
 @dataclass(frozen=True)

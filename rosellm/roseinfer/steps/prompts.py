@@ -1,66 +1,119 @@
-"""Prompts of a resident step: what a prefill leaves in the device state, and how it is told."""
+"""Prompts of a resident step, planned on the host: which tokens are cached where, in one array."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
-from torch import Tensor
 
+from rosellm.models.arch import Arch
+from rosellm.roseinfer.kernels.prefill import BLOCK_M
+from rosellm.roseinfer.kernels.prefill_tiles import pieces_for, tile_columns
+from rosellm.roseinfer.profile_range import profile_range
+from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.steps.next_tokens import NextTokens
-from rosellm.roseinfer.steps.prefill import Prefill
-from rosellm.roseinfer.steps.rows import NO_ROWS, Batch, Rows
+from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, layer_size, places_for
+from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, Planner
+from rosellm.roseinfer.steps.prefill import PREFILL_RANGE, Prefill
+from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptInputs, Shape, fill_inputs
+from rosellm.roseinfer.steps.worker import Worker
 
 
 class Prompts(Protocol):
     """Caches chunks of prompts; a sequence then fully cached gets a row and its first token."""
 
-    def run(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor, Batch]:
+    def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
         """Reserve slots for ``counts[i]`` more tokens of each and cache them; the caller counts ``n_cached``.
 
-        Returns the rows of those now fully cached and, as the first rows, the final hidden states
-        ``[>= n, C]`` from which their tokens were chosen.
+        Returns the rows of those now fully cached. The worker's first hidden states are theirs.
         """
 
-    def captures(self) -> list[Callable[[], object]]:
-        """Calls that capture what is not captured yet, one graph each, the largest first."""
 
-    def warm_ups(self) -> list[Callable[[], object]]:
-        """See ``step.Step.warm_ups``."""
-
-    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """See ``step.Step.rehearsals``."""
-
-
-class PromptsByHost:
+class PaddedPrompts:
     """Everything is launched from Python: the prefill, the copy of the rows, the choice of tokens."""
 
-    def __init__(self, prefill: Prefill, rows: Rows, next_tokens: NextTokens) -> None:
-        self.prefill, self.rows, self.next_tokens = prefill, rows, next_tokens
+    def __init__(self, prefill: Prefill, planner: Planner, worker: Worker) -> None:
+        self.prefill, self.planner, self.worker = prefill, planner, worker
 
     @torch.inference_mode()
-    def run(self, sequences: list[Sequence], counts: list[int]) -> tuple[Tensor, Batch]:
+    def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
         """See :class:`Prompts`."""
         whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
         hidden = self.prefill.run(sequences, counts)
         if not whole:
-            return hidden, NO_ROWS
-        slots = self.rows.attach(whole, [s.prefill_length - 1 for s in whole])
-        mode = self.next_tokens.chooser.mode([s.params for s in whole])
-        state = self.rows.state
-        self.next_tokens(hidden, state.at(slots), mode, state, slots)
-        return hidden, self.rows.batch(whole)
+            return NO_ROWS
+        indices = self.planner.attach(whole, [s.prefill_length - 1 for s in whole])
+        mode = self.worker.next_tokens.chooser.mode([s.params for s in whole])
+        self.worker.choose(hidden, indices, mode)
+        return self.planner.batch(whole)
 
-    def captures(self) -> list[Callable[[], object]]:
-        """Nothing is captured."""
-        return []
 
-    def warm_ups(self) -> list[Callable[[], object]]:
-        """Nothing is captured."""
-        return []
+class PackedPrompts:
+    """All prompts of a step in one array without padding, which the worker's prefill takes."""
 
-    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
-        """None: every token of such a prefill is real."""
-        return []
+    def __init__(self, config: Arch, planner: Planner, worker: Worker, call: Call) -> None:
+        self.planner, self.worker, self._call = planner, worker, call
+        self.n_heads, self.window = config.n_heads, config.window
+        assert worker.prompts is not None
+        self.row_words, self.spare = worker.prompts.row_words, worker.prompts.spare
+        self._captured = worker.prompts if isinstance(worker.prompts, CapturedPrefill) else None
+
+    def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
+        """See :class:`Prompts`; more tokens or sequences than are captured run kernel by kernel."""
+        with profile_range(PREFILL_RANGE):
+            chunks = self.reserved(sequences, counts)
+            captured = self._captured
+            if captured and captured.takes(sum(counts), len(counts)):
+                self._replay(captured, chunks)
+            else:
+                self._run(chunks)
+            return self.planner.batch(chunks.whole) if chunks.n_whole else NO_ROWS
+
+    def reserved(self, sequences: list[Sequence], counts: list[int]) -> Chunks:
+        """Return the chunks, with slots for their tokens, and the rest of a prompt's last block."""
+        chunks = Chunks.of(sequences, counts)
+        blocks = self.planner.blocks
+        for sequence, count in zip(chunks.sequences, chunks.counts, strict=True):
+            ahead = _slots_ahead(sequence, count, blocks.block_size)
+            blocks.reserve_prompt(0, sequence.block_ids[0], count + ahead)
+        return chunks
+
+    def pieces(self, chunks: Chunks, room: int) -> list[int] | None:
+        """Return the number of pieces of each chunk's tiles that there is room for; None: all are whole."""
+        return pieces_for(chunks.starts, chunks.counts, BLOCK_M, room, self.n_heads, self.window)
+
+    def mode_of(self, chunks: Chunks) -> str | None:
+        """Return the chooser's mode for the first tokens, or None if there are none."""
+        params = [s.params for s in chunks.whole]
+        return self.worker.next_tokens.chooser.mode(params) if params else None
+
+    def filled(self, chunks: Chunks, columns: np.ndarray, shape: Shape) -> np.ndarray:
+        """Give whole prompts their rows; return all inputs ``[shape.words]`` int32."""
+        whole = chunks.whole
+        slots, fields = self.planner.assign(whole, [s.prefill_length - 1 for s in whole])
+        words = np.zeros(shape.words, np.int32)
+        fill_inputs(PromptInputs.of(words, shape), chunks, columns, slots, fields, self.spare)
+        return words
+
+    def _run(self, chunks: Chunks) -> None:
+        columns = tile_columns(chunks.starts, chunks.counts, None, BLOCK_M)
+        shape = Shape(sum(chunks.counts), columns.shape[1], len(chunks.counts), self.row_words)
+        self._call("prefill", self.filled(chunks, columns, shape), shape, self.mode_of(chunks))
+
+    def _replay(self, captured: CapturedPrefill, chunks: Chunks) -> None:
+        n, layout = len(chunks.counts), captured.layout
+        pieces, mode = self.pieces(chunks, layout.room), self.mode_of(chunks)
+        tokens, tiling = layer_size(sum(chunks.counts), n, pieces is not None)
+        places = places_for(n)
+        columns = tile_columns(chunks.starts, chunks.counts, layout.table_rows(places)[:n], BLOCK_M, pieces)
+        words = self.filled(chunks, columns, layout.shape(tokens, places))
+        self._call("captured_prefill", words, tokens, tiling, places, mode)
+
+
+def _slots_ahead(sequence: Sequence, count: int, block_size: int) -> int:
+    """Slots to reserve beyond the last chunk: the rest of its block, if the sequence will need it."""
+    n_tokens = sequence.n_cached + count
+    if n_tokens < sequence.prefill_length:
+        return 0
+    return min(-n_tokens % block_size, max(sequence.max_length - 1 - n_tokens, 0))

@@ -18,7 +18,8 @@ from rosellm.models.arch import Arch
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.steps.cuda_graph import batch_bucket, graphs_on
+from rosellm.roseinfer.steps.cuda_graph import graphs_on
+from rosellm.roseinfer.steps.planner import batch_bucket
 
 
 @dataclass

@@ -1,15 +1,18 @@
-"""The interface of a step to the engine, and how tokens reach their sequences."""
+"""The interface of a step to the engine, and its warm-up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from tqdm import tqdm
 
+from rosellm.roseinfer.cache.gpu_memory import GPUMemory
+from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.sampling import NO_TOKEN
 
 STEP_RANGE = "roseinfer.decode_step_sessions"
 
@@ -63,6 +66,9 @@ class Step(Protocol):
         They compile kernels, and take as much memory as a prefill does. Empty if it cannot be run so.
         """
 
+    def warm_up(self, rows: int | None, n_tokens: int) -> None:
+        """See :func:`warm_up`."""
+
     @property
     def n_captured(self) -> int:
         """CUDA graphs captured so far."""
@@ -71,20 +77,32 @@ class Step(Protocol):
         """Logits ``[B, V]`` of the latest step begun, in the order of the sequences that get a token."""
 
 
-def commit_tokens(
-    sequences: list[Sequence], tokens: list[int], n_cached: int
-) -> tuple[list[Sequence], list[Sequence]]:
-    """Give each sequence its token; ``n_cached`` more of its tokens are now in the KV cache.
+class Warmable(Protocol):
+    """What can be warmed up: a step, or the part of it that has graphs."""
 
-    Returns those that got a new token (``sequences`` itself if that is all), and those that failed because
-    there was no token (``NOT_FINITE``).
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+
+    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+
+
+@torch.inference_mode()
+def warm_up(step: Warmable, rows: int | None, n_tokens: int, device: torch.device) -> None:
+    """Compile kernels and capture graphs: of every decode step and prefill, in every mode.
+
+    rows: if given, only decode steps of that many sequences. n_tokens: the most of a prefill that is
+    rehearsed uncaptured. Progress bars on stderr show what takes longer than a second.
     """
-    got: list[Sequence] = []
-    failed: list[Sequence] = []
-    for sequence, token in zip(sequences, tokens, strict=True):
-        if token < 0:
-            sequence.fail(NO_TOKEN)
-            failed.append(sequence)
-        elif sequence.commit(token, n_cached):
-            got.append(sequence)
-    return sequences if len(got) == len(sequences) else got, failed
+    runs = step.captures(rows)
+    if device.type == "cuda":
+        rehearsals = step.rehearsals(n_tokens) if rows is None else []
+        compile_ahead(rehearsals + step.warm_ups(rows))
+        runs = rehearsals + runs
+    for run in tqdm(runs, "warm-up", unit=" runs", delay=1, disable=not runs):
+        run()
+    if runs and device.type == "cuda":
+        GPUMemory(device).settle()  # frees memory cached by the runs before each capture

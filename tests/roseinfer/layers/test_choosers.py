@@ -7,7 +7,7 @@ import torch
 
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState, row_bytes
-from rosellm.roseinfer.cache.token_counts import TokenCounts
+from rosellm.roseinfer.cache.token_counts import seen_tokens
 from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import draw
 from rosellm.roseinfer.kernels.table import TORCH
@@ -31,25 +31,24 @@ POSITION = 4
 
 
 def fused(model: Transformer) -> FusedChooser:
-    return FusedChooser(model, TORCH, TokenCounts(4, model.config.vocab_size, torch.device("cpu")))
+    return FusedChooser(model, TORCH, torch.zeros(4, model.config.vocab_size, dtype=torch.int32))
 
 
 def choose(chooser: Chooser, hidden: torch.Tensor, wishes: list[dict], seed: int) -> list[int]:
     """The token that each row takes; rows have seeds ``seed``, ``seed + 1`` …"""
     rows = [SamplingParams(max_tokens=9, seed=seed + i, **wish) for i, wish in enumerate(wishes)]
     state = DeviceState(len(rows), 2, torch.device("cpu"))
-    sequences: list[Sequence] = []
     for i, params in enumerate(rows):
         sequence = Sequence(i, [1, 2, 3], params, 1, None)
-        sequences.append(sequence)
         sequence.tokens += [2, 4]
-        (counts,) = chooser.counts.hold([sequence], [POSITION])
+        chooser.counts[i] = 0
+        for token, number in zip(*seen_tokens(sequence, POSITION), strict=True):
+            chooser.counts[i, token] = int(number)
+        counts = i + 1 if params.is_penalised else 0
         words = torch.frombuffer(bytearray(row_bytes(sequence, POSITION, 0, counts)), dtype=torch.int32)
         state.rows[i, : len(words)] = words
     values, indices = chooser(hidden, state, chooser.mode(rows))
     advance_ref(state=state, slots=torch.arange(len(rows)), values=values, indices=indices)
-    for sequence in sequences:
-        chooser.counts.drop(sequence)
     return state.ring[0].tolist()
 
 
@@ -69,7 +68,7 @@ def test_a_rows_token_is_that_of_the_host_driven_sampler(name):
     """Whose logits, and those of the device's full logits, are the same here."""
     model = random_model(0)
     hidden = torch.randn(1, model.config.d_model, generator=torch.Generator().manual_seed(8))
-    choosers = fused(model), LogitsChooser(model.logits, TORCH, TokenCounts(4, 101, torch.device("cpu")))
+    choosers = fused(model), LogitsChooser(model.logits, TORCH, torch.zeros(4, 101, dtype=torch.int32))
     for seed in range(20):
         sequence = Sequence(0, [1, 2, 3], SamplingParams(seed=seed, **WISHES[name]), 1, None)
         sequence.tokens += [2, 4]

@@ -49,7 +49,7 @@ def test_log_probabilities_are_the_models_own_whatever_the_token_was_chosen_by(r
 @pytest.mark.parametrize("rung", ["resident_step", BEST_RUNG])
 def test_so_they_are_if_they_come_from_captured_runs(captured, rung):
     engine = check_log_probabilities_of_some(rung)
-    assert engine.late_captures == 0 < len(engine.step.logprobs._runs)
+    assert engine.late_captures == 0 < len(engine.step.worker.logprobs._runs)
 
 
 def check_log_probabilities_of_some(rung: str) -> Engine:
@@ -102,14 +102,14 @@ def test_log_probabilities_survive_preemption(deterministic):
 def test_any_number_of_rows_is_found_and_unused_places_change_nothing(captured, n):
     """Rows in any order, from any places, at any rounds; more of them than one run takes."""
     engine = small_engine(random_model(0), max_batch_size=160)
-    ring, state, draw = engine.step.logprobs, engine.step.state, np.random.default_rng(n)
+    ring, state, draw = engine.step.worker.logprobs, engine.step.worker.state, np.random.default_rng(n)
     hidden = torch.from_numpy(draw.standard_normal((200, 32), np.float32))
     state.tokens[:] = torch.from_numpy(draw.integers(0, 101, 160))
     places, slots = draw.permutation(200)[:n], draw.permutation(160)[:n]
     rounds = draw.integers(0, ROUNDS, n)
     ring._words.fill_(-7)
     ring.begin(hidden, places, slots, rounds)
-    logits = engine.step.next_tokens.chooser.logits(hidden[places])
+    logits = engine.step.worker.next_tokens.chooser.logits(hidden[places])
     expected, found = likely_tokens(logits, state.tokens[slots]), ring.read(rounds, slots)
     half = (expected.shape[1] - 1) // 2
     values = (words[:, half:-1].contiguous().view(torch.float32) for words in (found, expected))
@@ -123,7 +123,7 @@ def test_any_number_of_rows_is_found_and_unused_places_change_nothing(captured, 
 
 def test_rows_in_which_nobody_asks_are_left_out(captured, monkeypatch):
     engine, begun = small_engine(random_model(0)), []
-    monkeypatch.setattr(engine.step.logprobs, "begin", lambda *arguments: begun.append(arguments))
+    monkeypatch.setattr(engine.step.worker.logprobs, "begin", lambda *arguments: begun.append(arguments))
     sequences = greedy_sequences(engine, random_prompts([3, 4]), 3)
     engine.begin_prefill(sequences)
     engine.begin_decode(sequences)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from rosellm.errors import SamplingError
-from rosellm.roseinfer.cache.token_counts import counts_of
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, penalised_ref
-from rosellm.roseinfer.layers.sampler import Sampler
+from rosellm.roseinfer.layers.sampler import Sampler, counts_of
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import MOST_COMPLETIONS, NOT_FINITE, SamplingParams
 

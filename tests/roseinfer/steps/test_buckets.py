@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.steps.captured_prefill import CAPTURED_TOKENS, bucket_of
-from rosellm.roseinfer.steps.cuda_graph import batch_bucket, batch_buckets
+from rosellm.roseinfer.steps.planner import batch_bucket, batch_buckets
 
 
 def test_every_number_of_tokens_has_the_smallest_bucket_that_holds_it():

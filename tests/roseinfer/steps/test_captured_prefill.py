@@ -82,8 +82,8 @@ def run_program(engine: Engine, requests, seed: int) -> list[list[int]]:
 
 def poison(engine: Engine) -> None:
     """What no run has sent yet must not matter."""
-    prompts = engine.step.prompts
-    prompts._buffer.words.fill_(GARBAGE)
+    prompts = engine.step.worker.prompts
+    prompts.buffer.words.fill_(GARBAGE)
     prompts._hidden.fill_(float("nan"))
     prompts.packed.state.rows[-1, 1:] = -1  # the spare row
 
@@ -95,7 +95,7 @@ def test_tokens_are_those_of_the_host_driven_step_whatever_the_buffers_held(capt
     requests = random_requests(random.Random(seed), 6)
     expected = run_program(small_engine(MODEL, recipe="one_table"), requests, seed)
     engine = small_engine(MODEL, recipe=rung)
-    assert isinstance(engine.step.prompts, CapturedPrefill)
+    assert isinstance(engine.step.worker.prompts, CapturedPrefill)
     for _ in range(2):
         poison(engine)
         assert run_program(engine, requests, seed) == expected
@@ -132,11 +132,11 @@ def test_places_without_a_first_token_change_no_row_and_no_place_in_the_ring(cap
     engine = small_engine(MODEL, recipe=BEST_RUNG)
     running = greedy_sequences(engine, random_prompts([5, 7, 9]), 9)
     engine.prefill(running)
-    state = engine.step.state
+    state = engine.step.worker.state
     rows, ring = state.rows.clone(), state.ring.clone()
     late = greedy_sequences(engine, random_prompts([12, 6], seed=4), 9)
     engine.begin_prefill(late, [12, 2])  # one completes its prompt, in a choice for 16
-    own = engine.step.rows.batch(late[:1]).indices.tolist()
+    own = engine.step.planner.batch(late[:1]).indices.tolist()
     others = [i for i in range(len(state.rows)) if i not in own]
     assert torch.equal(state.rows[others], rows[others])
     assert torch.equal(state.ring[:, others], ring[:, others])
@@ -148,23 +148,23 @@ def test_a_penalised_first_token_changes_the_counts_of_its_own_request_alone(cap
     running, late = ([engine.make_sequence(p, params) for p in random_prompts(n)] for n in ([5, 7], [4, 6]))
     engine.prefill(running)
     engine.decode(running)
-    counts = engine.step.rows.counts
-    before = counts.table.clone()
+    counts, table = engine.step.planner.counts, engine.step.worker.counts
+    before = table.clone()
     engine.begin_prefill(late, [4, 2])  # one completes its prompt, in a choice for 16
     own = counts._place_of[late[0]]
     seen = [int(token in late[0].prompt) for token in range(MODEL.config.vocab_size)]
-    assert before[own].tolist() != seen == counts.table[own].tolist()
-    before[own] = counts.table[own]
-    assert torch.equal(before, counts.table) and before.any(dim=1).sum() == 3
+    assert before[own].tolist() != seen == table[own].tolist()
+    before[own] = table[own]
+    assert torch.equal(before, table) and before.any(dim=1).sum() == 3
 
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_chunks_that_complete_no_prompt_choose_no_token(captured, rung):
     engine = small_engine(MODEL, recipe=rung)
     (sequence,) = greedy_sequences(engine, random_prompts([20]), 3)
-    before = engine.step.state.rows.clone()
+    before = engine.step.worker.state.rows.clone()
     engine.begin_prefill([sequence], [8])
-    assert torch.equal(engine.step.state.rows, before) and sequence.n_cached == 8
+    assert torch.equal(engine.step.worker.state.rows, before) and sequence.n_cached == 8
     engine.prefill([sequence])
     assert sequence.n_output == 1
 
@@ -176,7 +176,7 @@ def test_more_tokens_or_sequences_than_are_captured_run_uncaptured(captured, mon
     engine = small_engine(MODEL, recipe=BEST_RUNG)
     prompts = random_prompts(lengths)
     sequences = greedy_sequences(engine, prompts, 4)
-    engine.step.prompts._layer_runs.clear()  # a replay would capture again
+    engine.step.worker.prompts._layer_runs.clear()  # a replay would capture again
     engine.prefill(sequences)
     assert engine.late_captures == 0
     expected = small_engine(MODEL, recipe="dense")
@@ -204,7 +204,7 @@ def test_every_number_of_sequences_has_the_smallest_choice_that_holds_it():
 def large(captured) -> CapturedPrefill:
     """Of an engine of 256 rows; nothing is captured."""
     model = random_model(0, small_config(n_positions=4096))
-    return small_engine(model, recipe=BEST_RUNG, max_batch_size=256, warm_up=False).step.prompts
+    return small_engine(model, recipe=BEST_RUNG, max_batch_size=256, warm_up=False).step.worker.prompts
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -213,17 +213,17 @@ def test_a_run_that_is_captured_has_a_program_for_each_tile(large, seed):
     chance = random.Random(seed)
     most = chance.choice([1, 3, 40, 64, 65, 300])
     counts = [chance.randint(1, most) for _ in range(chance.choice([1, 2, 15, 16, 17, 30, 256]))]
-    while sum(counts) > large._most_tokens:
+    while sum(counts) > large.most_tokens:
         counts.pop()
     size = layer_size(sum(counts), len(counts), in_pieces=False)
     assert size in large._layer_sizes()
     n_tiles = tile_columns([0] * len(counts), counts, None, BLOCK_M).shape[1]
-    assert n_tiles <= large._buffer.layer_inputs(*size).columns.shape[1] <= size[0]
+    assert n_tiles <= large.buffer.layer_inputs(*size).columns.shape[1] <= size[0]
 
 
 def test_few_prompts_have_few_programs(large):
     def programs(n_tokens: int, n_prompts: int) -> int:
-        return large._buffer.layer_inputs(*layer_size(n_tokens, n_prompts, False)).columns.shape[1]
+        return large.buffer.layer_inputs(*layer_size(n_tokens, n_prompts, False)).columns.shape[1]
 
     assert [programs(n, 1) for n in (1, 16, 64, 512, 1000, 1025)] == [1, 16, 17, 24, 32, 276]
     assert [programs(n, 17) for n in (17, 64, 512, 1000, 1025)] == [32, 64, 264, 272, 276]
@@ -330,7 +330,7 @@ def test_only_prefills_after_long_prefixes_are_cut(captured, room, replayed):
     replayed.clear()
     engine.begin_prefill(sequences, [25, 15, 10])
     engine.begin_prefill(sequences, [9, 4, 9])
-    columns = engine.step.prompts._buffer.layer_inputs(BLOCK_M, "pieces").columns
+    columns = engine.step.worker.prompts.buffer.layer_inputs(BLOCK_M, "pieces").columns
     assert columns.shape == (COLUMNS, room)
     assert columns[-1].tolist() == [6] * 6 + [1, 1] + [0] * 8  # 25, 15 and 10 cached tokens
     engine.begin_prefill([sequences[2]], [9])
@@ -343,7 +343,7 @@ def test_in_deterministic_mode_no_keys_are_cut(captured, room, replayed):
     engine.begin_prefill([sequence], [128])
     engine.begin_prefill([sequence])
     assert replayed and not any(tiling == "pieces" for _, tiling in replayed)
-    assert not any(tiling == "pieces" for _, tiling in engine.step.prompts._layer_sizes())
+    assert not any(tiling == "pieces" for _, tiling in engine.step.worker.prompts._layer_sizes())
 
 
 @pytest.mark.parametrize("n_positions, extra", [(4096, [64, 128, *range(256, 1025, 128)]), (1024, [])])
@@ -356,7 +356,7 @@ def test_an_h200_captures_few_more_graphs_for_long_prefixes(captured, monkeypatc
     monkeypatch.setattr("rosellm.roseinfer.recipe.room_of", room)
     model = random_model(0, small_config(n_positions=n_positions))
     engine = small_engine(model, recipe=BEST_RUNG, block_size=64, max_batch_size=2, warm_up=False)
-    sizes = engine.step.prompts._layer_sizes()
+    sizes = engine.step.worker.prompts._layer_sizes()
     assert [tokens for tokens, tiling in reversed(sizes) if tiling == "pieces"] == extra
     assert sizes == sorted(set(sizes), reverse=True)
 
@@ -375,7 +375,7 @@ def test_on_a_gpu_a_long_prompt_in_chunks_gives_the_tokens_of_the_whole(chunk):
             engine.begin_prefill([sequence], [chunk])
     engine.prefill(sequences)
     assert decode_all(engine, sequences) == expected
-    assert engine.late_captures == 0 and (BLOCK_M, "pieces") in engine.step.prompts._layer_runs
+    assert engine.late_captures == 0 and (BLOCK_M, "pieces") in engine.step.worker.prompts._layer_runs
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -411,10 +411,10 @@ def test_no_request_waits_for_a_capture(captured, rung, sizes):
 
 def test_a_steps_layers_run_once_before_their_captures_in_all_modes(captured):
     engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
-    step, runs, bind = engine.step, [], engine.step.bind
+    step, runs, bind = engine.step.worker, [], engine.step.worker.bind
     step.bind = lambda state, variant: (runs.append(variant), bind(state, variant))[1]
     step.bind.variant = bind.variant
-    captures = [capture for capture in step.captures() if capture.func == step._step]
+    captures = [capture for capture in step.captures() if capture.func == step.step]
     for capture in captures:
         capture()
     modes = len(step.next_tokens.chooser.modes)
@@ -424,12 +424,12 @@ def test_a_steps_layers_run_once_before_their_captures_in_all_modes(captured):
 def test_a_warm_up_for_some_rows_captures_only_their_steps(captured):
     engine = small_engine(MODEL, recipe=BEST_RUNG, warm_up=False)
     engine.warm_up(5)
-    assert {(bucket, mode) for bucket, mode, _ in engine.step._steps} == {
+    assert {(bucket, mode) for bucket, mode, _ in engine.step.worker._steps} == {
         (8, "greedy"),
         (8, "drawn"),
         (8, "penalised"),
     }
-    assert engine.step.prompts._layer_runs == {}
+    assert engine.step.worker.prompts._layer_runs == {}
 
 
 def test_a_host_driven_step_warmed_up_for_some_rows_has_their_graph_alone(captured):
@@ -445,9 +445,9 @@ def test_the_graphs_of_a_large_engine_are_few_and_have_every_variant_of_attentio
     config = small_config(n_positions=1024, n_heads=n_heads, n_kv_heads=n_kv_heads, d_model=16 * n_heads)
     sizes = {"max_batch_size": 256, "num_kv_blocks": 4, "block_size": 64}
     engine = small_engine(random_model(0, config), recipe=BEST_RUNG, kernels="triton", warm_up=False, **sizes)
-    bind, step = engine.step.bind, engine.step
+    bind, step = engine.step.worker.bind, engine.step.worker
     bind.num_sms = 132
-    keys = {capture.args for capture in step.captures() if capture.func == step._step}
+    keys = {capture.args for capture in step.captures() if capture.func == step.step}
     assert len(step.captures()) < 300
     for bucket in {bucket for bucket, _, _ in keys}:
         for longest in range(1, 1025):
@@ -458,13 +458,13 @@ def test_the_graphs_of_a_large_engine_are_few_and_have_every_variant_of_attentio
 def test_kernels_are_warmed_up_with_as_many_stop_tokens_as_their_captures_have(captured):
     model = random_model(0, small_config(eos_token_ids=(3, 5, 7)))
     engine = small_engine(model, recipe=BEST_RUNG, warm_up=False)
-    numbers, advance = set(), engine.step.next_tokens.advance
+    numbers, advance = set(), engine.step.worker.next_tokens.advance
 
     def counting(*, state, **arguments) -> None:
         numbers.add(len(state.stop_tokens))
         advance(state=state, **arguments)
 
-    engine.step.next_tokens.advance = counting
+    engine.step.worker.next_tokens.advance = counting
     engine.warm_up()
     assert numbers == {3}
 
@@ -474,7 +474,7 @@ def test_in_deterministic_mode_padding_changes_no_bit_of_the_logits(captured, mo
     for graphs in (None, FakeGraphs()):
         monkeypatch.setattr("rosellm.roseinfer.recipe.graphs_on", lambda _device, own=graphs: own)
         engine = small_engine(MODEL, deterministic=True)
-        assert isinstance(engine.step.prompts, CapturedPrefill) == (graphs is not None)
+        assert isinstance(engine.step.worker.prompts, CapturedPrefill) == (graphs is not None)
         sequences = greedy_sequences(engine, random_prompts([5, 20, 9, 33, 2]), 3)
         engine.begin_prefill(sequences)
         results.append(engine.step.last_logits())

@@ -57,7 +57,9 @@ def test_the_expected_tokens_are_varied():
 def test_sequences_that_come_pause_and_leave_at_random_get_their_own_tokens(rung, seed):
     draw = random.Random(seed)
     engine = small_engine(Transformer, recipe=rung, max_batch_size=6, max_model_len=56)
-    assert engine.step.state.rows.shape[1] > FIELDS + engine.step.state.table.shape[1]  # rows are padded
+    assert (
+        engine.step.worker.state.rows.shape[1] > FIELDS + engine.step.worker.state.table.shape[1]
+    )  # rows are padded
     running: dict[int, object] = {}
     waiting = draw.sample(range(len(PROMPTS)), len(PROMPTS))
     for _ in range(40):
@@ -122,7 +124,7 @@ def test_rows_move_up_so_that_a_small_bucket_serves_few_sequences():
     sequences = started(engine, list(range(9)), [2, 2, 2, 2, 2, 2, 2, 2, N_TOKENS])
     outputs = decode_all(engine, sequences)
     assert outputs[8] == EXPECTED[8]
-    buckets = {bucket for bucket, _, _ in engine.step._steps}
+    buckets = {bucket for bucket, _, _ in engine.step.worker._steps}
     assert 1 in buckets and max(buckets) > 8
 
 
@@ -272,7 +274,7 @@ def test_a_rows_count_of_rounds_stays_within_the_ring_however_long_it_runs(rung)
     engine.prefill([sequence])
     decode_all(engine, [sequence])
     assert sequence.n_output == 2 * ROUNDS + 10
-    assert engine.step.state.rounds.min() >= 0 and engine.step.state.rounds.max() < ROUNDS
+    assert engine.step.worker.state.rounds.min() >= 0 and engine.step.worker.state.rounds.max() < ROUNDS
 
 
 @pytest.mark.parametrize("rung", RESIDENT)

@@ -15,11 +15,11 @@ import torch
 import triton
 from hypothesis import given, settings, strategies as st
 
-from rosellm.roseinfer import engine as engine_module
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
 from rosellm.roseinfer.kernels.prefill_tiles import COLUMNS
 from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.steps import step as step_module
 from rosellm.roseinfer.steps.prompt_inputs import PromptInputs, Shape
 from rosellm.triton_or_none import tl
 from tests.fake_memory import FakeMemory
@@ -108,7 +108,7 @@ def test_warm_ups_launch_every_kernel_that_captures_launch(captured, launches, m
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_warm_up_for_some_rows_runs_and_captures_their_steps_alone(captured, rung):
     engine = small_engine(random_model(0), recipe=rung, warm_up=False)
-    step, n_modes = engine.step, len(engine.step.next_tokens.chooser.modes)
+    step, n_modes = engine.step.worker, len(engine.step.worker.next_tokens.chooser.modes)
     assert len(step.warm_ups(4)) == 1
     engine.warm_up(4)
     assert {bucket for bucket, _, _ in step._steps} == {4}
@@ -122,12 +122,12 @@ def test_on_a_gpu_a_warm_up_compiles_then_runs_and_rehearses_prefills_unless_row
     monkeypatch, rows, first
 ):
     engine, noted = engine_of(BEST_RUNG, "gpt2"), []
-    monkeypatch.setattr(Engine, "device", torch.device("cuda"))
-    monkeypatch.setattr(engine_module, "GPUMemory", lambda device: FakeMemory())
-    monkeypatch.setattr(engine_module, "compile_ahead", lambda runs: [run("compile") for run in runs])
+    monkeypatch.setattr(engine.step.worker, "device", torch.device("cuda"))
+    monkeypatch.setattr(step_module, "GPUMemory", lambda device: FakeMemory())
+    monkeypatch.setattr(step_module, "compile_ahead", lambda runs: [run("compile") for run in runs])
     for name in ("rehearsal", "warm_up", "capture"):
         runs = [lambda act="run", name=name: noted.append((act, name))]
-        monkeypatch.setattr(engine.step, f"{name}s", lambda sizes, runs=runs: runs)
+        monkeypatch.setattr(engine.step.worker, f"{name}s", lambda sizes, runs=runs: runs)
     engine.warm_up(rows)
     compiled, run = [*first, "warm_up"], [*first, "capture"]
     assert noted == [*(("compile", name) for name in compiled), *(("run", name) for name in run)]
@@ -161,7 +161,7 @@ def test_a_prefill_too_large_to_be_captured_launches_what_was_rehearsed(
         monkeypatch.setattr(f"rosellm.roseinfer.{module}.CAPTURED_TOKENS", 512)
     engine, draw = engine_of(BEST_RUNG, family), random.Random(seed)
     with torch.inference_mode():
-        for run in engine._rehearsals_of(engine.step) + engine.step.warm_ups():
+        for run in engine.step.rehearsals(engine._rehearsed_tokens) + engine.step.warm_ups():
             run()
         rehearsed = set(launches)
         launches.clear()
@@ -174,10 +174,10 @@ def test_a_prefill_too_large_to_be_captured_launches_what_was_rehearsed(
 @pytest.mark.parametrize("rung", RUNGS)
 def test_nothing_reads_what_a_kernel_that_did_not_run_has_not_written(captured, garbage, rung, family):
     engine = engine_of(rung, family)
-    before = engine.step.state.rows.clone()
+    before = engine.step.worker.state.rows.clone()
     with torch.inference_mode():
         compile_ahead(engine.step.rehearsals(40) + engine.step.warm_ups())
-    assert engine.step.state.rows[:-1].equal(before[:-1])
+    assert engine.step.worker.state.rows[:-1].equal(before[:-1])
     assert engine.step.n_captured == 0
 
 

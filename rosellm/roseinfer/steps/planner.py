@@ -1,4 +1,7 @@
-"""Which sequence has which row of the device state: the host's record of the rows."""
+"""The host's plan of the resident step: which sequence has which row, how far it is, what it may write.
+
+Integers only: every change of the device is a command of :class:`worker.Worker`.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from rosellm.errors import OptionError
-from rosellm.roseinfer.cache.device_state import FIELDS, INERT, ROUNDS, DeviceState, row_bytes
+from rosellm.roseinfer.cache.device_state import FIELDS, ROUNDS, row_bytes
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
-from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.cache.token_counts import TokenCounts
-from rosellm.roseinfer.ranks.group import ALONE, Group
+from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
-from rosellm.roseinfer.steps.cuda_graph import batch_bucket
 
-GIVEN_UP = -1
+RELEASED = -1
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A sequence's row of the device state; ``index`` is ``GIVEN_UP`` once it is released."""
+    """A sequence's row of the device state; ``index`` is ``RELEASED`` once the sequence has left it."""
 
     sequence: Sequence
     index: int
@@ -41,35 +40,49 @@ class Batch(NamedTuple):
 NO_ROWS = Batch([], [], np.zeros(0, np.int64))
 
 
+def batch_bucket(batch: int) -> int:
+    """Return the captured batch size that serves ``batch``.
+
+    Powers of two to 8, then multiples of 8 to 64, of 32 to 256 and of 128.
+    """
+    for limit, step in ((8, None), (64, 8), (256, 32)):
+        if batch <= limit:
+            return 1 << (batch - 1).bit_length() if step is None else -(-batch // step) * step
+    return -(-batch // 128) * 128
+
+
+def batch_buckets(most: int) -> list[int]:
+    """Return the captured batch sizes that serve 1 to ``most``."""
+    buckets = [1]
+    while buckets[-1] < most:
+        buckets.append(batch_bucket(buckets[-1] + 1))
+    return buckets
+
+
 def write_tables(table: np.ndarray, sequences: list[Sequence]) -> None:
-    """The blocks of each sequence into its row of ``table``; what is past them stays."""
+    """Write the blocks of each sequence into its row of ``table``; entries past them keep their values."""
     for row, sequence in zip(table, sequences, strict=False):
         ids = sequence.block_ids[0]
         row[: len(ids)] = ids
 
 
-class Rows:
-    """The rows of ``state``, kept on the host as the device will have them once all begun steps have ended.
+class Planner:
+    """The rows of the device state, as they will be once all begun steps have ended.
 
-    left: tokens that a row may still be asked for; position: cached tokens; reserved: tokens with reserved KV
-    slots; round: its place in the ring of tokens. Each is int64 ``[S]``.
+    width: blocks in a row's table. ring: see ``DeviceState``. call: runs a method of the
+    worker, on every rank. left: tokens that a row may still be asked for; position: cached tokens; reserved:
+    tokens with reserved KV slots; round: its place in the ring. Each is int64 ``[S]``.
     """
 
-    def __init__(
-        self, state: DeviceState, blocks: KVBlockManager, counts: TokenCounts, group: Group = ALONE
-    ) -> None:
-        self.state, self.blocks, self.counts = state, blocks, counts
-        n_rows = len(state.rows)
+    def __init__(self, n_rows: int, width: int, ring: np.ndarray, blocks: KVBlockManager, call: Call) -> None:
+        self.width, self.blocks, self._ring, self._call = width, blocks, ring, call
+        self.counts = TokenCounts(n_rows, call)
         self.left, self.position, self.reserved, self.round = np.zeros((4, n_rows), np.int64)
-        self._staging = StagingBuffer(state.rows.device, torch.int32)
         self._at: list[Row | None] = [None] * n_rows
         self._row_of: dict[Sequence, Row] = {}
         self._free = list(range(n_rows))  # a heap: the lowest index first
         self._left_behind: set[int] = set()  # released while the device may still run them
         self._running: Batch | None = None
-        self._write = group.broadcast("write_rows", self._apply_write)
-        self._send_inert = group.broadcast("deactivate_rows", self._apply_inert)
-        self._shift = group.broadcast("move_rows", self._apply_move)
 
     def __len__(self) -> int:
         return len(self._at)
@@ -91,28 +104,30 @@ class Rows:
             )
 
     def batch(self, sequences: list[Sequence]) -> Batch:
-        """The rows of ``sequences``; each has one."""
+        """Return the rows of ``sequences``; each has one."""
         rows = [self._row_of[sequence] for sequence in sequences]
         return Batch(rows, sequences, np.array([row.index for row in rows], np.int64))
 
     def running(self) -> Batch:
-        """The rows that may be asked for a token, in order; the same object until that changes."""
+        """Return the rows that may be asked for a token, in order; the same object until that changes."""
         if self._running is None:
-            self._close_ranks()
+            self._compact()
             indices = np.flatnonzero(self.left > 0)
             rows = [row for index in indices if (row := self._at[index])]
             self._running = Batch(rows, [row.sequence for row in rows], indices)
         return self._running
 
-    def attach(self, sequences: list[Sequence], positions: list[int]) -> Tensor:
-        """Assign or renew the rows of sequences, ``positions[i]`` tokens cached; indices ``[n]`` int64.
+    def attach(self, sequences: list[Sequence], positions: list[int]) -> np.ndarray:
+        """Assign or renew the rows of sequences, ``positions[i]`` tokens cached; return indices ``[n]``.
 
         The token at a sequence's position is the input of its next step.
         """
-        return self._send(sequences, *self.assign(sequences, positions))
+        indices, fields = self.assign(sequences, positions)
+        self._send(sequences, indices, fields)
+        return indices
 
     def assign(self, sequences: list[Sequence], positions: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The part of :meth:`attach` on the host: indices ``[n]`` and fields ``[n, FIELDS]`` to be sent."""
+        """Like :meth:`attach`, but return indices ``[n]`` and fields ``[n, FIELDS]``, not sent yet."""
         self.check_room(sum(sequence not in self._row_of for sequence in sequences))
         indices = np.array([self._take(sequence).index for sequence in sequences], np.int64)
         self.left[indices] = [s.max_length - p - 1 for s, p in zip(sequences, positions, strict=True)]
@@ -128,7 +143,7 @@ class Rows:
     def free(self, row: Row) -> None:
         """Free the row of a sequence that has ended on the device, too."""
         heapq.heappush(self._free, row.index)
-        self._at[row.index], self.left[row.index], row.index = None, 0, GIVEN_UP
+        self._at[row.index], self.left[row.index], row.index = None, 0, RELEASED
         del self._row_of[row.sequence]
         self.counts.drop(row.sequence)
         self._running = None
@@ -143,9 +158,7 @@ class Rows:
     def deactivate(self) -> None:
         """Make inert on the device the rows that were released and not reassigned."""
         if self._left_behind:
-            host = self._staging.host(len(self._left_behind))
-            host[:] = list(self._left_behind)
-            self._send_inert(host)
+            self._call("deactivate_rows", np.array(list(self._left_behind), np.int32))
             self._left_behind.clear()
 
     def grow(self, batch: Batch) -> None:
@@ -166,7 +179,7 @@ class Rows:
                 sequences = [batch.sequences[i] for i in grown]
                 self._send(sequences, batch.indices[grown], np.zeros((len(grown), 0), np.int32))
 
-    def begin_step(self, batch: Batch, ran: slice | np.ndarray) -> None:
+    def advance(self, batch: Batch, ran: slice | np.ndarray) -> None:
         """Record the start of a step that gives ``batch`` a token each; ``ran``: the rows that it runs."""
         self.round[ran] = (self.round[ran] + 1) % ROUNDS
         self.position[batch.indices] += 1
@@ -175,8 +188,8 @@ class Rows:
             self._running = None
 
     def last_tokens(self, batch: Batch) -> list[int]:
-        """The token that the latest finished step gave each row."""
-        return self.state.ring.numpy()[self.round[batch.indices] - 1, batch.indices].tolist()
+        """Return the token that the latest finished step gave each row."""
+        return self._ring[self.round[batch.indices] - 1, batch.indices].tolist()
 
     def _take(self, sequence: Sequence) -> Row:
         if sequence not in self._row_of:
@@ -192,29 +205,16 @@ class Rows:
         self.blocks.reserve_prompt(0, sequence.block_ids[0], n_tokens)
         self.reserved[index] += n_tokens
 
-    def _send(self, sequences: list[Sequence], indices: np.ndarray, fields: np.ndarray) -> Tensor:
-        """Send fields (none or all) and tables of these rows in one copy; returns indices on the device."""
+    def _send(self, sequences: list[Sequence], indices: np.ndarray, fields: np.ndarray) -> None:
+        """Send fields (none or all) and tables of these rows in one copy."""
         n, n_fields = fields.shape
-        width = self.state.table.shape[1]
-        host = self._staging.host(n, 1 + n_fields + width)
-        host[:, 0] = indices
-        host[:, 1 : 1 + n_fields] = fields
-        write_tables(host[:, 1 + n_fields :], sequences)
-        return self._write(host, n_fields)
+        words = np.zeros((n, 1 + n_fields + self.width), np.int32)
+        words[:, 0] = indices
+        words[:, 1 : 1 + n_fields] = fields
+        write_tables(words[:, 1 + n_fields :], sequences)
+        self._call("write_rows", words, n_fields)
 
-    def _apply_write(self, host: np.ndarray, n_fields: int) -> Tensor:
-        """The part of :meth:`_send` on the device."""
-        sent = self._staging.put(host).send()
-        index = sent[:, 0].long()
-        rows = self.state.rows[:, FIELDS - n_fields : FIELDS - n_fields + host.shape[1] - 1]
-        rows.index_copy_(0, index, sent[:, 1:])
-        return index
-
-    def _apply_inert(self, host: np.ndarray) -> None:
-        """The part of :meth:`deactivate` on the device."""
-        self.state.positions.index_fill_(0, self._staging.put(host).send().long(), INERT)
-
-    def _close_ranks(self) -> None:
+    def _compact(self) -> None:
         """Move the last rows into free ones if a smaller bucket is then enough."""
         taken = np.flatnonzero(self.left > 0)
         if not taken.size or batch_bucket(int(taken[-1]) + 1) == batch_bucket(len(taken)):
@@ -226,22 +226,12 @@ class Rows:
 
     def _move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Move rows to other places; each place keeps its own round."""
-        host = self._staging.host(2, len(sources))
-        host[:] = sources, targets
-        self._shift(host)
-        for book in (self.left, self.position, self.reserved):
-            book[targets] = book[sources]
+        self._call("move_rows", np.stack((sources, targets)).astype(np.int32))
+        for column in (self.left, self.position, self.reserved):
+            column[targets] = column[sources]
         self.left[sources] = 0
         for old, new in zip(sources.tolist(), targets.tolist(), strict=True):
             if row := self._at[old]:
                 row.index, self._at[old], self._at[new] = new, None, row
         self._left_behind.difference_update(targets.tolist())
         self._free = [index for index, row in enumerate(self._at) if row is None]  # sorted, and so a heap
-
-    def _apply_move(self, host: np.ndarray) -> None:
-        """The part of :meth:`_move` on the device."""
-        source, target = self._staging.put(host).send().long()
-        rounds = self.state.rounds[target]
-        self.state.rows[target] = self.state.rows[source]
-        self.state.rounds[target] = rounds
-        self.state.positions.index_fill_(0, source, INERT)
