@@ -362,7 +362,7 @@ def mutable_parts(root: object) -> dict[int, object]:
     found, todo = {}, [root]
     while todo:
         part = todo.pop()
-        ours = type(part).__module__.startswith("rosellm.")
+        ours = type(part).__module__.startswith("rosellm")
         if (
             isinstance(part, Transformer)
             or id(part) in found

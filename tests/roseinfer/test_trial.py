@@ -81,18 +81,18 @@ def test_rehearsals_and_captures_write_no_block_and_no_row_but_the_spare_one(cap
     cache, step = engine.blocks, engine.step
     for tensor in (cache.k_cache, cache.v_cache):
         tensor.fill_(float("nan"))
-    rows, ring = step.state.rows.clone(), step.state.ring.clone()
-    step.rows.counts.table.fill_(-5)
-    step.logprobs._words.fill_(-5)
+    rows, ring = step.worker.state.rows.clone(), step.worker.state.ring.clone()
+    step.worker.counts.fill_(-5)
+    step.worker.logprobs._words.fill_(-5)
     runs = step.rehearsals(300) + step.largest_captures() + step.captures()
     with torch.inference_mode():
         for run in runs:
             run()
     assert cache.k_cache.isnan().all() and cache.v_cache.isnan().all()
-    assert torch.equal(step.state.rows, rows)
-    own = slice(0, len(step.rows))
-    assert torch.equal(step.state.ring[:, own], ring[:, own])
-    assert (step.rows.counts.table == -5).all() and (step.logprobs._words[:ROUNDS] == -5).all()
+    assert torch.equal(step.worker.state.rows, rows)
+    own = slice(0, step.worker.n_rows)
+    assert torch.equal(step.worker.state.ring[:, own], ring[:, own])
+    assert (step.worker.counts == -5).all() and (step.worker.logprobs._words[:ROUNDS] == -5).all()
 
 
 @pytest.mark.parametrize("rung", ["packed_prefill", BEST_RUNG])
@@ -108,8 +108,8 @@ def test_an_engine_tries_the_largest_prefill_and_decode_steps_on_one_block(captu
     assert [blocks.max_blocks_per_layer for blocks, _ in tried] == [1, 1]
     for _, step in tried:
         assert max(step.worker.prompts._layer_runs) == (384, "few")  # 5 sequences of 64 tokens
-        assert {bucket for bucket, _, _ in step._steps} == {5}
-        assert {mode for _, mode, _ in step._steps} == set(step.next_tokens.chooser.modes)
-        assert max(step.logprobs._runs) == SIZES[-1]
+        assert {bucket for bucket, _, _ in step.worker._steps} == {5}
+        assert {mode for _, mode, _ in step.worker._steps} == set(step.worker.next_tokens.chooser.modes)
+        assert max(step.worker.logprobs._runs) == SIZES[-1]
         assert len(step.largest_captures()) == 2  # those steps are captured: one prefill, one ring
-        assert list(step.logprobs._runs) == [SIZES[-1]]
+        assert list(step.worker.logprobs._runs) == [SIZES[-1]]

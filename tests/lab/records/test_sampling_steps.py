@@ -19,7 +19,6 @@ from rosellm.lab.records.sampling_steps import (
     recorded_modes,
 )
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.kernels.filtered_head import filtered_tiles_ref
 from rosellm.roseinfer.layers.choosers import mode_of
 from rosellm.roseinfer.steps.logprob_ring import LogprobRing
@@ -163,7 +162,7 @@ def test_a_filtered_row_moves_its_logits_and_a_penalised_one_its_counts_too():
     state.temperatures.fill_(1.0)
     state.top_k.fill_(3)
     tiles = filtered_tiles_ref(hidden=torch.ones(6, 32), weight=torch.ones(128, 32), state=state)
-    counts = TokenCounts(6, arch.vocab_size, CPU).table
+    counts = torch.zeros(6, arch.vocab_size, dtype=torch.int32)
     logits_bytes = tiles.logits.numel() * 4
     found = extra_bytes(arch, 6)
     assert found["top-k, top-p"] == 6 * found["top-k, top-p: one row"] == logits_bytes
