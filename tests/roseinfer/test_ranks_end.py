@@ -19,8 +19,8 @@ import pytest
 from rosellm import LLM, SamplingParams
 from rosellm.errors import RankError
 from rosellm.models.part import Part
-from rosellm.roseinfer.ranks.members import Follower
 from rosellm.roseinfer.ranks.watch import HUNG_AFTER, LOOK_S, _Counts, _Work
+from rosellm.roseinfer.steps.worker import Worker
 from rosellm.roseinfer.tensor_parallel import Load, load_ranks
 from tests.roseinfer.ranks import (
     LOADED_WITHIN_S,
@@ -82,7 +82,7 @@ def test_only_a_rank_whose_count_stays_the_same_look_after_look_hangs():
 
 @dataclass(frozen=True)
 class StuckLoad(Load):
-    """Of a rank 1 that never ends its twentieth command, whose begin it writes into a file.
+    """Of a rank 1 that never ends its twentieth decode step, whose begin it writes into a file.
 
     Its process and other threads go on.
     """
@@ -91,18 +91,20 @@ class StuckLoad(Load):
 
     def part(self, part: Part):
         if part.rank == 1:
-            found, commands = Follower._run, count(1)
+            decode, calls = Worker.decode, count(1)
 
-            def stuck(*_: object) -> None:
+            def stuck(*step: object) -> None:
+                if next(calls) < 20:
+                    return decode(*step)
                 self.begun.write_text(str(time.monotonic()))
                 threading.Event().wait()
 
-            Follower._run = lambda self, name: stuck if next(commands) == 20 else found(self, name)
+            Worker.decode = stuck
         return super().part(part)
 
 
 @pytest.mark.slow
-def test_a_rank_whose_command_never_ends_ends_the_engine_with_its_error(tmp_path):
+def test_a_rank_whose_step_never_ends_ends_the_engine_with_its_error(tmp_path):
     loaded = load_ranks(2, StuckLoad("rose-tiny", "cpu", begun=tmp_path / "begun"))
     engine = loaded.build(loaded.model, loaded.tokenizer, max_batch_size=4)
     pids = other_ranks()
@@ -182,7 +184,7 @@ def test_an_error_of_rank_0_ends_the_others_and_is_itself_raised(llm, monkeypatc
     def broken(*_: object) -> None:
         raise Broken
 
-    monkeypatch.setattr(llm.engine.step, "layers_for", broken)
+    monkeypatch.setattr(llm.engine.step.worker, "decode", broken)
     with pytest.raises(Broken):
         llm.generate("import os", LONG, use_tqdm=False)
     assert not other_ranks()
