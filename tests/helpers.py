@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rosellm.ladder.rungs import TritonAppend
 from rosellm.models.arch import Arch, Norm
 from rosellm.models.attention import CausalAttention
 from rosellm.models.model import Transformer
@@ -18,7 +19,6 @@ from rosellm.models.rope import Rope
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.steps.kv_append import AppendGate
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -136,7 +136,10 @@ def transformers_greedy(folder: Path, prompts: list[list[int]], n: int) -> Greed
 
 def small_engine(gpt: Transformer, **options) -> Engine:
     """Small blocks, so that sequences cross their edges; Triton-style appends from the first row on."""
-    return Engine(gpt, **({"block_size": 8, "max_batch_size": 16, "gate": AppendGate(1)} | options))
+    engine = Engine(gpt, **({"block_size": 8, "max_batch_size": 16} | options))
+    if isinstance(engine.step, TritonAppend):
+        engine.step.append_from = 1
+    return engine
 
 
 def greedy_sequences(engine: Engine, prompts: list[list[int]], max_tokens: int | list[int]) -> list[Sequence]:

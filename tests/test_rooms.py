@@ -23,6 +23,7 @@ FLOORS = (
     (
         "roseinfer/text",
         "roseinfer/request",
+        "roseinfer/rung",
         "roseinfer/sampling",
         "roseinfer/outputs",
         "roseinfer/owned",
@@ -34,7 +35,9 @@ FLOORS = (
     ("roseinfer/layers/*",),
     ("roseinfer/steps/*",),
     ("roseinfer/exhibits",),
+    ("ladder/*",),
     ("roseinfer/recipe",),
+    ("roseinfer/assembly",),
     ("roseinfer/trial",),
     ("roseinfer/engine",),
     ("roseinfer/tensor_parallel",),

@@ -24,7 +24,8 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.budget import kv_blocks_within_memory
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
+from rosellm.roseinfer.recipe import LADDER, RECIPES, Recipe, get_rung
+from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.asked import one_each
@@ -62,7 +63,7 @@ def make_job(
     return Job(engine, given, params, scheduler_config(options))
 
 
-def choose_recipe(options: Namespace) -> str | Recipe:
+def choose_recipe(options: Namespace) -> str | Rung:
     """Return ``--rung``; without it dense, or with ``--paged-attn`` the device's best recipe.
 
     That one is eager unless ``--cuda-graph`` is given. With a non-default ``--all-reduce`` the result is a
@@ -73,10 +74,13 @@ def choose_recipe(options: Namespace) -> str | Recipe:
         return recipe
     if options.tensor_parallel_size == 1:
         raise RecipeError(f"--all-reduce {options.all_reduce} needs a --tensor-parallel-size of 2 or more")
-    return replace(LADDER[recipe] if isinstance(recipe, str) else recipe, all_reduce=options.all_reduce)
+    chosen = LADDER[recipe] if isinstance(recipe, str) else recipe
+    chosen.check_ranks(options.tensor_parallel_size)
+    assert isinstance(chosen, Recipe)  # no other rung has ranks
+    return replace(chosen, all_reduce=options.all_reduce)
 
 
-def _recipe_of_flags(options: Namespace) -> str | Recipe:
+def _recipe_of_flags(options: Namespace) -> str | Rung:
     if options.rung is not None:
         if options.paged_attn or options.cuda_graph:
             raise RecipeError("--rung names a whole recipe: leave out --paged-attn and --cuda-graph")
@@ -86,12 +90,12 @@ def _recipe_of_flags(options: Namespace) -> str | Recipe:
     if not options.paged_attn:
         return "dense"
     best = get_rung(None, resolve_device(options.device))
-    return best if options.cuda_graph else replace(LADDER[best], runner="eager")
+    return best if options.cuda_graph else replace(RECIPES[best], runner="eager")
 
 
 def make_engine(
     options: Namespace,
-    recipe: str | Recipe,
+    recipe: str | Rung,
     gpt: Transformer,
     tokenizer: AnyTokenizer | None,
     longest_prompt: int,

@@ -107,7 +107,7 @@ class Replicas(Owned):
         """See ``Engine.make_sequence``; the sequence tracks, in this process, a replica's request."""
         self.limits.check(prompt, params)
         self._n_requests += 1
-        sequence = Sequence(self._n_requests, prompt, params, 1, self._facts.eos_token_ids)
+        sequence = Sequence(self._n_requests, prompt, params, self._facts.eos_token_ids)
         sequence.n_cached = sequence.n_prompt
         if params.stops:
             sequence.text = IncrementalText(self.tokenizer, params.stops)

@@ -101,9 +101,8 @@ class Rung(RecordedPair):
         """Fill every free KV block with NaN."""
         blocks, n = bench.engine.blocks, bench.engine.num_kv_blocks
         with torch.inference_mode():
-            for layer, pool in enumerate(blocks.pool_of):
-                free = [i for i in range(n) if not blocks.ref_count(pool * n + i)]
-                blocks.k_cache[layer, free] = blocks.v_cache[layer, free] = float("nan")
+            free = [block for block in range(n) if not blocks.ref_count(block)]
+            blocks.k_cache[:, free] = blocks.v_cache[:, free] = float("nan")
 
     def compare(self) -> None:
         """Run both here on the same prompts: work, copies and allocations per step, and on a GPU its time.

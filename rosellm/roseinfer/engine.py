@@ -14,6 +14,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.loading import AnyTokenizer, load_parts
 from rosellm.models.model import Transformer
+from rosellm.roseinfer.assembly import build_cache, build_step
 from rosellm.roseinfer.cache.budget import PREFILL_TOKENS, BlockBudget, kv_blocks_within_memory
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
@@ -24,11 +25,11 @@ from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.layers.batch_invariant import ALIGNMENT
 from rosellm.roseinfer.owned import Owned
 from rosellm.roseinfer.ranks.group import ALONE, Group
-from rosellm.roseinfer.recipe import LADDER, Recipe, build_step, check_launch, get_rung
+from rosellm.roseinfer.recipe import LADDER, Recipe, check_launch, get_rung
 from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.captured_prefill import CAPTURED_TOKENS
-from rosellm.roseinfer.steps.kv_append import AppendGate
 from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.text import IncrementalText
 from rosellm.roseinfer.trial import working_bytes
@@ -48,12 +49,11 @@ class Engine(Owned):
     is the model's own. num_kv_blocks: blocks per layer; None is enough for ``max_batch_size`` full-length
     sequences, capped by memory. gpu_memory_utilization: the share of a GPU's memory for everything the engine
     holds; its use outside the cache is measured by trial runs (:mod:`trial`) if it may limit the cache.
-    block_size: tokens per block, a power of two. kernels: see ``kernels.table.choose_kernels``. gate: when to
-    use the Triton append; None reads its environment variables. deterministic: a request's logits and tokens
-    are bitwise the same whatever shares its batch or the cache (``batch_invariant``); prompts are then cut
-    only at multiples of ``prefill_alignment`` tokens. warm_up: capture every CUDA graph that these options
-    allow at construction, so that no request waits for one (see :meth:`warm_up`); False captures each at its
-    first use. No effect on a CPU. group: the ranks that run the engine together, each with its part of the
+    block_size: tokens per block, a power of two. kernels: see ``kernels.table.choose_kernels``.
+    deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or the cache
+    (``batch_invariant``); prompts are then cut only at multiples of ``prefill_alignment`` tokens. warm_up:
+    capture every CUDA graph that these options allow at construction, so that no request waits for one (see
+    :meth:`warm_up`); False captures each at its first use. No effect on a CPU. group: the ranks that run the engine together, each with its part of the
     model (:mod:`tensor_parallel`).
     """
 
@@ -62,14 +62,13 @@ class Engine(Owned):
         model: Transformer,
         tokenizer: AnyTokenizer | None = None,
         *,
-        recipe: str | Recipe | None = None,
+        recipe: str | Rung | None = None,
         max_batch_size: int = 256,
         max_model_len: int | None = None,
         num_kv_blocks: int | None = None,
         gpu_memory_utilization: float = 0.9,
         block_size: int = 64,
         kernels: str | Kernels = "auto",
-        gate: AppendGate | None = None,
         prefix_cache: bool = False,
         deterministic: bool = False,
         warm_up: bool = True,
@@ -83,13 +82,14 @@ class Engine(Owned):
         self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
         self.recipe.check_serves(model.config)
+        if prefix_cache:
+            self.recipe.check_prefix_cache()
         if deterministic:
             self.recipe = self.recipe.invariant()
         self.recipe.check_ranks(group.part.size)
         self.deterministic = self.recipe.numerics == "invariant"
         self.max_batch_size, self.block_size = max_batch_size, block_size
         self.max_model_len = _model_len(max_model_len, self.config)
-        self.gate = gate or AppendGate.from_environment()
         self.kernels = choose_kernels(kernels, self.recipe.launch, model.device)
         n_blocks = num_kv_blocks or self._default_kv_blocks(gpu_memory_utilization)
         self.blocks = self._cache_of(n_blocks)
@@ -151,9 +151,10 @@ class Engine(Owned):
         run.
         """
         self.limits.check(prompt, params)
+        self.recipe.check_request(params)
         self._n_requests += 1
-        pools, eos = self.blocks.num_pools, self.config.eos_token_ids
-        sequence = Sequence(self._n_requests, prompt, params, pools, eos, replays=self.deterministic)
+        eos = self.config.eos_token_ids
+        sequence = Sequence(self._n_requests, prompt, params, eos, replays=self.deterministic)
         if params.stops:
             sequence.text = self._text_until(params.stops)
         return sequence
@@ -218,16 +219,15 @@ class Engine(Owned):
         self.step.release(sequence)
         self._holders.discard(sequence)
         sequence.n_cached = 0
-        for block_ids in sequence.block_ids:
-            self.blocks.free_blocks(block_ids)
-            block_ids.clear()
+        self.blocks.free_blocks(sequence.block_ids)
+        sequence.block_ids.clear()
 
     def match_prefixes(self, sequences: list[Sequence]) -> None:
         """Give sequences without blocks the cached blocks of their longest cached prefix."""
         if self.prefix_cache is None:
             return
         for sequence in sequences:
-            if not sequence.block_ids[0]:
+            if not sequence.block_ids:
                 known = sequence.tokens[: sequence.prefill_length]
                 sequence.n_cached, sequence.block_ids = self.prefix_cache.match(known)
                 self._holders.add(sequence)
@@ -237,7 +237,7 @@ class Engine(Owned):
 
         Holders are the sequences that were prefilled and not yet released, and the prefix cache.
         """
-        held = Counter(chain.from_iterable(ids for s in self._holders for ids in s.block_ids))
+        held = Counter(chain.from_iterable(s.block_ids for s in self._holders))
         if self.prefix_cache is not None:
             held += self.prefix_cache.holdings()
         self.blocks.check_integrity(held)
@@ -261,13 +261,11 @@ class Engine(Owned):
         return min(PREFILL_TOKENS, self.max_batch_size * self.max_model_len)
 
     def _cache_of(self, n_blocks: int) -> KVBlockManager:
-        c, model = self.model.config, self.model
-        shape = c.n_layers, c.n_kv_heads, c.head_dim, self.block_size, n_blocks
-        return KVBlockManager(*shape, model.device, model.dtype, self.recipe.block_info, self.recipe.pool)
+        return build_cache(self.recipe, self.model, self.block_size, n_blocks)
 
     def _step_on(self, blocks: KVBlockManager) -> Step:
         sizes = self.max_batch_size, self.max_model_len
-        return build_step(self.recipe, self.model, blocks, self.kernels, *sizes, self.gate, self.group)
+        return build_step(self.recipe, self.model, blocks, self.kernels, *sizes, self.group)
 
     @torch.inference_mode()
     def _working_bytes(self) -> int:
@@ -292,7 +290,7 @@ class Engine(Owned):
         """Raise ``OptionError`` if not even one request of ``max_model_len`` tokens fits."""
         one = blocks_for(self.max_model_len, self.block_size)
         wanted, size = self.max_batch_size * one, self.block_size
-        measure = self._working_bytes if self.recipe.prefill != "padded" else None  # trials use inert inputs
+        measure = self._working_bytes if isinstance(self.recipe, Recipe) else None  # trials use inert inputs
         sizes = wanted, size, self.max_batch_size
         there = kv_blocks_within_memory(self.model, *sizes, utilization, measure, self.group.least)
         if there < one:
@@ -306,9 +304,9 @@ class Engine(Owned):
         return there
 
 
-def _choose_recipe(recipe: str | Recipe | None, device: torch.device) -> tuple[str | None, Recipe]:
+def _choose_recipe(recipe: str | Rung | None, device: torch.device) -> tuple[str | None, Rung]:
     """Return the rung's name (None for a custom recipe) and the recipe."""
-    if isinstance(recipe, Recipe):
+    if isinstance(recipe, Rung):
         return None, recipe
     rung = get_rung(recipe, device)
     return rung, LADDER[rung]

@@ -53,7 +53,7 @@ class Sequence:
     """A prompt and the tokens generated so far, with the KV blocks that hold its cached tokens.
 
     ``tokens`` are prompt and output; the first ``n_cached`` of them are in the KV cache, between steps all
-    but the last. ``max_length``: the most tokens there may be. ``block_ids[pool]`` are global block ids.
+    but the last. ``max_length``: the most tokens there may be. ``block_ids``: its KV blocks.
     ``finish_reason``: None while running, then "stop", "length", "cancelled", or "failed" with the reason in
     ``error``. ``seed`` and a token's index determine its random numbers. Any of ``stop_tokens`` ends the
     sequence. ``replays``: after preemption its output is decoded again token by token, as the first time;
@@ -72,14 +72,13 @@ class Sequence:
         request_id: int,
         prompt: list[int],
         params: SamplingParams,
-        n_pools: int,
         eos_token_ids: tuple[int, ...] = (),
         replays: bool = False,
     ) -> None:
         self.request_id, self.params = request_id, params
         self.tokens, self.n_prompt, self.n_cached = list(prompt), len(prompt), 0
         self.max_length = self.n_prompt + params.max_tokens
-        self.block_ids: list[list[int]] = [[] for _ in range(n_pools)]
+        self.block_ids: list[int] = []
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.metrics = RequestMetrics(arrival=perf_counter())

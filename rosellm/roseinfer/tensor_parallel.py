@@ -37,7 +37,8 @@ from rosellm.roseinfer.kernels.table import Kernels, choose_kernels
 from rosellm.roseinfer.ranks.collectives import Collectives, connect, listen
 from rosellm.roseinfer.ranks.members import Follower, Leader
 from rosellm.roseinfer.ranks.watch import Beats, Watch, join, kill, watch_rank_0
-from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
+from rosellm.roseinfer.recipe import LADDER, get_rung
+from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.steps.cuda_graph import Graphs
 from rosellm.roseinfer.steps.resident import ResidentStep
 
@@ -94,7 +95,7 @@ class Loaded(NamedTuple):
 def load_ranks(
     n_ranks: int,
     load: Load,
-    recipe: str | Recipe | None = None,
+    recipe: str | Rung | None = None,
     deterministic: bool = False,
     kernels: str | Kernels = "auto",
 ) -> Loaded:
@@ -110,7 +111,7 @@ def load_ranks(
 def check_ranks(
     n_ranks: int,
     load: Load,
-    recipe: str | Recipe | None,
+    recipe: str | Rung | None,
     deterministic: bool = False,
     kernels: str | Kernels = "auto",
 ) -> None:
@@ -125,9 +126,9 @@ def check_ranks(
         )
     if device.type == "cuda" and torch.cuda.current_device() != 0:
         raise DeviceError(f"rank 0 has GPU 0; the current device is {torch.cuda.current_device()}")
-    chosen = recipe if isinstance(recipe, Recipe) else LADDER[get_rung(recipe, device)]
+    chosen = recipe if isinstance(recipe, Rung) else LADDER[get_rung(recipe, device)]
     (chosen.invariant() if deterministic else chosen).check_ranks(n_ranks)
-    chosen.check_sums(device, choose_kernels(kernels, chosen.launch, device))
+    chosen.check_sums(device, choose_kernels(kernels, chosen.launch, device).name)
     Part(0, n_ranks).check(arch_of(load.model, load.load_format))
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from itertools import accumulate
 
 import pytest
+from rosellm.roseinfer.steps.runner import EagerRunner, GraphRunner
 
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.steps.resident import ResidentStep
-from rosellm.roseinfer.steps.runner import EagerRunner, GraphRunner
 from tests.helpers import small_engine, uncached_greedy
 from tests.roseinfer.lattice import (
     BUDGET,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rosellm.roseinfer.steps.kv_append import AppendGate
 from torch import Tensor
 
 from rosellm.errors import RecipeError
@@ -16,7 +17,6 @@ from rosellm.models.model import Transformer
 from rosellm.models.weights import load_model, save_model
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, recipe_choices
-from rosellm.roseinfer.steps.kv_append import AppendGate
 from tests.helpers import (
     MODERN,
     WINDOWED,

@@ -19,7 +19,8 @@ from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.ledger import drive
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import Recipe, best_rung
+from rosellm.roseinfer.recipe import best_rung
+from rosellm.roseinfer.rung import Rung
 
 STEPS = 8  # per timed run
 ROOM = 3 * STEPS  # new tokens per sequence for all runs after one ``prepare()``
@@ -98,7 +99,7 @@ class EngineSteps(Steps):
     recipe: None for the device's best rung.
     """
 
-    def __init__(self, model: Transformer, recipe: str | Recipe | None, batch: int, context: int) -> None:
+    def __init__(self, model: Transformer, recipe: str | Rung | None, batch: int, context: int) -> None:
         c = model.config
         check_sizes(batch, context, c.n_positions)
         chosen = best_rung(model.device) if recipe is None else recipe

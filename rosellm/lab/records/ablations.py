@@ -19,16 +19,17 @@ from torch import Tensor
 from rosellm.errors import RecipeError
 from rosellm.lab.records.bench import Bench, make_prompts
 from rosellm.lab.records.step_time import MakeBench, prompt_length, room
+from rosellm.ladder.dense import Dense
+from rosellm.ladder.rungs import fill_tables
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.block_tables import fill_tables
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.attention_plan import Plan, Variant
 from rosellm.roseinfer.kernels.dependent_launch import AT_END
 from rosellm.roseinfer.kernels.table import Kernels, triton_kernels
 from rosellm.roseinfer.layers.attention import AppendAndAttend
 from rosellm.roseinfer.layers.choosers import LogitsChooser
-from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, Recipe
-from rosellm.roseinfer.steps.host import HostStep
+from rosellm.roseinfer.recipe import BEFORE, BEST_RUNG, LADDER, RECIPES, Recipe, recipe_choices
+from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.steps.resident import ResidentStep
 
 Variants = dict[str, MakeBench]
@@ -45,14 +46,14 @@ def variants(rung: str, model: Transformer, batch: int, context: int) -> Variant
 
 
 def one_step_back(best: str = BEST_RUNG) -> dict[str, Recipe | str]:
-    """Map each field to the recipe of ``best`` with only that field as before its last change.
+    """Map each field of a recipe to ``best`` with only that field as before its last change.
 
     If other fields depend on the change, the value is the reason instead of a recipe.
     """
     back: dict[str, Recipe | str] = {}
     for field, value in _replaced(best).items():
         try:
-            back[field] = replace(LADDER[best], **{field: value})
+            back[field] = replace(RECIPES[best], **{field: value})
         except RecipeError as error:
             back[field] = str(error)
     return back
@@ -64,7 +65,8 @@ def _replaced(best: str) -> dict[str, Any]:
     rung = best
     while rung in BEFORE:
         for field, (old, _) in LADDER[BEFORE[rung]].difference(LADDER[rung]).items():
-            values.setdefault(field, old)
+            if field in recipe_choices():
+                values.setdefault(field, old)
         rung = BEFORE[rung]
     return values
 
@@ -72,7 +74,7 @@ def _replaced(best: str) -> dict[str, Any]:
 def _bench(model: Transformer, batch: int, context: int) -> Callable[..., Bench]:
     prompts = make_prompts(batch, prompt_length(context), model.config.vocab_size)
 
-    def bench(recipe: str | Recipe, **options: Any) -> Bench:
+    def bench(recipe: str | Rung, **options: Any) -> Bench:
         return Bench(model, recipe, prompts, room(), **options)
 
     return bench
@@ -81,35 +83,28 @@ def _bench(model: Transformer, batch: int, context: int) -> Callable[..., Bench]
 class PageableTables:
     """All pools' tables in one pageable buffer, built from lists or in an array, sent in one copy."""
 
-    def __init__(self, device: torch.device, max_blocks: int, blocks_per_pool: int, from_lists: bool) -> None:
-        self.device, self.max_blocks, self.blocks_per_pool = device, max_blocks, blocks_per_pool
-        self.from_lists = from_lists
+    def __init__(self, device: torch.device, max_blocks: int, from_lists: bool) -> None:
+        self.device, self.max_blocks, self.from_lists = device, max_blocks, from_lists
 
     def stage(self, block_ids: list[list[list[int]]]) -> Tensor:
         """Convert ``block_ids[pool][row]`` to ``[POOLS, B, MAX_BLOCKS]`` int32 on the device."""
         return (self._of_lists if self.from_lists else self._of_array)(block_ids).to(self.device)
 
     def _of_lists(self, block_ids: list[list[list[int]]]) -> Tensor:
-        tables = [
-            [
-                [i - pool * self.blocks_per_pool for i in row] + [0] * (self.max_blocks - len(row))
-                for row in rows
-            ]
-            for pool, rows in enumerate(block_ids)
-        ]
+        tables = [[row + [0] * (self.max_blocks - len(row)) for row in rows] for rows in block_ids]
         return torch.tensor(tables, dtype=torch.int32)
 
     def _of_array(self, block_ids: list[list[list[int]]]) -> Tensor:
         tables = np.empty((len(block_ids), len(block_ids[0]), self.max_blocks), dtype=np.int32)
-        fill_tables(tables, block_ids, self.blocks_per_pool)
+        fill_tables(tables, block_ids)
         return torch.from_numpy(tables)
 
 
 def _tables(model: Transformer, bench: Callable[..., Bench], batch: int, context: int) -> Variants:
     def with_tables(engine: Engine, from_lists: bool) -> None:
-        old = cast(HostStep, engine.step).tables
-        tables = PageableTables(engine.device, old.max_blocks, old.blocks_per_pool, from_lists)
-        engine.step.tables = tables  # type: ignore[attr-defined]
+        step = cast(Dense, engine.step)
+        tables = PageableTables(engine.device, step.max_blocks, from_lists)
+        step.stage_tables = tables.stage  # type: ignore[method-assign, assignment]
 
     before = BEFORE["pinned_h2d"]
     return {

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from rosellm.lab.records.parameters import ParameterError, model_path
 from rosellm.lab.records.trace import Trace, record_trace
+from rosellm.ladder.rungs import TritonAppend
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.outputs import Done
-from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.steps.kv_append import AppendGate
 
 
 @lru_cache(maxsize=2)
@@ -56,7 +56,7 @@ class Bench:
     def __init__(
         self,
         model: Transformer,
-        recipe: str | Recipe,
+        recipe: str | Rung,
         prompts: list[list[int]],
         new_tokens: int,
         *,
@@ -73,10 +73,11 @@ class Bench:
             max_model_len=min(longest, model.config.n_positions),
             num_kv_blocks=sum(blocks_for(len(prompt) + new_tokens, block_size) for prompt in prompts),
             block_size=block_size,
-            gate=None if gate_from is None else AppendGate(gate_from),
             kernels=kernels,
             warm_up=False,  # warmed up below, for these prompts only
         )
+        if gate_from is not None and isinstance(self.engine.step, TritonAppend):
+            self.engine.step.append_from = gate_from
         if prepare is not None:
             prepare(self.engine)
         self._prompts = prompts
@@ -158,7 +159,7 @@ LEAST_TOKENS = 1 + WARM_UP_STEPS + 2 + 1  # prefill, warm-up, profiler, one time
 
 
 def run_recipe(
-    model: Transformer, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options: Any
+    model: Transformer, recipe: str | Rung, prompts: list[list[int]], new_tokens: int, **options: Any
 ) -> Run:
     """Prefill, warm up briefly, count one step, then time steps: ``new_tokens`` per sequence in total.
 
@@ -184,7 +185,7 @@ def _check_room(model: Transformer, prompt: int, new_tokens: int) -> None:
 
 
 def decode_tokens(
-    model: Transformer, recipe: str | Recipe, prompts: list[list[int]], new_tokens: int, **options: Any
+    model: Transformer, recipe: str | Rung, prompts: list[list[int]], new_tokens: int, **options: Any
 ) -> list[list[int]]:
     """Return the ``new_tokens`` that a recipe generates for each sequence, without timing or counting."""
     bench = Bench(model, recipe, prompts, new_tokens, **options)
@@ -194,8 +195,8 @@ def decode_tokens(
 
 def compare(
     model: Transformer,
-    before: str | Recipe,
-    after: str | Recipe,
+    before: str | Rung,
+    after: str | Rung,
     prompts: list[list[int]],
     new_tokens: int,
     **options: Any,
@@ -206,11 +207,7 @@ def compare(
 
 
 def forced_logits(
-    model: Transformer,
-    recipe: str | Recipe,
-    prompts: list[list[int]],
-    tokens: list[list[int]],
-    **options: Any,
+    model: Transformer, recipe: str | Rung, prompts: list[list[int]], tokens: list[list[int]], **options: Any
 ) -> Tensor:
     """Return logits ``[steps, B, V]`` (fp32, on the host) of a recipe that is fed ``tokens``."""
     steps = len(tokens[0])

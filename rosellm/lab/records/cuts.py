@@ -18,13 +18,13 @@ from rosellm.models.model import Transformer
 from rosellm.models.part import Part
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.ranks.group import ALONE
-from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.recipe import RECIPES
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 
 MODERN = ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B")
 MODELS = {name.partition("/")[2]: KNOWN_SHAPES[name] for name in MODERN}
-WATCHED = replace(LADDER["split_kv"], runner="eager")  # so that its all-reduces are calls even on a GPU
+WATCHED = replace(RECIPES["split_kv"], runner="eager")  # so that its all-reduces are calls even on a GPU
 SUMS_A_LAYER = 2  # after ``out`` and after ``down``
 
 

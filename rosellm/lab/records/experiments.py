@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -30,14 +30,14 @@ from rosellm.lab.records.bench import (
 )
 from rosellm.lab.records.ledger import step_ledger, tokens_before_profile, tokens_needed
 from rosellm.lab.records.trace import Trace
+from rosellm.ladder.dense import H2D_RANGE
+from rosellm.ladder.pools import SlotPool, TuplePool
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.block_tables import H2D_RANGE
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.steps.step import STEP_RANGE
 from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import triton
 
-BlockInfo = Literal["tuple", "slots"]
+POOLS = {"tuple": TuplePool, "slots": SlotPool}
 APPEND_RANGE = f"{STEP_RANGE}.kv_append"
 
 
@@ -193,20 +193,20 @@ def bookkeeping_cost(
     batch: int, layers: int, steps: int, block_size: int = 64, repeats: int = 5
 ) -> dict[str, list[float]]:
     """Return nanoseconds of Python to reserve a token's slot in a layer, per repeat, by kind of metadata."""
-    kinds: tuple[BlockInfo, ...] = ("tuple", "slots")
     return {
-        kind: [_reserve_ns(kind, batch, layers, steps, block_size) for _ in range(repeats)] for kind in kinds
+        name: [_reserve_ns(kind, batch, layers, steps, block_size) for _ in range(repeats)]
+        for name, kind in POOLS.items()
     }
 
 
-def _reserve_ns(kind: BlockInfo, batch: int, layers: int, steps: int, block_size: int) -> float:
+def _reserve_ns(kind: type[TuplePool], batch: int, layers: int, steps: int, block_size: int) -> float:
     blocks = -(-steps // block_size) * batch
-    manager = KVBlockManager(layers, 1, 1, block_size, blocks, "cpu", torch.float32, block_info=kind)
+    pools = [kind(layer, blocks, block_size) for layer in range(layers)]
     tables: list[list[list[int]]] = [[[] for _ in range(batch)] for _ in range(layers)]
     start = time.perf_counter_ns()
     for _ in range(steps):
         for layer in range(layers):
-            manager.reserve_tokens(layer, tables[layer])
+            pools[layer].reserve_tokens(tables[layer])
     return (time.perf_counter_ns() - start) / (steps * layers * batch)
 
 

@@ -40,7 +40,7 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.exhibits import load_exhibit
-from rosellm.roseinfer.recipe import LADDER, Recipe, best_rung
+from rosellm.roseinfer.recipe import RECIPES, Recipe, best_rung
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
@@ -59,11 +59,8 @@ Ways = dict[str, Recipe]
 
 def ways_of(device: torch.device) -> Ways:
     """Return the device's best recipe with prompts in separate passes, and joined with the decode step."""
-    best = LADDER[best_rung(device)]
-    return {
-        APART: replace(best, prefill="packed"),
-        JOINED: replace(best, prefill="packed", exhibit="one_pass"),
-    }
+    best = RECIPES[best_rung(device)]
+    return {APART: best, JOINED: replace(best, exhibit="one_pass")}
 
 
 def measure_runs(
@@ -105,7 +102,7 @@ def beside_seconds(engine: Engine, rows: int, context: int, tokens: int, repeats
         engine.begin_decode(running)
         engine.begin_prefill([prompt])
         seconds += [done.seconds for done in engine.step.collect(IN_FLIGHT)]
-        for ended in [one for one in prompts if one.is_finished and one.block_ids[0]]:
+        for ended in [one for one in prompts if one.is_finished and one.block_ids]:
             engine.release(ended)
     seconds += [done.seconds for done in engine.step.collect()]
     for sequence in running + prompts:

@@ -98,7 +98,7 @@ class PoolLog:
         counted: set[int] = set()
         held: dict[int, int] = {}
         for request_id, request in sorted(self.scheduler.requests.items()):
-            own = set(request.block_ids[0]) - counted
+            own = set(request.block_ids) - counted
             counted |= own
             if own:
                 held[request_id] = len(own)

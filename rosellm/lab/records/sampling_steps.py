@@ -32,7 +32,7 @@ from rosellm.models.arch import Arch
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import LOAD_FORMATS, arch_of, load_parts, resolve_device, resolve_dtype
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.recipe import LADDER, Recipe, get_rung
+from rosellm.roseinfer.recipe import RECIPES, Recipe, get_rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.steps.logprob_ring import SIZES
 
@@ -107,7 +107,7 @@ def measure_modes(
 
 
 def _recipe(rung: str, head: Literal["logits"] | None) -> str | Recipe:
-    return rung if head is None else replace(LADDER[rung], head=head)
+    return rung if head is None else replace(RECIPES[rung], head=head)
 
 
 def recorded_modes(results: Results) -> dict[str, dict[int, dict[str, list[float]]]]:
@@ -210,7 +210,7 @@ def _parser() -> OneLineParser:
     add("--model", default="gpt2", help="hub id, local folder or shipped model")
     add("--load-format", choices=LOAD_FORMATS, default=LOAD_FORMAT, help="dummy: random weights")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if available")
-    add("--rung", choices=tuple(LADDER), metavar="NAME", help="default: the device's best")
+    add("--rung", choices=tuple(RECIPES), metavar="NAME", help="default: the device's best")
     add("--batches", type=whole_numbers(MOST_ROWS), default=BATCHES, metavar="B,B", help="batch sizes")
     add("--context", type=whole_number(1), default=CONTEXT, metavar="N", help="cached tokens per sequence")
     add("--repeats", type=whole_number(1), default=TURNS, metavar="N", help="measured turns per mode")

@@ -17,7 +17,7 @@ from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_lengt
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, Recipe
+from rosellm.roseinfer.recipe import BEST_RUNG, RECIPES, Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 
 STEP_WORKLOADS = ("W0", "W1", "W2", "W3")
@@ -61,7 +61,7 @@ def leave_one_out(
     A recipe that is not possible maps to its reason. A repeat is the tokens per second of as many runs as
     take ``seconds``.
     """
-    recipes: dict[str, Recipe | str] = {"none": LADDER[best], **one_step_back(best)}
+    recipes: dict[str, Recipe | str] = {"none": RECIPES[best], **one_step_back(best)}
     engines = {
         field: _engine(model, workload, recipe)
         for field, recipe in recipes.items()

@@ -1,26 +1,29 @@
-"""Which rungs call which kernel (see ``recipe.build_step``), and what the other rungs do instead."""
+"""Which rungs call which kernel (see ``assembly``), and what the other rungs do instead."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
-from rosellm.roseinfer.recipe import BEFORE, LADDER, Recipe
+from rosellm.roseinfer.recipe import BEFORE, LADDER
+
+Axes = SimpleNamespace  # of a rung, with its variants
 
 
 class Caller(NamedTuple):
     """Whether a recipe's step calls a kernel, and what the others do instead."""
 
-    calls: Callable[[Recipe], bool]
-    instead: Callable[[Recipe], str]
+    calls: Callable[[Axes], bool]
+    instead: Callable[[Axes], str]
 
 
-def _append(*names: str) -> Callable[[Recipe], bool]:
+def _append(*names: str) -> Callable[[Axes], bool]:
     """Return a predicate: does the host-driven step append in one of these ways?"""
     return lambda recipe: recipe.step == "host" and recipe.append in names
 
 
-def _stored_by(recipe: Recipe) -> str:
+def _stored_by(recipe: Axes) -> str:
     if recipe.append == "fused":
         return "append_and_attend stores the new token itself (append='fused')"
     if recipe.append == "index_put":
@@ -30,7 +33,7 @@ def _stored_by(recipe: Recipe) -> str:
     return f"append={recipe.append!r} has another kernel"
 
 
-def _attended_by(recipe: Recipe) -> str:
+def _attended_by(recipe: Axes) -> str:
     return (
         "append_and_attend attends"
         if recipe.append == "fused"
@@ -38,25 +41,25 @@ def _attended_by(recipe: Recipe) -> str:
     )
 
 
-def _padded(recipe: Recipe) -> str:
+def _padded(recipe: Axes) -> str:
     return "prompts run through the model's own attention (prefill='padded')"
 
 
-def _by_model(recipe: Recipe) -> str:
+def _by_model(recipe: Axes) -> str:
     return "the model's own operators run between the products (norm='separate')"
 
 
-def _product(recipe: Recipe) -> str:
+def _product(recipe: Axes) -> str:
     return f"gemm={recipe.gemm!r} has products of its own"
 
 
-def _silu(recipe: Recipe) -> str:
+def _silu(recipe: Axes) -> str:
     if recipe.activation == "separate":
         return "the model's own operators activate (activation='separate')"
     return f"{_product(recipe)}, which activate in their epilogue"
 
 
-def _host(recipe: Recipe) -> str:
+def _host(recipe: Axes) -> str:
     return "the host does this (step='host')"
 
 
@@ -83,11 +86,15 @@ CALLERS = {
 def refusal(kernel: str, rung: str) -> str:
     """Return why ``rung`` never calls ``kernel``, and the last earlier rung that does; "" if it does."""
     caller = CALLERS[kernel]
-    if caller.calls(LADDER[rung]):
+    if caller.calls(_axes(rung)):
         return ""
     below: str | None = BEFORE.get(rung)
-    while below is not None and not caller.calls(LADDER[below]):
+    while below is not None and not caller.calls(_axes(below)):
         below = BEFORE.get(below)
-    above = next(name for name, recipe in LADDER.items() if caller.calls(recipe))
+    above = next(name for name in LADDER if caller.calls(_axes(name)))
     nearest = f"{below} still does" if below else f"the first that does is {above}"
-    return f"{rung} never calls {kernel}: {caller.instead(LADDER[rung])}; {nearest}"
+    return f"{rung} never calls {kernel}: {caller.instead(_axes(rung))}; {nearest}"
+
+
+def _axes(rung: str) -> Axes:
+    return Axes(**LADDER[rung].as_dict())

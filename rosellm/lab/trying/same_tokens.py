@@ -10,11 +10,11 @@ from rosellm.errors import describe
 from rosellm.lab.records.bench import first_difference, forced_logits, make_prompts
 from rosellm.lab.trying.cached_cases import CACHED
 from rosellm.lab.trying.check_kernel import KernelError
+from rosellm.ladder.rungs import TritonAppend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.steps.kv_append import AppendGate
 
 CLOSEST_CALL = 1e-3  # smallest gap of two fp32 logits that summation order cannot reverse
 NEW_TOKENS, BLOCK_SIZE = 6, 16
@@ -97,10 +97,11 @@ def _generate(
         max_model_len=longest,
         num_kv_blocks=len(prompts) * -(-longest // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
-        gate=AppendGate(1),
         kernels=kernels,
         warm_up=False,
     )
+    if isinstance(engine.step, TritonAppend):
+        engine.step.append_from = 1
     params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **wish) for wish in wishes]
     sequences = [engine.make_sequence(p, params[i % len(params)]) for i, p in enumerate(prompts)]
     engine.prefill(sequences)

@@ -19,7 +19,7 @@ STEPS_ENSURED = 16
 
 
 class BlockBudget:
-    """Free, promised and needed blocks of the KV cache; all counts are per layer.
+    """Free, promised and needed blocks of the KV cache; a block is of all layers.
 
     run_ahead: the most unfinished steps in flight, each with one token per sequence. ``promised``: blocks
     held once every admitted sequence has grown to its full length; may exceed the total.
@@ -34,7 +34,7 @@ class BlockBudget:
     @property
     def free(self) -> int:
         """Blocks without a holder."""
-        return min(map(self.blocks.num_free_blocks, range(self.blocks.num_pools)))
+        return self.blocks.num_free_blocks()
 
     @property
     def available(self) -> int:
@@ -75,7 +75,7 @@ class BlockBudget:
         block but saves a clone.
         """
         if self.prefix_cache is not None:
-            self.prefix_cache.make_room(n_blocks, [i for s in sequences for i in s.block_ids[0][-1:]])
+            self.prefix_cache.make_room(n_blocks, [i for s in sequences for i in s.block_ids[-1:]])
         return self.free >= n_blocks
 
     def make_room_to_prefill(self, sequences: list[Sequence], counts: list[int]) -> bool:
@@ -112,7 +112,7 @@ class BlockBudget:
 
     def _to_hold(self, sequence: Sequence, length: int) -> int:
         """Return the blocks missing for ``length`` tokens in total, with the clone of a shared last block."""
-        held, size = sequence.block_ids[0], self.blocks.block_size
+        held, size = sequence.block_ids, self.blocks.block_size
         reserved = self.blocks.tokens_reserved(held)
         if length <= reserved:
             return 0

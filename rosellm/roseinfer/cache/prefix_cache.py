@@ -28,19 +28,19 @@ class PrefixCache:
     def __init__(self, blocks: KVBlockManager, alignment: int = 1) -> None:
         self.blocks, self.alignment = blocks, alignment
         self.hits, self.hit_tokens = 0, 0
-        self._entries: dict[Tokens, list[list[int]]] = {}  # least recently used first
+        self._entries: dict[Tokens, list[int]] = {}  # least recently used first
         self._ordered: list[Tokens] = []
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
-    def entries(self) -> Mapping[Tokens, list[list[int]]]:
-        """Cached prefix → its blocks in each pool, least recently used first."""
+    def entries(self) -> Mapping[Tokens, list[int]]:
+        """Cached prefix → its blocks, least recently used first."""
         return self._entries
 
-    def match(self, tokens: SequenceOf[int]) -> tuple[int, list[list[int]]]:
-        """Find the longest cached prefix of ``tokens``; return its length and the block ids per pool.
+    def match(self, tokens: SequenceOf[int]) -> tuple[int, list[int]]:
+        """Find the longest cached prefix of ``tokens``; return its length and its block ids.
 
         The last token is never matched. The caller becomes a holder of the blocks. A last block that holds
         more than was matched is cloned; if no block is free for the clone, even after eviction, only full
@@ -49,17 +49,16 @@ class PrefixCache:
         entry, n_common = self._nearest(tuple(tokens))
         n_matched = min(n_common, len(tokens) - 1) // self.alignment * self.alignment
         if n_matched < 1:
-            return 0, self._no_blocks()
+            return 0, []
         self._refresh(entry)
         block_ids = self._first_blocks(self._entries[entry], n_matched)
-        for pool in block_ids:
-            self.blocks.incref_blocks(pool)
+        self.blocks.incref_blocks(block_ids)
         n_matched = self._own_tail(block_ids, n_matched)
         self.hits += n_matched > 0
         self.hit_tokens += n_matched
         return n_matched, block_ids
 
-    def insert(self, tokens: SequenceOf[int], block_ids: list[list[int]]) -> None:
+    def insert(self, tokens: SequenceOf[int], block_ids: list[int]) -> None:
         """Cache the blocks that hold ``tokens``; an entry that already begins with them is refreshed."""
         prompt = tuple(tokens)
         entry, n_common = self._nearest(prompt)
@@ -68,28 +67,27 @@ class PrefixCache:
                 self._refresh(entry)
             return
         self._entries[prompt] = self._first_blocks(block_ids, len(prompt))
-        for pool in self._entries[prompt]:
-            self.blocks.cache_blocks(pool)
+        self.blocks.cache_blocks(self._entries[prompt])
         insort(self._ordered, prompt)
 
     def make_room(self, n_blocks: int, written: Iterable[int] = ()) -> None:
-        """Evict entries until every pool has ``n_blocks`` free blocks, or eviction would free no more.
+        """Evict entries until ``n_blocks`` blocks are free, or eviction would free no more.
 
-        written: blocks of the first pool about to be appended to; ``n_blocks`` includes the clones of shared
-        ones. If eviction frees too few, entries that share them are evicted too, so that no clone is needed.
+        written: blocks about to be appended to; ``n_blocks`` includes the clones of shared ones. If eviction
+        frees too few, entries that share them are evicted too, so that no clone is needed.
         """
-        while self._num_free() < n_blocks and (entry := self._least_useful()) is not None:
+        while self.blocks.num_free_blocks() < n_blocks and (entry := self._least_useful()) is not None:
             self._evict(entry)
-        if self._num_free() < n_blocks:
-            partial = {b for b in written if self.blocks.info(b).length < self.blocks.block_size}
-            self._end_sharing(n_blocks - self._num_free(), partial)
+        if self.blocks.num_free_blocks() < n_blocks:
+            partial = {b for b in written if self.blocks.length(b) < self.blocks.block_size}
+            self._end_sharing(n_blocks - self.blocks.num_free_blocks(), partial)
 
     def holdings(self) -> Counter[int]:
         """Return how often the entries hold each block."""
-        return Counter(chain.from_iterable(ids for pools in self._entries.values() for ids in pools))
+        return Counter(chain.from_iterable(self._entries.values()))
 
     def num_evictable(self) -> int:
-        """Return the blocks per pool that evicting all entries would free."""
+        """Return the blocks that evicting all entries would free."""
         return self.blocks.num_evictable_blocks()
 
     def clear(self) -> None:
@@ -104,8 +102,8 @@ class PrefixCache:
         found = [(entry, common_prefix(entry, tokens)) for entry in beside]
         return max(found, key=itemgetter(1), default=((), 0))
 
-    def _first_blocks(self, block_ids: list[list[int]], n_tokens: int) -> list[list[int]]:
-        return [pool[: blocks_for(n_tokens, self.blocks.block_size)] for pool in block_ids]
+    def _first_blocks(self, block_ids: list[int], n_tokens: int) -> list[int]:
+        return block_ids[: blocks_for(n_tokens, self.blocks.block_size)]
 
     def _least_useful(self) -> Tokens | None:
         """Return the least recently used entry whose eviction frees a block, or None.
@@ -115,37 +113,35 @@ class PrefixCache:
         """
         if not self.num_evictable():
             return None
-        holders = ((entry, self.blocks.ref_count(pools[0][-1])) for entry, pools in self._entries.items())
+        holders = ((entry, self.blocks.ref_count(ids[-1])) for entry, ids in self._entries.items())
         alone = next((entry for entry, n in holders if n == 1), None)
         return alone if alone is not None else self._a_twin()
 
     def _a_twin(self) -> Tokens:
         """Return the least recently used entry whose last block is held by prefix-cache entries only."""
-        last = {entry: pools[0][-1] for entry, pools in self._entries.items()}
+        last = {entry: ids[-1] for entry, ids in self._entries.items()}
         cached = Counter(last.values())
         return next(entry for entry, b in last.items() if self.blocks.ref_count(b) == cached[b])
 
     def _end_sharing(self, n_blocks: int, written: set[int]) -> None:
         """Evict entries until ``n_blocks`` of the ``written`` blocks are no longer shared."""
-        for entry in [entry for entry, pools in self._entries.items() if pools[0][-1] in written]:
+        for entry in [entry for entry, ids in self._entries.items() if ids[-1] in written]:
             if n_blocks < 1:
                 return
-            block_id = self._entries[entry][0][-1]
+            block_id = self._entries[entry][-1]
             self._evict(entry)
             n_blocks -= self.blocks.ref_count(block_id) == 1
 
-    def _own_tail(self, block_ids: list[list[int]], n_tokens: int) -> int:
+    def _own_tail(self, block_ids: list[int], n_tokens: int) -> int:
         """Clone a last block that holds more than ``n_tokens``, or drop it; return the tokens that remain."""
-        n_full = (len(block_ids[0]) - 1) * self.blocks.block_size
-        if self.blocks.info(block_ids[0][-1]).length == n_tokens - n_full:
+        n_full = (len(block_ids) - 1) * self.blocks.block_size
+        if self.blocks.length(block_ids[-1]) == n_tokens - n_full:
             return n_tokens
         self.make_room(1)
-        if self._num_free() == 0:
-            for pool in block_ids:
-                self.blocks.free_blocks([pool.pop()])
+        if self.blocks.num_free_blocks() == 0:
+            self.blocks.free_blocks([block_ids.pop()])
             return n_full
-        for pool in block_ids:
-            pool[-1] = self.blocks.clone_block(pool[-1], n_tokens - n_full)
+        block_ids[-1] = self.blocks.clone_block(block_ids[-1], n_tokens - n_full)
         return n_tokens
 
     def _refresh(self, entry: Tokens) -> None:
@@ -153,14 +149,7 @@ class PrefixCache:
 
     def _evict(self, entry: Tokens) -> None:
         del self._ordered[bisect_left(self._ordered, entry)]
-        for pool in self._entries.pop(entry):
-            self.blocks.evict_blocks(pool)
-
-    def _num_free(self) -> int:
-        return min(self.blocks.num_free_blocks(pool) for pool in range(self.blocks.num_pools))
-
-    def _no_blocks(self) -> list[list[int]]:
-        return [[] for _ in range(self.blocks.num_pools)]
+        self.blocks.evict_blocks(self._entries.pop(entry))
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

@@ -37,33 +37,6 @@ class Binder(ABC):
     def __call__(self, state: DeviceState, variant: str) -> Attend: ...
 
 
-class AppendThenAttend(Binder):
-    """Two kernels per layer: one stores the new keys and values, the other is paged attention."""
-
-    def __call__(self, state: DeviceState, variant: str) -> Attend:
-        kernels, blocks = self.kernels, self.blocks
-        positions = state.positions.clamp_min(0)  # [B]
-        block = state.table.gather(1, (positions // blocks.block_size).long()[:, None])[:, 0]
-        block = torch.where(state.positions >= 0, block, -1)  # inert rows are not written
-        slot = positions % blocks.block_size
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            caches = {"k_cache_layer": blocks.k_cache[layer], "v_cache_layer": blocks.v_cache[layer]}
-            kernels.kv_append_identity_pos(**caches, key_new=k, value_new=v, block_idx=block, pos=slot)
-            return kernels.paged_attention_decode(
-                **caches,
-                q=q,
-                k_new=k,
-                v_new=v,
-                block_table=state.table,
-                context_lens=positions,
-                scale=self.config.scale,
-                window=self.config.window,
-            )
-
-        return self.model.positioned(positions, attend)
-
-
 @dataclass(frozen=True)
 class PagedAttention:
     """An ``Attend`` by one kernel, which also rotates and appends; holds all inputs but a layer's q, k, v."""
@@ -132,18 +105,14 @@ class SplitAppendAndAttend(AppendAndAttend):
     choose: Callable[..., Variant] = staticmethod(variant_for)
 
 
-# Keyed by a recipe's attention and append fields.
-BINDERS: dict[tuple[str, str], Callable[[Kernels, KVBlockManager, Transformer], Binder]] = {
-    ("paged", "identity_pos"): AppendThenAttend,
-    ("paged", "fused"): AppendAndAttend,
-    ("split", "fused"): SplitAppendAndAttend,
+BINDERS: dict[str, Callable[[Kernels, KVBlockManager, Transformer], Binder]] = {
+    "paged": AppendAndAttend,
+    "split": SplitAppendAndAttend,
 }
 
 
-def build_binder(
-    attention: str, append: str, kernels: Kernels, blocks: KVBlockManager, model: Transformer
-) -> Binder:
-    """Return the binder for a recipe's ``attention`` and ``append``."""
-    if append == "fused" and kernels.append_and_attend is append_and_attend_ref:
+def build_binder(attention: str, kernels: Kernels, blocks: KVBlockManager, model: Transformer) -> Binder:
+    """Return the binder for a recipe's ``attention``."""
+    if kernels.append_and_attend is append_and_attend_ref:
         return TorchAppendAndAttend(kernels, blocks, model)
-    return BINDERS[attention, append](kernels, blocks, model)
+    return BINDERS[attention](kernels, blocks, model)

@@ -80,7 +80,7 @@ def inbox_putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], 
 
 def unborn_output(stream: Stream, tokenizer: AnyTokenizer) -> RequestOutput:
     """Return the output of a request cancelled before its prompt was tokenized."""
-    sequence = Sequence(stream.request_id, [], stream.params, n_pools=0)
+    sequence = Sequence(stream.request_id, [], stream.params)
     sequence.metrics = stream.metrics
     sequence.cancel()
     return RequestOutput.of(sequence, tokenizer)

@@ -62,7 +62,7 @@ def batch_buckets(most: int) -> list[int]:
 def write_tables(table: np.ndarray, sequences: list[Sequence]) -> None:
     """Write the blocks of each sequence into its row of ``table``; entries past them keep their values."""
     for row, sequence in zip(table, sequences, strict=False):
-        ids = sequence.block_ids[0]
+        ids = sequence.block_ids
         row[: len(ids)] = ids
 
 
@@ -132,7 +132,7 @@ class Planner:
         indices = np.array([self._take(sequence).index for sequence in sequences], np.int64)
         self.left[indices] = [s.max_length - p - 1 for s, p in zip(sequences, positions, strict=True)]
         self.position[indices] = positions
-        self.reserved[indices] = [self.blocks.tokens_reserved(s.block_ids[0]) for s in sequences]
+        self.reserved[indices] = [self.blocks.tokens_reserved(s.block_ids) for s in sequences]
         self._left_behind.difference_update(indices.tolist())
         self._running = None
         rounds = self.round[indices].tolist()
@@ -202,7 +202,7 @@ class Planner:
         reserved = int(self.reserved[index])
         room = self.blocks.block_size - reserved % self.blocks.block_size
         n_tokens = min(room, sequence.max_length - 1 - reserved)
-        self.blocks.reserve_prompt(0, sequence.block_ids[0], n_tokens)
+        self.blocks.reserve_prompt(sequence.block_ids, n_tokens)
         self.reserved[index] += n_tokens
 
     def _send(self, sequences: list[Sequence], indices: np.ndarray, fields: np.ndarray) -> None:

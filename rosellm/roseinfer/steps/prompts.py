@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
@@ -15,8 +14,8 @@ from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, layer_size, places_for
 from rosellm.roseinfer.steps.planner import NO_ROWS, Batch, Planner
-from rosellm.roseinfer.steps.prefill import PREFILL_RANGE, Prefill
 from rosellm.roseinfer.steps.prompt_inputs import Chunks, PromptInputs, Shape, fill_inputs
+from rosellm.roseinfer.steps.step import PREFILL_RANGE
 from rosellm.roseinfer.steps.worker import Worker
 
 
@@ -30,32 +29,12 @@ class Prompts(Protocol):
         """
 
 
-class PaddedPrompts:
-    """Everything is launched from Python: the prefill, the copy of the rows, the choice of tokens."""
-
-    def __init__(self, prefill: Prefill, planner: Planner, worker: Worker) -> None:
-        self.prefill, self.planner, self.worker = prefill, planner, worker
-
-    @torch.inference_mode()
-    def run(self, sequences: list[Sequence], counts: list[int]) -> Batch:
-        """See :class:`Prompts`."""
-        whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
-        hidden = self.prefill.run(sequences, counts)
-        if not whole:
-            return NO_ROWS
-        indices = self.planner.attach(whole, [s.prefill_length - 1 for s in whole])
-        mode = self.worker.next_tokens.chooser.mode([s.params for s in whole])
-        self.worker.choose(hidden, indices, mode)
-        return self.planner.batch(whole)
-
-
 class PackedPrompts:
     """All prompts of a step in one array without padding, which the worker's prefill takes."""
 
     def __init__(self, config: Arch, planner: Planner, worker: Worker, call: Call) -> None:
         self.planner, self.worker, self._call = planner, worker, call
         self.n_heads, self.window = config.n_heads, config.window
-        assert worker.prompts is not None
         self.row_words, self.spare = worker.prompts.row_words, worker.prompts.spare
         self._captured = worker.prompts if isinstance(worker.prompts, CapturedPrefill) else None
 
@@ -76,7 +55,7 @@ class PackedPrompts:
         blocks = self.planner.blocks
         for sequence, count in zip(chunks.sequences, chunks.counts, strict=True):
             ahead = _slots_ahead(sequence, count, blocks.block_size)
-            blocks.reserve_prompt(0, sequence.block_ids[0], count + ahead)
+            blocks.reserve_prompt(sequence.block_ids, count + ahead)
         return chunks
 
     def pieces(self, chunks: Chunks, room: int) -> list[int] | None:

@@ -2,8 +2,8 @@
 
 One captured graph per batch bucket advances every running sequence by one token. The host admits sequences,
 grows their block tables ahead of need, starts steps and, some steps later, reads their tokens from pinned
-memory. A row that has ended is inert until it is reassigned. ``host.HostStep`` is the same step driven by the
-host, and the specification of this one.
+memory. A row that has ended is inert until it is reassigned. ``ladder.dense.Dense`` is the same step
+driven by the host, and the specification of this one.
 
 Blocks may change owners while steps are in flight: device work is ordered, so an earlier step's writes land
 before a later owner's prefill, and a released row is made inert before any later step.
@@ -29,8 +29,7 @@ from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.ranks.group import ALONE, Call, Group
 from rosellm.roseinfer.request import Sequence, commit_tokens
 from rosellm.roseinfer.steps.planner import NO_ROWS, RELEASED, Batch, Planner, batch_bucket
-from rosellm.roseinfer.steps.prefill import Prefill
-from rosellm.roseinfer.steps.prompts import PackedPrompts, PaddedPrompts, Prompts
+from rosellm.roseinfer.steps.prompts import PackedPrompts, Prompts
 from rosellm.roseinfer.steps.step import STEP_RANGE
 from rosellm.roseinfer.steps.worker import Clock, Worker
 
@@ -88,10 +87,7 @@ class ResidentStep:
         planner = Planner(n_rows, width, ring, worker.blocks, call)
         if group is not ALONE:
             worker.blocks.copy_on_ranks = partial(call, "copy_block")
-        prompts: Prompts = PaddedPrompts(Prefill(model, worker.blocks), planner, worker)
-        if worker.prompts is not None:
-            prompts = PackedPrompts(model.config, planner, worker, call)
-        return cls(planner, worker, prompts, call, group)
+        return cls(planner, worker, PackedPrompts(model.config, planner, worker, call), call, group)
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
         """Cache ``counts[i]`` more tokens of each; those now fully cached get a row and their next token.

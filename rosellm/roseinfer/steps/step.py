@@ -15,6 +15,7 @@ from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
 
 STEP_RANGE = "roseinfer.decode_step_sessions"
+PREFILL_RANGE = "roseinfer.prefill_sessions"
 
 
 class Step(Protocol):

@@ -60,8 +60,7 @@ class Worker:
 
     counts ``[S, V]`` int32: see ``TokenCounts``. layers_for: rows → layers. bind: state and variant →
     attention that appends. graphs: captures the runs; None: each kernel is launched from Python. prompts:
-    caches packed prompts; None: they are prefilled from the host. ``hidden``: the final hidden states that
-    the latest step has chosen its tokens from.
+    caches packed prompts. ``hidden``: the final hidden states from which the latest step chose its tokens.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Worker:
         next_tokens: NextTokens,
         logprobs: LogprobRing,
         graphs: Graphs | None,
-        prompts: PackedPrefill | CapturedPrefill | None,
+        prompts: PackedPrefill | CapturedPrefill,
     ) -> None:
         self.n_rows, width = len(state.rows) - 1, state.table.shape[1]
         self.state, self.blocks, self.counts = state.first(self.n_rows), blocks, counts
@@ -122,9 +121,9 @@ class Worker:
         self.counts[place.long(), token.long()] = number
 
     @torch.inference_mode()
-    def copy_block(self, pool: int, source: int, target: int) -> None:
+    def copy_block(self, source: int, target: int) -> None:
         """See ``KVBlockManager.copy_block``."""
-        self.blocks.copy_block(pool, source, target)
+        self.blocks.copy_block(source, target)
 
     @torch.inference_mode()
     def decode(self, rows: int, mode: str, variant: str) -> None:
@@ -134,7 +133,6 @@ class Worker:
     @torch.inference_mode()
     def prefill(self, words: np.ndarray, shape: Shape, mode: str | None) -> None:
         """Cache packed prompts, kernel by kernel; mode: for first tokens, None if there are none."""
-        assert self.prompts is not None
         self._keep(self.prompts.run(words, shape, mode), mode)
 
     @torch.inference_mode()
@@ -196,7 +194,7 @@ class Worker:
         steps: list[Callable[[], object]] = [partial(self.step, *key) for key in keys]
         if rows is not None:
             return steps
-        return (self.prompts.captures() if self.prompts else []) + steps + self.logprobs.captures()
+        return self.prompts.captures() + steps + self.logprobs.captures()
 
     def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
         """See ``step.Step``."""
@@ -205,16 +203,15 @@ class Worker:
         steps: list[Callable[[], object]] = [partial(self._run_idle, n) for n in self._buckets(rows)]
         if rows is not None:
             return steps
-        return (self.prompts.warm_ups() if self.prompts else []) + steps + self.logprobs.warm_ups()
+        return self.prompts.warm_ups() + steps + self.logprobs.warm_ups()
 
     def largest_captures(self) -> list[Callable[[], object]]:
         """See ``step.Step``."""
-        prompts = self.prompts.captures()[:1] if self.prompts else []
-        return prompts + self.captures(self.n_rows) + self.logprobs.captures()[:1]
+        return self.prompts.captures()[:1] + self.captures(self.n_rows) + self.logprobs.captures()[:1]
 
     def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
         """See ``step.Step``."""
-        return self.prompts.rehearsals(n_tokens) if self.prompts else []
+        return self.prompts.rehearsals(n_tokens)
 
     @property
     def n_captured(self) -> int:

@@ -3,12 +3,12 @@
 import functools
 
 import pytest
+from rosellm.roseinfer.steps.host import HostStep, dense_mask
 
 from rosellm.lab.figures import source
 from rosellm.lab.figures.source import SourceError, show_pair, show_source, source_of
 from rosellm.roseinfer import kv_append_triton
 from rosellm.roseinfer.cache.kv_blocks import KVBlockInfo
-from rosellm.roseinfer.steps.host import HostStep, dense_mask
 from rosellm.rosetrainer import paged_attention
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rosellm.roseinfer.cache.block_tables import BUILD_RANGE, H2D_RANGE
 
 from rosellm.lab.records import bench, experiments
 from rosellm.lab.records.bench import (
@@ -18,7 +19,6 @@ from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.records.trace import Event, Trace
 from rosellm.models.arch import Arch
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.block_tables import BUILD_RANGE, H2D_RANGE
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.steps.step import STEP_RANGE

@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from rosellm.roseinfer.cache.block_tables import BUILD_RANGE, H2D_RANGE, TABLES
+from rosellm.roseinfer.steps.kv_append import FreshIndices, ReusedIndices
 from torch.profiler import ProfilerActivity, profile
 
-from rosellm.roseinfer.cache.block_tables import BUILD_RANGE, H2D_RANGE, TABLES
 from rosellm.roseinfer.cache.staging import MOST_BUFFERS, StagingBuffer
-from rosellm.roseinfer.steps.kv_append import FreshIndices, ReusedIndices
 
 LAYERS, POOL, WIDTH = 3, 20, 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

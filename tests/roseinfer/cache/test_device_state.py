@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from rosellm.roseinfer.layers.sampler import Sampler
 
 from rosellm.roseinfer.cache.device_state import (
     FIELDS,
@@ -22,7 +23,6 @@ from rosellm.roseinfer.cache.device_state import (
 )
 from rosellm.roseinfer.kernels.advance import advance_ref, make_advance
 from rosellm.roseinfer.kernels.draw import penalised_ref
-from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
 from tests.helpers import CPU, INTERPRETED, ON_GPU, TRITON_DEVICES

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from rosellm.roseinfer.layers.sampler import counts_of
 
 from rosellm.roseinfer.cache.token_counts import TokenCounts, seen_tokens
-from rosellm.roseinfer.layers.sampler import counts_of
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import CPU

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rosellm.roseinfer.layers.sampler import Sampler
 
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState, row_bytes
@@ -12,7 +13,6 @@ from rosellm.roseinfer.kernels.advance import advance_ref
 from rosellm.roseinfer.kernels.draw import draw
 from rosellm.roseinfer.kernels.table import TORCH
 from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
-from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
 from tests.helpers import random_model

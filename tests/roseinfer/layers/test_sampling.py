@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
+from rosellm.roseinfer.layers.sampler import Sampler, counts_of
 
 from rosellm.errors import SamplingError
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, penalised_ref
-from rosellm.roseinfer.layers.sampler import Sampler, counts_of
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import MOST_COMPLETIONS, NOT_FINITE, SamplingParams
 

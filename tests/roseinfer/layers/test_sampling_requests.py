@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from rosellm.roseinfer.layers.sampler import Sampler
 
 from rosellm.errors import PromptError
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw
 from rosellm.roseinfer.kernels.noise import gumbel_noise, gumbel_noise_triton
-from rosellm.roseinfer.layers.sampler import Sampler
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
 from tests.helpers import (

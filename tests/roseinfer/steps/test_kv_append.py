@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rosellm.roseinfer.steps.kv_append import INDICES, AppendGate, FreshIndices, build_append
 from torch import Tensor
 
 from rosellm.errors import RecipeError
@@ -22,7 +23,6 @@ from rosellm.roseinfer.kv_append_triton import (
     kv_append_triton_identity_pos,
 )
 from rosellm.roseinfer.recipe import recipe_choices
-from rosellm.roseinfer.steps.kv_append import INDICES, AppendGate, FreshIndices, build_append
 from tests.helpers import BITS, CPU, DTYPES, TRITON_DEVICES, bits
 
 TRITON_VARIANTS = [v for v in recipe_choices()["append"] if v != "index_put"]

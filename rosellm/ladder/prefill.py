@@ -1,4 +1,4 @@
-"""Prefill: uncached prompt tokens of several sequences, packed, in one run of the model."""
+"""Prefill: uncached prompt tokens of several sequences, packed, in one run of the model's own operators."""
 
 from __future__ import annotations
 
@@ -9,52 +9,51 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from rosellm.ladder.pools import PooledBlocks, Table
 from rosellm.models.arch import Arch
 from rosellm.models.attention import CausalAttention, in_window, masked_attention
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
 from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.steps.step import PREFILL_RANGE
 
-PREFILL_RANGE = "roseinfer.prefill_sessions"
 # cuDNN's attention builds a new plan, which takes tens of milliseconds, for every new length.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Prefill:
-    """Computes chunks of prompts and writes their keys and values."""
+    """Computes chunks of prompts and writes their keys and values to slots that the caller has reserved."""
 
-    def __init__(self, model: Transformer, blocks: KVBlockManager) -> None:
-        self.model, self.blocks = model, blocks
+    def __init__(self, model: Transformer, blocks: PooledBlocks | KVBlockManager, pool_of: list[int]) -> None:
+        self.model, self.blocks, self.pool_of = model, blocks, pool_of
 
     @torch.inference_mode()
-    def run(self, sequences: list[Sequence], counts: list[int]) -> Tensor:
+    def run(self, sequences: list[Sequence], counts: list[int], tables: list[list[Table]]) -> Tensor:
         """Cache ``counts[i]`` more tokens of each; final hidden states ``[n, C]`` of those now fully cached.
 
-        Reserves their slots; ``n_cached`` is left to the caller.
+        tables: ``[pool][row]``. ``n_cached`` is left to the caller.
         """
         with profile_range(PREFILL_RANGE), sdpa_kernel(BACKENDS):
-            for pool in range(self.blocks.num_pools):
-                for sequence, count in zip(sequences, counts, strict=True):
-                    self.blocks.reserve_prompt(pool, sequence.block_ids[pool], count)
-            return self._run(sequences, [s.n_cached for s in sequences], counts)
+            return self._run(sequences, [s.n_cached for s in sequences], counts, padded(tables))
 
-    def _run(self, sequences: list[Sequence], starts: list[int], counts: list[int]) -> Tensor:
-        device = self.model.device
+    def _run(
+        self, sequences: list[Sequence], starts: list[int], counts: list[int], tables: np.ndarray
+    ) -> Tensor:
+        device, blocks = self.model.device, self.blocks
         chunks = [s.tokens[a : a + n] for s, a, n in zip(sequences, starts, counts, strict=True)]
         ids = list(chain.from_iterable(chunks))
         rows = np.repeat(np.arange(len(counts)), counts)  # [N]
         positions = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)])
-        tables = _tables(sequences, self.blocks)  # [POOLS, B, W]
-        block_idx = tables[:, rows, positions // self.blocks.block_size]  # [POOLS, N]
-        slots = torch.from_numpy(np.stack((*block_idx, positions % self.blocks.block_size))).to(device)
+        block_idx = tables[:, rows, positions // blocks.block_size]  # [POOLS, N]
+        slots = torch.from_numpy(np.stack((*block_idx, positions % blocks.block_size))).to(device)
         ints = torch.tensor(np.stack((ids, positions)), dtype=torch.int32).to(device)  # [2, N]
         attention = self._attention(starts, counts, torch.from_numpy(tables).to(device))
 
         def write_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            block_idx, pos = slots[self.blocks.pool_of[layer]], slots[-1]
-            self.blocks.k_cache[layer][block_idx, :, pos] = k
-            self.blocks.v_cache[layer][block_idx, :, pos] = v
+            block_idx, pos = slots[self.pool_of[layer]], slots[-1]
+            blocks.k_cache[layer][block_idx, :, pos] = k
+            blocks.v_cache[layer][block_idx, :, pos] = v
             return attention(layer, q, k, v)
 
         hidden = self.model(ints[0], ints[1], write_and_attend)  # [N, C]
@@ -67,7 +66,8 @@ class Prefill:
     ) -> CausalAttention | PrefixAttention:
         config = self.model.config
         if any(starts):
-            return PrefixAttention(self.blocks, tables, starts, counts, config)
+            own = [tables[pool] for pool in self.pool_of]
+            return PrefixAttention(self.blocks, own, starts, counts, config)
         return CausalAttention(counts, self.model.device, config.scale, config.window)
 
 
@@ -75,16 +75,20 @@ class PrefixAttention:
     """New tokens attend to their sequence's prefix, read from its blocks, and causally to each other."""
 
     def __init__(
-        self, blocks: KVBlockManager, tables: Tensor, starts: list[int], counts: list[int], config: Arch
+        self,
+        blocks: PooledBlocks | KVBlockManager,
+        tables: list[Tensor],
+        starts: list[int],
+        counts: list[int],
+        config: Arch,
     ) -> None:
         self.blocks, self.tables, self.scale = blocks, tables, config.scale
-        device = tables.device
-        longest = max(counts)
+        device, width = tables[0].device, tables[0].shape[1]
         start, count = torch.tensor(starts, device=device), torch.tensor(counts, device=device)
-        step = torch.arange(longest, device=device)
+        step = torch.arange(max(counts), device=device)
         self.real = step[None, :] < count[:, None]  # [B, T]
         query_position = start[:, None] + step[None, :]  # [B, T]
-        key_position = torch.arange(tables.shape[2] * blocks.block_size, device=device)  # [S]
+        key_position = torch.arange(width * blocks.block_size, device=device)  # [S]
         self.held = key_position[None, :] < (start + count)[:, None]  # [B, S]
         seen = in_window(query_position[:, :, None], key_position[None, None, :], config.window)
         self.mask = seen[:, None]  # [B, 1, T, S]
@@ -100,18 +104,13 @@ class PrefixAttention:
 
     def _gather(self, cache: Tensor, layer: int) -> Tensor:
         """The layer's blocks of every sequence, new tokens included, 0 past them: ``[B, H_kv, S, D]``."""
-        batch, width = self.tables.shape[1:]
         _, n_kv_heads, block_size, head_dim = cache.shape
-        table = self.tables[self.blocks.pool_of[layer]]  # [B, W]
+        table = self.tables[layer]  # [B, W]
+        batch, width = table.shape
         gathered = cache[table].transpose(1, 2).reshape(batch, n_kv_heads, width * block_size, head_dim)
         return torch.where(self.held[:, None, :, None], gathered, 0)  # 0 * NaN is NaN
 
 
-def _tables(sequences: list[Sequence], blocks: KVBlockManager) -> np.ndarray:
-    """Block indices within each pool, ``[POOLS, B, W]`` int64; padding repeats block 0."""
-    tables = []
-    for pool in range(blocks.num_pools):
-        first = pool * blocks.max_blocks_per_layer
-        columns = zip_longest(*(s.block_ids[pool] for s in sequences), fillvalue=first)
-        tables.append(np.array(list(columns), dtype=np.int64).T - first)
-    return np.stack(tables)
+def padded(tables: list[list[Table]]) -> np.ndarray:
+    """Block indices ``[POOLS, B, W]`` int64; padding repeats block 0."""
+    return np.stack([np.array(list(zip_longest(*rows, fillvalue=0)), np.int64).T for rows in tables])

@@ -1,0 +1,297 @@
+"""The first rung, and the frame of all host-driven steps: reserve, stage, run, append, sample, commit.
+
+B sequences, one new token each. Attention reads the cache and the new token; the cache is written after the
+model has run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from time import perf_counter
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from rosellm.errors import RoseError
+from rosellm.ladder.pools import PooledBlocks, Slots, Table, TuplePool
+from rosellm.ladder.prefill import Prefill
+from rosellm.models.attention import Attend
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.kernels.draw import draw, finite_only
+from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.kv_append_triton import kv_append_ref
+from rosellm.roseinfer.outputs import Done
+from rosellm.roseinfer.profile_range import profile_range
+from rosellm.roseinfer.request import Sequence, commit_tokens
+from rosellm.roseinfer.steps.step import STEP_RANGE, warm_up
+
+BUILD_RANGE = f"{STEP_RANGE}.build_block_tables"
+H2D_RANGE = f"{STEP_RANGE}.h2d_block_tables"
+Tables = list[Tensor] | Tensor  # ``[B, MAX_BLOCKS]`` int32 for each pool
+
+
+@dataclass
+class DecodeInputs:
+    """The device inputs of a step."""
+
+    ids: Tensor  # [B] int32
+    context_lens: Tensor  # [B] int32, tokens cached before this step
+    tables: Tables
+    mask: Tensor | None = None  # [B, max_context + 1], added to scores; None if not needed
+    max_context: int = 0  # the longest context, known to the host
+
+
+@dataclass
+class DecodeOutputs:
+    """The outputs of a step: logits ``[B, V]`` and each layer's new key and value ``[B, H_kv, D]``."""
+
+    logits: Tensor
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+class Dense:
+    """Decode step driven by the host; see :class:`Step`. Later rungs override one method each.
+
+    When ``begin_prefill`` or ``begin_decode`` returns, the step has ended and its tokens are committed.
+    most_rows: the most sequences of a step.
+    """
+
+    pool_kind: type[TuplePool] = TuplePool
+    run_ahead = n_captured = 0
+
+    @staticmethod
+    def pool_of(n_layers: int) -> list[int]:
+        """Return the pool of each layer."""
+        return list(range(n_layers))
+
+    def __init__(
+        self, model: Transformer, blocks: PooledBlocks, kernels: Kernels, most_rows: int, max_model_len: int
+    ) -> None:
+        self.model, self.blocks, self.kernels, self.most_rows = model, blocks, kernels, most_rows
+        self.max_blocks = blocks_for(max_model_len, blocks.block_size)
+        self.prefill = Prefill(model, blocks, blocks.pool_of)
+        self.tables_of: dict[Sequence, list[Table]] = {}  # in each pool
+        self._ended: deque[Done] = deque()
+        self._logits: Tensor | None = None
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Allocate what a rung reuses from step to step; nothing here."""
+
+    @torch.inference_mode()
+    def decode(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Advance every sequence by one token; returns what :func:`commit_tokens` returns."""
+        with profile_range(STEP_RANGE):
+            slots, tables = self.reserve(sequences)
+            inputs = self.stage(sequences, tables)
+            with profile_range(f"{STEP_RANGE}.model"):
+                outputs = self.run_model(inputs)
+            with profile_range(f"{STEP_RANGE}.kv_append"):
+                self.append(outputs.keys, outputs.values, slots)
+            with profile_range(f"{STEP_RANGE}.sample"):
+                tokens = self.sample(outputs.logits, sequences)
+            with profile_range(f"{STEP_RANGE}.commit"):
+                return commit_tokens(sequences, tokens, n_cached=1)
+
+    def reserve(self, sequences: list[Sequence]) -> tuple[list[Slots], list[list[Table]]]:
+        """Reserve a slot for each row's token in every pool; return the slots and the tables of each pool."""
+        with profile_range(f"{STEP_RANGE}.reserve"):
+            tables = self.tables(sequences)
+            return [
+                pool.reserve_tokens(own) for pool, own in zip(self.blocks.pools, tables, strict=True)
+            ], tables
+
+    def stage(self, sequences: list[Sequence], tables: list[list[Table]]) -> DecodeInputs:
+        """Send what the model reads to the device."""
+        staged = self.stage_tables(tables)
+        with profile_range(f"{STEP_RANGE}.stage_tokens"):
+            contexts = [s.n_cached for s in sequences]
+            ints = torch.tensor([[s.last_token for s in sequences], contexts], dtype=torch.int32)
+            ids, context_lens = ints.to(self.model.device)
+        with profile_range(f"{STEP_RANGE}.build_mask"):
+            mask = self.build_mask(context_lens, max(contexts))
+        return DecodeInputs(ids, context_lens, staged, mask, max(contexts))
+
+    def stage_tables(self, tables: list[list[Table]]) -> Tables:
+        """``tables[pool][row]`` → ``[B, MAX_BLOCKS]`` per pool: Python lists, and a pageable copy each."""
+        with profile_range(BUILD_RANGE):
+            padded = [[row + [0] * (self.max_blocks - len(row)) for row in rows] for rows in tables]
+        with profile_range(H2D_RANGE):
+            return [torch.tensor(rows, dtype=torch.int32).to(self.model.device) for rows in padded]
+
+    def build_mask(self, context_lens: Tensor, max_context: int) -> Tensor | None:
+        """Return the penalty added to the scores to hide padding, ``[B, max_context + 1]``."""
+        return dense_mask(context_lens, max_context, self.model.dtype, self.model.config.window)
+
+    def run_model(self, inputs: DecodeInputs) -> DecodeOutputs:
+        """Launch every kernel of the model from Python."""
+        attend = self.attention(inputs)
+        keys, values = [], []
+
+        def keep_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k)
+            values.append(v)
+            return attend(layer, q, k, v)
+
+        hidden = self.model(inputs.ids, inputs.context_lens, keep_and_attend)
+        return DecodeOutputs(self.model.logits(hidden), keys, values)
+
+    def attention(self, inputs: DecodeInputs) -> Attend:
+        """Gather past keys and values into dense ``[B, H_kv, L, D]`` tensors, for ordinary masked attention.
+
+        Written out because torch's fused attention may pick a backend that replans for every new length, and
+        here the length changes every step.
+        """
+        blocks, scale = self.blocks, self.model.config.scale
+        used = blocks_for(inputs.max_context, blocks.block_size)
+        slots = torch.arange(inputs.max_context, device=self.model.device)
+        held = slots[None, :] < inputs.context_lens[:, None]  # [B, max_context]
+        mask = cast(Tensor, inputs.mask)
+
+        def gather(cache: Tensor, table: Tensor, new: Tensor) -> Tensor:
+            past = cache[table[:, :used].long()].transpose(1, 2)  # [B, H_kv, blocks, BLOCK_SIZE, D]
+            past = past.reshape(len(table), new.shape[1], -1, new.shape[2])[:, :, : inputs.max_context]
+            past = torch.where(held[:, None, :, None], past, 0)  # 0 * NaN is NaN
+            return torch.cat((past, new[:, :, None]), dim=2)  # [B, H_kv, max_context + 1, D]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            table = inputs.tables[blocks.pool_of[layer]]
+            k_all = gather(blocks.k_cache[layer], table, k)
+            v_all = gather(blocks.v_cache[layer], table, v)
+            grouped = q.view(len(q), k.shape[1], -1, q.shape[2])  # [B, H_kv, G, D]
+            scores = grouped @ k_all.transpose(2, 3) * scale  # [B, H_kv, G, max_context + 1]
+            weights = (scores + mask[:, None, None]).softmax(dim=-1, dtype=torch.float32)
+            return (weights.to(v.dtype) @ v_all).view_as(q)
+
+        return attend
+
+    def append(self, keys: list[Tensor], values: list[Tensor], slots: list[Slots]) -> None:
+        """Write each layer's new keys and values ``[B, H_kv, D]``: two ``index_put``s per layer."""
+        self.append_indexed(kv_append_ref, torch.int64, keys, values, slots)
+
+    def append_indexed(
+        self,
+        kernel: Callable[..., None],
+        dtype: torch.dtype,
+        keys: list[Tensor],
+        values: list[Tensor],
+        slots: list[Slots],
+    ) -> None:
+        """Make index tensors for batch row, block and position per pool; call ``kernel`` once per layer."""
+        batch_idx = list(range(len(slots[0].pos)))
+        rows = chain.from_iterable((batch_idx, s.block_idx, s.pos) for s in slots)
+        tensors = self.index_tensors(rows, dtype)
+        for layer, pool in enumerate(self.blocks.pool_of):
+            rows_of, block_idx, pos = tensors[3 * pool : 3 * pool + 3]
+            operands = self.blocks.operands(layer, keys[layer], values[layer])
+            kernel(**operands, batch_idx=rows_of, block_idx=block_idx, pos=pos)
+
+    def index_tensors(self, rows: Iterable[list[int]], dtype: torch.dtype) -> list[Tensor]:
+        """Return a new device tensor, made by its own pageable copy, for each list of integers."""
+        return [torch.tensor(row, dtype=dtype).to(self.model.device) for row in rows]
+
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+        """Return B token ids for logits ``[B, V]``: an argmax, or a draw by temperature with own noise."""
+        self._logits = logits
+        tokens = finite_only(*logits.max(dim=-1))
+        drawn = [row for row, s in enumerate(sequences) if not s.params.is_greedy]
+        if drawn:
+            tokens[drawn] = self._draw(logits[drawn], [sequences[row] for row in drawn])
+        return tokens.tolist()
+
+    def _draw(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        temperature = torch.tensor([float(s.params.temperature) for s in sequences]).to(logits.device)
+        integers = torch.tensor([[s.seed for s in sequences], [len(s.tokens) for s in sequences]])
+        seeds, positions = integers.to(logits.device)
+        filters = torch.zeros_like(seeds), torch.ones_like(temperature), torch.zeros_like(temperature)
+        return draw(logits, temperature, *filters, seeds, positions, self.kernels.gumbel_noise).long()
+
+    def tables(self, sequences: list[Sequence]) -> list[list[Table]]:
+        """Return ``[pool][row]``: the block lists of these sequences."""
+        rows = [self.tables_of[sequence] for sequence in sequences]
+        return [[row[pool] for row in rows] for pool in range(len(self.blocks.pools))]
+
+    @torch.inference_mode()
+    def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
+        """See :class:`Step`."""
+        start, others = perf_counter(), range(1, len(self.blocks.pools))
+        for s in sequences:
+            self.tables_of.setdefault(s, [s.block_ids, *([] for _ in others)])
+        tables = self.tables(sequences)
+        for pool, own in zip(self.blocks.pools, tables, strict=True):
+            for table, count in zip(own, counts, strict=True):
+                pool.reserve_prompt(table, count)
+        whole = [s for s, n in zip(sequences, counts, strict=True) if s.completes_prefill(n)]
+        hidden = self.prefill.run(sequences, counts, tables)
+        tokens = self.sample(self.model.logits(hidden), whole)
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.n_cached += count
+        got, failed = commit_tokens(whole, tokens, n_cached=0)
+        self._ended.append(Done("prefill", got, perf_counter() - start, failed))
+
+    def begin_decode(self, sequences: list[Sequence]) -> int:
+        """See :class:`Step`."""
+        start = perf_counter()
+        got, failed = self.decode(sequences)
+        self._ended.append(Done("decode", got, perf_counter() - start, failed))
+        return len(sequences)
+
+    def collect(self, leave: int = 0) -> Iterator[Done]:
+        """See :class:`Step`; there is nothing to wait for."""
+        while self._ended:
+            yield self._ended.popleft()
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the sequence's blocks in all pools but the first, which the engine frees."""
+        tables = self.tables_of.pop(sequence, [])
+        for pool, table in zip(self.blocks.pools[1:], tables[1:], strict=False):
+            pool.release(table)
+
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`Step`; nothing is captured."""
+        return []
+
+    def warm_ups(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`Step`; every capture compiles, and may tune, its own kernels."""
+        return []
+
+    def largest_captures(self) -> list[Callable[[], object]]:
+        """See :class:`Step`."""
+        return self.captures()[:1]
+
+    def rehearsals(self, n_tokens: int) -> list[Callable[[], object]]:
+        """See :class:`Step`; every token of a prefill is real."""
+        return []
+
+    def warm_up(self, rows: int | None, n_tokens: int) -> None:
+        """See :class:`Step`."""
+        warm_up(self, rows, n_tokens, self.model.device)
+
+    def last_logits(self) -> Tensor:
+        """See :class:`Step`."""
+        if self._logits is None:
+            raise RoseError("no step has been begun; there are no logits yet")
+        return self._logits
+
+
+def dense_mask(
+    context_lens: Tensor, max_context: int, dtype: torch.dtype, window: int | None = None
+) -> Tensor:
+    """The penalty added to the scores to hide padding: ``[B, max_context + 1]``.
+
+    0 for real tokens within the window, else the lowest number; made by ``arange``, a comparison with the
+    lengths, a column of ones for the new token, a cast, and the conversion into a penalty.
+    """
+    positions = torch.arange(max_context, device=context_lens.device)
+    held = positions[None, :] < context_lens[:, None]  # [B, max_context]
+    if window is not None:
+        held &= positions[None, :] > context_lens[:, None] - window
+    new = torch.ones(len(context_lens), 1, dtype=torch.bool, device=context_lens.device)
+    seen = torch.cat((held, new), dim=1).to(dtype)
+    return (1 - seen) * torch.finfo(dtype).min

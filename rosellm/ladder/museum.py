@@ -1,0 +1,160 @@
+"""The rungs of the museum by name: what each changes, what it can do, and the step that it builds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from rosellm.errors import OptionError, RecipeError, SamplingError
+from rosellm.ladder import resident, rungs
+from rosellm.ladder.dense import Dense
+from rosellm.ladder.pools import PooledBlocks
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.rung import Rung
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.steps.step import Step
+
+FIRST = "dense"
+# What each axis is there, in the order in which the ladder changes them.
+AXES = {
+    "attention": "dense",
+    "mask": "dense",
+    "tables": "per_layer",
+    "launch": "fixed",
+    "runner": "eager",
+    "append": "index_put",
+    "block_info": "tuple",
+    "indices": "fresh",
+    "pool": "per_layer",
+    "step": "host",
+    "prefill": "padded",
+    "norm": "separate",
+    "activation": "separate",
+    "head": "logits",
+    "gemm": "library",
+    "numerics": "fast",
+    "all_reduce": "library",
+    "exhibit": "none",
+}
+# The rungs above it: name, base rung, and the axis that changes.
+CHANGES = (
+    ("paged", "dense", {"attention": "paged"}),
+    ("no_mask", "paged", {"mask": "none"}),
+    ("pinned_h2d", "no_mask", {"tables": "pinned"}),
+    ("autotune", "pinned_h2d", {"launch": "autotuned"}),
+    ("cuda_graph", "pinned_h2d", {"runner": "graph"}),
+    ("triton_append", "cuda_graph", {"append": "generic"}),
+    ("full_batch", "triton_append", {"append": "full_batch"}),
+    ("identity_pos", "full_batch", {"append": "identity_pos"}),
+    ("mutable_block_info", "identity_pos", {"block_info": "slots"}),
+    ("reused_index_buffers", "mutable_block_info", {"indices": "reused"}),
+    ("resident_tables", "reused_index_buffers", {"tables": "resident"}),
+    ("one_table", "resident_tables", {"pool": "shared"}),
+    ("resident_step", "one_table", {"step": "resident"}),
+    ("packed_prefill", "resident_step", {"prefill": "packed"}),
+)
+STEPS: dict[str, type[Dense]] = {
+    "dense": Dense,
+    "paged": rungs.Paged,
+    "no_mask": rungs.NoMask,
+    "pinned_h2d": rungs.PinnedH2D,
+    "autotune": rungs.Autotune,
+    "cuda_graph": rungs.CudaGraph,
+    "triton_append": rungs.TritonAppend,
+    "full_batch": rungs.FullBatch,
+    "identity_pos": rungs.IdentityPos,
+    "mutable_block_info": rungs.MutableBlockInfo,
+    "reused_index_buffers": rungs.ReusedIndexBuffers,
+    "resident_tables": rungs.ResidentTables,
+    "one_table": rungs.OneTable,
+}
+
+
+@dataclass(frozen=True)
+class MuseumRung(Rung):
+    """A rung whose step is built here; ``axes`` only say what it is, for tables and records."""
+
+    name: str
+    axes: tuple[tuple[str, str], ...]
+
+    @property
+    def launch(self) -> str:  # type: ignore[override]
+        return self.as_dict()["launch"]
+
+    def as_dict(self) -> dict[str, str]:
+        """See :class:`Rung`."""
+        return dict(self.axes)
+
+    def check_ranks(self, n_ranks: int) -> None:
+        """See :class:`Rung`."""
+        if n_ranks > 1:
+            raise RecipeError(
+                f"tensor_parallel_size {n_ranks} needs rung 'fused_append' or a later one, not {self.name!r}"
+            )
+
+    def check_prefix_cache(self) -> None:
+        """See :class:`Rung`."""
+        if self.name in STEPS:
+            raise OptionError(f"rung {self.name!r} has no prefix cache; resident_step and later ones do")
+
+    def check_request(self, params: SamplingParams) -> None:
+        """See :class:`Rung`."""
+        if self.name in STEPS and (asked := beyond_temperature(params)):
+            raise SamplingError(
+                f"rung {self.name!r} generates greedily or by temperature, without {asked}; "
+                "resident_step and later ones do more"
+            )
+
+    def invariant(self) -> Rung:
+        """See :class:`Rung`."""
+        raise RecipeError(f"deterministic=True needs rung 'small_gemm' or a later one, not {self.name!r}")
+
+    def build_cache(
+        self, sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    ) -> PooledBlocks | None:
+        """Build the KV cache, ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``; None: the product's serves."""
+        if self.name not in STEPS:
+            return None
+        step = STEPS[self.name]
+        return PooledBlocks(sizes, device, dtype, step.pool_kind, step.pool_of(sizes[0]))
+
+    def build_step(
+        self,
+        model: Transformer,
+        blocks: KVBlockManager,
+        kernels: Kernels,
+        n_rows: int,
+        max_model_len: int,
+        parts: Callable[[], dict[str, Any]],
+    ) -> Step:
+        """Build the step. parts: makes those of the product's first resident step."""
+        if self.name in STEPS:
+            return STEPS[self.name](model, cast(PooledBlocks, blocks), kernels, n_rows, max_model_len)
+        return getattr(resident, self.name)(model, kernels, parts())
+
+
+def beyond_temperature(params: SamplingParams) -> str:
+    """Return the name of a setting, other than the temperature, that changes what is generated, or ""."""
+    asked = {
+        "logprobs": params.logprobs is not None,
+        "penalties": params.is_penalised,
+        "top_k": params.top_k > 0,
+        "top_p": params.top_p < 1,
+        "min_p": params.min_p > 0,
+    }
+    return next((name for name, is_asked in asked.items() if is_asked), "")
+
+
+def _museum() -> dict[str, MuseumRung]:
+    axes: dict[str, dict[str, str]] = {FIRST: AXES}
+    for name, base, change in CHANGES:
+        axes[name] = axes[base] | change
+    return {name: MuseumRung(name, tuple(own.items())) for name, own in axes.items()}
+
+
+MUSEUM = _museum()

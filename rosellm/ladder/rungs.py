@@ -1,0 +1,285 @@
+"""The rungs above ``dense``, in order; what a class overrides is its difference from the rung below."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain, compress, zip_longest
+from operator import ne
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rosellm.errors import RecipeError
+from rosellm.ladder.dense import BUILD_RANGE, H2D_RANGE, DecodeInputs, DecodeOutputs, Dense
+from rosellm.ladder.pools import SlotPool, Slots, Table
+from rosellm.models.attention import Attend
+from rosellm.roseinfer.cache.staging import StagingBuffer
+from rosellm.roseinfer.profile_range import profile_range
+from rosellm.roseinfer.steps.cuda_graph import graphs_on
+from rosellm.roseinfer.steps.planner import batch_bucket, batch_buckets
+
+SWITCH_VARIABLE = "ROSELLM_TRITON_KV_APPEND"
+MIN_BATCH_VARIABLE = "ROSELLM_TRITON_KV_APPEND_MIN_BATCH"
+DEFAULT_MIN_BATCH = 128
+INT32S_PER_ROW_NUMBER = 2  # ``index_copy_`` wants int64
+Tensors = list[Tensor]  # one per layer, [B, H_kv, D]
+
+
+class Paged(Dense):
+    """Attention reads the paged cache itself (see ``rosetrainer.paged_attention``)."""
+
+    def attention(self, inputs: DecodeInputs) -> Attend:
+        blocks, config = self.blocks, self.model.config
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.kernels.paged_attention_decode(
+                q=q,
+                k_new=k,
+                v_new=v,
+                k_cache_layer=blocks.k_cache[layer],
+                v_cache_layer=blocks.v_cache[layer],
+                block_table=inputs.tables[blocks.pool_of[layer]],
+                context_lens=inputs.context_lens,
+                scale=config.scale,
+                window=config.window,
+            )
+
+        return attend
+
+
+class NoMask(Paged):
+    """Paged attention needs only the lengths."""
+
+    def build_mask(self, context_lens: Tensor, max_context: int) -> None:
+        return None
+
+
+class PinnedH2D(NoMask):
+    """All pools' tables are built in one reused, growing pinned buffer and sent in one non-blocking copy."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.staging = StagingBuffer(self.model.device, torch.int32)
+
+    def stage_tables(self, tables: list[list[Table]]) -> Tensor:
+        """``tables[pool][row]`` → ``[POOLS, B, MAX_BLOCKS]``."""
+        with profile_range(BUILD_RANGE):
+            fill_tables(self.staging.host(len(tables), len(tables[0]), self.max_blocks), tables)
+        with profile_range(H2D_RANGE):
+            return self.staging.send()
+
+
+class Autotune(PinnedH2D):
+    """The engine chooses the autotuned attention kernel; the step is the same."""
+
+
+class CudaGraph(PinnedH2D):
+    """One CUDA graph per batch bucket, fed through static buffers; on a CPU these feed an eager run.
+
+    Rows past the batch are inert: context length 0, and nothing of them is written to the cache. Outputs are
+    views that the next run overwrites.
+    """
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.graphs = graphs_on(self.model.device)
+        self.captured: dict[int, tuple[DecodeInputs, Callable[[], DecodeOutputs]]] = {}
+
+    def run_model(self, inputs: DecodeInputs) -> DecodeOutputs:
+        batch = len(inputs.ids)
+        if batch_bucket(batch) not in self.captured:
+            self.capture(batch_bucket(batch))
+        static, replay = self.captured[batch_bucket(batch)]
+        static.context_lens[batch:].zero_()
+        static.context_lens[:batch].copy_(inputs.context_lens)
+        static.ids[:batch].copy_(inputs.ids)
+        stacked(static)[:, :batch].copy_(stacked(inputs))
+        out = replay()
+        return DecodeOutputs(
+            out.logits[:batch], [k[:batch] for k in out.keys], [v[:batch] for v in out.values]
+        )
+
+    def capture(self, bucket: int) -> None:
+        device, pools = self.model.device, len(self.blocks.pools)
+        ids, context_lens = torch.zeros(2, bucket, dtype=torch.int32, device=device)
+        tables = torch.zeros(pools, bucket, self.max_blocks, dtype=torch.int32, device=device)
+        static = DecodeInputs(ids, context_lens, tables)
+        run = partial(super().run_model, static)
+        replay = run if self.graphs is None else self.graphs.capture(run, run)
+        self.captured[bucket] = static, replay
+
+    def captures(self, rows: int | None = None) -> list[Callable[[], object]]:
+        """See :class:`Step`; the largest bucket first."""
+        if self.graphs is None:
+            return []
+        buckets = batch_buckets(self.most_rows) if rows is None else [batch_bucket(rows)]
+        missing = [bucket for bucket in sorted(buckets, reverse=True) if bucket not in self.captured]
+        return [partial(self.capture, bucket) for bucket in missing]
+
+    @property
+    def n_captured(self) -> int:  # type: ignore[override]
+        """See :class:`Step`."""
+        return 0 if self.graphs is None else self.graphs.count
+
+
+class TritonAppend(CudaGraph):
+    """One kernel a layer stores the new tokens, in batches of ``append_from`` rows and more."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.append_from = append_from_environment()
+
+    def append(self, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
+        if self.append_from is None or len(slots[0].pos) < self.append_from:
+            return super().append(keys, values, slots)
+        self.append_rows(keys, values, slots)
+
+    def append_rows(self, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
+        self.append_indexed(self.kernels.kv_append, torch.int32, keys, values, slots)
+
+
+class FullBatch(TritonAppend):
+    """If all rows write at one position, it is an argument: no row tensors, and no position tensors."""
+
+    def append_rows(self, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
+        if not have_one_position(slots):
+            return super().append_rows(keys, values, slots)
+        tensors = self.index_tensors((s.block_idx for s in slots), torch.int32)
+        for layer, pool in enumerate(self.blocks.pool_of):
+            operands = self.blocks.operands(layer, keys[layer], values[layer])
+            self.kernels.kv_append_full_batch(**operands, block_idx=tensors[pool], pos=slots[0].pos[0])
+
+
+class IdentityPos(FullBatch):
+    """Row b of the batch is program b, each with its own position: no row tensors."""
+
+    def append_rows(self, keys: Tensors, values: Tensors, slots: list[Slots]) -> None:
+        if have_one_position(slots):
+            return super().append_rows(keys, values, slots)
+        rows = chain.from_iterable((s.block_idx, s.pos) for s in slots)
+        tensors = self.index_tensors(rows, torch.int32)
+        for layer, pool in enumerate(self.blocks.pool_of):
+            block_idx, pos = tensors[2 * pool : 2 * pool + 2]
+            operands = self.blocks.operands(layer, keys[layer], values[layer])
+            self.kernels.kv_append_identity_pos(**operands, block_idx=block_idx, pos=pos)
+
+
+class MutableBlockInfo(IdentityPos):
+    """A block's entry is incremented in place."""
+
+    pool_kind = SlotPool
+
+
+class ReusedIndexBuffers(MutableBlockInfo):
+    """All lists of a step travel in one copy, from a reused pinned buffer to a reused device buffer."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        device = self.model.device
+        self.index_staging = {dtype: StagingBuffer(device, dtype) for dtype in (torch.int32, torch.int64)}
+        self.index_buffers = {
+            dtype: torch.empty(0, dtype=dtype, device=device) for dtype in self.index_staging
+        }
+
+    def index_tensors(self, rows: Iterable[list[int]], dtype: torch.dtype) -> Tensors:
+        values = np.array(list(rows))  # [n, B]
+        self.index_staging[dtype].host(*values.shape)[:] = values
+        if values.size > self.index_buffers[dtype].numel():
+            self.index_buffers[dtype] = self.index_buffers[dtype].new_empty(2 * values.size)
+        return list(self.index_staging[dtype].send(self.index_buffers[dtype]))
+
+
+class ResidentTables(ReusedIndexBuffers):
+    """Tables stay on the device; a step sends only the rows that have changed, or nothing."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        pools, device = len(self.blocks.pools), self.model.device
+        self.resident = torch.zeros(pools, 0, self.max_blocks, dtype=torch.int32, device=device)
+        self.sent: list[list[Table]] = [[] for _ in range(pools)]  # copies of what the device's rows hold
+
+    def stage_tables(self, tables: list[list[Table]]) -> Tensor:
+        """``tables[pool][row]`` → ``[POOLS, B, MAX_BLOCKS]``, which the next call overwrites."""
+        batch = len(tables[0])
+        with profile_range(BUILD_RANGE):
+            if batch > self.resident.shape[1]:
+                self.grow(batch)
+            changed = self.changed_rows(tables)
+            if changed:
+                self.build_rows(changed, [[rows[row] for row in changed] for rows in tables])
+        with profile_range(H2D_RANGE):
+            if changed:
+                self.send_rows(len(changed))
+        for rows, sent in zip(tables, self.sent, strict=True):
+            for row in changed:
+                sent[row] = list(rows[row])
+        return self.resident[:, :batch]
+
+    def changed_rows(self, tables: list[list[Table]]) -> list[int]:
+        changed: set[int] = set()
+        for rows, sent in zip(tables, self.sent, strict=True):
+            changed.update(compress(range(len(rows)), map(ne, rows, sent)))
+        return sorted(changed)
+
+    def grow(self, batch: int) -> None:
+        """Replace the buffer by a larger one; every row counts as changed."""
+        pools, capacity = len(self.sent), max(batch, 2 * self.resident.shape[1])
+        self.resident = self.resident.new_zeros(pools, capacity, self.max_blocks)
+        self.sent = [[[]] * capacity for _ in range(pools)]
+
+    def build_rows(self, changed: list[int], tables: list[list[Table]]) -> None:
+        """Stage the row numbers, then those rows of all pools, in one buffer."""
+        pools, n = len(tables), len(changed)
+        host = self.staging.host(n * (INT32S_PER_ROW_NUMBER + pools * self.max_blocks))
+        numbers, rows = np.split(host, [n * INT32S_PER_ROW_NUMBER])
+        numbers.view(np.int64)[:] = changed
+        fill_tables(rows.reshape(pools, n, self.max_blocks), tables)
+
+    def send_rows(self, n: int) -> None:
+        numbers, rows = self.staging.send().tensor_split([n * INT32S_PER_ROW_NUMBER])
+        self.resident.index_copy_(1, numbers.view(torch.int64), rows.view(-1, n, self.max_blocks))
+
+
+class OneTable(ResidentTables):
+    """All layers share one pool: block i is block i of every layer, and is allocated once."""
+
+    @staticmethod
+    def pool_of(n_layers: int) -> list[int]:
+        return [0] * n_layers
+
+
+def fill_tables(out: np.ndarray, tables: list[list[Table]]) -> None:
+    """Write ``tables[pool][row]`` into ``out [POOLS, B, MAX_BLOCKS]``, padded with 0."""
+    for pool, rows in enumerate(tables):
+        padded = np.array(list(zip_longest(*rows, fillvalue=0)), dtype=np.int64).reshape(-1, len(rows)).T
+        out[pool, :, : padded.shape[1]] = padded
+        out[pool, :, padded.shape[1] :] = 0
+
+
+def have_one_position(slots: list[Slots]) -> bool:
+    """Return whether all rows write at the same position, which is then the same in every pool."""
+    positions = slots[0].pos
+    return positions.count(positions[0]) == len(positions)
+
+
+def stacked(inputs: DecodeInputs) -> Tensor:
+    """``[POOLS, B, MAX_BLOCKS]``: rungs with graphs have one tensor for all pools."""
+    return cast(Tensor, inputs.tables)
+
+
+def append_from_environment() -> int | None:
+    """Return the batch size from which kernels append, 128 by default; None: never.
+
+    Set by ROSELLM_TRITON_KV_APPEND (0 or 1) and ROSELLM_TRITON_KV_APPEND_MIN_BATCH.
+    """
+    switch = os.environ.get(SWITCH_VARIABLE, "1")
+    if switch not in ("0", "1"):
+        raise RecipeError(f"{SWITCH_VARIABLE}={switch!r}; use 0 or 1")
+    text = os.environ.get(MIN_BATCH_VARIABLE, str(DEFAULT_MIN_BATCH))
+    if not text.isdecimal():
+        raise RecipeError(f"{MIN_BATCH_VARIABLE}={text!r}; use a whole number, 0 or more")
+    return int(text) if switch == "1" else None

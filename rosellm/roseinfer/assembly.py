@@ -1,0 +1,114 @@
+"""From a rung to its KV cache and its step: the only place where variants are looked up by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from rosellm.ladder.museum import MuseumRung
+from rosellm.models.model import Transformer
+from rosellm.roseinfer.cache.device_state import DeviceState
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.exhibits import load_exhibit
+from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.layers import batch_invariant
+from rosellm.roseinfer.layers.attention import Binder, build_binder
+from rosellm.roseinfer.layers.choosers import NextTokens, build_chooser
+from rosellm.roseinfer.layers.cut import cut_layers
+from rosellm.roseinfer.layers.cut_head import cut_chooser
+from rosellm.roseinfer.layers.fused import build_layers
+from rosellm.roseinfer.ranks.group import ALONE, Group, Ranks
+from rosellm.roseinfer.recipe import Recipe
+from rosellm.roseinfer.rung import Rung
+from rosellm.roseinfer.steps.captured_prefill import CapturedPrefill, room_of
+from rosellm.roseinfer.steps.cuda_graph import graphs_on
+from rosellm.roseinfer.steps.logprob_ring import LogprobRing
+from rosellm.roseinfer.steps.packed_prefill import PackedPrefill
+from rosellm.roseinfer.steps.resident import ResidentStep
+from rosellm.roseinfer.steps.step import Step
+from rosellm.roseinfer.steps.worker import Worker
+
+
+def build_cache(rung: Rung, model: Transformer, block_size: int, n_blocks: int) -> KVBlockManager:
+    """Build a KV cache of ``n_blocks`` blocks per layer."""
+    c = model.config
+    if isinstance(rung, MuseumRung):
+        sizes = c.n_layers, n_blocks, c.n_kv_heads, block_size, c.head_dim
+        if blocks := rung.build_cache(sizes, model.device, model.dtype):
+            return cast(KVBlockManager, blocks)
+    sizes = c.n_layers, c.n_kv_heads, c.head_dim, block_size, n_blocks
+    return KVBlockManager(*sizes, model.device, model.dtype)
+
+
+def build_step(
+    rung: Rung,
+    model: Transformer,
+    blocks: KVBlockManager,
+    kernels: Kernels,
+    n_rows: int,
+    max_model_len: int,
+    group: Group = ALONE,
+) -> Step:
+    """Build the step of ``rung`` for ``n_rows`` sequences of at most ``max_model_len`` tokens."""
+    width = blocks_for(max_model_len, blocks.block_size)
+    if isinstance(rung, MuseumRung):
+        parts = partial(_parts, Recipe(), model, blocks, kernels, width, n_rows, group)
+        return rung.build_step(model, blocks, kernels, n_rows, max_model_len, parts)
+    recipe = cast(Recipe, rung)
+    if recipe.numerics == "invariant":
+        dependent = recipe.launch == "dependent" and model.device.type == "cuda"
+        kernels = batch_invariant.invariant_kernels(kernels, dependent)
+    step_parts = _parts(recipe, model, blocks, kernels, width, n_rows, group)
+    if recipe.exhibit != "none":
+        return load_exhibit(recipe.exhibit).build_step(model, kernels, **step_parts)
+    return ResidentStep.on(Worker(**step_parts), model, group)
+
+
+def _parts(
+    recipe: Recipe,
+    model: Transformer,
+    blocks: KVBlockManager,
+    kernels: Kernels,
+    width: int,
+    n_rows: int,
+    group: Group,
+) -> dict[str, Any]:
+    """Return what a ``Worker`` is made of. width: blocks per sequence."""
+    bind: Binder
+    counts = torch.zeros(n_rows, model.config.vocab_size, dtype=torch.int32, device=model.device)
+    if recipe.numerics == "invariant":
+        layers_for, prefill_layers_for = batch_invariant.invariant_layers(model, kernels)
+        bind = batch_invariant.InvariantAppendAndAttend(kernels, blocks, model)
+        chooser = batch_invariant.invariant_chooser(model, kernels, counts)
+    elif group is not ALONE:
+        ranks = cast(Ranks, group)
+        fields = recipe.norm, recipe.activation, recipe.gemm, recipe.all_reduce
+        layers_for = prefill_layers_for = cut_layers(*fields, model, kernels, ranks)
+        bind = build_binder(recipe.attention, kernels, blocks, model)
+        chooser = cut_chooser(recipe.head, model, kernels, counts, ranks)
+    else:
+        layers_for = build_layers(recipe.norm, recipe.activation, recipe.gemm, model, kernels)
+        prefill_layers_for, bind = layers_for, build_binder(recipe.attention, kernels, blocks, model)
+        chooser = build_chooser(recipe.head, model, kernels, counts)
+    state = DeviceState(n_rows + 1, width, model.device, model.config.eos_token_ids)  # the last is a spare
+    next_tokens = NextTokens(chooser, kernels.advance)
+    graphs = graphs_on(model.device) if recipe.runner == "graph" else None
+    prompts: PackedPrefill | CapturedPrefill
+    prompts = PackedPrefill(model, kernels, prefill_layers_for, state, blocks, next_tokens)
+    if graphs is not None:
+        longest = width * blocks.block_size
+        room = 0 if recipe.numerics == "invariant" else room_of(model, longest)
+        prompts = CapturedPrefill(prompts, graphs, n_rows * longest, room)
+    return dict(
+        state=state,
+        blocks=blocks,
+        counts=counts,
+        layers_for=layers_for,
+        bind=bind,
+        next_tokens=next_tokens,
+        logprobs=LogprobRing(state.first(n_rows), chooser.logits, model.config, model.dtype, graphs),
+        graphs=graphs,
+        prompts=prompts,
+    )
