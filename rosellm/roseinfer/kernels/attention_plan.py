@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_plan_kernel": "attention"}
@@ -108,24 +109,13 @@ def cut_rows(
     head_dim: int = 64,
     mean: float | None = None,
 ) -> Variant:
-    """Return the fastest variant in pieces: 2 programs per SM, up to 16 for many tiles. Ignores mean."""
+    """Return the fastest variant in pieces; the table has them per 2 programs of an SM. Ignores mean."""
     pieces = max(1, 2 * num_sms // kv_heads)
     tiles = rows * -(-triton.next_power_of_2(max(longest, 1)) // 16)
-    if tiles > 8 * pieces:
-        return _long_pieces(rows, tiles / pieces, pieces, group, head_dim)
-    most = min(pieces, tiles)
-    return Variant(16, most, 1, 1, 1) if group == 1 else Variant(16, most, 2, 1)
-
-
-def _long_pieces(rows: int, tiles_each: float, pieces: int, group: int, head_dim: int) -> Variant:
-    """tiles_each: 16-token tiles per piece. With few rows, the cost of starting one is ignored."""
-    if group == 1:
-        many = rows >= 2 * pieces
-        return Variant(16, 8 * pieces, 1, 3, 1, lead=4) if many else Variant(16, 4 * pieces, 2, 3, 1)
-    if head_dim > 64:
-        lead = 3 if rows >= pieces else 0
-        return Variant(32, 2 * pieces, 2, 2) if tiles_each <= 32 else Variant(64, pieces, 4, 3, lead=lead)
-    return Variant(32, 4 * pieces, 1, 2) if rows > 2 else Variant(128, pieces, 4, 2)
+    sizes = {"rows": rows, "tiles_each": tiles / pieces, "rows_each": rows / pieces}
+    chosen = Variant(*best("cut_rows", **sizes, group=group, head_dim=head_dim))
+    most = min(pieces, tiles) if tiles <= 8 * pieces else pieces * chosen.pieces
+    return chosen._replace(pieces=most)
 
 
 def whole_rows(
@@ -138,39 +128,8 @@ def whole_rows(
     mean: float | None = None,
 ) -> Variant:
     """Return the fastest measured variant with one piece per row. Ignores mean."""
-    programs, reach = rows * kv_heads, triton.next_power_of_2(max(longest, 1))
-    if group == 1:
-        return _whole_single_heads(programs / num_sms, reach)
-    return _whole_groups(programs / num_sms, reach, head_dim)
-
-
-def _whole_single_heads(share: float, reach: int) -> Variant:
-    """share: programs per SM."""
-    if share >= 2:
-        if reach > MIDDLE:
-            return Variant(32, warps=1, stages=3, dot=1)
-        return Variant(16 if share >= MANY and reach <= SHORT else 32, warps=1)
-    if SHORT < reach <= MIDDLE:
-        return Variant(64, warps=2, lanes=1) if share > 1 else Variant(128, warps=4, lanes=1)
-    return Variant(min(max(64, reach), 512), warps=4 if reach <= SHORT else 8)
-
-
-def _whole_groups(share: float, reach: int, head_dim: int) -> Variant:
-    """share: programs per SM."""
-    if share < 1:
-        short = head_dim <= 64 or reach < MIDDLE
-        return Variant(64, warps=8) if short else Variant(64, warps=4, stages=3)
-    if head_dim <= 64:
-        if reach > LONG:
-            return Variant(64, warps=4, stages=3)
-        if reach > MIDDLE or (share >= MANY and reach > SHORT):
-            return Variant(32, warps=1, stages=4)
-        return Variant(64, warps=1 if share >= MANY else 4, stages=2)
-    if share >= MANY:
-        return Variant(16, warps=1, stages=3) if reach <= LONG else Variant(64, warps=4, stages=4)
-    if share < 2 and reach <= MIDDLE:
-        return Variant(64, warps=4, stages=2)
-    return Variant(32, warps=2, stages=2 if reach <= MIDDLE else 3)
+    share, reach = rows * kv_heads / num_sms, triton.next_power_of_2(max(longest, 1))
+    return Variant(*best("whole_rows", share=share, reach=reach, group=group, head_dim=head_dim))
 
 
 def make_plan_ref(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:

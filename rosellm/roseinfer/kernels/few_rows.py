@@ -24,11 +24,11 @@ from rosellm.roseinfer.kernels.linear import (
     weight_rows,
 )
 from rosellm.roseinfer.kernels.repeated import repeated
+from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_few_rows_kernel": "GEMM"}
 FEW_ROWS = 16
-WIDE = 6144  # output features
 
 
 class NormPrologue(NamedTuple):
@@ -345,53 +345,8 @@ def _launch(rows: int, cut: FewRowsShape, x: Tensor) -> dict[str, int]:
 
 
 def _few_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """Return the tiling, chosen on an H200 by whole runs of 1 and 8 rows in 16 bits, GPT-2 to Llama-3.1-8B.
-
-    Tilings that hold all of K for few columns were chosen by runs of 8 rows of GPT-2 small on an H100. Whole
-    models with wide layers call this for fewer than 16 rows (``fused.FEWER_ROWS``), ranks for up to 16.
-    """
-    if rows == 1:
-        return _one_row_shape(n, k, dtype)
-    if dtype == torch.float32 and (rows > 8 or k > 1024):
-        return FewRowsShape(16, 4, 32, 2, 4, 3)
-    if k <= 1024:
-        wide = (rows > 8 and n > k) or (n >= WIDE and dtype != torch.float32)
-        columns = 32 if wide else 16
-        if k % 256 == 0 and dtype != torch.float32:
-            return FewRowsShape(columns, 4, 64, k // 256, 4, 1)
-        return FewRowsShape(columns, 4, max(16, triton.next_power_of_2(k) // 4), 1, 4, 1)
-    if n < 1024 and rows <= 8 and k <= 3072:
-        return FewRowsShape(8, 4, 256, triton.cdiv(k, 1024), 4, 1)  # all of K at once
-    if n < 2048:
-        warps = 8 if rows <= 8 else 4
-        return FewRowsShape(8, 8, 64, 4, warps, 1) if k <= 2048 else FewRowsShape(8, 8, 128, 3, 4, 3)
-    if n > k:
-        if k <= 2048 and n < WIDE:
-            return FewRowsShape(16, 4, 64, 8, 4, 1) if rows <= 8 else FewRowsShape(32, 8, 64, 4, 8, 1)
-        return FewRowsShape(32, 4, 64, 2, 4, 4)
-    if k <= 2048:
-        return FewRowsShape(16, 8, 128, 2, 8, 1)
-    return FewRowsShape(16, 4, 128, 2, 4, 4) if n >= 4096 else FewRowsShape(16, 4, 128, 1, 4, 6)
-
-
-def _one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    """Return the tiling for one row: 32 weights per thread and chunk; the longer K, the fewer weight rows."""
-    if dtype == torch.float32 or k < 256:
-        return _plain_one_row_shape(n, k, dtype)
-    if k <= 1024 or (n > 4 * k and k <= 2048):
-        return FewRowsShape(16, 1, 256, 2 if n >= WIDE else 4, 4, 1)
-    if n >= 4096 and k >= 4096:
-        return FewRowsShape(4, 2, 256, 4, 2, 1)
-    if n > k:
-        return FewRowsShape(8, 4, 256, 2, 4, 1)
-    if 1024 <= n < 2048 and k <= 4096 and k % 256 == 0:
-        return FewRowsShape(4, 1, 256, k // 256, 4, 1)  # all of K at once
-    if k <= 2048:
-        return FewRowsShape(4, 1, 256, 4, 4, 1)
-    return FewRowsShape(4, 4, 256, 2 if k >= 8192 else 4, 4, 1)
-
-
-def _plain_one_row_shape(n: int, k: int, dtype: torch.dtype) -> FewRowsShape:
-    block_n, slices = (16, 1) if k <= 1024 else (8, 2) if k <= 2048 and n >= 2048 else (4, 4)
-    block_k = min(256, max(16, triton.next_power_of_2(k) // slices))
-    return FewRowsShape(block_n, slices, block_k, 2 if dtype == torch.float32 else 4, 4, 1)
+    """Return the tiling; in the table, block_k 0 is K / slices, and held 0 is all of K."""
+    shape = FewRowsShape(*best("few_rows", rows=rows, n=n, k=k, bits=8 * dtype.itemsize))
+    block_k = shape.block_k or min(256, max(16, triton.next_power_of_2(k) // shape.slices))
+    held = shape.held or triton.cdiv(k, shape.slices * block_k)
+    return shape._replace(block_k=block_k, held=held)

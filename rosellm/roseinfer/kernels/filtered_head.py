@@ -19,6 +19,7 @@ from rosellm.roseinfer.kernels.draw import FLOAT32, penalised_ref
 from rosellm.roseinfer.kernels.head import MAX_TEMPERATURE, Shape, store_best, with_noise
 from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
 from rosellm.roseinfer.kernels.noise import gumbel_noise
+from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_filtered_tiles_kernel": "head"}
@@ -143,11 +144,7 @@ def _filtered_tiles_kernel(
 
 def filtered_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     """Return tile sizes, warps and pipeline stages; a tile's width does not depend on the number of rows."""
-    if dtype == torch.float32:
-        return 32, 64, 32, 4, 3
-    if rows <= 16:
-        return 16, 128, 128, 4, 4
-    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 128, 64, 4, 3)
+    return best("filtered_head", rows=rows, bits=8 * dtype.itemsize)
 
 
 def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -> Callable[..., Tiles]:

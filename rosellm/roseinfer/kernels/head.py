@@ -17,6 +17,7 @@ from torch import Tensor
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
 from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise, row_key
+from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_best_tokens_kernel": "head"}
@@ -103,12 +104,8 @@ def _best_tokens_kernel(
 
 
 def _shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Return tile sizes, warps and pipeline stages: the fastest measured on an H200."""
-    if dtype == torch.float32:
-        return 32, 64, 32, 4, 3
-    if rows <= 16:
-        return 16, 128, 128, 4, 4
-    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)
+    """Return tile sizes, warps and pipeline stages."""
+    return best("head", rows=rows, bits=8 * dtype.itemsize)
 
 
 def make_best_tokens(dependent: int = False, shape: Shape = _shape) -> Callable[..., tuple[Tensor, Tensor]]:

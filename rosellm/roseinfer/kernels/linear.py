@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.roseinfer.kernels.linear_shapes import Shape, is_narrow, some_rows_shape
+from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_some_rows_kernel": "GEMM"}
 Activation = Literal["none", "gelu", "swiglu"]
+Shape = tuple[int, int, int, int, int]  # rows, columns and K of a tile, warps, pipeline stages
 ShapeOf = Callable[[int, int, int, torch.dtype, int], Shape]
 TMA_ROWS = 64
 
@@ -47,6 +48,33 @@ def some_rows_linear_ref(
         return activated_ref(y if bias is None else y + bias.float(), activation).to(x.dtype)
     ranges = zip(x.float().chunk(parts, dim=1), weight.float().chunk(parts, dim=1), strict=True)
     return torch.stack([a @ w.t() for a, w in ranges])
+
+
+def is_narrow(n: int, k: int) -> bool:
+    """Return whether a model is as narrow as GPT-2 small.
+
+    Attention and GEMMs then take so little time that they overlap, and tiles compete for shared memory.
+    """
+    return min(n, k) < 1024
+
+
+def parts_of(rows: int, n: int, k: int) -> int:
+    """Return the number of equal ranges of K (split-K), multiples of 128, or of 64 in narrow models."""
+    (parts,) = best("parts", rows=rows, n=n, k=k, narrow=min(n, k))
+    if is_narrow(n, k):
+        return parts if k % (64 * parts) == 0 else 1
+    while k % (128 * parts) and parts > 1:
+        parts //= 2
+    return parts
+
+
+def some_rows_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> Shape:
+    """Return the tile of a GEMM ``[M, K]`` x ``[N, K]``, over one of ``parts`` ranges of K.
+
+    Every program rereads its rows of x from the L2 cache: wide tiles over short ranges of K read less, and
+    narrow tiles over long ones leave fewer partial sums.
+    """
+    return best("some_rows", rows=rows, n=n, k=k, parts=parts, bits=8 * dtype.itemsize, narrow=min(n, k))
 
 
 @cache

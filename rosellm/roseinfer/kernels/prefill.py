@@ -27,6 +27,7 @@ from rosellm.roseinfer.kernels.paged_cache import AttentionShape, described_rows
 from rosellm.roseinfer.kernels.partial_rows import new_partial
 from rosellm.roseinfer.kernels.prefill_pieces import combine_tiles, store_piece
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
+from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
@@ -115,9 +116,6 @@ class Launch(NamedTuple):
     heads: int = 1
 
 
-FP32_LAUNCH = Launch(16, 8, 1)  # GEMMs in registers, which 64 keys would spill
-
-
 def launch_for(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     """Return the fastest launch on an H200 for ``group`` query heads per KV head.
 
@@ -125,11 +123,7 @@ def launch_for(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     are multiples of 64 tokens. Heads of size 64 leave registers for two of them per program, which then reads
     keys and values from the L2 cache half as often.
     """
-    if dtype == torch.float32:
-        return FP32_LAUNCH
-    if head_dim > 64:
-        return Launch(64, 4, 3 if head_dim <= 128 else 2)
-    return Launch(64, 8, 3, heads=2) if group % 2 == 0 else Launch(64, 4, 2)
+    return Launch(*best("prefill", bits=8 * dtype.itemsize, head_dim=head_dim, group=group))
 
 
 def room_for(dtype: torch.dtype, head_dim: int, n_heads: int, group: int, num_sms: int) -> int:

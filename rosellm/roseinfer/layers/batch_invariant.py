@@ -26,8 +26,7 @@ from rosellm.roseinfer.kernels.attention import append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Variant
 from rosellm.roseinfer.kernels.filtered_head import filtered_shape, make_filtered_tiles
 from rosellm.roseinfer.kernels.head import make_best_tokens
-from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
-from rosellm.roseinfer.kernels.linear_shapes import Shape
+from rosellm.roseinfer.kernels.linear import Shape, make_some_rows_linear, some_rows_linear_ref
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, prefill_attention_ref
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.roseinfer.kernels.table import Kernels

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rosellm.models.model import Block, Projection, Transformer
-from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 from rosellm.roseinfer.kernels.peer_sums import make_sum_add_norm, peer_bytes
 from rosellm.roseinfer.kernels.table import TRITON_DEPENDENT, Kernels
+from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.layers.fused import FusedLayers, Layers, plain_layers
 from rosellm.roseinfer.layers.products import (
     LibraryProducts,
@@ -31,8 +31,6 @@ from rosellm.roseinfer.layers.products import (
 from rosellm.roseinfer.ranks.group import Ranks
 
 SUMMED_ROWS = 64  # up to which one-shot sums are used; 512 KB at most for a width of 4,096
-LARGE_LAYER = 2**26  # parameters
-WHOLE_ROWS = ((2**24, 256), (2**25, 128))  # parameters per layer, rows up to which ours beat cuBLAS
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -118,12 +116,7 @@ def fastest_whole_products(rows: int, layer_parameters: int) -> Literal["few", "
 
     Uses thresholds measured on whole models before their K was split.
     """
-    if layer_parameters > LARGE_LAYER and 8 < rows <= 32:
-        return "library"
-    if rows <= FEW_ROWS:
-        return "few"
-    most = next((most for size, most in WHOLE_ROWS if layer_parameters <= size), 64)
-    return "some" if rows <= most else "library"
+    return best("whole_products", rows=rows, parameters=layer_parameters)[0]
 
 
 def cut_layers(

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from rosellm.models.attention import Attend
 from rosellm.models.model import Projection, Transformer, split_heads
-from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
-from rosellm.roseinfer.kernels.linear_shapes import some_rows
 from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.layers.products import (
     LayerWeights,
     LibraryProducts,
@@ -30,7 +29,6 @@ from rosellm.roseinfer.layers.products import (
 )
 
 Layers = Callable[[Tensor, Tensor, Attend], Tensor]
-FEWER_ROWS = ((2**25, FEW_ROWS), (2**26, 8))  # parameters per layer, rows up to which norms are fused
 
 
 def plain_layers(model: Transformer) -> Layers:
@@ -106,10 +104,7 @@ def fastest_products(rows: int, layer_parameters: int) -> Literal["few", "some",
 
     The larger a layer, the fewer the rows up to which fusing norms pays, and up to which ours beat cuBLAS.
     """
-    few = next((most for size, most in FEWER_ROWS if layer_parameters <= size), 1)
-    if rows <= few:
-        return "few"
-    return "some" if rows <= some_rows(layer_parameters) else "library"
+    return best("products", rows=rows, parameters=layer_parameters)[0]
 
 
 def build_layers(

@@ -13,7 +13,7 @@ from torch import Tensor
 from rosellm.models.arch import Arch
 from rosellm.models.model import Block, Projection, Transformer, activated
 from rosellm.roseinfer.kernels.few_rows import NormPrologue
-from rosellm.roseinfer.kernels.linear_shapes import parts_of
+from rosellm.roseinfer.kernels.linear import parts_of
 from rosellm.roseinfer.kernels.table import Kernels
 
 Parts = Callable[[int, int, int], int]  # rows, n, k → ranges of K

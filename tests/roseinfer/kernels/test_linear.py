@@ -17,8 +17,13 @@ from rosellm.roseinfer.kernels.few_rows import (
     few_rows_linear_ref,
     make_few_rows_linear,
 )
-from rosellm.roseinfer.kernels.linear import make_some_rows_linear, some_rows_linear_ref
-from rosellm.roseinfer.kernels.linear_shapes import is_narrow, parts_of, some_rows_shape
+from rosellm.roseinfer.kernels.linear import (
+    is_narrow,
+    make_some_rows_linear,
+    parts_of,
+    some_rows_linear_ref,
+    some_rows_shape,
+)
 from tests.helpers import TRITON_DEVICES
 from tests.roseinfer.kernels.kernel_checks import (
     PLACES,

@@ -14,7 +14,7 @@ from rosellm.models.arch import Norm
 from rosellm.models.attention import Attend, CausalAttention
 from rosellm.models.model import Projection, Transformer, activated
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS, few_rows_linear_ref
-from rosellm.roseinfer.kernels.linear_shapes import parts_of, some_rows
+from rosellm.roseinfer.kernels.linear import parts_of
 from rosellm.roseinfer.kernels.table import TORCH, TRITON, choose_kernels
 from rosellm.roseinfer.layers.fused import FewRowsLayers, FusedLayers, Layers, build_layers, fastest_products
 from rosellm.roseinfer.layers.products import (
@@ -98,11 +98,7 @@ def test_the_number_of_rows_chooses_the_products(device):
     layers_for = build_layers(*VARIANTS["small_m"], model, choose_kernels("triton", "fixed", model.device))
     for rows in (1, FEW_ROWS):
         assert isinstance(layers_for(rows), FewRowsLayers)
-    for rows, products in (
-        (FEW_ROWS + 1, SomeRowsProducts),
-        (some_rows(1), SomeRowsProducts),
-        (some_rows(1) + 1, LibraryProducts),
-    ):
+    for rows, products in ((FEW_ROWS + 1, SomeRowsProducts), (256, SomeRowsProducts), (257, LibraryProducts)):
         assert isinstance(layers_for(rows), FusedLayers) and isinstance(layers_for(rows).products, products)
 
 

@@ -1,0 +1,65 @@
+"""Tile shapes as data: for each kernel, what was fastest for which sizes on an H200; every GPU uses it.
+
+``tiles/h200.json`` holds a table for each kernel: columns, and rules of conditions and values, of which the
+first that holds decides. A condition compares a size, or two of them ("n/k", "n*k", "k%256"), with numbers.
+The shapes were chosen by whole decode steps of GPT-2 small, Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Callable
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TABLES = Path(__file__).parent / "tiles" / "h200.json"
+COMPARED = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "=": operator.eq}
+COMBINED = {"/": operator.truediv, "*": operator.mul, "%": operator.mod}
+
+
+class Condition(NamedTuple):
+    """``first`` and perhaps ``second``, combined, are compared with ``bound``; names are of sizes."""
+
+    first: str
+    combine: Callable[[float, float], float] | None
+    second: str
+    compare: Callable[[float, float], bool]
+    bound: float
+
+    def holds(self, sizes: dict[str, float]) -> bool:
+        value = sizes[self.first]
+        if self.combine is not None:
+            value = self.combine(value, sizes.get(self.second) or float(self.second))
+        return self.compare(value, self.bound)
+
+
+@lru_cache(4096)
+def best(table: str, **sizes: float) -> tuple[Any, ...]:
+    """Return the values of the first rule of ``table`` whose conditions hold, in the order of its columns."""
+    return next(values for conditions, values in _tables()[table] if all(c.holds(sizes) for c in conditions))
+
+
+@cache
+def _tables() -> dict[str, list[tuple[list[Condition], tuple[Any, ...]]]]:
+    tables = json.loads(TABLES.read_text(encoding="utf-8"))
+    return {
+        name: [
+            ([c for size, text in when.items() for c in _conditions(size, text)], tuple(values))
+            for when, values in table["rules"]
+        ]
+        for name, table in tables.items()
+    }
+
+
+def _conditions(size: str, text: str) -> list[Condition]:
+    """Parse, for example, "n/k" and ">1 <=4"."""
+    combine = next((sign for sign in COMBINED if sign in size), None)
+    first, _, second = size.partition(combine or " ")
+    found = []
+    for bound in text.split():
+        sign = next(sign for sign in COMPARED if bound.startswith(sign))
+        number = float(bound.removeprefix(sign))
+        found.append(Condition(first, COMBINED.get(combine or ""), second, COMPARED[sign], number))
+    return found
