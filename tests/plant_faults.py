@@ -157,15 +157,15 @@ FAULTS = (
     Fault(
         "admission",
         "admission.py",
-        "self._waiting.appendleft(request)",
-        "self._waiting.append(request)",
+        "self.extendleft(request for request in reversed(candidates)",
+        "self.extend(request for request in reversed(candidates)",
         ("test_scheduler.py", "test_scheduler_ends.py", "test_preemption.py"),
     ),
     Fault(
         "streaming",
         "streaming.py",
-        "stream.put(piece)",
-        "stream.put(piece.strip())",
+        "stream.inbox.put((stream.request_id, piece))",
+        "stream.inbox.put((stream.request_id, piece.strip()))",
         ("test_streaming.py", "test_streaming_ends.py"),
     ),
     Fault(

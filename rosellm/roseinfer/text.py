@@ -41,6 +41,10 @@ class IncrementalText:
         self._taken.append(new)
         return new
 
+    def take_last(self, _n_without_text: int) -> str:
+        """Return the rest of the text, after :meth:`finish`."""
+        return self.take()
+
     def finish(self) -> None:
         """At the end of the sequence, flush text held back, including incomplete characters."""
         if self.stopped:
@@ -84,9 +88,9 @@ class LateText:
             return self._push(self._tokens[-1])
         return "".join(map(self._push, self._tokens[begin:]))
 
-    def take_last(self, left_out: int) -> str:
-        """Return the rest of the text at the end; the last ``left_out`` tokens are not text."""
-        end = len(self._tokens) - left_out
+    def take_last(self, n_without_text: int) -> str:
+        """Return the rest of the text at the end; the last ``n_without_text`` tokens have none."""
+        end = len(self._tokens) - n_without_text
         return "".join(map(self._push, self._tokens[self._at : end])) + self._stream.finish()
 
 

@@ -12,7 +12,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.asked import one_each
+from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy

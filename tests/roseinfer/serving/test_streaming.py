@@ -177,12 +177,13 @@ def test_tokens_are_timed_as_their_piece_is_handed_over(engine: Engine) -> None:
     assert times == sorted(times) and times[-1] < perf_counter()
 
 
-def test_a_thread_is_woken_for_the_first_token_then_in_rounds_and_at_the_end(
+def test_a_reader_gets_the_first_token_at_once_then_takes_turns_and_gets_the_rest_at_the_end(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streaming, "READER_S", 60.0)  # no second round meanwhile
+    monkeypatch.setattr(streaming, "READER_S", 60.0)  # no turn meanwhile
     references = OfflineScheduler(engine).run([[9, 8], [7]], greedy(12))
     with StreamingManager(engine) as manager:
+        manager._turns_at = perf_counter()
         requests = [manager.add_request(prompt, greedy(12)) for prompt in ([9, 8], [7])]
         results = [manager.result(request) for request in requests]
         pieces = [list(manager.stream_text(request)) for request in requests]
@@ -201,24 +202,23 @@ def test_an_inbox_has_every_token_s_text_at_once(engine: Engine, monkeypatch: py
     assert [len(set(own)) for own in times] == [12, 12]
 
 
-def test_a_round_also_delivers_to_requests_that_the_step_did_not_run(
+def test_a_turn_also_comes_for_a_request_that_the_step_did_not_run(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as those that were preempted after their last token."""
-    gate, both_are_there = Gate(engine, monkeypatch), threading.Event()
+    """Such as one that was preempted after its last token."""
+    gate = Gate(engine, monkeypatch)
     with StreamingManager(engine) as manager:
-        manager._orders.put(both_are_there.wait)
-        requests = [manager.add_request(prompt, greedy(4)) for prompt in ([9, 8], [7])]
-        both_are_there.set()
+        requests = manager.add_requests([[9, 8], [7]], greedy(4))
         with gate.held():
-            running, other = (manager._stream(request).running for request in requests)
+            skipped, stepped = (manager._stream(request) for request in requests)
             delivered = []
-            monkeypatch.setattr(manager, "_deliver", lambda one, *_: delivered.append(one))
-            for is_round in (False, True):
-                running.due, running.in_rounds = 0, True
-                manager._next_round = 0.0 if is_round else perf_counter() + 60
-                manager._hand_over([other.sequence])
-                assert (running in delivered) == is_round
+            monkeypatch.setattr(manager, "_deliver", lambda stream, *_: delivered.append(stream))
+            for has_turn in (False, True):
+                skipped.due = 0
+                manager._turns, manager._turns_at = 2.0 * has_turn, perf_counter()
+                monkeypatch.setattr(streaming, "READER_S", 60.0)
+                manager._deliver_due([stepped.sequence])
+                assert (skipped in delivered) == has_turn
             monkeypatch.undo()
 
 
