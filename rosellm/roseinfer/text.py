@@ -96,8 +96,6 @@ class LateText:
 
 def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
     """Return the length of the longest suffix of ``text`` that begins a stop string."""
-    longest = max((len(stop) - 1 for stop in stops), default=0)
-    for n in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-n:]) for stop in stops):
-            return n
-    return 0
+    longest = max(len(stop) - 1 for stop in stops)
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in stops)), 0)

@@ -135,29 +135,25 @@ class OnlineScheduler:
         return len(self._active) + len(self._prefilling)
 
     def add_request(self, prompt_ids: list[int], params: SamplingParams) -> int:
-        """Queue one request and return its id.
-
-        Raises ``PromptError``, ``SamplingError`` or ``OverloadError``, in which case nothing is queued.
-        """
-        self._check_room(1)
-        return self.submit(self.engine.make_sequence(prompt_ids, params))
+        """Queue one request and return its id; raises as :meth:`add_requests` does."""
+        return self.add_requests([prompt_ids], params)[0]
 
     def add_requests(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[int]:
         """Queue all prompts and return their ids; if any is invalid, queue none.
 
-        params: one for all, or one each. Raises as :meth:`add_request` does.
+        params: one for all, or one each. Raises ``PromptError``, ``SamplingError`` or ``OverloadError``.
         """
-        return [self.submit(sequence) for sequence in self.make_sequences(prompts, params)]
-
-    def make_sequences(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-    ) -> list[Sequence]:
-        """Make the sequences that :meth:`add_requests` would queue; raises as it does."""
         check_prompts(prompts)
-        self._check_room(len(prompts))
-        return each_made(self.engine.make_sequence, prompts, params)
+        limit = self.config.max_in_flight
+        if limit is not None and len(self.requests) + len(prompts) > limit:
+            raise OverloadError(
+                f"{len(prompts)} more requests exceed max_in_flight {limit}: {self.n_waiting} are waiting "
+                f"and {self.n_active} active; try again later"
+            )
+        sequences = each_made(self.engine.make_sequence, prompts, params)
+        return [self.submit(sequence) for sequence in sequences]
 
     def submit(self, sequence: Sequence) -> int:
         """Queue a sequence made by this engine; its ``text``, if any, follows its tokens."""
@@ -232,14 +228,6 @@ class OnlineScheduler:
         if request_id not in self.finished:
             self._raise_unknown(request_id)
         return self.finished.pop(request_id)
-
-    def _check_room(self, n_new: int) -> None:
-        limit = self.config.max_in_flight
-        if limit is not None and len(self.requests) + n_new > limit:
-            raise OverloadError(
-                f"{n_new} more requests exceed max_in_flight {limit}: {self.n_waiting} are waiting and "
-                f"{self.n_active} active; try again later"
-            )
 
     def _raise_unknown(self, request_id: int) -> None:
         raise RoseError(

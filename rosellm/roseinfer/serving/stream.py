@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from threading import Event
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from rosellm.errors import RoseError, describe
 from rosellm.models.loading import AnyTokenizer
@@ -15,30 +16,19 @@ from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.text import IncrementalText, LateText
 
-
-class Inbox(Protocol):
-    """Receives ``(request id, piece)`` for each piece of text, and ``(request id, None)`` at the end."""
-
-    def put(self, item: tuple[int, str | None]) -> None: ...
+# Pieces that the worker has for coroutines of each event loop.
+Mail = dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, str | None]]]
 
 
-class Mail:
-    """Pieces for coroutines, collected by the worker; :meth:`send` wakes each event loop once."""
-
-    def __init__(self) -> None:
-        self._unsent: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, str | None]]] = {}
-
-    def put(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue, piece: str | None) -> None:
-        self._unsent.setdefault(loop, []).append((queue, piece))
-
-    def send(self) -> None:
-        while self._unsent:
-            loop, pieces = self._unsent.popitem()
-            with suppress(RuntimeError):  # the loop is closed: there is no reader
-                loop.call_soon_threadsafe(_fill, pieces)
+def send(mail: Mail) -> None:
+    """Hand over the pieces, waking each event loop once."""
+    while mail:
+        loop, pieces = mail.popitem()
+        with suppress(RuntimeError):  # the loop is closed: there is no reader
+            loop.call_soon_threadsafe(_put_all, pieces)
 
 
-def _fill(pieces: list[tuple[asyncio.Queue, str | None]]) -> None:
+def _put_all(pieces: list[tuple[asyncio.Queue, str | None]]) -> None:
     for queue, piece in pieces:
         queue.put_nowait(piece)
 
@@ -52,14 +42,18 @@ class CoroutineInbox:
         self.get = self._queue.get
 
     def put(self, item: tuple[int, str | None]) -> None:
-        self._mail.put(self._loop, self._queue, item[1])
+        self._mail.setdefault(self._loop, []).append((self._queue, item[1]))
+
+
+Inbox = SimpleQueue | CoroutineInbox
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
     """One request, shared by its client and the worker; ``outcome`` is its output or its error.
 
-    inbox_is_shared: the client gave ``inbox``, and reads other requests' text there too.
+    inbox: receives ``(request id, piece)`` for each piece of text, and ``(request id, None)`` at the end.
+    inbox_is_shared: the client gave it, and reads other requests' text there too.
 
     The worker alone uses the other fields, set by :meth:`start`: the request in the scheduler, its tokens and
     the decoder of its text; how many tokens, prompt included, have been delivered; at how many the next

@@ -13,11 +13,10 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX, Lock, Thread
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, describe
 from rosellm.frozen_heap import frozen_heap
-from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
@@ -25,7 +24,7 @@ from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig, config_or_default
 from rosellm.roseinfer.serving.prompts import check_prompts, each_encoded, each_made, one_each
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler, Scheduler
-from rosellm.roseinfer.serving.stream import CoroutineInbox, Inbox, Mail, Stream, raise_again
+from rosellm.roseinfer.serving.stream import CoroutineInbox, Inbox, Mail, Stream, raise_again, send
 
 ORDERS_A_STEP = 1024
 READER_S = 80e-6  # four times the interpreter time that one wake-up of a thread takes
@@ -39,22 +38,10 @@ class WorkerError(RoseError):
     """The streaming worker has failed (see ``__cause__``): no request, in flight or new, is served."""
 
 
-class Fleet(Protocol):
-    """Several engines that run requests as one, such as ``cluster.replicas.Replicas``."""
-
-    @property
-    def tokenizer(self) -> AnyTokenizer: ...
-    def encode_many(self, prompts: SequenceOf[str | list[int]]) -> list[list[int]]: ...
-    def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence: ...
-    def own(self, scheduler: object, name: str) -> None: ...
-    def disown(self, scheduler: object) -> None: ...
-    def scheduler(self, config: SchedulerConfig) -> Scheduler: ...
-
-
 class StreamingManager:
     """Serves requests from any thread with one worker thread, which alone runs the engine.
 
-    engine: an ``Engine``, several as one (``Fleet``), or an ``LLM``. It is reserved until :meth:`close`;
+    engine: an ``Engine``, several as one (``Replicas``), or an ``LLM``. It is reserved until :meth:`close`;
     raises ``BusyError`` if it is already in use.
 
     Coroutines read with :meth:`stream`; threads with :meth:`stream_text`, or one thread for many requests
@@ -79,10 +66,11 @@ class StreamingManager:
     ) -> None:
         _check_whole("tokenize_workers", tokenize_workers, 0)
         _check_whole("stream_interval", stream_interval, 1)
-        engine = _served_by(engine)
+        engine = getattr(engine, "served", engine)  # that of an LLM
+        if not hasattr(engine, "make_sequence"):
+            raise RoseError(f"engine is {describe(engine)}; give an Engine or an LLM")
         if engine.tokenizer is None:
             raise RoseError("streaming needs a tokenizer, and this engine has none")
-        self._tokenizer = engine.tokenizer
         config = config_or_default(config)
         self.engine, self.stream_interval = engine, stream_interval
         self.max_in_flight = config.max_in_flight
@@ -101,7 +89,7 @@ class StreamingManager:
         self._stepped: list[Stream] = []
         self._readers: deque[Stream] = deque()  # whose readers take turns, the next one first
         self._turns, self._turns_at = 0.0, 0.0  # turns saved up, and when they were counted
-        self._mail = Mail()
+        self._mail: Mail = {}
         engine.own(self._scheduler, "a StreamingManager")
         try:
             self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
@@ -121,7 +109,6 @@ class StreamingManager:
 
         Raises ``PromptError``, ``SamplingError``, ``OverloadError``, ``ClosedError`` or ``WorkerError``.
         """
-        _check_inbox(inbox)
         return self._add_one(prompt, params, inbox)
 
     def add_requests(
@@ -137,7 +124,6 @@ class StreamingManager:
         check_prompts(prompts)
         for index, prompt in enumerate(prompts):
             _check_prompt(prompt, f"prompt {index}")
-        _check_inbox(inbox)
         return self._add(list(prompts), one_each(params, len(prompts)), inbox)
 
     async def stream(self, prompt: str | list[int], params: SamplingParams) -> AsyncIterator[str]:
@@ -163,7 +149,7 @@ class StreamingManager:
         Raises the request's error, or ``RoseError`` if it was added with an inbox.
         """
         stream = self._stream(request_id)
-        if not isinstance(stream.inbox, SimpleQueue) or stream.inbox_is_shared:
+        if stream.inbox_is_shared or not isinstance(stream.inbox, SimpleQueue):
             raise RoseError(f"request {request_id} sends its text to the inbox it was added with")
         return self._read(stream, stream.inbox)
 
@@ -225,6 +211,8 @@ class StreamingManager:
         self, prompts: list[str | list[int]], params: list[SamplingParams], inbox: Inbox | None
     ) -> list[int]:
         arrival = perf_counter()
+        if not isinstance(inbox, (SimpleQueue, CoroutineInbox, type(None))):
+            raise RoseError(f"inbox is {describe(inbox)}; give a queue.SimpleQueue, which is never full")
         pool = self._pool if any(isinstance(prompt, str) for prompt in prompts) else None
         with self._lock:
             self._check_room(len(prompts))
@@ -251,9 +239,8 @@ class StreamingManager:
             )
 
     def _new_stream(self, params: SamplingParams, arrival: float, inbox: Inbox | None) -> Stream:
-        is_shared = isinstance(inbox, SimpleQueue)
-        own = SimpleQueue() if inbox is None else inbox
-        return Stream(next(self._ids), params, RequestMetrics(arrival), own, is_shared)
+        is_shared, metrics = isinstance(inbox, SimpleQueue), RequestMetrics(arrival)
+        return Stream(next(self._ids), params, metrics, inbox or SimpleQueue(), is_shared)
 
     def _make_sequences(self, prompts: list[str | list[int]], params: list[SamplingParams]) -> list[Sequence]:
         return each_made(self._make_sequence, each_encoded(self.engine.encode_many, prompts), params)
@@ -301,7 +288,7 @@ class StreamingManager:
         with self._lock:
             rest, reason = list(self._in_flight), self._refusal or _closed()
         self._end_all(rest, reason)
-        self._mail.send()
+        send(self._mail)
         atexit.unregister(self.close)
 
     def _serve(self) -> None:
@@ -311,7 +298,7 @@ class StreamingManager:
                     return
                 order()
             self._deliver_due(self._scheduler.step())
-            self._mail.send()
+            send(self._mail)
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
         """Yield at most ``ORDERS_A_STEP`` incoming orders; block for one if no request is running.
@@ -329,7 +316,7 @@ class StreamingManager:
     def _start(self, streams: list[Stream], sequences: list[Sequence]) -> None:
         for stream, sequence in zip(streams, sequences, strict=True):
             if not stream.ended.is_set():  # or else it was cancelled while being tokenized
-                stream.start(sequence, self._tokenizer, self.stream_interval)
+                stream.start(sequence, self.engine.tokenizer, self.stream_interval)
                 self._running[self._scheduler.submit(sequence)] = stream
 
     def _deliver_due(self, sequences: list[Sequence]) -> None:
@@ -387,7 +374,7 @@ class StreamingManager:
         if stream.ended.is_set():
             return
         if not stream.has_started:
-            return self._end(stream, stream.cancel_unstarted(self._tokenizer))
+            return self._end(stream, stream.cancel_unstarted(self.engine.tokenizer))
         self._scheduler.cancel(stream.sequence.request_id)
         self._finish(stream)
 
@@ -415,11 +402,6 @@ def _check_prompt(prompt: object, name: str = "the prompt") -> None:
         raise PromptError(f"{name} is {describe(prompt)}; give text or a list of token ids")
 
 
-def _check_inbox(inbox: object) -> None:
-    if inbox is not None and not isinstance(inbox, SimpleQueue):
-        raise RoseError(f"inbox is {describe(inbox)}; give a queue.SimpleQueue, which is never full")
-
-
 def _check_whole(name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise RoseError(f"{name} is {describe(value)}; it must be a whole number, {low} or more")
@@ -434,13 +416,5 @@ def _longest_wait(timeout: float | None) -> float | None:
     return timeout if timeout <= TIMEOUT_MAX else None
 
 
-def _served_by(given: Any) -> Engine | Fleet:
-    """Return the engine or fleet that ``given``, which may be an ``LLM``, runs."""
-    engine = getattr(given, "served", given)
-    if not hasattr(engine, "make_sequence"):
-        raise RoseError(f"engine is {describe(engine)}; give an Engine or an LLM")
-    return engine
-
-
-def _scheduler_of(engine: Engine | Fleet, config: SchedulerConfig) -> Scheduler:
+def _scheduler_of(engine: Any, config: SchedulerConfig) -> Scheduler:
     return OnlineScheduler(engine, config) if isinstance(engine, Engine) else engine.scheduler(config)
