@@ -130,7 +130,7 @@ FAULTS = (
         "planner.py",
         "self._left_behind.add(row.index)",
         "self._left_behind.discard(row.index)",
-        ("test_resident.py", "test_streaming_load.py", "test_equality_lattice.py"),
+        ("test_resident.py", "test_streaming_ends.py", "test_equality_lattice.py"),
     ),
     Fault(
         "packed prefill",
@@ -152,14 +152,14 @@ FAULTS = (
         "engine.py",
         "sequence.n_cached = 0",
         "sequence.n_cached -= 1",
-        ("test_preemption.py", "test_scheduler.py", "test_scheduler_ends.py"),
+        ("test_preemption.py", "test_scheduler.py"),
     ),
     Fault(
         "admission",
         "admission.py",
         "self.extendleft(request for request in reversed(candidates)",
         "self.extend(request for request in reversed(candidates)",
-        ("test_scheduler.py", "test_scheduler_ends.py", "test_preemption.py"),
+        ("test_scheduler.py", "test_preemption.py"),
     ),
     Fault(
         "streaming",
@@ -168,13 +168,7 @@ FAULTS = (
         "stream.inbox.put((stream.request_id, piece.strip()))",
         ("test_streaming.py", "test_streaming_ends.py"),
     ),
-    Fault(
-        "text",
-        "text.py",
-        "held[: min(ends)[1]]",
-        "held[: max(ends)[1]]",
-        ("test_scheduler.py", "test_scheduler_ends.py"),
-    ),
+    Fault("text", "text.py", "held[: min(ends)[1]]", "held[: max(ends)[1]]", ("test_text.py",)),
     Fault(
         "weights",
         "weights.py",
@@ -254,13 +248,7 @@ FAULTS = (
         "self.seed",
         ("test_sampling.py", "test_llm.py"),
     ),
-    Fault(
-        "request",
-        "roseinfer/request.py",
-        "/ (n - 1) if n > 1",
-        "/ n if n > 1",
-        ("test_scheduler.py", "test_scheduler_ends.py"),
-    ),
+    Fault("request", "roseinfer/request.py", "/ (n - 1) if n > 1", "/ n if n > 1", ("test_scheduler.py",)),
     Fault(
         "log-probabilities",
         "layers/logprobs.py",
