@@ -173,8 +173,9 @@ class LLM:
 
 def _grouped(outputs: Iterator[RequestOutput], n: int, prompt: str | list[int]) -> RequestOutput:
     """Group the next ``n`` outputs as one prompt's completions; a text prompt is stored in each."""
-    completions = list(islice(outputs, n))
+    first, *others = completions = list(islice(outputs, n))
+    first.others = others
     if isinstance(prompt, str):
         for completion in completions:
             completion.prompt = prompt
-    return RequestOutput.group(completions)
+    return first

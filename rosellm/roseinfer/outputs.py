@@ -62,13 +62,6 @@ class RequestOutput:
     others: list[RequestOutput] = field(default_factory=list, repr=False)
 
     @classmethod
-    def group(cls, completions: list[RequestOutput]) -> RequestOutput:
-        """Return the first of a prompt's completions, with all of them as its ``outputs``."""
-        first = completions[0]
-        first.others = completions[1:]
-        return first
-
-    @classmethod
     def of(cls, sequence: Sequence, tokenizer: AnyTokenizer | None) -> RequestOutput:
         """Make the output of a finished sequence; tokenizer: None if there is none."""
         sequence.settle_text()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -36,11 +35,6 @@ async def ticks(done: asyncio.Event) -> int:
         await asyncio.sleep(0.001)
         n += 1
     return n
-
-
-def test_several_threads_generate_in_turn(llm, texts):
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(lambda prompt: generate(llm, prompt), PROMPTS)) == texts
 
 
 def test_to_thread_generates_while_the_loop_turns(llm, texts):

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -74,7 +73,7 @@ class StreamingManager:
         config = config_or_default(config)
         self.engine, self.stream_interval = engine, stream_interval
         self.max_in_flight = config.max_in_flight
-        self._scheduler = _scheduler_of(engine, replace(config, max_in_flight=None))
+        self._scheduler = _scheduler_of(engine, config)
         self._pool = ThreadPoolExecutor(tokenize_workers) if tokenize_workers else None
         self._ids = count(1)  # safe in any thread
         self._making = Lock()  # guards the engine's count of sequences; the worker never waits for it

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from rosellm.errors import PromptError, RoseError
-from rosellm.models.tokenizer import Tokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG
@@ -19,7 +18,6 @@ from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineSchedule
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
 from tests.late_step import run_late
 from tests.roseinfer.serving.common import assert_all_free, engine_of, greedy, run_to_end
-from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
 
 LENGTHS = [1, 9, 3, 20, 8, 2, 15, 5, 7, 30]
 
@@ -78,47 +76,6 @@ def test_mixed_lengths_in_chunks_give_the_tokens_of_each_request_alone(
         assert output.token_ids == uncached_greedy(engine.model, prompt, n)
         assert (output.finish_reason, len(output.metrics.token_times)) == ("length", n)
     assert_all_free(engine)
-
-
-@pytest.mark.parametrize(("num_kv_blocks", "n_hits", "run_ahead"), [(14, 30, 2), (40, 100, 0)])
-def test_chunks_of_prompts_with_a_cached_prefix_give_the_same_tokens(
-    num_kv_blocks: int, n_hits: int, run_ahead: int
-) -> None:
-    engine = engine_of(num_kv_blocks=num_kv_blocks, max_batch_size=3, prefix_cache=True)
-    long = random_prompts([40])[0]
-    prompts = [long, long[:25] + [5, 6], long[:30], long[:8], [3, 4], long[:39] + [1], long]
-    if run_ahead:
-        run_late(engine, run_ahead)
-    outputs = OfflineScheduler(engine, SchedulerConfig(prefill_token_budget=9)).run(prompts, greedy(12))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.token_ids == uncached_greedy(engine.model, prompt, 12)
-    assert engine.prefix_cache.hit_tokens > n_hits
-    assert_all_free(engine)
-
-
-def test_requests_added_while_others_run_join_the_batch() -> None:
-    engine = engine_of()
-    scheduler = OnlineScheduler(engine)
-    first = scheduler.add_request([1, 2, 3], greedy(10))
-    for _ in range(4):
-        assert [s.request_id for s in scheduler.step()] == [first]
-    second = scheduler.add_request([4, 5], greedy(3))
-    assert [s.request_id for s in scheduler.step()] == [first, second]
-    run_to_end(scheduler)
-    assert scheduler.take_result(first).token_ids == uncached_greedy(engine.model, [1, 2, 3], 10)
-    assert scheduler.take_result(second).token_ids == uncached_greedy(engine.model, [4, 5], 3)
-
-
-def test_a_seed_gives_the_same_tokens_whatever_shares_the_batch() -> None:
-    engine = engine_of()
-    seeded = SamplingParams(temperature=1.5, top_p=0.95, max_tokens=12, seed=11)
-    alone = OfflineScheduler(engine).run([[7, 8, 9]], seeded)[0].token_ids
-    others = [SamplingParams(temperature=2.0, max_tokens=n, seed=n) for n in (3, 12, 5)]
-    params = [*others[:2], seeded, others[2]]
-    together = OfflineScheduler(engine).run([[1], [2, 3], [7, 8, 9], [4] * 9], params)
-    assert together[2].token_ids == alone
-    reseeded = SamplingParams(temperature=1.5, top_p=0.95, max_tokens=12, seed=12)
-    assert OfflineScheduler(engine).run([[7, 8, 9]], reseeded)[0].token_ids != alone
 
 
 # Admission
@@ -229,28 +186,6 @@ def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_
     assert_all_free(engine)
 
 
-@pytest.mark.parametrize("run_ahead", [0, 1])
-def test_running_sequences_get_a_token_in_every_iteration_while_a_long_prompt_is_prefilled(
-    run_ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_of(num_kv_blocks=40)
-    if run_ahead:
-        run_late(engine, run_ahead)
-    calls = Calls(engine, monkeypatch)
-    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_token_budget=5))
-    short = scheduler.add_requests([[1], [2, 3]], greedy(30))
-    while scheduler.decode_steps < 2:
-        scheduler.step()
-    n_before = len(calls.chunks)
-    long = scheduler.add_request([4] * 48, greedy(3))
-    iterations = [[s.request_id for s in scheduler.step()] for _ in range(9)]
-    assert iterations == [short] * 9
-    assert calls.chunks[n_before:] == [[5]] * 9
-    assert scheduler.n_active == 3 and scheduler.n_waiting == 0
-    run_to_end(scheduler)
-    assert scheduler.take_result(long).token_ids == uncached_greedy(engine.model, [4] * 48, 3)
-
-
 # Ends
 
 
@@ -289,29 +224,6 @@ def test_a_request_that_has_not_ended_has_no_result_yet() -> None:
         scheduler.take_result(request)
     with pytest.raises(RoseError, match=f"request {request} has not ended yet"):
         RequestOutput.of(scheduler.requests[request], None)
-
-
-@pytest.mark.parametrize("run_ahead", [0, 2])
-def test_a_request_can_be_cancelled_in_the_middle_of_its_prompt(run_ahead: int) -> None:
-    engine = engine_of(num_kv_blocks=10)
-    if run_ahead:
-        run_late(engine, run_ahead)
-    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_token_budget=20))
-    short, long = scheduler.add_requests([[1] * 3, [2] * 50], greedy(9))
-    scheduler.step()
-    assert (scheduler.n_active, scheduler.n_waiting) == (2, 0)
-    assert engine.blocks.num_free_blocks() < engine.num_kv_blocks - 1
-    assert scheduler.cancel(long)
-    assert (scheduler.n_active, engine.blocks.num_free_blocks()) == (1, engine.num_kv_blocks - 1)
-    cut = scheduler.take_result(long)
-    assert (cut.finish_reason, cut.token_ids, cut.metrics.ttft) == ("cancelled", [], None)
-    again = scheduler.add_request([2] * 50, greedy(9))  # fits only if the reservation is gone, too
-    scheduler.step()
-    assert scheduler.n_waiting == 0
-    run_to_end(scheduler)
-    assert scheduler.take_result(short).token_ids == uncached_greedy(engine.model, [1] * 3, 9)
-    assert scheduler.take_result(again).token_ids == uncached_greedy(engine.model, [2] * 50, 9)
-    assert_all_free(engine)
 
 
 @pytest.mark.parametrize(
@@ -365,59 +277,6 @@ def test_an_interrupted_offline_run_leaves_scheduler_and_engine_ready() -> None:
     assert scheduler.run([[1]], greedy(9))[0].token_ids == uncached_greedy(engine.model, [1], 9)
 
 
-@pytest.mark.parametrize(("pool", "run_ahead", "n_before"), [("shared", 3, 3), ("per_layer", 0, 0)])
-def test_a_request_whose_logits_are_not_finite_fails_alone(pool: str, run_ahead: int, n_before: int) -> None:
-    engine = fake_engine(pool, run_ahead, num_kv_blocks=30, max_batch_size=4)
-    scheduler = OnlineScheduler(engine)
-    prompts = [[1, 2], [3], [4, 5, 6], [7]]
-    ids = scheduler.add_requests(prompts, greedy(9))
-    bad = scheduler.requests[ids[1]]
-    told = []
-    while scheduler.has_unfinished:
-        if bad.n_output >= n_before:
-            poison(engine, bad.request_id)
-        told += [s.finish_reason for s in scheduler.step() if s is bad]
-    outputs = [scheduler.take_result(request_id) for request_id in ids]
-    failed = outputs.pop(1)
-    assert (failed.finish_reason, failed.error) == ("failed", POISON)
-    assert told[-1] == "failed" and told.count("failed") == 1
-    assert n_before <= len(failed.token_ids) <= n_before + run_ahead
-    assert failed.token_ids == list(tokens_after(tuple(prompts.pop(1)))[: len(failed.token_ids)])
-    assert [output.token_ids for output in outputs] == [list(tokens_after(tuple(p))[:9]) for p in prompts]
-    assert {(output.finish_reason, output.error) for output in outputs} == {("length", None)}
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize("run_ahead", [1, 3])
-def test_tokens_of_an_ended_sequence_that_are_still_on_their_way_never_reach_it(
-    run_ahead: int, tokenizer: Tokenizer
-) -> None:
-    engine = engine_of(3, tokenizer, max_batch_size=4)
-    prompts = random_prompts([3, 5, 2, 4, 1], vocab_size=tokenizer.vocab_size)
-    whole = OfflineScheduler(engine).run(prompts, greedy(30))
-    params = [greedy(30, stop=output.text[8:11]) for output in whole[:3]] + [greedy(30)] * 2
-    expected = OfflineScheduler(engine).run(prompts, params)
-    late = run_late(engine, run_ahead)
-    scheduler = OnlineScheduler(engine)
-    ids = scheduler.add_requests(prompts, params)
-    while len(scheduler.finished) < 3:
-        scheduler.step()
-    cancelled = next(i for i in ids if i not in scheduler.finished)
-    scheduler.cancel(cancelled)
-    run_to_end(scheduler)
-    assert late.overtaken > 0
-    for request, reference in zip(ids, expected, strict=True):
-        output = scheduler.take_result(request)
-        n = len(output.token_ids)
-        if request == cancelled:
-            assert output.token_ids == reference.token_ids[:n]
-        else:
-            assert (output.token_ids, output.text) == (reference.token_ids, reference.text)
-            assert output.finish_reason == reference.finish_reason
-        assert len(output.metrics.token_times) == n
-    assert_all_free(engine)
-
-
 @pytest.mark.parametrize("run_ahead", [1, 3])
 def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(run_ahead: int) -> None:
     engine = engine_of()
@@ -451,19 +310,6 @@ def test_the_active_view_is_built_once_and_not_for_every_step(
     scheduler.run([[1], [2, 3], [4]], greedy(45))
     assert scheduler.decode_steps == 44
     assert len(built) <= 4  # the prompts, the first tokens' steps, and the ends
-
-
-def test_several_tokens_of_a_sequence_in_one_iteration_are_told_once() -> None:
-    engine = engine_of()
-    run_late(engine, 3)
-    scheduler = OnlineScheduler(engine)
-    first, second = scheduler.add_requests([[1, 2], [3]], [greedy(9), greedy(4)])
-    told = []
-    while scheduler.has_unfinished:
-        told.append([s.request_id for s in scheduler.step()])
-    assert all(len(ids) == len(set(ids)) for ids in told)
-    assert sum(map(len, told)) < 9 + 4  # some iterations took several tokens
-    assert [len(scheduler.take_result(i).token_ids) for i in (first, second)] == [9, 4]
 
 
 # Figures

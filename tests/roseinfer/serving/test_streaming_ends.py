@@ -300,23 +300,6 @@ class TestClose:
         assert ends == Counter(requests)
         assert_all_free(engine)
 
-    def test_from_several_threads_and_again(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
-        manager = StreamingManager(engine, tokenize_workers=2)
-        requests = [manager.add_request(text, ENDLESS) for text in PROMPTS]
-        waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in requests]
-        next(manager.stream_text(requests[0]))
-        together = threading.Barrier(6)
-
-        def close() -> float:
-            together.wait(WAIT_S)
-            return self.close_in(manager)
-
-        closing = [threads.submit(close) for _ in range(6)]
-        assert max(one.result(WAIT_S) for one in closing) < 2
-        assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
-        assert self.close_in(manager) < 0.5
-        assert_all_free(engine)
-
     def test_while_clients_go_on_submitting(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
         manager = StreamingManager(engine, SchedulerConfig(max_batch_size=8), tokenize_workers=2)
         under_way = threading.Semaphore(0)
