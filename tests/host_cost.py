@@ -1,14 +1,15 @@
 """What the host costs around an engine whose device takes no time, or a given time a step.
 
 ``python -m tests.host_cost`` prints microseconds a step of 256 rows, and a token, of ``OfflineScheduler``,
-``LLM.generate`` with its texts, and a streaming manager with 256 reading threads and with one inbox; with
-``--step-us 570`` the device takes that long a step while the host runs ahead, and tokens a second are
-compared. Everything but the model's arithmetic is the product's own.
+``LLM.generate`` with its texts, and a streaming manager with one inbox, 256 reading threads and 256
+coroutines; with ``--step-us 570`` the device takes that long a step while the host runs ahead, and tokens a
+second are compared. Everything but the model's arithmetic is the product's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from rosellm.models.tokenizer import load_dummy_tokenizer
 from rosellm.roseinfer.cache.device_state import ROUND, ROUNDS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.one_engine import OneEngine
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import StreamingManager
 from rosellm.roseinfer.steps.worker import Worker
@@ -101,7 +101,7 @@ class Work:
 
     def generate(self, texts: bool = True) -> None:
         llm = object.__new__(LLM)
-        llm._runner, llm._lock = OneEngine(self.engine, SchedulerConfig()), threading.Lock()
+        llm.served, llm._config, llm._lock = self.engine, SchedulerConfig(), threading.Lock()
         outputs = llm.generate(["Hello"] * len(self.prompts), self.params, use_tqdm=True)
         if texts:
             [output.outputs[0].text for output in outputs]
@@ -129,6 +129,17 @@ class Work:
             while left:
                 left -= inbox.get()[1] is None
 
+    def coroutines(self) -> None:
+        with StreamingManager(self.engine) as manager:
+            asyncio.run(self._gather(manager))
+
+    async def _gather(self, manager: StreamingManager) -> None:
+        await asyncio.gather(*(self._aread(manager, prompt) for prompt in self.prompts))
+
+    async def _aread(self, manager: StreamingManager, prompt: list[int]) -> None:
+        async for _ in manager.stream(prompt, self.params):
+            pass
+
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -136,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--step-us", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="offline,generate,inbox,readers")
+    parser.add_argument("--only", default="offline,generate,inbox,readers,coroutines")
     given = parser.parse_args(argv)
     engine = instant_engine(given.rows, given.step_us / 1e6)
     params = SamplingParams(temperature=0.0, max_tokens=given.new_tokens, ignore_eos=True)

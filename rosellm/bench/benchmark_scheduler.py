@@ -22,7 +22,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.asked import one_each
+from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
 
 

@@ -45,7 +45,7 @@ from rosellm.command_line import INT32_MAX
 from rosellm.errors import OptionError, RoseError
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.asked import one_each
+from rosellm.roseinfer.serving.prompts import one_each
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 PERCENTS = (50, 95, 99)

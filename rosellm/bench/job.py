@@ -28,7 +28,7 @@ from rosellm.roseinfer.recipe import LADDER, RECIPES, Recipe, get_rung
 from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.asked import one_each
+from rosellm.roseinfer.serving.prompts import one_each
 
 SPARE_KV_BLOCKS = 8
 

@@ -20,7 +20,7 @@ from rosellm.roseinfer.owned import Owned
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig, batch_size_of
-from rosellm.roseinfer.serving.run_all import Progress, run_all
+from rosellm.roseinfer.serving.scheduler import Progress, run_all
 from rosellm.roseinfer.tensor_parallel import check_cut
 from rosellm.roseinfer.text import IncrementalText
 

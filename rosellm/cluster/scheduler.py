@@ -16,7 +16,7 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.asked import check_prompts, each_made
+from rosellm.roseinfer.serving.prompts import check_prompts, each_made
 
 
 class Fleet(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
 from threading import Lock
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from tqdm import tqdm
 
-from rosellm.errors import PromptError, RecipeError, RoseError, describe
+from rosellm.errors import RecipeError, RoseError
 from rosellm.models.chat import Message, render_chat
 from rosellm.models.checkpoint import SHIPPED, checkpoint_folder
 from rosellm.roseinfer.engine import Engine
@@ -19,15 +19,13 @@ from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import Recipe
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.asked import each_encoded, each_made, one_each
 from rosellm.roseinfer.serving.held_interrupt import held_interrupt
-from rosellm.roseinfer.serving.one_engine import OneEngine
+from rosellm.roseinfer.serving.prompts import Prompt, as_prompts, each_encoded, each_made, one_each
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.tensor_parallel import load_engine
 
 if TYPE_CHECKING:
     from rosellm.cluster.replicas import Replicas
-
-Prompt = str | Sequence[int]  # text, or token ids
 
 
 class LLM:
@@ -88,15 +86,15 @@ class LLM:
             "deterministic": deterministic,
             "warm_up": warm_up,
         }
-        self._runner: OneEngine | Replicas
+        self.served: Engine | Replicas  # what a streaming manager runs
         if type(data_parallel_size) is int and data_parallel_size == 1 and ray_address is None:
-            engine = load_engine(model, tensor_parallel_size=tensor_parallel_size, **options)
-            self._runner = OneEngine(engine, config)
+            self.served = load_engine(model, tensor_parallel_size=tensor_parallel_size, **options)
         else:
             from rosellm.cluster.replicas import Replicas
 
             sizes = data_parallel_size, tensor_parallel_size
-            self._runner = Replicas(model, *sizes, ray_address, config, options)
+            self.served = Replicas(model, *sizes, ray_address, config, options)
+        self._config = config
         self._folder = None if load_format == "dummy" else checkpoint_folder(model)
         self._lock = Lock()
 
@@ -106,17 +104,12 @@ class LLM:
     @property
     def rung(self) -> str | None:
         """The rung in use: the requested one, or the device's best; None for a custom recipe."""
-        return self._runner.rung
+        return self.served.rung
 
     @property
     def engine(self) -> Engine:
         """The engine in this process; raises ``RoseError`` if replicas run the model."""
-        return self._runner.engine
-
-    @property
-    def served(self) -> Engine | Replicas:
-        """What a streaming manager runs: the engine, or all replicas together."""
-        return self._runner.engine if isinstance(self._runner, OneEngine) else self._runner
+        return self.served if isinstance(self.served, Engine) else self.served.engine
 
     def generate(
         self,
@@ -136,13 +129,13 @@ class LLM:
         unaffected. Ctrl-C cancels everything after the current step and leaves the engine usable. Calls from
         other threads wait their turn; raises ``BusyError`` while a streaming manager owns the engine.
         """
-        many = _as_many(prompts)
+        many = as_prompts(prompts)
         params = one_each(SamplingParams() if sampling_params is None else sampling_params, len(many))
-        ids = each_encoded(self._runner.encode_many, many)
+        ids = each_encoded(self.served.encode_many, many)
         each = [own.each() for own in params]
         copies = [prompt for prompt, own in zip(ids, each, strict=True) for _ in own]
         if len(copies) > len(ids):  # errors refer to prompt indices, not to copies
-            each_made(self._runner.limits.check, ids, [own[0] for own in each])
+            each_made(self.served.limits.check, ids, [own[0] for own in each])
         with self._lock, held_interrupt():
             outputs = iter(self._run(copies, list(chain.from_iterable(each)), use_tqdm))
         return [_grouped(outputs, len(own), prompt) for prompt, own in zip(many, each, strict=True)]
@@ -161,7 +154,7 @@ class LLM:
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         many = cast("list[list[Message]]", messages if several else [messages])
         texts = [render_chat(self._folder, one) for one in many]
-        ids = each_encoded(partial(self._runner.encode_many, special=False), texts)
+        ids = each_encoded(partial(self.served.encode_many, special=False), texts)
         outputs = self.generate(ids, sampling_params, use_tqdm)
         for text, output in zip(texts, outputs, strict=True):
             for completion in output.outputs:
@@ -169,50 +162,20 @@ class LLM:
         return outputs
 
     def _run(self, ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        served = self.served
+        run = OfflineScheduler(served, self._config).run if isinstance(served, Engine) else served.run
         if not use_tqdm:
-            return self._runner.run(ids, params)
+            return run(ids, params)
         n_tokens = min(sum(own.max_tokens for own in params), sys.maxsize)
         with tqdm(total=n_tokens, desc="tokens", unit=" tok") as progress:
-            return self._runner.run(ids, params, progress)
+            return run(ids, params, progress)
 
 
 def _grouped(outputs: Iterator[RequestOutput], n: int, prompt: str | list[int]) -> RequestOutput:
     """Group the next ``n`` outputs as one prompt's completions; a text prompt is stored in each."""
-    completions = list(islice(outputs, n))
+    first, *others = completions = list(islice(outputs, n))
+    first.others = others
     if isinstance(prompt, str):
         for completion in completions:
             completion.prompt = prompt
-    return RequestOutput.group(completions)
-
-
-def _as_many(prompts: Any) -> list[str | list[int]]:
-    """Convert prompts of any form to a list of texts and lists of token ids; ids are validated later."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = _listed(prompts)
-    if items is None:
-        raise PromptError(f"prompts is {describe(prompts)}; give text, token ids, or several of these")
-    if items and all(_is_token_id(item) for item in items):
-        return [items]
-    many = [item if isinstance(item, str) else _listed(item) for item in items]
-    if None in many:
-        index = many.index(None)
-        raise PromptError(f"prompt {index} is {describe(items[index])}; give text or token ids")
-    return cast("list[str | list[int]]", many)
-
-
-def _listed(items: Any) -> list | None:
-    """Convert an array, tensor or iterable to a list of Python values; return None for anything else."""
-    items = _plain(items)
-    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, bytearray, Mapping, Set)):
-        return None
-    return [_plain(item) for item in items]
-
-
-def _plain(item: Any) -> Any:
-    """Convert arrays, tensors and their scalars to Python lists and numbers."""
-    return item.tolist() if hasattr(item, "tolist") else item
-
-
-def _is_token_id(item: Any) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
+    return first

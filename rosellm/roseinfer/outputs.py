@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 from rosellm.errors import RoseError
 from rosellm.models.loading import AnyTokenizer
-from rosellm.roseinfer.request import RequestMetrics, Sequence
+from rosellm.roseinfer.request import Likely, RequestMetrics, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +62,12 @@ class RequestOutput:
     others: list[RequestOutput] = field(default_factory=list, repr=False)
 
     @classmethod
-    def group(cls, completions: list[RequestOutput]) -> RequestOutput:
-        """Return the first of a prompt's completions, with all of them as its ``outputs``."""
-        first = completions[0]
-        first.others = completions[1:]
-        return first
-
-    @classmethod
     def of(cls, sequence: Sequence, tokenizer: AnyTokenizer | None) -> RequestOutput:
         """Make the output of a finished sequence; tokenizer: None if there is none."""
         sequence.settle_text()
         if sequence.finish_reason is None:
             raise RoseError(f"request {sequence.request_id} has not ended yet")
+        likely = sequence.logprobs
         return cls(
             request_id=sequence.request_id,
             prompt_token_ids=sequence.prompt,
@@ -82,8 +76,8 @@ class RequestOutput:
             metrics=sequence.metrics,
             text_or_decoder=_decoder(sequence, tokenizer),
             error=sequence.error,
-            logprobs=_decoded(sequence, tokenizer) if sequence.logprobs is not None else None,
-            cumulative_logprob=_cumulative(sequence),
+            logprobs=None if likely is None else _decoded(likely, tokenizer),
+            cumulative_logprob=None if likely is None else sum((own[1] for own, *_ in likely), 0.0),
         )
 
     @property
@@ -118,23 +112,7 @@ def _decoder(sequence: Sequence, tokenizer: AnyTokenizer | None) -> Callable[[],
     return partial(tokenizer.decode, sequence.output[:-1] if ends_with_eos else sequence.output)
 
 
-def _decoded(sequence: Sequence, tokenizer: AnyTokenizer | None) -> list[dict[int, Logprob]]:
-    """Return the sequence's logprobs with the text of each token."""
-    texts: dict[int, str | None] = {}
-
-    def text(token: int) -> str | None:
-        if token not in texts:
-            texts[token] = None if tokenizer is None else tokenizer.decode([token])
-        return texts[token]
-
-    return [
-        {token: Logprob(logprob, rank, text(token)) for token, logprob, rank in likely}
-        for likely in sequence.logprobs or []
-    ]
-
-
-def _cumulative(sequence: Sequence) -> float | None:
-    """Sum the logprobs of the sequence's own tokens."""
-    if sequence.logprobs is None:
-        return None
-    return sum((likely[0][1] for likely in sequence.logprobs), 0.0)
+def _decoded(likely: list[Likely], tokenizer: AnyTokenizer | None) -> list[dict[int, Logprob]]:
+    """Return the logprobs of each output token, with the text of each token."""
+    text = cache(lambda token: None if tokenizer is None else tokenizer.decode([token]))
+    return [{token: Logprob(logprob, rank, text(token)) for token, logprob, rank in one} for one in likely]

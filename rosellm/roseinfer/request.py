@@ -61,12 +61,6 @@ class Sequence:
     requested. A scheduler updates ``metrics`` and, with stop strings, ``text``.
     """
 
-    __slots__ = (
-        "block_ids", "error", "finish_reason", "logprobs", "max_length", "metrics", "n_cached", "n_prompt",
-        "params",
-        "replays", "request_id", "seed", "stop_tokens", "text", "tokens",
-    )  # fmt: skip
-
     def __init__(
         self,
         request_id: int,

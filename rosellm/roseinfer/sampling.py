@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any
 
 from rosellm.errors import SamplingError, describe
 
 INT64_MAX = 2**63 - 1
+FLOAT_MAX = sys.float_info.max
 MOST_LOGPROBS = 20
 MOST_COMPLETIONS = 16384  # as in vLLM
 REPETITION_BOUNDS = 1e-30, 1e30  # a float32 logit of up to 1e8 stays finite, divided or multiplied by these
 NOT_FINITE = -2  # in place of a token id
 NO_TOKEN = "the model's logits are not finite; nothing can be chosen from them"
+
+
+def _within(default: Any, kind: type, low: float, high: float, allowed: str) -> Any:
+    """Declare a field of ``kind`` within a range, described by ``allowed``; None only as the default."""
+    return field(default=default, metadata={"kind": kind, "low": low, "high": high, "allowed": allowed})
+
+
+def _check(one: Field, value: Any) -> None:
+    if value is None and one.default is None:
+        return
+    kind, low, high, allowed = one.metadata.values()
+    is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        raise SamplingError(f"{one.name} is {describe(value)}; it must be {allowed}")
 
 
 @dataclass(frozen=True)
@@ -39,57 +55,33 @@ class SamplingParams:
     and ``LLM.chat`` only; the i-th has ``seed + i``, or a fresh seed.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_tokens: int = 16
-    seed: int | None = None
+    temperature: float = _within(1.0, float, 0.0, FLOAT_MAX, "a number from 0 (greedy) to 1.79e308")
+    top_k: int = _within(0, int, -1, INT64_MAX, f"a whole number from 0 to {INT64_MAX}, or -1")
+    top_p: float = _within(1.0, float, math.ulp(0.0), 1.0, "a number above 0 and at most 1")
+    max_tokens: int = _within(16, int, 1, math.inf, "a whole number, 1 or more")
+    seed: int | None = _within(None, int, 0, INT64_MAX, f"a whole number from 0 to {INT64_MAX}")
     ignore_eos: bool = False
     stop: str | list[str] | tuple[str, ...] | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logprobs: int | None = None
-    n: int = 1
+    min_p: float = _within(0.0, float, 0.0, 1.0, "a number from 0 to 1")
+    repetition_penalty: float = _within(1.0, float, math.ulp(0.0), FLOAT_MAX, "a number above 0 (1: none)")
+    presence_penalty: float = _within(0.0, float, -2.0, 2.0, "a number from -2 to 2")
+    frequency_penalty: float = _within(0.0, float, -2.0, 2.0, "a number from -2 to 2")
+    logprobs: int | None = _within(None, int, 0, MOST_LOGPROBS, f"a whole number from 0 to {MOST_LOGPROBS}")
+    n: int = _within(1, int, 1, MOST_COMPLETIONS, f"a whole number from 1 to {MOST_COMPLETIONS}")
 
     def __post_init__(self) -> None:
-        self._number("temperature", 0.0, sys.float_info.max, "a number from 0 (greedy) to 1.79e308")
-        self._number("top_p", math.ulp(0.0), 1.0, "a number above 0 and at most 1")
-        self._number("min_p", 0.0, 1.0, "a number from 0 to 1")
-        self._number("repetition_penalty", math.ulp(0.0), sys.float_info.max, "a number above 0 (1: none)")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._number(name, -2.0, 2.0, "a number from -2 to 2")
-        self._whole("top_k", -1, INT64_MAX, f"a whole number from 0 to {INT64_MAX}, or -1")
+        for one in fields(self):
+            if one.metadata:
+                _check(one, getattr(self, one.name))
         object.__setattr__(self, "top_k", max(self.top_k, 0))
-        self._whole("max_tokens", 1)
-        if self.seed is not None:
-            self._whole("seed", 0, INT64_MAX)
-        if self.logprobs is not None:
-            self._whole("logprobs", 0, MOST_LOGPROBS)
-        if self.is_greedy:
-            self._whole("n", 1, 1, "1 at temperature 0, where completions are equal")
-        else:
-            self._whole("n", 1, MOST_COMPLETIONS)
+        if self.is_greedy and self.n > 1:
+            raise SamplingError(f"n is {self.n}; it must be 1 at temperature 0, where completions are equal")
         if not isinstance(self.ignore_eos, bool):
             raise SamplingError(f"ignore_eos is {describe(self.ignore_eos)}; use True or False")
         stops = () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) and s for s in stops):
             raise SamplingError(f"stop is {describe(self.stop)}; use a non-empty string or a list of them")
         object.__setattr__(self, "stop", tuple(stops))
-
-    def _number(self, name: str, low: float, high: float, allowed: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-            raise SamplingError(f"{name} is {describe(value)}; it must be {allowed}")
-
-    def _whole(self, name: str, low: int, high: float = math.inf, allowed: str | None = None) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            limits = f", {low} or more" if high == math.inf else f" from {low} to {high}"
-            raise SamplingError(
-                f"{name} is {describe(value)}; it must be {allowed or f'a whole number{limits}'}"
-            )
 
     @property
     def stops(self) -> tuple[str, ...]:

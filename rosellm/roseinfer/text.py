@@ -41,6 +41,10 @@ class IncrementalText:
         self._taken.append(new)
         return new
 
+    def take_last(self, _n_without_text: int) -> str:
+        """Return the rest of the text, after :meth:`finish`."""
+        return self.take()
+
     def finish(self) -> None:
         """At the end of the sequence, flush text held back, including incomplete characters."""
         if self.stopped:
@@ -84,16 +88,14 @@ class LateText:
             return self._push(self._tokens[-1])
         return "".join(map(self._push, self._tokens[begin:]))
 
-    def take_last(self, left_out: int) -> str:
-        """Return the rest of the text at the end; the last ``left_out`` tokens are not text."""
-        end = len(self._tokens) - left_out
+    def take_last(self, n_without_text: int) -> str:
+        """Return the rest of the text at the end; the last ``n_without_text`` tokens have none."""
+        end = len(self._tokens) - n_without_text
         return "".join(map(self._push, self._tokens[self._at : end])) + self._stream.finish()
 
 
 def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
     """Return the length of the longest suffix of ``text`` that begins a stop string."""
-    longest = max((len(stop) - 1 for stop in stops), default=0)
-    for n in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-n:]) for stop in stops):
-            return n
-    return 0
+    longest = max(len(stop) - 1 for stop in stops)
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in stops)), 0)

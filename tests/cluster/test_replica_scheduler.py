@@ -16,8 +16,7 @@ from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.run_all import run_all
-from rosellm.roseinfer.serving.scheduler import OfflineScheduler
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, run_all
 from rosellm.roseinfer.serving.streaming import StreamingManager, WorkerError
 from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.cluster.inline_ray import Call, InlineFleet, InlineRay
@@ -246,7 +245,7 @@ def test_an_engine_that_raises_fails_every_stream_and_the_next_manager_finds_it_
     broken = fleet.actors[0]
     broken.loaded.engine.begin_decode = lambda _sequences: 1 // 0
     with StreamingManager(fleet) as manager:
-        ids = [manager.add_request([i], greedy(20, **ENDS)) for i in (1, 2)]
+        ids = manager.add_requests([[1], [2]], greedy(20, **ENDS))
         for request_id in ids:
             with pytest.raises(WorkerError, match=r"failed \(ZeroDivisionError: "):
                 manager.result(request_id, timeout=10)

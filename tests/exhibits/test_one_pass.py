@@ -274,7 +274,7 @@ def test_a_long_prompt_beside_running_requests_gives_them_a_token_with_every_chu
     sequence, before = scheduler.requests[first], len(scheduler.requests[first].tokens)
     for _ in range(5):
         scheduler.step()
-    list(scheduler._collect(0))
+    scheduler._postprocess(0)
     assert joins.tokens == [8] * 5 and len(sequence.tokens) - before == 5
 
 

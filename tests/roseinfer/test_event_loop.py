@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rosellm import LLM, SamplingParams
-from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.errors import PromptError
+from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager
 
 PROMPTS = ["import os\n", "def main(", "class "]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -38,11 +37,6 @@ async def ticks(done: asyncio.Event) -> int:
     return n
 
 
-def test_several_threads_generate_in_turn(llm, texts):
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(lambda prompt: generate(llm, prompt), PROMPTS)) == texts
-
-
 def test_to_thread_generates_while_the_loop_turns(llm, texts):
     async def main() -> tuple[list[str], int]:
         done = asyncio.Event()
@@ -56,27 +50,71 @@ def test_to_thread_generates_while_the_loop_turns(llm, texts):
     assert n_ticks > 5
 
 
-async def pieces(manager: StreamingManager, prompt: str) -> AsyncIterator[str]:
-    """A stream, piece by piece, without blocking the loop."""
-    stream = manager.stream_text(manager.add_request(prompt, GREEDY))
-    while (piece := await asyncio.to_thread(next, stream, None)) is not None:
-        yield piece
-
-
-def test_a_streaming_manager_streams_to_several_coroutines_at_once(llm, texts):
+def test_many_coroutines_stream_at_once_and_none_starves(llm, texts):
     order = []
 
     async def read(manager: StreamingManager, index: int) -> str:
         text = ""
-        async for piece in pieces(manager, PROMPTS[index]):
+        async for piece in manager.stream(PROMPTS[index % 3], GREEDY):
             order.append(index)
             text += piece
         return text
 
     async def main() -> list[str]:
         with StreamingManager(llm) as manager:
-            return list(await asyncio.gather(*(read(manager, i) for i in range(len(PROMPTS)))))
+            got = await asyncio.gather(*(read(manager, i) for i in range(60)))
+            assert not manager._streams  # they are forgotten
+            return got
 
-    assert asyncio.run(main()) == texts
-    assert order != sorted(order)  # pieces of one come between those of another
+    assert asyncio.run(main()) == texts * 20
+    assert order[:12] != sorted(order[:12])  # pieces of one come between those of another
+    assert max(order[: len(order) // 4]) < 30  # requests that wait do not hold up those that run
     assert generate(llm, PROMPTS[0]) == texts[0]  # the engine is free again
+
+
+@pytest.mark.parametrize("leave", ["close", "cancel"])
+def test_a_coroutine_that_leaves_cancels_its_request(llm, leave):
+    endless = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+
+    async def main() -> None:
+        with StreamingManager(llm) as manager:
+            if leave == "close":
+                pieces = manager.stream("class ", endless)
+                assert await anext(pieces)
+                (stream,) = manager._streams.values()
+                await pieces.aclose()
+            else:
+                task = asyncio.create_task(anext(manager.stream("class ", endless)))
+                await asyncio.sleep(0)
+                (stream,) = manager._streams.values()
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert await asyncio.to_thread(stream.ended.wait, 60)
+            assert stream.outcome.finish_reason == "cancelled" and not manager._streams
+
+    asyncio.run(main())
+
+
+def test_a_coroutine_gets_the_errors_of_its_request(llm):
+    async def main() -> None:
+        manager = StreamingManager(llm)
+        with pytest.raises(PromptError, match="empty"):
+            await anext(manager.stream("", GREEDY))
+        pieces = manager.stream("class ", SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True))
+        await anext(pieces)
+        await asyncio.to_thread(manager.close)
+        with pytest.raises(ClosedError):
+            async for _ in pieces:
+                pass
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_was_closed_holds_up_no_other(llm, texts):
+    with StreamingManager(llm) as manager:
+        loop = asyncio.new_event_loop()
+        pieces = manager.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True))
+        loop.run_until_complete(anext(pieces))
+        loop.close()
+        assert manager.result(manager.add_request(PROMPTS[1], GREEDY), 60).text == texts[1]

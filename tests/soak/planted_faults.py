@@ -56,7 +56,7 @@ def slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def swallow_text(monkeypatch: pytest.MonkeyPatch) -> None:
     deliver = StreamingManager._deliver
 
-    def swallow(self, running, piece: str, now: float) -> None:
-        deliver(self, running, "" if len(running.tokens) % 8 == 0 else piece, now)
+    def swallow(self, stream, piece: str, now: float) -> None:
+        deliver(self, stream, "" if len(stream.tokens) % 8 == 0 else piece, now)
 
     monkeypatch.setattr(StreamingManager, "_deliver", swallow)

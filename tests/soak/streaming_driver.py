@@ -182,7 +182,7 @@ class StreamingDriver(Driver):
         elif client.has_ended:
             self._read_to_the_end(client)
         else:
-            n_pieces = len(self.manager._streams[request_id].pieces)
+            n_pieces = self.manager._streams[request_id].inbox.qsize()
             client.pieces += [next(client.reader) for _ in range(n_pieces)]
         return True
 

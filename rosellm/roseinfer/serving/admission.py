@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -13,7 +13,6 @@ from rosellm.roseinfer.cache.kv_blocks import blocks_for
 from rosellm.roseinfer.request import Sequence
 
 POLICIES = ("fifo", "pack")
-ACTIVE_PER_SPARE_BLOCK = 1
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class Room:
     blocks that are free or held only by the prefix cache, less those that ``prefilling`` will take.
 
     A request that can grow to its full length alongside all others is always admitted. Beyond that, admission
-    is optimistic, since requests may end early: the tokens to be computed need blocks, and one block is kept
-    free per ``ACTIVE_PER_SPARE_BLOCK`` running sequences, so that a new one is not preempted at once.
+    is optimistic, since requests may end early: the tokens to be computed need blocks, and one block per
+    running sequence stays free, so that a new one is not preempted at once.
     """
 
     def __init__(self, budget: BlockBudget, n_active: int, prefilling: list[Sequence]) -> None:
@@ -68,10 +67,9 @@ class Room:
         self.free = budget.available - budget.blocks_to_prefill(prefilling)
 
     def take(self, sequence: Sequence) -> bool:
-        """Return whether the request may start; if so, its blocks are promised to it."""
+        """Reserve the request's blocks if it may start; return whether it may."""
         need = blocks_for(len(sequence.tokens), self.budget.blocks.block_size)
-        spare = -(-self.n_active // ACTIVE_PER_SPARE_BLOCK)
-        if self.budget.max_blocks(sequence) > self.budget.unreserved and need + spare > self.free:
+        if self.budget.max_blocks(sequence) > self.budget.unreserved and need + self.n_active > self.free:
             return False
         self.free -= need
         self.n_active += 1
@@ -79,82 +77,50 @@ class Room:
         return True
 
 
-class WaitingQueue:
-    """Requests in order of arrival, with preempted ones at the front."""
+class WaitingQueue(deque[Sequence]):
+    """Requests in order of arrival; preempted ones return to the front."""
 
     def __init__(self, limits: SchedulerConfig) -> None:
-        self._limits = limits
-        self._waiting: deque[Sequence] = deque()
-        self._packed_rounds = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting)
-
-    def append(self, request: Sequence) -> None:
-        self._waiting.append(request)
-
-    def put_back(self, request: Sequence) -> None:
-        """Queue a preempted request at the front; put several back youngest first."""
-        self._waiting.appendleft(request)
-
-    def remove(self, request: Sequence) -> bool:
-        """Remove a request; return False if it is not waiting."""
-        if request not in self._waiting:
-            return False
-        self._waiting.remove(request)
-        return True
-
-    def clear(self) -> list[Sequence]:
-        """Remove and return all requests."""
-        requests = list(self._waiting)
-        self._waiting.clear()
-        return requests
+        super().__init__()
+        self._limits, self._packed_rounds = limits, 0
 
     def admit(self, places: int, tokens: int, room: Room) -> list[Sequence]:
         """Remove and return requests that start now: at most ``places``, up to ``tokens`` to compute."""
-        if self._limits.admission_policy == "fifo":
-            return self._in_order(places, tokens, room)
-        if self._packed_rounds < self._limits.fifo_every - 1:
-            chosen = self._shortest(places, tokens, room)
-            self._packed_rounds += bool(chosen)
-            return chosen
-        chosen = self._in_order(places, tokens, room)
-        if chosen:  # a forced round lasts until the head of the queue fits, so none overtakes it
-            self._packed_rounds = 0
-        return chosen
+        limits = self._limits
+        packs = limits.admission_policy == "pack" and self._packed_rounds < limits.fifo_every - 1
+        admitted = self._shortest(places, tokens, room) if packs else self._first(places, tokens, room)
+        if admitted:  # a round in order lasts until the head of the queue fits, so none overtakes it
+            self._packed_rounds = self._packed_rounds + 1 if packs else 0
+        return admitted
 
-    def _in_order(self, places: int, tokens: int, room: Room) -> list[Sequence]:
-        chosen = _fill(self._waiting, places, tokens, room, skip=False)
-        for _ in chosen:
-            self._waiting.popleft()
-        return chosen
+    def _first(self, places: int, tokens: int, room: Room) -> list[Sequence]:
+        admitted = _fill(self, places, tokens, room, skip=False)
+        for _ in admitted:
+            self.popleft()
+        return admitted
 
     def _shortest(self, places: int, tokens: int, room: Room) -> list[Sequence]:
         """Admit by first fit, fewest tokens to compute first, to serve as many requests as possible."""
-        n_looked_at = min(self._limits.pack_lookahead, len(self._waiting))
-        looked_at = [self._waiting.popleft() for _ in range(n_looked_at)]
-        by_length = sorted(looked_at, key=lambda request: request.prefill_length)
-        chosen = _fill(by_length, places, tokens, room, skip=True)
-        taken = set(chosen)
-        self._waiting.extendleft(request for request in reversed(looked_at) if request not in taken)
-        return chosen
+        candidates = [self.popleft() for _ in range(min(self._limits.pack_lookahead, len(self)))]
+        by_length = sorted(candidates, key=lambda request: request.prefill_length)
+        admitted = _fill(by_length, places, tokens, room, skip=True)
+        taken = set(admitted)
+        self.extendleft(request for request in reversed(candidates) if request not in taken)
+        return admitted
 
 
 def _fill(requests: Iterable[Sequence], places: int, tokens: int, room: Room, skip: bool) -> list[Sequence]:
     """Return the requests that fit until places or tokens run out; ``skip`` passes over those that do not."""
-    chosen: list[Sequence] = []
+    admitted: list[Sequence] = []
     for request in requests:
-        if len(chosen) == places or tokens < 1:
+        if len(admitted) == places or tokens < 1:
             break
         if room.take(request):
             tokens -= request.prefill_length
-            chosen.append(request)
+            admitted.append(request)
         elif not skip:
             break
-    return chosen
+    return admitted
 
 
 def config_or_default(config: SchedulerConfig | None) -> SchedulerConfig:

@@ -12,14 +12,12 @@ from types import FrameType
 class HeldInterrupt:
     """A SIGINT handler that defers to :meth:`let_through`; a second SIGINT interrupts at once."""
 
-    def __init__(self) -> None:
-        self.is_held = False
+    is_held = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.is_held:
-            self.is_held = False
+        self.is_held = not self.is_held
+        if not self.is_held:
             signal.default_int_handler(number, frame)
-        self.is_held = True
 
     def let_through(self) -> None:
         """Raise ``KeyboardInterrupt`` if a SIGINT arrived since the last call."""
@@ -35,17 +33,14 @@ def held_interrupt() -> Iterator[Callable[[], None]]:
     Has no effect in threads other than the main one, or if SIGINT does not raise ``KeyboardInterrupt``.
     """
     before = signal.getsignal(signal.SIGINT)
-    if current_thread() is not main_thread():
-        yield lambda: None
-    elif isinstance(before, HeldInterrupt):
-        yield before.let_through
-    elif before is not signal.default_int_handler:
-        yield lambda: None
-    else:
-        held = HeldInterrupt()
-        signal.signal(signal.SIGINT, held)
-        try:
-            yield held.let_through
-        finally:
-            signal.signal(signal.SIGINT, before)
-        held.let_through()
+    is_main = current_thread() is main_thread()
+    if not is_main or before is not signal.default_int_handler:
+        yield before.let_through if is_main and isinstance(before, HeldInterrupt) else lambda: None
+        return
+    held = HeldInterrupt()
+    signal.signal(signal.SIGINT, held)
+    try:
+        yield held.let_through
+    finally:
+        signal.signal(signal.SIGINT, before)
+    held.let_through()

@@ -1,11 +1,13 @@
-"""Schedulers: who prefills and who decodes per iteration (continuous batching: Orca, Yu et al. 2022)."""
+"""The scheduler: who prefills and who decodes per iteration (continuous batching: Orca, Yu et al. 2022)."""
 
 from __future__ import annotations
 
 from itertools import chain
 from time import perf_counter
+from typing import Any, Protocol
 
 from rosellm.errors import OverloadError, RoseError, describe
+from rosellm.frozen_heap import frozen_heap
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done, RequestOutput
 from rosellm.roseinfer.request import Sequence
@@ -17,8 +19,63 @@ from rosellm.roseinfer.serving.admission import (
     batch_size_of,
     config_or_default,
 )
-from rosellm.roseinfer.serving.asked import check_prompts, each_made
-from rosellm.roseinfer.serving.run_all import Progress, run_all
+from rosellm.roseinfer.serving.held_interrupt import held_interrupt
+from rosellm.roseinfer.serving.prompts import check_prompts, each_made
+
+
+class Progress(Protocol):
+    """The part of tqdm's interface that is used."""
+
+    total: Any
+
+    def update(self, n: int) -> object: ...
+
+
+class Scheduler(Protocol):
+    """The interface of ``OnlineScheduler`` that :func:`run_all` and a streaming manager need.
+
+    n_tokens: tokens generated so far. n_spared: unused ``max_tokens`` of requests that ended.
+    """
+
+    n_tokens: int
+    n_spared: int
+    finished: dict[int, RequestOutput]
+
+    @property
+    def has_unfinished(self) -> bool: ...
+    def add_requests(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[int]: ...
+    def submit(self, sequence: Sequence) -> int: ...
+    def step(self) -> list[Sequence]: ...
+    def cancel(self, request_id: int) -> bool: ...
+    def cancel_all(self) -> None: ...
+    def take_result(self, request_id: int) -> RequestOutput: ...
+
+
+def run_all(
+    scheduler: Scheduler,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+    progress: Progress | None = None,
+) -> list[RequestOutput]:
+    """See ``OfflineScheduler.run``."""
+    with frozen_heap(), held_interrupt() as let_interrupt_through:
+        ids = scheduler.add_requests(prompts, params)
+        try:
+            while scheduler.has_unfinished:
+                n_tokens, n_spared = scheduler.n_tokens, scheduler.n_spared
+                scheduler.step()
+                let_interrupt_through()
+                if progress is not None:
+                    progress.total -= scheduler.n_spared - n_spared
+                    progress.update(scheduler.n_tokens - n_tokens)
+        except BaseException:
+            scheduler.cancel_all()
+            for request_id in ids:
+                scheduler.finished.pop(request_id, None)
+            raise
+        return [scheduler.take_result(request_id) for request_id in ids]
 
 
 class ActiveView:
@@ -57,12 +114,13 @@ class OnlineScheduler:
         self.max_batch_size = batch_size_of(self.config, engine.max_batch_size)
         self.finished: dict[int, RequestOutput] = {}
         self.decode_time_s = self.prefill_time_s = 0.0
-        self.decode_tokens = self.decode_steps = self.preemptions = 0
+        self.decode_tokens = self.decode_steps = self.preemptions = self.n_tokens = self.n_spared = 0
         self.requests: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(self.config)
         self._prefilling: list[Sequence] = []  # admitted, prefill not fully begun; at most one after a step
         self._active: list[Sequence] = []  # decoding; replaced, never mutated
         self._view: ActiveView | None = None
+        self._stepped: list[list[Sequence]] = []  # those that got tokens or failed, per finished step
 
     @property
     def has_unfinished(self) -> bool:
@@ -77,29 +135,25 @@ class OnlineScheduler:
         return len(self._active) + len(self._prefilling)
 
     def add_request(self, prompt_ids: list[int], params: SamplingParams) -> int:
-        """Queue one request and return its id.
-
-        Raises ``PromptError``, ``SamplingError`` or ``OverloadError``, in which case nothing is queued.
-        """
-        self._check_room(1)
-        return self.submit(self.engine.make_sequence(prompt_ids, params))
+        """Queue one request and return its id; raises as :meth:`add_requests` does."""
+        return self.add_requests([prompt_ids], params)[0]
 
     def add_requests(
         self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
     ) -> list[int]:
         """Queue all prompts and return their ids; if any is invalid, queue none.
 
-        params: one for all, or one each. Raises as :meth:`add_request` does.
+        params: one for all, or one each. Raises ``PromptError``, ``SamplingError`` or ``OverloadError``.
         """
-        return [self.submit(sequence) for sequence in self.make_sequences(prompts, params)]
-
-    def make_sequences(
-        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-    ) -> list[Sequence]:
-        """Make the sequences that :meth:`add_requests` would queue; raises as it does."""
         check_prompts(prompts)
-        self._check_room(len(prompts))
-        return each_made(self.engine.make_sequence, prompts, params)
+        limit = self.config.max_in_flight
+        if limit is not None and len(self.requests) + len(prompts) > limit:
+            raise OverloadError(
+                f"{len(prompts)} more requests exceed max_in_flight {limit}: {self.n_waiting} are waiting "
+                f"and {self.n_active} active; try again later"
+            )
+        sequences = each_made(self.engine.make_sequence, prompts, params)
+        return [self.submit(sequence) for sequence in sequences]
 
     def submit(self, sequence: Sequence) -> int:
         """Queue a sequence made by this engine; its ``text``, if any, follows its tokens."""
@@ -114,16 +168,17 @@ class OnlineScheduler:
 
         Returns the sequences that got tokens or failed, each once, including those that ended.
         """
-        run_ahead = self.engine.step.run_ahead
+        run_ahead, self._stepped = self.engine.step.run_ahead, []
         try:
-            begun, got = self._begin_decode()
-            got += self._collect(run_ahead)
-            prefilled, ended = self._begin_prefill()
-            got += ended + self._collect(run_ahead if begun + prefilled else 0)
+            n_begun = self._decode(self._schedule_decode())
+            self._postprocess(run_ahead)
+            n_begun += self._prefill(*self._schedule_prefill())
+            self._postprocess(run_ahead if n_begun else 0)
         except BaseException as error:
             self._fail_active(error)
             raise
-        return got[0] if len(got) == 1 else list(dict.fromkeys(chain.from_iterable(got)))
+        stepped = self._stepped
+        return stepped[0] if len(stepped) == 1 else list(dict.fromkeys(chain.from_iterable(stepped)))
 
     def cancel(self, request_id: int) -> bool:
         """End a waiting or active request as "cancelled" and free its blocks.
@@ -136,7 +191,8 @@ class OnlineScheduler:
                 self._raise_unknown(request_id)
             return False
         request.cancel()
-        if self._waiting.remove(request):
+        if request in self._waiting:
+            self._waiting.remove(request)
             self._store_result(request)
         else:
             self._retire([request])
@@ -144,12 +200,12 @@ class OnlineScheduler:
 
     def cancel_all(self) -> None:
         """Cancel all waiting and active requests."""
-        for request in self._waiting.clear():
-            request.cancel()
-            self._store_result(request)
-        active = self._active + self._prefilling
-        for sequence in active:
+        waiting, active = list(self._waiting), self._active + self._prefilling
+        self._waiting.clear()
+        for sequence in waiting + active:
             sequence.cancel()
+        for sequence in waiting:
+            self._store_result(sequence)
         self._retire(active)
 
     def record_step(self, done: Done, n_tokens: int) -> None:
@@ -157,6 +213,7 @@ class OnlineScheduler:
 
         A decode step whose sequences had all ended earlier does not count.
         """
+        self.n_tokens += n_tokens
         if done.kind == "prefill":
             self.prefill_time_s += done.seconds
         elif n_tokens:
@@ -172,48 +229,48 @@ class OnlineScheduler:
             self._raise_unknown(request_id)
         return self.finished.pop(request_id)
 
-    def _check_room(self, n_new: int) -> None:
-        limit = self.config.max_in_flight
-        if limit is not None and len(self.requests) + n_new > limit:
-            raise OverloadError(
-                f"{n_new} more requests exceed max_in_flight {limit}: {self.n_waiting} are waiting and "
-                f"{self.n_active} active; try again later"
-            )
-
     def _raise_unknown(self, request_id: int) -> None:
         raise RoseError(
             f"request {describe(request_id)} is unknown: it was never added, or its result was taken"
         )
 
-    def _begin_decode(self) -> tuple[int, list[list[Sequence]]]:
-        """Begin a decode step; return the number of rows it runs, and who got tokens meanwhile."""
-        budget, got = self.engine.budget, []
+    def _schedule_decode(self) -> list[Sequence]:
+        """Return the sequences to decode; those that get no block for it are preempted."""
+        budget = self.engine.budget
         if self._active and not budget.ensure_decode(self._active):
-            got = self._collect(0)  # sequences that end in the begun steps free their blocks
+            self._postprocess(0)  # sequences that end in the begun steps free their blocks
             needs = dict(zip(self._active, budget.blocks_to_decode(self._active), strict=True))
-            self._preempt_until_there_are(needs)
-        return self.engine.begin_decode(self._active) if self._active else 0, got
+            self._preempt_for(needs)
+        return self._active
 
-    def _begin_prefill(self) -> tuple[int, list[list[Sequence]]]:
-        """Begin prefilling a cut prompt, then new ones; return how many, and who got tokens meanwhile."""
+    def _decode(self, sequences: list[Sequence]) -> int:
+        """Begin a decode step; return the number of rows it runs."""
+        return self.engine.begin_decode(sequences) if sequences else 0
+
+    def _schedule_prefill(self) -> tuple[list[Sequence], list[int]]:
+        """Return the sequences to prefill, a cut prompt first, and the number of tokens of each."""
         self._prefilling += self._admit()
         if not self._prefilling:
-            return 0, []
+            return [], []
         self.engine.match_prefixes(self._prefilling)
-        budget, got = self.engine.budget, []
+        budget = self.engine.budget
         sequences, counts = self._next_chunks()
         if not budget.make_room_to_prefill(sequences, counts):
-            got = self._collect(0)
+            self._postprocess(0)
             needs = {s: budget.blocks_to_prefill([s], [n]) for s, n in zip(sequences, counts, strict=True)}
-            self._preempt_until_there_are(needs)
+            self._preempt_for(needs)
             sequences, counts = self._next_chunks()
+        return sequences, counts
+
+    def _prefill(self, sequences: list[Sequence], counts: list[int]) -> int:
+        """Begin prefilling; return the number of sequences."""
         if sequences:
             whole = self.engine.begin_prefill(sequences, counts)
             self._active = self._active + whole
             self._prefilling = self._prefilling[len(whole) :]
-        return len(sequences), got
+        return len(sequences)
 
-    def _preempt_until_there_are(self, needs: dict[Sequence, int]) -> None:
+    def _preempt_for(self, needs: dict[Sequence, int]) -> None:
         """Preempt the youngest until the others have the blocks they need; the oldest always stays."""
         needed = sum(needs.values())
         running = sorted(self._active + self._prefilling, key=lambda sequence: sequence.request_id)
@@ -226,7 +283,7 @@ class OnlineScheduler:
         self._leave([sequence])
         sequence.metrics.preemptions += 1
         self.preemptions += 1
-        self._waiting.put_back(sequence)
+        self._waiting.appendleft(sequence)
 
     def _next_chunks(self) -> tuple[list[Sequence], list[int]]:
         """Return the sequences to prefill now and the number of tokens of each; only the last may be cut.
@@ -256,26 +313,23 @@ class OnlineScheduler:
         whole, chunk = self.config.prefill_token_budget, self.config.prefill_chunk
         return min(whole, chunk) if self._active and chunk is not None else whole
 
-    def _collect(self, leave: int) -> list[list[Sequence]]:
-        """Return the sequences that got a token or failed, for each finished step."""
-        return [self._take(done) for done in self.engine.step.collect(leave)]
-
-    def _take(self, done: Done) -> list[Sequence]:
-        """Record a step, update texts, retire ended sequences; return those that got a token or failed."""
-        view = self._view
-        if view is None or view.step_sequences is not done.sequences:
-            view = self._view = ActiveView(done.sequences, self.requests)
-        self.record_step(done, len(view.sequences))
-        now = perf_counter()
-        for note_time in view.note_time:
-            note_time(now)
-        for sequence in view.followed:
-            sequence.follow_text()
-        failed = [sequence for sequence in done.failed if sequence.request_id in self.requests]
-        ended = [s for s in view.sequences if s.finish_reason is not None] + failed
-        if ended:
-            self._retire(ended)
-        return view.sequences + failed if failed else view.sequences
+    def _postprocess(self, leave: int) -> None:
+        """Record finished steps, all but the last ``leave``; update texts and retire ended sequences."""
+        for done in self.engine.step.collect(leave):
+            view = self._view
+            if view is None or view.step_sequences is not done.sequences:
+                view = self._view = ActiveView(done.sequences, self.requests)
+            self.record_step(done, len(view.sequences))
+            now = perf_counter()
+            for note_time in view.note_time:
+                note_time(now)
+            for sequence in view.followed:
+                sequence.follow_text()
+            failed = [sequence for sequence in done.failed if sequence.request_id in self.requests]
+            ended = [s for s in view.sequences if s.finish_reason is not None] + failed
+            if ended:
+                self._retire(ended)
+            self._stepped.append(view.sequences + failed if failed else view.sequences)
 
     def _admit(self) -> list[Sequence]:
         """Remove and return the waiting requests that start now."""
@@ -311,15 +365,11 @@ class OnlineScheduler:
     def _store_result(self, sequence: Sequence) -> None:
         del self.requests[sequence.request_id]
         self.finished[sequence.request_id] = RequestOutput.of(sequence, self.engine.tokenizer)
+        self.n_spared += sequence.max_length - len(sequence.tokens)
 
 
 class OfflineScheduler(OnlineScheduler):
-    """A scheduler for requests that are all known upfront and run to completion.
-
-    ``n_tokens``: tokens generated so far; ``n_spared``: unused ``max_tokens`` of requests that ended.
-    """
-
-    n_tokens = n_spared = 0
+    """A scheduler for requests that are all known upfront and run to completion."""
 
     def run(
         self,
@@ -327,18 +377,14 @@ class OfflineScheduler(OnlineScheduler):
         params: SamplingParams | list[SamplingParams],
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """Run all prompts and return their results in order.
+        """Run all prompts and return their results in order; the engine is reserved meanwhile.
 
         progress: for example a tqdm bar; updated as tokens arrive, its total reduced by the unused
         ``max_tokens`` of requests that end early. If anything raises, all requests are cancelled and
         forgotten, and their blocks are freed. Ctrl-C takes effect at the end of a step.
         """
-        return run_all(self, prompts, params, progress)
-
-    def record_step(self, done: Done, n_tokens: int) -> None:
-        super().record_step(done, n_tokens)
-        self.n_tokens += n_tokens
-
-    def _store_result(self, sequence: Sequence) -> None:
-        super()._store_result(sequence)
-        self.n_spared += sequence.max_length - len(sequence.tokens)
+        self.engine.own(self, "LLM.generate")
+        try:
+            return run_all(self, prompts, params, progress)
+        finally:
+            self.engine.disown(self)

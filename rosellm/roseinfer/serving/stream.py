@@ -1,8 +1,9 @@
-"""A streamed request: the state shared by client and worker, and the worker's own."""
+"""One streamed request, and the inboxes that its text goes to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Event
@@ -13,87 +14,90 @@ from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
-from rosellm.roseinfer.serving.turns import Pieces
-from rosellm.roseinfer.text import LateText
+from rosellm.roseinfer.text import IncrementalText, LateText
+
+# Pieces that the worker has for coroutines of each event loop.
+Mail = dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, str | None]]]
+
+
+def send(mail: Mail) -> None:
+    """Hand over the pieces, waking each event loop once."""
+    while mail:
+        loop, pieces = mail.popitem()
+        with suppress(RuntimeError):  # the loop is closed: there is no reader
+            loop.call_soon_threadsafe(_put_all, pieces)
+
+
+def _put_all(pieces: list[tuple[asyncio.Queue, str | None]]) -> None:
+    for queue, piece in pieces:
+        queue.put_nowait(piece)
+
+
+class CoroutineInbox:
+    """The inbox of one request that a coroutine of the running event loop reads."""
+
+    def __init__(self, mail: Mail) -> None:
+        self._mail, self._loop = mail, asyncio.get_running_loop()
+        self._queue: asyncio.Queue[str | None] = asyncio.Queue()
+        self.get = self._queue.get
+
+    def put(self, item: tuple[int, str | None]) -> None:
+        self._mail.setdefault(self._loop, []).append((self._queue, item[1]))
+
+
+Inbox = SimpleQueue | CoroutineInbox
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
     """One request, shared by its client and the worker; ``outcome`` is its output or its error.
 
-    ``put`` delivers a piece of text, or None for the end, to ``pieces`` (whose reader is woken later) or to
-    the client's inbox.
+    inbox: receives ``(request id, piece)`` for each piece of text, and ``(request id, None)`` at the end.
+    inbox_is_shared: the client gave it, and reads other requests' text there too.
+
+    The worker alone uses the other fields, set by :meth:`start`: the request in the scheduler, its tokens and
+    the decoder of its text; how many tokens, prompt included, have been delivered; at how many the next
+    delivery is due; and whether that also waits for the reader's turn.
     """
 
     request_id: int
     params: SamplingParams
     metrics: RequestMetrics
-    pieces: Pieces | None
-    put: Callable[[str | None], None]
+    inbox: Inbox
+    inbox_is_shared: bool
     ended: Event = field(default_factory=Event)
-    running: Running | None = None
     cancelled: bool = False  # a client has requested cancellation
-    outcome: RequestOutput | BaseException | None = None  # set once it has ended
+    outcome: RequestOutput | BaseException | None = None  # set before ``ended``
+    has_started: bool = False
+    sequence: Sequence = field(init=False)
+    tokens: list[int] = field(init=False)
+    text: IncrementalText | LateText = field(init=False)
+    n_delivered: int = field(init=False)
+    due: int = field(init=False)
+    takes_turns: bool = False
 
+    def start(self, sequence: Sequence, tokenizer: AnyTokenizer, interval: int) -> None:
+        """Follow ``sequence``, whose text is decoded on delivery unless it has stop strings."""
+        self.has_started, n_prompt = True, sequence.n_prompt
+        self.sequence, self.tokens = sequence, sequence.tokens
+        self.text = sequence.text or LateText(tokenizer, sequence.tokens, n_prompt)
+        self.n_delivered, self.due = n_prompt, n_prompt + interval
 
-@dataclass(slots=True, eq=False)
-class Running:
-    """A request in the scheduler, as the worker sees it.
+    def cancel_unstarted(self, tokenizer: AnyTokenizer) -> RequestOutput:
+        """Return the output of a request that was cancelled before its prompt was tokenized."""
+        sequence = Sequence(self.request_id, [], self.params)
+        sequence.metrics = self.metrics
+        sequence.cancel()
+        return RequestOutput.of(sequence, tokenizer)
 
-    tokens: the sequence's; ``told`` of them, the prompt included, have been delivered, and the next delivery
-    is at ``due`` tokens. in_rounds: that delivery waits for the next round. late: decodes text on delivery;
-    None if the scheduler decodes it to find stop strings. take: returns the text to deliver.
-    """
-
-    stream: Stream
-    sequence: Sequence
-    tokens: list[int]
-    late: LateText | None
-    take: Callable[[], str]
-    told: int
-    due: int
-    in_rounds: bool = False
-
-    @classmethod
-    def of(cls, stream: Stream, sequence: Sequence, tokenizer: AnyTokenizer, interval: int) -> Running:
-        n, tokens, text = sequence.n_prompt, sequence.tokens, sequence.text
-        if text is not None:
-            return cls(stream, sequence, tokens, None, text.take, n, n + interval)
-        late = LateText(tokenizer, tokens, n)
-        return cls(stream, sequence, tokens, late, late.take, n, n + interval)
-
-    def take_last(self) -> str:
-        """Return the text to deliver once the request has ended."""
-        if self.late is None:
-            return self.take()
-        return self.late.take_last(left_out=int(self.sequence.finish_reason == "stop"))
-
-
-def inbox_putter(inbox: SimpleQueue, request_id: int) -> Callable[[str | None], None]:
-    """Return a ``put`` into a queue shared by several requests."""
-
-    def put(piece: str | None) -> None:
-        inbox.put((request_id, piece))
-
-    return put
-
-
-def unborn_output(stream: Stream, tokenizer: AnyTokenizer) -> RequestOutput:
-    """Return the output of a request cancelled before its prompt was tokenized."""
-    sequence = Sequence(stream.request_id, [], stream.params)
-    sequence.metrics = stream.metrics
-    sequence.cancel()
-    return RequestOutput.of(sequence, tokenizer)
-
-
-def output_of(stream: Stream) -> RequestOutput:
-    """Return the output of an ended stream, or raise the request's error."""
-    outcome = stream.outcome
-    if isinstance(outcome, RequestOutput):
-        return outcome
-    if isinstance(outcome, RoseError):
-        raise_again(outcome)
-    raise RoseError(f"request {stream.request_id} failed ({describe(outcome)})") from outcome
+    def output(self) -> RequestOutput:
+        """Return the output of the ended request, or raise its error."""
+        outcome = self.outcome
+        if isinstance(outcome, RequestOutput):
+            return outcome
+        if isinstance(outcome, RoseError):
+            raise_again(outcome)
+        raise RoseError(f"request {self.request_id} failed ({describe(outcome)})") from outcome
 
 
 def raise_again(error: RoseError) -> NoReturn:

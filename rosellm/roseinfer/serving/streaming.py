@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence as SequenceOf
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import TIMEOUT_MAX, Lock, Thread
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError, describe
 from rosellm.frozen_heap import frozen_heap
-from rosellm.models.loading import AnyTokenizer
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig, config_or_default
-from rosellm.roseinfer.serving.asked import each_encoded, each_made, one_each
-from rosellm.roseinfer.serving.scheduler import OnlineScheduler
-from rosellm.roseinfer.serving.stream import (
-    Running,
-    Stream,
-    inbox_putter,
-    output_of,
-    raise_again,
-    unborn_output,
-)
-from rosellm.roseinfer.serving.turns import Pieces, Turns
+from rosellm.roseinfer.serving.prompts import check_prompts, each_encoded, each_made, one_each
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler, Scheduler
+from rosellm.roseinfer.serving.stream import CoroutineInbox, Inbox, Mail, Stream, raise_again, send
 
 ORDERS_A_STEP = 1024
-READER_S = 80e-6  # four times the interpreter time that one wake-up of a reader takes
+READER_S = 80e-6  # four times the interpreter time that one wake-up of a thread takes
 
 
 class ClosedError(RoseError):
@@ -46,47 +37,17 @@ class WorkerError(RoseError):
     """The streaming worker has failed (see ``__cause__``): no request, in flight or new, is served."""
 
 
-class Scheduler(Protocol):
-    """The scheduler interface that the worker thread needs; see ``OnlineScheduler``."""
-
-    @property
-    def has_unfinished(self) -> bool: ...
-    def submit(self, sequence: Sequence) -> int: ...
-    def step(self) -> list[Sequence]: ...
-    def cancel(self, request_id: int) -> bool: ...
-    def cancel_all(self) -> None: ...
-    def take_result(self, request_id: int) -> RequestOutput: ...
-
-
-class Fleet(Protocol):
-    """Several engines that run requests as one, such as ``cluster.replicas.Replicas``."""
-
-    @property
-    def tokenizer(self) -> AnyTokenizer: ...
-    def encode_many(self, prompts: SequenceOf[str | list[int]]) -> list[list[int]]: ...
-    def make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence: ...
-    def own(self, scheduler: object, name: str) -> None: ...
-    def disown(self, scheduler: object) -> None: ...
-    def scheduler(self, config: SchedulerConfig) -> Scheduler: ...
-
-
-class Serves(Protocol):
-    """An object with engines to serve, such as an ``LLM``."""
-
-    @property
-    def served(self) -> Engine | Fleet: ...
-
-
 class StreamingManager:
     """Serves requests from any thread with one worker thread, which alone runs the engine.
 
-    engine: an ``Engine``, several as one (``Fleet``), or an ``LLM``. It is reserved until :meth:`close`;
+    engine: an ``Engine``, several as one (``Replicas``), or an ``LLM``. It is reserved until :meth:`close`;
     raises ``BusyError`` if it is already in use.
 
-    Text is delivered every ``stream_interval`` tokens of a request, and when it ends; a piece never contains
-    part of a stop string. Waking reading threads takes time from the worker, so they are woken in rounds
-    spaced by ``READER_S`` per reader: every 20 ms for 256 readers, after every step for a few. Queues are
-    unbounded, so a reader that stops reading blocks no one.
+    Coroutines read with :meth:`stream`; threads with :meth:`stream_text`, or one thread for many requests
+    from an inbox. Text is delivered every ``stream_interval`` tokens of a request, and when it ends; a piece
+    never contains part of a stop string. Waking a reader takes time from the worker, so those of single
+    requests take turns after their first piece, one per ``READER_S``: after every step for a few readers,
+    every 20 ms for 256. Queues are unbounded, so a reader that stops reading blocks no one.
 
     Text prompts are tokenized in the caller's thread, or by ``tokenize_workers`` threads, whose errors reach
     the reader. If the model produces no valid token for a request, its reader gets a ``SamplingError``. If
@@ -97,34 +58,37 @@ class StreamingManager:
 
     def __init__(
         self,
-        engine: Engine | Fleet | Serves,
+        engine: Any,
         config: SchedulerConfig | None = None,
         tokenize_workers: int = 0,
         stream_interval: int = 1,
     ) -> None:
         _check_whole("tokenize_workers", tokenize_workers, 0)
         _check_whole("stream_interval", stream_interval, 1)
-        engine = _served_by(engine)
+        engine = getattr(engine, "served", engine)  # that of an LLM
+        if not hasattr(engine, "make_sequence"):
+            raise RoseError(f"engine is {describe(engine)}; give an Engine or an LLM")
         if engine.tokenizer is None:
             raise RoseError("streaming needs a tokenizer, and this engine has none")
-        self._tokenizer = engine.tokenizer
         config = config_or_default(config)
         self.engine, self.stream_interval = engine, stream_interval
         self.max_in_flight = config.max_in_flight
-        self._scheduler = _scheduler_of(engine, replace(config, max_in_flight=None))
+        self._scheduler = _scheduler_of(engine, config)
         self._pool = ThreadPoolExecutor(tokenize_workers) if tokenize_workers else None
         self._ids = count(1)  # safe in any thread
         self._making = Lock()  # guards the engine's count of sequences; the worker never waits for it
         self._lock = Lock()  # guards the fields below, down to the orders
         self._streams: dict[int, Stream] = {}
         self._in_flight: set[Stream] = set()
-        self._turns = Turns()
         self._refusal: RoseError | None = None  # why requests are refused
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._running: dict[int, Running] = {}  # used by the worker only; keyed by the scheduler's request id
-        self._listed: list[Sequence] | None = None  # the sequences of ``_listening``
-        self._listening: list[Running] = []
-        self._next_round = 0.0  # when reading threads are woken again
+        # Used by the worker only:
+        self._running: dict[int, Stream] = {}  # by the scheduler's request id
+        self._sequences: list[Sequence] | None = None  # of the latest step, and their streams
+        self._stepped: list[Stream] = []
+        self._readers: deque[Stream] = deque()  # whose readers take turns, the next one first
+        self._turns, self._turns_at = 0.0, 0.0  # turns saved up, and when they were counted
+        self._mail: Mail = {}
         engine.own(self._scheduler, "a StreamingManager")
         try:
             self._worker = Thread(target=self._work, name="rosellm-streaming", daemon=True)
@@ -140,15 +104,11 @@ class StreamingManager:
         """Queue a prompt, as text or token ids, and return the request's id.
 
         inbox: a queue that receives ``(request id, piece)`` for every piece and ``(request id, None)`` at the
-        end, so that one thread, such as an event loop, can follow many requests; :meth:`stream_text` is then
-        not available for this request.
+        end, so that one thread can follow many requests; :meth:`stream_text` is then not available.
 
         Raises ``PromptError``, ``SamplingError``, ``OverloadError``, ``ClosedError`` or ``WorkerError``.
         """
-        _check_prompt(prompt)
-        if not isinstance(params, SamplingParams):
-            raise SamplingError(f"params is {describe(params)}; give SamplingParams")
-        return self._add([prompt], [params], inbox)[0]
+        return self._add_one(prompt, params, inbox)
 
     def add_requests(
         self,
@@ -160,13 +120,27 @@ class StreamingManager:
 
         params: one for all, or one each. Texts are tokenized on all cores, and the requests start together.
         """
-        if not isinstance(prompts, (list, tuple)):
-            raise PromptError(
-                f"the prompts are {describe(prompts)}; give a list, of texts or lists of token ids"
-            )
+        check_prompts(prompts)
         for index, prompt in enumerate(prompts):
             _check_prompt(prompt, f"prompt {index}")
         return self._add(list(prompts), one_each(params, len(prompts)), inbox)
+
+    async def stream(self, prompt: str | list[int], params: SamplingParams) -> AsyncIterator[str]:
+        """Queue a prompt and yield its text in pieces, in an event loop; see :meth:`add_request`.
+
+        Closing the iterator, or cancelling its task, cancels the request. Raises the request's error.
+        """
+        inbox = CoroutineInbox(self._mail)
+        request_id = self._add_one(prompt, params, inbox)
+        stream = self._streams[request_id]
+        try:
+            while (piece := await inbox.get()) is not None:
+                yield piece
+            stream.output()
+        finally:
+            self.cancel(request_id)
+            with self._lock:
+                del self._streams[request_id]
 
     def stream_text(self, request_id: int) -> Iterator[str]:
         """Yield the request's text in pieces until it ends; supports one reader.
@@ -174,9 +148,9 @@ class StreamingManager:
         Raises the request's error, or ``RoseError`` if it was added with an inbox.
         """
         stream = self._stream(request_id)
-        if stream.pieces is None:
+        if stream.inbox_is_shared or not isinstance(stream.inbox, SimpleQueue):
             raise RoseError(f"request {request_id} sends its text to the inbox it was added with")
-        return self._read(stream, stream.pieces)
+        return self._read(stream, stream.inbox)
 
     def result(self, request_id: int, timeout: float | None = None) -> RequestOutput:
         """Wait at most ``timeout`` seconds for the request to end. Raises the request's error."""
@@ -184,7 +158,7 @@ class StreamingManager:
         stream = self._stream(request_id)
         if not stream.ended.wait(longest):
             raise RoseError(f"request {request_id} has not ended within {timeout} s")
-        return output_of(stream)
+        return stream.output()
 
     def metrics(self, request_id: int) -> RequestMetrics:
         """Return the arrival time, and the delivery time of each token so far."""
@@ -226,22 +200,31 @@ class StreamingManager:
     def __exit__(self, *_exception: object) -> None:
         self.close()
 
+    def _add_one(self, prompt: str | list[int], params: SamplingParams, inbox: Inbox | None) -> int:
+        _check_prompt(prompt)
+        if not isinstance(params, SamplingParams):
+            raise SamplingError(f"params is {describe(params)}; give SamplingParams")
+        return self._add([prompt], [params], inbox)[0]
+
     def _add(
-        self, prompts: SequenceOf[str | list[int]], params: list[SamplingParams], inbox: SimpleQueue | None
+        self, prompts: list[str | list[int]], params: list[SamplingParams], inbox: Inbox | None
     ) -> list[int]:
         arrival = perf_counter()
-        if inbox is not None and not isinstance(inbox, SimpleQueue):
+        if not isinstance(inbox, (SimpleQueue, CoroutineInbox, type(None))):
             raise RoseError(f"inbox is {describe(inbox)}; give a queue.SimpleQueue, which is never full")
         pool = self._pool if any(isinstance(prompt, str) for prompt in prompts) else None
+        with self._lock:
+            self._check_room(len(prompts))
+        sequences = self._make_sequences(prompts, params) if pool is None else []
         streams = [self._new_stream(own, arrival, inbox) for own in params]
         with self._lock:
             self._check_room(len(prompts))
             if pool is not None:
-                pool.submit(self._prepare_in_pool, streams, prompts)
+                pool.submit(self._prepare, streams, prompts, params)
             self._streams.update((stream.request_id, stream) for stream in streams)
             self._in_flight.update(streams)
         if pool is None:
-            self._prepare_here(streams, prompts)
+            self._orders.put(partial(self._start, streams, sequences))
         return [stream.request_id for stream in streams]
 
     def _check_room(self, n_new: int) -> None:
@@ -254,43 +237,25 @@ class StreamingManager:
                 f"max_in_flight is {self.max_in_flight}; try again later"
             )
 
-    def _new_stream(self, params: SamplingParams, arrival: float, inbox: SimpleQueue | None) -> Stream:
-        request_id = next(self._ids)
-        metrics = RequestMetrics(arrival)
-        if inbox is not None:
-            return Stream(request_id, params, metrics, None, inbox_putter(inbox, request_id))
-        pieces = Pieces(self._turns)
-        return Stream(request_id, params, metrics, pieces, pieces.append)
+    def _new_stream(self, params: SamplingParams, arrival: float, inbox: Inbox | None) -> Stream:
+        is_shared, metrics = isinstance(inbox, SimpleQueue), RequestMetrics(arrival)
+        return Stream(next(self._ids), params, metrics, inbox or SimpleQueue(), is_shared)
 
-    def _prepare_here(self, streams: list[Stream], prompts: SequenceOf[str | list[int]]) -> None:
-        try:
-            self._prepare(streams, prompts)
-        except BaseException:
-            with self._lock:
-                self._in_flight.difference_update(streams)
-                for stream in streams:
-                    del self._streams[stream.request_id]
-            raise
+    def _make_sequences(self, prompts: list[str | list[int]], params: list[SamplingParams]) -> list[Sequence]:
+        return each_made(self._make_sequence, each_encoded(self.engine.encode_many, prompts), params)
 
-    def _prepare(self, streams: list[Stream], prompts: SequenceOf[str | list[int]]) -> None:
-        if len(prompts) == 1:
-            (ids,) = self.engine.encode_many(prompts)
-            sequences = [self._make(ids, streams[0].params)]
-        else:
-            params = [stream.params for stream in streams]
-            sequences = each_made(self._make, each_encoded(self.engine.encode_many, prompts), params)
-        self._orders.put(partial(self._start, streams, sequences))
-
-    def _make(self, ids: list[int], params: SamplingParams) -> Sequence:
+    def _make_sequence(self, ids: list[int], params: SamplingParams) -> Sequence:
         with self._making:
             return self.engine.make_sequence(ids, params)
 
-    def _prepare_in_pool(self, streams: list[Stream], prompts: SequenceOf[str | list[int]]) -> None:
+    def _prepare(
+        self, streams: list[Stream], prompts: list[str | list[int]], params: list[SamplingParams]
+    ) -> None:
+        """Make the sequences, in a thread of the pool."""
         try:
-            self._prepare(streams, prompts)
+            self._orders.put(partial(self._start, streams, self._make_sequences(prompts, params)))
         except BaseException as error:  # even a tokenizer's panic must reach the readers
-            for stream in streams:
-                self._end(stream, error)
+            self._orders.put(partial(self._end_all, streams, error))
 
     def _stream(self, request_id: int) -> Stream:
         try:
@@ -298,12 +263,11 @@ class StreamingManager:
         except (KeyError, TypeError):
             raise RoseError(f"request {describe(request_id)} is unknown: never added, or forgotten") from None
 
-    def _read(self, stream: Stream, pieces: Pieces) -> Iterator[str]:
-        while (piece := pieces.get()) is not None:
+    def _read(self, stream: Stream, inbox: SimpleQueue) -> Iterator[str]:
+        while (piece := inbox.get()[1]) is not None:
             yield piece
-        pieces.append(None)  # a second read also finds the end
-        self._turns.call([pieces])
-        output_of(stream)
+        inbox.put((stream.request_id, None))  # a second read also finds the end
+        stream.output()
 
     # Runs in the worker thread.
 
@@ -312,12 +276,19 @@ class StreamingManager:
             with frozen_heap():
                 self._serve()
             self._scheduler.cancel_all()
-            self.engine.disown(self._scheduler)
-            self._release_all(_closed())
         except BaseException as error:
-            self._fail(error)
-        finally:
-            atexit.unregister(self.close)
+            failure = WorkerError(f"the streaming worker has failed ({describe(error)}); make a new manager")
+            failure.__cause__ = error
+            with self._lock:
+                self._refusal = failure
+            with suppress(BaseException):  # a lost device cannot free anything
+                self._scheduler.cancel_all()
+        self.engine.disown(self._scheduler)
+        with self._lock:
+            rest, reason = list(self._in_flight), self._refusal or _closed()
+        self._end_all(rest, reason)
+        send(self._mail)
+        atexit.unregister(self.close)
 
     def _serve(self) -> None:
         while True:
@@ -325,7 +296,8 @@ class StreamingManager:
                 if order is None:
                     return
                 order()
-            self._hand_over(self._scheduler.step())
+            self._deliver_due(self._scheduler.step())
+            send(self._mail)
 
     def _take_orders(self) -> Iterator[Callable[[], None] | None]:
         """Yield at most ``ORDERS_A_STEP`` incoming orders; block for one if no request is running.
@@ -342,48 +314,55 @@ class StreamingManager:
 
     def _start(self, streams: list[Stream], sequences: list[Sequence]) -> None:
         for stream, sequence in zip(streams, sequences, strict=True):
-            if stream.ended.is_set():  # cancelled while being tokenized
-                continue
-            running = Running.of(stream, sequence, self._tokenizer, self.stream_interval)
-            stream.running = running
-            self._running[self._scheduler.submit(sequence)] = running
+            if not stream.ended.is_set():  # or else it was cancelled while being tokenized
+                stream.start(sequence, self.engine.tokenizer, self.stream_interval)
+                self._running[self._scheduler.submit(sequence)] = stream
 
-    def _hand_over(self, sequences: list[Sequence]) -> None:
-        """Deliver due text: to threads in rounds, but a request's first and last text at once."""
-        if sequences is not self._listed:  # usually the same list step after step
-            self._listed, self._listening = sequences, [self._running[s.request_id] for s in sequences]
+    def _deliver_due(self, sequences: list[Sequence]) -> None:
+        """Deliver the text of the sequences that were stepped, and of readers whose turn it is."""
+        if sequences is not self._sequences:  # usually the same list step after step
+            self._sequences, self._stepped = sequences, [self._running[s.request_id] for s in sequences]
         now = perf_counter()
-        is_round = now >= self._next_round
-        told = list(self._running.values()) if is_round else self._listening
-        readers: list[Pieces] = []
-        for running in told:
-            if running.sequence.finish_reason is not None:
-                self._finish(running)
-            elif len(running.tokens) >= running.due and (is_round or not running.in_rounds):
-                self._deliver(running, running.take(), now)
-                if (pieces := running.stream.pieces) is not None:
-                    readers.append(pieces)
-        if is_round:
-            self._next_round = now + READER_S * len(readers)
-        if readers:
-            self._turns.call(readers)
+        for stream in self._stepped:
+            if stream.sequence.finish_reason is not None:
+                self._finish(stream)
+            elif len(stream.tokens) >= stream.due and not stream.takes_turns:
+                self._deliver(stream, stream.text.take(), now)
+                if not stream.inbox_is_shared:
+                    stream.takes_turns = True
+                    self._readers.append(stream)
+        self._take_turns(now)
 
-    def _deliver(self, running: Running, piece: str, now: float) -> None:
-        """Hand over the text of all tokens not yet delivered, without waking the reader."""
-        length, stream = len(running.tokens), running.stream
-        stream.metrics.token_times += (now,) * (length - running.told)
-        running.told, running.due = length, length + self.stream_interval
-        running.in_rounds = stream.pieces is not None
+    def _take_turns(self, now: float) -> None:
+        """Deliver to the next readers for whom text is due, one per ``READER_S`` since the last call."""
+        readers = self._readers
+        self._turns = min(self._turns + (now - self._turns_at) / READER_S, len(readers))
+        self._turns_at = now
+        for _ in range(len(readers)):
+            if self._turns < 1:
+                return
+            stream = readers[0]
+            readers.rotate(-1)
+            if len(stream.tokens) >= stream.due:
+                self._deliver(stream, stream.text.take(), now)
+                self._turns -= 1
+
+    def _deliver(self, stream: Stream, piece: str, now: float) -> None:
+        """Hand over the text of all tokens not yet delivered."""
+        length = len(stream.tokens)
+        stream.metrics.token_times += (now,) * (length - stream.n_delivered)
+        stream.n_delivered, stream.due = length, length + self.stream_interval
         if piece:
-            stream.put(piece)
+            stream.inbox.put((stream.request_id, piece))
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, stream: Stream) -> None:
         """Deliver the rest of an ended request, and its result."""
-        self._deliver(running, running.take_last(), perf_counter())
-        stream, request_id = running.stream, running.sequence.request_id
-        del self._running[request_id]
-        stream.running = None
-        output = self._scheduler.take_result(request_id)
+        sequence = stream.sequence
+        self._deliver(stream, stream.text.take_last(int(sequence.finish_reason == "stop")), perf_counter())
+        del self._running[sequence.request_id]
+        if stream.takes_turns:
+            self._readers.remove(stream)
+        output = self._scheduler.take_result(sequence.request_id)
         stream.metrics.preemptions = output.metrics.preemptions
         if output.error is not None:
             return self._end(stream, SamplingError(output.error))
@@ -393,40 +372,24 @@ class StreamingManager:
     def _cancel(self, stream: Stream) -> None:
         if stream.ended.is_set():
             return
-        if stream.running is None:
-            self._end(stream, unborn_output(stream, self._tokenizer))
-            return
-        self._scheduler.cancel(stream.running.sequence.request_id)
-        self._finish(stream.running)
+        if not stream.has_started:
+            return self._end(stream, stream.cancel_unstarted(self.engine.tokenizer))
+        self._scheduler.cancel(stream.sequence.request_id)
+        self._finish(stream)
 
-    def _fail(self, error: BaseException) -> None:
-        failure = WorkerError(f"the streaming worker has failed ({describe(error)}); make a new manager")
-        failure.__cause__ = error
-        with self._lock:
-            self._refusal = failure
-        with suppress(Exception):  # a lost device cannot free anything
-            self._scheduler.cancel_all()
-        self.engine.disown(self._scheduler)
-        self._release_all(failure)
-
-    def _release_all(self, reason: RoseError) -> None:
-        """End all streams with ``reason``."""
-        with self._lock:
-            rest = list(self._in_flight)
-        for stream in rest:
+    def _end_all(self, streams: list[Stream], reason: BaseException) -> None:
+        for stream in streams:
             self._end(stream, reason)
 
     def _end(self, stream: Stream, outcome: RequestOutput | BaseException) -> None:
         """End the stream and wake its waiters; only the first call has an effect."""
+        if stream.ended.is_set():
+            return
         with self._lock:
-            if stream.ended.is_set():
-                return
             self._in_flight.discard(stream)
             stream.outcome = outcome
             stream.ended.set()
-        stream.put(None)
-        if stream.pieces is not None:
-            self._turns.call([stream.pieces])
+        stream.inbox.put((stream.request_id, None))
 
 
 def _closed() -> ClosedError:
@@ -452,12 +415,5 @@ def _longest_wait(timeout: float | None) -> float | None:
     return timeout if timeout <= TIMEOUT_MAX else None
 
 
-def _served_by(given: Engine | Fleet | Serves) -> Engine | Fleet:
-    engine: Any = getattr(given, "served", given)
-    if not hasattr(engine, "make_sequence"):
-        raise RoseError(f"engine is {describe(engine)}; give an Engine or an LLM")
-    return engine
-
-
-def _scheduler_of(engine: Engine | Fleet, config: SchedulerConfig) -> Scheduler:
+def _scheduler_of(engine: Any, config: SchedulerConfig) -> Scheduler:
     return OnlineScheduler(engine, config) if isinstance(engine, Engine) else engine.scheduler(config)

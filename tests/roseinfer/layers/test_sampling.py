@@ -186,10 +186,7 @@ def test_parameters_outside_their_range_are_refused_by_name_and_value(bad):
         ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number, 1 or more"),
         ({"n": 16385}, "n is 16385; it must be a whole number from 1 to 16384"),
         ({"n": 10**5000}, "n is an integer of 16610 bits; it must be a whole number from 1 to 16384"),
-        (
-            {"n": 10**8, "temperature": 0},
-            "n is 100000000; it must be 1 at temperature 0, where completions are equal",
-        ),
+        ({"n": 3, "temperature": 0}, "n is 3; it must be 1 at temperature 0, where completions are equal"),
         ({"temperature": -1}, "temperature is -1; it must be a number from 0 (greedy) to 1.79e308"),
         (
             {"temperature": 10**400},

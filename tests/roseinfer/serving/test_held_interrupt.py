@@ -90,20 +90,6 @@ def test_within_another_the_outer_one_holds():
         pytest.fail("it has waited")
 
 
-def test_what_interrupts_the_main_thread_is_not_taken_by_another():
-    def work() -> None:
-        with held_interrupt() as let_through:
-            let_through()
-
-    with pytest.raises(KeyboardInterrupt), held_interrupt() as let_through:
-        signal.raise_signal(signal.SIGINT)
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        let_through()
-        pytest.fail("the other thread has taken it")
-
-
 def test_another_thread_and_another_handler_are_left_as_they_are():
     def mine(number: int, frame: object) -> None:
         """A program's own handler."""

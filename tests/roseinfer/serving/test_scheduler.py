@@ -1,4 +1,4 @@
-"""The schedulers: same tokens as alone, who is admitted when, what is released, and how text ends."""
+"""The schedulers: same tokens as alone, who is admitted when, and what a request that ends leaves behind."""
 
 from __future__ import annotations
 
@@ -6,34 +6,20 @@ from collections import Counter
 
 import pytest
 
-from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
-from rosellm.models.tokenizer import Tokenizer
+from rosellm.errors import PromptError, RoseError
 from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.outputs import RequestOutput
+from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import RequestMetrics, Sequence
 from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving import scheduler as scheduler_module
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.asked import one_each
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
-from rosellm.rosetrainer.bpe import train_tokenizer
 from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
-from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
+from tests.late_step import run_late
+from tests.roseinfer.serving.common import assert_all_free, engine_of, greedy, run_to_end
 
 LENGTHS = [1, 9, 3, 20, 8, 2, 15, 5, 7, 30]
-
-
-def greedy(max_tokens: int = 8, **others) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **others)
-
-
-def engine_of(seed: int = 0, tokenizer: Tokenizer | None = None, **options) -> Engine:
-    changes = {"vocab_size": tokenizer.vocab_size} if tokenizer else {}
-    options = {"recipe": "dense"} | options
-    return small_engine(random_model(seed, small_config(**changes)), tokenizer=tokenizer, **options)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer(["hello world, here is some text to learn from, with words and words"], 290)
 
 
 class Calls:
@@ -60,74 +46,39 @@ class Calls:
         return [ids for called, ids in self.log if called == name]
 
 
-def run_to_end(scheduler: OnlineScheduler) -> None:
-    while scheduler.has_unfinished:
-        scheduler.step()
-
-
-def assert_all_free(engine: Engine) -> None:
-    engine.check_integrity()
-    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
-
-
 # Tokens
 
 
-@pytest.mark.parametrize("policy", ["fifo", "pack"])
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_mixed_lengths_give_the_tokens_of_each_request_alone(policy: str, prefix_cache: bool) -> None:
-    engine = engine_of(num_kv_blocks=11, max_batch_size=4, prefix_cache=prefix_cache)
+@pytest.mark.parametrize(
+    ("recipe", "budget", "policy", "run_ahead", "prefix_cache"),
+    [
+        ("dense", 40, "pack", 0, False),
+        ("one_table", 1, "fifo", 3, False),
+        ("dense", 7, "pack", 1, True),
+        ("one_table", 16, "fifo", 2, True),
+    ],
+)
+def test_mixed_lengths_in_chunks_give_the_tokens_of_each_request_alone(
+    recipe: str, budget: int, policy: str, run_ahead: int, prefix_cache: bool
+) -> None:
+    engine = engine_of(recipe=recipe, num_kv_blocks=11, max_batch_size=4, prefix_cache=prefix_cache)
     prompts = random_prompts(LENGTHS)
     prompts += [prompts[3] + [5, 6], prompts[3][:17]]
     counts = [1 + 3 * i % 14 for i in range(len(prompts))]
-    config = SchedulerConfig(prefill_token_budget=40, admission_policy=policy, pack_lookahead=5, fifo_every=3)
+    if run_ahead:
+        run_late(engine, run_ahead)
+    config = SchedulerConfig(
+        prefill_token_budget=budget, admission_policy=policy, pack_lookahead=5, fifo_every=3
+    )
     outputs = OfflineScheduler(engine, config).run(prompts, [greedy(n) for n in counts])
     for prompt, n, output in zip(prompts, counts, outputs, strict=True):
         assert output.prompt_token_ids == prompt
         assert output.token_ids == uncached_greedy(engine.model, prompt, n)
-        assert output.finish_reason == "length"
-    if prefix_cache:
-        engine.prefix_cache.clear()
+        assert (output.finish_reason, len(output.metrics.token_times)) == ("length", n)
     assert_all_free(engine)
 
 
-def test_requests_added_while_others_run_join_the_batch() -> None:
-    engine = engine_of()
-    scheduler = OnlineScheduler(engine)
-    first = scheduler.add_request([1, 2, 3], greedy(10))
-    for _ in range(4):
-        assert [s.request_id for s in scheduler.step()] == [first]
-    second = scheduler.add_request([4, 5], greedy(3))
-    assert [s.request_id for s in scheduler.step()] == [first, second]
-    run_to_end(scheduler)
-    assert scheduler.take_result(first).token_ids == uncached_greedy(engine.model, [1, 2, 3], 10)
-    assert scheduler.take_result(second).token_ids == uncached_greedy(engine.model, [4, 5], 3)
-
-
-def test_a_seed_gives_the_same_tokens_whatever_shares_the_batch() -> None:
-    engine = engine_of()
-    seeded = SamplingParams(temperature=1.5, top_p=0.95, max_tokens=12, seed=11)
-    alone = OfflineScheduler(engine).run([[7, 8, 9]], seeded)[0].token_ids
-    others = [SamplingParams(temperature=2.0, max_tokens=n, seed=n) for n in (3, 12, 5)]
-    params = [*others[:2], seeded, others[2]]
-    together = OfflineScheduler(engine).run([[1], [2, 3], [7, 8, 9], [4] * 9], params)
-    assert together[2].token_ids == alone
-    reseeded = SamplingParams(temperature=1.5, top_p=0.95, max_tokens=12, seed=12)
-    assert OfflineScheduler(engine).run([[7, 8, 9]], reseeded)[0].token_ids != alone
-
-
 # Admission
-
-
-def test_an_iteration_decodes_first_and_then_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of()
-    calls = Calls(engine, monkeypatch)
-    scheduler = OnlineScheduler(engine)
-    first = scheduler.add_request([1], greedy(3))
-    scheduler.step()
-    second = scheduler.add_request([2], greedy(3))
-    scheduler.step()
-    assert calls.log == [("prefill", [first]), ("decode", [first]), ("prefill", [second])]
 
 
 def test_budgets_of_batch_and_tokens_are_respected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +158,37 @@ def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt: int) 
     assert scheduler.take_result(long).finish_reason == "length"
 
 
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_a_prompt_is_prefilled_at_once_while_nobody_decodes_and_in_chunks_while_somebody_does(
+    run_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(num_kv_blocks=40)
+    prompts = random_prompts([40, 36, 3])
+    expected = [
+        uncached_greedy(engine.model, prompt, n) for prompt, n in zip(prompts, (20, 3, 4), strict=True)
+    ]
+    if run_ahead:
+        run_late(engine, run_ahead)
+    calls = Calls(engine, monkeypatch)
+    scheduler = OnlineScheduler(engine, SchedulerConfig(prefill_chunk=7))
+    ids = [scheduler.add_request(prompts[0], greedy(20))]
+    while scheduler.decode_steps < 2:
+        scheduler.step()
+    assert calls.chunks == [[40]]
+    n_begun = len(calls.log)
+    ids += [scheduler.add_request(prompt, greedy(n)) for prompt, n in zip(prompts[1:], (3, 4), strict=True)]
+    run_to_end(scheduler)
+    assert calls.chunks[1:] == [[7]] * 5 + [[1, 3]]
+    names = [name for name, _ in calls.log[n_begun:]]
+    beside = names[: len(names) - names[::-1].index("prefill")]
+    assert beside == ["decode", "prefill"] * 6
+    assert [scheduler.take_result(i).token_ids for i in ids] == expected
+    assert_all_free(engine)
+
+
+# Ends
+
+
 def test_a_request_that_ends_with_its_first_token_never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(0)
     first = uncached_greedy(model, [3, 4], 1)[0]
@@ -222,56 +204,10 @@ def test_a_request_that_ends_with_its_first_token_never_decodes(monkeypatch: pyt
         assert_all_free(engine)
 
 
-def test_a_finished_sequence_is_released_at_once() -> None:
-    engine = engine_of()
-    scheduler = OnlineScheduler(engine)
-    scheduler.add_requests([[1], [2]], [greedy(2), greedy(9)])
-    scheduler.step()
-    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks - 2
-    scheduler.step()
-    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks - 1
-    scheduler.cancel_all()
-
-
-# Refusals, cancellation, failure
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"max_batch_size": 0}, "max_batch_size is 0"),
-        ({"prefill_token_budget": 1.5}, "prefill_token_budget is 1.5"),
-        ({"prefill_chunk": 0}, "prefill_chunk is 0"),
-        ({"prefill_max_batch_size": None}, "prefill_max_batch_size is None"),
-        ({"fifo_every": True}, "fifo_every is True"),
-        ({"pack_lookahead": -1}, "pack_lookahead is -1"),
-        ({"max_in_flight": 0}, "max_in_flight is 0"),
-        ({"admission_policy": "lifo"}, "'lifo'; use fifo or pack"),
-    ],
-)
-def test_a_bad_configuration_is_refused_by_name(change: dict, told: str) -> None:
-    with pytest.raises(RoseError, match=told):
-        SchedulerConfig(**change)
-
-
-def test_a_batch_larger_than_the_engines_is_refused() -> None:
-    with pytest.raises(RoseError, match="max_batch_size is 17; the engine decodes at most 16"):
-        OnlineScheduler(engine_of(), SchedulerConfig(max_batch_size=17))
-
-
-def test_overload_is_told_in_numbers_and_queues_nothing() -> None:
-    scheduler = OnlineScheduler(engine_of(), SchedulerConfig(max_batch_size=2, max_in_flight=4))
-    scheduler.add_requests([[1], [2], [3]], greedy())
-    scheduler.step()
-    with pytest.raises(OverloadError, match="2 more .* max_in_flight 4: 1 are waiting and 2 active"):
-        scheduler.add_requests([[4], [5]], greedy())
-    assert scheduler.n_waiting == 1
-    scheduler.add_request([4], greedy())
-    with pytest.raises(OverloadError):
-        scheduler.add_request([5], greedy())
-    run_to_end(scheduler)
-    scheduler.add_request([5], greedy())
-    assert len(scheduler.finished) == 4
+@pytest.mark.parametrize(("name", "value"), [("prefill_max_batch_size", None), ("fifo_every", True)])
+def test_a_bad_configuration_is_refused_by_name(name: str, value) -> None:
+    with pytest.raises(RoseError, match=f"{name} is {value}"):
+        SchedulerConfig(**{name: value})
 
 
 def test_a_bad_prompt_among_many_is_named_and_none_is_queued() -> None:
@@ -281,66 +217,46 @@ def test_a_bad_prompt_among_many_is_named_and_none_is_queued() -> None:
     assert not scheduler.has_unfinished
 
 
-@pytest.mark.parametrize("params", [[greedy()], [greedy(), "greedy"], None])
-def test_parameters_must_be_one_or_one_each(params) -> None:
-    with pytest.raises(SamplingError):
-        one_each(params, 2)
-
-
-def test_cancelling_frees_the_blocks_of_waiting_and_active_requests() -> None:
-    engine = engine_of()
-    scheduler = OnlineScheduler(engine, SchedulerConfig(max_batch_size=2))
-    first, second, third = scheduler.add_requests([[1] * 9, [2] * 9, [3] * 9], greedy(20))
-    scheduler.step()
-    scheduler.step()
-    assert scheduler.cancel(first) and scheduler.cancel(third)
-    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks - 2
-    assert not scheduler.cancel(first)
-    cancelled, unborn = scheduler.take_result(first), scheduler.take_result(third)
-    assert (cancelled.finish_reason, len(cancelled.token_ids)) == ("cancelled", 2)
-    assert (unborn.finish_reason, unborn.token_ids, unborn.metrics.ttft) == ("cancelled", [], None)
-    run_to_end(scheduler)
-    assert scheduler.take_result(second).token_ids == uncached_greedy(engine.model, [2] * 9, 20)
-    assert_all_free(engine)
-
-
-def test_unknown_taken_and_unfinished_requests_are_told_apart() -> None:
+def test_a_request_that_has_not_ended_has_no_result_yet() -> None:
     scheduler = OnlineScheduler(engine_of())
     request = scheduler.add_request([1], greedy(1))
     with pytest.raises(RoseError, match=f"request {request} has not ended"):
         scheduler.take_result(request)
-    run_to_end(scheduler)
-    scheduler.take_result(request)
-    with pytest.raises(RoseError, match=f"request {request} is unknown"):
-        scheduler.take_result(request)
-    with pytest.raises(RoseError, match="request 99 is unknown"):
-        scheduler.cancel(99)
+    with pytest.raises(RoseError, match=f"request {request} has not ended yet"):
+        RequestOutput.of(scheduler.requests[request], None)
 
 
-@pytest.mark.parametrize("where", ["prefill", "decode"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_in_the_engine_leaks_no_block(where: str, error, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("where", "error", "reasons"),
+    [
+        ("prefill", RuntimeError, ["length", "failed", "failed"]),
+        ("decode", KeyboardInterrupt, ["failed", "failed", "length"]),
+        ("collect", RoseError, ["failed", "failed", "length"]),
+    ],
+)
+def test_an_error_in_the_engine_fails_active_requests_and_leaks_no_block(
+    where: str, error: type[BaseException], reasons: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of()
     scheduler = OnlineScheduler(engine, SchedulerConfig(max_batch_size=2))
-    first, second, third = scheduler.add_requests([[1] * 9, [2], [3]], [greedy(2), greedy(9), greedy(9)])
+    requests = scheduler.add_requests([[1] * 9, [2], [3]], [greedy(2), greedy(9), greedy(9)])
     scheduler.step()
 
-    def fail_halfway(sequences: list[Sequence], counts: object = None) -> None:
-        engine.blocks.reserve_prompt(0, sequences[0].block_ids[0], 3)
+    def fail_halfway(*_: object) -> None:
+        engine.blocks.reserve_prompt(0, scheduler.requests[requests[1]].block_ids[0], 3)
         raise error("no luck")
 
+    owner, name = (engine.step, where) if where == "collect" else (engine, f"begin_{where}")
     with monkeypatch.context() as broken:
-        broken.setattr(engine, f"begin_{where}", fail_halfway)
+        broken.setattr(owner, name, fail_halfway)
         with pytest.raises(error, match="no luck"):
             scheduler.step()
     assert_all_free(engine)
-    failed = second if where == "decode" else third
-    assert scheduler.take_result(failed).finish_reason == "failed"
-    assert scheduler.take_result(first).finish_reason == ("failed" if where == "decode" else "length")
-    assert scheduler.has_unfinished == (where == "decode")
     run_to_end(scheduler)
-    if where == "decode":
-        assert scheduler.take_result(third).token_ids == uncached_greedy(engine.model, [3], 9)
+    outputs = [scheduler.take_result(request) for request in requests]
+    assert [output.finish_reason for output in outputs] == reasons
+    if reasons[2] == "length":  # it was waiting
+        assert outputs[2].token_ids == uncached_greedy(engine.model, [3], 9)
 
 
 def test_an_interrupted_offline_run_leaves_scheduler_and_engine_ready() -> None:
@@ -361,32 +277,39 @@ def test_an_interrupted_offline_run_leaves_scheduler_and_engine_ready() -> None:
     assert scheduler.run([[1]], greedy(9))[0].token_ids == uncached_greedy(engine.model, [1], 9)
 
 
-# Requests that fail alone
-
-
-@pytest.mark.parametrize("n_before", [0, 3])
-@pytest.mark.parametrize("run_ahead", [0, 3])
-@pytest.mark.parametrize("pool", ["shared", "per_layer"])
-def test_a_request_whose_logits_are_not_finite_fails_alone(pool: str, run_ahead: int, n_before: int) -> None:
-    engine = fake_engine(pool, run_ahead, num_kv_blocks=30, max_batch_size=4)
-    scheduler = OnlineScheduler(engine)
-    prompts = [[1, 2], [3], [4, 5, 6], [7]]
-    ids = scheduler.add_requests(prompts, greedy(9))
-    bad = scheduler.requests[ids[1]]
-    told = []
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_a_scheduler_leaves_as_many_steps_unfinished_as_the_engine_runs_ahead(run_ahead: int) -> None:
+    engine = engine_of()
+    late = run_late(engine, run_ahead)
+    scheduler = OfflineScheduler(engine)
+    request = scheduler.add_request([1, 2], greedy(9))
+    begun = []
     while scheduler.has_unfinished:
-        if bad.n_output >= n_before:
-            poison(engine, bad.request_id)
-        told += [s.finish_reason for s in scheduler.step() if s is bad]
-    outputs = [scheduler.take_result(request_id) for request_id in ids]
-    failed = outputs.pop(1)
-    assert (failed.finish_reason, failed.error) == ("failed", POISON)
-    assert told[-1] == "failed" and told.count("failed") == 1
-    assert n_before <= len(failed.token_ids) <= n_before + run_ahead
-    assert failed.token_ids == list(tokens_after(tuple(prompts.pop(1)))[: len(failed.token_ids)])
-    assert [output.token_ids for output in outputs] == [list(tokens_after(tuple(p))[:9]) for p in prompts]
-    assert {(output.finish_reason, output.error) for output in outputs} == {("length", None)}
-    assert_all_free(engine)
+        scheduler.step()
+        begun.append(len(late._begun))
+    assert begun[: run_ahead + 1] == [*range(1, run_ahead + 1), run_ahead]
+    assert begun[-1] == 0 and late.idle == 1
+    assert (scheduler.decode_steps, scheduler.decode_tokens) == (8, 8)
+    assert scheduler.decode_time_s == pytest.approx(8e-3)
+    assert scheduler.take_result(request).token_ids == uncached_greedy(engine.model, [1, 2], 9)
+
+
+@pytest.mark.parametrize("rung", ["one_table", BEST_RUNG])
+def test_the_active_view_is_built_once_and_not_for_every_step(
+    rung: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = []
+
+    class Counted(scheduler_module.ActiveView):
+        def __init__(self, listed: list[Sequence], requests: dict[int, Sequence]) -> None:
+            super().__init__(listed, requests)
+            built.append(listed)
+
+    monkeypatch.setattr(scheduler_module, "ActiveView", Counted)
+    scheduler = OfflineScheduler(engine_of(recipe=rung))
+    scheduler.run([[1], [2, 3], [4]], greedy(45))
+    assert scheduler.decode_steps == 44
+    assert len(built) <= 4  # the prompts, the first tokens' steps, and the ends
 
 
 # Figures
@@ -409,18 +332,3 @@ def test_latency_figures_are_what_their_names_say() -> None:
     assert RequestMetrics(10.0, [12.0]).tpot is None
     nothing = RequestMetrics(10.0)
     assert (nothing.ttft, nothing.tpot, nothing.latency, nothing.itl) == (None, None, None, [])
-
-
-def test_progress_hears_of_every_token() -> None:
-    class Bar:
-        total, n = 8, 0
-
-        def update(self, n: int) -> None:
-            self.n += n
-
-    bar = Bar()
-    OfflineScheduler(engine_of()).run([[1], [2], [3]], [greedy(n) for n in (1, 2, 5)], bar)
-    assert bar.n == bar.total == 8
-
-
-# Text

@@ -1,13 +1,19 @@
-"""Streams that are cancelled, closed, or fail."""
+"""Streams that are cancelled, closed, or fail: every request ends exactly once."""
 
 from __future__ import annotations
 
-import re
+import random
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
-from time import process_time, sleep
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import process_time
 
 import pytest
 
@@ -15,101 +21,109 @@ from rosellm.errors import OverloadError, PromptError, RoseError, SamplingError
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
-from rosellm.roseinfer.serving.stream import Stream
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager, WorkerError
-from rosellm.roseinfer.text import LateText
-from tests.helpers import random_model, small_engine
-from tests.roseinfer.serving.test_streaming import (  # noqa: F401
-    ENDLESS,
-    WORDS,
-    Gate,
-    assert_all_free,
-    engine,
-    greedy,
-    outcome,
-    tokenizer,
-)
+from rosellm.roseinfer.text import IncrementalText, LateText
+from tests.late_step import run_late
+from tests.roseinfer.serving.common import ENDLESS, WORDS, assert_all_free, greedy, outcome
+from tests.soak.fake_step import POISON, fake_engine, poison, tokens_after
+from tests.soak.streaming_driver import Letters
+
+ROOT = Path(__file__).parents[3]
+PROMPTS = [WORDS[i : i + 4 + 5 * i] for i in range(8)]
+CLIENTS, LOAD_SECONDS, LONGEST = 64, 1.5, 40
+WAIT_S = 100.0  # what nothing here comes near, unless it hangs
 
 
-def test_a_request_cancelled_while_it_waits_has_its_prompt_and_the_log_probabilities_of_no_tokens(
-    engine: Engine,
-) -> None:
-    with StreamingManager(engine, SchedulerConfig(max_batch_size=1)) as manager:
-        manager.add_request([1], ENDLESS)
-        waiting = manager.add_request([2, 3], SamplingParams(max_tokens=9, logprobs=3))
-        assert manager.cancel(waiting)
-        output = manager.result(waiting, timeout=100)
-    assert repr((output.logprobs, output.cumulative_logprob)) == "([], 0.0)"
-    assert (output.prompt_token_ids, output.token_ids, output.text) == ([2, 3], [], "")
-
-
-def test_an_error_in_the_worker_reaches_every_waiter(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(engine, monkeypatch, error=RuntimeError("device lost"))
-    with (
-        StreamingManager(engine, SchedulerConfig(max_batch_size=2)) as manager,
-        ThreadPoolExecutor(8) as clients,
-    ):
-        requests = [manager.add_request([i], ENDLESS) for i in range(1, 5)]
-        with gate.held():
-            waits = [clients.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in requests] + [
-                clients.submit(outcome, lambda r=r: manager.result(r)) for r in requests
-            ]
-        for wait in waits:
-            assert isinstance(wait.result(timeout=100), WorkerError)
-            assert "RuntimeError: device lost" in str(wait.result())
-            assert isinstance(wait.result().__cause__, RuntimeError)
-        with pytest.raises(WorkerError, match="worker has failed .*device lost.*; make a new manager"):
-            manager.add_request([1], greedy())
-    assert_all_free(engine)
-
-
-def test_an_error_between_two_steps_frees_the_blocks_too(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lose(text: LateText) -> str:
-        raise RuntimeError("piece lost")
-
-    monkeypatch.setattr(LateText, "take", lose)
+def test_a_request_whose_logits_are_not_finite_ends_its_stream_alone() -> None:
+    engine = fake_engine("shared", 3, num_kv_blocks=30, max_batch_size=4, tokenizer=Letters())
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    texts = [Letters().decode(tokens_after(tuple(prompt))[:9]) for prompt in prompts]
+    poison(engine, 2)
     with StreamingManager(engine) as manager:
-        request = manager.add_request([1], ENDLESS)
-        with pytest.raises(RoseError, match="piece lost"):
-            manager.result(request, timeout=100)
+        requests = [manager.add_request(prompt, greedy(9)) for prompt in prompts]
+        with pytest.raises(SamplingError, match=POISON):
+            list(manager.stream_text(requests[1]))
+        with pytest.raises(SamplingError, match=POISON):
+            manager.result(requests[1], 10)
+        assert ["".join(manager.stream_text(r)) for r in requests[::2]] == texts[::2]
+        again = manager.add_request(prompts[1], greedy(9))
+        assert manager.result(again, 10).text == texts[1]
     assert_all_free(engine)
 
 
-def test_a_bad_prompt_is_told_where_it_is_tokenised(engine: Engine) -> None:
-    config = SchedulerConfig(max_in_flight=1)
+@pytest.mark.parametrize("run_ahead", [0, 2])
+def test_cancelling_ends_active_and_waiting_requests(engine: Engine, run_ahead: int) -> None:
+    if run_ahead:
+        run_late(engine, run_ahead)
+    with StreamingManager(engine, SchedulerConfig(max_batch_size=1)) as manager:
+        active, waiting = (manager.add_request([i], ENDLESS) for i in (1, 2))
+        pieces = manager.stream_text(active)
+        read = next(pieces)
+        assert manager.cancel(waiting) and manager.cancel(active)
+        read += "".join(pieces)
+        cut, unborn = manager.result(active), manager.result(waiting)
+        assert (cut.finish_reason, unborn.finish_reason) == ("cancelled", "cancelled")
+        assert cut.text == read
+        assert 0 < len(cut.token_ids) == len(cut.metrics.token_times) < 1000
+        assert list(manager.stream_text(waiting)) == unborn.token_ids == []
+        assert not manager.cancel(active)
+        assert manager.result(manager.add_request([3], greedy(4))).finish_reason == "length"
+    assert_all_free(engine)
+
+
+@contextmanager
+def tokenization_held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Within: no text's tokenization ends; the event tells that one has begun."""
+    begun, go_on = threading.Event(), threading.Event()
+    encode = engine.tokenizer.encode
+
+    def slow_encode(text: str, special: bool = True) -> list[int]:
+        begun.set()
+        assert go_on.wait(10)
+        return encode(text, special)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
+    try:
+        yield begun
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize(("logprobs", "expected"), [(None, (None, None)), (3, ([], 0.0))])
+def test_a_request_cancelled_before_it_has_begun_has_no_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, logprobs: int | None, expected: tuple
+) -> None:
+    params = SamplingParams(max_tokens=9, logprobs=logprobs, stop="and")
+    with StreamingManager(engine, SchedulerConfig(max_batch_size=1), tokenize_workers=1) as manager:
+        manager.add_request([1], ENDLESS)
+        waiting = manager.add_request([2, 3], params)
+        with tokenization_held(engine, monkeypatch) as begun:
+            tokenizing = manager.add_request(WORDS, params)
+            assert begun.wait(10) and manager.cancel(tokenizing) and manager.cancel(waiting)
+            outputs = [manager.result(request, timeout=100) for request in (waiting, tokenizing)]
+        assert outputs[1].metrics is manager.metrics(tokenizing)
+    for output, prompt in zip(outputs, ([2, 3], []), strict=True):
+        assert (output.logprobs, output.cumulative_logprob) == expected
+        assert (output.prompt_token_ids, output.token_ids, output.text) == (prompt, [], "")
+        assert output.finish_reason == "cancelled"
+    assert_all_free(engine)
+
+
+def test_a_bad_prompt_is_refused_where_it_is_tokenized(engine: Engine) -> None:
+    config = SchedulerConfig(max_in_flight=2)
     with StreamingManager(engine, config) as inline:
-        for _ in range(2):  # it leaves nothing in flight
-            with pytest.raises(PromptError, match="empty"):
-                inline.add_request("", greedy())
-        assert inline.result(inline.add_request("a", greedy())).text is not None
+        with pytest.raises(PromptError, match="empty"):
+            inline.add_request("", greedy())
+        assert not inline._in_flight
     with StreamingManager(engine, config, 1) as pooled:
         for _ in range(2):
-            request = pooled.add_request("", greedy())
-            with pytest.raises(PromptError, match="empty"):
-                pooled.result(request, timeout=100)
-            with pytest.raises(PromptError, match="empty"):
-                list(pooled.stream_text(request))
-
-
-@pytest.mark.parametrize("prompt", [[1, 2], "a"], ids=["token ids", "text"])
-def test_several_completions_of_a_streamed_prompt_are_refused(engine: Engine, prompt) -> None:
-    params, told = SamplingParams(n=3), r"^n is 3; only LLM\.generate and LLM\.chat make several completions$"
-    with StreamingManager(engine) as manager:
-        with pytest.raises(SamplingError, match=told):
-            manager.add_request(prompt, params)
-        assert not manager._in_flight
-    assert_all_free(engine)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "error"),
-    [(7, greedy(), PromptError), (None, greedy(), PromptError), ("a", None, SamplingError)],
-)
-def test_a_request_of_the_wrong_type_is_refused(engine: Engine, prompt, params, error) -> None:
-    with StreamingManager(engine) as manager, pytest.raises(error):
-        manager.add_request(prompt, params)
+            requests = pooled.add_requests([WORDS, ""], greedy())  # both fail
+            for request in requests:
+                with pytest.raises(PromptError, match="empty"):
+                    pooled.result(request, timeout=100)
+                with pytest.raises(PromptError, match="empty"):
+                    list(pooled.stream_text(request))
 
 
 def test_overload_is_told_in_numbers_until_a_request_ends(engine: Engine) -> None:
@@ -124,219 +138,315 @@ def test_overload_is_told_in_numbers_until_a_request_ends(engine: Engine) -> Non
         manager.add_request([3], greedy())
 
 
-@pytest.mark.parametrize("tokenize_workers", [0, 2])
-def test_requests_added_together_get_what_they_get_one_by_one(engine: Engine, tokenize_workers: int) -> None:
-    prompts: list = [WORDS[:9], [5, 6], WORDS[:9], WORDS[3:7]]
-    params = [greedy(3 + i) for i in range(4)]
-    with StreamingManager(engine, tokenize_workers=tokenize_workers) as manager:
-        alone = [manager.result(manager.add_request(*one)) for one in zip(prompts, params, strict=True)]
-        together = manager.add_requests(prompts, params)
-        read = ["".join(manager.stream_text(request)) for request in together]
-        assert [manager.result(request) for request in together] == alone
-        assert read == [one.text for one in alone] and len(set(together)) == 4
-        same = manager.add_requests(tuple(prompts), greedy(5))  # one for all
-        assert [len(manager.result(request).token_ids) for request in same] == [5] * 4
-        assert manager.add_requests([], greedy()) == []
-    assert_all_free(engine)
+@dataclass
+class Client:
+    """Submits requests until it is told to stop, and reads, cancels or leaves each of them at random."""
 
+    manager: StreamingManager
+    number: int
+    told_to_stop: threading.Event
+    inbox: SimpleQueue = field(default_factory=SimpleQueue)
+    accepted: dict[int, tuple[int, int]] = field(default_factory=dict)  # id: prompt's number, max_tokens
+    followed: set[int] = field(default_factory=set)  # those whose pieces go to the inbox
+    read: dict[int, str] = field(default_factory=dict)
+    refused: int = 0
 
-def test_requests_added_together_are_prefilled_together(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[int] = []
-    begin_prefill = engine.begin_prefill
-
-    def noted(sequences, counts=None):
-        begun.append(len(sequences))
-        return begin_prefill(sequences, counts)
-
-    monkeypatch.setattr(engine, "begin_prefill", noted)
-    with StreamingManager(engine, SchedulerConfig(max_batch_size=8)) as manager:
-        for request in manager.add_requests([[i, 7] for i in range(8)], greedy(3)):
-            manager.result(request)
-    assert begun == [8]
-
-
-@pytest.mark.parametrize(
-    ("prompts", "params", "error", "told"),
-    [
-        ("ab", greedy(), PromptError, "the prompts are 'ab'; give a list"),
-        (["a", 7], greedy(), PromptError, "prompt 1 is 7; give text"),
-        ([[1], [2], []], greedy(), PromptError, "prompt 2: "),
-        ([[1], "a", "\ud800"], greedy(), PromptError, "prompt 2: text .* cannot be encoded"),
-        ([[1], [2]], [greedy()], SamplingError, "1 SamplingParams for 2 prompts"),
-        ([[1], [2]], [greedy(), None], SamplingError, "give one SamplingParams"),
-        (
-            [[1]] * 4,
-            greedy(),
-            OverloadError,
-            "0 requests are in flight, 4 more are requested, and max_in_fli",
-        ),
-    ],
-)
-def test_of_requests_added_together_none_is_queued_if_one_is_refused(
-    engine: Engine, prompts, params, error: type[RoseError], told: str
-) -> None:
-    with StreamingManager(engine, SchedulerConfig(max_in_flight=3)) as manager:
-        with pytest.raises(error, match=told):
-            manager.add_requests(prompts, params)
-        assert not manager._in_flight and not manager._streams
-        assert manager.result(manager.add_request([1], greedy(2))).finish_reason == "length"
-    assert_all_free(engine)
-
-
-def test_a_request_ends_while_the_sequences_of_many_prompts_are_made(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, made = engine.make_sequence, []
-
-    def made_after_the_end_of_the_first(ids, params):
-        manager.result(first, timeout=20)
-        made.append(ids)
-        return make(ids, params)
-
-    with StreamingManager(engine) as manager:
-        first = manager.add_request([1], greedy(4))
-        monkeypatch.setattr(engine, "make_sequence", made_after_the_end_of_the_first)
-        requests = manager.add_requests([[2], [3], [4]], greedy(2))
-        assert [len(manager.result(request).token_ids) for request in requests] == [2, 2, 2]
-    assert made == [[2], [3], [4]]
-    assert_all_free(engine)
-
-
-def test_the_streams_of_many_prompts_are_made_without_the_lock_that_the_worker_needs(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free: list[bool] = []
-
-    def noted(*given) -> Stream:
-        free.append(not manager._lock.locked())
-        return new_stream(*given)
-
-    with StreamingManager(engine) as manager:
-        new_stream = manager._new_stream
-        monkeypatch.setattr(manager, "_new_stream", noted)
-        for request in manager.add_requests([[2], [3], [4]], greedy(2)):
-            manager.result(request)
-    assert free == [True] * 3
-
-
-class YieldingLock:
-    """A lock that, each time it is free again, lets ``call`` run."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._lock, self._call = threading.Lock(), call
-
-    def __enter__(self) -> None:
-        assert self._lock.acquire(timeout=20)
-
-    def __exit__(self, *_error: object) -> None:
-        self._lock.release()
-        self._call()
-
-
-def test_requests_are_added_between_the_sequences_of_many_prompts(engine: Engine) -> None:
-    between: list[int] = []
-
-    def add_another() -> None:
-        if len(between) < 3 and threading.current_thread() is threading.main_thread():
-            between.append(0)
-            between[-1] = others.submit(manager.add_request, [9], greedy(2)).result(timeout=20)
-
-    with StreamingManager(engine) as manager, ThreadPoolExecutor(1) as others:
-        manager._making = YieldingLock(add_another)
-        together = manager.add_requests([[2], [3], [4]], greedy(2))
-        assert len(between) == 3 and min(between) > max(together)
-        assert all(len(manager.result(request).token_ids) == 2 for request in together + between)
-    assert_all_free(engine)
-
-
-def test_a_list_of_prompts_may_be_used_again_before_they_are_tokenized(engine: Engine) -> None:
-    may_tokenize = threading.Event()
-    with StreamingManager(engine, tokenize_workers=1) as manager:
-        manager._pool.submit(may_tokenize.wait)
-        prompts: list = [WORDS[:9], WORDS[3:7]]
-        requests = manager.add_requests(prompts, greedy(3))
-        prompts.clear()
-        may_tokenize.set()
-        assert [len(manager.result(request).token_ids) for request in requests] == [3, 3]
-    assert_all_free(engine)
-
-
-def test_an_error_of_texts_tokenized_together_reaches_each_of_their_readers(engine: Engine) -> None:
-    with StreamingManager(engine, tokenize_workers=1) as manager:
-        for request in manager.add_requests([WORDS, ""], greedy()):
-            with pytest.raises(PromptError):
-                list(manager.stream_text(request))
-    assert_all_free(engine)
-
-
-def test_closing_under_load_is_quick_and_releases_every_waiter(engine: Engine) -> None:
-    manager = StreamingManager(engine, SchedulerConfig(max_batch_size=4), tokenize_workers=1)
-    requests = [manager.add_request(WORDS[i:] if i % 2 else [1 + i], ENDLESS) for i in range(12)]
-    with ThreadPoolExecutor(12) as clients:
-        waits = [clients.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in requests]
-        while not manager.metrics(requests[0]).token_times:
-            sleep(0.001)
-        start = process_time()  # which other programs do not lengthen
-        manager.close()
-        assert process_time() - start < 2
-        for request, wait in zip(requests, waits, strict=True):
-            assert isinstance(wait.result(timeout=100), ClosedError)
-            with pytest.raises(ClosedError, match="the streaming manager is closed"):
-                manager.result(request)
-    with pytest.raises(ClosedError, match="the streaming manager is closed"):
-        manager.add_request([1], greedy())
-    manager.close()
-    assert_all_free(engine)
-
-
-def test_a_streamed_request_tells_how_often_it_was_preempted(engine: Engine) -> None:
-    tight = small_engine(engine.model, tokenizer=engine.tokenizer, num_kv_blocks=8)
-    with StreamingManager(tight) as manager:
-        requests = [manager.add_request([1, 2, 3], greedy(40)) for _ in range(6)]
-        results = [manager.result(request) for request in requests]
-        assert sum(one.metrics.preemptions for one in results) == manager._scheduler.preemptions > 0
-
-
-def test_unknown_and_forgotten_requests_are_refused_in_one_sentence(engine: Engine) -> None:
-    with StreamingManager(engine) as manager:
-        request = manager.add_request([1], greedy(2))
-        manager.result(request)
-        manager.forget(request)
-        for ask in (manager.stream_text, manager.result, manager.metrics, manager.cancel, manager.forget):
-            for unknown in (request, 99, "x", []):
-                with pytest.raises(RoseError, match=re.escape(f"request {unknown!r} is unknown")):
-                    ask(unknown)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [({"tokenize_workers": -1}, "tokenize_workers is -1"), ({"stream_interval": 0}, "stream_interval is 0")],
-)
-def test_bad_options_are_refused_by_name(engine: Engine, options: dict, told: str) -> None:
-    with pytest.raises(RoseError, match=told):
-        StreamingManager(engine, **options)
-
-
-def test_an_engine_without_a_tokenizer_cannot_stream() -> None:
-    with pytest.raises(RoseError, match="needs a tokenizer"):
-        StreamingManager(small_engine(random_model(0), recipe="dense"))
-
-
-def test_one_inbox_follows_many_requests_and_tells_each_end(engine):
-    inbox = SimpleQueue()
-    with StreamingManager(engine) as manager:
-        ids = [manager.add_request([i + 1, 7], greedy(6), inbox) for i in range(5)]
-        with pytest.raises(RoseError, match="inbox"):
-            manager.stream_text(ids[0])
-        texts, ended = {i: "" for i in ids}, []
-        while len(ended) < len(ids):
-            request_id, piece = inbox.get(timeout=100)
-            if piece is None:
-                ended.append(request_id)
+    def run(self) -> None:
+        rng = random.Random(self.number)
+        fates = [self._read_all, self._stop_reading, self._cancel, self._cancel_midway, self._wait]
+        while not self.told_to_stop.is_set():
+            prompt, max_tokens = rng.randrange(len(PROMPTS)), rng.randrange(1, LONGEST + 1)
+            text = PROMPTS[prompt]
+            ids = self.manager.engine.tokenizer.encode(text)
+            inbox = rng.choice([None, self.inbox])
+            try:
+                request = self.manager.add_request(rng.choice([text, ids]), greedy(max_tokens), inbox)
+            except OverloadError:
+                self.refused += 1
+                self.told_to_stop.wait(0.005)
+                continue
+            self.accepted[request] = prompt, max_tokens
+            if inbox is None:
+                rng.choice(fates)(request)
             else:
-                texts[request_id] += piece
-        assert sorted(ended) == sorted(ids)
-        assert all(texts[i] == manager.result(i).text for i in ids)
+                self.followed.add(request)
+                rng.choice([self._cancel, self._wait, self._leave])(request)
+
+    def _read_all(self, request: int) -> None:
+        self.read[request] = "".join(self.manager.stream_text(request))
+
+    def _stop_reading(self, request: int) -> None:
+        next(self.manager.stream_text(request), None)
+
+    def _cancel(self, request: int) -> None:
+        self.manager.cancel(request)
+
+    def _cancel_midway(self, request: int) -> None:
+        pieces = self.manager.stream_text(request)
+        first = next(pieces, "")
+        self.manager.cancel(request)
+        self.read[request] = first + "".join(pieces)
+
+    def _wait(self, request: int) -> None:
+        self.manager.result(request, WAIT_S)
+
+    def _leave(self, request: int) -> None:
+        """Its pieces stay in the inbox, unread until the end."""
+
+    def drain_inbox(self) -> tuple[dict[int, str], Counter]:
+        """The text of each request in the inbox, and how often each one ended; nothing may follow an end."""
+        texts, ends = dict.fromkeys(self.followed, ""), Counter()
+        while True:
+            try:
+                request, piece = self.inbox.get_nowait()
+            except Empty:
+                return texts, ends
+            assert not ends[request]
+            ends[request] += piece is None
+            texts[request] += piece or ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tokenize_workers", "stream_interval", "run_ahead"),
+    [(0, 1, 0), (2, 3, 2)],
+    ids=["plain", "pool_and_late"],
+)
+def test_of_64_clients_that_submit_and_cancel_at_random_every_request_ends_exactly_once(
+    engine: Engine, tokenize_workers: int, stream_interval: int, run_ahead: int
+) -> None:
+    ids = [engine.tokenizer.encode(text) for text in PROMPTS]
+    alone = [OfflineScheduler(engine).run([one], greedy(LONGEST))[0].token_ids for one in ids]
+    if run_ahead:
+        run_late(engine, run_ahead)
+    stop = threading.Event()
+    config = SchedulerConfig(max_batch_size=16, max_in_flight=40)
+    with StreamingManager(engine, config, tokenize_workers, stream_interval) as manager:
+        clients = [Client(manager, number, stop) for number in range(CLIENTS)]
+        with ThreadPoolExecutor(CLIENTS) as threads:
+            running = [threads.submit(client.run) for client in clients]
+            stop.wait(LOAD_SECONDS)
+            stop.set()
+            for one in running:
+                one.result(WAIT_S)
+        reasons = Counter()
+        for client in clients:
+            for request, (prompt, max_tokens) in client.accepted.items():
+                result = manager.result(request, WAIT_S)
+                reasons[result.finish_reason] += 1
+                expected = alone[prompt][:max_tokens]
+                if result.finish_reason == "cancelled":
+                    expected = expected[: len(result.token_ids)]
+                assert result.token_ids == expected
+                assert result.text == manager.engine.tokenizer.decode(expected)
+                assert client.read.get(request, result.text) == result.text
+            for request in client.read:
+                assert list(manager.stream_text(request)) == []
+            texts, ends = client.drain_inbox()
+            assert ends == Counter(client.followed)
+            assert texts == {request: manager.result(request).text for request in client.followed}
+    assert set(reasons) == {"length", "cancelled"}
+    assert min(reasons.values()) >= 20 and sum(client.refused for client in clients) > 0
     assert_all_free(engine)
+
+
+def test_a_client_that_cancels_without_pause_holds_up_nobody(engine: Engine) -> None:
+    stop, flooding = threading.Event(), threading.Event()
+    with StreamingManager(engine) as manager, ThreadPoolExecutor(1) as threads:
+        manager.add_request([1], ENDLESS)
+
+        def flood() -> None:
+            while not stop.is_set():
+                request = manager.add_request([2], ENDLESS)
+                while manager.cancel(request):
+                    flooding.set()
+
+        flooded = threads.submit(flood)
+        assert flooding.wait(WAIT_S)
+        try:
+            assert len(manager.result(manager.add_request([3], greedy(5)), WAIT_S).token_ids) == 5
+        finally:
+            stop.set()
+        flooded.result(WAIT_S)
+    assert_all_free(engine)
+
+
+class TestClose:
+    """However much is waiting, close ends it all within the step that runs."""
+
+    @pytest.fixture
+    def threads(self):
+        with ThreadPoolExecutor(16) as threads:
+            yield threads
+
+    def close_in(self, manager: StreamingManager) -> float:
+        """The processor's seconds, which other programs do not lengthen."""
+        start = process_time()
+        manager.close()
+        return process_time() - start
+
+    def test_with_thousands_of_requests_waiting(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
+        manager = StreamingManager(engine, SchedulerConfig(max_batch_size=4))
+        inbox: SimpleQueue = SimpleQueue()
+        requests = [manager.add_request([1, 2], ENDLESS, inbox) for _ in range(5000)]
+        waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in requests[::500]]
+        assert self.close_in(manager) < 2
+        assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
+        ends = Counter()
+        while not inbox.empty():
+            request, piece = inbox.get_nowait()
+            assert not ends[request]
+            ends[request] += piece is None
+        assert ends == Counter(requests)
+        assert_all_free(engine)
+
+    def test_while_clients_go_on_submitting(self, engine: Engine, threads: ThreadPoolExecutor) -> None:
+        manager = StreamingManager(engine, SchedulerConfig(max_batch_size=8), tokenize_workers=2)
+        under_way = threading.Semaphore(0)
+
+        def submit() -> list[int]:
+            accepted = []
+            while True:
+                try:
+                    accepted.append(manager.add_request(WORDS, greedy(5)))
+                except ClosedError:
+                    return accepted
+                under_way.release()
+
+        clients = [threads.submit(submit) for _ in range(8)]
+        for _ in range(50):
+            assert under_way.acquire(timeout=WAIT_S)
+        assert self.close_in(manager) < 2
+        accepted = [request for client in clients for request in client.result(WAIT_S)]
+        ends = [outcome(lambda r=r: manager.result(r, WAIT_S)) for r in accepted]
+        assert any(isinstance(end, ClosedError) for end in ends)
+        assert all(isinstance(end, ClosedError) or end.finish_reason == "length" for end in ends)
+        assert_all_free(engine)
+
+    def test_while_a_prompt_is_being_tokenized(
+        self, engine: Engine, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with tokenization_held(engine, monkeypatch) as begun:
+            manager = StreamingManager(engine, tokenize_workers=1)
+            requests = [manager.add_request(text, greedy(3)) for text in PROMPTS]
+            waits = [threads.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in requests]
+            assert begun.wait(WAIT_S)
+            assert self.close_in(manager) < 2
+            assert all(isinstance(wait.result(WAIT_S), ClosedError) for wait in waits)
+
+
+class Unprintable(RuntimeError):
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+class Panic(BaseException):
+    """As the tokenizers library raises it: no Exception."""
+
+
+class TestWorkerFails:
+    """Whatever breaks in the worker's thread reaches all who wait, and the manager says that it is dead."""
+
+    def break_at(self, where: str, engine: Engine, error: BaseException, patch: pytest.MonkeyPatch) -> None:
+        def broken(*_arguments: object, **_options: object) -> None:
+            raise error
+
+        owners = {"push": IncrementalText, "take": LateText, "collect": engine.step}
+        patch.setattr(owners.get(where, engine), where, broken)
+
+    @pytest.mark.parametrize(
+        ("where", "error"),
+        [
+            ("begin_prefill", RuntimeError("device lost")),
+            ("begin_decode", PromptError("poisoned")),
+            ("collect", MemoryError()),
+            ("release", KeyboardInterrupt()),
+            ("push", SystemExit(3)),
+            ("take", Unprintable()),
+        ],
+    )
+    def test_nobody_hangs(
+        self, engine: Engine, where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.break_at(where, engine, error, monkeypatch)
+        params = greedy(4, stop="never said" if where == "push" else None)
+        inbox: SimpleQueue = SimpleQueue()
+        with (
+            StreamingManager(engine, SchedulerConfig(max_batch_size=2)) as manager,
+            ThreadPoolExecutor(8) as threads,
+        ):
+            read = manager.add_requests([[1]] * 3, params)
+            try:
+                followed = manager.add_requests([[1]] * 3, params, inbox)
+            except WorkerError:  # it may be dead already
+                followed = []
+            waits = [threads.submit(outcome, lambda r=r: manager.result(r)) for r in read + followed]
+            waits += [threads.submit(outcome, lambda r=r: list(manager.stream_text(r))) for r in read]
+            for wait in waits:
+                assert isinstance(wait.result(WAIT_S), WorkerError)
+                assert wait.result().__cause__ is error
+            assert sorted(inbox.get(timeout=WAIT_S) for _ in followed) == [(i, None) for i in followed]
+            with pytest.raises(WorkerError, match=f"failed .*{type(error).__name__}.*make a new") as told:
+                manager.add_request([1], greedy(1))
+            assert told.value.__cause__ is error
+        with pytest.raises(WorkerError, match="worker has failed"):
+            manager.add_request([1], greedy(1))
+
+    def test_a_failure_while_closing_reaches_every_waiter(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        manager = StreamingManager(engine)
+        request = manager.add_request([1], ENDLESS)
+        next(manager.stream_text(request))
+        self.break_at("release", engine, RuntimeError("device lost"), monkeypatch)
+        manager.close()
+        with pytest.raises(WorkerError, match="device lost"):
+            manager.result(request, WAIT_S)
+
+    @pytest.mark.parametrize("error", [RuntimeError("no table"), Panic("in Rust")])
+    def test_an_error_of_a_tokenizer_thread_reaches_its_reader_and_no_other(
+        self, engine: Engine, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        encode = engine.tokenizer.encode
+
+        def broken(text: str, special: bool = True) -> list[int]:
+            if text == "bad":
+                raise error
+            return encode(text, special)
+
+        monkeypatch.setattr(engine.tokenizer, "encode", broken)
+        with StreamingManager(engine, tokenize_workers=2) as manager:
+            bad, good = (manager.add_request(text, greedy(3)) for text in ("bad", WORDS))
+            with pytest.raises(RoseError, match=f"request {bad} failed .*{type(error).__name__}") as told:
+                manager.result(bad, WAIT_S)
+            assert told.value.__cause__ is error
+            with pytest.raises(RoseError, match=f"request {bad} failed"):
+                list(manager.stream_text(bad))
+            assert manager.result(good, WAIT_S).finish_reason == "length"
+        assert_all_free(engine)
+
+
+LEFT_OPEN = """
+import sys
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.streaming import StreamingManager
+from rosellm.rosetrainer.bpe import train_tokenizer
+from tests.helpers import random_model, small_config, small_engine
+
+tokenizer = train_tokenizer(["some words and more words to learn from"], 270)
+config = small_config(vocab_size=tokenizer.vocab_size, n_positions=40000)
+engine = small_engine(random_model(3, config), tokenizer=tokenizer, recipe="dense", num_kv_blocks=30000)
+endless = SamplingParams(temperature=0.0, max_tokens=30000, ignore_eos=True)
+manager = StreamingManager(engine, tokenize_workers=1)
+requests = [manager.add_request("some words", endless) for _ in range(4)]
+next(manager.stream_text(requests[0]))
+sys.exit(3)
+"""
+
+
+@pytest.mark.slow
+def test_the_interpreter_s_exit_closes_a_manager_left_open() -> None:
+    left = subprocess.run(
+        [sys.executable, "-c", LEFT_OPEN], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (left.returncode, left.stdout, left.stderr) == (3, "", "")

@@ -1,0 +1,103 @@
+"""Prompts and their sampling parameters: brought into one form, validated, and made into sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from rosellm.errors import PromptError, SamplingError, describe
+from rosellm.roseinfer.sampling import SamplingParams
+
+Prompt = str | Sequence[int]  # text, or token ids
+T = TypeVar("T")
+
+
+def as_prompts(prompts: Any) -> list[str | list[int]]:
+    """Convert prompts of any form to a list of texts and lists of token ids; ids are validated later."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = _as_list(prompts)
+    if items is None:
+        raise PromptError(f"prompts is {describe(prompts)}; give text, token ids, or several of these")
+    if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        return [items]
+    many = [item if isinstance(item, str) else _as_list(item) for item in items]
+    if None in many:
+        index = many.index(None)
+        raise PromptError(f"prompt {index} is {describe(items[index])}; give text or token ids")
+    return cast("list[str | list[int]]", many)
+
+
+def one_each(params: SamplingParams | list[SamplingParams], n_prompts: int) -> list[SamplingParams]:
+    """Return sampling parameters for every prompt, from one for all or one each.
+
+    Raises ``SamplingError`` for a wrong type or number.
+    """
+    if isinstance(params, SamplingParams):
+        return [params] * n_prompts
+    if not isinstance(params, (list, tuple)) or not all(isinstance(own, SamplingParams) for own in params):
+        raise SamplingError(
+            f"sampling parameters are {describe(params)}; give one SamplingParams, or a list of them"
+        )
+    if len(params) != n_prompts:
+        raise SamplingError(
+            f"{len(params)} SamplingParams for {n_prompts} prompts; give one for all, or one each"
+        )
+    return list(params)
+
+
+def check_prompts(prompts: object) -> None:
+    """Raise ``PromptError`` for anything but a list of prompts."""
+    if not isinstance(prompts, (list, tuple)):
+        raise PromptError(f"the prompts are {describe(prompts)}; give a list of prompts")
+
+
+def each_encoded(
+    encode_many: Callable[[Sequence[str | list[int]]], list[list[int]]], prompts: Sequence[str | list[int]]
+) -> list[list[int]]:
+    """Encode the prompts with ``encode_many``; a ``PromptError`` names which of several is bad."""
+    try:
+        return encode_many(prompts)
+    except PromptError:
+        for index, prompt in enumerate(prompts):
+            with _numbered(index, len(prompts)):
+                encode_many([prompt])
+        raise
+
+
+def each_made(
+    make: Callable[[list[int], SamplingParams], T],
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+) -> list[T]:
+    """Call ``make`` for each prompt and its parameters; a ``PromptError`` names which of several is bad."""
+    made = []
+    for index, (prompt, own) in enumerate(zip(prompts, one_each(params, len(prompts)), strict=True)):
+        with _numbered(index, len(prompts)):
+            made.append(make(prompt, own))
+    return made
+
+
+@contextmanager
+def _numbered(index: int, n_prompts: int) -> Iterator[None]:
+    """Name the prompt's index in a ``PromptError``, if there are several."""
+    try:
+        yield
+    except PromptError as error:
+        if n_prompts == 1:
+            raise
+        raise PromptError(f"prompt {index}: {error}") from error
+
+
+def _as_list(items: Any) -> list | None:
+    """Convert an array, tensor or iterable to a list of Python values; return None for anything else."""
+    items = _as_python(items)
+    if not isinstance(items, Iterable) or isinstance(items, (str, bytes, bytearray, Mapping, Set)):
+        return None
+    return [_as_python(item) for item in items]
+
+
+def _as_python(item: Any) -> Any:
+    """Convert arrays, tensors and their scalars to lists and numbers."""
+    return item.tolist() if hasattr(item, "tolist") else item

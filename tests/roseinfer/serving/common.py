@@ -1,0 +1,76 @@
+"""What tests of schedulers and streams share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rosellm.errors import RoseError
+from rosellm.models.tokenizer import Tokenizer
+from rosellm.roseinfer.engine import Engine
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OnlineScheduler
+from tests.helpers import random_model, small_config, small_engine
+
+WORDS = "hello world, here is some text to learn from, with words and words"
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+
+
+def greedy(max_tokens: int = 8, **others) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **others)
+
+
+def engine_of(seed: int = 0, tokenizer: Tokenizer | None = None, **options) -> Engine:
+    changes = {"vocab_size": tokenizer.vocab_size} if tokenizer else {}
+    options = {"recipe": "dense"} | options
+    return small_engine(random_model(seed, small_config(**changes)), tokenizer=tokenizer, **options)
+
+
+def run_to_end(scheduler: OnlineScheduler) -> None:
+    while scheduler.has_unfinished:
+        scheduler.step()
+
+
+def assert_all_free(engine: Engine) -> None:
+    if engine.prefix_cache is not None:
+        engine.prefix_cache.clear()
+    engine.check_integrity()
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
+
+
+class Gate:
+    """Holds the engine's decode steps back until it is opened; tells when the first one has begun."""
+
+    def __init__(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+    ) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+        begin_decode = engine.begin_decode
+
+        def held_back(sequences) -> int:
+            self.reached.set()
+            assert self._open.wait(10)
+            if error is not None:
+                raise error
+            return begin_decode(sequences)
+
+        monkeypatch.setattr(engine, "begin_decode", held_back)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within: a decode step has begun and does not end."""
+        assert self.reached.wait(10)
+        try:
+            yield
+        finally:
+            self._open.set()
+
+
+def outcome(read: Callable[[], object]) -> object:
+    try:
+        return read()
+    except RoseError as error:
+        return error

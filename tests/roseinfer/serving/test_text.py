@@ -1,0 +1,145 @@
+"""Text: decoded token by token, ended by stop strings and by the end of sequence."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from rosellm.errors import PromptError, SamplingError
+from rosellm.models.tokenizer import Tokenizer
+from rosellm.roseinfer.recipe import BEST_RUNG
+from rosellm.roseinfer.sampling import SamplingParams
+from rosellm.roseinfer.serving.scheduler import OfflineScheduler, OnlineScheduler
+from rosellm.roseinfer.text import IncrementalText
+from tests.helpers import random_model, random_prompts, small_config, small_engine, uncached_greedy
+from tests.roseinfer.serving.common import assert_all_free, engine_of, greedy
+
+
+class Pieces:
+    """A tokenizer whose token i is the i-th of the given strings."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def stream(self) -> Pieces:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def finish(self) -> str:
+        return ""
+
+
+def before_first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
+    """Character by character: the text before the stop string that is completed first."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - len(max(ending, key=len))], True
+    return text, False
+
+
+words = st.text(alphabet="ab", min_size=1, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(pieces=st.lists(words, max_size=8), stops=st.lists(words, max_size=3))
+def test_text_ends_before_the_first_stop_wherever_tokens_break(pieces: list[str], stops: list[str]) -> None:
+    stops = tuple(stops)
+    expected, stopped = before_first_stop("".join(pieces), stops)
+    text = IncrementalText(Pieces(pieces), stops)
+    taken = []
+    for i in range(len(pieces)):
+        text.push(i)
+        taken.append(text.take())
+        assert expected.startswith("".join(taken))
+        assert stops or taken[i] == pieces[i]  # nothing is held back
+        if text.stopped:
+            break
+    text.finish()
+    taken.append(text.take())
+    assert ("".join(taken), text.text, text.stopped) == (expected, expected, stopped)
+
+
+def test_a_character_in_parts_waits_for_its_last_byte_or_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("né 🙂")
+    text = IncrementalText(tokenizer)
+    taken = []
+    for token in ids:
+        text.push(token)
+        taken.append(text.take())
+    assert "".join(taken) == "né 🙂"
+    assert "�" not in "".join(taken) and "" in taken
+    cut = IncrementalText(tokenizer)
+    for token in ids[:-1]:
+        cut.push(token)
+    assert cut.take() == "né "
+    cut.finish()
+    assert "né " + cut.take() == cut.text == tokenizer.decode(ids[:-1])
+
+
+def test_stop_strings_end_a_request_and_its_text(tokenizer: Tokenizer) -> None:
+    engine = engine_of(3, tokenizer)
+    prompts = random_prompts([3, 5, 2], vocab_size=tokenizer.vocab_size)
+    whole = OfflineScheduler(engine).run(prompts, greedy(30))
+    stops = [output.text[8:11] for output in whole]
+    params = [greedy(30, stop=[stop, "never there"]) for stop in stops[:2]]
+    params.append(greedy(30, stop=whole[2].text[-1] + "then something else"))
+    cut = OfflineScheduler(engine).run(prompts, params)
+    for output, stop, reference in zip(cut[:2], stops, whole, strict=False):
+        assert output.text == reference.text.partition(stop)[0]
+        assert output.finish_reason == "stop"
+        assert len(output.token_ids) < 30
+        assert output.token_ids == reference.token_ids[: len(output.token_ids)]
+        assert len(output.metrics.token_times) == len(output.token_ids)
+    assert (cut[2].text, cut[2].finish_reason) == (whole[2].text, "length")
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("stop", [None, "never there"])
+def test_the_end_of_sequence_is_a_token_and_no_text(tokenizer: Tokenizer, stop: str | None) -> None:
+    config = {"vocab_size": tokenizer.vocab_size}
+    tokens = uncached_greedy(random_model(0, small_config(**config)), [9, 8], 6)
+    assert tokens.index(tokens[5]) == 5
+    model = random_model(0, small_config(eos_token_ids=(tokens[5],), **config))
+    engine = small_engine(model, tokenizer=tokenizer, recipe="dense")
+    until_eos = SamplingParams(temperature=0.0, max_tokens=20, stop=stop)
+    output = OfflineScheduler(engine).run([[9, 8]], until_eos)[0]
+    assert (output.token_ids, output.finish_reason) == (tokens, "stop")
+    assert output.text == tokenizer.decode(tokens[:5])
+
+
+@pytest.mark.parametrize("rung", ["dense", BEST_RUNG])
+def test_the_first_of_several_ends_of_sequence_stops_a_request(rung: str) -> None:
+    prompts = [[9, 8], [3], [5, 6, 7], [40, 2, 1, 8]]
+    plain = [uncached_greedy(random_model(0), prompt, 12) for prompt in prompts]
+    ends = (19, 1, 77)
+    engine = small_engine(random_model(0, small_config(eos_token_ids=ends)), recipe=rung)
+    outputs = OfflineScheduler(engine).run(prompts, SamplingParams(temperature=0.0, max_tokens=12))
+    assert [output.token_ids for output in outputs] == [
+        row[:n] for row, n in zip(plain, (5, 5, 1, 11), strict=True)
+    ]
+    assert {output.finish_reason for output in outputs} == {"stop"}
+    assert {output.token_ids[-1] for output in outputs} == set(ends)
+    ignoring = OfflineScheduler(engine).run(prompts, greedy(12))
+    assert [output.token_ids for output in ignoring] == plain
+
+
+def test_text_is_decoded_only_when_it_is_read(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    real = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(ids) or real(ids))
+    output = OfflineScheduler(engine_of(3, tokenizer)).run([[1]], greedy(4))[0]
+    assert decoded == []
+    assert output.text == output.text == real(output.token_ids)
+    assert decoded == [output.token_ids]
+
+
+def test_without_a_tokenizer_there_is_no_text_and_no_stop_string() -> None:
+    engine = engine_of()
+    assert OfflineScheduler(engine).run([[1]], greedy(2))[0].text is None
+    with pytest.raises(SamplingError, match="stop strings need a tokenizer"):
+        OnlineScheduler(engine).add_request([1], greedy(2, stop="x"))
+    with pytest.raises(PromptError, match="a prompt of text needs a tokenizer"):
+        engine.encode("x")
