@@ -25,13 +25,15 @@ from rosellm.errors import (
     RecipeError,
     RoseError,
 )
-from rosellm.lab.records.replica_runs import stream_with_a_death
 from rosellm.lab.running.interruption import is_running
 from rosellm.models.checkpoint import checkpoint_folder
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.streaming import ClosedError, StreamingManager
 from tests.roseinfer.ranks import program
+
+stream_with_a_death = load_exhibit("replica_runs").stream_with_a_death
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'rosellm[cluster]'")
 

@@ -13,10 +13,12 @@ from rosellm.lab.figures.bars import before_after, waterfall
 from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle, show, text_table
 from rosellm.lab.figures.lines import step_lines
 from rosellm.lab.figures.palette import CAUSES, PALETTE, PARTS, STYLES, TEXT
-from rosellm.lab.figures.pool import pool_over_time
 from rosellm.lab.figures.timeline import timeline
 from rosellm.lab.records.trace import Event, Trace
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.steps.step import STEP_RANGE
+
+pool_over_time = load_exhibit("pool").pool_over_time
 
 # Machado, Oliveira and Fernandes 2009, severity 1.0, on linear RGB.
 SIGHT = {

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from rosellm.errors import OptionError
-from rosellm.lab.figures.shards import shards, sums_over_time
 from rosellm.lab.records import cuts
 from rosellm.models.loading import arch_of
 from rosellm.models.model import Transformer
 from rosellm.models.part import Part
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.tensor_parallel import load_engine
+
+_shards = load_exhibit("shards")
+shards, sums_over_time = _shards.shards, _shards.sums_over_time
 
 MODELS = {name: arch_of(name) for name in ("rose-tiny", "rose-tiny-qwen3")} | cuts.MODELS
 CUT = [

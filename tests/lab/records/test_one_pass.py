@@ -14,7 +14,6 @@ from rosellm.bench.benchmark_scheduler import run_scheduler_benchmark
 from rosellm.bench.job import Job
 from rosellm.bench.workloads import Workload
 from rosellm.lab.figures.charts import ChartError
-from rosellm.lab.figures.passes import pass_timeline
 from rosellm.lab.records import arrivals, one_pass, passes
 from rosellm.lab.records.passes import Pass
 from rosellm.lab.records.records import Results
@@ -22,6 +21,8 @@ from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import random_model, random_prompts, small_engine
+
+pass_timeline = load_exhibit("pass_timeline").pass_timeline
 
 MODEL = random_model(0)
 

@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 
-from rosellm.lab.records.chi_squared import DrawsError, fit
+from rosellm.roseinfer.exhibits import load_exhibit
+
+_chi_squared = load_exhibit("chi_squared")
+DrawsError, fit = _chi_squared.DrawsError, _chi_squared.fit
+
 
 PROBS = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0])
 # 0.1% points of chi-squared by degrees of freedom, from tables.

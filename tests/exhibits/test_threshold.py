@@ -5,7 +5,9 @@ import json
 import pytest
 
 from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
-from rosellm.lab.figures.threshold import threshold_chart
+from rosellm.roseinfer.exhibits import load_exhibit
+
+threshold_chart = load_exhibit("threshold").threshold_chart
 
 MAXIMA = [1.0, 5.0, 2.0, 4.0]
 CANDIDATES = [(1, 5.0), (1, 3.5), (3, 4.0)]

@@ -4,7 +4,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rosellm.lab.figures.blocks import DiagramError, block_pool
+from rosellm.roseinfer.exhibits import load_exhibit
+
+_blocks = load_exhibit("blocks")
+DiagramError, block_pool = _blocks.DiagramError, _blocks.block_pool
+
 
 NS = "{http://www.w3.org/2000/svg}"
 

@@ -2,7 +2,10 @@
 
 import pytest
 
-from rosellm.lab.figures.first_runs import first_runs_chart
+from rosellm.roseinfer.exhibits import load_exhibit
+
+first_runs_chart = load_exhibit("first_runs").first_runs_chart
+
 
 PARTS = {"import": 2.0, "load": 1.0, "build": 0.5, "warm_up": 3.0}
 RUNS = [{"first_token_s": 0.25, "seconds": 1.0}, {"seconds": 0.75}, {"seconds": 0.5}]

@@ -1,7 +1,9 @@
 """Ledgers by role as bars."""
 
-from rosellm.lab.figures.roles import roles_chart
+from rosellm.roseinfer.exhibits import load_exhibit
 from tests.ledgers import ROWS, ledger_of
+
+roles_chart = load_exhibit("roles_chart").roles_chart
 
 
 def test_a_bar_is_the_whole_step_and_the_one_below_it_its_floors():

@@ -9,7 +9,10 @@ from itertools import pairwise
 
 from rosellm.lab.figures.charts import Chart, ChartError, finish, same_length, text_table
 from rosellm.lab.figures.palette import HATCHING, PALE, PALETTE, TEXT, ink_on
-from rosellm.lab.records.pool_log import KINDS, PoolLog
+from rosellm.roseinfer.exhibits import load_exhibit
+
+_pool_log = load_exhibit("pool_log")
+KINDS, PoolLog = _pool_log.KINDS, _pool_log.PoolLog
 
 MAX_MOMENTS, POOL_HEIGHT = 200, 270
 MARKS = {  # symbols; colours belong to the requests

@@ -8,8 +8,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rosellm.lab.figures.charts import PLOTLY, ChartError, bundle
-from rosellm.lab.figures.programs import COLOURS, LONGEST, OTHERS, deal, programs_of, timeline
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.attention_plan import Variant, cut_rows, whole_rows
+
+_programs = load_exhibit("programs")
+COLOURS, LONGEST, OTHERS, deal, programs_of, timeline = (
+    _programs.COLOURS,
+    _programs.LONGEST,
+    _programs.OTHERS,
+    _programs.deal,
+    _programs.programs_of,
+    _programs.timeline,
+)
 
 some_lengths = st.lists(st.integers(1, 200), min_size=1, max_size=9)
 variants = st.builds(Variant, st.sampled_from((16, 64)), st.integers(0, 12), lead=st.integers(0, 4))

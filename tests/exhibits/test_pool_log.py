@@ -2,12 +2,14 @@
 
 import pytest
 
-from rosellm.lab.figures.pool import pool_chart
-from rosellm.lab.records.pool_log import PoolLog
+from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
 from tests.helpers import random_model, random_prompts, small_engine
+
+pool_chart = load_exhibit("pool").pool_chart
+PoolLog = load_exhibit("pool_log").PoolLog
 
 Transformer = random_model(0)
 PROMPTS = random_prompts([3, 9, 1, 17, 8, 5], seed=3)
