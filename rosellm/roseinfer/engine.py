@@ -53,8 +53,8 @@ class Engine(Owned):
     deterministic: a request's logits and tokens are bitwise the same whatever shares its batch or the cache
     (``batch_invariant``); prompts are then cut only at multiples of ``prefill_alignment`` tokens. warm_up:
     capture every CUDA graph that these options allow at construction, so that no request waits for one (see
-    :meth:`warm_up`); False captures each at its first use. No effect on a CPU. group: the ranks that run the engine together, each with its part of the
-    model (:mod:`tensor_parallel`).
+    :meth:`warm_up`); False captures each at its first use. No effect on a CPU. group: the ranks that run
+    the engine together, each with its part of the model (:mod:`tensor_parallel`).
     """
 
     def __init__(

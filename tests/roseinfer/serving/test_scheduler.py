@@ -326,7 +326,7 @@ def test_an_error_in_the_engine_leaks_no_block(where: str, error, monkeypatch: p
     scheduler.step()
 
     def fail_halfway(sequences: list[Sequence], counts: object = None) -> None:
-        engine.blocks.reserve_prompt(0, sequences[0].block_ids[0], 3)
+        engine.blocks.reserve_prompt(0, sequences[0].block_ids, 3)
         raise error("no luck")
 
     with monkeypatch.context() as broken:
