@@ -29,7 +29,7 @@ ENDS = {"ignore_eos": True}
 
 
 def fake() -> Engine:
-    return fake_engine("shared", 0, tokenizer=Letters(), max_batch_size=3, num_kv_blocks=12)
+    return fake_engine(0, tokenizer=Letters(), max_batch_size=3, num_kv_blocks=12)
 
 
 def greedy(max_tokens: int, **others) -> SamplingParams:

@@ -420,7 +420,7 @@ def test_too_many_prompts_for_the_free_rows_are_refused_and_the_decode_step_is_n
 def test_the_graphs_of_a_large_engine_are_few(monkeypatch, n_positions, most):
     """GPT-2's heads on an H200's SMs; long prefixes need graphs of their own. One takes 10 to 40 ms."""
     room = room_for(torch.bfloat16, 64, 12, 1, 132) if n_positions > LONG_PREFIX else 0
-    monkeypatch.setattr("rosellm.roseinfer.recipe.room_of", lambda model, most_positions: room)
+    monkeypatch.setattr("rosellm.roseinfer.assembly.room_of", lambda model, most_positions: room)
     config = small_config(n_positions=n_positions, n_heads=12, n_kv_heads=12, d_model=192)
     joined = small_engine(
         random_model(0, config), recipe=JOINED, max_batch_size=256, num_kv_blocks=4

@@ -17,16 +17,17 @@ from threading import Event
 import pytest
 import torch
 
-from rosellm.errors import RecipeError
+from rosellm.errors import OptionError, RecipeError
 from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder as folder_of, load_config
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import Tokenizer
-from rosellm.roseinfer.cache.kv_blocks import blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
-from rosellm.roseinfer.recipe import LADDER, Recipe
+from rosellm.roseinfer.recipe import LADDER, RECIPES
 from rosellm.roseinfer.request import Sequence
+from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OfflineScheduler
@@ -105,14 +106,15 @@ class Combination:
     runner: str
     deterministic: bool
 
-    def recipe(self) -> Recipe:
-        recipe = replace(LADDER[self.rung], runner=self.runner)
+    def recipe(self) -> Rung:
+        recipe = with_runner(self.rung, self.runner)
         return recipe.invariant() if self.deterministic else recipe
 
     def is_allowed(self) -> bool:
         tight = self.shape().tight
         can_be_forced = tight is not None and tight[self.prefix_cache] is not None
-        possible = takes(self.rung, self.runner, self.deterministic) and serves(self.rung, self.model)
+        mode = self.rung, self.runner, self.deterministic, self.prefix_cache
+        possible = takes(*mode) and serves(self.rung, self.model)
         return (can_be_forced or not self.forced) and possible
 
     def shape(self) -> Composition:
@@ -124,13 +126,24 @@ class Combination:
         return "-".join([*words, f"stream{self.stream}", *(mark for mark, is_set in marks.items() if is_set)])
 
 
+def with_runner(rung: str, runner: str) -> Rung:
+    """The rung with that runner, which is a choice of recipes alone."""
+    if rung in RECIPES:
+        return replace(RECIPES[rung], runner=runner)
+    if LADDER[rung].as_dict()["runner"] != runner:
+        raise RecipeError(f"{rung} has another runner")
+    return LADDER[rung]
+
+
 @cache
-def takes(rung: str, runner: str, deterministic: bool) -> bool:
+def takes(rung: str, runner: str, deterministic: bool, prefix_cache: bool) -> bool:
     """Whether the rung takes that runner and that mode."""
     try:
-        recipe = replace(LADDER[rung], runner=runner)
+        recipe = with_runner(rung, runner)
         _ = recipe.invariant() if deterministic else recipe
-    except RecipeError:
+        if prefix_cache:
+            recipe.check_prefix_cache()
+    except (OptionError, RecipeError):
         return False
     return True
 
@@ -306,7 +319,8 @@ class Witness:
         self._engine = engine
         self._begin_prefill, self._begin_decode = engine.begin_prefill, engine.begin_decode
         engine.begin_prefill, engine.begin_decode = self._see_prefill, self._see_decode
-        self._clone_block, engine.blocks.clone_block = engine.blocks.clone_block, self._see_clone
+        if isinstance(engine.blocks, KVBlockManager):
+            self._clone_block, engine.blocks.clone_block = engine.blocks.clone_block, self._see_clone
         if isinstance(engine.step, ResidentStep):
             rows = engine.step.planner
             self._move, rows._move = rows._move, self._see_move

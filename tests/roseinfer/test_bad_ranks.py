@@ -14,7 +14,6 @@ from rosellm.roseinfer import tensor_parallel
 from rosellm.roseinfer.recipe import LADDER
 
 BEST = LADDER["split_kv"]
-PADDED = replace(LADDER["packed_prefill"], prefill="padded")
 REFUSED = {
     "three": (OptionError, "3 does not divide the model's 4 attention heads", {"tensor_parallel_size": 3}),
     "qwen3_by_four": (
@@ -22,15 +21,11 @@ REFUSED = {
         "4 does not divide the model's 6 attention heads",
         {"tensor_parallel_size": 4, "model": "rose-tiny-qwen3"},
     ),
-    "host_step": (RecipeError, "needs step='resident', not 'host'", {"rung": "cuda_graph"}),
-    "padded": (RecipeError, "needs prefill='packed', not 'padded'", {"rung": "resident_step"}),
+    "host_step": (RecipeError, "needs rung 'fused_append' or a later one", {"rung": "cuda_graph"}),
+    "padded": (RecipeError, "needs rung 'fused_append' or a later one", {"rung": "resident_step"}),
     "persistent": (RecipeError, "needs exhibit='none'", {"rung": "persistent_kernel"}),
     "deterministic": (RecipeError, "needs numerics='fast'", {"deterministic": True}),
-    "recipe": (
-        RecipeError,
-        "needs prefill=",
-        {"recipe": replace(LADDER["packed_prefill"], prefill="padded")},
-    ),
+    "recipe": (RecipeError, "needs rung 'fused_append'", {"recipe": LADDER["packed_prefill"]}),
     "one_shot": (RecipeError, "is a Triton kernel", {"recipe": replace(BEST, all_reduce="one_shot")}),
     "rung": (RecipeError, "rung 'fast' is unknown", {"rung": "fast"}),
     "device": (DeviceError, "device 'tpu' is unknown", {"device": "tpu"}),
@@ -68,6 +63,6 @@ def test_a_benchmark_refuses_them_likewise(capsys: pytest.CaptureFixture):
     assert benchmark_scheduler.main(asked) == 2
     assert "does not divide" in capsys.readouterr().err
     assert benchmark_scheduler.main(["--device", "cpu", "--tensor-parallel-size", "2"]) == 2
-    assert "needs step='resident'" in capsys.readouterr().err
+    assert "needs rung 'fused_append'" in capsys.readouterr().err
     assert benchmark_scheduler.main([*asked[:4], "--all-reduce", "one_shot"]) == 2
     assert "needs a --tensor-parallel-size of 2 or more" in capsys.readouterr().err

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 
 import pytest
-from rosellm.roseinfer.steps.runner import EagerRunner, GraphRunner
 
+from rosellm.ladder.rungs import CudaGraph
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -36,6 +35,7 @@ from tests.roseinfer.lattice import (
     pieces_of,
     serve,
     values_of,
+    with_runner,
 )
 
 CASES = [pytest.param(c, "cpu", id=f"{c}-cpu") for c in covering_array("cpu", 1)]
@@ -81,7 +81,7 @@ def engine_for(combination: Combination, device: str, work: Workload) -> Engine:
     return small_engine(
         model,
         tokenizer=tokenizer,
-        recipe=replace(LADDER[combination.rung], runner=combination.runner),
+        recipe=with_runner(combination.rung, combination.runner),
         deterministic=combination.deterministic,
         max_batch_size=work.composition.places,
         num_kv_blocks=work.num_kv_blocks(combination),
@@ -105,9 +105,8 @@ def assert_runner(engine: Engine, combination: Combination) -> None:
         assert (engine.step.worker.graphs is not None) == (is_graph and on_gpu)
         assert engine.step.worker._steps
         return
-    runner = engine.step.runner
-    assert type(runner) is (GraphRunner if is_graph else EagerRunner)
-    assert not is_graph or runner._captured
+    assert isinstance(engine.step, CudaGraph) == is_graph
+    assert not is_graph or engine.step.captured
 
 
 def assert_batches(witness: Witness, combination: Combination, work: Workload) -> None:
@@ -117,7 +116,7 @@ def assert_batches(witness: Witness, combination: Combination, work: Workload) -
         assert min(2, places) <= max(witness.rows) <= places
         return
     assert max(witness.rows) == places
-    if combination.composition == "mixed" and LADDER[combination.rung].step == "resident":
+    if combination.composition == "mixed" and LADDER[combination.rung].as_dict()["step"] == "resident":
         assert witness.n_moves > 0
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from rosellm.roseinfer.steps.kv_append import AppendGate
 from torch import Tensor
 
-from rosellm.errors import RecipeError
+from rosellm.errors import OptionError, RecipeError, SamplingError
+from rosellm.ladder.museum import STEPS
+from rosellm.ladder.pools import TuplePool
 from rosellm.models.model import Transformer
 from rosellm.models.weights import load_model, save_model
 from rosellm.roseinfer.engine import Engine
-from rosellm.roseinfer.recipe import BEST_RUNG, LADDER, recipe_choices
+from rosellm.roseinfer.recipe import BEST_RUNG, LADDER
+from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import (
     MODERN,
     WINDOWED,
@@ -39,7 +41,7 @@ EQUAL = [7, 7, 7, 7]
 PROMPTS = {"mixed": random_prompts(MIXED, seed=1), "equal": random_prompts(EQUAL, seed=2)}
 TUNED = [name for name, recipe in LADDER.items() if recipe.launch == "autotuned"]
 ON_TORCH = [name for name in LADDER if name not in TUNED]
-HOST_DRIVEN_RUNGS = [name for name in ON_TORCH if LADDER[name].step == "host"]
+HOST_DRIVEN = [name for name in ON_TORCH if name in STEPS]
 RUNS = [pytest.param(rung, "cpu", id=f"{rung}-cpu") for rung in ON_TORCH] + [
     pytest.param(rung, "cuda", id=f"{rung}-gpu", marks=pytest.mark.gpu) for rung in LADDER
 ]
@@ -49,7 +51,6 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles f
 MODELS = {
     "tied": (0, small_config(eos_token_ids=(3,))),
     "untied": (1, small_config(eos_token_ids=(3,), tie_embeddings=False)),
-    "another": (2, small_config(eos_token_ids=(3,))),
     "modern": (0, small_config(eos_token_ids=(3,), **MODERN)),
     "windowed": (0, small_config(eos_token_ids=(3,), **WINDOWED)),
 }
@@ -142,6 +143,10 @@ def grow_and_shrink(engine: Engine) -> list[list[int]]:
 def test_shared_prefixes_and_copies_on_write_give_the_same_tokens(checkpoint, rung, device):
     """Prompts served twice: the second round shares what the first one cached, partly filled blocks too."""
     folder, expected = checkpoint
+    if rung in STEPS:
+        with pytest.raises(OptionError, match=f"rung '{rung}' has no prefix cache"):
+            small_engine(load(folder, device), recipe=rung, prefix_cache=True)
+        return
     engine = small_engine(load(folder, device), recipe=rung, prefix_cache=True)
     for _ in range(2):
         assert grow_and_shrink(engine) == truncated(expected["mixed"].tokens)
@@ -207,13 +212,52 @@ def test_steps_that_are_begun_ahead_are_collected_in_order(checkpoint, rung, dev
     assert told == ["prefill"] + ["decode"] * (N_TOKENS - 1)
 
 
-@pytest.mark.parametrize("rung", HOST_DRIVEN_RUNGS)
+@pytest.mark.parametrize("rung", HOST_DRIVEN)
 def test_slots_are_reserved_once_a_pool(rung, monkeypatch):
     engine, calls = small_engine(random_model(3), recipe=rung), []
-    reserve = engine.blocks.reserve_tokens
-    monkeypatch.setattr(engine.blocks, "reserve_tokens", lambda *a: calls.append(a[0]) or reserve(*a))
+    kind = type(engine.blocks.pools[0])
+    reserve = kind.reserve_tokens
+    monkeypatch.setattr(
+        kind, "reserve_tokens", lambda pool, *a: calls.append(pool.number) or reserve(pool, *a)
+    )
     generate(engine, PROMPTS["equal"], 2)
-    assert calls == ([0] if LADDER[rung].pool == "shared" else list(range(engine.config.n_layers)))
+    assert calls == ([0] if rung == "one_table" else list(range(engine.config.n_layers)))
+    assert isinstance(engine.blocks.pools[0], TuplePool)
+
+
+BEYOND = {
+    "logprobs": {"logprobs": 0},
+    "penalties": {"repetition_penalty": 1.2},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("asked", BEYOND)
+@pytest.mark.parametrize("rung", ["dense", "one_table"])
+def test_what_a_host_driven_rung_cannot_do_is_refused_in_a_line_when_it_is_asked_for(rung, asked):
+    engine, params = small_engine(random_model(3), recipe=rung), SamplingParams(**BEYOND[asked])
+    with pytest.raises(
+        SamplingError, match=f"rung '{rung}' .* without {asked}; resident_step and later"
+    ) as refusal:
+        engine.make_sequence([1, 2], params)
+    assert "\n" not in str(refusal.value)
+    small_engine(random_model(3), recipe="resident_step").make_sequence([1, 2], params)
+
+
+@pytest.mark.parametrize("rung", ON_TORCH)
+def test_draws_by_temperature_beside_greedy_rows_are_those_of_the_resident_step(rung):
+    def drawn(name: str) -> list[list[int]]:
+        engine = small_engine(random_model(3), recipe=name)
+        params = [
+            SamplingParams(temperature=t, seed=9, max_tokens=8, ignore_eos=True) for t in (0.0, 0.7, 1.5)
+        ]
+        sequences = [engine.make_sequence(PROMPTS["mixed"][i], p) for i, p in enumerate(params)]
+        engine.prefill(sequences)
+        return decode_all(engine, sequences)
+
+    assert drawn(rung) == drawn("resident_step")
 
 
 @pytest.mark.slow
@@ -230,37 +274,11 @@ def test_rungs_on_triton_in_the_interpreter_give_the_tokens_of_transformers(chec
     assert generate(engine, PROMPTS["mixed"][2:5], n) == three
 
 
-@pytest.mark.parametrize("gate", [AppendGate(None), AppendGate(4), AppendGate(0)], ids=str)
-def test_tokens_do_not_depend_on_the_gate(checkpoint, gate):
-    folder, expected = checkpoint
-    engine = small_engine(load(folder), gate=gate)
-    assert grow_and_shrink(engine) == truncated(expected["mixed"].tokens)
-
-
 @pytest.mark.parametrize("block_size", [1, 2, 16, 64])
 def test_tokens_do_not_depend_on_the_block_size(checkpoint, block_size):
     folder, expected = checkpoint
     engine = small_engine(load(folder), block_size=block_size)
     assert generate(engine, PROMPTS["mixed"], N_TOKENS) == expected["mixed"].tokens
-
-
-HOST_DRIVEN = LADDER["one_table"]
-LONE_AXES = [
-    replace(HOST_DRIVEN, **{name: value})
-    for name, values in recipe_choices().items()
-    for value in values
-    if name in ("append", "block_info", "indices", "pool")
-    and value not in (getattr(HOST_DRIVEN, name), "fused")
-]
-
-
-@pytest.mark.parametrize("recipe", LONE_AXES, ids=lambda r: "-".join(HOST_DRIVEN.difference(r)))
-def test_a_lone_axis_changed_in_the_last_host_driven_rung_gives_the_same_tokens(checkpoint, recipe):
-    folder, expected = checkpoint
-    assert (
-        generate(small_engine(load(folder), recipe=recipe), PROMPTS["equal"], N_TOKENS)
-        == expected["equal"].tokens
-    )
 
 
 def test_models_of_the_parts_of_gpt_2_are_served_by_every_rung_and_others_by_all_but_one():
@@ -386,7 +404,7 @@ CONTAINERS = (list, dict, set, tuple)
 @pytest.mark.parametrize("rung", ON_TORCH)
 def test_two_engines_share_no_state_but_the_model(rung):
     gpt = random_model(3)
-    a, b = (small_engine(gpt, recipe=rung, prefix_cache=True) for _ in range(2))
+    a, b = (small_engine(gpt, recipe=rung, prefix_cache=rung not in STEPS) for _ in range(2))
     for engine in (a, b):
         generate(engine, PROMPTS["mixed"], 3)
     of_a, of_b = mutable_parts(a), mutable_parts(b)
@@ -395,40 +413,22 @@ def test_two_engines_share_no_state_but_the_model(rung):
     assert not of_a.keys() & of_b.keys()
 
 
-def test_each_engine_reads_the_environment_when_it_is_built(monkeypatch):
-    monkeypatch.setenv("ROSELLM_TRITON_KV_APPEND_MIN_BATCH", "5")
-    first = Engine(random_model(0))
-    monkeypatch.setenv("ROSELLM_TRITON_KV_APPEND_MIN_BATCH", "6")
-    second = Engine(random_model(0))
-    assert (first.gate, second.gate) == (AppendGate(5), AppendGate(6))
-
-
 def test_rows_past_the_batch_have_no_context_in_a_captured_run():
     engine = small_engine(random_model(3), recipe="cuda_graph")
     sequences = greedy_sequences(engine, PROMPTS["mixed"], [8, 8, 8, 8, 8, 2, 2])
     engine.prefill(sequences)
     decode_all(engine, sequences)
-    (bucket,) = engine.step.runner._captured
-    static = engine.step.runner._captured[bucket].static
+    ((bucket, (static, _)),) = engine.step.captured.items()
     assert bucket == 8
     assert static.context_lens.tolist() == [s.n_cached - 1 for s in sequences[:5]] + [0, 0, 0]
-
-
-@pytest.mark.gpu
-def test_an_autotuned_kernel_is_tuned_before_it_is_captured(checkpoint):
-    folder, expected = checkpoint
-    engine = small_engine(load(folder, "cuda"), recipe=replace(LADDER["cuda_graph"], launch="autotuned"))
-    assert generate(engine, PROMPTS["mixed"], N_TOKENS) == expected["mixed"].tokens
 
 
 @pytest.mark.gpu
 def test_the_graph_runner_captures_once_a_bucket_and_replays_for_smaller_batches():
     engine = small_engine(random_model(3).to("cuda"), recipe="cuda_graph", warm_up=False)
     expected = {n: generate(engine, PROMPTS["mixed"][:n], 4) for n in (3, 5, 7, 4, 1, 6, 2)}
-    runner = engine.step.runner
-    captured = dict(runner._captured)
+    captured = dict(engine.step.captured)
     assert set(captured) == {1, 2, 4, 8}
     for n in (7, 1, 5, 2, 6, 3):
         assert generate(engine, PROMPTS["mixed"][:n], 4) == expected[n] == expected[7][:n]
-    assert all(runner._captured[bucket] is captured[bucket] for bucket in captured)
-    assert len(runner._captured) == len(captured)
+    assert engine.step.captured == captured

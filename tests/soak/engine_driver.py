@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
+from rosellm.ladder.museum import STEPS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import BEST_RUNG
 from rosellm.roseinfer.request import Sequence
@@ -52,7 +53,7 @@ class EngineDriver(Driver):
             block_size=BLOCK,
             num_kv_blocks=AMPLE,
             max_batch_size=MOST_SEQUENCES,
-            prefix_cache=prefix_cache,
+            prefix_cache=prefix_cache and rung not in STEPS,
         )
         self.held: list[Held] = []
         self.latest: list[Sequence] = []

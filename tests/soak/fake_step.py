@@ -18,7 +18,6 @@ from tests.helpers import random_model, small_config
 from tests.late_step import run_late
 
 VOCAB, EOS, BLOCK, N_POSITIONS = 13, 0, 4, 48
-RUNG_OF = {"per_layer": "mutable_block_info", "shared": "one_table"}
 CONFIG = small_config(
     vocab_size=VOCAB, eos_token_ids=(EOS,), n_positions=N_POSITIONS, n_layers=2, n_heads=1, d_model=1
 )
@@ -41,7 +40,7 @@ def tokens_after(prompt: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class FakeStep:
-    """Driven by the host, as :class:`rosellm.roseinfer.steps.host.HostStep`; a token's key is the token.
+    """Driven by the host, as :class:`rosellm.ladder.dense.Dense`; a token's key is the token.
 
     Every token depends on its whole context, read from the cache by block table: a block that is lost,
     shared by mistake or written by another gives other tokens. A request of ``poisoned`` fails where it would
@@ -57,26 +56,14 @@ class FakeStep:
         self.poisoned: set[int] = set()
 
     def begin_prefill(self, sequences: list[Sequence], counts: list[int]) -> None:
-        for pool in range(self.blocks.num_pools):
-            for sequence, count in zip(sequences, counts, strict=True):
-                self.blocks.reserve_prompt(pool, sequence.block_ids[pool], count)
         for sequence, count in zip(sequences, counts, strict=True):
-            end = sequence.n_cached + count
-            for layer, pool in enumerate(self.blocks.pool_of):
-                for position in range(sequence.n_cached, end):
-                    block_index = sequence.block_ids[pool][position // BLOCK] - self._first(pool)
-                    self._keys[layer, block_index, position % BLOCK] = sequence.tokens[position]
-            sequence.n_cached = end
+            self._write(sequence, count)
+            sequence.n_cached += count
         self._commit("prefill", [s for s in sequences if s.completes_prefill(0)])
 
     def begin_decode(self, sequences: list[Sequence]) -> int:
-        tokens = [s.tokens[s.n_cached] for s in sequences]
-        slots = [
-            self.blocks.reserve_tokens(pool, [s.block_ids[pool] for s in sequences])
-            for pool in range(self.blocks.num_pools)
-        ]
-        for layer, pool in enumerate(self.blocks.pool_of):
-            self._keys[layer, slots[pool].block_idx, slots[pool].pos] = tokens
+        for sequence in sequences:
+            self._write(sequence, 1)
         self._commit("decode", sequences)
         return len(sequences)
 
@@ -101,20 +88,21 @@ class FakeStep:
 
     def _next(self, sequence: Sequence, n_cached: int) -> int:
         """From the cache of one layer, in turns."""
-        layer = n_cached % len(self._keys)
-        pool = self.blocks.pool_of[layer]
-        first = self._first(pool)
-        rows = self._keys[layer, [block_id - first for block_id in sequence.block_ids[pool]]]
+        rows = self._keys[n_cached % len(self._keys), sequence.block_ids]
         return next_token(rows.ravel()[:n_cached])
 
-    def _first(self, pool: int) -> int:
-        return pool * self.blocks.max_blocks_per_layer
+    def _write(self, sequence: Sequence, count: int) -> None:
+        """Reserve slots for the next ``count`` tokens, and cache them in every layer."""
+        self.blocks.reserve_prompt(sequence.block_ids, count)
+        for position in range(sequence.n_cached, sequence.n_cached + count):
+            place = sequence.block_ids[position // BLOCK], position % BLOCK
+            self._keys[:, *place] = sequence.tokens[position]
 
 
-def fake_engine(pool: Literal["per_layer", "shared"], run_ahead: int, **options) -> Engine:
+def fake_engine(run_ahead: int, **options) -> Engine:
     """An engine with all its parts but the step, whose tokens come ``run_ahead`` steps late."""
-    engine = Engine(_never_run(), recipe=RUNG_OF[pool], block_size=BLOCK, **options)
-    engine.step = FakeStep(engine.blocks)
+    engine = Engine(_never_run(), recipe="resident_step", block_size=BLOCK, **options)
+    engine.step, engine.budget.run_ahead = FakeStep(engine.blocks), 0
     if run_ahead:
         run_late(engine, run_ahead)
     return engine

@@ -18,9 +18,9 @@ LAYER_STEP = 100.0  # a token's key in layer l is token + 100 l
 
 @dataclass(eq=False)
 class Holder:
-    """A sequence: its block ids in every pool, and the tokens that they hold."""
+    """A sequence: its block ids, and the tokens that they hold."""
 
-    block_ids: list[list[int]]
+    block_ids: list[int]
     tokens: list[int]
 
 
@@ -30,10 +30,10 @@ class PrefixDriver(Driver):
     weights = {
         "serve": 6, "match": 2, "insert": 2, "append": 5, "release": 4, "make_room": 1, "clear": 1,
     }  # fmt: skip
-    axes = {"pool": ("per_layer", "shared"), "n_blocks": (12, 6, 18), "block_size": (4, 1, 2)}
+    axes = {"n_blocks": (12, 6, 18), "block_size": (4, 1, 2)}
 
-    def open(self, pool: str, n_blocks: int, block_size: int) -> None:
-        self.blocks = KVBlockManager(LAYERS, 1, 1, block_size, n_blocks, "cpu", torch.float32, pool=pool)
+    def open(self, n_blocks: int, block_size: int) -> None:
+        self.blocks = KVBlockManager(LAYERS, 1, 1, block_size, n_blocks, "cpu", torch.float32)
         self.cache = PrefixCache(self.blocks)
         self.keys = self.blocks.k_cache.numpy()[:, :, 0, :, 0]  # [L, N_BLOCKS, BLOCK_SIZE], the cache itself
         self.size, self.n_blocks = block_size, n_blocks
@@ -44,15 +44,14 @@ class PrefixDriver(Driver):
     def serve(self, a: int, b: int) -> bool:
         """What an engine does with a prompt: match, make room, compute the rest, keep it."""
         prompt = _prompt(a, b)
-        in_use = len({i for holder in self.holders for i in holder.block_ids[0]})
+        in_use = len({i for holder in self.holders for i in holder.block_ids})
         if len(self.holders) == MOST_HOLDERS or in_use + blocks_for(len(prompt), self.size) > self.n_blocks:
             return False
         holder = self._matched(prompt)
         self.holders.append(holder)
         n_matched = len(holder.tokens)
         self._make_room(blocks_for(len(prompt), self.size) - n_matched // self.size, holder)
-        for pool, ids in enumerate(holder.block_ids):
-            self.blocks.reserve_prompt(pool, ids, len(prompt) - n_matched)
+        self.blocks.reserve_prompt(holder.block_ids, len(prompt) - n_matched)
         holder.tokens = prompt
         self._write(holder, n_matched)
         self.cache.insert(prompt, holder.block_ids)
@@ -89,8 +88,7 @@ class PrefixDriver(Driver):
         self._make_room(1, holder)
         if self._n_free() == 0:
             return True
-        slots = [self.blocks.reserve_tokens(pool, [ids]) for pool, ids in enumerate(holder.block_ids)]
-        assert {pos for slot in slots for pos in slot.pos} == {len(holder.tokens) % self.size}
+        self.blocks.reserve_prompt(holder.block_ids, 1)
         holder.tokens = [*holder.tokens, b % 2]
         self._write(holder, len(holder.tokens) - 1)
         return True
@@ -98,8 +96,7 @@ class PrefixDriver(Driver):
     def release(self, a: int, b: int) -> bool:
         if not self.holders:
             return False
-        for ids in self.holders.pop(a % len(self.holders)).block_ids:
-            self.blocks.free_blocks(ids)
+        self.blocks.free_blocks(self.holders.pop(a % len(self.holders)).block_ids)
         return True
 
     def make_room(self, a: int, b: int) -> None:
@@ -115,12 +112,11 @@ class PrefixDriver(Driver):
     def check(self) -> None:
         entries = self._entries()
         assert self.cache._ordered == sorted(entries)
-        pools = chain(*(holder.block_ids for holder in self.holders), *entries.values())
-        self.blocks.check_integrity(Counter(chain.from_iterable(pools)))
+        self.blocks.check_integrity(self._held(entries))
         found = [(keys - LAYER_STEP * layer).tolist() for layer, keys in enumerate(self.keys)]
         for holder in self.holders:
             self._check_tokens(found, holder.block_ids, holder.tokens)
-            assert self.blocks.tokens_reserved(holder.block_ids[0]) == len(holder.tokens)
+            assert self.blocks.tokens_reserved(holder.block_ids) == len(holder.tokens)
         for entry, block_ids in entries.items():
             self._check_tokens(found, block_ids, list(entry))
 
@@ -137,12 +133,12 @@ class PrefixDriver(Driver):
     def _holder(self, a: int) -> Holder:
         return self.holders[a % len(self.holders)]
 
-    def _entries(self) -> dict[Tokens, list[list[int]]]:
+    def _entries(self) -> dict[Tokens, list[int]]:
         """What is kept, least recently used first."""
         return dict(self.cache._entries)
 
     def _n_free(self) -> int:
-        return min(map(self.blocks.num_free_blocks, range(self.blocks.num_pools)))
+        return self.blocks.num_free_blocks()
 
     def _matched(self, prompt: list[int]) -> Holder:
         """A holder of the longest prefix that is kept, or of its full blocks where none is free to clone."""
@@ -162,41 +158,39 @@ class PrefixDriver(Driver):
     def _make_room(self, n_blocks: int, writer: Holder | None = None) -> None:
         """The least recently used go first of those that free something, and no more of them than must."""
         before = self._entries()
-        written = writer.block_ids[0][-1:] if writer else []
+        written = writer.block_ids[-1:] if writer else []
         is_partial = writer and len(writer.tokens) % self.size
         kept = self._kept(dict(before), n_blocks, written if is_partial else [])
         self.cache.make_room(n_blocks, written)
         assert list(self._entries().items()) == list(kept.items())
         self.seen["evictions"] += len(before) - len(kept)
 
-    def _kept(self, entries: dict[Tokens, list[list[int]]], n_blocks: int, written: list[int]) -> dict:
-        """What of the entries is left, from what each of them holds in the first pool."""
-        theirs = {i for holder in self.holders for i in holder.block_ids[0]}
+    def _kept(self, entries: dict[Tokens, list[int]], n_blocks: int, written: list[int]) -> dict:
+        """What of the entries is left, from what each of them holds."""
+        theirs = {i for holder in self.holders for i in holder.block_ids}
         while n_blocks > self.n_blocks - len(held := self._held(entries)):
-            frees = [e for e, ids in entries.items() if any(held[i] == 1 for i in ids[0])]
-            some_day = [e for e, ids in entries.items() if not theirs.issuperset(ids[0])]
-            share = [e for e, ids in entries.items() if not set(written).isdisjoint(ids[0])]
+            frees = [e for e, ids in entries.items() if any(held[i] == 1 for i in ids)]
+            some_day = [e for e, ids in entries.items() if not theirs.issuperset(ids)]
+            share = [e for e, ids in entries.items() if not set(written).isdisjoint(ids)]
             if not (frees or some_day or share):
                 break
             del entries[(frees or some_day or share)[0]]
         return entries
 
-    def _held(self, entries: dict[Tokens, list[list[int]]]) -> Counter[int]:
-        """How often each block of the first pool is held."""
-        pools = [holder.block_ids[0] for holder in self.holders] + [ids[0] for ids in entries.values()]
-        return Counter(chain.from_iterable(pools))
+    def _held(self, entries: dict[Tokens, list[int]]) -> Counter[int]:
+        """How often each block is held."""
+        return Counter(chain(*(holder.block_ids for holder in self.holders), *entries.values()))
 
     def _write(self, holder: Holder, start: int) -> None:
-        for layer, pool in enumerate(self.blocks.pool_of):
+        for layer in range(LAYERS):
             for position in range(start, len(holder.tokens)):
-                index = holder.block_ids[pool][position // self.size] - pool * self.n_blocks
-                self.keys[layer, index, position % self.size] = holder.tokens[position] + LAYER_STEP * layer
+                place = layer, holder.block_ids[position // self.size], position % self.size
+                self.keys[place] = holder.tokens[position] + LAYER_STEP * layer
 
-    def _check_tokens(self, found: list, block_ids: list[list[int]], tokens: list[int]) -> None:
+    def _check_tokens(self, found: list, block_ids: list[int], tokens: list[int]) -> None:
         """The blocks begin with these in every layer; ``found``: what each layer's blocks hold."""
-        for layer, pool in enumerate(self.blocks.pool_of):
-            first = pool * self.n_blocks
-            held = [token for block_id in block_ids[pool] for token in found[layer][block_id - first]]
+        for blocks in found:
+            held = [token for block_id in block_ids for token in blocks[block_id]]
             assert held[: len(tokens)] == tokens
 
 

@@ -9,6 +9,7 @@ from functools import cache
 from itertools import chain
 
 from rosellm.errors import OverloadError, PromptError, RoseError
+from rosellm.ladder.museum import STEPS
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import BEST_RUNG
@@ -78,7 +79,6 @@ class SchedulerDriver(Driver):
     }  # fmt: skip
     axes = {
         "run_ahead_and_replays": ((0, False), (3, False), (0, True), (3, True), (1, False)),
-        "pool": ("shared", "per_layer"),
         "n_blocks": (8, 6, 12, 30),
         "prefix_cache": (False, True),
         "admission_policy": ("fifo", "pack"),
@@ -110,11 +110,9 @@ class SchedulerDriver(Driver):
         self.fault_in: int | None = None
         call_before(self.engine.step, self._raise_fault)
 
-    def make_engine(
-        self, pool: str, run_ahead_and_replays: tuple[int, bool], n_blocks: int, **options
-    ) -> Engine:
+    def make_engine(self, run_ahead_and_replays: tuple[int, bool], n_blocks: int, **options) -> Engine:
         run_ahead, replays = run_ahead_and_replays
-        engine = fake_engine(pool, run_ahead, num_kv_blocks=n_blocks, **options)
+        engine = fake_engine(run_ahead, num_kv_blocks=n_blocks, **options)
         engine.deterministic = replays  # whoever is preempted decodes its output again
         return engine
 
@@ -280,12 +278,11 @@ class ModelSchedulerDriver(SchedulerDriver):
 
     weights = {name: n for name, n in SchedulerDriver.weights.items() if name != "poison"}
     axes = {"rung": (BEST_RUNG, "mutable_block_info")} | {
-        name: values
-        for name, values in SchedulerDriver.axes.items()
-        if name not in ("run_ahead_and_replays", "pool")
+        name: values for name, values in SchedulerDriver.axes.items() if name != "run_ahead_and_replays"
     }
 
     def make_engine(self, rung: str, n_blocks: int, **options) -> Engine:
+        options["prefix_cache"] &= rung not in STEPS
         return Engine(_model(), recipe=rung, block_size=BLOCK, num_kv_blocks=n_blocks, **options)
 
     def expected(self, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
@@ -297,15 +294,13 @@ def check_holders(engine: Engine, scheduler: OnlineScheduler) -> None:
     holders = [sequence.block_ids for sequence in scheduler.requests.values()]
     if engine.prefix_cache is not None:
         holders += engine.prefix_cache._entries.values()
-    pools = chain.from_iterable(holders)
-    engine.blocks.check_integrity(Counter(chain.from_iterable(pools)))
+    engine.blocks.check_integrity(Counter(chain.from_iterable(holders)))
 
 
 def assert_whole(engine: Engine) -> None:
     """Every block is free."""
     engine.check_integrity()
-    for pool in range(engine.blocks.num_pools):
-        assert engine.blocks.num_free_blocks(pool) == engine.num_kv_blocks
+    assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
 
 
 def prompt_of(a: int, b: int) -> list[int]:

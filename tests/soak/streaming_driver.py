@@ -119,7 +119,6 @@ class StreamingDriver(Driver):
         **options,
     ) -> None:
         self.engine = fake_engine(
-            "shared",
             run_ahead,
             num_kv_blocks=n_blocks,
             prefix_cache=prefix_cache,

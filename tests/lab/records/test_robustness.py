@@ -97,7 +97,7 @@ def test_final_logits_preempts_by_giving_up_all_blocks():
     released, release = [], engine.release
 
     def note_and_release(sequence):
-        released.append((sequence.n_output, len(sequence.block_ids[0])))
+        released.append((sequence.n_output, len(sequence.block_ids)))
         release(sequence)
 
     engine.release = note_and_release

@@ -11,7 +11,9 @@ Transformer = random_model(0)
 
 
 def engine_of(**options) -> Engine:
-    return small_engine(Transformer, recipe="one_table", num_kv_blocks=10, **options)  # of 8 tokens
+    engine = small_engine(Transformer, recipe="resident_step", num_kv_blocks=10, **options)  # of 8 tokens
+    engine.budget.run_ahead = 0
+    return engine
 
 
 def test_what_is_free_is_what_nobody_holds_and_available_what_only_the_cache_holds() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from rosellm.roseinfer.layers.sampler import Sampler
 
 from rosellm.roseinfer.cache.device_state import (
     FIELDS,
@@ -26,6 +25,7 @@ from rosellm.roseinfer.kernels.draw import penalised_ref
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
 from tests.helpers import CPU, INTERPRETED, ON_GPU, TRITON_DEVICES
+from tests.sampler import Sampler
 
 LARGEST = 2**63 - 1
 ADVANCES = ["reference", INTERPRETED, ON_GPU]
@@ -79,7 +79,7 @@ def test_the_first_rows_are_a_view_and_others_a_copy():
 
 
 def make_sequence(prompt: list[int], eos: tuple[int, ...] = (), **params) -> Sequence:
-    return Sequence(1, prompt, SamplingParams(**params), 1, eos)
+    return Sequence(1, prompt, SamplingParams(**params), eos)
 
 
 def row_of(sequence: Sequence, position: int, rounds: int) -> DeviceState:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import partial
 from os.path import commonprefix
 
 import pytest
@@ -14,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 from rosellm.errors import KVCacheExhausted
 from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache, common_prefix
-from rosellm.roseinfer.recipe import recipe_choices
 from tests.helpers import (
     decode_all,
     generate,
@@ -31,55 +28,45 @@ LAYERS, BLOCK = 2, 4
 class Server:
     """What an engine does with a prefix cache; a token's key in layer l is ``token + 100 l``."""
 
-    def __init__(self, n_blocks: int, pool: str) -> None:
-        self.blocks = KVBlockManager(LAYERS, 1, 1, BLOCK, n_blocks, "cpu", torch.float32, pool=pool)
+    def __init__(self, n_blocks: int) -> None:
+        self.blocks = KVBlockManager(LAYERS, 1, 1, BLOCK, n_blocks, "cpu", torch.float32)
         self.cache = PrefixCache(self.blocks)
 
-    def serve(self, prompt: list[int]) -> tuple[int, list[list[int]]]:
+    def serve(self, prompt: list[int]) -> tuple[int, list[int]]:
         n_matched, block_ids = self.cache.match(prompt)
-        self.cache.make_room(blocks_for(len(prompt), BLOCK), block_ids[0][-1:])
+        self.cache.make_room(blocks_for(len(prompt), BLOCK), block_ids[-1:])
         try:
-            for pool, ids in enumerate(block_ids):
-                self.blocks.reserve_prompt(pool, ids, len(prompt) - n_matched)
+            self.blocks.reserve_prompt(block_ids, len(prompt) - n_matched)
         except KVCacheExhausted:
             self.release(block_ids)
             raise
         for position in range(n_matched, len(prompt)):
-            for layer, pool in enumerate(self.blocks.pool_of):
-                index = self.blocks.info(block_ids[pool][position // BLOCK]).block_index
-                self.write(layer, index, position % BLOCK, prompt[position])
+            self.write(block_ids, position, prompt[position])
         self.cache.insert(prompt, block_ids)
         return n_matched, block_ids
 
-    def append(self, block_ids: list[list[int]], token: int) -> None:
-        self.cache.make_room(1, block_ids[0][-1:])
-        slots = [self.blocks.reserve_tokens(pool, [ids]) for pool, ids in enumerate(block_ids)]
-        for layer, pool in enumerate(self.blocks.pool_of):
-            self.write(layer, slots[pool].block_idx[0], slots[pool].pos[0], token)
+    def append(self, block_ids: list[int], token: int) -> None:
+        self.cache.make_room(1, block_ids[-1:])
+        self.blocks.reserve_prompt(block_ids, 1)
+        self.write(block_ids, self.blocks.tokens_reserved(block_ids) - 1, token)
 
-    def release(self, block_ids: list[list[int]]) -> None:
-        for ids in block_ids:
-            self.blocks.free_blocks(ids)
+    def release(self, block_ids: list[int]) -> None:
+        self.blocks.free_blocks(block_ids)
 
-    def write(self, layer: int, block_index: int, slot: int, token: int) -> None:
-        self.blocks.k_cache[layer, block_index, 0, slot] = token + 100.0 * layer
-        self.blocks.v_cache[layer, block_index, 0, slot] = -token - 100.0 * layer
+    def write(self, block_ids: list[int], position: int, token: int) -> None:
+        for layer in range(LAYERS):
+            place = layer, block_ids[position // BLOCK], 0, position % BLOCK
+            self.blocks.k_cache[place] = token + 100.0 * layer
+            self.blocks.v_cache[place] = -token - 100.0 * layer
 
-    def cached(self, block_ids: list[list[int]]) -> list[list[int]]:
+    def cached(self, block_ids: list[int]) -> list[list[int]]:
         """The tokens that the blocks hold in each layer, told from the keys; the values must agree."""
-        found = []
-        for layer, pool in enumerate(self.blocks.pool_of):
-            infos = [self.blocks.info(i) for i in block_ids[pool]]
-            keys = [self.blocks.k_cache[layer, i.block_index, 0, : i.length, 0] for i in infos]
-            values = [self.blocks.v_cache[layer, i.block_index, 0, : i.length, 0] for i in infos]
-            assert [v.tolist() for v in values] == [(-k).tolist() for k in keys]
-            found.append([int(x) - 100 * layer for k in keys for x in k.tolist()])
+        n, found = self.blocks.tokens_reserved(block_ids), []
+        for layer in range(LAYERS):
+            keys = self.blocks.k_cache[layer, block_ids, 0].flatten()[:n]
+            assert (self.blocks.v_cache[layer, block_ids, 0].flatten()[:n] == -keys).all()
+            found.append([int(x) - 100 * layer for x in keys.tolist()])
         return found
-
-
-@pytest.fixture(params=recipe_choices()["pool"])
-def make_server(request) -> Callable[[int], Server]:
-    return partial(Server, pool=request.param)
 
 
 def both(tokens: list[int]) -> list[list[int]]:
@@ -94,8 +81,8 @@ def served(server: Server, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
-def test_a_prompt_served_again_matches_all_but_its_last_token(length, make_server):
-    server, prompt = make_server(10), list(range(length))
+def test_a_prompt_served_again_matches_all_but_its_last_token(length):
+    server, prompt = Server(10), list(range(length))
     assert served(server, prompt) == 0
     n_matched, block_ids = server.cache.match(prompt)
     assert n_matched == length - 1
@@ -109,8 +96,8 @@ def test_a_common_prefix_is_as_long_as_the_library_s(shared: list[int], a: list[
 
 
 @pytest.mark.parametrize("common", range(10))
-def test_the_longest_common_prefix_is_matched_token_by_token(common, make_server):
-    server, prompt = make_server(20), list(range(9))
+def test_the_longest_common_prefix_is_matched_token_by_token(common):
+    server, prompt = Server(20), list(range(9))
     served(server, [50, 51])
     served(server, prompt[:2] + [90])
     served(server, prompt)
@@ -120,18 +107,16 @@ def test_the_longest_common_prefix_is_matched_token_by_token(common, make_server
     assert server.cached(block_ids) == both(query[:common])
 
 
-def test_full_blocks_are_shared_and_a_partly_matched_last_block_is_private(make_server):
-    server, prompt = make_server(10), list(range(11))
+def test_full_blocks_are_shared_and_a_partly_matched_last_block_is_private():
+    server, prompt = Server(10), list(range(11))
     _, first = server.serve(prompt)
     _, second = server.cache.match([*prompt[:10], 60, 61])
-    for mine, theirs in zip(second, first, strict=True):
-        assert mine[:2] == theirs[:2]
-        assert mine[2] != theirs[2]
-        assert [server.blocks.ref_count(i) for i in mine] == [3, 3, 1]  # two sequences and the entry; a clone
+    assert second[:2] == first[:2] and second[2] != first[2]
+    assert [server.blocks.ref_count(i) for i in second] == [3, 3, 1]  # two sequences and the entry; a clone
 
 
-def test_a_last_block_matched_to_its_end_is_shared_until_the_first_write(make_server):
-    server, prompt = make_server(10), list(range(6))
+def test_a_last_block_matched_to_its_end_is_shared_until_the_first_write():
+    server, prompt = Server(10), list(range(6))
     _, first = server.serve(prompt)
     n_matched, second = server.cache.match([*prompt, 60])
     assert n_matched == 6 and second == first
@@ -140,8 +125,8 @@ def test_a_last_block_matched_to_its_end_is_shared_until_the_first_write(make_se
     assert server.cached(first) == both(prompt)
 
 
-def test_a_sequence_that_goes_on_after_its_prompt_leaves_its_entry_alone(make_server):
-    server, prompt = make_server(10), list(range(6))
+def test_a_sequence_that_goes_on_after_its_prompt_leaves_its_entry_alone():
+    server, prompt = Server(10), list(range(6))
     _, block_ids = server.serve(prompt)
     for token in (70, 71, 72):
         server.append(block_ids, token)
@@ -151,8 +136,8 @@ def test_a_sequence_that_goes_on_after_its_prompt_leaves_its_entry_alone(make_se
     assert server.cached(found) == both(prompt)
 
 
-def test_the_least_recently_used_entry_is_evicted_first(make_server):
-    server, prompts = make_server(6), [[10] * 8, [20] * 8, [30] * 8]
+def test_the_least_recently_used_entry_is_evicted_first():
+    server, prompts = Server(6), [[10] * 8, [20] * 8, [30] * 8]
     for prompt in prompts:
         served(server, prompt)
     n_matched, block_ids = server.cache.match([*prompts[0][:4], 99])  # makes the first the most recent
@@ -162,8 +147,8 @@ def test_the_least_recently_used_entry_is_evicted_first(make_server):
     assert [server.cache.match(p)[0] for p in (prompts[1], prompts[0], prompts[2])] == [0, 7, 7]
 
 
-def test_a_prompt_that_an_entry_begins_with_refreshes_it_and_adds_none(make_server):
-    server = make_server(6)
+def test_a_prompt_that_an_entry_begins_with_refreshes_it_and_adds_none():
+    server = Server(6)
     served(server, [10] * 8)
     served(server, [20] * 8)
     served(server, [10] * 5)
@@ -173,8 +158,8 @@ def test_a_prompt_that_an_entry_begins_with_refreshes_it_and_adds_none(make_serv
     assert server.cache.match([10] * 8)[0] > 0
 
 
-def test_an_entry_whose_blocks_others_hold_is_not_evicted_in_vain(make_server):
-    server, running, idle = make_server(6), [10] * 8, [20] * 8
+def test_an_entry_whose_blocks_others_hold_is_not_evicted_in_vain():
+    server, running, idle = Server(6), [10] * 8, [20] * 8
     _, block_ids = server.serve(running)
     served(server, idle)
     server.cache.make_room(4)
@@ -186,8 +171,8 @@ def test_an_entry_whose_blocks_others_hold_is_not_evicted_in_vain(make_server):
     assert len(server.cache) == 0 and server.blocks.num_free_blocks() == 6
 
 
-def test_an_entry_that_others_build_upon_outlives_them(make_server):
-    server, stem = make_server(6), [10] * 4
+def test_an_entry_that_others_build_upon_outlives_them():
+    server, stem = Server(6), [10] * 4
     served(server, stem)
     served(server, [*stem, 1, 2, 3, 4])
     served(server, [*stem, 5, 6, 7, 8])
@@ -197,8 +182,8 @@ def test_an_entry_that_others_build_upon_outlives_them(make_server):
     assert len(server.cache) == 0
 
 
-def test_entries_that_hold_the_same_blocks_go_together(make_server):
-    server = make_server(2)
+def test_entries_that_hold_the_same_blocks_go_together():
+    server = Server(2)
     _, block_ids = server.serve([1, 2])
     server.append(block_ids, 3)
     server.cache.clear()
@@ -210,8 +195,8 @@ def test_entries_that_hold_the_same_blocks_go_together(make_server):
     assert len(server.cache) == 0
 
 
-def test_an_entry_goes_that_shares_a_block_to_be_written_where_no_other_is_left_for_a_clone(make_server):
-    server = make_server(1)
+def test_an_entry_goes_that_shares_a_block_to_be_written_where_no_other_is_left_for_a_clone():
+    server = Server(1)
     _, block_ids = server.serve([1, 2])
     server.cache.make_room(1)
     assert len(server.cache) == 1
@@ -219,8 +204,8 @@ def test_an_entry_goes_that_shares_a_block_to_be_written_where_no_other_is_left_
     assert len(server.cache) == 0 and server.cached(block_ids) == both([1, 2, 3])
 
 
-def test_evictable_blocks_are_known_without_looking_at_any(make_server, monkeypatch):
-    server = make_server(40)
+def test_evictable_blocks_are_known_without_looking_at_any(monkeypatch):
+    server = Server(40)
     for start in range(20):
         served(server, [start] * 8)
     looked_at = []
@@ -241,12 +226,9 @@ class Untouched(dict):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    program=st.lists(st.tuples(st.sampled_from("smiarrec"), st.integers(0, 255)), max_size=40),
-    pool=st.sampled_from(recipe_choices()["pool"]),
-)
-def test_evictable_blocks_are_those_that_only_entries_hold(program, pool):
-    server, holders = Server(12, pool), []
+@given(program=st.lists(st.tuples(st.sampled_from("smiarrec"), st.integers(0, 255)), max_size=40))
+def test_evictable_blocks_are_those_that_only_entries_hold(program):
+    server, holders = Server(12), []
     for name, n in program:
         prompt = [int(bit) for bit in f"{n:08b}"][: 1 + n % 8]
         if name == "s" and len(holders) < 3:
@@ -259,18 +241,18 @@ def test_evictable_blocks_are_those_that_only_entries_hold(program, pool):
             server.cache.clear()
         elif holders and name == "r":
             server.release(holders.pop(n % len(holders)))
-        elif holders and holders[n % len(holders)][0] and name == "a":
+        elif holders and holders[n % len(holders)] and name == "a":
             server.append(holders[n % len(holders)], n % 2)
         elif holders and name == "i":
             held = server.cached(holders[n % len(holders)])[0]
             server.cache.insert(held[: 1 + n % 9], holders[n % len(holders)])
-        theirs = {block for ids in holders for block in ids[0]}
-        cached = {block for pools in server.cache._entries.values() for block in pools[0]}
+        theirs = {block for ids in holders for block in ids}
+        cached = {block for ids in server.cache._entries.values() for block in ids}
         assert server.cache.num_evictable() == len(cached - theirs)
 
 
-def test_eviction_leaves_the_blocks_of_running_sequences_in_place(make_server):
-    server, prompt = make_server(3), list(range(6))
+def test_eviction_leaves_the_blocks_of_running_sequences_in_place():
+    server, prompt = Server(3), list(range(6))
     _, block_ids = server.serve(prompt)
     server.cache.clear()
     assert len(server.cache) == 0
@@ -280,8 +262,8 @@ def test_eviction_leaves_the_blocks_of_running_sequences_in_place(make_server):
     assert server.cached(block_ids) == both([*prompt, 70])
 
 
-def test_room_is_made_for_a_clone(make_server):
-    server = make_server(4)
+def test_room_is_made_for_a_clone():
+    server = Server(4)
     served(server, [50] * 8)
     _, running = server.serve([1, 2, 3, 4, 5, 6])
     assert server.blocks.num_free_blocks() == 0
@@ -291,33 +273,33 @@ def test_room_is_made_for_a_clone(make_server):
     assert server.cached(running) == both([1, 2, 3, 4, 5, 6])
 
 
-def test_without_a_block_for_a_clone_only_full_blocks_are_matched(make_server):
-    server = make_server(2)
+def test_without_a_block_for_a_clone_only_full_blocks_are_matched():
+    server = Server(2)
     _, running = server.serve([1, 2, 3, 4, 5, 6])
     n_matched, block_ids = server.cache.match([1, 2, 3, 4, 5, 60])
     assert n_matched == 4
-    assert block_ids == [ids[:1] for ids in running]
+    assert block_ids == running[:1]
     assert (server.cache.hits, server.cache.hit_tokens) == (1, 4)
 
 
-def test_a_match_that_comes_to_nothing_holds_nothing_and_is_no_hit(make_server):
-    server = make_server(1)
+def test_a_match_that_comes_to_nothing_holds_nothing_and_is_no_hit():
+    server = Server(1)
     _, running = server.serve([1, 2, 3])
     n_matched, block_ids = server.cache.match([1, 2, 60])
-    assert (n_matched, block_ids) == (0, [[] for _ in running])
-    assert {server.blocks.ref_count(ids[0]) for ids in running} == {2}  # theirs and the entry's
+    assert (n_matched, block_ids) == (0, [])
+    assert server.blocks.ref_count(running[0]) == 2  # theirs and the entry's
     assert (server.cache.hits, server.cache.hit_tokens) == (0, 0)
 
 
-def test_hits_count_matches_and_their_tokens(make_server):
-    server = make_server(10)
+def test_hits_count_matches_and_their_tokens():
+    server = Server(10)
     for prompt in ([1, 2, 3], [1, 2, 4], [9], [1, 2, 3]):
         served(server, prompt)
     assert (server.cache.hits, server.cache.hit_tokens) == (2, 4)
 
 
-def test_clear_returns_every_block(make_server):
-    server = make_server(10)
+def test_clear_returns_every_block():
+    server = Server(10)
     for prompt in random_prompts([9, 4, 5]):
         served(server, prompt)
     server.cache.clear()
@@ -325,7 +307,7 @@ def test_clear_returns_every_block(make_server):
     assert server.blocks.num_free_blocks() == 10
 
 
-def test_lookup_compares_a_query_with_few_entries(make_server):
+def test_lookup_compares_a_query_with_few_entries():
     compared = []
 
     class Token(int):
@@ -335,7 +317,7 @@ def test_lookup_compares_a_query_with_few_entries(make_server):
             compared.append(other)
             return int(self) == int(other)
 
-    server, rng = make_server(1000), random.Random(0)
+    server, rng = Server(1000), random.Random(0)
     for _ in range(500):
         served(server, [1, 2, 3, *(rng.randrange(100) for _ in range(4))])
     n_matched, _ = server.cache.match([Token(t) for t in (1, 2, 3, 200, 201)])
@@ -348,7 +330,7 @@ def gpt():
     return random_model(seed=5)
 
 
-@pytest.fixture(params=["reused_index_buffers", "resident_tables", "one_table"])
+@pytest.fixture(params=["resident_step", "split_kv"])
 def rung(request) -> str:
     return request.param
 
@@ -377,8 +359,9 @@ def test_an_engine_short_of_blocks_evicts_entries_and_gives_the_same_tokens(gpt,
     assert len(caching.prefix_cache) < len(prompts)
 
 
-def test_entries_survive_decode_steps_that_need_no_block(gpt, rung):
-    engine = small_engine(gpt, recipe=rung, prefix_cache=True, num_kv_blocks=5)  # of 8 tokens
+def test_entries_survive_decode_steps_that_need_no_block(gpt):
+    engine = small_engine(gpt, recipe="resident_step", prefix_cache=True, num_kv_blocks=5)  # of 8 tokens
+    engine.budget.run_ahead = 0
     (one,) = greedy_sequences(engine, random_prompts([8]), 20)
     generate(engine, random_prompts([9], seed=1), 1)
     engine.prefill([one])
@@ -392,8 +375,8 @@ def test_entries_survive_decode_steps_that_need_no_block(gpt, rung):
     assert one.output == uncached_greedy(gpt, one.prompt, one.n_output)
 
 
-def test_a_step_evicts_for_a_shared_last_block_that_it_has_to_clone(gpt, rung):
-    engine = small_engine(gpt, recipe=rung, prefix_cache=True, num_kv_blocks=3)
+def test_a_step_evicts_for_a_shared_last_block_that_it_has_to_clone(gpt):
+    engine = small_engine(gpt, recipe="resident_step", prefix_cache=True, num_kv_blocks=3)
     generate(engine, random_prompts([9], seed=1), 1)
     (one,) = greedy_sequences(engine, random_prompts([5]), 4)
     engine.prefill([one])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from rosellm.roseinfer.layers.sampler import counts_of
 
 from rosellm.roseinfer.cache.token_counts import TokenCounts, seen_tokens
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import SamplingParams
 from tests.helpers import CPU
+from tests.sampler import counts_of
 
 ROWS, VOCAB = 4, 6
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8)
@@ -33,7 +33,7 @@ class HeldCounts(TokenCounts):
 
 
 def make_sequence(prompt: list[int], output: list[int], **params) -> Sequence:
-    sequence = Sequence(1, prompt, SamplingParams(**params), 1)
+    sequence = Sequence(1, prompt, SamplingParams(**params))
     sequence.tokens += output
     return sequence
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rosellm.roseinfer.layers.sampler import Sampler
 
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState, row_bytes
@@ -16,6 +15,7 @@ from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChoos
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import NOT_FINITE, SamplingParams
 from tests.helpers import random_model
+from tests.sampler import Sampler
 
 WISHES = {
     "greedy": {"temperature": 0.0},
@@ -39,7 +39,7 @@ def choose(chooser: Chooser, hidden: torch.Tensor, wishes: list[dict], seed: int
     rows = [SamplingParams(max_tokens=9, seed=seed + i, **wish) for i, wish in enumerate(wishes)]
     state = DeviceState(len(rows), 2, torch.device("cpu"))
     for i, params in enumerate(rows):
-        sequence = Sequence(i, [1, 2, 3], params, 1, None)
+        sequence = Sequence(i, [1, 2, 3], params, ())
         sequence.tokens += [2, 4]
         chooser.counts[i] = 0
         for token, number in zip(*seen_tokens(sequence, POSITION), strict=True):
@@ -70,7 +70,7 @@ def test_a_rows_token_is_that_of_the_host_driven_sampler(name):
     hidden = torch.randn(1, model.config.d_model, generator=torch.Generator().manual_seed(8))
     choosers = fused(model), LogitsChooser(model.logits, TORCH, torch.zeros(4, 101, dtype=torch.int32))
     for seed in range(20):
-        sequence = Sequence(0, [1, 2, 3], SamplingParams(seed=seed, **WISHES[name]), 1, None)
+        sequence = Sequence(0, [1, 2, 3], SamplingParams(seed=seed, **WISHES[name]), ())
         sequence.tokens += [2, 4]
         expected = Sampler()(model.logits(hidden), [sequence])
         for chooser in choosers:

@@ -25,7 +25,7 @@ PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
 
 
 def asking(n: int | None) -> Sequence:
-    return Sequence(1, [0], SamplingParams(logprobs=n), 1)
+    return Sequence(1, [0], SamplingParams(logprobs=n))
 
 
 def test_the_token_comes_first_then_the_most_likely_others():

@@ -7,19 +7,19 @@ import sys
 
 import pytest
 import torch
-from rosellm.roseinfer.layers.sampler import Sampler, counts_of
 
 from rosellm.errors import SamplingError
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, penalised_ref
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.sampling import MOST_COMPLETIONS, NOT_FINITE, SamplingParams
+from tests.sampler import Sampler, counts_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BAD_ROWS = [[0.0, math.nan, 1.0], [0.0, 1.0, math.inf], [math.nan] * 3, [-math.inf] * 3]
 
 
 def sequence(prompt: tuple[int, ...] = (0,), **params) -> Sequence:
-    return Sequence(1, list(prompt), SamplingParams(**params), n_pools=1, eos_token_ids=())
+    return Sequence(1, list(prompt), SamplingParams(**params))
 
 
 def random_logits(rows: int, vocab: int = 50, seed: int = 0) -> torch.Tensor:

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from rosellm.roseinfer.layers.sampler import Sampler
 
 from rosellm.errors import PromptError
 from rosellm.roseinfer.kernels.draw import allowed_log_probs, draw
@@ -23,6 +22,7 @@ from tests.helpers import (
     small_engine,
 )
 from tests.roseinfer.layers.test_sampling import BAD_ROWS, DEVICES, random_logits, sequence
+from tests.sampler import Sampler
 
 N_DRAWS = 6000
 # Of chi-squared at a level of 0.1%, by degrees of freedom from 1.
@@ -269,7 +269,7 @@ def test_temperature_zero_is_greedy():
 
 
 def test_a_sequence_stops_at_its_length():
-    one = Sequence(1, [5, 6], SamplingParams(max_tokens=2), n_pools=3, eos_token_ids=(9,))
+    one = Sequence(1, [5, 6], SamplingParams(max_tokens=2), eos_token_ids=(9,))
     one.commit(7, n_cached=2)
     assert (one.is_finished, one.n_cached, one.last_token) == (False, 2, 7)
     one.commit(8, n_cached=1)
@@ -279,20 +279,20 @@ def test_a_sequence_stops_at_its_length():
 
 @pytest.mark.parametrize(("ignore_eos", "reason"), [(False, "stop"), (True, None)])
 def test_a_sequence_stops_at_the_end_token_unless_it_is_ignored(ignore_eos, reason):
-    one = Sequence(1, [5], SamplingParams(ignore_eos=ignore_eos), n_pools=1, eos_token_ids=(9,))
+    one = Sequence(1, [5], SamplingParams(ignore_eos=ignore_eos), eos_token_ids=(9,))
     one.commit(9, n_cached=1)
     assert (one.finish_reason, one.output) == (reason, [9])
 
 
 def test_the_end_token_as_the_last_one_allowed_counts_as_a_stop():
-    one = Sequence(1, [5], SamplingParams(max_tokens=1), n_pools=1, eos_token_ids=(9,))
+    one = Sequence(1, [5], SamplingParams(max_tokens=1), eos_token_ids=(9,))
     one.commit(9, n_cached=1)
     assert one.finish_reason == "stop"
 
 
 def test_a_callers_prompt_list_is_not_changed():
     prompt = [5, 6]
-    Sequence(1, prompt, SamplingParams(temperature=0.0), n_pools=1, eos_token_ids=()).commit(7, n_cached=2)
+    Sequence(1, prompt, SamplingParams(temperature=0.0), eos_token_ids=()).commit(7, n_cached=2)
     assert prompt == [5, 6]
 
 

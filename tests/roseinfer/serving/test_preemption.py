@@ -145,7 +145,7 @@ def test_integrity_knows_the_holders_of_every_block():
     engine.check_integrity()
     block = engine.blocks.num_free_blocks()
     (sequence,) = scheduler._active
-    engine.blocks.incref_blocks(sequence.block_ids[0][:1])
+    engine.blocks.incref_blocks(sequence.block_ids[:1])
     with pytest.raises(AssertionError, match=r"block \d+ counts 2 holders and has 1"):
         engine.check_integrity()
     assert engine.blocks.num_free_blocks() == block

@@ -243,7 +243,7 @@ def test_an_error_in_the_engine_fails_active_requests_and_leaks_no_block(
     scheduler.step()
 
     def fail_halfway(*_: object) -> None:
-        engine.blocks.reserve_prompt(0, scheduler.requests[requests[1]].block_ids[0], 3)
+        engine.blocks.reserve_prompt(scheduler.requests[requests[1]].block_ids, 3)
         raise error("no luck")
 
     owner, name = (engine.step, where) if where == "collect" else (engine, f"begin_{where}")

@@ -33,5 +33,5 @@ def graphs_anywhere(device: torch.device) -> FakeGraphs | Graphs:
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines on the CPU decide, pad and replay as they do on a GPU."""
-    for module in ("recipe", "steps.runner"):
-        monkeypatch.setattr(f"rosellm.roseinfer.{module}.graphs_on", graphs_anywhere)
+    for module in ("roseinfer.assembly", "ladder.rungs"):
+        monkeypatch.setattr(f"rosellm.{module}.graphs_on", graphs_anywhere)

@@ -275,7 +275,7 @@ def test_the_kernels_choose_first_tokens_as_the_host_does_padded(captured, devic
 @pytest.fixture
 def room(monkeypatch) -> int:
     """Of a GPU for all these engines, whose prefixes are long from 20 tokens on."""
-    monkeypatch.setattr("rosellm.roseinfer.recipe.room_of", lambda model, most_positions: 16)
+    monkeypatch.setattr("rosellm.roseinfer.assembly.room_of", lambda model, most_positions: 16)
     monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.LONG_PREFIX", 20)
     monkeypatch.setattr("rosellm.roseinfer.kernels.prefill_tiles.PIECE_KEYS", 0.1)
     return 16
@@ -353,7 +353,7 @@ def test_an_h200_captures_few_more_graphs_for_long_prefixes(captured, monkeypatc
     def room(_model, most_positions: int) -> int:
         return room_for(torch.bfloat16, 128, 16, 2, 132) if most_positions > LONG_PREFIX else 0
 
-    monkeypatch.setattr("rosellm.roseinfer.recipe.room_of", room)
+    monkeypatch.setattr("rosellm.roseinfer.assembly.room_of", room)
     model = random_model(0, small_config(n_positions=n_positions))
     engine = small_engine(model, recipe=BEST_RUNG, block_size=64, max_batch_size=2, warm_up=False)
     sizes = engine.step.worker.prompts._layer_sizes()

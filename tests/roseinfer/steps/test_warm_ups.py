@@ -91,7 +91,7 @@ def engine_of(rung: str, family: str) -> Engine:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rung", RUNGS)
 def test_warm_ups_launch_every_kernel_that_captures_launch(captured, launches, monkeypatch, rung, family):
-    monkeypatch.setattr("rosellm.roseinfer.recipe.room_of", lambda model, most_positions: 16)
+    monkeypatch.setattr("rosellm.roseinfer.assembly.room_of", lambda model, most_positions: 16)
     monkeypatch.setattr(FakeGraphs, "capture", lambda self, run, warm_up: (run(), run)[1])
     steps = [engine_of(rung, family).step for _ in range(2)]
     with torch.inference_mode():
@@ -242,7 +242,7 @@ def test_other_threads_launch_meanwhile_and_two_that_compile_ahead_leave_no_trac
 @pytest.mark.parametrize("rung", RUNGS)
 def test_on_a_gpu_a_warm_up_compiles_nothing_one_after_the_other(device, rung, family, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("rosellm.roseinfer.recipe.room_of", lambda model, most_positions: 16)
+    monkeypatch.setattr("rosellm.roseinfer.assembly.room_of", lambda model, most_positions: 16)
     compiled_late: list[str] = []
     config = small_config(**FAMILIES[family])
     model = random_model(0, config).to(device)

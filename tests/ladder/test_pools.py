@@ -1,0 +1,78 @@
+"""Pools of blocks: slots in order, exhaustion that changes nothing, and entries of either kind."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+
+from rosellm.errors import KVCacheExhausted
+from rosellm.ladder.pools import KVBlockInfo, MutableKVBlockInfo, SlotPool, TuplePool
+
+BLOCK = 4
+KINDS = pytest.mark.parametrize("kind", [TuplePool, SlotPool])
+
+
+def books(pool: TuplePool) -> tuple:
+    return copy.deepcopy(pool.infos), list(pool.free)
+
+
+@pytest.mark.parametrize(("kind", "info"), [(TuplePool, KVBlockInfo), (SlotPool, MutableKVBlockInfo)])
+def test_an_entry_is_a_tuple_replaced_or_a_record_incremented_in_place(kind, info):
+    pool, tables = kind(0, 3, BLOCK), [[]]
+    pool.reserve_tokens(tables)
+    first = pool.infos[tables[0][0]]
+    pool.reserve_tokens(tables)
+    assert type(first) is info
+    assert (pool.infos[tables[0][0]] is first) == (kind is SlotPool)
+    assert pool.tokens_in(tables[0]) == 2
+
+
+@KINDS
+def test_positions_are_those_before_the_increment_and_entries_say_where_a_block_begins(kind):
+    pool, tables = kind(2, 3, BLOCK), [[]]
+    assert [pool.reserve_tokens(tables).pos for _ in range(BLOCK + 1)] == [[0], [1], [2], [3], [0]]
+    entries = [pool.infos[block] for block in tables[0]]
+    assert [(e.pool, e.block_index, e.start, e.length) for e in entries] == [
+        (2, tables[0][0], 0, BLOCK),
+        (2, tables[0][1], BLOCK, 1),
+    ]
+
+
+@KINDS
+def test_exhaustion_names_the_pool_and_the_counts_and_changes_nothing(kind):
+    pool, tables = kind(1, 2, BLOCK), [[], []]
+    with pytest.raises(KVCacheExhausted, match="pool 1 needs 3 more KV blocks and 2 of 2 are free"):
+        pool.reserve_prompt([], 3 * BLOCK)
+    pool.reserve_prompt(tables[0], BLOCK)
+    pool.reserve_prompt(tables[1], 1)
+    before = books(pool)
+    with pytest.raises(KVCacheExhausted, match="pool 1 needs 1 more KV blocks and 0 of 2 are free"):
+        pool.reserve_tokens(tables)
+    assert books(pool) == before and list(map(len, tables)) == [1, 1]
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sequences_have_the_blocks_of_their_tokens_and_give_them_back(kind, seed):
+    rng, pool, held = random.Random(seed), kind(0, 12, BLOCK), []
+    for _ in range(200):
+        kind_of, n = rng.choice(["start", "prompt", "step", "step", "end"]), rng.randrange(9)
+        free = len(pool.free)
+        if kind_of == "start" and len(held) < 4:
+            held.append(([], 0))
+        elif kind_of == "prompt" and held and n <= BLOCK * free:
+            table, tokens = held.pop()
+            pool.reserve_prompt(table, n)
+            held.append((table, tokens + n))
+        elif kind_of == "step" and len(held) <= free:
+            slots = pool.reserve_tokens([table for table, _ in held])
+            wanted = [(table[-1], tokens % BLOCK) for table, tokens in held]
+            assert list(zip(*slots, strict=True)) == wanted
+            held = [(table, tokens + 1) for table, tokens in held]
+        elif kind_of == "end" and held:
+            pool.release(held.pop(n % len(held))[0])
+        blocks = [block for table, _ in held for block in table]
+        assert sorted(blocks + pool.free) == list(range(12))
+        assert all(pool.tokens_in(table) == tokens for table, tokens in held)

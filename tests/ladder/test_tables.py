@@ -1,0 +1,238 @@
+"""Block tables and index tensors: the same by every rung, in the promised number of copies."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from rosellm.ladder.dense import BUILD_RANGE, H2D_RANGE, Dense
+from rosellm.roseinfer.cache.staging import StagingBuffer
+from tests.ladder.steps import LAYERS, N_BLOCKS, WIDTH, make_step
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+RUNGS = ("dense", "pinned_h2d", "resident_tables")
+ROW = 2 + LAYERS * WIDTH  # int32 elements that one changed row takes: its number, and its table in every pool
+
+
+def random_tables(lengths: list[int], seed: int = 0) -> list[list[list[int]]]:
+    """Blocks ``[pool][row]``."""
+    rng = random.Random(seed)
+    return [[[rng.randrange(N_BLOCKS) for _ in range(n)] for n in lengths] for _ in range(LAYERS)]
+
+
+def staged(step: Dense, tables) -> torch.Tensor:
+    return torch.stack(list(step.stage_tables(tables)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_table_holds_each_rows_blocks_and_the_lists_stay_as_they_are(rung, device):
+    step = make_step(rung, device)
+    for seed, lengths in enumerate([[1, 3, 2], [WIDTH], [0, 4], [1] * 9, [0, 0], [2, 1]]):
+        tables = random_tables(lengths, seed)
+        found = step.stage_tables(tables)
+        assert len(found) == LAYERS and tables == random_tables(lengths, seed)
+        for table, rows in zip(found, tables, strict=True):
+            assert (table.shape, table.dtype, table.device.type) == ((len(rows), WIDTH), torch.int32, device)
+            for row, wanted in zip(table.tolist(), rows, strict=True):
+                assert row[: len(wanted)] == wanted and all(0 <= i < N_BLOCKS for i in row)
+
+
+@pytest.mark.parametrize("rung", ["dense", "pinned_h2d"])
+def test_staging_again_leaves_earlier_tables_alone(rung):
+    step = make_step(rung)
+    first = step.stage_tables(random_tables([2, 3], seed=1))
+    before = [table.clone() for table in first]
+    step.stage_tables(random_tables([2, 3], seed=2))
+    assert all(torch.equal(a, b) for a, b in zip(first, before, strict=True))
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_building_and_copying_are_two_profiler_ranges(rung):
+    step = make_step(rung)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        step.stage_tables(random_tables([2, 3]))
+    names = [event.name for event in trace.events()]
+    assert (names.count(BUILD_RANGE), names.count(H2D_RANGE)) == (1, 1)
+
+
+def device_work(step: Dense, tables) -> list[str]:
+    """Names of the kernels and copies that staging takes on the GPU."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        step.stage_tables(tables)
+        torch.cuda.synchronize()
+    on_device = [e.name for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [name for name in on_device if name not in (BUILD_RANGE, H2D_RANGE)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rung", "copies"), [("dense", LAYERS), ("pinned_h2d", 1)])
+def test_host_to_device_copies_are_one_a_layer_or_one_in_all(rung, copies):
+    step = make_step(rung, "cuda")
+    step.stage_tables(random_tables([2, 3]))
+    assert sum("Memcpy HtoD" in name for name in device_work(step, random_tables([2, 3]))) == copies
+
+
+@pytest.mark.gpu
+def test_resident_tables_take_one_copy_and_one_kernel_for_changed_rows_and_nothing_for_unchanged_ones():
+    step, tables = make_step("resident_tables", "cuda"), random_tables([2, 3, 1])
+    step.stage_tables(tables)
+    grow(tables, 1)
+    work = device_work(step, tables)
+    assert len(work) == 2 and sum("Memcpy HtoD" in name for name in work) == 1
+    assert device_work(step, tables) == []
+
+
+def grow(tables, row: int) -> None:
+    """One more block for a row, in every pool."""
+    for rows in tables:
+        rows[row].append(7)
+
+
+class Sends:
+    """Counts what a staging buffer sends, in elements; may fail the next time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.broken = False
+        send = StagingBuffer.send
+
+        def counted(staging: StagingBuffer, *out) -> torch.Tensor:
+            if self.broken:
+                raise RuntimeError("the copy failed")
+            sent = send(staging, *out)
+            self.sizes.append(sent.numel())
+            return sent
+
+        monkeypatch.setattr(StagingBuffer, "send", counted)
+
+
+@pytest.fixture
+def sends(monkeypatch) -> Sends:
+    return Sends(monkeypatch)
+
+
+def clone_last(tables):
+    for rows in tables:
+        rows[1][-1] ^= 1
+
+
+def refill(tables):
+    for rows in tables:
+        rows[1][:] = [3, 4, rows[1][-1]]
+
+
+def put_another(tables):
+    for mine, other in zip(tables, random_tables([3, 3], seed=9), strict=True):
+        mine[1] = other[1]
+
+
+def swap(tables):
+    for rows in tables:
+        rows[1], rows[2] = rows[2], rows[1]
+
+
+def change_last_pool(tables):
+    tables[-1][1][0] ^= 1
+
+
+def shorten(tables):
+    for rows in tables:
+        del rows[1][-1]
+
+
+def grow_second(tables):
+    grow(tables, 1)
+
+
+@pytest.mark.parametrize(
+    "change", [grow_second, clone_last, refill, put_another, swap, change_last_pool, shorten]
+)
+def test_any_change_of_a_resident_row_is_sent_alone_in_one_copy(change, sends):
+    step, tables = make_step("resident_tables"), random_tables([2, 3, 3])
+    step.stage_tables(tables)
+    step.stage_tables([list(rows) for rows in tables])
+    assert sends.sizes == [3 * ROW]
+    change(tables)
+    found = staged(step, tables)
+    assert sends.sizes[1:] == [(2 if change is swap else 1) * ROW]
+    assert torch.equal(found, staged(make_step("pinned_h2d"), tables))
+
+
+def test_resident_rows_whose_copy_failed_are_sent_again(sends):
+    step, tables = make_step("resident_tables"), random_tables([2, 3])
+    step.stage_tables(tables)
+    grow(tables, 0)
+    sends.broken = True
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        step.stage_tables(tables)
+    sends.broken = False
+    assert torch.equal(staged(step, tables), staged(make_step("pinned_h2d"), tables))
+
+
+def test_resident_tables_stay_in_one_buffer_that_grows_with_the_batch():
+    step = make_step("resident_tables")
+    addresses = [step.stage_tables(random_tables([1] * n, seed=n)).data_ptr() for n in (4, 2, 4, 5, 8, 3)]
+    assert len(set(addresses[:3])) == len(set(addresses[3:])) == 1
+    assert addresses[0] != addresses[3]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("rung", "pools"), [("resident_tables", LAYERS), ("one_table", 1)])
+def test_resident_tables_equal_pinned_ones_through_random_changes(rung, pools, device):
+    rng = random.Random(pools)
+    resident, pinned = make_step(rung, device), make_step("pinned_h2d", device)
+    sequences: list[list[list[int]]] = []  # [sequence][pool]
+    for _ in range(300):
+        kind = rng.choice(["start", "start", "end", "grow", "grow", "clone", "shuffle", "refill"])
+        if kind == "start" or not sequences:
+            sequences.append([[rng.randrange(N_BLOCKS)] for _ in range(pools)])
+        one = rng.choice(sequences)
+        for ids in one:
+            if kind == "grow" and len(ids) < WIDTH:
+                ids.append(rng.randrange(N_BLOCKS))
+            if kind == "clone":
+                ids[-1] = rng.randrange(N_BLOCKS)
+            if kind == "refill":
+                ids[:] = [rng.randrange(N_BLOCKS) for _ in ids]
+        if kind == "end" and len(sequences) > 1:
+            sequences.remove(one)
+        if kind == "shuffle":
+            rng.shuffle(sequences)
+        tables = [[one[pool] for one in sequences] for pool in range(pools)]
+        assert torch.equal(staged(resident, tables), staged(pinned, tables))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("rung", ["dense", "reused_index_buffers"])
+def test_index_lists_become_device_tensors(rung, dtype, device):
+    step = make_step(rung, device)
+    for rows in ([[1, 2, 3], [4, 5, 6]], [[7]], [list(range(40))] * 5, [[8, 9]]):
+        tensors = step.index_tensors(iter(rows), dtype)
+        assert [t.tolist() for t in tensors] == rows
+        assert all(t.dtype == dtype and t.device.type == device and t.is_contiguous() for t in tensors)
+
+
+@pytest.mark.parametrize(
+    ("rung", "is_reused"), [("mutable_block_info", False), ("reused_index_buffers", True)]
+)
+def test_index_buffers_are_reused_from_their_rung_on(rung, is_reused):
+    step = make_step(rung)
+    (first,), (second,) = (step.index_tensors([[n, 2]], torch.int32) for n in (1, 3))
+    assert (first.data_ptr() == second.data_ptr()) == is_reused
+
+
+@pytest.mark.gpu
+def test_reused_indices_take_one_copy():
+    step = make_step("reused_index_buffers", "cuda")
+    step.index_tensors([[1, 2]] * 6, torch.int32)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        step.index_tensors([[3, 4]] * 6, torch.int32)
+        torch.cuda.synchronize()
+    assert sum("Memcpy HtoD" in event.name for event in trace.events()) == 1
