@@ -13,7 +13,7 @@ from rosellm.ladder import resident, rungs
 from rosellm.ladder.dense import Dense
 from rosellm.ladder.pools import PooledBlocks
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.rung import Rung
 from rosellm.roseinfer.sampling import SamplingParams
@@ -126,7 +126,7 @@ class MuseumRung(Rung):
     def build_step(
         self,
         model: Transformer,
-        blocks: KVBlockManager,
+        blocks: KVBlocks,
         kernels: Kernels,
         n_rows: int,
         max_model_len: int,

@@ -13,7 +13,7 @@ from rosellm.ladder.pools import PooledBlocks, Table
 from rosellm.models.arch import Arch
 from rosellm.models.attention import CausalAttention, in_window, masked_attention
 from rosellm.models.model import Transformer
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.profile_range import profile_range
 from rosellm.roseinfer.request import Sequence
 from rosellm.roseinfer.steps.step import PREFILL_RANGE
@@ -25,7 +25,7 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 class Prefill:
     """Computes chunks of prompts and writes their keys and values to slots that the caller has reserved."""
 
-    def __init__(self, model: Transformer, blocks: PooledBlocks | KVBlockManager, pool_of: list[int]) -> None:
+    def __init__(self, model: Transformer, blocks: PooledBlocks | KVBlocks, pool_of: list[int]) -> None:
         self.model, self.blocks, self.pool_of = model, blocks, pool_of
 
     @torch.inference_mode()
@@ -76,7 +76,7 @@ class PrefixAttention:
 
     def __init__(
         self,
-        blocks: PooledBlocks | KVBlockManager,
+        blocks: PooledBlocks | KVBlocks,
         tables: list[Tensor],
         starts: list[int],
         counts: list[int],

@@ -10,7 +10,7 @@ import torch
 from rosellm.ladder.museum import MuseumRung
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.table import Kernels
 from rosellm.roseinfer.layers import batch_invariant
@@ -31,21 +31,21 @@ from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.steps.worker import Worker
 
 
-def build_cache(rung: Rung, model: Transformer, block_size: int, n_blocks: int) -> KVBlockManager:
+def build_cache(rung: Rung, model: Transformer, block_size: int, n_blocks: int) -> KVBlocks:
     """Build a KV cache of ``n_blocks`` blocks per layer."""
     c = model.config
     if isinstance(rung, MuseumRung):
         sizes = c.n_layers, n_blocks, c.n_kv_heads, block_size, c.head_dim
         if blocks := rung.build_cache(sizes, model.device, model.dtype):
-            return cast(KVBlockManager, blocks)
+            return cast(KVBlocks, blocks)
     sizes = c.n_layers, c.n_kv_heads, c.head_dim, block_size, n_blocks
-    return KVBlockManager(*sizes, model.device, model.dtype)
+    return KVBlocks(*sizes, model.device, model.dtype)
 
 
 def build_step(
     rung: Rung,
     model: Transformer,
-    blocks: KVBlockManager,
+    blocks: KVBlocks,
     kernels: Kernels,
     n_rows: int,
     max_model_len: int,
@@ -69,7 +69,7 @@ def build_step(
 def _parts(
     recipe: Recipe,
     model: Transformer,
-    blocks: KVBlockManager,
+    blocks: KVBlocks,
     kernels: Kernels,
     width: int,
     n_rows: int,

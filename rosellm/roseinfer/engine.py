@@ -17,7 +17,8 @@ from rosellm.models.model import Transformer
 from rosellm.roseinfer.assembly import build_cache, build_step
 from rosellm.roseinfer.cache.budget import PREFILL_TOKENS, BlockBudget, kv_blocks_within_memory
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
+from rosellm.roseinfer.cache.layer_blocks import KVBlockManager
 from rosellm.roseinfer.cache.limits import Limits
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.kernels.compile_ahead import compile_ahead
@@ -34,6 +35,7 @@ from rosellm.roseinfer.steps.step import Step
 from rosellm.roseinfer.text import IncrementalText
 from rosellm.roseinfer.trial import working_bytes
 
+__all__ = ["Engine", "KVBlockManager"]
 LARGEST_SIZE = 2**31 - 1  # device counters are int32
 
 
@@ -260,10 +262,10 @@ class Engine(Owned):
     def _most_prefill_tokens(self) -> int:
         return min(PREFILL_TOKENS, self.max_batch_size * self.max_model_len)
 
-    def _cache_of(self, n_blocks: int) -> KVBlockManager:
+    def _cache_of(self, n_blocks: int) -> KVBlocks:
         return build_cache(self.recipe, self.model, self.block_size, n_blocks)
 
-    def _step_on(self, blocks: KVBlockManager) -> Step:
+    def _step_on(self, blocks: KVBlocks) -> Step:
         sizes = self.max_batch_size, self.max_model_len
         return build_step(self.recipe, self.model, blocks, self.kernels, *sizes, self.group)
 

@@ -15,7 +15,7 @@ from rosellm.models.arch import Norm
 from rosellm.models.model import Transformer
 from rosellm.roseinfer import exhibits
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.exhibits import load_exhibit
 from rosellm.roseinfer.kernels.attention_plan import Variant
 from rosellm.roseinfer.kernels.table import TORCH, TRITON
@@ -82,7 +82,7 @@ def make_attention(
     counts = [max(position, -1) // block_size + 1 for position in positions]
     n_blocks = sum(counts) + 2
     shape = config.n_layers, config.n_kv_heads, config.head_dim, block_size, n_blocks
-    blocks = KVBlockManager(*shape, model.device, model.dtype, pool="shared")
+    blocks = KVBlocks(*shape, model.device, model.dtype, pool="shared")
     state = DeviceState(len(positions), max(counts) + 1, model.device)
     state.positions.copy_(torch.tensor(positions))
     state.tokens.copy_(torch.randint(config.vocab_size, (len(positions),), generator=generator))

@@ -22,7 +22,7 @@ from rosellm.models.checkpoint import SHIPPED_MODELS, checkpoint_folder as folde
 from rosellm.models.loading import load_parts
 from rosellm.models.model import Transformer
 from rosellm.models.tokenizer import Tokenizer
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import RequestOutput
 from rosellm.roseinfer.recipe import LADDER, RECIPES
@@ -319,7 +319,7 @@ class Witness:
         self._engine = engine
         self._begin_prefill, self._begin_decode = engine.begin_prefill, engine.begin_decode
         engine.begin_prefill, engine.begin_decode = self._see_prefill, self._see_decode
-        if isinstance(engine.blocks, KVBlockManager):
+        if isinstance(engine.blocks, KVBlocks):
             self._clone_block, engine.blocks.clone_block = engine.blocks.clone_block, self._see_clone
         if isinstance(engine.step, ResidentStep):
             rows = engine.step.planner

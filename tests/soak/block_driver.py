@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rosellm.errors import KVCacheExhausted
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from tests.soak.programs import Driver
 
 LAYERS, MOST_HOLDERS = 2, 5
@@ -34,7 +34,7 @@ class BlockDriver(Driver):
     axes = {"block_size": (4, 1, 2), "n_blocks": (12, 6, 2)}
 
     def open(self, block_size: int, n_blocks: int) -> None:
-        self.manager = KVBlockManager(LAYERS, 1, 1, block_size, n_blocks, "cpu", torch.float32)
+        self.manager = KVBlocks(LAYERS, 1, 1, block_size, n_blocks, "cpu", torch.float32)
         self.size, self.n_blocks = block_size, n_blocks
         for layer in range(LAYERS):
             self.manager.k_cache[layer] = LAYER_STEP * layer

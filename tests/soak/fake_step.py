@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.outputs import Done
 from rosellm.roseinfer.request import Sequence
@@ -49,7 +49,7 @@ class FakeStep:
 
     run_ahead = 0
 
-    def __init__(self, blocks: KVBlockManager) -> None:
+    def __init__(self, blocks: KVBlocks) -> None:
         self.blocks = blocks
         self._keys = blocks.k_cache.numpy()[:, :, 0, :, 0]  # [L, N_BLOCKS, BLOCK_SIZE], the cache itself
         self._ended: list[Done] = []

@@ -6,19 +6,19 @@ from time import sleep
 
 import pytest
 
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.serving.streaming import StreamingManager
 
 
 def leak_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_blocks = KVBlockManager.free_blocks
+    free_blocks = KVBlocks.free_blocks
 
     def free_all_but_one(self, ids) -> None:
         free_blocks(self, ids[: max(len(ids) - 1, 1)])
 
-    monkeypatch.setattr(KVBlockManager, "free_blocks", free_all_but_one)
+    monkeypatch.setattr(KVBlocks, "free_blocks", free_all_but_one)
 
 
 def share_a_block_that_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache, Tokens, common_prefix
 from tests.soak.programs import Driver
 
@@ -33,7 +33,7 @@ class PrefixDriver(Driver):
     axes = {"n_blocks": (12, 6, 18), "block_size": (4, 1, 2)}
 
     def open(self, n_blocks: int, block_size: int) -> None:
-        self.blocks = KVBlockManager(LAYERS, 1, 1, block_size, n_blocks, "cpu", torch.float32)
+        self.blocks = KVBlocks(LAYERS, 1, 1, block_size, n_blocks, "cpu", torch.float32)
         self.cache = PrefixCache(self.blocks)
         self.keys = self.blocks.k_cache.numpy()[:, :, 0, :, 0]  # [L, N_BLOCKS, BLOCK_SIZE], the cache itself
         self.size, self.n_blocks = block_size, n_blocks

@@ -8,7 +8,7 @@ import torch
 
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.gpu_memory import GPUMemory
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache
 from rosellm.roseinfer.request import Sequence
 
@@ -25,7 +25,7 @@ class BlockBudget:
     held once every admitted sequence has grown to its full length; may exceed the total.
     """
 
-    def __init__(self, blocks: KVBlockManager, prefix_cache: PrefixCache | None, run_ahead: int) -> None:
+    def __init__(self, blocks: KVBlocks, prefix_cache: PrefixCache | None, run_ahead: int) -> None:
         self.blocks, self.prefix_cache, self.run_ahead = blocks, prefix_cache, run_ahead
         self.reserved = 0
         self._ensured: list[Sequence] | None = None  # have blocks for _ensured_steps more steps

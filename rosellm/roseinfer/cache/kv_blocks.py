@@ -22,14 +22,14 @@ def blocks_for(n_tokens: int, block_size: int) -> int:
     return -(-n_tokens // block_size)
 
 
-class KVBlockManager:
+class KVBlocks:
     """K and V of all layers as ``[L, N_BLOCKS, H_kv, BLOCK_SIZE, D]``, with reference-counted blocks.
 
     num_heads counts key/value heads. Callers own lists of block ids, one per sequence, and pass them in;
     methods that add tokens extend those lists in place. A full shared block is never cloned: a new block
     follows it. A partly filled shared block is cloned before the first write (copy on write), so other
-    holders are unaffected. ``KVCacheExhausted`` is raised before anything changes. ``copy_on_ranks``: runs
-    :meth:`copy_block` on every rank, or None if there is one.
+    holders are unaffected. ``KVCacheExhausted`` is raised before anything changes. caches: K and V; None
+    allocates them. ``copy_on_ranks``: runs :meth:`copy_block` on every rank, or None if there is one.
     """
 
     copy_on_ranks: Callable[[int, int], object] | None = None
@@ -43,9 +43,11 @@ class KVBlockManager:
         max_blocks_per_layer: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        caches: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         shape = (num_layers, max_blocks_per_layer, num_heads, block_size, head_dim)
-        self.k_cache, self.v_cache = (zeros_on(torch.device(device), shape, dtype) for _ in range(2))
+        new = (zeros_on(torch.device(device), shape, dtype) for _ in range(2))
+        self.k_cache, self.v_cache = new if caches is None else caches
         self.num_layers, self.block_size = num_layers, block_size
         self.max_blocks_per_layer = max_blocks_per_layer
         self._lengths = [0] * max_blocks_per_layer  # tokens with slots
@@ -150,10 +152,7 @@ class KVBlockManager:
     def append_token_batch(
         self, layer_idx: int, block_ids_list: list[list[int]], key_new: Tensor, value_new: Tensor
     ) -> None:
-        """Reserve a slot for a token of every list, and write key_new, value_new ``[B, H, D]`` in one layer.
-
-        A list is of one layer: the next layer's tokens need lists, and blocks, of their own.
-        """
+        """Reserve a slot for a token of every list, and write its key and value ``[B, H, D]``."""
         self._check_room(sum(self._needs_block(block_ids) for block_ids in block_ids_list))
         for block_ids in block_ids_list:
             self.reserve_prompt(block_ids, 1)

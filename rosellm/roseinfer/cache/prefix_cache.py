@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence as SequenceOf
 from itertools import chain
 from operator import itemgetter
 
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 
 Tokens = tuple[int, ...]
 
@@ -25,7 +25,7 @@ class PrefixCache:
     clones it first (copy on write). alignment: matches are truncated to a multiple of this many tokens.
     """
 
-    def __init__(self, blocks: KVBlockManager, alignment: int = 1) -> None:
+    def __init__(self, blocks: KVBlocks, alignment: int = 1) -> None:
         self.blocks, self.alignment = blocks, alignment
         self.hits, self.hit_tokens = 0, 0
         self._entries: dict[Tokens, list[int]] = {}  # least recently used first

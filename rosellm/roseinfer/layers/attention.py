@@ -13,7 +13,7 @@ from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.models.rope import Rotary
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.kernels.attention import AttendedRows, append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, variant_for, whole_rows
 from rosellm.roseinfer.kernels.table import Kernels
@@ -22,7 +22,7 @@ from rosellm.roseinfer.kernels.table import Kernels
 class Binder(ABC):
     """Builds an attention function over the paged cache, which also appends, for the rows of a state."""
 
-    def __init__(self, kernels: Kernels, blocks: KVBlockManager, model: Transformer) -> None:
+    def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
         self.kernels, self.blocks, self.model = kernels, blocks, model
         self.config = model.config
 
@@ -43,7 +43,7 @@ class PagedAttention:
 
     kernel: Callable[..., Tensor]
     plan: Plan
-    blocks: KVBlockManager
+    blocks: KVBlocks
     state: DeviceState
     scale: float
     rotary: Sequence[Rotary | None]
@@ -69,7 +69,7 @@ class AppendAndAttend(Binder):
 
     choose: Callable[..., Variant] = staticmethod(whole_rows)
 
-    def __init__(self, kernels: Kernels, blocks: KVBlockManager, model: Transformer) -> None:
+    def __init__(self, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> None:
         super().__init__(kernels, blocks, model)
         self.rotary = [model.rotary(layer) for layer in range(self.config.n_layers)]
         on_gpu = model.device.type == "cuda"
@@ -105,13 +105,13 @@ class SplitAppendAndAttend(AppendAndAttend):
     choose: Callable[..., Variant] = staticmethod(variant_for)
 
 
-BINDERS: dict[str, Callable[[Kernels, KVBlockManager, Transformer], Binder]] = {
+BINDERS: dict[str, Callable[[Kernels, KVBlocks, Transformer], Binder]] = {
     "paged": AppendAndAttend,
     "split": SplitAppendAndAttend,
 }
 
 
-def build_binder(attention: str, kernels: Kernels, blocks: KVBlockManager, model: Transformer) -> Binder:
+def build_binder(attention: str, kernels: Kernels, blocks: KVBlocks, model: Transformer) -> Binder:
     """Return the binder for a recipe's ``attention``."""
     if kernels.append_and_attend is append_and_attend_ref:
         return TorchAppendAndAttend(kernels, blocks, model)

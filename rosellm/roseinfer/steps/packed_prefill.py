@@ -12,7 +12,7 @@ from torch import Tensor
 from rosellm.models.attention import Attend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.cache.device_state import DeviceState
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles, tile_columns
@@ -41,7 +41,7 @@ class PackedPrefill:
         kernels: Kernels,
         layers_for: Callable[[int], Layers],
         state: DeviceState,
-        blocks: KVBlockManager,
+        blocks: KVBlocks,
         next_tokens: NextTokens,
     ) -> None:
         self.model, self.blocks, self.layers_for = model, blocks, layers_for

@@ -13,7 +13,7 @@ import numpy as np
 
 from rosellm.errors import OptionError
 from rosellm.roseinfer.cache.device_state import FIELDS, ROUNDS, row_bytes
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.cache.token_counts import TokenCounts
 from rosellm.roseinfer.ranks.group import Call
 from rosellm.roseinfer.request import Sequence
@@ -74,7 +74,7 @@ class Planner:
     tokens with reserved KV slots; round: its place in the ring. Each is int64 ``[S]``.
     """
 
-    def __init__(self, n_rows: int, width: int, ring: np.ndarray, blocks: KVBlockManager, call: Call) -> None:
+    def __init__(self, n_rows: int, width: int, ring: np.ndarray, blocks: KVBlocks, call: Call) -> None:
         self.width, self.blocks, self._ring, self._call = width, blocks, ring, call
         self.counts = TokenCounts(n_rows, call)
         self.left, self.position, self.reserved, self.round = np.zeros((4, n_rows), np.int64)

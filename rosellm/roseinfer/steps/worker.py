@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.cache.device_state import FIELDS, INERT, DeviceState
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 from rosellm.roseinfer.cache.staging import StagingBuffer
 from rosellm.roseinfer.layers.attention import Binder
 from rosellm.roseinfer.layers.choosers import NextTokens
@@ -66,7 +66,7 @@ class Worker:
     def __init__(
         self,
         state: DeviceState,
-        blocks: KVBlockManager,
+        blocks: KVBlocks,
         counts: Tensor,
         layers_for: Callable[[int], Layers],
         bind: Binder,
@@ -122,7 +122,7 @@ class Worker:
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
-        """See ``KVBlockManager.copy_block``."""
+        """See ``KVBlocks.copy_block``."""
         self.blocks.copy_block(source, target)
 
     @torch.inference_mode()

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from rosellm.errors import KVCacheExhausted
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 
 LAYERS, HEADS, DIM, BLOCK, POOL = 2, 2, 3, 4, 9
 
 
-def make_manager(n_blocks: int = POOL) -> KVBlockManager:
-    return KVBlockManager(LAYERS, HEADS, DIM, BLOCK, n_blocks, "cpu", torch.float32)
+def make_manager(n_blocks: int = POOL) -> KVBlocks:
+    return KVBlocks(LAYERS, HEADS, DIM, BLOCK, n_blocks, "cpu", torch.float32)
 
 
-def books(manager: KVBlockManager) -> tuple:
+def books(manager: KVBlocks) -> tuple:
     """Everything that a failed call must leave alone."""
     held = {
         b: (n, manager.length(b)) for b in range(manager.max_blocks_per_layer) if (n := manager.ref_count(b))
@@ -121,10 +121,10 @@ def test_blocks_for_rounds_up(tokens, blocks):
 
 RESIDENT = """
 import psutil, torch
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks
 resident = lambda: psutil.Process().memory_info().rss
 before = resident()
-blocks = KVBlockManager(8, 8, 64, 16, 2048, "cpu", torch.{dtype})
+blocks = KVBlocks(8, 8, 64, 16, 2048, "cpu", torch.{dtype})
 n_bytes = blocks.k_cache.nbytes + blocks.v_cache.nbytes
 assert blocks.k_cache.dtype == torch.{dtype} and blocks.k_cache.shape == (8, 2048, 8, 16, 64)
 assert not blocks.k_cache[:, :2].any() and n_bytes >= 2**29, n_bytes

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rosellm.errors import KVCacheExhausted
-from rosellm.roseinfer.cache.kv_blocks import KVBlockManager, blocks_for
+from rosellm.roseinfer.cache.kv_blocks import KVBlocks, blocks_for
 from rosellm.roseinfer.cache.prefix_cache import PrefixCache, common_prefix
 from tests.helpers import (
     decode_all,
@@ -29,7 +29,7 @@ class Server:
     """What an engine does with a prefix cache; a token's key in layer l is ``token + 100 l``."""
 
     def __init__(self, n_blocks: int) -> None:
-        self.blocks = KVBlockManager(LAYERS, 1, 1, BLOCK, n_blocks, "cpu", torch.float32)
+        self.blocks = KVBlocks(LAYERS, 1, 1, BLOCK, n_blocks, "cpu", torch.float32)
         self.cache = PrefixCache(self.blocks)
 
     def serve(self, prompt: list[int]) -> tuple[int, list[int]]:

@@ -1,0 +1,67 @@
+"""The block manager with a pool for each layer, as callers without an engine use it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rosellm.errors import KVCacheExhausted
+from rosellm.roseinfer.engine import KVBlockManager
+
+LAYERS, HEADS, DIM, BLOCK, POOL = 2, 2, 3, 4, 2
+
+
+@pytest.fixture
+def manager() -> KVBlockManager:
+    return KVBlockManager(LAYERS, HEADS, DIM, BLOCK, POOL, "cpu", torch.float32)
+
+
+def append(manager: KVBlockManager, layer: int, ids: list[int], *values: float) -> None:
+    for value in values:
+        token = torch.full((HEADS, DIM), value)
+        manager.append_token(layer, ids, token, -token)
+
+
+def test_each_layer_has_all_its_blocks_whatever_the_others_hold(manager):
+    lists: list[list[int]] = [[], []]
+    for layer, ids in enumerate(lists):
+        append(manager, layer, ids, *range(POOL * BLOCK))
+    assert sorted(lists[0] + lists[1]) == list(range(LAYERS * POOL))
+    for layer, ids in enumerate(lists):
+        infos = [manager.info(block_id) for block_id in ids]
+        assert [(one.layer, one.start, one.length) for one in infos] == [
+            (layer, 0, BLOCK),
+            (layer, BLOCK, BLOCK),
+        ]
+        keys = torch.cat([manager.k_cache[layer, one.block_index, 0, :, 0] for one in infos])
+        assert keys.tolist() == list(range(POOL * BLOCK))
+        assert torch.equal(manager.v_cache[layer], -manager.k_cache[layer])
+
+
+def test_an_exhausted_layer_changes_nothing_and_the_other_goes_on(manager):
+    mine, theirs = [], []
+    append(manager, 1, mine, *range(POOL * BLOCK))
+    before = list(mine), manager.k_cache.clone()
+    with pytest.raises(KVCacheExhausted):
+        manager.append_token_batch(1, [mine, theirs], *torch.ones(2, 2, HEADS, DIM))
+    assert (mine, theirs) == (before[0], []) and torch.equal(manager.k_cache, before[1])
+    append(manager, 0, theirs, 5.0)
+    assert manager.num_free_blocks(0) == POOL - 1 and manager.num_free_blocks(1) == 0
+
+
+def test_a_shared_partial_block_is_cloned_and_a_full_one_is_followed(manager):
+    mine: list[int] = []
+    append(manager, 1, mine, 1.0, 2.0)
+    theirs = list(mine)
+    manager.incref_blocks(theirs)
+    append(manager, 1, mine, 3.0)
+    assert mine != theirs and manager.info(theirs[0]).length == 2 and manager.info(mine[0]).length == 3
+    manager.free_blocks(theirs)
+    append(manager, 1, mine, 4.0)
+    manager.incref_blocks(mine)
+    shared = mine[0]
+    append(manager, 1, mine, 5.0)
+    assert mine[0] == shared and manager.ref_count(shared) == 2 and manager.info(mine[1]).start == BLOCK
+    manager.free_blocks(mine[:1] * 2)
+    with pytest.raises(KeyError):
+        manager.free_blocks([shared])
