@@ -18,7 +18,7 @@ def manager() -> KVBlockManager:
 
 def append(manager: KVBlockManager, layer: int, ids: list[int], *values: float) -> None:
     for value in values:
-        token = torch.full((HEADS, DIM), value)
+        token = torch.full((HEADS, DIM), float(value))
         manager.append_token(layer, ids, token, -token)
 
 
