@@ -36,7 +36,7 @@ WAIT_S = 100.0  # what nothing here comes near, unless it hangs
 
 
 def test_a_request_whose_logits_are_not_finite_ends_its_stream_alone() -> None:
-    engine = fake_engine("shared", 3, num_kv_blocks=30, max_batch_size=4, tokenizer=Letters())
+    engine = fake_engine(3, num_kv_blocks=30, max_batch_size=4, tokenizer=Letters())
     prompts = [[1, 2], [3], [4, 5, 6]]
     texts = [Letters().decode(tokens_after(tuple(prompt))[:9]) for prompt in prompts]
     poison(engine, 2)
