@@ -91,7 +91,8 @@ def test_prompts_that_begin_alike_share_what_is_cached_of_them_if_asked_for(chec
     prompts = [[3] * 20 + [i] for i in range(5)]
     sizes = {"max_batch_size": 2, "block_size": 8, "num_kv_blocks": 40}
     plain, caching = (
-        LLM(str(checkpoint), rung="dense", device="cpu", prefix_cache=on, **sizes) for on in (False, True)
+        LLM(str(checkpoint), rung="resident_step", device="cpu", prefix_cache=on, **sizes)
+        for on in (False, True)
     )
     assert plain.engine.prefix_cache is None
     assert caching.generate(prompts, GREEDY, use_tqdm=False) == plain.generate(
@@ -103,7 +104,7 @@ def test_prompts_that_begin_alike_share_what_is_cached_of_them_if_asked_for(chec
 
 
 def test_a_recipe_of_ones_own_may_be_asked_for_in_place_of_a_rung(checkpoint: Path) -> None:
-    recipe = Recipe(attention="paged", mask="none", tables="resident")
+    recipe = Recipe(norm="fused")
     llm = LLM(str(checkpoint), recipe=recipe, device="cpu")
     assert (llm.engine.recipe, llm.rung) == (recipe, None)
     with pytest.raises(RecipeError, match="both a rung and a recipe"):
@@ -111,7 +112,7 @@ def test_a_recipe_of_ones_own_may_be_asked_for_in_place_of_a_rung(checkpoint: Pa
 
 
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> LLM:
-    engine = fake_engine("shared", 3, num_kv_blocks=30, tokenizer=Letters())
+    engine = fake_engine(3, num_kv_blocks=30, tokenizer=Letters())
     monkeypatch.setattr(Engine, "load", lambda *_, **__: engine)
     return LLM()
 

@@ -195,7 +195,7 @@ class OnlineScheduler:
             self._waiting.remove(request)
             self._store_result(request)
         else:
-            self._retire([request])
+            self._finish([request])
         return True
 
     def cancel_all(self) -> None:
@@ -206,7 +206,7 @@ class OnlineScheduler:
             sequence.cancel()
         for sequence in waiting:
             self._store_result(sequence)
-        self._retire(active)
+        self._finish(active)
 
     def record_step(self, done: Done, n_tokens: int) -> None:
         """Add a finished step to the statistics; subclasses may keep more of them.
@@ -280,7 +280,7 @@ class OnlineScheduler:
             self._preempt(youngest)
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._leave([sequence])
+        self._free([sequence])
         sequence.metrics.preemptions += 1
         self.preemptions += 1
         self._waiting.appendleft(sequence)
@@ -314,7 +314,7 @@ class OnlineScheduler:
         return min(whole, chunk) if self._active and chunk is not None else whole
 
     def _postprocess(self, leave: int) -> None:
-        """Record finished steps, all but the last ``leave``; update texts and retire ended sequences."""
+        """Record finished steps, all but the last ``leave``; update texts and finish ended sequences."""
         for done in self.engine.step.collect(leave):
             view = self._view
             if view is None or view.step_sequences is not done.sequences:
@@ -328,7 +328,7 @@ class OnlineScheduler:
             failed = [sequence for sequence in done.failed if sequence.request_id in self.requests]
             ended = [s for s in view.sequences if s.finish_reason is not None] + failed
             if ended:
-                self._retire(ended)
+                self._finish(ended)
             self._stepped.append(view.sequences + failed if failed else view.sequences)
 
     def _admit(self) -> list[Sequence]:
@@ -344,15 +344,15 @@ class OnlineScheduler:
         active = self._active + self._prefilling
         for sequence in active:
             sequence.fail(describe(error))
-        self._retire(active)
+        self._finish(active)
 
-    def _retire(self, ended: list[Sequence]) -> None:
-        """Release active sequences that have a finish reason, and keep their results."""
-        self._leave(ended)
+    def _finish(self, ended: list[Sequence]) -> None:
+        """Free active sequences that have a finish reason, and keep their results."""
+        self._free(ended)
         for sequence in ended:
             self._store_result(sequence)
 
-    def _leave(self, leaving: list[Sequence]) -> None:
+    def _free(self, leaving: list[Sequence]) -> None:
         """Remove active sequences and free their blocks."""
         gone = set(leaving)
         self._active = [sequence for sequence in self._active if sequence not in gone]

@@ -25,7 +25,7 @@ def greedy(max_tokens: int = 8, **others) -> SamplingParams:
 
 def engine_of(seed: int = 0, tokenizer: Tokenizer | None = None, **options) -> Engine:
     changes = {"vocab_size": tokenizer.vocab_size} if tokenizer else {}
-    options = {"recipe": "dense"} | options
+    options = {"recipe": "resident_step"} | options
     return small_engine(random_model(seed, small_config(**changes)), tokenizer=tokenizer, **options)
 
 

@@ -19,4 +19,4 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture
 def engine(tokenizer: Tokenizer) -> Engine:
     config = small_config(vocab_size=tokenizer.vocab_size, n_positions=1100)
-    return small_engine(random_model(3, config), tokenizer=tokenizer, recipe="dense")
+    return small_engine(random_model(3, config), tokenizer=tokenizer, recipe="resident_step")

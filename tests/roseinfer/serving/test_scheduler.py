@@ -54,8 +54,8 @@ class Calls:
     [
         ("dense", 40, "pack", 0, False),
         ("one_table", 1, "fifo", 3, False),
-        ("dense", 7, "pack", 1, True),
-        ("one_table", 16, "fifo", 2, True),
+        ("resident_step", 7, "pack", 1, True),
+        (BEST_RUNG, 16, "fifo", 0, True),
     ],
 )
 def test_mixed_lengths_in_chunks_give_the_tokens_of_each_request_alone(
