@@ -41,7 +41,7 @@ def test_a_function_is_shown_with_its_name_and_file_and_no_line_number(shown):
     show_source(dense_mask)
     (text,) = shown
     heading, fence, code = text.split("\n")[:3]
-    assert (heading, fence) == ("`dense_mask` · `rosellm/roseinfer/steps/host.py`", "```python")
+    assert (heading, fence) == ("`dense_mask` · `rosellm/ladder/dense.py`", "```python")
     assert code.startswith("def dense_mask(") and text.endswith("```")
 
 
