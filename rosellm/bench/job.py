@@ -102,6 +102,8 @@ def make_engine(
     build: Callable[..., Engine] = Engine,
 ) -> Engine:
     """Build an engine, by ``build``, with a KV cache just large enough for the options."""
+    rung = LADDER[recipe] if isinstance(recipe, str) else recipe
+    shares = rung.has_prefix_cache if options.prefix_cache is None else options.prefix_cache
     return build(
         gpt,
         tokenizer,
@@ -110,7 +112,7 @@ def make_engine(
         max_model_len=longest_request(options, gpt, longest_prompt),
         num_kv_blocks=options.num_kv_blocks or kv_blocks_wanted(options, gpt, longest_prompt),
         block_size=options.block_size,
-        prefix_cache=options.prefix_cache,
+        prefix_cache=shares,
         deterministic=options.deterministic,
     )
 

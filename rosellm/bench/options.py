@@ -75,7 +75,7 @@ def counts(default: tuple[int, ...], high: int) -> dict[str, Any]:
     return {"type": whole_numbers(high), "default": default, "metavar": "N,N"}
 
 
-def switch(default: bool) -> dict[str, Any]:
+def switch(default: bool | None) -> dict[str, Any]:
     """Return ``add_argument`` options for ``--name`` or ``--no-name``."""
     return {"action": BooleanOptionalAction, "default": default}
 
@@ -119,7 +119,8 @@ def add_engine_options(parser: ArgumentParser) -> None:
     add("--block-size", **count(64, high=MOST_TOKENS), help="tokens per KV block, a power of two")
     blocks = "KV blocks per layer; default: what --max-batch-size requests need, capped by memory"
     add("--num-kv-blocks", **count(None), help=blocks)
-    add("--prefix-cache", **switch(True), help="reuse the KV of shared prompt prefixes")
+    reused = "reuse the KV of shared prompt prefixes; default: if the rung can"
+    add("--prefix-cache", **switch(None), help=reused)
     add = parser.add_argument_group("several GPUs").add_argument
     ranks = "GPUs that share the model; on a CPU: processes"
     add("--tensor-parallel-size", **count(1, high=MOST_RANKS), help=ranks)

@@ -76,7 +76,7 @@ class Dense:
         self.model, self.blocks, self.kernels, self.most_rows = model, blocks, kernels, most_rows
         self.max_blocks = blocks_for(max_model_len, blocks.block_size)
         self.prefill = Prefill(model, blocks, blocks.pool_of)
-        self.tables_of: dict[Sequence, list[Table]] = {}  # in each pool
+        self.tables_of: dict[int, list[Table]] = {}  # in each pool, by request
         self._ended: deque[Done] = deque()
         self._logits: Tensor | None = None
         self.prepare()
@@ -214,7 +214,7 @@ class Dense:
 
     def tables(self, sequences: list[Sequence]) -> list[list[Table]]:
         """Return ``[pool][row]``: the block lists of these sequences."""
-        rows = [self.tables_of[sequence] for sequence in sequences]
+        rows = [self.tables_of[sequence.request_id] for sequence in sequences]
         return [[row[pool] for row in rows] for pool in range(len(self.blocks.pools))]
 
     @torch.inference_mode()
@@ -222,7 +222,7 @@ class Dense:
         """See :class:`Step`."""
         start, others = perf_counter(), range(1, len(self.blocks.pools))
         for s in sequences:
-            self.tables_of.setdefault(s, [s.block_ids, *([] for _ in others)])
+            self.tables_of.setdefault(s.request_id, [s.block_ids, *([] for _ in others)])
         tables = self.tables(sequences)
         for pool, own in zip(self.blocks.pools, tables, strict=True):
             for table, count in zip(own, counts, strict=True):
@@ -249,7 +249,7 @@ class Dense:
 
     def release(self, sequence: Sequence) -> None:
         """Free the sequence's blocks in all pools but the first, which the engine frees."""
-        tables = self.tables_of.pop(sequence, [])
+        tables = self.tables_of.pop(sequence.request_id, [])
         for pool, table in zip(self.blocks.pools[1:], tables[1:], strict=False):
             pool.release(table)
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from rosellm.errors import OptionError, RecipeError, SamplingError
+from rosellm.errors import RecipeError, SamplingError
 from rosellm.ladder import resident, rungs
 from rosellm.ladder.dense import Dense
 from rosellm.ladder.pools import PooledBlocks
@@ -86,6 +86,10 @@ class MuseumRung(Rung):
     def launch(self) -> str:  # type: ignore[override]
         return self.as_dict()["launch"]
 
+    @property
+    def has_prefix_cache(self) -> bool:  # type: ignore[override]
+        return self.name not in STEPS
+
     def as_dict(self) -> dict[str, str]:
         """See :class:`Rung`."""
         return dict(self.axes)
@@ -96,11 +100,6 @@ class MuseumRung(Rung):
             raise RecipeError(
                 f"tensor_parallel_size {n_ranks} needs rung 'fused_append' or a later one, not {self.name!r}"
             )
-
-    def check_prefix_cache(self) -> None:
-        """See :class:`Rung`."""
-        if self.name in STEPS:
-            raise OptionError(f"rung {self.name!r} has no prefix cache; resident_step and later ones do")
 
     def check_request(self, params: SamplingParams) -> None:
         """See :class:`Rung`."""

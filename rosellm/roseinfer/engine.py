@@ -84,8 +84,8 @@ class Engine(Owned):
         self.rung, self.recipe = _choose_recipe(recipe, model.device)
         check_launch(self.recipe, model.device)
         self.recipe.check_serves(model.config)
-        if prefix_cache:
-            self.recipe.check_prefix_cache()
+        if prefix_cache and not self.recipe.has_prefix_cache:
+            raise OptionError(f"rung {self.rung!r} has no prefix cache; resident_step and later ones do")
         if deterministic:
             self.recipe = self.recipe.invariant()
         self.recipe.check_ranks(group.part.size)

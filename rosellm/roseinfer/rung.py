@@ -14,6 +14,7 @@ class Rung:
     launch: str
     numerics: str = "fast"
     exhibit: str = "none"
+    has_prefix_cache: bool = True
 
     def as_dict(self) -> dict[str, str]:
         """Return every axis of the ladder with its variant."""
@@ -32,9 +33,6 @@ class Rung:
 
     def check_sums(self, device: torch.device, kernels: str) -> None:
         """Raise ``RecipeError``, with the reason, if ranks with these kernels cannot all-reduce so."""
-
-    def check_prefix_cache(self) -> None:
-        """Raise ``OptionError`` if it cannot share the blocks of prompts."""
 
     def check_request(self, params: SamplingParams) -> None:
         """Raise ``SamplingError`` if it cannot generate so."""

@@ -139,7 +139,7 @@ WISHES = [
     greedy(40, stop=" w", **ENDS),
 ]
 VARIANTS = {
-    "host": {"recipe": "dense"},
+    "unfused": {"recipe": "resident_step"},
     "resident": {"recipe": "packed_prefill", "prefix_cache": True},
     "deterministic": {"deterministic": True},
 }

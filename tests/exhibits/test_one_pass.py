@@ -18,7 +18,7 @@ from rosellm.roseinfer.kernels import prefill
 from rosellm.roseinfer.kernels.attention_plan import variant_for
 from rosellm.roseinfer.kernels.prefill import room_for
 from rosellm.roseinfer.kernels.prefill_tiles import LONG_PREFIX
-from rosellm.roseinfer.recipe import LADDER
+from rosellm.roseinfer.recipe import LADDER, RECIPES
 from rosellm.roseinfer.sampling import SamplingParams
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 from rosellm.roseinfer.serving.scheduler import OnlineScheduler
@@ -47,7 +47,7 @@ JOINED_PLACES, JOINED_TOKENS = one_pass.JOINED_PLACES, one_pass.JOINED_TOKENS
 MODEL = random_model(0)
 JOINED = LADDER["one_pass"]
 RUNGS = {
-    name: replace(LADDER[name], exhibit="one_pass") for name in ("packed_prefill", "fused_head", "split_kv")
+    name: replace(RECIPES[name], exhibit="one_pass") for name in ("fused_append", "fused_head", "split_kv")
 }
 shared = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Request = tuple[list[int], SamplingParams]
@@ -95,12 +95,12 @@ def poison(engine: Engine) -> None:
 @pytest.mark.parametrize("graphs", [True, False])
 @shared
 @given(st.integers(0, 10**9))
-def test_tokens_are_those_of_the_host_driven_step_whatever_the_buffers_held(request, rung, graphs, seed):
+def test_tokens_are_those_of_a_padded_prefill_whatever_the_buffers_held(request, rung, graphs, seed):
     if graphs:
         request.getfixturevalue("captured")
     requests = random_requests(random.Random(seed), 9)
     config = {"prefill_chunk": random.Random(seed).choice((None, 5, 17))}
-    expected = serve(small_engine(MODEL, recipe="one_table"), requests, seed, **config)
+    expected = serve(small_engine(MODEL, recipe="resident_step"), requests, seed, **config)
     engine = small_engine(MODEL, recipe=RUNGS[rung])
     for _ in range(2):
         poison(engine)
@@ -312,7 +312,7 @@ def combined(monkeypatch) -> list[int]:
 @given(st.integers(0, 10**9))
 def test_tokens_are_the_same_where_chunks_after_long_prefixes_join(captured, room, seed):
     requests, config = random_requests(random.Random(seed), 9), {"prefill_chunk": 9}
-    expected = serve(small_engine(MODEL, recipe="one_table"), requests, seed, **config)
+    expected = serve(small_engine(MODEL, recipe="resident_step"), requests, seed, **config)
     engine = small_engine(MODEL, recipe=JOINED)
     poison(engine)
     assert [one[:2] for one in serve(engine, requests, seed, **config)] == [one[:2] for one in expected]
@@ -457,8 +457,3 @@ def test_deterministic_mode_and_several_ranks_refuse_it_in_a_sentence(options, t
 
     with pytest.raises(RecipeError, match=told):
         LLM("rose-tiny", rung="one_pass", **options)
-
-
-def test_a_host_driven_step_cannot_be_joined():
-    with pytest.raises(RecipeError, match="exhibit='one_pass' needs prefill='packed'"):
-        replace(LADDER["one_table"], exhibit="one_pass")

@@ -82,7 +82,7 @@ def make_attention(
     counts = [max(position, -1) // block_size + 1 for position in positions]
     n_blocks = sum(counts) + 2
     shape = config.n_layers, config.n_kv_heads, config.head_dim, block_size, n_blocks
-    blocks = KVBlocks(*shape, model.device, model.dtype, pool="shared")
+    blocks = KVBlocks(*shape, model.device, model.dtype)
     state = DeviceState(len(positions), max(counts) + 1, model.device)
     state.positions.copy_(torch.tensor(positions))
     state.tokens.copy_(torch.randint(config.vocab_size, (len(positions),), generator=generator))

@@ -22,8 +22,7 @@ def logged(prompts: list[list[int]], max_tokens: int = 20, **options) -> PoolLog
     return log
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["", "prefix cache"])
-@pytest.mark.parametrize("rung", ["dense", BEST_RUNG])
+@pytest.mark.parametrize(("rung", "prefix_cache"), [("dense", False), (BEST_RUNG, False), (BEST_RUNG, True)])
 def test_at_every_moment_each_block_is_free_or_somebodys(rung, prefix_cache):
     log = logged(PROMPTS, recipe=rung, num_kv_blocks=8, prefix_cache=prefix_cache).run()
     for moment in log.moments:
@@ -74,7 +73,7 @@ def test_cancelled_and_failed_requests_are_told_from_finished_ones(monkeypatch):
 
 def test_a_block_that_nobody_holds_is_lost():
     log = logged(PROMPTS[:2], num_kv_blocks=16)
-    log.engine.blocks.reserve_prompt(0, [], 12)
+    log.engine.blocks.reserve_prompt([], 12)
     log.run()
     assert [moment.lost for moment in log.moments[1:]] == [2] * (len(log.moments) - 1)
 

@@ -255,7 +255,7 @@ def test_a_refused_prompt_ends_a_streaming_run_at_once():
 
 
 def engine_whose_second_request_fails() -> Engine:
-    engine = fake_engine("shared", 3, num_kv_blocks=30, tokenizer=Letters())
+    engine = fake_engine(3, num_kv_blocks=30, tokenizer=Letters())
     poison(engine, 2)
     return engine
 

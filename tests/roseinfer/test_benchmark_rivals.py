@@ -190,7 +190,7 @@ def test_rivals_take_turns_run_by_run(scripted_task):
 
 def test_a_run_of_ours_in_which_a_request_failed_is_refused():
     rival = object.__new__(Rosellm)
-    rival.engine = fake_engine("shared", 3, num_kv_blocks=30)
+    rival.engine = fake_engine(3, num_kv_blocks=30)
     rival.prompts = [[1], [2], [3]]
     rival.params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     poison(rival.engine, 2)

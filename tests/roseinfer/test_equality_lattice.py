@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 
+from rosellm.ladder.museum import MUSEUM, STEPS
 from rosellm.ladder.rungs import CudaGraph
 from rosellm.roseinfer.engine import Engine
 from rosellm.roseinfer.recipe import LADDER
@@ -188,14 +189,16 @@ def test_values_that_can_occur_together_do(device: str, n: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_cannot_occur_together_is_known(device: str):
-    """Graphs of fixed shapes, modes that need certain kernels, one kernel of whole layers, the preemption of
-    the only request."""
+    """Rungs with a runner of their own or without a prefix cache, modes that need certain kernels, one kernel
+    of whole layers, the preemption of the only request."""
     axes = axes_on(device)
     names, missing = list(axes), set(all_values(axes, 2)) - set(allowed_values(device, 2))
     found = {frozenset((names[axis], value) for axis, value in pair) for pair in missing}
-    eager_only = [rung for rung in axes["rung"] if LADDER[rung].tables == "per_layer"]
+    runner_of = {rung: MUSEUM[rung].as_dict()["runner"] for rung in axes["rung"] if rung in MUSEUM}
+    other = {"eager": "graph", "graph": "eager"}
     fast_only = [rung for rung in axes["rung"] if rung not in DETERMINISTIC_RUNGS]
-    expected = [{("rung", rung), ("runner", "graph")} for rung in eager_only]
+    expected = [{("rung", rung), ("runner", other[runner])} for rung, runner in runner_of.items()]
+    expected += [{("rung", rung), ("prefix_cache", True)} for rung in axes["rung"] if rung in STEPS]
     expected += [{("rung", rung), ("deterministic", True)} for rung in fast_only]
     expected += [{("rung", "persistent_kernel"), ("model", name)} for name in MODERN_MODELS]
     assert found == {frozenset(pair) for pair in [*expected, {("composition", "alone"), ("forced", True)}]}

@@ -31,14 +31,12 @@ from tests.helpers import (
     small_config,
     small_engine,
     transformers_greedy,
-    uncached_greedy,
     uncached_logits,
 )
 
 N_TOKENS = 16
-MIXED = [1, 2, 7, 8, 9, 17, 30]
-EQUAL = [7, 7, 7, 7]
-PROMPTS = {"mixed": random_prompts(MIXED, seed=1), "equal": random_prompts(EQUAL, seed=2)}
+LENGTHS = [1, 2, 7, 8, 9, 17, 30]
+PROMPTS = random_prompts(LENGTHS, seed=1)
 TUNED = [name for name, recipe in LADDER.items() if recipe.launch == "autotuned"]
 ON_TORCH = [name for name in LADDER if name not in TUNED]
 HOST_DRIVEN = [name for name in ON_TORCH if name in STEPS]
@@ -50,7 +48,6 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles f
 
 MODELS = {
     "tied": (0, small_config(eos_token_ids=(3,))),
-    "untied": (1, small_config(eos_token_ids=(3,), tie_embeddings=False)),
     "modern": (0, small_config(eos_token_ids=(3,), **MODERN)),
     "windowed": (0, small_config(eos_token_ids=(3,), **WINDOWED)),
 }
@@ -74,19 +71,18 @@ on_every_rung = pytest.mark.parametrize(("checkpoint", "rung", "device"), EVERY_
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Greedy]]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Greedy]]:
     @cache
-    def save(name: str) -> tuple[Path, dict[str, Greedy]]:
+    def save(name: str) -> tuple[Path, Greedy]:
         folder = tmp_path_factory.mktemp(name)
         save_model(random_model(*MODELS[name]), folder, torch.float32)
-        expected = {which: transformers_greedy(folder, some, N_TOKENS) for which, some in PROMPTS.items()}
-        return folder, expected
+        return folder, transformers_greedy(folder, PROMPTS, N_TOKENS)
 
     return save
 
 
 @pytest.fixture(params=MODELS)
-def checkpoint(request, saved) -> tuple[Path, dict[str, Greedy]]:
+def checkpoint(request, saved) -> tuple[Path, Greedy]:
     """A random checkpoint and what ``transformers`` generates from it."""
     return saved(request.param)
 
@@ -96,17 +92,8 @@ def load(folder: Path, device: str = "cpu") -> Transformer:
 
 
 def test_the_expected_tokens_are_varied_and_no_near_ties(checkpoint):
-    for greedy in checkpoint[1].values():
-        assert greedy.smallest_lead > 1e-3
-        assert len({t for tokens in greedy.tokens for t in tokens}) > 10
-
-
-@pytest.mark.parametrize("prompts", PROMPTS)
-@on_every_rung
-def test_every_rung_gives_the_tokens_of_transformers(checkpoint, rung, device, prompts):
-    folder, expected = checkpoint
-    engine = small_engine(load(folder, device), recipe=rung)
-    assert generate(engine, PROMPTS[prompts], N_TOKENS) == expected[prompts].tokens
+    assert checkpoint[1].smallest_lead > 1e-3
+    assert len({t for tokens in checkpoint[1].tokens for t in tokens}) > 10
 
 
 @on_every_rung
@@ -114,7 +101,7 @@ def test_a_batch_that_grows_and_shrinks_gives_the_same_tokens(checkpoint, rung, 
     folder, expected = checkpoint
     engine = small_engine(load(folder, device), recipe=rung)
     for _ in range(2):
-        assert grow_and_shrink(engine) == truncated(expected["mixed"].tokens)
+        assert grow_and_shrink(engine) == truncated(expected.tokens)
         assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
 
 
@@ -127,7 +114,7 @@ def truncated(outputs: list[list[int]]) -> list[list[int]]:
 
 def grow_and_shrink(engine: Engine) -> list[list[int]]:
     """Two sequences start, three join later, two later still; each leaves when it is done."""
-    sequences = greedy_sequences(engine, PROMPTS["mixed"], COUNTS)
+    sequences = greedy_sequences(engine, PROMPTS, COUNTS)
     for wave in (sequences[:2], sequences[2:5], sequences[5:]):
         engine.prefill(wave)
         for _ in range(3):
@@ -149,8 +136,8 @@ def test_shared_prefixes_and_copies_on_write_give_the_same_tokens(checkpoint, ru
         return
     engine = small_engine(load(folder, device), recipe=rung, prefix_cache=True)
     for _ in range(2):
-        assert grow_and_shrink(engine) == truncated(expected["mixed"].tokens)
-    assert engine.prefix_cache.hit_tokens >= sum(n - 1 for n in MIXED)
+        assert grow_and_shrink(engine) == truncated(expected.tokens)
+    assert engine.prefix_cache.hit_tokens >= sum(n - 1 for n in LENGTHS)
     engine.prefix_cache.clear()
     assert engine.blocks.num_free_blocks() == engine.num_kv_blocks
 
@@ -160,7 +147,7 @@ def test_a_sequence_that_lost_its_blocks_and_is_computed_anew_gives_the_same_tok
     """It comes back to its row with other blocks in the same lists, the batch being smaller meanwhile."""
     folder, expected = checkpoint
     engine = small_engine(load(folder, device), recipe=rung)
-    sequences = greedy_sequences(engine, PROMPTS["mixed"], N_TOKENS)
+    sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
     engine.prefill(sequences[:-1])
     for _ in range(3):
         engine.decode(sequences[:-1])
@@ -170,7 +157,7 @@ def test_a_sequence_that_lost_its_blocks_and_is_computed_anew_gives_the_same_tok
     engine.prefill(sequences[-1:])  # takes blocks that were the lost sequence's
     engine.decode(sequences[:-2])
     engine.prefill([lost])
-    assert decode_all(engine, sequences) == expected["mixed"].tokens
+    assert decode_all(engine, sequences) == expected.tokens
 
 
 @on_every_rung
@@ -178,7 +165,7 @@ def test_prompts_in_chunks_give_the_same_tokens(checkpoint, rung, device):
     """Two chunk sizes in one batch, so that some prompts are cached whole while others are not yet."""
     folder, expected = checkpoint
     engine = small_engine(load(folder, device), recipe=rung)
-    sequences = greedy_sequences(engine, PROMPTS["mixed"], N_TOKENS)
+    sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
     unfinished, seen = sequences, []
     while unfinished:
         sizes = [3 + 6 * (s.request_id % 2) for s in unfinished]
@@ -189,21 +176,21 @@ def test_prompts_in_chunks_give_the_same_tokens(checkpoint, rung, device):
             assert done.kind == "prefill" and done.sequences == whole
         unfinished = [s for s in unfinished if s not in whole]
     assert len(seen) > 3 and sum(seen) == len(sequences)
-    assert decode_all(engine, sequences) == expected["mixed"].tokens
+    assert decode_all(engine, sequences) == expected.tokens
 
 
 @on_every_rung
 def test_steps_that_are_begun_ahead_are_collected_in_order(checkpoint, rung, device):
     folder, expected = checkpoint
     engine = small_engine(load(folder, device), recipe=rung)
-    sequences = greedy_sequences(engine, PROMPTS["mixed"], N_TOKENS)
+    sequences = greedy_sequences(engine, PROMPTS, N_TOKENS)
     told = []
 
     def collect(leave: int) -> None:
         for done in engine.step.collect(leave):
             told.append(done.kind)
             assert set(done.sequences) == set(sequences) and done.seconds > 0
-            assert [s.output for s in sequences] == [row[: len(told)] for row in expected["mixed"].tokens]
+            assert [s.output for s in sequences] == [row[: len(told)] for row in expected.tokens]
 
     assert engine.begin_prefill(sequences) == sequences
     collect(engine.step.run_ahead)
@@ -220,7 +207,7 @@ def test_slots_are_reserved_once_a_pool(rung, monkeypatch):
     monkeypatch.setattr(
         kind, "reserve_tokens", lambda pool, *a: calls.append(pool.number) or reserve(pool, *a)
     )
-    generate(engine, PROMPTS["equal"], 2)
+    generate(engine, PROMPTS, 2)
     assert calls == ([0] if rung == "one_table" else list(range(engine.config.n_layers)))
     assert isinstance(engine.blocks.pools[0], TuplePool)
 
@@ -253,7 +240,7 @@ def test_draws_by_temperature_beside_greedy_rows_are_those_of_the_resident_step(
         params = [
             SamplingParams(temperature=t, seed=9, max_tokens=8, ignore_eos=True) for t in (0.0, 0.7, 1.5)
         ]
-        sequences = [engine.make_sequence(PROMPTS["mixed"][i], p) for i, p in enumerate(params)]
+        sequences = [engine.make_sequence(PROMPTS[i], p) for i, p in enumerate(params)]
         engine.prefill(sequences)
         return decode_all(engine, sequences)
 
@@ -270,28 +257,15 @@ def test_rungs_on_triton_in_the_interpreter_give_the_tokens_of_transformers(chec
     folder, expected = checkpoint
     engine = small_engine(load(folder), recipe=rung, kernels="triton")
     n = 2 if rung in TUNED else 4
-    three = [tokens[:n] for tokens in expected["mixed"].tokens[2:5]]
-    assert generate(engine, PROMPTS["mixed"][2:5], n) == three
+    three = [tokens[:n] for tokens in expected.tokens[2:5]]
+    assert generate(engine, PROMPTS[2:5], n) == three
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16, 64])
 def test_tokens_do_not_depend_on_the_block_size(checkpoint, block_size):
     folder, expected = checkpoint
     engine = small_engine(load(folder), block_size=block_size)
-    assert generate(engine, PROMPTS["mixed"], N_TOKENS) == expected["mixed"].tokens
-
-
-def test_models_of_the_parts_of_gpt_2_are_served_by_every_rung_and_others_by_all_but_one():
-    refused = {(model, rung) for model in MODELS for rung in LADDER if refuses(rung, model)}
-    assert refused == {(model, "persistent_kernel") for model in ("modern", "windowed")}
-
-
-@pytest.mark.parametrize(("rung", "device"), RUNS)
-def test_grouped_query_attention_gives_the_tokens_of_the_uncached_model(rung, device):
-    gpt = random_model(7, small_config(n_heads=4, n_kv_heads=2))
-    prompts = random_prompts([3, 8, 13])
-    expected = [uncached_greedy(gpt, prompt, 8) for prompt in prompts]
-    assert generate(small_engine(gpt.to(device), recipe=rung), prompts, 8) == expected
+    assert generate(engine, PROMPTS, N_TOKENS) == expected.tokens
 
 
 def forced_logits(engine: Engine, sequences: list, tokens: list[list[int]]) -> Tensor:
@@ -306,42 +280,24 @@ def forced_logits(engine: Engine, sequences: list, tokens: list[list[int]]) -> T
     return torch.stack(logits)
 
 
-SHAPED_RUNS = [
-    pytest.param(model, *run.values, id=f"{model}-{run.id}", marks=run.marks)
-    for model in ("tied", "modern", "windowed")
-    for run in RUNS
-    if not refuses(run.values[0], model)
-]
-
-
-@pytest.mark.parametrize(("model", "rung", "device"), SHAPED_RUNS)
-def test_every_rungs_logits_are_those_of_the_uncached_model(model, rung, device):
-    gpt = random_model(11, MODELS[model][1])
-    engine = small_engine(random_model(11, MODELS[model][1]).to(device), recipe=rung)
-    sequences = greedy_sequences(engine, PROMPTS["mixed"], 10)
-    tokens = random_prompts([9] * len(sequences), seed=6)
-    logits = forced_logits(engine, sequences, tokens).cpu()
-    for row, prompt in enumerate(PROMPTS["mixed"]):
-        expected = uncached_logits(gpt, prompt + tokens[row])[len(prompt) - 1 :]
-        torch.testing.assert_close(logits[:, row], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str)
-@pytest.mark.parametrize(("model", "rung", "device"), SHAPED_RUNS)
-def test_half_precision_logits_are_near_those_of_fp32(model, rung, device, dtype, bound):
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-4), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str
+)
+@pytest.mark.parametrize(("model", "rung", "device"), EVERY_RUN)
+def test_every_rungs_logits_are_near_those_of_the_uncached_model(model, rung, device, dtype, bound):
     """Every rung decodes the same given tokens; ``bound`` is relative to the largest logit."""
     gpt = random_model(11, MODELS[model][1], std=0.1)
-    tokens = random_prompts([24], seed=4)[0]
-    expected = uncached_logits(gpt, tokens)[5:]
+    tokens = random_prompts([9] * len(PROMPTS), seed=6)
+    wanted = [uncached_logits(gpt, p + t)[len(p) - 1 :] for p, t in zip(PROMPTS, tokens, strict=True)]
+    expected = torch.stack(wanted, dim=1)
     engine = small_engine(gpt.to(device, dtype), recipe=rung)
-    found = forced_logits(engine, greedy_sequences(engine, [tokens[:6]], 30), [tokens[6:]])[:, 0]
-    found = found.float().cpu()
+    found = forced_logits(engine, greedy_sequences(engine, PROMPTS, 10), tokens).float().cpu()
     assert (found - expected).abs().max() < bound * expected.abs().max()
 
 
 def interleaved(a: Engine, b: Engine) -> tuple[list[list[int]], list[list[int]]]:
     """Both engines serve the mixed prompts, taking turns at every step."""
-    batches = [greedy_sequences(engine, PROMPTS["mixed"], COUNTS) for engine in (a, b)]
+    batches = [greedy_sequences(engine, PROMPTS, COUNTS) for engine in (a, b)]
     for engine, sequences in zip((a, b), batches, strict=True):
         engine.prefill(sequences)
     while any(not s.is_finished for sequences in batches for s in sequences):
@@ -356,23 +312,20 @@ PAIRS = [
     (BEST_RUNG, BEST_RUNG),
     ("identity_pos", "full_batch"),
     ("resident_tables", "one_table"),
+    ("autotune", BEST_RUNG),  # the last, on a GPU only
 ]
 
 
-@pytest.mark.parametrize("rungs", PAIRS, ids=str)
-def test_two_engines_run_side_by_side(checkpoint, rungs):
+@pytest.mark.parametrize(
+    ("rungs", "device"),
+    [pytest.param(rungs, "cpu", id=f"{rungs}-cpu") for rungs in PAIRS[:-1]]
+    + [pytest.param(rungs, "cuda", id=f"{rungs}-gpu", marks=pytest.mark.gpu) for rungs in PAIRS],
+)
+def test_two_engines_run_side_by_side(checkpoint, rungs, device):
     folder, expected = checkpoint
-    a, b = (small_engine(load(folder), recipe=rung) for rung in rungs)
-    assert interleaved(a, b) == (truncated(expected["mixed"].tokens),) * 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rungs", [*PAIRS, *((rung, BEST_RUNG) for rung in TUNED)], ids=str)
-def test_two_engines_run_side_by_side_on_a_gpu(checkpoint, rungs):
-    folder, expected = checkpoint
-    gpt = load(folder, "cuda")
+    gpt = load(folder, device)
     a, b = (small_engine(gpt, recipe=rung) for rung in rungs)
-    assert interleaved(a, b) == (truncated(expected["mixed"].tokens),) * 2
+    assert interleaved(a, b) == (truncated(expected.tokens),) * 2
 
 
 def mutable_parts(root: object) -> dict[int, object]:
@@ -406,7 +359,7 @@ def test_two_engines_share_no_state_but_the_model(rung):
     gpt = random_model(3)
     a, b = (small_engine(gpt, recipe=rung, prefix_cache=rung not in STEPS) for _ in range(2))
     for engine in (a, b):
-        generate(engine, PROMPTS["mixed"], 3)
+        generate(engine, PROMPTS, 3)
     of_a, of_b = mutable_parts(a), mutable_parts(b)
     assert any(isinstance(part, Tensor) for part in of_a.values())
     assert a.blocks is of_a[id(a.blocks)] and a.step is of_a[id(a.step)]
@@ -415,7 +368,7 @@ def test_two_engines_share_no_state_but_the_model(rung):
 
 def test_rows_past_the_batch_have_no_context_in_a_captured_run():
     engine = small_engine(random_model(3), recipe="cuda_graph")
-    sequences = greedy_sequences(engine, PROMPTS["mixed"], [8, 8, 8, 8, 8, 2, 2])
+    sequences = greedy_sequences(engine, PROMPTS, [8, 8, 8, 8, 8, 2, 2])
     engine.prefill(sequences)
     decode_all(engine, sequences)
     ((bucket, (static, _)),) = engine.step.captured.items()
@@ -426,9 +379,9 @@ def test_rows_past_the_batch_have_no_context_in_a_captured_run():
 @pytest.mark.gpu
 def test_the_graph_runner_captures_once_a_bucket_and_replays_for_smaller_batches():
     engine = small_engine(random_model(3).to("cuda"), recipe="cuda_graph", warm_up=False)
-    expected = {n: generate(engine, PROMPTS["mixed"][:n], 4) for n in (3, 5, 7, 4, 1, 6, 2)}
+    expected = {n: generate(engine, PROMPTS[:n], 4) for n in (3, 5, 7, 4, 1, 6, 2)}
     captured = dict(engine.step.captured)
     assert set(captured) == {1, 2, 4, 8}
     for n in (7, 1, 5, 2, 6, 3):
-        assert generate(engine, PROMPTS["mixed"][:n], 4) == expected[n] == expected[7][:n]
+        assert generate(engine, PROMPTS[:n], 4) == expected[n] == expected[7][:n]
     assert engine.step.captured == captured

@@ -164,22 +164,10 @@ def test_an_engine_takes_a_rung_by_name_or_any_recipe():
     assert (own.rung, own.recipe) == (None, recipe)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_kernel_of_whole_layers_refuses_a_modern_model_with_its_reason(family):
-    config = small_config(**FAMILIES[family] | {"family": family})
-    reason = "its one kernel has LayerNorm, GELU and biases, and no rotary embeddings"
-    told = f"exhibit='persistent_layers' cannot run a model of family {family}: {reason}"
-    with pytest.raises(RecipeError) as caught:
+def test_an_engine_refuses_a_model_that_its_rung_cannot_run_with_the_reason():
+    config = small_config(**FAMILIES["qwen3"] | {"family": "qwen3"})
+    with pytest.raises(RecipeError, match="'persistent_layers' cannot run a model of family qwen3: its one"):
         Engine(random_model(0, config), recipe="persistent_kernel", num_kv_blocks=4)
-    assert str(caught.value) == told
-
-
-def test_every_other_rung_serves_every_model():
-    for changes in FAMILIES.values():
-        for rung in LADDER.keys() - {"persistent_kernel"}:
-            LADDER[rung].check_serves(small_config(**changes))
-    for changes in ({}, {"n_kv_heads": 1}, {"tie_embeddings": False, "d_ff": 40}):
-        LADDER["persistent_kernel"].check_serves(small_config(**changes))
 
 
 def test_an_unknown_rung_is_refused_with_the_names_of_all():

@@ -3,12 +3,12 @@
 import functools
 
 import pytest
-from rosellm.roseinfer.steps.host import HostStep, dense_mask
 
 from rosellm.lab.figures import source
 from rosellm.lab.figures.source import SourceError, show_pair, show_source, source_of
+from rosellm.ladder.dense import Dense, dense_mask
+from rosellm.ladder.pools import KVBlockInfo
 from rosellm.roseinfer import kv_append_triton
-from rosellm.roseinfer.cache.kv_blocks import KVBlockInfo
 from rosellm.rosetrainer import paged_attention
 
 
@@ -41,7 +41,7 @@ def test_a_function_is_shown_with_its_name_and_file_and_no_line_number(shown):
     show_source(dense_mask)
     (text,) = shown
     heading, fence, code = text.split("\n")[:3]
-    assert (heading, fence) == ("`dense_mask` · `rosellm/roseinfer/steps/host.py`", "```python")
+    assert (heading, fence) == ("`dense_mask` · `rosellm/ladder/dense.py`", "```python")
     assert code.startswith("def dense_mask(") and text.endswith("```")
 
 
@@ -79,10 +79,10 @@ def test_sources_that_share_little_stand_one_below_the_other(shown):
 
 
 def test_a_method_is_found_behind_its_decorators_and_not_indented(shown):
-    show_source(HostStep.__call__)
-    assert shown[0].splitlines()[0] == "`HostStep.__call__` · `rosellm/roseinfer/steps/host.py`"
+    show_source(Dense.decode)
+    assert shown[0].splitlines()[0] == "`Dense.decode` · `rosellm/ladder/dense.py`"
     assert shown[0].splitlines()[2:4][0] == "@torch.inference_mode()"
-    assert "\ndef __call__(" in shown[0]
+    assert "\ndef decode(" in shown[0]
 
 
 def test_only_the_members_named_are_shown_in_the_order_named():
@@ -106,7 +106,7 @@ def test_triton_kernels_are_shown_as_written_also_behind_an_autotuner():
 
 
 def test_what_is_shown_is_valid_python_for_every_public_thing_of_the_step():
-    for one in (HostStep, dense_mask, KVBlockInfo, Outer.doubled, Outer.cached):
+    for one in (Dense, dense_mask, KVBlockInfo, Outer.doubled, Outer.cached):
         compile(source_of(one), "shown", "exec")
 
 
@@ -124,6 +124,6 @@ def test_a_member_that_the_class_does_not_define_is_refused_with_those_it_does()
 
 
 def test_the_same_source_is_shown_the_same_every_time(shown):
-    show_source(HostStep, only=("_reserve",))
-    show_source(HostStep, only=("_reserve",))
+    show_source(Dense, only=("reserve",))
+    show_source(Dense, only=("reserve",))
     assert shown[0] == shown[1]

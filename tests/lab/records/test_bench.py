@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from rosellm.roseinfer.cache.block_tables import BUILD_RANGE, H2D_RANGE
 
 from rosellm.lab.records import bench, experiments
 from rosellm.lab.records.bench import (
@@ -17,6 +16,7 @@ from rosellm.lab.records.bench import (
 )
 from rosellm.lab.records.parameters import ParameterError
 from rosellm.lab.records.trace import Event, Trace
+from rosellm.ladder.dense import BUILD_RANGE, H2D_RANGE
 from rosellm.models.arch import Arch
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine

@@ -20,7 +20,7 @@ from tests.helpers import greedy_sequences, random_model, random_prompts, small_
 from tests.roseinfer.steps.fake_graphs import captured
 
 __all__ = ["captured"]
-RUNGS = ["dense", "cuda_graph", "one_table", "resident_step", "split_kv"]
+RUNGS = ["resident_step", "split_kv"]
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
 
 

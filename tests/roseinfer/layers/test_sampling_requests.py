@@ -274,7 +274,6 @@ def test_a_sequence_stops_at_its_length():
     assert (one.is_finished, one.n_cached, one.last_token) == (False, 2, 7)
     one.commit(8, n_cached=1)
     assert (one.finish_reason, one.output, one.prompt, one.n_output) == ("length", [7, 8], [5, 6], 2)
-    assert len(one.block_ids) == 3
 
 
 @pytest.mark.parametrize(("ignore_eos", "reason"), [(False, "stop"), (True, None)])
@@ -309,7 +308,7 @@ def test_an_engine_ends_a_sequence_at_the_models_end_token():
 
 def test_seeded_sampling_gives_the_same_tokens_on_every_rung_and_in_any_batch():
     gpt, prompts = random_model(2), random_prompts([5, 9, 2])
-    params = [SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=i, max_tokens=10) for i in range(3)]
+    params = [SamplingParams(temperature=0.9, seed=i, max_tokens=10) for i in range(3)]
 
     def sample(rung: str, rows: list[int]) -> list[list[int]]:
         engine = small_engine(gpt, recipe=rung)

@@ -91,9 +91,9 @@ def poison(engine: Engine) -> None:
 @pytest.mark.parametrize("rung", RUNGS)
 @shared
 @given(st.integers(0, 10**9))
-def test_tokens_are_those_of_the_host_driven_step_whatever_the_buffers_held(captured, rung, seed):
+def test_tokens_are_those_of_a_padded_prefill_whatever_the_buffers_held(captured, rung, seed):
     requests = random_requests(random.Random(seed), 6)
-    expected = run_program(small_engine(MODEL, recipe="one_table"), requests, seed)
+    expected = run_program(small_engine(MODEL, recipe="resident_step"), requests, seed)
     engine = small_engine(MODEL, recipe=rung)
     assert isinstance(engine.step.worker.prompts, CapturedPrefill)
     for _ in range(2):
@@ -258,7 +258,7 @@ def test_the_kernels_choose_first_tokens_as_the_host_does_padded(captured, devic
     model, prompts = random_model(0).to(device), random_prompts([5, 3, 9, 4])
     params = [SamplingParams(max_tokens=3, seed=9 + i, **wish) for i in range(len(prompts))]
     outputs = []
-    for rung in ("one_table", BEST_RUNG):
+    for rung in ("resident_step", BEST_RUNG):
         options = {"recipe": rung, "kernels": "triton", "max_batch_size": 4, "max_model_len": 16}
         engine = small_engine(model, warm_up=device == "cuda", **options)
         first, *others = map(engine.make_sequence, prompts, params)
@@ -299,7 +299,7 @@ def replayed(monkeypatch) -> list[LayerSize]:
 @given(st.integers(0, 10**9))
 def test_tokens_are_the_same_where_long_prefixes_are_cut(captured, room, replayed, seed):
     requests = random_requests(random.Random(seed), 6)
-    expected = run_program(small_engine(MODEL, recipe="one_table"), requests, seed)
+    expected = run_program(small_engine(MODEL, recipe="resident_step"), requests, seed)
     engine = small_engine(MODEL, recipe=BEST_RUNG)
     for _ in range(2):
         poison(engine)
@@ -398,7 +398,7 @@ def test_an_engine_without_warm_up_captures_at_first_use(captured):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", ["cuda_graph", "one_table", "resident_step", *RUNGS, "persistent_kernel"])
+@pytest.mark.parametrize("rung", ["resident_step", *RUNGS, "persistent_kernel"])
 @pytest.mark.parametrize("sizes", [{"max_batch_size": 6}, {"max_batch_size": 20, "max_model_len": 50}])
 def test_no_request_waits_for_a_capture(captured, rung, sizes):
     engine = small_engine(MODEL, recipe=rung, **sizes)
@@ -435,7 +435,7 @@ def test_a_warm_up_for_some_rows_captures_only_their_steps(captured):
 def test_a_host_driven_step_warmed_up_for_some_rows_has_their_graph_alone(captured):
     engine = small_engine(MODEL, recipe="cuda_graph", warm_up=False)
     engine.warm_up(5)
-    assert list(engine.step.runner._captured) == [8]
+    assert list(engine.step.captured) == [8]
 
 
 @pytest.mark.parametrize("heads", [(12, 12), (16, 8)])
@@ -472,7 +472,7 @@ def test_kernels_are_warmed_up_with_as_many_stop_tokens_as_their_captures_have(c
 def test_in_deterministic_mode_padding_changes_no_bit_of_the_logits(captured, monkeypatch):
     results = []
     for graphs in (None, FakeGraphs()):
-        monkeypatch.setattr("rosellm.roseinfer.recipe.graphs_on", lambda _device, own=graphs: own)
+        monkeypatch.setattr("rosellm.roseinfer.assembly.graphs_on", lambda _device, own=graphs: own)
         engine = small_engine(MODEL, deterministic=True)
         assert isinstance(engine.step.worker.prompts, CapturedPrefill) == (graphs is not None)
         sequences = greedy_sequences(engine, random_prompts([5, 20, 9, 33, 2]), 3)

@@ -13,7 +13,7 @@ N_NEW = 5
 
 def tokens(recipe: str, fill: float) -> tuple[list[list[int]], torch.Tensor]:
     """Of three sequences, one far shorter than the others, whose prompts are cached in two chunks."""
-    engine = small_engine(random_model(0), recipe=recipe, prefix_cache=True)
+    engine = small_engine(random_model(0), recipe=recipe)
     engine.blocks.k_cache.fill_(fill)
     engine.blocks.v_cache.fill_(fill)
     sequences = greedy_sequences(engine, random_prompts([3, 14, 23]), N_NEW)
