@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from rosellm.errors import CheckpointError, describe
+from rosellm.models.checks import check, is_number, is_whole
 from rosellm.models.rope import Rope
 
 INT32_MAX = 2**31 - 1
@@ -22,9 +23,7 @@ class Norm:
     eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        eps = self.eps
-        if not isinstance(eps, (int, float)) or isinstance(eps, bool) or not 0 < eps <= 1:
-            raise CheckpointError(f"norm_eps is {describe(eps)}; a number above 0 and at most 1 is needed")
+        check(is_number(self.eps, 0, 1), "norm_eps", self.eps, "a number above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -61,49 +60,38 @@ class Arch:
     family: str = "gpt2"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_positions", "n_layers", "n_heads", "d_model"):
-            self._check_positive(name)
-        defaults = {"n_kv_heads": self.n_heads, "d_ff": 4 * self.d_model, "head_dim": self._even_share()}
-        for name, default in defaults.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default)
-            self._check_positive(name)
+        self._check_sizes("vocab_size", "n_positions", "n_layers", "n_heads", "d_model")
+        self._set_default("n_kv_heads", self.n_heads)
+        self._set_default("d_ff", 4 * self.d_model)
+        if self.head_dim is None and self.d_model % self.n_heads:
+            raise CheckpointError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
+        self._set_default("head_dim", self.d_model // self.n_heads)
+        self._check_sizes("n_kv_heads", "d_ff", "head_dim", *([] if self.window is None else ["window"]))
+        self._set_default("scale", self.head_dim**-0.5)
         if self.n_heads % self.n_kv_heads:
             raise CheckpointError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         if self.qk_norm and self.rope is None:
             raise CheckpointError("norms on q and k are supported with rotary embeddings only")
         if self.rope is not None and self.head_dim % 2:
             raise CheckpointError(f"head_dim is {self.head_dim}; rotary embeddings need an even one")
-        if self.scale is None:
-            object.__setattr__(self, "scale", self.head_dim**-0.5)
-        if self.window is not None:
-            self._check_positive("window")
-        self._check_choices()
-
-    def _even_share(self) -> int:
-        if self.head_dim is None and self.d_model % self.n_heads:
-            raise CheckpointError(f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
-        return self.d_model // self.n_heads
-
-    def _check_positive(self, name: str) -> None:
-        value, most = getattr(self, name), MOST_LAYERS if name == "n_layers" else INT32_MAX
-        if not is_whole(value, 1, most):
-            raise CheckpointError(f"{name} is {describe(value)}; a whole number from 1 to {most} is needed")
-
-    def _check_choices(self) -> None:
-        if not isinstance(self.tie_embeddings, bool):
-            raise CheckpointError(
-                f"tie_embeddings is {describe(self.tie_embeddings)}; true or false is needed"
-            )
+        check(isinstance(self.tie_embeddings, bool), "tie_embeddings", self.tie_embeddings, "true or false")
         for token in self.eos_token_ids:
-            if not is_whole(token, 0, INT32_MAX):
-                raise CheckpointError(
-                    f"eos_token_id is {describe(token)}; token ids (0 to {INT32_MAX}) or none are needed"
-                )
-        if self.dtype is not None and self.dtype not in DTYPE_NAMES:
-            raise CheckpointError(
-                f"dtype {describe(self.dtype)} is not supported; {', '.join(DTYPE_NAMES)} are"
+            check(
+                is_whole(token, 0, INT32_MAX), "eos_token_id", token, f"a token id (0 to {INT32_MAX}) or none"
             )
+        if self.dtype is not None and self.dtype not in DTYPE_NAMES:
+            known = ", ".join(DTYPE_NAMES)
+            raise CheckpointError(f"dtype {describe(self.dtype)} is not supported; {known} are")
+
+    def _check_sizes(self, *names: str) -> None:
+        for name in names:
+            most = MOST_LAYERS if name == "n_layers" else INT32_MAX
+            value = getattr(self, name)
+            check(is_whole(value, 1, most), name, value, f"a whole number from 1 to {most}")
+
+    def _set_default(self, name: str, default: float) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, default)
 
     @property
     def group(self) -> int:
@@ -159,8 +147,3 @@ class Arch:
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:
         """Bytes of KV cache per token, over all layers."""
         return 2 * self.n_layers * self.n_kv_heads * self.head_dim * bytes_per_element
-
-
-def is_whole(value: Any, low: int, high: int) -> bool:
-    """Whether ``value`` is an int, no bool, from ``low`` to ``high``."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

@@ -29,29 +29,22 @@ def render_chat(folder: Path | None, messages: list[Message], add_generation_pro
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except Exception as error:  # a template is a program: it may fail in any way
-        if _is_syntax_error(error):
-            raise refusal(
-                CheckpointError, f"the chat template in {folder} has a syntax error", error
-            ) from error
+        from jinja2 import TemplateSyntaxError  # here: of chats only
+
+        if isinstance(error, TemplateSyntaxError):
+            failure = f"the chat template in {folder} has a syntax error"
+            raise refusal(CheckpointError, failure, error) from error
         raise refusal(PromptError, f"the chat template in {folder} fails on the messages", error) from error
 
 
-def _is_syntax_error(error: Exception) -> bool:
-    """Of jinja2, which is imported by its users only."""
-    return any(kind.__name__ == "TemplateSyntaxError" for kind in type(error).__mro__)
-
-
 def _check_messages(messages: object) -> None:
+    form = '{"role": ..., "content": ...}'
     if not isinstance(messages, list) or not messages:
-        raise PromptError(
-            f'messages are {describe(messages)}; give a list of {{"role": ..., "content": ...}}'
-        )
+        raise PromptError(f"messages are {describe(messages)}; give a list of {form}")
     for i, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
         if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            raise PromptError(
-                f'message {i} is {describe(message)}; give {{"role": ..., "content": ...}}, both of them text'
-            )
+            raise PromptError(f"message {i} is {describe(message)}; give {form}, both of them text")
 
 
 @lru_cache(maxsize=1)
@@ -61,10 +54,6 @@ def _templated(folder: Path) -> Any:
         tokenizer = from_transformers(folder)
     except BaseException as error:
         raise refusal(CheckpointError, f"{folder} has no tokenizer with a chat template", error) from error
-    if not tokenizer.chat_template:
+    if not tokenizer.chat_template or not isinstance(tokenizer.chat_template, (str, dict)):
         raise CheckpointError(f"{folder} has no chat template; give a prompt as text")
-    if not isinstance(tokenizer.chat_template, (str, dict)):
-        raise CheckpointError(
-            f"the chat template in {folder} is {describe(tokenizer.chat_template)}; give text"
-        )
     return tokenizer

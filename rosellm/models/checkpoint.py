@@ -32,35 +32,19 @@ def checkpoint_folder(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=CHECKPOINT_FILES, ignore_patterns=OTHER_COPIES))
     except Exception as error:  # the client raises OSErrors, ValueErrors and those of its HTTP library
         raise CheckpointError(
-            f"model {describe(model)} is neither a local folder nor available from the hub "
-            f"({_reason(error)}); {WAYS_OUT}"
+            f"model {describe(model)} is neither a local folder nor available from the hub; {WAYS_OUT} "
+            f"({describe(error)})"
         ) from None  # a hundred lines of its client's, which say no more
 
 
-def _reason(error: Exception) -> str:
-    """Why the hub download failed; its client reports a lost network as a file missing from its cache."""
-    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    if isinstance(error.__cause__ or error.__context__, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and it is not cached"
-    if isinstance(error, (LocalEntryNotFoundError, ConnectionError)):
-        return "no network, and it is not cached"
-    return type(error).__name__
-
-
 def load_config(folder: Path) -> Arch:
-    """The model's shape from ``folder/config.json``."""
-    path = folder / "config.json"
-    if not path.is_file():
+    """The model's shape, by ``config.json``; ``generation_config.json`` may name more ends of sequence."""
+    if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has no config.json")
-    arch = read_arch(_read_object(path))
-    return replace(arch, eos_token_ids=_generation_eos(folder) or arch.eos_token_ids)
-
-
-def _generation_eos(folder: Path) -> tuple[int, ...]:
-    """The end-of-sequence ids of ``generation_config.json``, which may be more than the model's own."""
-    path = folder / "generation_config.json"
-    return eos_ids(_read_object(path)) if path.is_file() else ()
+    arch = read_arch(_read_object(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    ids = eos_ids(_read_object(generation)) if generation.is_file() else ()
+    return replace(arch, eos_token_ids=ids or arch.eos_token_ids)
 
 
 def _read_object(path: Path) -> dict:

@@ -20,7 +20,7 @@ from rosellm.models.tokenizer import DummyTokenizer, Tokenizer, load_dummy_token
 from rosellm.models.weights import dummy_model, dummy_shape, load_model
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # in safetensors' words
+FLOATS = {"F64": None, "F32": None, "F16": "float16", "BF16": "bfloat16"}  # in safetensors' words
 LOAD_FORMATS = ("auto", "dummy")
 
 AnyTokenizer = Tokenizer | DummyTokenizer
@@ -53,12 +53,13 @@ def resolve_dtype(name: str, device: torch.device, arch: Arch | None = None) -> 
 
 
 def arch_of(model: str, load_format: str = "auto") -> Arch:
-    """Return the shape of what :func:`load_parts` loads, and its dtype. Raises ``CheckpointError``."""
-    return dummy_shape(model) if load_format == "dummy" else _stored_arch(checkpoint_folder(model))
+    """Return the shape of what :func:`load_parts` loads, and its dtype: the config's, else that of the files.
 
-
-def _stored_arch(folder: Path) -> Arch:
-    """The config's; a dtype that it doesn't name is that of the files, if it has 16 bits."""
+    Raises ``CheckpointError``.
+    """
+    if load_format == "dummy":
+        return dummy_shape(model)
+    folder = checkpoint_folder(model)
     arch = load_config(folder)
     return arch if arch.dtype is not None else replace(arch, dtype=stored_dtype(shards_of(folder)))
 
@@ -69,12 +70,11 @@ def stored_dtype(shards: list[Path]) -> str | None:
     Tensors may differ: norms kept in float32 do not make a float16 checkpoint float32.
     """
     n_values: Counter[str] = Counter()
-    for shard in shards:
-        with opened(shard) as tensors:
-            for view in map(tensors.get_slice, tensors.keys()):
-                n_values[view.get_dtype()] += prod(view.get_shape())
-    most = next((STORED[kind] for kind, _ in n_values.most_common() if kind in STORED), None)
-    return most if most in ("float16", "bfloat16") else None
+    for file in map(opened, shards):
+        for view in map(file.get_slice, file.keys()):
+            n_values[view.get_dtype()] += prod(view.get_shape())
+    floats = (kind for kind, _ in n_values.most_common() if kind in FLOATS)
+    return FLOATS.get(next(floats, "F32"))
 
 
 def load_parts(

@@ -43,24 +43,18 @@ class Block(nn.Module):
     def __init__(self, config: Arch, layer: int) -> None:
         super().__init__()
         self.layer, self.config = layer, config
-        shapes, biases = config.shapes, config.biases
-        projections = {name: Projection(*shapes[name], name in biases) for name in shapes}
-        self.norm_1, self.qkv = _norm(config, config.d_model), projections["qkv"]
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm.eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm.eps) if config.qk_norm else None
-        self.out = projections["out"]
-        self.norm_2 = _norm(config, config.d_model)
-        self.up, self.down = projections["up"], projections["down"]
+        self.norm_1, self.norm_2 = _norm(config, config.d_model), _norm(config, config.d_model)
+        self.qkv, self.out, self.up, self.down = (
+            Projection(n, k, name in config.biases) for name, (n, k) in config.shapes.items()
+        )
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_dim, eps=config.norm.eps) if config.qk_norm else None for _ in range(2)
+        )
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         mixed = attend(self.layer, *split_heads(self.qkv(self.norm_1(x)), self.config))  # [N, H, D]
         x = x + self.out(mixed.flatten(1))  # [N, C]
         return x + self.down(activated(self.up(self.norm_2(x)), self.config))  # [N, C]
-
-    @property
-    def head_norms(self) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
-        """The norms of q's and k's heads."""
-        return self.q_norm, self.k_norm
 
     def position(self, q: Tensor, k: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """q and k as attention takes them: each head normalised, then turned."""
@@ -186,7 +180,8 @@ class Transformer(nn.Module):
         """What :meth:`positioned` does to a layer's q and k, for kernels that do it; None for nothing."""
         if self.cos_sin is None:
             return None
-        q_norm, k_norm = (None if n is None else n.weight for n in self.blocks[layer].head_norms)
+        block = self.blocks[layer]
+        q_norm, k_norm = (None if n is None else n.weight for n in (block.q_norm, block.k_norm))
         return Rotary(self.cos_sin, q_norm, k_norm, self.config.norm.eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -221,19 +216,15 @@ class Transformer(nn.Module):
             elif "norm" in name:
                 nn.init.ones_(parameter)
             else:
-                self._draw(name, parameter, shapes[name].shape, std, generator)
+                residual = name.endswith(("out.weight", "down.weight"))
+                scale = std / (2 * self.config.n_layers) ** 0.5 if residual else std
+                shape = shapes[name].shape
+                drawn = parameter if parameter.shape == shape else parameter.new_empty(shape)
+                drawn.normal_(0.0, scale, generator=generator)
+                if drawn is not parameter:
+                    pieces = self.part.pieces(name, self.whole, len(drawn))
+                    parameter.copy_(self.part.cut(name, drawn, pieces))
         return self
-
-    def _draw(
-        self, name: str, parameter: Tensor, shape: torch.Size, std: float, generator: torch.Generator
-    ) -> None:
-        residual = name.endswith(("out.weight", "down.weight"))
-        scale = std / (2 * self.config.n_layers) ** 0.5 if residual else std
-        drawn = parameter if parameter.shape == shape else parameter.new_empty(shape)
-        drawn.normal_(0.0, scale, generator=generator)
-        if drawn is not parameter:
-            pieces = self.part.pieces(name, self.whole, len(drawn))
-            parameter.copy_(torch.cat(list(self.part.of(name, drawn, pieces))))
 
 
 def _aligned(rows: int) -> int:

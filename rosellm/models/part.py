@@ -7,9 +7,9 @@ every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from rosellm.errors import OptionError
@@ -38,8 +38,8 @@ class Part:
             )
         if (self.size - 1) * self.share(whole) >= whole.vocab_size:
             raise OptionError(
-                f"tensor_parallel_size {self.size} leaves a rank without any of the model's "
-                f"{whole.vocab_size} words, which are dealt {ALIGNMENT} at a time"
+                f"tensor_parallel_size {self.size} is too large: the vocabulary of {whole.vocab_size} is cut "
+                f"into multiples of {ALIGNMENT}, and a rank would have no tokens"
             )
 
     def arch(self, whole: Arch) -> Arch:
@@ -79,12 +79,13 @@ class Part:
         by_columns = name.endswith(("out.weight", "down.weight"))
         return Piece.share_of(n_columns, self).kept if by_columns else range(n_columns)
 
-    def of(self, name: str, value: Tensor, pieces: list[Piece]) -> Iterator[Tensor]:
-        """Yield this part of each of ``pieces`` of a parameter, stacked whole in ``value``: views."""
+    def cut(self, name: str, value: Tensor, pieces: list[Piece]) -> Tensor:
+        """Return this part of a whole parameter, or of those ``pieces`` of it that ``value`` holds."""
         columns = self.columns(name, value.shape[-1])
-        for piece, rows in zip(pieces, value.split([piece.n_rows for piece in pieces]), strict=True):
-            kept = rows[piece.kept.start : piece.kept.stop]
-            yield kept if kept.dim() == 1 else kept[:, columns.start : columns.stop]
+        stacked = value.split([piece.n_rows for piece in pieces])
+        kept = [rows[piece.kept.start : piece.kept.stop] for piece, rows in zip(pieces, stacked, strict=True)]
+        rows = kept[0] if len(kept) == 1 else torch.cat(kept)
+        return rows if rows.dim() == 1 else rows[:, columns.start : columns.stop]
 
     def _kv_heads(self, whole: Arch) -> range:
         """Each key/value head belongs to one rank, or to several if there are fewer heads than ranks."""

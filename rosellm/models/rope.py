@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rosellm.errors import CheckpointError, describe
+from rosellm.models.checks import check, is_number, is_whole
 
-LEAST, MOST = 1e-6, 1e12  # of any number that a scaling is made of
+LEAST, MOST = 1e-6, 10**12  # of any number that a scaling is made of
 OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 NUMBERS: dict[str, tuple[str, ...]] = {  # of each rope_type
     "default": (),
@@ -91,49 +92,28 @@ def read_rope(config: dict[str, Any]) -> Rope:
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     fields = {} if config.get(name) is None else config[name]
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{name} is {describe(fields)}; an object is needed")
+    check(isinstance(fields, dict), name, fields, "an object")
     if any(isinstance(value, dict) for value in fields.values()):
         raise CheckpointError("rope_parameters differ between kinds of layers; one kind is supported")
-    outer = config if fields.get("rope_theta") is None else fields
-    theta = _number({"rope_theta": 10_000.0} | outer, "rope_theta", above=1.0)
+    theta = config.get("rope_theta", 10_000.0) if fields.get("rope_theta") is None else fields["rope_theta"]
     if (partial := fields.get("partial_rotary_factor", config.get("partial_rotary_factor"))) not in (None, 1):
         raise CheckpointError(f"partial_rotary_factor {describe(partial)} is not supported; only 1.0 is")
     kind = fields.get("rope_type", fields.get("type", "default"))
     if not isinstance(kind, str) or kind not in NUMBERS:
         raise CheckpointError(f"rope_type {describe(kind)} is not supported; {', '.join(NUMBERS)} are")
-    found: dict[str, Any] = {
-        name: _number(fields, name) for name in NUMBERS[kind] if name not in OPTIONAL or fields.get(name)
-    }
-    if kind == "llama3" and found["low_freq_factor"] >= found["high_freq_factor"]:
+    check(is_number(theta, 1, MOST), "rope_theta", theta, f"a number above 1 and at most {MOST:g}")
+    found = {name: fields.get(name) for name in NUMBERS[kind] if name not in OPTIONAL or fields.get(name)}
+    for name, value in found.items():
+        check(is_number(value, LEAST, MOST), name, value, f"a number above {LEAST:g} and at most {MOST:g}")
+    if kind == "llama3":
         low, high = found["low_freq_factor"], found["high_freq_factor"]
-        raise CheckpointError(f"low_freq_factor {low} is not below high_freq_factor {high}")
+        check(low < high, "low_freq_factor", low, f"a number below high_freq_factor {high}")
     if kind == "yarn":
-        if not isinstance(truncate := fields.get("truncate", True), bool):
-            needed = "in the rope parameters; true or false is needed"
-            raise CheckpointError(f"truncate is {describe(truncate)} {needed}")
-        found["truncate"] = truncate
+        found["truncate"] = fields.get("truncate", True)
+        check(isinstance(found["truncate"], bool), "truncate", found["truncate"], "true or false")
     if kind in ("llama3", "yarn"):
-        found["original_max_position_embeddings"] = _original(fields, config)
+        name = "original_max_position_embeddings"
+        given = (config.get(name), fields.get(name), config.get("max_position_embeddings"))
+        found[name] = next((length for length in given if length is not None), None)
+        check(is_whole(found[name], 1, MOST), name, found[name], "a whole number, 1 or more,")
     return Rope(theta, kind, **found)
-
-
-def _original(fields: dict[str, Any], config: dict[str, Any]) -> int:
-    """The context that the model was trained on before it was scaled; the outer field comes first."""
-    name = "original_max_position_embeddings"
-    given = (config.get(name), fields.get(name), config.get("max_position_embeddings"))
-    length = _number({name: next((value for value in given if value is not None), None)}, name)
-    if length != int(length):
-        raise CheckpointError(
-            f"{name} is {describe(length)} in the rope parameters; a whole number is needed"
-        )
-    return int(length)
-
-
-def _number(fields: dict[str, Any], name: str, above: float = LEAST) -> float:
-    value: Any = fields.get(name)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not above < value <= MOST:
-        needed = f"a number above {above:g} and at most {MOST:g} is needed"
-        raise CheckpointError(f"{name} is {describe(value)} in the rope parameters; {needed}")
-    return value

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -15,12 +13,10 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_NAMED = 3  # files that an error lists
 
 
-@contextmanager
-def opened(shard: Path) -> Iterator[safe_open]:
-    """Open a safetensors file. Raises ``CheckpointError``, also for what fails while it is open."""
+def opened(shard: Path) -> safe_open:
+    """Open a safetensors file. Raises ``CheckpointError``."""
     try:
-        with safe_open(shard, framework="pt") as tensors:
-            yield tensors
+        return safe_open(shard, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{shard} cannot be read as safetensors: {error}") from error
 
@@ -30,11 +26,11 @@ def shards_of(folder: Path) -> list[Path]:
 
     As in transformers, a single file counts before an index, which an earlier checkpoint may have left.
     """
+    is_indexed = (folder / INDEX).is_file() and not (folder / WHOLE).is_file()
+    names = _indexed(folder / INDEX) if is_indexed else [WHOLE]
     present = {path.name for path in folder.iterdir() if path.is_file()}
-    names = _indexed(folder / INDEX) if INDEX in present and WHOLE not in present else [WHOLE]
     if missing := [describe(name) for name in names if name not in present]:
-        others = len(missing) - MOST_NAMED
-        listed = ", ".join(missing[:MOST_NAMED]) + (f" and {others} more" if others > 0 else "")
+        listed = ", ".join(missing[:MOST_NAMED]) + (" and others" if len(missing) > MOST_NAMED else "")
         raise CheckpointError(f"{folder} lacks {listed} (only safetensors files in the folder are read)")
     return [folder / name for name in names]
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rosellm.models.attention import CausalAttention
 from rosellm.models.model import Transformer
 from rosellm.models.weights import load_model
+from tests.helpers import CPU, random_prompts, uncached_logits
 
-CPU = torch.device("cpu")
 VOCABULARY = 131
 
 SIZES = {
@@ -51,17 +49,13 @@ def loaded(theirs: Any, folder: Path, dtype: torch.dtype = torch.float32) -> Tra
     return load_model(str(folder), CPU, dtype)
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCABULARY) for _ in range(length)]
+def prompt(length: int) -> list[int]:
+    return random_prompts([length], vocab_size=VOCABULARY)[0]
 
 
-@torch.inference_mode()
 def our_logits(model: Transformer, tokens: list[int]) -> Tensor:
     """``[N, V]`` of all positions, in fp32."""
-    ids, config = torch.tensor(tokens), model.config
-    attend = CausalAttention([len(tokens)], CPU, config.scale, config.window)
-    return model.logits(model(ids, torch.arange(len(tokens)), attend)).float()
+    return uncached_logits(model, tokens).float()
 
 
 @torch.inference_mode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +16,9 @@ from rosellm.models.arch import Arch, Norm
 from rosellm.models.checkpoint import load_config
 from rosellm.models.families.family import FULL, SLIDING
 from rosellm.models.families.table import FAMILIES, KNOWN_SHAPES, read_arch, write_arch
-from rosellm.models.model import Transformer
 from rosellm.models.rope import Rope
 from rosellm.models.weights import load_model, save_model
+from tests.helpers import random_model
 from tests.models.family_checks import (
     CPU,
     check_equal,
@@ -44,15 +43,11 @@ def heads(n_heads: int, n_kv_heads: int) -> dict[str, int]:
 
 SHAPES = {
     "group-1": heads(4, 4),
-    "group-2": heads(8, 4),
     "group-3": heads(6, 2),
-    "group-4": heads(4, 1),
-    "group-6": heads(12, 2),
     "group-8": heads(8, 1),
     "tied": {"tie_word_embeddings": True, "vocab_size": 197},
     "one-layer": {"num_hidden_layers": 1, "intermediate_size": 33, "rms_norm_eps": 1e-3},
     "wide-heads": {"head_dim": 22},
-    "narrow-heads": {"head_dim": 2},
 }
 GPT2_SHAPES = {
     "one-head": {"n_head": 1},
@@ -107,12 +102,12 @@ def test_the_kinds_of_rotary_embeddings_differ():
     for rope in (rope for name, rope in ROPES.items() if name != "yarn-one-mscale"):
         fields = {"model_type": "llama", "rope_parameters": rope, "head_dim": 16}
         arch = read_arch(sizes("llama") | fields)
-        found.append(our_logits(random_model(arch), tokens)[-1])
+        found.append(our_logits(random_model(0, arch), tokens)[-1])
     nearest = min((a - b).abs().max() for i, a in enumerate(found) for b in found[:i])
     assert nearest > 1e-3
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 31, 99, 100, 500, None])
+@pytest.mark.parametrize("window", [1, 7, 99, 100, None])
 @pytest.mark.parametrize("family", WINDOWED)
 def test_windows_below_and_above_the_prompts_length_equal_transformers(tmp_path, family, window):
     theirs = their_model(family, sliding_window=window)
@@ -123,7 +118,7 @@ def test_windows_below_and_above_the_prompts_length_equal_transformers(tmp_path,
 
 def test_a_window_is_seen_in_the_logits():
     arch = read_arch(sizes("mistral") | {"model_type": "mistral", "sliding_window": 99})
-    model, tokens = random_model(arch), prompt(100)
+    model, tokens = random_model(0, arch), prompt(100)
     narrow = our_logits(model, tokens)
     model.config = replace(arch, window=None)
     assert (our_logits(model, tokens) - narrow)[-1].abs().max() > 1e-3
@@ -172,15 +167,6 @@ def test_layers_of_one_kind_equal_transformers_however_a_config_says_it(tmp_path
     assert greedy(our_logits, ours, tokens, 6) == greedy(their_logits, theirs, tokens, 6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_transformers(tmp_path, family):
-    theirs = their_model(family, seed=1)
-    ours = loaded(theirs, tmp_path)
-    for length in (1, 9):
-        tokens = prompt(length)
-        assert greedy(our_logits, ours, tokens, 12) == greedy(their_logits, theirs, tokens, 12)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_16_bit_logits_are_as_near_to_fp32s_as_those_of_transformers(tmp_path, family, dtype):
@@ -198,14 +184,6 @@ def test_16_bit_logits_are_as_near_to_fp32s_as_those_of_transformers(tmp_path, f
 
 
 # Files
-
-
-def random_model(arch: Arch) -> Transformer:
-    model = Transformer.allocate(arch, CPU, torch.float32).initialise(0)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    return model
 
 
 def _arch(family: str, rope: Rope | None = None, **changes) -> Arch:
@@ -231,7 +209,7 @@ ARCHES = {family: _arch(family, eos_token_ids=(3, 9)) for family in FAMILIES} | 
 def test_what_is_saved_loads_in_transformers_and_comes_back(tmp_path, name):
     from transformers import AutoModelForCausalLM
 
-    ours = random_model(ARCHES[name])
+    ours = random_model(0, ARCHES[name])
     save_model(ours, tmp_path / "ours", torch.float32)
     theirs, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", dtype=torch.float32, output_loading_info=True
@@ -244,11 +222,10 @@ def test_what_is_saved_loads_in_transformers_and_comes_back(tmp_path, name):
     assert all(torch.equal(weight, weights[name]) for name, weight in ours.state_dict().items())
 
 
-@pytest.mark.parametrize("name", KNOWN_SHAPES)
-def test_a_known_shape_survives_its_own_spelling_and_that_of_transformers(name):
+@pytest.mark.parametrize("arch", KNOWN_SHAPES.values(), ids=KNOWN_SHAPES)
+def test_a_known_shape_survives_its_own_spelling_and_that_of_transformers(arch):
     from transformers import AutoConfig
 
-    arch = KNOWN_SHAPES[name]
     fields = write_arch(arch)
     assert read_arch(fields) == arch
     assert read_arch(AutoConfig.for_model(**fields).to_dict()) == arch
@@ -277,7 +254,7 @@ def test_known_shapes_have_the_parameters_that_their_models_have():
 
 
 def test_the_end_of_text_tokens_of_generation_outrank_the_configs(tmp_path):
-    save_model(random_model(ARCHES["llama"]), tmp_path)
+    save_model(random_model(0, ARCHES["llama"]), tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2, 1]}')
     assert load_config(tmp_path).eos_token_ids == (7, 2, 1)
     (tmp_path / "generation_config.json").write_text("{}")
@@ -297,10 +274,7 @@ def test_a_sparse_config_takes_transformers_defaults(family):
     assert read_arch({"model_type": family} | given) == read_arch(full)
 
 
-OLD_NAMES = ("type", "rope_type")
-
-
-@pytest.mark.parametrize("key", OLD_NAMES)
+@pytest.mark.parametrize("key", ["type", "rope_type"])
 @pytest.mark.parametrize("rope", ROPES)
 def test_the_older_spelling_of_rotary_embeddings_reads_as_the_newer_one(rope, key):
     from transformers import AutoConfig
@@ -351,40 +325,6 @@ def test_without_rotary_fields_the_angles_are_the_plain_ones():
 # Names
 
 PACKAGE = Path(rosellm.__file__).parent
-
-
-def family_names(source: str) -> Iterator[str]:
-    """Families that code names: in strings (but sentences and known models), imports and attributes."""
-    word = re.compile(rf"\b({'|'.join(ROTARY)})\b", re.IGNORECASE)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names = () if " " in node.value or node.value in KNOWN_SHAPES else (node.value,)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-        else:
-            names = [getattr(node, "attr", ""), getattr(node, "id", "")]
-        yield from (name for name in names if isinstance(name, str) and word.search(name))
-        yield from ("gpt2" for parts in compared(node) if {"gpt2", "a family"} <= set(map(meaning, parts)))
-
-
-def compared(node: ast.AST) -> Iterator[list[ast.AST]]:
-    """All that is in a comparison, a look-up, or the subject and patterns of a match."""
-    if isinstance(node, (ast.Compare, ast.Subscript)):
-        yield list(ast.walk(node))
-    elif isinstance(node, ast.Match):
-        yield [part for side in (node.subject, *(c.pattern for c in node.cases)) for part in ast.walk(side)]
-
-
-def meaning(node: ast.AST) -> str | None:
-    """GPT-2's family has the name of a checkpoint: what "gpt2" is compared with tells which is meant."""
-    if isinstance(node, ast.Constant) and node.value == "gpt2":
-        return "gpt2"
-    name = getattr(node, "attr", getattr(node, "id", getattr(node, "value", None)))
-    return (
-        "a family" if isinstance(name, str) and re.search("famil|model_type", name, re.IGNORECASE) else None
-    )
-
-
 NAMED_ELSEWHERE = {
     "models/checkpoint.py": {"rose-tiny-qwen3"},  # a shipped model's name
     "lab/records/records.py": {"Llama-3.1-8B", "Llama-3.2-1B", "llama-1b", "llama-8b"},  # a file's keys
@@ -392,10 +332,20 @@ NAMED_ELSEWHERE = {
 }
 
 
+def family_names(source: str) -> set[str]:
+    """Families that code names: in strings (but sentences and known models), imports and attributes."""
+    word, names = re.compile(rf"\b({'|'.join(ROTARY)})\b", re.IGNORECASE), []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names += [] if " " in node.value or node.value in KNOWN_SHAPES else [node.value]
+        else:
+            names += [getattr(node, field, None) or "" for field in ("module", "name", "attr", "id")]
+    return {name for name in names if isinstance(name, str) and word.search(name)}
+
+
 def test_no_file_outside_the_families_names_one():
     files = [path for path in PACKAGE.rglob("*.py") if "families" not in path.parts]
-    assert len(files) > 50
-    named = {str(path.relative_to(PACKAGE)): set(family_names(path.read_text())) for path in files}
+    named = {str(path.relative_to(PACKAGE)): family_names(path.read_text()) for path in files}
     assert {path: names for path, names in named.items() if names} == NAMED_ELSEWHERE
 
 
@@ -403,34 +353,10 @@ def test_no_file_outside_the_families_names_one():
     "source",
     [
         "if family == 'qwen3': ...",
-        "FUSED = {'llama', 1}",
-        "from rosellm.models.families.table import mistral",
-        "from rosellm.models.families.phi3 import FAMILY",
-        "families.qwen2.FAMILY",
-        "if family == 'gpt2': ...",
-        "fused = 'gpt2' != model.config.family",
-        "plain = config.family in ('other', 'gpt2')",
-        "if config.get('model_type') == 'gpt2': ...",
-        "match arch.family:\n    case 'gpt2' | 'other': ...",
-        "norm = {'gpt2': 1}[arch.family]",
-        "FAMILIES['gpt2']",
+        "from families.table import mistral",
+        "import families.phi3",
+        "families.qwen2",
     ],
 )
 def test_a_familys_name_in_code_is_found(source):
-    assert list(family_names(source))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        '"""As in Llama: see llama."""',
-        "load('Qwen/Qwen3-0.6B')",
-        "kind = 'llama3'",
-        "shape = KNOWN_SHAPES['gpt2']",
-        "if options.model == 'gpt2': family = 'any'",
-        "match model:\n    case 'gpt2': return arch.family",
-        "class Arch:\n    family: str = 'gpt2'",
-    ],
-)
-def test_another_name_in_code_is_not_taken_for_a_familys(source):
-    assert not list(family_names(source))
+    assert family_names(source)

@@ -1,13 +1,15 @@
-"""What a family's file provides: how its ``config.json`` and its tensors are read and written."""
+"""A model family: how its ``config.json`` is read and written, and what its tensors are called."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rosellm.errors import CheckpointError, describe
-from rosellm.models.arch import Arch
+from rosellm.models.arch import Arch, Norm
+from rosellm.models.checks import check, is_whole
+from rosellm.models.rope import read_rope
 
 Config = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -17,76 +19,107 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 class Family:
     """One file of ``families``, whose ``FAMILY`` it is.
 
-    model_types: the ``model_type`` of the checkpoints that it reads. read: ``config.json`` → ``Arch``; write:
-    the fields that ``transformers`` needs to read it back. tensors: a weight's name here, with ``{}`` for the
-    layer → names in the checkpoint, whose rows are joined in that order; a name that it lacks altogether is
-    left out. prefix: what a checkpoint may leave out of its names. transposed: those stored as ``[K, N]``.
+    architecture: the model's class in transformers. needed, optional: ``Arch``'s fields → those of
+    ``config.json``; eps: the field of the norms' epsilon, ``norm`` if it is absent. only: fields of which
+    just these values are supported; the first stands for an absent field. tensors: a weight's name here, with
+    ``{}`` for the layer → names in the checkpoint, whose rows are joined in that order. prefix: what a
+    checkpoint may leave out of its names. transposed: the weights stored as ``[K, N]``. defaults: those of
+    transformers, where they are not ``Arch``'s. parts: fields of ``Arch`` that all of its models share.
+    read_own, write_own: other fields of ``config.json``, into an ``Arch`` and back.
     """
 
-    model_types: tuple[str, ...]
-    read: Callable[[Config], Arch]
-    write: Callable[[Arch], Config]
+    architecture: str
+    needed: Mapping[str, str]
+    optional: Mapping[str, str]
+    norm: Norm
+    eps: str
+    only: Mapping[str, tuple]
     tensors: Mapping[str, tuple[str, ...]]
     prefix: str
     transposed: frozenset[str] = frozenset()
+    is_rotary: bool = True
+    defaults: Config = field(default_factory=dict)
+    parts: Config = field(default_factory=dict)
+    read_own: Callable[[Arch, Config], Arch] = lambda arch, config: arch
+    write_own: Callable[[Arch], Config] = lambda arch: {}
+
+    def read(self, config: Config) -> Arch:
+        """Read the fields of ``config.json``. Raises ``CheckpointError``."""
+        config = self.defaults | config
+        if missing := [theirs for theirs in self.needed.values() if config.get(theirs) is None]:
+            raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+        for name, values in self.only.items():
+            _check_supported(name, config.get(name, values[0]), values)
+        names = {**self.needed, **self.optional}
+        arch = Arch(
+            **{ours: config[theirs] for ours, theirs in names.items() if theirs in config},
+            **self.parts,
+            norm=replace(self.norm, eps=config.get(self.eps, self.norm.eps)),
+            rope=read_rope(config) if self.is_rotary else None,
+            eos_token_ids=eos_ids(config),
+            dtype=config.get("torch_dtype") if config.get("dtype") is None else config["dtype"],
+            family=config["model_type"],
+        )
+        return self.read_own(_stretched(arch), config)
+
+    def write(self, arch: Arch) -> Config:
+        """Write the fields that :meth:`read` and ``transformers`` read."""
+        ids = list(arch.eos_token_ids)
+        return {
+            "architectures": [self.architecture],
+            "model_type": arch.family,
+            **{theirs: getattr(arch, ours) for ours, theirs in {**self.needed, **self.optional}.items()},
+            self.eps: arch.norm.eps,
+            **{name: values[0] for name, values in self.only.items()},
+            **({} if arch.rope is None else {"rope_parameters": arch.rope.parameters}),
+            "eos_token_id": ids[0] if len(ids) == 1 else ids or None,
+            "bos_token_id": None,
+            **self.write_own(arch),
+        }
 
 
-def renamed(config: Config, names: Mapping[str, str], needed: tuple[str, ...]) -> Config:
-    """``Arch``'s fields by ``names``, which maps them to a config's; those of ``needed`` may not be null.
-
-    Raises ``CheckpointError``.
-    """
-    missing = [names[ours] for ours in needed if config.get(names[ours]) is None]
-    if missing:
-        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-    return {ours: config[theirs] for ours, theirs in names.items() if theirs in config}
+def _check_supported(name: str, value: Any, supported: tuple) -> None:
+    if not any(type(value) is type(one) and value == one for one in supported):
+        known = " or ".join(map(repr, supported))
+        raise CheckpointError(f"{name} {describe(value)} is not supported; only {known} is")
 
 
-def check_only(config: Config, only: Mapping[str, Any]) -> None:
-    """Raise ``CheckpointError`` for a field that has another value than the one supported."""
-    for name, value in only.items():
-        if config.get(name, value) != value or type(config.get(name, value)) is not type(value):
-            raise CheckpointError(f"{name} {describe(config[name])} is not supported; only {value!r} is")
+def _stretched(arch: Arch) -> Arch:
+    """YaRN makes room for more positions, though Qwen's files keep the original number."""
+    if arch.rope is None or arch.rope.rope_type != "yarn":
+        return arch
+    fields = arch.rope.parameters
+    stretched = int(fields["original_max_position_embeddings"] * fields["factor"])
+    return replace(arch, n_positions=max(arch.n_positions, stretched))
 
 
 def flag(config: Config, name: str) -> bool:
     """A field that is true or false; false if it is absent."""
-    if not isinstance(found := config.get(name, False), bool):
-        raise CheckpointError(f"{name} is {describe(found)}; true or false is needed")
+    found = config.get(name, False)
+    check(isinstance(found, bool), name, found, "true or false")
     return found
 
 
-def with_window(arch: Arch, window: Any, layer_types: Any, n_full: int = 0) -> Arch:
-    """``arch`` with ``window`` if all its layers slide, and without one if all attend to all tokens before.
+def with_window(arch: Arch, config: Config) -> Arch:
+    """``arch`` with the config's window if all its layers slide, and without one if none does.
 
-    layer_types: each layer's kind; None: all but the first ``n_full`` slide, if there is a window. Raises
-    ``CheckpointError``, for a mixture too.
+    Raises ``CheckpointError``, for a mixture too.
     """
-    n_layers = arch.n_layers
-    if layer_types is None:
-        n_full = n_layers if window is None else min(n_full, n_layers)
-        layer_types = [FULL] * n_full + [SLIDING] * (n_layers - n_full)
-    _check_kinds(layer_types, n_layers)
-    n_sliding = layer_types.count(SLIDING)
-    if 0 < n_sliding < n_layers:
-        raise CheckpointError(
-            f"{n_layers - n_sliding} layers of {FULL} mixed with {n_sliding} of {SLIDING} are not supported; "
-            "all layers must be of one kind"
-        )
-    if n_sliding and window is None:
-        raise CheckpointError(f"layer_types name {SLIDING}, but there is no sliding_window in use")
-    return replace(arch, window=window if n_sliding else None)
-
-
-def _check_kinds(layer_types: Any, n_layers: int) -> None:
-    if not isinstance(layer_types, list) or len(layer_types) != n_layers:
-        given = f"has {len(layer_types)}" if isinstance(layer_types, list) else f"is {describe(layer_types)}"
-        raise CheckpointError(f"layer_types {given}; a list of {n_layers} kinds, one a layer, is needed")
-    for kind in layer_types:
-        if kind not in (FULL, SLIDING):
-            raise CheckpointError(
-                f"layer_types name {describe(kind)}, which is not supported; {FULL} and {SLIDING} are"
-            )
+    window = config["sliding_window"] if flag(config, "use_sliding_window") else None
+    n_layers, kinds = arch.n_layers, config.get("layer_types")
+    if kinds is None:
+        n_full = n_layers if window is None else config["max_window_layers"]
+        check(is_whole(n_full, 0, 2**63), "max_window_layers", n_full, "a whole number")
+        kinds = [FULL] * min(n_full, n_layers) + [SLIDING] * (n_layers - n_full)
+    is_list = isinstance(kinds, list) and len(kinds) == n_layers
+    if not is_list or any(kind not in (FULL, SLIDING) for kind in kinds):
+        needed = f"a list of {n_layers} kinds, each {FULL} or {SLIDING},"
+        check(False, "layer_types", kinds, needed)
+    if FULL in kinds and SLIDING in kinds:
+        raise CheckpointError(f"layers of {FULL} and of {SLIDING} in one model are not supported")
+    if SLIDING in kinds and window is None:
+        raise CheckpointError(f"layer_types names {SLIDING}, but there is no sliding_window in use")
+    return replace(arch, window=window if SLIDING in kinds else None)
 
 
 def eos_ids(config: Config) -> tuple[int, ...]:
@@ -95,15 +128,3 @@ def eos_ids(config: Config) -> tuple[int, ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, list) else (given,)
-
-
-def eos_field(arch: Arch) -> int | list[int] | None:
-    """What :func:`eos_ids` reads."""
-    ids = list(arch.eos_token_ids)
-    return ids[0] if len(ids) == 1 else ids or None
-
-
-def dtype_of(config: Config) -> str | None:
-    """The checkpoint's dtype: ``dtype``, or ``torch_dtype`` in older files."""
-    found = config.get("dtype")
-    return config.get("torch_dtype") if found is None else found

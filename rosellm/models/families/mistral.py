@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rosellm.models.arch import Arch
-from rosellm.models.families.family import Config, Family, with_window
-from rosellm.models.families.llama import read_arch, tensor_names, write_arch
-
-DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}  # transformers' own
+from rosellm.models.families import llama
+from rosellm.models.families.family import Config, with_window
 
 
-def read(config: Config) -> Arch:
-    fields = DEFAULTS | config
-    arch = read_arch(fields, family="mistral")
-    return with_window(arch, fields["sliding_window"], fields.get("layer_types"))
+def read_window(arch: Arch, config: Config) -> Arch:
+    return with_window(arch, config | {"use_sliding_window": True, "max_window_layers": 0})
 
 
-def write(arch: Arch) -> Config:
-    return write_arch(arch, "Mistral", "mistral", sliding_window=arch.window)
-
-
-FAMILY = Family(model_types=("mistral",), read=read, write=write, tensors=tensor_names(), prefix="model.")
+FAMILY = replace(
+    llama.FAMILY,
+    architecture="MistralForCausalLM",
+    only={"hidden_act": ("silu", "swish")},
+    defaults=llama.FAMILY.defaults | {"num_key_value_heads": 8, "sliding_window": 4096},
+    read_own=read_window,
+    write_own=lambda arch: {"sliding_window": arch.window},
+)

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from rosellm.models.arch import Arch
-from rosellm.models.families.family import Config, Family, check_only
-from rosellm.models.families.llama import read_arch, tensor_names, write_arch
-from rosellm.models.families.qwen2 import window_fields, windowed
+from dataclasses import replace
 
-DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128}  # transformers' own
+from rosellm.models.families import llama, qwen2
 
-
-def read(config: Config) -> Arch:
-    check_only(config, {"attention_bias": False})
-    return windowed(read_arch(DEFAULTS | config, qk_norm=True, family="qwen3"), config)
-
-
-def write(arch: Arch) -> Config:
-    return write_arch(arch, "Qwen3", "qwen3", **window_fields(arch), attention_bias=False)
-
-
-FAMILY = Family(
-    model_types=("qwen3",), read=read, write=write, tensors=tensor_names(qk_norm=True), prefix="model."
+FAMILY = replace(
+    qwen2.FAMILY,
+    architecture="Qwen3ForCausalLM",
+    only={"hidden_act": ("silu", "swish"), "attention_bias": (False,)},
+    defaults=qwen2.FAMILY.defaults | {"head_dim": 128},
+    parts=llama.FAMILY.parts | {"qk_norm": True},
 )

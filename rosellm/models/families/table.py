@@ -10,25 +10,28 @@ from rosellm.models.arch import Arch
 from rosellm.models.families import gpt2, llama, mistral, phi3, qwen2, qwen3
 from rosellm.models.families.family import Config, Family
 
-_FILES = (gpt2, llama, mistral, phi3, qwen2, qwen3)
-FAMILIES: dict[str, Family] = {kind: file.FAMILY for file in _FILES for kind in file.FAMILY.model_types}
+FAMILIES: dict[str, Family] = {
+    "gpt2": gpt2.FAMILY,
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "phi3": phi3.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+}
 
 
 def read_arch(config: Config) -> Arch:
-    """From the fields of a Hugging Face ``config.json``. Raises ``CheckpointError``."""
+    """Read the fields of a Hugging Face ``config.json``. Raises ``CheckpointError``."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"model_type {describe(kind)} is not supported; {', '.join(FAMILIES)} are")
     if config.get("quantization_config") is not None:
-        raise CheckpointError(
-            "the checkpoint is quantised (config.json has a quantization_config); "
-            "float32, float16, bfloat16 and float64 weights are supported"
-        )
+        raise CheckpointError("the checkpoint is quantised, as quantization_config says; use one that is not")
     return FAMILIES[kind].read(config)
 
 
 def write_arch(arch: Arch) -> Config:
-    """The fields of a ``config.json`` that :func:`read_arch` and ``transformers`` read."""
+    """Write the fields of a ``config.json`` that :func:`read_arch` and ``transformers`` read."""
     return FAMILIES[arch.family].write(arch)
 
 

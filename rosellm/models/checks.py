@@ -1,0 +1,23 @@
+"""Checks of the values in a checkpoint's files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rosellm.errors import CheckpointError, describe
+
+
+def check(is_good: bool, name: str, value: object, needed: str) -> None:
+    """Raise ``CheckpointError`` for the field ``name`` if its ``value`` is not what is ``needed``."""
+    if not is_good:
+        raise CheckpointError(f"{name} is {describe(value)}; {needed} is needed")
+
+
+def is_whole(value: Any, low: int, high: int) -> bool:
+    """Whether ``value`` is an int, no bool, from ``low`` to ``high``."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_number(value: Any, above: float, most: float) -> bool:
+    """Whether ``value`` is an int or a float, no bool, above ``above`` and at most ``most``."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and above < value <= most
