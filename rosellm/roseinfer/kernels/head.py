@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.draw import MAX_TEMPERATURE
 from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
 from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise, row_key
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_best_tokens_kernel": "head"}
-MAX_TEMPERATURE = 1e30
 Shape = Callable[[int, torch.dtype], tuple[int, int, int, int, int]]
 
 

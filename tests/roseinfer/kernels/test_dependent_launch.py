@@ -69,6 +69,7 @@ def compiled(capability, tmp_path, pytestconfig) -> list[tuple[str, str, bool, i
 def kernels_digest() -> str:
     """Of all that a kernel is compiled from: the engine's and models' sources, the script, the compiler."""
     sources = [*(ROOT / "rosellm" / "roseinfer").rglob("*.py"), *(ROOT / "rosellm" / "models").rglob("*.py")]
+    sources += (ROOT / "rosellm" / "roseinfer").rglob("*.json")
     sources += [*(ROOT / "rosellm" / "rosetrainer").rglob("*.py"), Path(compile_step_kernels.__file__)]
     digest = sha256(triton.__version__.encode())
     for path in sorted(sources):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -226,7 +227,7 @@ BY_MASS = [(1.0, 0, p, 0.0) for p in (0.9, 0.5, 0.1, 0.01)] + [(0.7, 0, 0.8, 0.0
 @pytest.fixture
 def small_chunks(monkeypatch) -> None:
     """Of four tiles."""
-    monkeypatch.setattr(filtered, "CHUNK", 256)
+    monkeypatch.setattr(filtered, "Sizes", partial(filtered.Sizes, CHUNK=256))
 
 
 def always(n: int) -> Splits:
