@@ -242,7 +242,7 @@ def make_choose_filtered(dependent: int = False, splits: Splits = splits_for) ->
         listed, copied = (torch.empty(rows, n, device=device, dtype=torch.int32) for n in (n_tiles, room))
         _choose_filtered_kernel[(rows, splits(rows, n_chunks, device))](
             tiles[:6], listed, sums, copies, copied, settings_of(state), n_tiles, sizes,
-            MAX_TEMPERATURE, DEPENDENT=dependent, num_warps=WARPS, maxnreg=REGISTERS, **launch,
+            MAX_TEMPERATURE, num_warps=WARPS, maxnreg=REGISTERS, **launch,
         )  # fmt: skip
 
     return choose_filtered

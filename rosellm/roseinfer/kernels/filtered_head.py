@@ -194,7 +194,7 @@ def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -
         penalties = state.counts, state.repetition, state.presence, state.frequency
         table = indices if counts is None else counts
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "PENALISED": counts is not None}
-        options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
+        options = {"num_warps": warps, "num_stages": stages, **launch}
         _filtered_tiles_kernel[(triton.cdiv(rows, block_m), n_tiles)](
             hidden, weight, tiles, settings_of(state), penalties, table, rows, vocab, n_tiles,
             K=width, MAX_TEMPERATURE=MAX_TEMPERATURE, **blocks, **options,

@@ -128,7 +128,7 @@ def make_best_tokens(dependent: int = False, shape: Shape = _shape) -> Callable[
         state = temperature, seeds, positions
         strides = positions.stride(0), seeds.stride(0)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-        options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
+        options = {"num_warps": warps, "num_stages": stages, **launch}
         constants = {"K": width, "SAMPLED": sampled, "MAX_TEMPERATURE": MAX_TEMPERATURE, **blocks}
         _best_tokens_kernel[(triton.cdiv(rows, block_m), tiles)](
             hidden, weight, *state, values, indices, *strides, rows, vocab, tiles, **constants, **options

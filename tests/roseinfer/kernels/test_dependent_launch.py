@@ -33,7 +33,8 @@ KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_
 
 
 def test_only_dependent_launches_ask_the_driver_for_anything():
-    assert launch_options(False) == {} and launch_options(True) == {"launch_pdl": True}
+    assert launch_options(False) == {"DEPENDENT": False}
+    assert launch_options(True) == {"DEPENDENT": True, "launch_pdl": True}
 
 
 def test_dependent_launches_are_for_gpus():
