@@ -102,7 +102,9 @@ def read_rope(config: dict[str, Any]) -> Rope:
     if not isinstance(kind, str) or kind not in NUMBERS:
         raise CheckpointError(f"rope_type {describe(kind)} is not supported; {', '.join(NUMBERS)} are")
     check(is_number(theta, 1, MOST), "rope_theta", theta, f"a number above 1 and at most {MOST:g}")
-    found = {name: fields.get(name) for name in NUMBERS[kind] if name not in OPTIONAL or fields.get(name)}
+    found: dict[str, Any] = {
+        name: fields.get(name) for name in NUMBERS[kind] if name not in OPTIONAL or fields.get(name)
+    }
     for name, value in found.items():
         check(is_number(value, LEAST, MOST), name, value, f"a number above {LEAST:g} and at most {MOST:g}")
     if kind == "llama3":

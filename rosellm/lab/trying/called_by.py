@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from rosellm.roseinfer.recipe import BEFORE, LADDER
 
-Axes = SimpleNamespace  # of a rung, with its variants
-
 Fields = Mapping[str, tuple[str, ...]]
 APART: Fields = {"append": ("index_put", "generic", "full_batch", "identity_pos")}
 FUSED: Fields = {"append": ("fused",)}

@@ -79,7 +79,7 @@ def _advance_kernel(
 
 def make_advance(dependent: int = False) -> Callable[..., None]:
     """Return the Triton version of :func:`advance_ref`; values and indices must be contiguous."""
-    constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE, "DEPENDENT": dependent}
+    constants = {**ADVANCED, "ROUNDS": ROUNDS, "NOT_FINITE": NOT_FINITE}
     constants |= launch_options(dependent)
 
     def advance(*, state: DeviceState, slots: Tensor, values: Tensor | None, indices: Tensor) -> None:

@@ -21,11 +21,14 @@ from rosellm.roseinfer.kernels.attention_plan import Plan, Variant, span_of
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
 from rosellm.roseinfer.kernels.online_softmax import Tiling, attend_tile, gathered, no_keys, with_new
 from rosellm.roseinfer.kernels.paged_cache import (
+    LOG2_E,
+    SMALLEST_DOT,
     AttentionShape,
     PagedCache,
     are_seen,
     blocks_of,
     described_rows,
+    dot_dtype,
     layer_arguments,
     load_seen,
     load_tile,
@@ -33,7 +36,6 @@ from rosellm.roseinfer.kernels.paged_cache import (
     store_token,
 )
 from rosellm.roseinfer.kernels.partial_rows import make_combine, new_partial, store_heads, store_partial
-from rosellm.roseinfer.kernels.prefill import LOG2_E, SMALLEST_DOT, TRITON_DTYPES
 from rosellm.roseinfer.kernels.repeated import repeated
 from rosellm.roseinfer.kernels.rotary import load_angles, load_heads, positioned, positioned_ref
 from rosellm.rosetrainer.paged_attention import attend, held_slots
@@ -316,7 +318,7 @@ def make_append_and_attend(dependent: int = False) -> Callable[..., Tensor]:
     block_table must have been written at least two kernels earlier. GEMMs of fp16 or bf16 query groups run on
     tensor cores, those of fp32 in full fp32; the softmax is always fp32.
     """
-    launch = {"DEPENDENT": dependent, **launch_options(dependent)}
+    launch = launch_options(dependent)
     combine = make_combine(dependent)
 
     def append_and_attend(
@@ -354,7 +356,7 @@ def _tiling(variant: Variant, window: int | None, group: int, q: Tensor, rotary:
         return Tiling(variant.tile, window, 1, 1, variant.stages, None, norms, bool(variant.lanes))
     heads = triton.next_power_of_2(group)
     rows = max(SMALLEST_DOT, heads)
-    return Tiling(variant.tile, window, rows, heads, variant.stages, _dot_dtype(q), norms, False)
+    return Tiling(variant.tile, window, rows, heads, variant.stages, dot_dtype(q), norms, False)
 
 
 def _described(cache: PagedCache, shape: AttentionShape, tiling: Tiling):
@@ -370,8 +372,3 @@ def _pointers(rotary: Rotary | None) -> Rotary | None:
     if rotary is None or rotary.q_norm is not None:
         return rotary
     return rotary._replace(q_norm=rotary.cos_sin, k_norm=rotary.cos_sin)
-
-
-def _dot_dtype(q: Tensor):
-    """Return the operand dtype of GEMMs: fp32 in Triton's interpreter, which gets bf16 GEMMs wrong."""
-    return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32

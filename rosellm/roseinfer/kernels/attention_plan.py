@@ -195,7 +195,7 @@ def _plan_kernel(
 
 def make_planner(dependent: int = False) -> Callable[..., Plan]:
     """Return the Triton version of :func:`make_plan_ref`, run once per step; positions may be strided."""
-    launch = {"DEPENDENT": dependent, **launch_options(dependent)}
+    launch = launch_options(dependent)
 
     def make_plan(positions: Tensor, variant: Variant, window: int | None = None) -> Plan:
         if not variant.combine:

@@ -44,14 +44,18 @@ def listed_logits(logits_ptr, listed_ptr, n_listed, chunk, TILE: tl.constexpr, C
 
 @triton.jit
 def sum_before(
-    logits_ptr, listed_ptr, sums_ptr, n_sums, maxima, tile, inside, best, temperature, pivots, pivot_tokens,
-    first, step, TILE: tl.constexpr, CHUNK: tl.constexpr, DRAWS: tl.constexpr,
+    row, sums_ptr, n_sums, best, temperature, pivots, pivot_tokens, first, step,
+    sizes: tl.constexpr, DRAWS: tl.constexpr,
 ):  # fmt: skip
     """Store the mass before each pivot for every step-th chunk from ``first`` on; return the chunk count.
 
-    pivots and pivot_tokens: DRAWS of each, of which the first bounds the listed tiles; sums_ptr has n_sums
-    entries per pivot. All programs of a row write the same list to the same place.
+    row: as in :func:`choose_by_mass`. pivots and pivot_tokens: DRAWS of each, of which the first bounds the
+    listed tiles; sums_ptr has n_sums entries per pivot. All programs of a row write the same list to the same
+    place.
     """
+    logits_ptr, listed_ptr, maxima, tile, inside = row
+    TILE: tl.constexpr = sizes.TILE
+    CHUNK: tl.constexpr = sizes.CHUNK
     n_listed = list_tiles(listed_ptr, tile, inside & (maxima >= pivots[0]))
     n_chunks = tl.cdiv(n_listed, CHUNK // TILE)
     inverse = 1 / temperature
@@ -82,21 +86,22 @@ def best_scored(scores, tokens):
 
 
 @triton.jit
-def drawn_before_pivot(
-    logits_ptr, listed_ptr, own, scores, tokens, maxima, tile, inside, pivot, pivot_token, amount,
-    key_first, key_second, TILE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def drawn_before_pivot(row, draws, pivot, pivot_token, amount, key, sizes: tl.constexpr):
     """Return the token with the highest score before the pivot.
 
-    own, scores and tokens: logit, score and token of each tile's draw.
+    row and draws: as in :func:`choose_by_mass`.
     """
+    logits_ptr, listed_ptr, maxima, tile, inside = row
+    own, scores, tokens = draws
+    TILE: tl.constexpr = sizes.TILE
+    CHUNK: tl.constexpr = sizes.CHUNK
     ahead = comes_before(own, tokens, pivot, pivot_token)
     token, top = best_scored(tl.where(ahead, scores, float("-inf")), tokens)
     again = inside & (ahead == 0) & (scores > top) & (maxima >= pivot)
     n_listed = list_tiles(listed_ptr, tile, again)
     for chunk in range(0, tl.cdiv(n_listed, CHUNK // TILE)):
         x, columns = listed_logits(logits_ptr, listed_ptr, n_listed, chunk, TILE, CHUNK)
-        noise = gumbel(key_first, key_second, columns.to(tl.uint32))
+        noise = gumbel(key[0], key[1], columns.to(tl.uint32))
         fresh = tl.where(comes_before(x, columns, pivot, pivot_token), x + amount * noise, float("-inf"))
         score = tl.max(tl.max(fresh, axis=1), axis=0)
         place = tl.min(tl.min(tl.where(fresh == score, columns, 2147483647), axis=1), axis=0)
@@ -106,8 +111,9 @@ def drawn_before_pivot(
 
 
 @triton.jit
-def foreseen(logits_ptr, own, scores, tokens, DRAWS: tl.constexpr):
+def foreseen(logits_ptr, draws, DRAWS: tl.constexpr):
     """Return logits and tokens of the tiles' best draw, the best draw before it, and so on, DRAWS in all."""
+    own, scores, tokens = draws
     token, _ = best_scored(scores, tokens)
     pivot = tl.load(logits_ptr + token)
     pivots, pivot_tokens = (pivot,), (token,)  # type: tuple, tuple
@@ -123,11 +129,12 @@ def foreseen(logits_ptr, own, scores, tokens, DRAWS: tl.constexpr):
 def choose_by_mass(
     logits_ptr, values_ptr, indices_ptr, maxima_ptr, masses_ptr, listed_ptr, sums_ptr, n_sums, arrived_ptr,
     seed_ptr, position_ptr, temperature, top_p, tile, inside,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, DRAWS: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
+    sizes: tl.constexpr, MAX_TEMPERATURE: tl.constexpr,
 ):  # fmt: skip
     """Draw the token of one row, to which all pointers refer; values and indices stay if their best is kept.
 
-    This includes rows without probabilities, where nothing comes before the first infinite logit.
+    This includes rows without probabilities, where nothing comes before the first infinite logit. The tuple
+    ``draws`` is the logit, score and token of each tile's draw.
     """
     scores = tl.load(values_ptr + tile, mask=inside, other=float("-inf"))
     tokens = tl.load(indices_ptr + tile, mask=inside, other=2147483647)
@@ -136,34 +143,31 @@ def choose_by_mass(
     own = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf"))
     best = tl.max(maxima, axis=0)
     most = top_p * tl.sum(masses * tl.exp((maxima - best) / temperature), axis=0)
-    pivots, pivot_tokens = foreseen(logits_ptr, own, scores, tokens, DRAWS)
+    row, draws = (logits_ptr, listed_ptr, maxima, tile, inside), (own, scores, tokens)
+    pivots, pivot_tokens = foreseen(logits_ptr, draws, sizes.DRAWS)
     n_chunks = sum_before(
-        logits_ptr, listed_ptr, sums_ptr, n_sums, maxima, tile, inside, best, temperature,
-        pivots, pivot_tokens, tl.program_id(1), tl.num_programs(1), TILE, CHUNK, DRAWS,
+        row, sums_ptr, n_sums, best, temperature, pivots, pivot_tokens,
+        tl.program_id(1), tl.num_programs(1), sizes, sizes.DRAWS,
     )  # fmt: skip
     tl.debug_barrier()
     arrived = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
     if arrived == tl.num_programs(1) - 1:
         refused = is_refused(sums_ptr, n_chunks, tile, most)
         if refused:
-            key_first, key_second = row_key(tl.load(seed_ptr), tl.load(position_ptr) + 1)
+            key = row_key(tl.load(seed_ptr), tl.load(position_ptr) + 1)
             amount = tl.minimum(temperature, MAX_TEMPERATURE)
             pivot, token = pivots[0], pivot_tokens[0]
             while refused:
-                token = drawn_before_pivot(
-                    logits_ptr, listed_ptr, own, scores, tokens, maxima, tile, inside, pivot, token, amount,
-                    key_first, key_second, TILE, CHUNK,
-                )  # fmt: skip
+                token = drawn_before_pivot(row, draws, pivot, token, amount, key, sizes)
                 pivot = tl.load(logits_ptr + token)
                 known = tl.zeros((), tl.int32)
-                for i in tl.static_range(1, DRAWS):
+                for i in tl.static_range(1, sizes.DRAWS):
                     known = tl.where(token == pivot_tokens[i], i, known)
                 n_summed = n_chunks
                 if known == 0:
                     n_summed = sum_before(
-                        logits_ptr, listed_ptr, sums_ptr, n_sums, maxima, tile, inside, best, temperature,
-                        (pivot,), (token,), 0, 1, TILE, CHUNK, 1,
-                    )  # fmt: skip
+                        row, sums_ptr, n_sums, best, temperature, (pivot,), (token,), 0, 1, sizes, 1
+                    )
                     tl.debug_barrier()
                 refused = is_refused(sums_ptr + known * n_sums, n_summed, tile, most)
             tl.store(values_ptr + tile, tl.where(tile == 0, 0.0, float("-inf")), mask=inside)

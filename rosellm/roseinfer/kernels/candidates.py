@@ -1,4 +1,9 @@
-"""Device functions for a filtered row's candidates: rank, count those before a token, draw, and copy."""
+"""Device functions for a filtered row's candidates: rank, count those before a token, draw, and copy.
+
+A pool of candidates is a tuple: pointers to their logits and tokens, the number of candidates that were
+copied with their tokens (0: they are the row itself, and tokens are not read) and of all candidates, the
+row's largest logit, its temperature, and min-p's floor of scaled logits.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +50,12 @@ def lower_bound(maxima, inside, best, k, PIVOTS: tl.constexpr):
 
 
 @triton.jit
-def candidates(values_ptr, tokens_ptr, n_copied, first, n, best, temperature, floor, BLOCK: tl.constexpr):
+def candidates(pool, first, BLOCK: tl.constexpr):
     """Load candidates from ``first`` on: logits, scaled logits, and tokens.
 
-    Both logits are -inf past the end and below min-p's floor. n_copied: n if the candidates were copied with
-    their tokens, 0 if they are the row itself.
+    Both logits are -inf past the end and below the floor.
     """
+    values_ptr, tokens_ptr, n_copied, n, best, temperature, floor = pool
     at = first + tl.arange(0, BLOCK)
     x = tl.load(values_ptr + at, mask=at < n, other=float("-inf"))
     token = tl.load(tokens_ptr + at, mask=at < n_copied, other=0)
@@ -61,18 +66,16 @@ def candidates(values_ptr, tokens_ptr, n_copied, first, n, best, temperature, fl
 
 
 @triton.jit
-def kth_largest(
-    values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, low, k,
-    BLOCK: tl.constexpr, PIVOTS: tl.constexpr,
-):  # fmt: skip
+def kth_largest(pool, low, k, BLOCK: tl.constexpr, PIVOTS: tl.constexpr):
     """Return the ordered bits of the k-th largest candidate; at least k candidates must reach ``low``."""
+    n, best = pool[3], pool[4]
     low, high = low.to(tl.int64), ordered_bits(best).to(tl.int64)
     while low < high:
         step = (high - low + PIVOTS) // (PIVOTS + 1)
         pivots = (low + step * (1 + tl.arange(0, PIVOTS))).to(tl.int32)
         numbers = tl.zeros((PIVOTS,), tl.int32)
         for first in range(0, n, BLOCK):
-            x, _, _ = candidates(values_ptr, tokens_ptr, n_copied, first, n, best, temperature, floor, BLOCK)
+            x, _, _ = candidates(pool, first, BLOCK)
             reached = ordered_bits(x)[None, :] >= pivots[:, None]
             numbers += tl.sum(reached.to(tl.int32), axis=1)
         low += step * tl.sum((numbers >= k).to(tl.int64), axis=0)
@@ -94,15 +97,11 @@ def kth_largest_of_few(values_ptr, n, k, FEW: tl.constexpr):
 
 
 @triton.jit
-def before(
-    values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, pivot, pivot_token, BLOCK: tl.constexpr
-):
+def before(pool, pivot, pivot_token, BLOCK: tl.constexpr):
     """Return the number and the mass of the candidates before the pivot in order of probability."""
     number, mass = tl.zeros((), tl.int32), tl.zeros((), tl.float32)
-    for first in range(0, n, BLOCK):
-        x, scaled, token = candidates(
-            values_ptr, tokens_ptr, n_copied, first, n, best, temperature, floor, BLOCK
-        )
+    for first in range(0, pool[3], BLOCK):
+        x, scaled, token = candidates(pool, first, BLOCK)
         ahead = comes_before(x, token, pivot, pivot_token)
         number += tl.sum(ahead.to(tl.int32), axis=0)
         mass += tl.sum(tl.where(ahead, tl.exp(scaled), 0.0), axis=0)
@@ -110,19 +109,15 @@ def before(
 
 
 @triton.jit
-def drawn_before(
-    values_ptr, tokens_ptr, n_copied, n, best, temperature, floor, pivot, pivot_token, key_first, key_second,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def drawn_before(pool, pivot, pivot_token, key, BLOCK: tl.constexpr):
     """Return logit and token of the candidate before the pivot with the largest scaled logit plus noise."""
+    values_ptr, tokens_ptr, n_copied, n = pool[0], pool[1], pool[2], pool[3]
     top = tl.full((), float("-inf"), tl.float32)
     place = tl.zeros((), tl.int32)
     for first in range(0, n, BLOCK):
-        x, scaled, token = candidates(
-            values_ptr, tokens_ptr, n_copied, first, n, best, temperature, floor, BLOCK
-        )
+        x, scaled, token = candidates(pool, first, BLOCK)
         ahead = comes_before(x, token, pivot, pivot_token)
-        scores = scaled + gumbel(key_first, key_second, token.to(tl.uint32))
+        scores = scaled + gumbel(key[0], key[1], token.to(tl.uint32))
         score, index = tl.max(tl.where(ahead, scores, float("-inf")), axis=0, return_indices=True)
         place = tl.where(score > top, first + index, place)
         top = tl.maximum(top, score)

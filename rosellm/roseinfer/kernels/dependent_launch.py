@@ -29,6 +29,6 @@ def launch_dependents(DEPENDENT: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def launch_options(dependent: int) -> dict[str, bool]:
-    """Return the launch options that go with a kernel's ``DEPENDENT`` constant."""
-    return {"launch_pdl": True} if dependent else {}
+def launch_options(dependent: int) -> dict[str, int]:
+    """Return a kernel's ``DEPENDENT`` constant and the launch options that go with it."""
+    return {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}

@@ -12,6 +12,7 @@ from rosellm.roseinfer.kernels.noise import gumbel_noise
 from rosellm.roseinfer.sampling import NOT_FINITE
 
 FLOAT32 = torch.finfo(torch.float32)
+MAX_TEMPERATURE = 1e30
 Noise = Callable[[Tensor, Tensor, int], Tensor]
 
 
@@ -65,18 +66,24 @@ def draw(
     seeds: Tensor,
     positions: Tensor,
     noise: Noise = gumbel_noise,
+    filtered: bool = True,
 ) -> Tensor:
     """Sample every row's next token without synchronising with the host: logits ``[B, V]`` → ``[B]`` int32.
 
     temperature, top_p, min_p ``[B]`` float32, top_k ``[B]`` int, seeds ``[B]`` int64; positions ``[B]`` int:
     the new token's index in its sequence. At temperature 0 (to which float32 rounds anything below 1e-45) the
     largest raw logit wins, the first one of a tie. Otherwise the argmax of log-probabilities plus noise is a
-    draw (the Gumbel-max trick, Gumbel 1954). Rows without probabilities (with NaN, with +inf, or all −inf)
-    give ``NOT_FINITE``.
+    draw (the Gumbel-max trick, Gumbel 1954); so is, without top-k, top-p and min-p, that of the logits plus
+    temperature times noise. Rows without probabilities (with NaN, with +inf, or all −inf) give
+    ``NOT_FINITE``. filtered: False if no row has top-k, top-p or min-p: the vocabulary is then not sorted.
     """
     best, likeliest = logits.max(dim=-1)
-    log_probs = allowed_log_probs(logits, temperature, top_k, top_p, min_p)
-    drawn = log_probs.add_(noise(seeds, positions, logits.shape[1])).argmax(dim=-1)
+    random = noise(seeds, positions, logits.shape[1])
+    amounts = temperature.clamp_max(MAX_TEMPERATURE)[:, None]
+    drawn = (amounts * random).add_(logits).argmax(dim=-1)
+    if filtered:
+        allowed = allowed_log_probs(logits, temperature, top_k, top_p, min_p).add_(random).argmax(dim=-1)
+        drawn = torch.where((top_k > 0) | (top_p < 1) | (min_p > 0), allowed, drawn)
     return finite_only(best, torch.where(temperature > 0, drawn, likeliest)).int()
 
 

@@ -317,7 +317,7 @@ def make_few_rows_linear(
         fused |= {"NORM": "none" if norm is None else norm.kind}
         scale, eps, sums, gain = norm or (x, 0.0, x, 1.0)
         bias, sums = (x if it is None else it for it in (bias, sums))
-        options = {**_blocks(rows, k, cut), **_launch(rows, cut, x), "DEPENDENT": dependent, **launch}
+        options = {**_blocks(rows, k, cut), **_launch(rows, cut, x), **launch}
         _few_rows_kernel[(triton.cdiv(n, cut.block_n),)](
             x, weight, bias, scale, sums, out, eps, gain, rows, n, K=k, **fused, **options
         )

@@ -45,6 +45,24 @@ class Tiles(NamedTuple):
     width: int
 
 
+class Settings(NamedTuple):
+    """The columns of a device state that a draw reads, ``[M]`` each, and the elements between rows."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+    stride: int
+    seed_stride: int
+
+
+def settings_of(state: DeviceState) -> Settings:
+    filters = state.temperatures, state.top_k, state.top_p, state.min_p
+    return Settings(*filters, state.seeds, state.positions, state.positions.stride(0), state.seeds.stride(0))
+
+
 def filtered_tiles_ref(
     *, hidden: Tensor, weight: Tensor, state: DeviceState, counts: Tensor | None = None
 ) -> Tiles:
@@ -85,15 +103,28 @@ def penalised(logits, seen, repetition, presence, frequency):
     return logits - frequency * times.to(tl.float32) - tl.where(times > 0, presence, 0.0)
 
 
+@triton.jit
+def penalised_rows(logits, penalties, counts_ptr, at, held_rows, columns, N):
+    """Apply penalties, four columns of the state read ``at``, to a tile's rows that have counts."""
+    counts_column, repetition_ptr, presence_ptr, frequency_ptr = penalties
+    own = tl.load(counts_column + at, mask=held_rows, other=0)
+    repetition = tl.load(repetition_ptr + at, mask=own > 0, other=1.0)
+    presence = tl.load(presence_ptr + at, mask=own > 0, other=0.0)
+    frequency = tl.load(frequency_ptr + at, mask=own > 0, other=0.0)
+    counted = (own > 0)[:, None] & (columns < N)[None, :]
+    counts_of = counts_ptr + (own - 1).to(tl.int64) * N
+    seen = tl.load(counts_of[:, None] + columns[None, :], mask=counted, other=0)
+    return penalised(logits, seen, repetition[:, None], presence[:, None], frequency[:, None])
+
+
 @triton.jit(do_not_specialize=["M"])
 def _filtered_tiles_kernel(
-    hidden_ptr, weight_ptr, temperature_ptr, seeds_ptr, positions_ptr, values_ptr, indices_ptr,
-    top_k_ptr, top_p_ptr, min_p_ptr, maxima_ptr, masses_ptr, logits_ptr, arrived_ptr,
-    own_counts_ptr, repetition_ptr, presence_ptr, frequency_ptr, counts_ptr,
-    state_stride, seed_stride, M, N, TILES,
+    hidden_ptr, weight_ptr, tiles, settings, penalties, counts_ptr, M, N, TILES,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PENALISED: tl.constexpr, MAX_TEMPERATURE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """tiles: pointers to the tensors of :class:`Tiles`."""
+    values_ptr, indices_ptr, maxima_ptr, masses_ptr, logits_ptr, arrived_ptr = tiles
     tile = tl.program_id(1)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     first_row = tl.program_id(0) * BLOCK_M
@@ -106,21 +137,15 @@ def _filtered_tiles_kernel(
         hidden_ptr, weight_ptr, tile_rows, held_rows, columns, 0, N, K, K, BLOCK_M, BLOCK_N, BLOCK_K
     )
     rows = first_row.to(tl.int64) + tile_rows
+    at = rows * settings.stride
     if PENALISED:
-        own = tl.load(own_counts_ptr + rows * state_stride, mask=held_rows, other=0)
-        repetition = tl.load(repetition_ptr + rows * state_stride, mask=own > 0, other=1.0)
-        presence = tl.load(presence_ptr + rows * state_stride, mask=own > 0, other=0.0)
-        frequency = tl.load(frequency_ptr + rows * state_stride, mask=own > 0, other=0.0)
-        counted = (own > 0)[:, None] & (columns < N)[None, :]
-        counts_of = counts_ptr + (own - 1).to(tl.int64) * N
-        seen = tl.load(counts_of[:, None] + columns[None, :], mask=counted, other=0)
-        logits = penalised(logits, seen, repetition[:, None], presence[:, None], frequency[:, None])
+        logits = penalised_rows(logits, penalties, counts_ptr, at, held_rows, columns, N)
     logits = logits + tl.where(columns < N, 0.0, float("-inf"))[None, :]
     logits = tl.where(logits == logits, logits, float("inf"))
-    temperatures = tl.load(temperature_ptr + rows * state_stride, mask=held_rows, other=0.0)
-    top_k = tl.load(top_k_ptr + rows * state_stride, mask=held_rows, other=0)
-    top_p = tl.load(top_p_ptr + rows * state_stride, mask=held_rows, other=1.0)
-    min_p = tl.load(min_p_ptr + rows * state_stride, mask=held_rows, other=0.0)
+    temperatures = tl.load(settings.temperature + at, mask=held_rows, other=0.0)
+    top_k = tl.load(settings.top_k + at, mask=held_rows, other=0)
+    top_p = tl.load(settings.top_p + at, mask=held_rows, other=1.0)
+    min_p = tl.load(settings.min_p + at, mask=held_rows, other=0.0)
     by_mass = (top_k == 0) & (min_p <= 0)
     kept = (temperatures > 0) & ((by_mass == 0) | (top_p < 1))
     amounts = tl.where(by_mass, tl.minimum(temperatures, MAX_TEMPERATURE), 0.0)
@@ -137,8 +162,9 @@ def _filtered_tiles_kernel(
     shares = tl.exp((logits - largest[:, None]) / temperatures[:, None])
     tl.store(masses_ptr + rows * TILES + tile, tl.sum(shares, axis=1), mask=kept)
     logits = with_noise(
-        logits, amounts, rows, held_rows, columns, seeds_ptr, positions_ptr, seed_stride, state_stride
-    )
+        logits, amounts, rows, held_rows, columns, settings.seeds, settings.positions, settings.seed_stride,
+        settings.stride,
+    )  # fmt: skip
     store_best(values_ptr, indices_ptr, logits, rows, held_rows, tile, TILES, BLOCK_N)
 
 
@@ -164,17 +190,15 @@ def make_filtered_tiles(dependent: int = False, shape: Shape = filtered_shape) -
         indices = torch.empty(rows, n_tiles, device=hidden.device, dtype=torch.int32)
         arrived = torch.empty(rows, device=hidden.device, dtype=torch.int32)
         logits = torch.empty(rows, n_tiles * block_n, device=hidden.device)
-        drawing = state.temperatures, state.seeds, state.positions, values, indices
-        filters = state.top_k, state.top_p, state.min_p, maxima, masses, logits, arrived
+        tiles = values, indices, maxima, masses, logits, arrived
         penalties = state.counts, state.repetition, state.presence, state.frequency
         table = indices if counts is None else counts
-        sizes = state.positions.stride(0), state.seeds.stride(0), rows, vocab, n_tiles
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "PENALISED": counts is not None}
-        options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
+        options = {"num_warps": warps, "num_stages": stages, **launch}
         _filtered_tiles_kernel[(triton.cdiv(rows, block_m), n_tiles)](
-            hidden, weight, *drawing, *filters, *penalties, table, *sizes,
+            hidden, weight, tiles, settings_of(state), penalties, table, rows, vocab, n_tiles,
             K=width, MAX_TEMPERATURE=MAX_TEMPERATURE, **blocks, **options,
         )  # fmt: skip
-        return Tiles(values, indices, maxima, masses, logits, arrived, block_n)
+        return Tiles(*tiles, block_n)
 
     return filtered_tiles

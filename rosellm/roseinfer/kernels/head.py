@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
+from rosellm.roseinfer.kernels.draw import MAX_TEMPERATURE
 from rosellm.roseinfer.kernels.linear import fitting_stages, tile_product
 from rosellm.roseinfer.kernels.noise import gumbel, gumbel_noise, row_key
 from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.triton_or_none import tl, triton
 
 ROLES = {"_best_tokens_kernel": "head"}
-MAX_TEMPERATURE = 1e30
 Shape = Callable[[int, torch.dtype], tuple[int, int, int, int, int]]
 
 
@@ -128,7 +128,7 @@ def make_best_tokens(dependent: int = False, shape: Shape = _shape) -> Callable[
         state = temperature, seeds, positions
         strides = positions.stride(0), seeds.stride(0)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-        options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
+        options = {"num_warps": warps, "num_stages": stages, **launch}
         constants = {"K": width, "SAMPLED": sampled, "MAX_TEMPERATURE": MAX_TEMPERATURE, **blocks}
         _best_tokens_kernel[(triton.cdiv(rows, block_m), tiles)](
             hidden, weight, *state, values, indices, *strides, rows, vocab, tiles, **constants, **options

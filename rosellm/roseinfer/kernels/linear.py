@@ -250,7 +250,7 @@ def make_some_rows_linear(
         stages = fitting_stages(stages, block_m, block_n, block_k, x)
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
         added, fused = x if bias is None else bias, {"BIAS": bias is not None, "ACTIVATION": activation}
-        options = {"DEPENDENT": dependent, "num_warps": warps, "num_stages": stages, **launch}
+        options = {"num_warps": warps, "num_stages": stages, **launch}
         tiles = described(x, weight, k // parts, block_m, output_width(block_n, activation), block_k)
         _some_rows_kernel[(triton.cdiv(n, block_n), triton.cdiv(rows, block_m), parts)](
             x, weight, *tiles, added, out, rows, n, K=k, PARTS=parts, **blocks, **fused, **options

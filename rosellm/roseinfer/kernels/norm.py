@@ -71,6 +71,32 @@ def _embed_kernel(
     tl.store(out_ptr + row * C + c, embedded.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def load_affine(
+    scale_ptr, shift_ptr, bias_ptr, c, inside, WIDTH: tl.constexpr, SHIFT: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """Load a norm's scale and shift, and the bias of the sum before it, ``[WIDTH]`` fp32; 0 where absent."""
+    scale = tl.load(scale_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.zeros((WIDTH,), tl.float32)
+    if SHIFT:
+        shift = tl.load(shift_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.zeros((WIDTH,), tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    return scale, shift, bias
+
+
+@triton.jit
+def normed(x, inside, scale, shift, eps, C: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the LayerNorm of a row x ``[WIDTH]`` fp32, or its RMSNorm without SHIFT."""
+    if SHIFT:
+        mean = tl.sum(x, axis=0) / C
+        centred = tl.where(inside, x - mean, 0.0)
+        variance = tl.sum(centred * centred, axis=0) / C
+        return centred * tl.rsqrt(variance + eps) * scale + shift
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps) * scale
+
+
 @triton.jit(do_not_specialize=["M"])
 def _add_norm_kernel(
     x_ptr, delta_ptr, bias_ptr, scale_ptr, shift_ptr, out_ptr, eps, M,
@@ -81,12 +107,7 @@ def _add_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
-    scale = tl.load(scale_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    if SHIFT:
-        shift = tl.load(shift_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    added = tl.zeros((WIDTH,), tl.float32)
-    if BIAS:
-        added = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    scale, shift, added = load_affine(scale_ptr, shift_ptr, bias_ptr, c, inside, WIDTH, SHIFT, BIAS)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
@@ -96,14 +117,8 @@ def _add_norm_kernel(
         rounded = (x + added).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * C + c, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    if SHIFT:
-        mean = tl.sum(x, axis=0) / C
-        centred = tl.where(inside, x - mean, 0.0)
-        variance = tl.sum(centred * centred, axis=0) / C
-        normed = centred * tl.rsqrt(variance + eps) * scale + shift
-    else:
-        normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps) * scale
-    tl.store(out_ptr + row * C + c, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    out = normed(x, inside, scale, shift, eps, C, SHIFT)
+    tl.store(out_ptr + row * C + c, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -133,7 +148,7 @@ def make_embed(dependent: int = False) -> Callable[..., Tensor]:
         padded = triton.next_power_of_2(width)
         strides = ids.stride(0), positions.stride(0)
         table, learned = tokens if places is None else places, places is not None
-        options = {"DEPENDENT": dependent, "num_warps": _warps(padded), **launch}
+        options = {"num_warps": _warps(padded), **launch}
         _embed_kernel[(rows,)](
             ids, positions, tokens, table, out, *strides, C=width, WIDTH=padded, PLACES=learned, **options
         )
@@ -153,7 +168,7 @@ def make_add_norm(dependent: int = False) -> Callable[..., Tensor]:
         parts = 0 if delta is None else len(delta)
         given = {"PARTS": parts, "BIAS": bias is not None, "SHIFT": shift is not None}
         delta, bias, shift = (x if it is None else it for it in (delta, bias, shift))
-        options = {"DEPENDENT": dependent, "num_warps": _warps(padded), **launch}
+        options = {"num_warps": _warps(padded), **launch}
         _add_norm_kernel[(rows,)](
             x, delta, bias, scale, shift, out, eps, rows, C=width, WIDTH=padded, **given, **options
         )
@@ -170,7 +185,7 @@ def make_silu_mul(dependent: int = False) -> Callable[..., Tensor]:
         rows, width = len(x), x.shape[1] // 2
         out = x.new_empty(rows, width)
         block = min(1024, triton.next_power_of_2(width))
-        options = {"DEPENDENT": dependent, "num_warps": _warps(block), **launch}
+        options = {"num_warps": _warps(block), **launch}
         _silu_mul_kernel[(rows, triton.cdiv(width, block))](x, out, C=width, WIDTH=block, **options)
         return out
 

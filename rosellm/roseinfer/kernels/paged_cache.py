@@ -6,11 +6,17 @@ integers, and those of :class:`AttentionShape` as compile-time constants.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from rosellm.triton_or_none import TensorDescriptor, tl, triton
+
+SMALLEST_DOT = 16  # minimum of each dimension in tl.dot
+LOG2_E = math.log2(math.e)
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class PagedCache(NamedTuple):
@@ -61,6 +67,11 @@ def layer_arguments(
     new = NewTokens(q, k_new, v_new, q.stride(0), k_new.stride(0))
     shape = AttentionShape(n_heads, n_kv_heads, n_heads // n_kv_heads, head_dim, padded, block_size)
     return new, PagedCache(k_cache, v_cache, k_cache.stride(0)), shape
+
+
+def dot_dtype(q: Tensor):
+    """Return the operand dtype of GEMMs: fp32 in Triton's interpreter, which gets bf16 GEMMs wrong."""
+    return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
 
 
 def described_rows(cache: PagedCache, rows: int):

@@ -112,7 +112,7 @@ def _combine_pieces_kernel(
 
 def make_combine(dependent: int) -> Callable[[Tensor, PartialRows, Plan], None]:
     """Return a kernel that writes the results of split rows to out ``[B, H, D]``, and leaves other rows."""
-    launch = {"DEPENDENT": dependent, **launch_options(dependent)}
+    launch = launch_options(dependent)
 
     def combine(out: Tensor, partial: PartialRows, plan: Plan) -> None:
         batch, n_heads, head_dim = out.shape

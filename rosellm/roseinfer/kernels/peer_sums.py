@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.roseinfer.kernels.norm import add_norm_ref
+from rosellm.roseinfer.kernels.norm import add_norm_ref, load_affine, normed
 from rosellm.roseinfer.ranks.peer_memory import PeerMemory
 from rosellm.triton_or_none import tl, triton
 
@@ -58,12 +58,7 @@ def _sum_add_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDTH)
     inside = c < C
-    scale = tl.load(scale_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    if SHIFT:
-        shift = tl.load(shift_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    added = tl.zeros((WIDTH,), tl.float32)
-    if BIAS:
-        added = tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    scale, shift, added = load_affine(scale_ptr, shift_ptr, bias_ptr, c, inside, WIDTH, SHIFT, BIAS)
     wait_for_predecessor(DEPENDENT)
     launch_dependents(DEPENDENT)
     own = tl.load(addresses_ptr + RANK)
@@ -91,15 +86,8 @@ def _sum_add_norm_kernel(
     x = tl.load(x_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)
     rounded = (x + (total + added)).to(x_ptr.dtype.element_ty)
     tl.store(x_ptr + row * C + c, rounded, mask=inside)
-    x = rounded.to(tl.float32)
-    if SHIFT:
-        mean = tl.sum(x, axis=0) / C
-        centred = tl.where(inside, x - mean, 0.0)
-        variance = tl.sum(centred * centred, axis=0) / C
-        normed = centred * tl.rsqrt(variance + eps) * scale + shift
-    else:
-        normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / C + eps) * scale
-    tl.store(out_ptr + row * C + c, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    out = normed(rounded.to(tl.float32), inside, scale, shift, eps, C, SHIFT)
+    tl.store(out_ptr + row * C + c, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def make_sum_add_norm(peers: PeerMemory, most_rows: int, dependent: int = False) -> Callable[..., Tensor]:
@@ -121,7 +109,7 @@ def make_sum_add_norm(peers: PeerMemory, most_rows: int, dependent: int = False)
         padded = triton.next_power_of_2(width)
         given = {"BIAS": bias is not None, "SHIFT": shift is not None, "RANK": rank, "RANKS": n_ranks}
         bias, shift = (x if it is None else it for it in (bias, shift))
-        options = {"DEPENDENT": dependent, "num_warps": max(1, min(16, padded // 256)), **launch}
+        options = {"num_warps": max(1, min(16, padded // 256)), **launch}
         _sum_add_norm_kernel[(rows,)](
             delta, peers.addresses, x, bias, scale, shift, out, eps, *places,
             C=width, WIDTH=padded, **given, **options,

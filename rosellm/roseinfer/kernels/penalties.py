@@ -45,13 +45,7 @@ def make_count_tokens(dependent: int = False) -> Callable[..., None]:
     def count_tokens(*, state: DeviceState, table: Tensor) -> None:
         columns = state.tokens, state.positions, state.prompts, state.counts
         _count_tokens_kernel[(len(state.rows),)](
-            *columns,
-            table,
-            state.tokens.stride(0),
-            table.stride(0),
-            DEPENDENT=dependent,
-            num_warps=1,
-            **launch,
+            *columns, table, state.tokens.stride(0), table.stride(0), num_warps=1, **launch
         )
 
     return count_tokens

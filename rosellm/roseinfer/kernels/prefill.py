@@ -23,7 +23,15 @@ from torch import Tensor
 from rosellm.errors import OptionError
 from rosellm.models.attention import in_window, masked_attention
 from rosellm.roseinfer.kernels.dependent_launch import launch_dependents, launch_options, wait_for_predecessor
-from rosellm.roseinfer.kernels.paged_cache import AttentionShape, described_rows, layer_arguments, slot_offset
+from rosellm.roseinfer.kernels.paged_cache import (
+    LOG2_E,
+    SMALLEST_DOT,
+    AttentionShape,
+    described_rows,
+    dot_dtype,
+    layer_arguments,
+    slot_offset,
+)
 from rosellm.roseinfer.kernels.partial_rows import new_partial
 from rosellm.roseinfer.kernels.prefill_pieces import combine_tiles, store_piece
 from rosellm.roseinfer.kernels.prefill_tiles import Tiles
@@ -32,10 +40,7 @@ from rosellm.triton_or_none import TensorDescriptor, tl, triton
 
 ROLES = {"_prefill_attention_kernel": "attention"}
 BLOCK_M = 64  # queries per tile
-SMALLEST_DOT = 16  # minimum of each dimension in tl.dot
 PROGRAMS_OF_SM = 2  # concurrent: heads of 128 take 113 KiB of its 228 KiB of shared memory
-LOG2_E = math.log2(math.e)
-TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def prefill_attention_ref(
@@ -338,8 +343,7 @@ def make_prefill_attention(
         new, cache, shape = layer_arguments(q, k_new, v_new, k_cache_layer, v_cache_layer, SMALLEST_DOT)
         table, columns = (block_table, block_table.stride(0)), (tiles.columns, tiles.columns.stride(0))
         together = math.gcd(heads, shape.GROUP)
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "DOT": _dot_dtype(q), "WINDOW": window or 0}
-        blocks["DEPENDENT"] = dependent
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "DOT": dot_dtype(q), "WINDOW": window or 0}
         copied = _described(new.k, new.v, block_n, shape)
         cached = None, None
         if copied[0] is not None and shape.BLOCK_SIZE % block_n == 0:
@@ -366,11 +370,6 @@ def _described(k: Tensor, v: Tensor, rows: int, shape: AttentionShape):
     return tuple(
         TensorDescriptor(x, [len(x), x.shape[1:].numel()], [x.stride(0), 1], [rows, shape.D]) for x in (k, v)
     )
-
-
-def _dot_dtype(q: Tensor):
-    """Return the operand dtype of GEMMs: fp32 in Triton's interpreter, which gets bf16 GEMMs wrong."""
-    return TRITON_DTYPES[q.dtype] if q.is_cuda else tl.float32
 
 
 _made = cache(make_prefill_attention)

@@ -78,6 +78,6 @@ def combine_tiles(out: Tensor, partial: PartialRows, tiles: Tiles, dependent: in
     (_, n_heads, head_dim), n_pieces = out.shape, tiles.columns.shape[1]
     _combine_tiles_kernel[(n_pieces, n_heads, triton.cdiv(tiles.size, ROWS))](
         out, partial, tiles.columns, tiles.columns.stride(0), n_heads, head_dim,
-        triton.next_power_of_2(head_dim), tiles.size, ROWS, PARTS, DEPENDENT=dependent,
+        triton.next_power_of_2(head_dim), tiles.size, ROWS, PARTS,
         **launch_options(dependent),
     )  # fmt: skip

@@ -140,7 +140,7 @@ def make_position_heads(dependent: int = False) -> Callable[..., None]:
         strides = q.stride(0), positions.stride(0)
         heads = {"H_PADDED": triton.next_power_of_2(n_heads), "H_KV_PADDED": triton.next_power_of_2(n_kv)}
         sizes = {"H": n_heads, "H_KV": n_kv, **heads, "D": head_dim, "HALF_PADDED": padded}
-        options = {"NORM": has_norms, "DEPENDENT": dependent, "num_warps": WARPS, **launch}
+        options = {"NORM": has_norms, "num_warps": WARPS, **launch}
         _position_heads_kernel[(rows,)](
             q, k, *norms, rotary.cos_sin, positions, *strides, rotary.eps, **sizes, **options
         )

@@ -36,27 +36,9 @@ from rosellm.rosetrainer import paged_attention as paged
 from rosellm.triton_or_none import NO_TRITON, has_triton
 
 # The role of each Triton kernel, by its name in a profile.
-SOURCES = (
-    paged,
-    kv,
-    advance,
-    attention,
-    attention_plan,
-    few_rows,
-    filtered,
-    filtered_head,
-    head,
-    linear,
-    noise,
-    norm,
-    partial_rows,
-    peer_sums,
-    penalties,
-    prefill,
-    prefill_pieces,
-    rotary,
-)
-ROLES = {name: role for source in SOURCES for name, role in source.ROLES.items()}
+LAYERS = paged, kv, attention, attention_plan, few_rows, linear, norm, partial_rows, peer_sums, rotary
+OTHERS = advance, filtered, filtered_head, head, noise, penalties, prefill, prefill_pieces
+ROLES = {name: role for source in (*LAYERS, *OTHERS) for name, role in source.ROLES.items()}
 
 
 @dataclass(frozen=True)

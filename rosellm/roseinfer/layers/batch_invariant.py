@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from torch import Tensor
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.kernels.attention import append_and_attend_ref
 from rosellm.roseinfer.kernels.attention_plan import Variant
-from rosellm.roseinfer.kernels.filtered_head import filtered_shape, make_filtered_tiles
+from rosellm.roseinfer.kernels.filtered_head import make_filtered_tiles
 from rosellm.roseinfer.kernels.head import make_best_tokens
 from rosellm.roseinfer.kernels.linear import Shape, make_some_rows_linear, some_rows_linear_ref
 from rosellm.roseinfer.kernels.prefill import BLOCK_M, prefill_attention_ref
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.roseinfer.kernels.table import Kernels
+from rosellm.roseinfer.kernels.tile_tables import best
 from rosellm.roseinfer.layers.attention import AppendAndAttend
 from rosellm.roseinfer.layers.choosers import Chooser, FusedChooser, LogitsChooser
 from rosellm.roseinfer.layers.fused import FusedLayers, Layers
@@ -46,25 +48,14 @@ def linear_shape(rows: int, n: int, k: int, dtype: torch.dtype, parts: int) -> S
 
     It takes 64 rows of a 16-bit type and adds 16 products at a time, in order of k.
     """
-    if dtype == torch.float32:
-        return 32, 32, 32, 4, 3
-    if rows <= 128:
-        return (64, 16, 128, 4, 4) if n == k else (64, 64, 64, 4, 5) if k > n else (64, 32, 64, 4, 6)
-    if rows <= 1024:
-        return (64, 32, 128, 4, 4) if n == k else (64, 64, 64, 4, 5)
-    return 128, 128, 64, 8, 3
+    return best("invariant_linear", rows=rows, n=n, k=k, bits=8 * dtype.itemsize)
 
 
-def head_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Like :func:`linear_shape`, for the LM head."""
-    if dtype == torch.float32:
-        return 32, 64, 32, 4, 3
-    return (64, 128, 64, 4, 3) if rows <= 64 else (128, 256, 64, 8, 3)
-
-
-def filtered_head_shape(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
-    """Like :func:`head_shape`, for batches with filtered rows, whose masses are sums over tile columns."""
-    return filtered_shape(max(rows, 17), dtype)
+def head_shape(table: str, rows: int, dtype: torch.dtype) -> Shape:
+    """Like :func:`linear_shape`, for the LM head. A filtered row's masses are sums over a tile's columns, so
+    their number is the same for any number of rows.
+    """
+    return best(table, rows=rows, bits=8 * dtype.itemsize)
 
 
 def decode_parts(rows: int, n: int, k: int) -> int:
@@ -127,8 +118,8 @@ def invariant_kernels(kernels: Kernels, dependent: bool) -> Kernels:
     return replace(
         kernels,
         some_rows_linear=make_some_rows_linear(dependent, linear_shape, copies=False),
-        best_tokens=make_best_tokens(dependent, head_shape),
-        filtered_tiles=make_filtered_tiles(dependent, filtered_head_shape),
+        best_tokens=make_best_tokens(dependent, partial(head_shape, "invariant_head")),
+        filtered_tiles=make_filtered_tiles(dependent, partial(head_shape, "invariant_filtered_head")),
     )
 
 

@@ -40,7 +40,7 @@ class GatheredLogits:
 class CutChooser(LogitsChooser):
     """Chooses from each rank's best token by one small gather; filtered or penalised rows need all logits."""
 
-    modes: tuple[str, ...] = MODES
+    modes = MODES
 
     def __init__(
         self, model: Transformer, kernels: Kernels, counts: Tensor, own: Logits, ranks: Ranks

@@ -28,7 +28,8 @@ from rosellm.roseinfer.cache.device_state import DeviceState
 from rosellm.roseinfer.kernels import attention, linear, prefill
 from rosellm.roseinfer.kernels.attention_plan import variant_for, whole_rows
 from rosellm.roseinfer.kernels.few_rows import NormPrologue
-from rosellm.roseinfer.kernels.prefill import BLOCK_M, TRITON_DTYPES
+from rosellm.roseinfer.kernels.paged_cache import TRITON_DTYPES
+from rosellm.roseinfer.kernels.prefill import BLOCK_M
 from rosellm.roseinfer.kernels.prefill_tiles import make_tiles
 from rosellm.roseinfer.kernels.table import TRITON, TRITON_DEPENDENT, Kernels
 from rosellm.roseinfer.recipe import DEPENDENT_LAUNCH_FROM
@@ -209,7 +210,7 @@ def compiled_for(capability: int) -> list[tuple[str, str, bool, int]]:
     JITFunction.run = compile_only
     CUDABackend.make_cubin = MAKE_CUBIN if capability in ASSEMBLED else lambda *_arguments: b""
     linear.shared_memory = lambda device: SHARED_MEMORY[capability]
-    attention._dot_dtype = prefill._dot_dtype = lambda q: TRITON_DTYPES[q.dtype]
+    attention.dot_dtype = prefill.dot_dtype = lambda q: TRITON_DTYPES[q.dtype]
     kernels = TRITON_DEPENDENT if divmod(capability, 10) >= DEPENDENT_LAUNCH_FROM else TRITON
     for launch in launches_for(capability):
         launch(kernels)

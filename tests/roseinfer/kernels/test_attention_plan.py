@@ -122,18 +122,6 @@ def test_many_rows_of_single_heads_are_cut_if_most_are_much_shorter_than_the_lon
     assert not variant_for(256, 8, 900, 132, group=2, head_dim=128, mean=400).combine
 
 
-def test_a_long_context_is_spread_over_the_whole_gpu():
-    assert variant_for(1, 8, 32000, 132).pieces * 8 >= 132
-
-
-@pytest.mark.parametrize("rows", [1, 8, 64, 1024])
-@pytest.mark.parametrize("group", [1, 4])
-def test_whole_rows_stay_whole(rows, group):
-    for longest in (0, 1, 300, 32000):
-        variant = whole_rows(rows, 8, longest, 132, group=group)
-        assert not variant.combine and variant.tile >= 16 and Variant.parse(str(variant)) == variant
-
-
 @pytest.mark.parametrize("rows", [1, 8, 64, 256])
 @pytest.mark.parametrize(("kv_heads", "group"), [(12, 1), (8, 4)])
 def test_the_rule_takes_rows_whole_or_cut_and_nothing_in_between(rows, kv_heads, group):

@@ -33,7 +33,8 @@ KERNELS |= {"_count_tokens", "_filtered_tiles", "_prefill_attention", "_combine_
 
 
 def test_only_dependent_launches_ask_the_driver_for_anything():
-    assert launch_options(False) == {} and launch_options(True) == {"launch_pdl": True}
+    assert launch_options(False) == {"DEPENDENT": False}
+    assert launch_options(True) == {"DEPENDENT": True, "launch_pdl": True}
 
 
 def test_dependent_launches_are_for_gpus():
@@ -69,6 +70,7 @@ def compiled(capability, tmp_path, pytestconfig) -> list[tuple[str, str, bool, i
 def kernels_digest() -> str:
     """Of all that a kernel is compiled from: the engine's and models' sources, the script, the compiler."""
     sources = [*(ROOT / "rosellm" / "roseinfer").rglob("*.py"), *(ROOT / "rosellm" / "models").rglob("*.py")]
+    sources += (ROOT / "rosellm" / "roseinfer").rglob("*.json")
     sources += [*(ROOT / "rosellm" / "rosetrainer").rglob("*.py"), Path(compile_step_kernels.__file__)]
     digest = sha256(triton.__version__.encode())
     for path in sorted(sources):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,7 +26,6 @@ from tests.helpers import TRITON_DEVICES
 from tests.roseinfer.kernels.kernel_checks import (
     PLACES,
     assert_near,
-    assert_replays_equal_ordinary_launches,
     assert_untouched,
     clones,
     guarded_outputs,  # noqa: F401
@@ -130,16 +127,6 @@ def test_the_spec_is_norm_then_product_then_activation_then_sum(k, options):
     assert (found is case.get("residual")) == ("residual" in options)
 
 
-def test_a_layer_norms_shift_belongs_in_the_bias():
-    case = with_options(make_case(6, 48, 64), ("layer",))
-    shift = torch.randn(64, generator=torch.Generator().manual_seed(2))
-    scale = (case["norm"].scale * case["norm"].gain).double()
-    normed = F.layer_norm(case["x"].double(), (64,), scale, shift.double(), EPS)
-    expected = F.linear(normed, case["weight"].double(), case["bias"].double())
-    case["bias"] = case["bias"] + case["weight"] @ shift
-    assert_near(few_rows_linear_ref(**case), expected.float())
-
-
 @pytest.mark.parametrize("options", [(), ("no bias",), ("gelu",), ("swiglu", "no bias")], ids=str)
 def test_the_spec_for_some_rows_is_the_product(options):
     case = with_options(make_case(20, 40, 48), options)
@@ -211,16 +198,6 @@ def test_few_rows_cut_in_any_way_equal_the_spec(rows, k, shape, device, dtype):
         assert_equals_spec(linear, few_rows_linear_ref, with_options(case, options))
 
 
-@guarded
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("seed", range(8))
-def test_few_rows_equal_the_spec_over_random_shapes(seed, device, dtype):
-    rng = random.Random(seed)
-    shape = rng.randrange(1, FEW_ROWS + 1), rng.randrange(2, 100, 2), rng.randrange(1, 200)
-    case = with_options(make_case(*shape, dtype, device, seed), rng.choice(OPTIONS), seed)
-    assert_equals_spec(make_few_rows_linear(), few_rows_linear_ref, case)
-
-
 # Rows and inputs of the weights: GPT-2, gpt2-xl, Qwen3-0.6B, Llama-3.2-1B, Llama-3.1-8B.
 REAL_SIZES = [
     *((2304, 768), (768, 768), (3072, 768), (768, 3072)),
@@ -273,22 +250,15 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(make, spec, rows, devi
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("make", [make_few_rows_linear, make_some_rows_linear])
-def test_gelu_of_large_numbers_is_the_number_or_zero(make, device):
-    x = torch.tensor([30.0, 1e4, 1e20], device=device)[:, None].repeat(1, 32)
-    weight = torch.tensor([1.0, -1.0, 0.5], device=device)[:, None].repeat(1, 32) / 32
-    found = make()(x=x, weight=weight, bias=torch.zeros(3, device=device), activation="gelu")
-    y = torch.tensor([30.0, 1e4, 1e20], device=device)[:, None] * torch.tensor([1.0, 0.0, 0.5], device=device)
-    torch.testing.assert_close(found, y, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("make", [make_few_rows_linear, make_some_rows_linear])
-def test_silu_of_large_numbers_is_the_number_or_zero(make, device):
-    x = torch.tensor([30.0, 1e4, 1e15], device=device)[:, None].repeat(1, 32)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_an_activation_of_large_numbers_is_the_number_or_zero(activation, make, device):
+    y = torch.tensor([30.0, 1e4, 1e15], device=device)[:, None]
     weight = torch.tensor([1.0, -1.0, 0.5, 0.5], device=device)[:, None].repeat(1, 32) / 32
-    found = make()(x=x, weight=weight, activation="swiglu")
-    y = torch.tensor([450.0, 0.5e8, 0.5e30], device=device)[:, None] * torch.tensor([1.0, 0], device=device)
-    torch.testing.assert_close(found, y, rtol=1e-6, atol=1e-9)
+    expected = y * torch.tensor([1.0, 0.0, 0.5, 0.5], device=device)
+    if activation == "swiglu":
+        expected = torch.cat((y * y / 2, torch.zeros_like(y)), dim=1)
+    found = make()(x=y.repeat(1, 32), weight=weight, activation=activation)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("device", ["reference", *TRITON_DEVICES])
@@ -334,20 +304,6 @@ def test_a_tile_of_any_size_gives_the_products_of_each_range(rows, parts, tile, 
     assert_equals_spec(linear, some_rows_linear_ref, operands)
 
 
-@guarded
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("seed", range(8))
-def test_some_rows_equal_the_spec_over_random_shapes(seed, device, dtype):
-    rng = random.Random(seed)
-    parts, n = rng.choice((1, 2, 3, 8)), rng.randrange(1, 80)
-    k = n if seed < 2 else rng.randrange(1, 60)
-    case = make_case(rng.randrange(1, 80), n, parts * k, dtype, device, seed) | {"parts": parts}
-    case["bias"] = case["bias"] if parts == 1 else None
-    if parts == 1 and n % 2 == 0:
-        assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, case | {"activation": "swiglu"})
-    assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, case)
-
-
 # A GPU's own.
 
 PRODUCTS = [
@@ -380,49 +336,6 @@ def test_the_kernels_equal_the_spec_at_a_real_size(n, k, options, device, dtype)
             operands = {"x": case["x"], "weight": case["weight"], "parts": parts}
             # sums in fp32, of which a tensor core drops bits: off by 1.4e-5 over 7,168 products
             assert_equals_spec(make_some_rows_linear(), some_rows_linear_ref, operands, 4e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [("layer", "gelu"), ("rms", "swiglu", "no bias")], ids=str)
-@pytest.mark.parametrize("rows", [1, 8, 16])
-def test_dependent_launches_in_a_replayed_graph_equal_ordinary_ones(rows, options, dtype):
-    wide = 6144 if "swiglu" in options else 3072
-    up = with_options(make_case(rows, wide, 768, dtype, "cuda", seed=wide), options)
-    down = make_case(rows, 768, 3072, dtype, "cuda", seed=768)
-    x, ones = up["x"], torch.ones(768, device="cuda", dtype=dtype)
-    plain = {name: up[name] for name in ("weight", "bias", "activation")}
-    affine = {"scale": ones, "shift": ones if "layer" in options else None, "eps": EPS}
-
-    def refill(seed: int) -> None:
-        x.copy_(make_case(rows, 1, 768, dtype, "cuda", seed)["x"])
-
-    def chain(kernels) -> tuple[Tensor, ...]:
-        few, some, add_norm = kernels.few_rows_linear, kernels.some_rows_linear, kernels.add_norm
-        hidden = few(**up)
-        few(x=hidden, weight=down["weight"], bias=down["bias"], residual=x)
-        normed = add_norm(x=x, **affine)
-        wide = some(x=normed, **plain)
-        parts = some(x=wide, weight=down["weight"], parts=4)
-        return hidden, wide, parts, add_norm(x=x, delta=parts, bias=ones, **affine), x
-
-    assert_replays_equal_ordinary_launches(chain, refill)
-
-
-GPT2_TILES = {
-    (2304, 768): [(32, 32, 128, 4, 4), (64, 32, 64, 4, 6), (64, 64, 128, 4, 3)],
-    (768, 768): [(32, 16, 128, 4, 4), (64, 16, 128, 4, 4), (64, 32, 128, 4, 4)],
-    (3072, 768): [(32, 32, 128, 4, 4), (64, 32, 64, 4, 6), (64, 32, 128, 4, 3)],
-    (768, 3072): [(32, 32, 128, 4, 4), (64, 64, 64, 4, 5), (64, 32, 128, 4, 4)],
-}
-
-
-@pytest.mark.parametrize(("n", "k"), GPT2_TILES)
-def test_gpt2s_tiles_are_those_measured(n, k):
-    for rows, tile in zip((32, 128, SOME_ROWS), GPT2_TILES[n, k], strict=True):
-        parts = parts_of(rows, n, k)
-        assert some_rows_shape(rows, n, k, torch.float16, parts) == tile
-        assert some_rows_shape(rows, n, k, torch.float32, parts) == (32, 32, 32, 4, 3)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rosellm.roseinfer.kernels import noise
-from rosellm.roseinfer.kernels.noise import WORD, gumbel_noise, gumbel_noise_triton, hashed_words, philox4x32
+from rosellm.roseinfer.kernels.noise import WORD, gumbel_noise, gumbel_noise_triton, philox4x32
 from tests.helpers import ON_GPU, TRITON_DEVICES
 
 LARGEST_SEED = 2**63 - 1
@@ -134,46 +134,3 @@ def test_neighbouring_seeds_and_positions_have_uncorrelated_noise(seed, position
     rows = gumbel_noise(torch.tensor([7, seed]), torch.tensor([3, position]), n)
     assert abs(torch.corrcoef(rows)[0, 1].item()) < 4 / n**0.5
     assert abs(torch.corrcoef(torch.stack((rows[0, 1:], rows[1, :-1])))[0, 1].item()) < 4 / n**0.5
-
-
-def dispersion(counts: torch.Tensor) -> float:
-    """Pearson's chi-squared of counts that should be equal, in deviations from what chance gives."""
-    expected, freedom = counts.double().mean(), counts.numel() - 1
-    statistic = ((counts - expected) ** 2 / expected).sum().item()
-    return (statistic - freedom) / (2 * freedom) ** 0.5
-
-
-def hashed_rows(n: int, vocab_size: int) -> torch.Tensor:
-    """Words of many rows ``[n, V]``, their keys those of one seed at successive positions."""
-    position, zero = torch.arange(n)[:, None], torch.zeros(n, 1, dtype=torch.int64)
-    key = philox4x32((position, zero, zero, zero), (zero + 7, zero))[:2]
-    return hashed_words(torch.arange(vocab_size), key)
-
-
-@pytest.mark.parametrize("shift", [0, 8, 16, 24])
-def test_each_byte_of_the_hashed_words_is_uniform(shift):
-    assert abs(dispersion(torch.bincount((hashed_rows(400, 4099) >> shift & 255).flatten()))) < 4.5
-
-
-@pytest.mark.parametrize("distance", [1, 2, 3, 64, 128, 1024])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_hashed_words_of_two_indices_or_rows_are_independent(axis, distance):
-    high = hashed_rows(1500, 1500) >> 28
-    pairs = 16 * high.narrow(axis, distance, 1500 - distance) + high.narrow(axis, 0, 1500 - distance)
-    assert abs(dispersion(torch.bincount(pairs.flatten()))) < 4.5
-
-
-def test_a_hash_without_its_second_mixing_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(noise, "MIXERS", (1, 1))
-    high = hashed_rows(1500, 1500) >> 28
-    assert abs(dispersion(torch.bincount((16 * high[:, 1:] + high[:, :-1]).flatten()))) > 100
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tail", [2**14, 2**18])
-def test_the_largest_noise_comes_as_often_as_it_should(tail):
-    """Poisson's law for words below ``tail``, of which the winners of large vocabularies are made."""
-    found = (hashed_rows(2000, 20011) < tail).sum(dim=1).double()
-    expected = 20011 * tail / 2**32
-    assert abs(found.mean().item() - expected) < 4.5 * (expected / 2000) ** 0.5
-    assert found.var().item() == pytest.approx(expected, rel=0.15, abs=4.5 * (expected / 2000) ** 0.5)

@@ -101,15 +101,6 @@ def test_pieces_of_every_kind_of_head_equal_the_spec(head_dim, group, device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("block_size", [8, 64])
-def test_each_sequence_may_have_its_own_number_of_pieces(block_size, device):
-    starts, counts = [300, 0, 1000, 64, 5], [5, 70, 66, 1, 64]
-    case = make_case(starts, counts, n_kv_heads=1, block_size=block_size, device=device)
-    assert_equals_spec(prefill_attention, case, pieces=[3, 1, 8, 2, 1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [1, 20, 64, 500])
 def test_pieces_of_a_window_may_have_no_key(window, dtype, device):
@@ -182,18 +173,6 @@ def next_chunk(case: Case, done: int, chunk: int) -> tuple[Case, Tensor]:
     return Case(starts, counts, rows, whole, case.arguments | new), packed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("group", [1, 2, 4])
-def test_query_heads_read_the_key_head_of_their_group(group, device):
-    case = make_case([5, 0], [20, 3], n_heads=2 * group, n_kv_heads=2, device=device)
-    each = case.copy(device)
-    for name in ("k_new", "v_new", "k_cache_layer", "v_cache_layer"):
-        each.arguments[name] = each.arguments[name].repeat_interleave(group, dim=1)
-    out, expected = (one.call(small_tiles, tile_size=16) for one in (case, each))
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_large_scores_do_not_overflow(device):
     case = make_case([9, 0], [17, 40], device=device, scale=300.0)
@@ -233,19 +212,6 @@ def test_the_kernel_equals_the_spec_at_a_real_size(shape, dtype):
     assert_equals_spec(
         prefill_attention, make_case(starts, counts, **LARGE[shape], dtype=dtype, device="cuda")
     )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "launch",
-    [(64, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 8, 3, 2), (64, 64, 16, 2, 4)],
-    ids=str,
-)
-@pytest.mark.parametrize("shape", ["gpt2", "gqa"])
-def test_other_launches_equal_the_spec_at_a_real_size(shape, launch, dtype):
-    case = make_case([0, 63, 300], [512, 200, 65], **LARGE[shape], dtype=dtype, device="cuda")
-    assert_equals_spec(make_prefill_attention(*launch), case, tile_size=launch[0])
 
 
 @pytest.mark.gpu

@@ -95,3 +95,13 @@ def test_a_filtered_row_without_finite_logits_has_no_token_and_its_neighbours_ha
     expected = choose(chooser, hidden, wishes, 7)
     hidden[1] = float("nan")
     assert choose(chooser, hidden, wishes, 7) == [expected[0], NOT_FINITE, expected[2]]
+
+
+def test_rows_with_a_temperature_only_are_drawn_without_a_sort_and_get_the_same_tokens(monkeypatch):
+    """As in a batch with a filtered row, whose vocabulary is sorted."""
+    chooser = LogitsChooser(random_model(0).logits, TORCH, torch.zeros(4, 101, dtype=torch.int32))
+    hidden = torch.randn(3, random_model(0).config.d_model, generator=torch.Generator().manual_seed(4))
+    drawn = [WISHES["drawn"], WISHES["greedy"]]
+    with_filtered = [choose(chooser, hidden, [*drawn, WISHES["top_p"]], seed)[:2] for seed in range(40)]
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    assert [choose(chooser, hidden[:2], drawn, seed) for seed in range(40)] == with_filtered

@@ -112,14 +112,6 @@ def test_the_larger_a_layer_the_fewer_rows_are_for_the_kernels(layer, few, some)
     assert kinds == ["few"] * few + ["some"] * (some - few) + ["library"] * (299 - some)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kernels", [TORCH, TRITON], ids=lambda kernels: kernels.name)
-def test_layers_are_built_once(kernels, variant):
-    layers_for = build_layers(*VARIANTS[variant], random_model(0), kernels)
-    for rows in (3, 20, 200):
-        assert layers_for(rows) is layers_for(rows)
-
-
 @pytest.mark.parametrize("device", TRITON_DEVICES)
 @pytest.mark.parametrize("rows", [4, 20])
 @pytest.mark.parametrize("shape", ["small", "qwen3"])
@@ -139,19 +131,6 @@ def test_an_inert_row_leaves_the_others_alone(variant, shape, rows, device):
     found = layers(torch.where(inert, 0, ids), torch.where(inert, -1, positions), attend)
     assert found.isfinite().all()
     assert_near(found[~inert], expected[~inert], TOLERANCE)
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_may_give_its_result_in_any_layout(variant, device):
-    model = random_model(4).to(device)
-    layers = build_layers(*VARIANTS[variant], model, choose_kernels("triton", "fixed", model.device))(4)
-    ids, positions, attention = inputs_of(model, [4])
-
-    def scattered(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(layer, q, k, v).permute(2, 1, 0).contiguous().permute(2, 1, 0)
-
-    assert_near(layers(ids, positions, scattered), model.layers(ids, positions, attention), TOLERANCE)
 
 
 # Packed weights.
@@ -221,17 +200,6 @@ def test_an_fp16_row_is_normed_where_it_times_the_scale_is_beyond_fp16(rows, kin
     assert_near(found, exact(exact_norm(x.float())).half())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU here")
-@pytest.mark.parametrize("kernels", [TORCH, TRITON], ids=lambda kernels: kernels.name)
-@pytest.mark.parametrize("shape", ["small", "llama"])
-@pytest.mark.parametrize("variant", ["fused_norm", "epilogue"])
-def test_on_a_cpu_the_activation_is_the_models_own(variant, shape, kernels):
-    model = random_model(0, small_config(**MODELS[shape]))
-    products, x = build_layers(*VARIANTS[variant], model, kernels)(1).products, torch.randn(5, 32)
-    expected = activated(model.blocks[1].up(x), model.config)
-    assert_near(products.up(1, x), expected, 1e-6)
-
-
 def test_without_a_bias_no_gelu_is_left_to_the_epilogue():
     model = random_model(0, small_config(biases=("qkv",)))
     products, x = build_layers(*VARIANTS["epilogue"], model, TRITON)(1).products, torch.randn(5, 32)
@@ -263,16 +231,6 @@ def test_gelu_in_the_epilogue_is_the_tanh_form(dtype):
     x = torch.randn(40, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).to(dtype)
     expected = F.gelu(projection(x).float(), approximate="tanh").to(dtype)
     assert_near(_gelu_in_epilogue(projection, x), expected)
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_recipe_chooses_where_gelu_is_computed():
-    model = random_model(0).cuda()
-    kernels = choose_kernels("triton", "fixed", model.device)
-    epilogue, apart = (
-        build_layers(*VARIANTS[v], model, kernels)(1).products for v in ("epilogue", "fused_norm")
-    )
-    assert epilogue.activated is _gelu_in_epilogue and apart.activated is not _gelu_in_epilogue
 
 
 @pytest.mark.parametrize("device", [ON_GPU])

@@ -155,20 +155,6 @@ def test_without_a_seed_completions_differ(llm):
     assert len({tuple(one.token_ids) for one in output.outputs}) == 4
 
 
-@pytest.mark.parametrize(
-    "bad", [{"n": 0}, {"n": 1.5}, {"logprobs": -1}, {"logprobs": 21}, {"logprobs": True}], ids=str
-)
-def test_other_numbers_are_refused_by_name_and_value(bad):
-    ((name, value),) = bad.items()
-    with pytest.raises(SamplingError, match=f"^{name} is {value}; it must be a whole number"):
-        SamplingParams(**bad)
-
-
-def test_equal_completions_are_refused():
-    with pytest.raises(SamplingError, match="n is 2; it must be 1 at temperature 0"):
-        SamplingParams(n=2, temperature=0)
-
-
 def test_a_scheduler_makes_one_completion_of_a_request():
     with pytest.raises(SamplingError, match=r"n is 2; only LLM.generate and LLM.chat"):
         OfflineScheduler(small_engine(random_model(0))).add_request([1], SamplingParams(n=2))
