@@ -204,6 +204,7 @@ def test_a_chat_without_a_template_or_with_bad_messages_is_refused_in_one_line(
         (["a", 7], "prompt 1 is 7"),
         ([True], "prompt 0 is True"),
         (["a", ""], "prompt 1: .*empty"),
+        ([""], "^the prompt is empty"),
         ([[1], [1.5]], "prompt 1: token id 1.5"),
         ([[1], [1] * 60], "prompt 1: 60 prompt tokens and 6 new ones"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence as SequenceOf
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -125,7 +125,7 @@ class StreamingManager:
             _check_prompt(prompt, f"prompt {index}")
         return self._add(list(prompts), one_each(params, len(prompts)), inbox)
 
-    async def stream(self, prompt: str | list[int], params: SamplingParams) -> AsyncIterator[str]:
+    async def stream(self, prompt: str | list[int], params: SamplingParams) -> AsyncGenerator[str, None]:
         """Queue a prompt and yield its text in pieces, in an event loop; see :meth:`add_request`.
 
         Closing the iterator, or cancelling its task, cancels the request. Raises the request's error.

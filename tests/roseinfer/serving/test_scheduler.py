@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 
 import pytest
@@ -143,6 +144,16 @@ def test_pack_admits_the_shortest_prompts_of_the_look_ahead(monkeypatch: pytest.
     assert calls.chunks == [[3, 4, 5], [1, 11], [1]]
 
 
+def test_pack_takes_every_nth_round_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of()
+    calls = Calls(engine, monkeypatch)
+    config = SchedulerConfig(prefill_max_batch_size=1, admission_policy="pack", fifo_every=2)
+    scheduler = OnlineScheduler(engine, config)
+    scheduler.add_requests([[1] * n for n in (5, 4, 3, 1)], greedy(2))
+    run_to_end(scheduler)
+    assert calls.chunks == [[1], [5], [3], [4]]
+
+
 @pytest.mark.parametrize("long_prompt", [14, 30], ids=["needs a place", "needs most of the cache"])
 def test_pack_starves_nobody_under_a_stream_of_short_requests(long_prompt: int) -> None:
     engine = engine_of(num_kv_blocks=5, max_batch_size=4)
@@ -268,10 +279,11 @@ def test_an_interrupted_offline_run_leaves_scheduler_and_engine_ready() -> None:
 
         def update(self, n: int) -> None:
             if scheduler.decode_steps == 3:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         scheduler.run([[1], [2], [3]], greedy(9), Interrupt())
+    assert scheduler.decode_steps == 4  # the interrupt waited for the end of a step
     assert not scheduler.has_unfinished and not scheduler.finished
     assert_all_free(engine)
     assert scheduler.run([[1]], greedy(9))[0].token_ids == uncached_greedy(engine.model, [1], 9)
