@@ -49,7 +49,7 @@ SMALL_MODELS = {
     "grouped": (2, {"n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "d_model": 48, "tie_embeddings": False}),
     "odd": (1, {"n_heads": 3, "n_kv_heads": 1, "d_model": 27, "d_ff": 50}),
     "modern": (4, MODERN),  # RMSNorm, rotation, SwiGLU, norms of heads that are wider than their share
-    "windowed": (0, WINDOWED),
+    "windowed": (1, WINDOWED),
 }
 
 
