@@ -78,7 +78,7 @@ def test_a_finished_stream_has_given_the_decoded_text(tokenizer: Tokenizer, ids,
     stream = tokenizer.stream() if byte_level else DecoderStream(tokenizer._raw)
     streamed = "".join(stream.push(token_id) for token_id in ids)
     text = streamed + stream.finish()
-    assert set(text[len(streamed) :]) <= {REPLACEMENT}
+    assert not byte_level or set(text[len(streamed) :]) <= {REPLACEMENT}
     assert text == tokenizer.decode(ids) == tokenizer._raw.decode(ids, skip_special_tokens=True)
 
 
