@@ -11,10 +11,9 @@ from tokenizers import processors
 
 from rosellm.errors import CheckpointError, PromptError
 from rosellm.models.chat import render_chat
-from rosellm.models.families.table import read_arch
-from rosellm.models.tokenizer import load_dummy_tokenizer, load_tokenizer
+from rosellm.models.tokenizer import load_tokenizer
 from rosellm.rosetrainer.bpe import train_tokenizer
-from tests.models.family_checks import sizes
+from tests.helpers import small_config
 
 TEMPLATE = """{{ bos_token }}{% for m in messages %}
 {%- if m.role not in ('system', 'user', 'assistant') %}{{ raise_exception('no role ' + m.role) }}{% endif %}
@@ -28,7 +27,6 @@ MESSAGES = [
 ]
 RENDERED = "<s><|system|>Be brief.</s><|user|>Hé, wörld?\n🌹</s><|assistant|></s><|user|>{{ again }}</s>"
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-ARCH = read_arch(sizes("llama") | {"model_type": "llama", "vocab_size": 400})
 
 
 @pytest.fixture(scope="module")
@@ -57,33 +55,11 @@ def folder(request: pytest.FixtureRequest, untemplated: Path, tmp_path: Path) ->
     return templated(untemplated, tmp_path, TEMPLATE, request.param)
 
 
-def test_a_chat_is_rendered_by_the_checkpoints_template(folder):
-    assert render_chat(folder, MESSAGES) == RENDERED + "<|assistant|>"
-    assert render_chat(folder, MESSAGES, add_generation_prompt=False) == RENDERED
-
-
-def test_a_rendered_chat_has_the_ids_of_transformers_with_one_beginning(folder):
-    from transformers import AutoTokenizer
-
-    tokenizer = load_tokenizer(folder, ARCH)
-    text = render_chat(tokenizer.folder, MESSAGES)
-    ids = tokenizer.encode(text, special=False)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    assert ids == theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
-    assert ids.count(ids[0]) == 1 and tokenizer.encode(text) == [ids[0], *ids]
-
-
 def test_each_folder_has_its_own_template(untemplated, tmp_path):
     for i, template in enumerate(("one", "two", "one")):
         (tmp_path / str(i)).mkdir()
         folder = templated(untemplated, tmp_path / str(i), template, in_config=True)
         assert render_chat(folder, MESSAGES) == template
-
-
-def test_the_next_chat_does_not_read_the_checkpoint_again(folder, monkeypatch):
-    first = render_chat(folder, MESSAGES)
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("read"))
-    assert render_chat(folder, MESSAGES) == first
 
 
 def refused(kind: type, words: str, *given: object) -> None:
@@ -94,45 +70,42 @@ def refused(kind: type, words: str, *given: object) -> None:
     assert "\n" not in message and words in message and len(message) < 600, message
 
 
-def test_a_checkpoint_without_a_template_is_refused(untemplated):
+def test_a_chat_is_rendered_by_the_checkpoints_template_with_the_ids_of_transformers(folder):
+    from transformers import AutoTokenizer
+
+    text = render_chat(folder, MESSAGES)
+    assert text == render_chat(folder, MESSAGES, add_generation_prompt=False) + "<|assistant|>"
+    assert text == RENDERED + "<|assistant|>"
+    tokenizer = load_tokenizer(folder, small_config(vocab_size=400))
+    ids = tokenizer.encode(text, special=False)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert ids == theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert ids.count(ids[0]) == 1 and tokenizer.encode(text) == [ids[0], *ids]
+
+
+def test_the_next_chat_does_not_read_the_checkpoint_again(folder, monkeypatch):
+    first = render_chat(folder, MESSAGES)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    assert render_chat(folder, MESSAGES) == first
+
+
+def test_a_folder_without_a_template_or_a_tokenizer_is_refused(untemplated, tmp_path):
     refused(CheckpointError, "has no chat template; give a prompt as text", untemplated, MESSAGES)
-
-
-def test_a_dummy_tokenizer_has_no_template():
-    dummy = load_dummy_tokenizer(ARCH)
-    refused(CheckpointError, "a dummy tokenizer has no chat template", dummy.folder, MESSAGES)
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     refused(CheckpointError, "has no tokenizer with a chat template", tmp_path, MESSAGES)
-
-
-def test_remote_code_is_not_run(folder):
-    fields = {"tokenizer_class": "Trap", "auto_map": {"AutoTokenizer": ["trap.Trap", "trap.Trap"]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
-    (folder / "trap.py").write_text(f"open({str(folder / 'sprung')!r}, 'w')\nclass Trap: ...\n")
-    try:
-        render_chat(folder, MESSAGES)
-    except CheckpointError as error:
-        assert "\n" not in str(error)
-    assert not (folder / "sprung").exists()
+    refused(CheckpointError, "a dummy tokenizer has no chat template", None, MESSAGES)
 
 
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
         ("hello", "messages are 'hello'; give a list of"),
-        ({"role": "user", "content": "x"}, "messages are {'content': 'x', 'role': 'user'}; give a list"),
-        (None, "messages are None"),
         ([], "messages are []"),
         (("x",), "messages are ('x',)"),
         (["hello"], "message 0 is 'hello'"),
         ([MESSAGES[0], {"role": "user"}], "message 1 is {'role': 'user'}; give {\"role\": ..., \"content\""),
         ([{"content": "x"}], "message 0 is {'content': 'x'}"),
-        ([{"role": "user", "content": None}], "message 0 is {'content': None, 'role': 'user'}"),
         ([{"role": "user", "content": [{"type": "text"}]}], "both of them text"),
         ([{"role": 5, "content": "x"}], "message 0 is {'content': 'x', 'role': 5}"),
-        ([["role", "user"] * 1000], "message 0 is ['role'"),
         ([{"role": "user", "content": b"x" * 10_000}], "both of them text"),
     ],
     ids=lambda value: str(value)[:30],
@@ -141,44 +114,25 @@ def test_other_messages_are_refused(folder, messages, words):
     refused(PromptError, words, folder, messages)
 
 
+FAILS, SYNTAX = "fails on the messages: ", "has a syntax error: "
+
+
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("kind", "template", "words"),
     [
-        (TEMPLATE, "fails on the messages: no role tool"),
-        ("{{ raise_exception('one\ntwo') }}", "fails on the messages: one two"),
-        ("{{ messages.nothing.at.all }}", "fails on the messages: "),
-        ("{{ 1 / 0 }}", "fails on the messages: division by zero"),
-        ("{{ ''.__class__.__mro__ }}", "fails on the messages: access to attribute '__class__'"),
+        (PromptError, TEMPLATE, FAILS + "no role tool"),
+        (PromptError, "{{ raise_exception('one\ntwo') }}", FAILS + "one two"),
+        (PromptError, "{{ messages.nothing.at.all }}", FAILS),
+        (PromptError, "{{ 1 / 0 }}", FAILS + "division by zero"),
+        (PromptError, "{{ ''.__class__.__mro__ }}", FAILS + "access to attribute '__class__'"),
+        (CheckpointError, "{% for m in messages %}", SYNTAX + "Unexpected end of template"),
+        (CheckpointError, "{% unknown %}", SYNTAX + "Encountered unknown tag 'unknown'"),
+        (CheckpointError, "{{ messages | nothing }}", SYNTAX + "No filter named 'nothing'"),
+        (CheckpointError, 5, "has no chat template"),
+        (CheckpointError, [{"name": "a"}], "has no tokenizer with a chat template"),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=str,
 )
-def test_a_template_that_fails_is_told(untemplated, tmp_path, template, words):
-    folder = templated(untemplated, tmp_path, template, in_config=False)
-    refused(PromptError, words, folder, [{"role": "tool", "content": "x"}])
-
-
-@pytest.mark.parametrize("in_config", [True, False], ids=["tokenizer_config.json", "chat_template.jinja"])
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{% for m in messages %}", "Unexpected end of template"),
-        ("{{ messages", "unexpected end of template"),
-        ("{% unknown %}", "unknown tag 'unknown'"),
-        ("{{ messages | nothing }}", "No filter named 'nothing'"),
-    ],
-)
-def test_a_syntax_error_in_a_template_is_the_checkpoints_fault(
-    untemplated, tmp_path, template, words, in_config
-):
-    folder = templated(untemplated, tmp_path, template, in_config)
-    told = f"the chat template in {folder} has a syntax error: "
-    refused(CheckpointError, told, folder, MESSAGES)
-    refused(CheckpointError, words, folder, MESSAGES)
-
-
-@pytest.mark.parametrize("template", [5, {}, ["x"], [{"name": "a"}], True], ids=str)
-def test_a_template_of_another_kind_is_refused(untemplated, tmp_path, template):
+def test_a_template_that_fails_is_refused(untemplated, tmp_path, kind, template, words):
     folder = templated(untemplated, tmp_path, template, in_config=True)
-    with pytest.raises(CheckpointError) as caught:
-        render_chat(folder, MESSAGES)
-    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
+    refused(kind, words, folder, [{"role": "tool", "content": "x"}])

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from rosellm.errors import CheckpointError, DeviceError
 from rosellm.lab.records.bench import get_model
 from rosellm.models import loading
-from rosellm.models.checkpoint import SHIPPED, checkpoint_folder, load_config
+from rosellm.models.checkpoint import SHIPPED
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.loading import DTYPES, arch_of, load_parts, resolve_device, resolve_dtype, stored_dtype
 from rosellm.models.weights import save_model
@@ -48,22 +48,6 @@ def test_engine_and_lab_load_the_same_weights():
         assert all(torch.equal(weight, parts[name]) for name, weight in model.state_dict().items())
 
 
-def test_an_unknown_load_format_device_or_dtype_is_refused_by_name():
-    with pytest.raises(CheckpointError, match="load_format 'pickle' is unknown; use 'auto' or 'dummy'"):
-        load_parts(SHIPPED, "cpu", load_format="pickle")
-    with pytest.raises(DeviceError, match="device 'tpu' is unknown"):
-        load_parts(SHIPPED, "tpu")
-    with pytest.raises(DeviceError, match="dtype 'int8' is unknown"):
-        load_parts(SHIPPED, "cpu", "int8")
-
-
-def test_an_absent_gpu_is_refused_and_auto_takes_the_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto") == CPU and resolve_dtype("auto", CPU) == torch.float32
-    with pytest.raises(DeviceError, match="device 'cuda' is not available on this machine; use device='cpu'"):
-        resolve_device("cuda")
-
-
 def test_the_kv_cache_takes_what_is_wanted_within_its_share_of_memory(monkeypatch):
     gpt = random_model(0)
     block_bytes = 8 * gpt.config.kv_bytes_per_token(4)
@@ -73,100 +57,6 @@ def test_the_kv_cache_takes_what_is_wanted_within_its_share_of_memory(monkeypatc
 
 
 GPU = torch.device("cuda")
-
-
-def test_auto_is_the_checkpoints_own_dtype_on_a_gpu_and_float32_on_a_cpu():
-    for own, on_gpu in (("bfloat16", torch.bfloat16), ("float32", torch.float32), (None, torch.float16)):
-        arch = small_config(dtype=own)
-        assert (resolve_dtype("auto", GPU, arch), resolve_dtype("auto", CPU, arch)) == (on_gpu, torch.float32)
-    assert resolve_dtype("auto", GPU) == torch.float16
-    assert resolve_dtype("auto", GPU, small_config(dtype="float64")) == torch.float32
-
-
-def test_a_dtype_that_is_named_outranks_the_checkpoints():
-    arch = small_config(dtype="bfloat16")
-    for name, dtype in DTYPES.items():
-        assert resolve_dtype(name, GPU, arch) == resolve_dtype(name, CPU, arch) == dtype
-
-
-def test_the_shipped_model_is_float16():
-    assert load_config(checkpoint_folder(SHIPPED)).dtype == "float16"
-
-
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_the_config_is_asked_for_the_dtype(monkeypatch, tmp_path, load_format):
-    save_model(random_model(0, small_config(vocab_size=4096)), tmp_path, torch.bfloat16)
-    load_parts(SHIPPED, "cpu")[1].save(tmp_path)
-    asked = []
-    monkeypatch.setattr(loading, "resolve_dtype", lambda *given: asked.append(given) or torch.float32)
-    load_parts(str(tmp_path), "cpu", load_format=load_format)
-    assert asked[-1][2].dtype == "bfloat16"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_checkpoint_of_16_bits_runs_in_fp32_on_a_cpu(tmp_path, dtype):
-    gpt = random_model(0, small_config(vocab_size=4096, **MODERN))
-    save_model(gpt, tmp_path, dtype)
-    load_parts(SHIPPED, "cpu")[1].save(tmp_path)
-    engine = Engine.load(str(tmp_path), device="cpu", num_kv_blocks=8)
-    assert engine.config.dtype == str(dtype).removeprefix("torch.")
-    assert engine.model.dtype == engine.blocks.k_cache.dtype == torch.float32
-    rounded = random_model(0, small_config(vocab_size=4096, **MODERN)).to(dtype).to(torch.float32)
-    prompt = [3, 1, 4, 1, 5]
-    assert generate(engine, [prompt], 8) == [uncached_greedy(rounded, prompt, 8)]
-
-
-def unnamed(folder: Path, dtype: torch.dtype) -> None:
-    """A checkpoint whose config names no dtype, as GPT-2's."""
-    save_model(random_model(0, small_config(vocab_size=4096)), folder, dtype)
-    load_parts(SHIPPED, "cpu")[1].save(folder)
-    config = json.loads((folder / "config.json").read_text())
-    del config["torch_dtype"]
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_where_the_config_names_no_dtype_auto_is_that_of_files_of_16_bits_else_float16(tmp_path, dtype):
-    unnamed(tmp_path, dtype)
-    arch = arch_of(str(tmp_path))
-    assert resolve_dtype("auto", GPU, arch) == (dtype if dtype.itemsize == 2 else torch.float16)
-    assert resolve_dtype("auto", CPU, arch) == torch.float32
-    assert load_parts(str(tmp_path), "cpu")[0].dtype == torch.float32
-    assert resolve_dtype("auto", GPU, arch_of(str(tmp_path), "dummy")) == torch.float16
-
-
-def test_a_checkpoint_of_an_unnamed_dtype_is_loaded_in_that_of_its_files(tmp_path, monkeypatch):
-    unnamed(tmp_path, torch.bfloat16)
-    asked = []
-    monkeypatch.setattr(loading, "resolve_dtype", lambda *given: asked.append(given) or torch.float32)
-    load_parts(str(tmp_path), "cpu")
-    assert asked[-1][2].dtype == "bfloat16"
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_checkpoint_of_bfloat16_that_names_no_dtype_runs_in_it(tmp_path):
-    unnamed(tmp_path, torch.bfloat16)
-    assert load_parts(str(tmp_path), "cuda")[0].dtype == torch.bfloat16
-
-
-def test_of_files_of_several_dtypes_the_one_of_most_values_counts(tmp_path):
-    """Over all files: neither the number of tensors nor their bytes, and no buffers of integers."""
-    kinds = {
-        "a": (torch.float32, 9),
-        "b": (torch.float32, 9),
-        "c": (torch.bfloat16, 20),
-        "d": (torch.int8, 99),
-    }
-    for name, (dtype, n) in kinds.items():
-        save_file({name: torch.zeros(n, dtype=dtype)}, tmp_path / name)
-    assert stored_dtype([tmp_path / name for name in kinds]) == "bfloat16"
-    assert stored_dtype([tmp_path / "d"]) is None
-
-
-def test_an_unknown_dtype_is_refused_before_anything_is_fetched(monkeypatch):
-    monkeypatch.setattr(loading, "checkpoint_folder", lambda _: pytest.fail("fetched"))
-    with pytest.raises(DeviceError, match="dtype 'half' is unknown"):
-        load_parts("some/model", "cpu", "half")
 
 
 @pytest.mark.gpu
@@ -190,3 +80,82 @@ def test_what_a_dropped_engine_held_is_free_for_the_next(monkeypatch):
     memory = FakeMemory(total, held=lambda: 0 if held() is None else total)
     monkeypatch.setattr(budget, "GPUMemory", lambda *_: memory)
     assert kv_blocks_within_memory(gpt, 100, 8) == 100
+
+
+# The dtype
+
+
+def test_an_absent_gpu_is_refused_and_auto_takes_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == CPU
+    with pytest.raises(DeviceError, match="device 'cuda' is not available on this machine; use device='cpu'"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("own", "on_gpu"),
+    [
+        ("bfloat16", torch.bfloat16),
+        ("float32", torch.float32),
+        ("float64", torch.float32),
+        (None, torch.float16),
+    ],
+)
+def test_auto_is_the_checkpoints_own_dtype_on_a_gpu_and_float32_on_a_cpu(own, on_gpu):
+    arch = small_config(dtype=own)
+    assert (resolve_dtype("auto", GPU, arch), resolve_dtype("auto", CPU, arch)) == (on_gpu, torch.float32)
+    assert all(resolve_dtype(name, GPU, arch) == dtype for name, dtype in DTYPES.items())
+
+
+def test_a_checkpoint_of_16_bits_runs_in_fp32_on_a_cpu(tmp_path):
+    config = small_config(vocab_size=4096, **MODERN)
+    save_model(random_model(0, config), tmp_path, torch.bfloat16)
+    load_parts(SHIPPED, "cpu")[1].save(tmp_path)
+    engine = Engine.load(str(tmp_path), device="cpu", num_kv_blocks=8)
+    assert engine.config.dtype == "bfloat16"
+    assert engine.model.dtype == engine.blocks.k_cache.dtype == torch.float32
+    rounded = random_model(0, config).to(torch.bfloat16).to(torch.float32)
+    prompt = [3, 1, 4, 1, 5]
+    assert generate(engine, [prompt], 8) == [uncached_greedy(rounded, prompt, 8)]
+
+
+def unnamed(folder: Path, dtype: torch.dtype) -> None:
+    """A checkpoint whose config names no dtype, as GPT-2's."""
+    save_model(random_model(0, small_config(vocab_size=4096)), folder, dtype)
+    load_parts(SHIPPED, "cpu")[1].save(folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["torch_dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_where_the_config_names_no_dtype_that_of_files_of_16_bits_is_asked_for(tmp_path, monkeypatch, dtype):
+    unnamed(tmp_path, dtype)
+    asked = []
+    monkeypatch.setattr(loading, "resolve_dtype", lambda *given: asked.append(given) or torch.float32)
+    load_parts(str(tmp_path), "cpu")
+    assert asked[-1][2].dtype == (str(dtype).removeprefix("torch.") if dtype.itemsize == 2 else None)
+    assert arch_of(str(tmp_path), "dummy").dtype is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_checkpoint_of_bfloat16_that_names_no_dtype_runs_in_it(tmp_path):
+    unnamed(tmp_path, torch.bfloat16)
+    assert load_parts(str(tmp_path), "cuda")[0].dtype == torch.bfloat16
+
+
+def test_of_files_of_several_dtypes_the_one_of_most_values_counts(tmp_path):
+    """Over all files: neither the number of tensors nor their bytes, and no buffers of integers."""
+    kinds = [(torch.float32, 9), (torch.float32, 9), (torch.bfloat16, 20), (torch.int8, 99)]
+    for i, (dtype, n) in enumerate(kinds):
+        save_file({"x": torch.zeros(n, dtype=dtype)}, tmp_path / str(i))
+    assert stored_dtype([tmp_path / str(i) for i in range(4)]) == "bfloat16"
+    assert stored_dtype([tmp_path / "3"]) is None
+
+
+def test_an_unknown_dtype_is_refused_before_anything_is_fetched(monkeypatch):
+    monkeypatch.setattr(loading, "checkpoint_folder", lambda _: pytest.fail("fetched"))
+    with pytest.raises(DeviceError, match="dtype 'half' is unknown"):
+        load_parts("some/model", "cpu", "half")
+    with pytest.raises(CheckpointError, match="load_format 'pickle' is unknown"):
+        load_parts(SHIPPED, "cpu", load_format="pickle")

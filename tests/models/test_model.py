@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rosellm.models.attention import CausalAttention, masked_attention
+from rosellm.models.attention import CausalAttention
 from rosellm.models.families.table import KNOWN_SHAPES
 from rosellm.models.model import Transformer
 from rosellm.models.weights import save_model
@@ -16,16 +16,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_logits_equal_those_of_transformers(tmp_path, seed, tie, device):
+def test_logits_equal_those_of_transformers(tmp_path, tie, device):
     from transformers import GPT2LMHeadModel
 
-    gpt = random_model(seed, small_config(tie_embeddings=tie, n_heads=4, d_ff=48))
+    gpt = random_model(0, small_config(tie_embeddings=tie, n_heads=4, d_ff=48))
     save_model(gpt, tmp_path, torch.float32)
     theirs = GPT2LMHeadModel.from_pretrained(
         tmp_path, attn_implementation="eager", dtype=torch.float32
     ).eval()
-    for prompt in random_prompts([1, 5, 64], seed):
+    for prompt in random_prompts([1, 5, 64]):
         with torch.inference_mode():
             expected = theirs(torch.tensor([prompt])).logits[0]
         found = uncached_logits(gpt.to(device), prompt).cpu()
@@ -50,43 +49,6 @@ def test_a_model_is_made_without_drawing_what_is_overwritten(monkeypatch):
     Transformer.allocate(small_config(), CPU, torch.float32)
 
 
-def test_a_token_does_not_change_the_logits_before_it():
-    gpt, (tokens,) = random_model(0), random_prompts([10])
-    changed = [*tokens[:6], (tokens[6] + 1) % 101, *tokens[7:]]
-    before, after = uncached_logits(gpt, tokens), uncached_logits(gpt, changed)
-    torch.testing.assert_close(before[:6], after[:6], rtol=1e-5, atol=1e-5)
-    assert (before[6:] - after[6:]).abs().amax(dim=-1).min() > 1e-2
-
-
-@pytest.mark.parametrize("n_kv_heads", [1, 2])
-def test_grouped_heads_equal_a_model_whose_key_heads_are_repeated(n_kv_heads):
-    grouped = random_model(0, small_config(n_heads=4, n_kv_heads=n_kv_heads))
-    full = random_model(0, small_config(n_heads=4))
-    full.load_state_dict(grouped.state_dict() | repeated_key_heads(grouped, 4 // n_kv_heads))
-    (prompt,) = random_prompts([9])
-    torch.testing.assert_close(
-        uncached_logits(grouped, prompt), uncached_logits(full, prompt), rtol=1e-5, atol=1e-5
-    )
-
-
-def repeated_key_heads(gpt: Transformer, group: int) -> dict[str, torch.Tensor]:
-    c, repeated = gpt.config, {}
-    for name, value in gpt.state_dict().items():
-        if ".qkv." in name:
-            heads = value.unflatten(0, (-1, c.head_dim))
-            q, kv = heads.split((c.n_heads, 2 * c.n_kv_heads))
-            repeated[name] = torch.cat((q, kv.repeat_interleave(group, dim=0))).flatten(0, 1)
-    return repeated
-
-
-def test_masked_attention_looks_only_where_the_mask_is_true():
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 5, 8, generator=generator) for _ in range(3))
-    mask = torch.zeros(2, 1, 5, 5, dtype=torch.bool)
-    mask[..., 2] = True
-    torch.testing.assert_close(masked_attention(q, k, v, mask), v[:, :, 2:3].expand(-1, -1, 5, -1))
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"tie_embeddings": False}, {"n_heads": 4, "n_kv_heads": 1, "d_ff": 40}, {"n_layers": 1}],
@@ -101,17 +63,10 @@ def test_gpt2_has_124_million_parameters():
     assert KNOWN_SHAPES["gpt2"].n_parameters == 124_439_808
 
 
-def test_a_tied_head_is_the_token_embedding_and_an_untied_one_is_not():
-    tied, untied = random_model(0), random_model(0, small_config(tie_embeddings=False))
-    assert tied.lm_head.weight is tied.token_embedding.weight
-    assert untied.lm_head.weight.data_ptr() != untied.token_embedding.weight.data_ptr()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_an_allocated_model_has_its_device_and_dtype_and_needs_no_gradient(dtype):
-    gpt = Transformer.allocate(small_config(), CPU, dtype)
-    assert (gpt.device, gpt.dtype, gpt.training) == (CPU, dtype, False)
-    assert all(p.dtype == dtype and not p.requires_grad for p in gpt.parameters())
+def test_an_allocated_model_has_its_device_and_dtype_and_needs_no_gradient():
+    gpt = Transformer.allocate(small_config(), CPU, torch.bfloat16)
+    assert (gpt.device, gpt.dtype, gpt.training) == (CPU, torch.bfloat16, False)
+    assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in gpt.parameters())
 
 
 def initialised(seed: int, **options) -> Transformer:
