@@ -1,99 +1,16 @@
-"""Time a reader's single-layer append against the ladder's, and plot it under the reference GPU's roofline.
-
-It is any function with the interface of ``kv_append_triton_identity_pos``, which implements the specification
-``kv_append_live_rows_ref``.
-"""
+"""Plot recorded single-layer appends under the reference GPU's roofline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
 from rosellm.bench import benchmark_kv_append as micro
-from rosellm.lab.figures.charts import Chart, text_table
+from rosellm.lab.figures.charts import Chart
 from rosellm.lab.figures.lines import step_lines
 from rosellm.lab.records.records import RecordError, Results, ceilings
-from rosellm.lab.trying.check_kernel import KernelError, launches
-from rosellm.roseinfer.kernels.table import choose_kernels
-
-Append = Callable[..., None]
-MAX_SETS = 512
-YOURS = "yours"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of an append for one layer; None if not meaningful. programs: one number per kernel."""
-
-    batch: int
-    variant: str
-    device_s: float | None
-    wall_s: float | None
-    floor_s: float
-    bytes_moved: int
-    programs: tuple[int, ...] = ()
-
-
-def time_against_ladder(
-    append: Append,
-    batches: Sequence[int],
-    *,
-    n_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    block_size: int = 64,
-    repeats: int = 5,
-) -> list[Timing]:
-    """Return medians for the ladder's variants and for ``append``, which is last in each batch as "yours".
-
-    On a CPU the variants are torch versions, and ``append``, which is interpreted, is only counted. The floor
-    is the bytes at this device's copy bandwidth. Raises KernelError if ``append`` is wrong.
-    """
-    where = torch.device(device)
-    bandwidth = float(np.median(micro.copy_bandwidth(where, repeats)))
-    timings: list[Timing] = []
-    for batch in batches:
-        shape = micro.Shape(batch, n_heads, head_dim, block_size, dtype, where)
-        timings += _timings(append, shape, shape.bytes_moved / bandwidth, repeats)
-    return timings
-
-
-def _timings(append: Append, shape: micro.Shape, floor_s: float, repeats: int) -> Iterator[Timing]:
-    kernels = choose_kernels("auto", "fixed", shape.device)
-    mine = replace(kernels, kv_append_identity_pos=append)
-    n_sets = -(-micro.ROTATED_BYTES[shape.device.type] // shape.bytes_moved)
-    sets = micro.make_operands(shape, min(MAX_SETS, max(2, n_sets)))
-    facts: dict[str, Any] = {"floor_s": floor_s, "bytes_moved": shape.bytes_moved}
-
-    def timed(variant: str, kernels: Any) -> dict[str, float]:
-        times = micro.time_variant(variant, sets, kernels, repeats)
-        return {way: float(np.median(seconds)) for way, seconds in times.items()}
-
-    for variant in micro.VARIANTS:
-        times = timed(variant, kernels)
-        yield Timing(shape.batch, variant, times.get("device_rotating"), times["wall"], **facts)
-    try:
-        with launches() as launched:
-            micro.check_variant("identity_pos", sets[-1], mine, shape)
-    except AssertionError as error:
-        raise KernelError(f"a wrong append is not timed: {error}") from None
-    times = timed("identity_pos", mine) if shape.device.type == "cuda" else {}
-    facts["programs"] = tuple(one.programs for one in launched)
-    yield Timing(shape.batch, YOURS, times.get("device_rotating"), times.get("wall"), **facts)
-
-
-def timing_table(timings: Sequence[Timing]) -> str:
-    """Return a text table of microseconds per call, the floor, and the programs of your append."""
-    rows = []
-    for one in timings:
-        times = [s and s * 1e6 for s in (one.device_s, one.wall_s, one.floor_s)]
-        rows.append([one.batch, one.variant, *times, " + ".join(map(str, one.programs))])
-    return text_table(["tokens", "variant", "device, µs", "wall, µs", "floor, µs", "programs"], rows)
+from rosellm.lab.trying.check_kernel import KernelError
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from rosellm.lab.trying.guarded_memory import Draw
 from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.few_rows import FEW_ROWS
 
@@ -41,8 +40,6 @@ class Case:
         """Positions of the model: more than are cached."""
         return max(POSITIONS, self.cached + 2)
 
-
-Maker = Callable[[Case, Draw], Operands]
 
 SMALLEST = Case(1, 1, 1, 4, 1, 1, 2)
 ODD = Case(5, 3, 3, 6, 4, 37, 26)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -18,15 +17,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rosellm.errors import RoseError, describe
-from rosellm.lab.trying.cached_cases import CACHED
 from rosellm.lab.trying.case import Case, cases
 from rosellm.lab.trying.guarded_memory import Allocations, Draw, fault, faulty
-from rosellm.lab.trying.row_cases import ROWS
+from rosellm.lab.trying.makers import MAKERS
 from rosellm.models.arch import Arch
 from rosellm.roseinfer.kernels.table import TORCH, Kernels
 from rosellm.triton_or_none import has_triton, triton
 
-MAKERS = CACHED | ROWS
 UNTRIED = ("filtered_tiles", "choose_filtered", "count_tokens")  # trials use no filters or penalties
 NAMES = tuple(one.name for one in fields(Kernels) if one.name not in ("name", *UNTRIED))
 EXACT = {"kv_append", "kv_append_full_batch", "kv_append_identity_pos", "plan_attention", "advance"}
@@ -100,19 +97,15 @@ def check_kernel(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     seed = secrets.randbits(31) if seed is None else seed
     dtypes = COPIED if name.startswith("kv_append") else tuple(dict.fromkeys((torch.float32, dtype)))
-    n, launched = 0, set[str]()
     drawn = list(cases(model, dtypes, seed, n_random, context))
-    for n, case in enumerate(
-        tqdm(drawn, desc=name, unit="case", leave=False, delay=1, disable=_is_silent()), 1
-    ):
-        with launches() as names:
-            found = faults_of(name, kernel, case, seed + n, where)
-        launched |= {one.name for one in names}
-        if found:
-            return Verdict(name, n, seed, described(MAKERS[name](case, Draw(seed + n, where))), tuple(found))
-    return Verdict(
-        name, n, seed, launched=frozenset(launched), interpreted=bool(launched) and where.type == "cpu"
-    )
+    told = tqdm(drawn, desc=name, unit="case", leave=False, delay=1, disable=_is_silent())
+    with launches() as launched:
+        for n, case in enumerate(told, 1):
+            if found := faults_of(name, kernel, case, seed + n, where):
+                failed = described(MAKERS[name](case, Draw(seed + n, where)))
+                return Verdict(name, n, seed, failed, tuple(found))
+    is_interpreted = bool(launched) and where.type == "cpu"
+    return Verdict(name, len(drawn), seed, launched=frozenset(launched), interpreted=is_interpreted)
 
 
 def _is_silent() -> bool:
@@ -168,45 +161,40 @@ def _first_line(error: BaseException) -> str:
     return describe(error).splitlines()[0]
 
 
-def _results(name: str, returned: Any) -> list[Tensor | None] | None:
-    """Return a kernel's results as tensors; the LM head's per-tile results are reduced to one."""
-    if returned is None or isinstance(returned, Tensor):
-        return [returned] if isinstance(returned, Tensor) else None
+def _results(name: str, returned: Any) -> list[Any] | None:
+    """Return a kernel's results as a list; the LM head's per-tile results are reduced to one."""
     if not isinstance(returned, tuple):
-        return [returned]
-    tensors = list(returned[2:] if name == "plan_attention" else returned)
-    if name == "best_tokens" and all(isinstance(one, Tensor) and one.dim() == 2 for one in tensors):
-        values, indices = tensors
+        return None if returned is None else [returned]
+    results = list(returned[2:] if name == "plan_attention" else returned)
+    if name == "best_tokens" and all(isinstance(one, Tensor) and one.dim() == 2 for one in results):
+        values, indices = results
         best = values.max(dim=1, keepdim=True).values
-        tensors = [best, torch.where(values == best, indices, 2**31 - 1).min(dim=1, keepdim=True).values]
-    return tensors
+        results = [best, torch.where(values == best, indices, 2**31 - 1).min(dim=1, keepdim=True).values]
+    return results
 
 
-def _compared(found: Any, expected: Any, exact: bool) -> list[str]:
+def _compared(found: list[Any] | None, expected: list[Any] | None, exact: bool) -> list[str]:
     if found is None or expected is None or len(found) != len(expected):
         return [] if found is expected else [f"returned {_form(found)}, expected {_form(expected)}"]
     faults: list[str] = []
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         name = "the result" if len(found) == 1 else f"result {i}"
-        if one is None or other is None or not isinstance(one, Tensor) or _form([one]) != _form([other]):
-            if one is not other:
-                faults.append(f"{name} is {_form([one])}, expected {_form([other])}")
-            continue
-        if (wrong := faulty(one, other, exact)).any():
+        if _form([one]) != _form([other]):
+            faults.append(f"{name} is {_form([one])}, expected {_form([other])}")
+        elif isinstance(one, Tensor) and (wrong := faulty(one, other, exact)).any():
             faults.append(fault(name, wrong, one, other, "a wrong value"))
     return faults
 
 
-def _form(results: Any) -> str:
+def _form(results: list[Any] | None) -> str:
     if results is None:
         return "nothing"
-    told_ones = [
+    return ", ".join(
         f"{list(one.shape)} {_short(one.dtype)} on {one.device.type}"
         if isinstance(one, Tensor)
         else describe(one)
         for one in results
-    ]
-    return ", ".join(told_ones)
+    )
 
 
 def described(given: Mapping[str, Any]) -> str:
@@ -230,32 +218,21 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class Launch(NamedTuple):
-    """One launch of a Triton kernel: its name and number of programs."""
-
-    name: str
-    programs: int
-
-
 @contextmanager
-def launches() -> Iterator[list[Launch]]:
-    """Yield a list of the Triton kernels launched meanwhile, interpreted or compiled."""
-    seen: list[Launch] = []
+def launches() -> Iterator[set[str]]:
+    """Yield a set that collects the names of the Triton kernels launched meanwhile, interpreted or not."""
+    seen: set[str] = set()
     if not has_triton:
         yield seen
         return
     interface = triton.runtime.jit.KernelInterface
     launch = interface.__getitem__
 
-    def counted(kernel: Any, grid: Any) -> Callable[..., Any]:
-        def resolved(arguments: Mapping[str, Any]) -> Sequence[int]:
-            sizes = grid(arguments) if callable(grid) else grid
-            seen.append(Launch(_name(kernel), math.prod(sizes)))
-            return sizes
+    def noted(kernel: Any, grid: Any) -> Callable[..., Any]:
+        seen.add(_name(kernel))
+        return launch(kernel, grid)
 
-        return launch(kernel, resolved)
-
-    with patch.object(interface, "__getitem__", counted):
+    with patch.object(interface, "__getitem__", noted):
         yield seen
 
 

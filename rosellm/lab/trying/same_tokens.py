@@ -8,8 +8,8 @@ from typing import Any
 
 from rosellm.errors import describe
 from rosellm.lab.records.bench import first_difference, forced_logits, make_prompts
-from rosellm.lab.trying.cached_cases import CACHED
 from rosellm.lab.trying.check_kernel import KernelError
+from rosellm.lab.trying.makers import READ_CACHE
 from rosellm.ladder.rungs import TritonAppend
 from rosellm.models.model import Transformer
 from rosellm.roseinfer.engine import Engine
@@ -27,6 +27,7 @@ SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_k": 50, "seed": 2},
 ]
 Replaced = Mapping[str, Callable[..., Any]]
+Tokens = list[list[int]]
 
 
 class Counted:
@@ -66,30 +67,35 @@ def same_tokens(
         runs = [(UNEQUAL, [GREEDY])]
         if not calls:  # only once: an interpreted run takes seconds
             runs.append((EQUAL, SAMPLED))
-            if CACHED.keys() & replaced.keys():
+            if READ_CACHE.keys() & replaced.keys():
                 runs.append(([min(context, model.config.n_positions - NEW_TOKENS)], [GREEDY]))
-        for lengths, wishes in runs:
-            expected, found = (_generate(model, base, kernels, lengths, wishes) for kernels in (ours, mine))
-            if expected != found and not _is_close_call(model, base, ours, lengths, expected, found, wishes):
+        for lengths, settings in runs:
+            prompts = make_prompts(len(lengths), lengths, model.config.vocab_size, seed=1)
+            expected, found = (_generate(model, base, one, prompts, settings) for one in (ours, mine))
+            is_greedy = settings == [GREEDY]
+            if expected != found and not (is_greedy and _is_tie(model, base, ours, prompts, expected, found)):
                 raise KernelError(f"{name} on {model_name}: {_difference(base, expected, found)}")
         calls[model_name] = {one: kernel.calls for one, kernel in counted.items()}
-    first = next(iter(models))
-    for one in replaced:
-        if not calls[first][one]:
-            others = [model for model in calls if calls[model][one]]
-            hint = f"; it does with model={others[0]!r}" if others else ""
-            raise KernelError(
-                f"{base} never calls {one} with {first}, in prompts and steps of 3 sequences{hint}"
-            )
+    _check_called(base, calls)
     return calls
 
 
+def _check_called(base: str, calls: Mapping[str, Mapping[str, int]]) -> None:
+    """Raise KernelError if the first model does not call each kernel."""
+    first = next(iter(calls))
+    for kernel, n in calls[first].items():
+        if not n:
+            others = [model for model in calls if calls[model][kernel]]
+            hint = f"; it does with model={others[0]!r}" if others else ""
+            run = f"{first}, in prompts and steps of 3 sequences"
+            raise KernelError(f"{base} never calls {kernel} with {run}{hint}")
+
+
 def _generate(
-    model: Transformer, base: str, kernels: Kernels, lengths: list[int], wishes: list[dict[str, Any]]
-) -> list[list[int]]:
-    """Return the new tokens of seeded prompts, one list each; requests cycle through ``wishes``."""
-    prompts = make_prompts(len(lengths), lengths, model.config.vocab_size, seed=1)
-    longest = max(lengths) + NEW_TOKENS
+    model: Transformer, base: str, kernels: Kernels, prompts: Tokens, settings: list[dict[str, Any]]
+) -> Tokens:
+    """Return the prompts' new tokens; requests cycle through ``settings``."""
+    longest = max(map(len, prompts)) + NEW_TOKENS
     engine = Engine(
         model,
         recipe=base,
@@ -102,7 +108,7 @@ def _generate(
     )
     if isinstance(engine.step, TritonAppend):
         engine.step.append_from = 1
-    params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **wish) for wish in wishes]
+    params = [SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, **one) for one in settings]
     sequences = [engine.make_sequence(p, params[i % len(params)]) for i, p in enumerate(prompts)]
     engine.prefill(sequences)
     for _ in range(NEW_TOKENS - 1):
@@ -110,31 +116,18 @@ def _generate(
     return [sequence.output for sequence in sequences]
 
 
-def _is_close_call(
-    model: Transformer,
-    base: str,
-    ours: Kernels,
-    lengths: list[int],
-    expected: list[list[int]],
-    found: list[list[int]],
-    wishes: list[dict[str, Any]],
+def _is_tie(
+    model: Transformer, base: str, ours: Kernels, prompts: Tokens, expected: Tokens, found: Tokens
 ) -> bool:
     """Return whether greedy runs diverge where the base rung's best two logits nearly tie."""
-    if wishes != [GREEDY]:
-        return False
-    prompts = make_prompts(len(lengths), lengths, model.config.vocab_size, seed=1)
     logits = forced_logits(model, base, prompts, expected, gate_from=1, kernels=ours)
     parted = first_difference(logits, expected, found)
     return parted is not None and parted["logit_gap"] < CLOSEST_CALL
 
 
-def _difference(base: str, expected: list[list[int]], found: list[list[int]]) -> str:
-    step, row = next(
-        (step, row)
-        for step in range(NEW_TOKENS)
-        for row in range(len(expected))
-        if expected[row][step] != found[row][step]
-    )
+def _difference(base: str, expected: Tokens, found: Tokens) -> str:
+    places = ((step, row) for step in range(NEW_TOKENS) for row in range(len(expected)))
+    step, row = next((s, r) for s, r in places if expected[r][s] != found[r][s])
     return (
         f"new token {step} of sequence {row} is {found[row][step]}, {base}'s is {expected[row][step]}; "
         "the kernel passes its own check, so look for what it keeps between calls"

@@ -27,7 +27,7 @@ from rosellm.lab.records.parameters import check_parameters
 from rosellm.lab.records.records import REFERENCE, RecordError, Results, percent_change
 from rosellm.lab.records.roles import Marked
 from rosellm.lab.records.step_time import StepTimes, measure_steps, prompt_length, recorded_steps, room
-from rosellm.lab.trying.called_by import refusal
+from rosellm.lab.trying.called_by import ROLES, refusal
 from rosellm.lab.trying.case import ODD, USES
 from rosellm.lab.trying.check_kernel import (
     KernelError,
@@ -47,25 +47,6 @@ GROUPED_MODEL = SHIPPED_MODELS[1]  # six query and two KV heads, rotary embeddin
 EFFORT: dict[str, dict[str, Any]] = {
     "cpu": {"engines": 1, "seconds": 0.0, "turns": 3},
     "cuda": {"engines": 3, "seconds": 1.0, "turns": 5},
-}
-# A kernel's role in a ledger, from the point of view of neighbouring work.
-ROLES = {
-    "paged_attention_decode": "attention",
-    "kv_append": "append",
-    "kv_append_full_batch": "append",
-    "kv_append_identity_pos": "append",
-    "prefill_attention": "attention",
-    "position_heads": "elementwise",
-    "gumbel_noise": "sampling",
-    "append_and_attend": "attention",
-    "plan_attention": "attention",
-    "embed": "embedding",
-    "add_norm": "norm",
-    "silu_mul": "elementwise",
-    "few_rows_linear": "GEMM",
-    "some_rows_linear": "GEMM",
-    "best_tokens": "head",
-    "advance": "sampling",
 }
 Replaced = Mapping[str, Callable[..., Any]]
 
@@ -111,23 +92,20 @@ class TriedRung:
         """
         if self.is_interpreted:
             raise KernelError(f"{self._untimed}; on a GPU it is timed")
-        return measure_steps(
-            {
-                name: partial(self._bench, kernels, prompt_length(self.context), room())
-                for name, kernels in self._sides
-            },
-            **EFFORT[self.model.device.type],
-        )
+        lengths = prompt_length(self.context), room()
+        sides = {name: partial(self._bench, kernels, *lengths) for name, kernels in self._sides.items()}
+        return measure_steps(sides, **EFFORT[self.model.device.type])
 
     def steps(self) -> None:
         """Display both steps in µs; print one line for an interpreted kernel."""
         if self.is_interpreted:
             print(self._untimed)
             return
-        old, new = self.step_times.values()
-        turns = {name: [us for own in one.turns_us for us in own] for name, one in self.step_times.items()}
-        rows = [[name, self.step_times[name].us, min(own), max(own)] for name, own in turns.items()]
-        change = f"{self.name}: {percent_change(old.us, new.us)}"
+        rows = []
+        for name, one in self.step_times.items():
+            turns = [us for own in one.turns_us for us in own]
+            rows.append([name, one.us, min(turns), max(turns)])
+        change = f"{self.name}: {percent_change(rows[0][1], rows[1][1])}"
         show_table(["step, µs", "median", "fastest turn", "slowest turn"], rows, change)
 
     def ladder(self, workload: str = "W1") -> Chart:
@@ -136,33 +114,32 @@ class TriedRung:
         Includes the ladders of ``others`` relative to their own base rung. On a CPU this rung has a row
         without a value: its ratio would say nothing about a GPU.
         """
-        recorded = {name: one.us for name, one in recorded_steps(self.results, workload).items()}
+        recorded = self._speeds(self.results, workload)
         if self.base not in recorded:
             raise KernelError(
                 f"no step of {self.base} was recorded at {workload}: there is no ladder to stand on"
             )
         speeds: dict[str, float | None] = {}
-        for rung, us in recorded.items():
-            speeds[rung] = recorded[self.base] / us
+        for rung, speed in recorded.items():
+            speeds[rung] = speed
             if rung == self.base:
                 speeds[self.name] = self._speed if self.model.device.type == "cuda" else None
+        beside: dict[str, dict[str, float]] = {name_of(one): {} for one in self.others}
+        for results in self.others:
+            with suppress(RecordError):
+                check_same_size(results, self.results, f"steps-{workload}")
+                beside[name_of(results)] = self._speeds(results, workload)
         title = (
             f"Steps a second, {self.base} = 1: {workload} recorded on {self.results.device_name}, "
             f"{self.name} against {self.base} on this machine"
         )
-        return ladder_chart(speeds, f"× {self.base}", title=title, beside=self._beside(workload))
+        return ladder_chart(speeds, f"× {self.base}", title=title, beside=beside)
 
-    def _beside(self, workload: str) -> dict[str, dict[str, float]]:
-        """Return machine → rung → its speed relative to the base rung's; {} for a machine without it."""
-        beside: dict[str, dict[str, float]] = {}
-        for results in self.others:
-            steps: dict[str, StepTimes] = {}
-            with suppress(RecordError):
-                check_same_size(results, self.results, f"steps-{workload}")
-                steps = recorded_steps(results, workload)
-            known = steps.items() if self.base in steps else ()
-            beside[name_of(results)] = {rung: steps[self.base].us / one.us for rung, one in known}
-        return beside
+    def _speeds(self, results: Results, workload: str) -> dict[str, float]:
+        """Return each recorded rung's speed relative to the base rung's; {} if that was not recorded."""
+        steps = recorded_steps(results, workload)
+        known = steps if self.base in steps else {}
+        return {rung: steps[self.base].us / one.us for rung, one in known.items()}
 
     def show_ladder(self, workload: str = "W1") -> None:
         """Display :meth:`ladder`; print one line on a CPU, whose times do not belong on a GPU's ladder."""
@@ -180,23 +157,16 @@ class TriedRung:
         """
         if self.is_interpreted:
             raise KernelError(f"{self._untimed}; a ledger of it needs a GPU")
-        tables = dict(self._sides)
-        old, new = (self._ledger(name, tables[name]) for name in (self.base, self.name))
+        old, new = (self._ledger(name, kernels) for name, kernels in self._sides.items())
         return old, new
 
     def ledger(self) -> None:
         """Display this rung's ledger; print one line for an interpreted kernel."""
-        if self.is_interpreted:
-            print(self._untimed)
-        else:
-            display(self.ledgers[1])
+        print(self._untimed) if self.is_interpreted else display(self.ledgers[1])
 
     def waterfall(self) -> None:
         """Chart the change from the base rung's step by cause; print one line for an interpreted kernel."""
-        if self.is_interpreted:
-            print(self._untimed)
-        else:
-            show(waterfall(*self.ledgers))
+        print(self._untimed) if self.is_interpreted else show(waterfall(*self.ledgers))
 
     @property
     def _untimed(self) -> str:
@@ -207,8 +177,8 @@ class TriedRung:
         return self.step_times[self.base].us / self.step_times[self.name].us
 
     @property
-    def _sides(self) -> list[tuple[str, Kernels]]:
-        return [(self.base, self.ours), (self.name, replace(self.ours, **dict[str, Any](self.replaced)))]
+    def _sides(self) -> dict[str, Kernels]:
+        return {self.base: self.ours, self.name: replace(self.ours, **dict[str, Any](self.replaced))}
 
     def _bench(self, kernels: Kernels, prompt_tokens: int, new_tokens: int) -> Bench:
         prompts = make_prompts(self.batch, prompt_tokens, self.model.config.vocab_size)
@@ -222,7 +192,7 @@ class TriedRung:
             with launches() as launched:
                 for option in range(USES):
                     faults_of(kernel, mine, replace(ODD, option=option), 0, self.model.device)
-            mark = Marked(f"kernel {kernel}", ROLES[kernel], frozenset(one.name for one in launched))
+            mark = Marked(f"kernel {kernel}", ROLES[kernel].name, frozenset(launched))
             marked.append(mark)
             ranged[kernel] = _in_range(mine, f"rosellm.lab.trying.{mark.name}")
         prompt_tokens = max(1, self.context - tokens_needed() // 2)
@@ -271,30 +241,20 @@ def try_rung(
     LADDER[base].check_serves(transformer.config)
     check_parameters(transformer, batch=batch, prompt_tokens=context, new_tokens=room())
     results, *others = find_machines(record)
-    verdicts = _proved(kernels, transformer, seed, context)
+    sizes: dict[str, Any] = {"model": transformer.config, "dtype": transformer.dtype, "context": context}
+    checks = (
+        check_kernel(one, kernels[one], seed=seed, device=transformer.device, **sizes) for one in kernels
+    )
+    verdicts = tuple(checks)
+    if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
+        raise KernelError("\n".join(wrong))
     ours = _one_by_one(base, transformer.device)
-    served = _served(base, model, device, load_format)
+    served = {model: get_model(model, device, "float32", load_format)}
+    if _serves(base, grouped := get_model(GROUPED_MODEL, device, "float32")):
+        served.setdefault(GROUPED_MODEL, grouped)
     calls = same_tokens(name, base, ours, kernels, served, max(context, LONG))[model]
     found = verdicts, tuple(served), calls, results, tuple(others)
     return TriedRung(name, base, transformer, ours, kernels, batch, context, *found)
-
-
-def _proved(kernels: Replaced, model: Transformer, seed: int | None, context: int) -> tuple[Verdict, ...]:
-    """Check all kernels. Raises KernelError if one is wrong."""
-    asked: dict[str, Any] = {"seed": seed, "device": model.device, "context": context}
-    asked |= {"model": model.config, "dtype": model.dtype}
-    verdicts = tuple(check_kernel(name, kernel, **asked) for name, kernel in kernels.items())
-    if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
-        raise KernelError("\n".join(wrong))
-    return verdicts
-
-
-def _served(base: str, model: str, device: str, load_format: str) -> dict[str, Transformer]:
-    """Return the model in fp32 and, if the rung supports it, the one with grouped queries."""
-    served = {model: get_model(model, device, "float32", load_format)}
-    if model != GROUPED_MODEL and _serves(base, grouped := get_model(GROUPED_MODEL, device, "float32")):
-        served[GROUPED_MODEL] = grouped
-    return served
 
 
 def _check_names(name: str, base: str, kernels: Replaced) -> None:

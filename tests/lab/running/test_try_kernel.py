@@ -1,46 +1,13 @@
-"""A reader's own append in turns with the ladder's, and under the recorded roofline."""
+"""A reader's own append under the recorded roofline."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 from rosellm.bench.benchmark_kv_append import VARIANTS
 from rosellm.lab.records.records import RecordError, ceilings, find
-from rosellm.lab.running.try_kernel import (
-    Point,
-    recorded_points,
-    roof_s,
-    roofline,
-    time_against_ladder,
-    timing_table,
-)
+from rosellm.lab.running.try_kernel import Point, recorded_points, roof_s, roofline
 from rosellm.lab.trying.check_kernel import KernelError
-from rosellm.roseinfer.kv_append_triton import kv_append_live_rows_ref as right, kv_append_triton_identity_pos
-
-SHAPE = {"n_heads": 2, "head_dim": 4, "dtype": torch.float32, "device": "cpu", "block_size": 4, "repeats": 1}
-
-
-def no_value(*, v_cache_layer, **operands):
-    right(v_cache_layer=torch.empty_like(v_cache_layer), **operands)
-
-
-def test_on_a_cpu_the_variants_are_timed_and_the_interpreted_kernel_only_counted():
-    timings = time_against_ladder(kv_append_triton_identity_pos, [2, 3], **SHAPE)
-    assert [(one.batch, one.variant) for one in timings] == [
-        (batch, name) for batch in (2, 3) for name in (*VARIANTS, "yours")
-    ]
-    for one in timings:
-        assert one.device_s is None and one.bytes_moved == 4 * one.batch * 2 * 4 * 4
-        assert (one.wall_s is None) == (one.variant == "yours")
-    assert [one.programs for one in timings if one.variant == "yours"] == [(2,), (3,)]
-    cells = timing_table(timings).splitlines()[-1].split()
-    assert cells[:4] == ["3", "yours", "–", "–"] and cells[-1] == "3"
-
-
-def test_a_wrong_append_is_not_timed():
-    with pytest.raises(KernelError, match="a wrong append is not timed: identity_pos at batch 2"):
-        time_against_ladder(no_value, [2], **SHAPE)
 
 
 def test_the_roof_is_a_node_for_few_bytes_and_the_copy_speed_for_many():
