@@ -6,7 +6,7 @@ import re
 
 import nbformat
 
-from tests.claims.reading import ROOT
+from tests.claims.reading import ROOT, wrong
 
 
 def prose(number: str) -> str:
@@ -22,3 +22,8 @@ def said(text: str, pattern: str) -> tuple[str, ...]:
     found = list(re.finditer(pattern, text))
     assert len(found) == 1, f"{len(found)} places say {pattern}"
     return found[0].groups()
+
+
+def claim(text: str, pattern: str, *values: float) -> None:
+    """The groups of the one place where ``text`` says ``pattern`` are these values, rounded as there."""
+    assert wrong(list(zip(values, said(text, pattern), strict=True))) == []

@@ -5,8 +5,8 @@ import math
 import torch
 
 from rosellm.lab.records.records import find
-from tests.claims.prose import prose, said
-from tests.claims.reading import number, wrong
+from tests.claims.prose import claim, prose, said
+from tests.claims.reading import number
 
 TEXT, KINDS = prose("23"), find().figures("equality")
 RUNG = "dependent_launch"
@@ -21,9 +21,8 @@ def test_bits_and_distances_are_those_of_the_formats():
 
 
 def test_near_ties_and_equal_choices_are_those_recorded():
-    (percent,) = said(TEXT, r"Given the same tokens before, ([\d.]+) % of the bfloat16 choices agree")
-    one = KINDS["bfloat16"][RUNG]
-    assert wrong([(100 * one["share_of_argmax_equal"], percent)]) == []
+    one, words = KINDS["bfloat16"][RUNG], r"tokens before, ([\d.]+) % of the bfloat16 choices agree"
+    claim(TEXT, words, 100 * one["share_of_argmax_equal"])
     assert one["smallest_gap_of_reference"] == 0 and one["gap_at_first_difference"] == 1 / 16
     sequences, tokens = map(number, said(TEXT, r"of (\d+) sequences of `rose-tiny` with (\d+) new"))
     shares = [sequences * tokens * kind[RUNG]["share_of_tokens_equal"] for kind in KINDS.values()]

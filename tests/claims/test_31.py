@@ -6,8 +6,7 @@ from statistics import median
 
 from rosellm.lab.records import sampling_steps
 from rosellm.lab.records.records import find, read_us
-from tests.claims.prose import prose, said
-from tests.claims.reading import wrong
+from tests.claims.prose import claim, prose
 
 TEXT, RECORDED = prose("31"), sampling_steps.recorded_modes(find())
 
@@ -26,27 +25,24 @@ def more(mode: str) -> list[float]:
 
 
 def test_what_modes_add_to_a_greedy_step_is_recorded():
-    added = said(
-        TEXT, r"a step at most (\d+) % longer, .* top-p (\d+) to (\d+) %; .* takes (\S+) to (\S+) times"
-    )
+    words = r"a step at most (\d+) % longer, .* top-p (\d+) to (\d+) %; .* takes (\S+) to (\S+) times"
     filtered, sort = more("top-k, top-p"), times("top-k, top-p, sorted")
-    values = [max(more("temperature")), min(filtered), max(filtered), min(sort), max(sort)]
-    at_256 = said(TEXT, r"dearest at 256 rows: (\d+) % for Qwen3-0.6B, (\d+) % for GPT-2")
+    claim(TEXT, words, max(more("temperature")), min(filtered), max(filtered), min(sort), max(sort))
+    values = []
     for model in ("Qwen3-0.6B", "gpt2"):
         steps = RECORDED[model]
         share = {n: 100 * (median(one["top-p"]) / median(one["greedy"]) - 1) for n, one in steps.items()}
         assert max(share, key=lambda n: share[n]) == 256
         values.append(share[256])
-    logprobs = said(TEXT, r"Log-probabilities of every token make a step ([\d.]+) to ([\d.]+) times")
-    values += [min(times("logprobs")), max(times("logprobs"))]
-    assert wrong(list(zip(values, (*added, *at_256, *logprobs), strict=True))) == []
+    claim(TEXT, r"dearest at 256 rows: (\d+) % for Qwen3-0.6B, (\d+) % for GPT-2", *values)
+    words, found = r"of every token make a step ([\d.]+) to ([\d.]+) times", times("logprobs")
+    claim(TEXT, words, min(found), max(found))
 
 
 def test_bytes_explain_as_little_as_said():
-    (percent,) = said(TEXT, r"bytes explain at best (\d+) % of what a mode adds")
     best = max(
         read_us(find(), moved) / sampling_steps.extra_us(RECORDED[model][256])[mode]
         for model, arch in sampling_steps.SHAPES.items()
         for mode, moved in sampling_steps.extra_bytes(arch, 256).items()
     )
-    assert wrong([(100 * best, percent)]) == []
+    claim(TEXT, r"bytes explain at best (\d+) % of what a mode adds", 100 * best)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rosellm.lab.records import all_reduce, cuts, two_gpus
 from rosellm.lab.records.records import find, read_us
-from tests.claims.prose import prose, said
-from tests.claims.reading import number, wrong
+from tests.claims.prose import claim, prose, said
+from tests.claims.reading import number
 
 TEXT = prose("35")
 US = {way: times["8"]["median"] for way, times in all_reduce.recorded(find())["us"].items()}
@@ -20,23 +20,17 @@ def allowed(name: str) -> float:
 
 
 def test_what_an_all_reduce_takes_and_may_take_is_recorded():
-    takes, small, large = said(
-        TEXT, r"takes (\S+) µs, and it may take (\S+)\. Llama-3.1-8B may take (\d+) µs"
-    )
     values = [FASTEST, allowed("Qwen3-0.6B"), allowed("Llama-3.1-8B")]
-    assert wrong(list(zip(values, (takes, small, large), strict=True))) == []
+    claim(TEXT, r"takes (\S+) µs, and it may take (\S+)\. Llama-3.1-8B may take (\d+) µs", *values)
     assert allowed("Qwen3-0.6B") < FASTEST < allowed("Llama-3.2-1B") < allowed("Llama-3.1-8B")
 
 
 def test_only_the_measured_model_is_said_to_win():
-    (times,) = said(TEXT, r"does win where it was measured: ([\d.]+) times at D1")
     assert list(RUNS) == ["Llama-3.1-8B"]
     speeds = two_gpus.speeds(RUNS["Llama-3.1-8B"]["D1"])
     alone, two = speeds["1"], speeds["2 one_shot"]
-    assert wrong([(two / alone, times)]) == []
-    found = said(
-        TEXT, r"takes (\S+) ms per token at D1; .* of (\S+) µs would be (\S+) ms, and (\S+) are recorded"
-    )
+    claim(TEXT, r"does win where it was measured: ([\d.]+) times at D1", two / alone)
+    words = r"takes (\S+) ms per token at D1; .* of (\S+) µs would be (\S+) ms, and (\S+) are recorded"
     ms = 1e3 / alone
-    hoped = ms / 2 + cuts.sums_a_step(cuts.MODELS["Llama-3.1-8B"]) * number(found[1]) / 1e3
-    assert wrong(list(zip((ms, FASTEST, hoped, 1e3 / two), found, strict=True))) == []
+    hoped = ms / 2 + cuts.sums_a_step(cuts.MODELS["Llama-3.1-8B"]) * number(said(TEXT, words)[1]) / 1e3
+    claim(TEXT, words, ms, FASTEST, hoped, 1e3 / two)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rosellm.cluster import router
 from rosellm.lab.records import two_gpus
 from rosellm.lab.records.records import find
-from tests.claims.prose import prose, said
-from tests.claims.reading import wrong
+from tests.claims.prose import claim, prose
 
 TEXT = prose("36")
 
@@ -14,8 +13,8 @@ TEXT = prose("36")
 def test_two_replicas_serve_as_much_as_recorded():
     ((sides,),) = (runs.values() for runs in two_gpus.recorded_runs(find(), kind="replicas").values())
     speeds = two_gpus.speeds(sides)
-    (times,) = said(TEXT, r"Two replicas serve ([\d.]+) times as many tokens of W8")
-    assert wrong([(speeds["2"] / speeds["1"], times)]) == []
+    words = r"Two replicas serve ([\d.]+) times as many tokens of W8"
+    claim(TEXT, words, speeds["2"] / speeds["1"])
 
 
 def test_counting_tokens_loses_to_round_robin_with_as_many_slots_as_said():
@@ -38,6 +37,6 @@ def test_counting_tokens_loses_to_round_robin_with_as_many_slots_as_said():
             ends.append(max(slots))
         return max(ends)
 
-    found = said(TEXT, r"at 32 slots it takes (\d+) steps against (\d+) of round robin")
-    assert wrong(list(zip((steps(counted), steps([new[::2], new[1::2]])), found, strict=True))) == []
+    words = r"at 32 slots it takes (\d+) steps against (\d+) of round robin"
+    claim(TEXT, words, steps(counted), steps([new[::2], new[1::2]]))
     assert max(map(len, counted)) > 32

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import heappop, heappush
-from typing import Literal
 
 import numpy as np
 
@@ -85,19 +85,14 @@ class Outcome:
         return float(np.percentile([one.last - one.arrival for one in self.requests], percent))
 
 
-Kind = Literal["round", "fail", "back"]
+class Seat(Replica):
+    """A replica behind a router; finished: requests of the round that ends at ``now``."""
 
-
-@dataclass(slots=True)
-class _Seat:
-    """A replica's slot; ``life``: number of failures so far; finished: by the round ending at ``now``."""
-
-    replica: Replica
-    life: int = 0
-    is_idle: bool = True
-    reported: float = 0.0
-    running: dict[int, Request] = field(default_factory=dict)
-    finished: list[Request] = field(default_factory=list)
+    def __init__(self, fleet: Fleet, now: float) -> None:
+        super().__init__(fleet.times, fleet.config, fleet.most, now)
+        self.is_idle, self.reported = True, 0.0
+        self.running: dict[int, Request] = {}
+        self.finished: list[Request] = []
 
 
 def simulate_cluster(
@@ -125,62 +120,49 @@ class Simulation:
     def __init__(
         self, arrivals: list[Arrival], fleet: Fleet, router: AnyRouter, failures: Failures | None
     ) -> None:
-        self._fleet, self._router, self._failures = fleet, router, failures
+        self._fleet, self._router = fleet, router
         self._requests = [Request(number, *arrival) for number, arrival in enumerate(arrivals)]
-        self._seats = [self._seat(0.0) for _ in range(fleet.n)]
-        self._events: list[tuple[float, int, Kind, int, int]] = []  # time, order, kind, which, life
-        self._order = self._come = self._left = 0
-        self._now = self._area = 0.0
-        self._n_failures = self._lost_tokens = 0
+        self._seats = [Seat(fleet, 0.0) for _ in range(fleet.n)]
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # time, order, what happens
+        self._order = self._left = self._n_failures = self._lost_tokens = 0
+        self._now = 0.0
         for index in range(fleet.n):
             router.add(index)
         if failures is not None:
             self._random = np.random.default_rng(failures.seed)
             for unit in range(math.ceil(fleet.n / failures.together)):
-                self._push(self._lasts(), "fail", unit)
-
-    def _seat(self, now: float) -> _Seat:
-        fleet = self._fleet
-        return _Seat(Replica(fleet.times, fleet.config, fleet.most, now))
+                self._fail_later(failures, range(fleet.n)[unit * failures.together :][: failures.together])
 
     def resume(self, n: int) -> None:
-        """Distribute the first ``n`` requests, which are already running."""
+        """Distribute the first ``n`` requests, which are already running; the others arrive."""
+        for request in self._requests[n:]:
+            self._at(request.arrival, partial(self._arrive, request))
         for request in self._requests[:n]:
-            self._router.submit(Routed(request.number, request.prompt, request.new))
-        self._come = n
+            self._submit(request)
         self._assign(Replica.resume)
 
     def serve(self) -> None:
         """Run until every request is answered."""
-        handle = {"round": self._round, "fail": self._fail, "back": self._back}
         while self._left < len(self._requests):
-            if self._come < len(self._requests) and (
-                not self._events or self._requests[self._come].arrival <= self._events[0][0]
-            ):
-                self._arrive(self._requests[self._come])
-            else:
-                time, _, kind, which, life = heappop(self._events)
-                self._advance(time)
-                handle[kind](which, life)
+            self._now, _, happen = heappop(self._events)
+            happen()
 
     def outcome(self) -> Outcome:
         seconds = max(one.last for one in self._requests)
-        mean = self._area / self._now if self._now else 0.0
+        in_flight_s = sum(one.last - one.arrival for one in self._requests)
+        mean = in_flight_s / seconds if seconds else 0.0
         return Outcome(self._requests, seconds, mean, self._n_failures, self._lost_tokens)
 
-    def _advance(self, time: float) -> None:
-        self._area += (self._come - self._left) * (time - self._now)
-        self._now = time
-
-    def _push(self, time: float, kind: Kind, which: int, life: int = 0) -> None:
+    def _at(self, time: float, happen: Callable[[], None]) -> None:
         self._order += 1
-        heappush(self._events, (time, self._order, kind, which, life))
+        heappush(self._events, (time, self._order, happen))
 
     def _arrive(self, request: Request) -> None:
-        self._advance(request.arrival)
-        self._come += 1
-        self._router.submit(Routed(request.number, request.prompt, request.new))
+        self._submit(request)
         self._assign()
+
+    def _submit(self, request: Request) -> None:
+        self._router.submit(Routed(request.number, request.prompt, request.new))
 
     def _assign(self, give: Callable[[Replica, Request], None] = Replica.give) -> None:
         for index, number in self._router.assign():
@@ -189,27 +171,26 @@ class Simulation:
             if request.attempts > MOST_ATTEMPTS:
                 raise RoseError(f"a request was given to {MOST_ATTEMPTS} replicas, and none lasted")
             seat.running[number] = request
-            give(seat.replica, request)
+            give(seat, request)
             if seat.is_idle:
                 seat.is_idle = False
-                seat.replica.now = max(seat.replica.now, self._now)
-                self._push(seat.replica.now, "round", index, seat.life)
+                seat.now = max(seat.now, self._now)
+                self._at(seat.now, partial(self._round, index, seat))
 
-    def _round(self, index: int, life: int) -> None:
-        """Deliver the last round, then run the next one unless the replica is idle."""
-        seat = self._seats[index]
-        if life != seat.life:
+    def _round(self, index: int, seat: Seat) -> None:
+        """Deliver the last round, then run the next one unless the replica is idle or has failed."""
+        if self._seats[index] is not seat:
             return
         if seat.finished:
             self._settle(seat)
         if self._now - seat.reported >= self._fleet.report_s:
             self._report(seat)
-        seat.is_idle = not seat.replica.is_busy
+        seat.is_idle = not seat.is_busy
         if not seat.is_idle:
-            seat.finished = seat.replica.round()
-            self._push(seat.replica.now, "round", index, life)
+            seat.finished = seat.round()
+            self._at(seat.now, partial(self._round, index, seat))
 
-    def _settle(self, seat: _Seat) -> None:
+    def _settle(self, seat: Seat) -> None:
         """Answer the finished requests, and assign others to the freed slots."""
         for one in seat.finished:
             self._router.finish(one.number)
@@ -218,39 +199,29 @@ class Simulation:
         seat.finished = []
         self._assign()
 
-    def _report(self, seat: _Seat) -> None:
+    def _report(self, seat: Seat) -> None:
         """Report the progress of the replica's requests to the router."""
         seat.reported = self._now
         for number, one in seat.running.items():
-            if n_tokens := seat.replica.tokens_of(one):
+            if n_tokens := seat.tokens_of(one):
                 self._router.note(number, n_tokens)
 
-    def _lasts(self) -> float:
-        assert self._failures is not None
-        return self._now + self._random.exponential(self._failures.mean_s)
+    def _fail_later(self, failures: Failures, unit: range) -> None:
+        lasts = self._random.exponential(failures.mean_s)
+        self._at(self._now + lasts, partial(self._fail, failures, unit))
 
-    def _unit(self, unit: int) -> range:
-        assert self._failures is not None
-        size = self._failures.together
-        return range(unit * size, min((unit + 1) * size, self._fleet.n))
-
-    def _fail(self, unit: int, _life: int) -> None:
-        assert self._failures is not None
+    def _fail(self, failures: Failures, unit: range) -> None:
         self._n_failures += 1
-        for index in self._unit(unit):
-            seat = self._seats[index]
-            self._lost_tokens += sum(seat.replica.tokens_of(one) for one in seat.running.values())
+        back = self._now + failures.load_s
+        for index in unit:
+            seat, self._seats[index] = self._seats[index], Seat(self._fleet, back)
+            self._lost_tokens += sum(seat.tokens_of(one) for one in seat.running.values())
             self._router.lose(index)
-            seat.life += 1
-            seat.is_idle, seat.running, seat.finished = False, {}, []
-        self._push(self._now + self._failures.load_s, "back", unit)
+        self._at(back, partial(self._back, failures, unit))
         self._assign()
 
-    def _back(self, unit: int, _life: int) -> None:
-        for index in self._unit(unit):
-            life = self._seats[index].life
-            self._seats[index] = self._seat(self._now)
-            self._seats[index].life = life
+    def _back(self, failures: Failures, unit: range) -> None:
+        for index in unit:
             self._router.add(index)
-        self._push(self._lasts(), "fail", unit)
+        self._fail_later(failures, unit)
         self._assign()

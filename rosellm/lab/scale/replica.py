@@ -7,10 +7,10 @@ of its first and last token, and only requests that begin or end with a step are
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from rosellm.lab.records.serving_times import StepTimes
 from rosellm.roseinfer.serving.admission import SchedulerConfig
@@ -20,9 +20,9 @@ from rosellm.roseinfer.serving.admission import SchedulerConfig
 class Request:
     """One request and its progress; seconds on the simulation's clock, NaN until known.
 
-    gap: the longest time between two of its tokens. start: the decode step of its second token. attempts:
-    number of replicas that it was assigned to. A new attempt starts over; final values are those of the last
-    one.
+    start: the decode step of its second token. step_times: when each decode step of its replica was
+    delivered, later ones too. attempts: number of replicas that it was assigned to. A new attempt starts
+    over; final values are those of the last one.
     """
 
     number: int
@@ -30,50 +30,43 @@ class Request:
     prompt: int
     new: int
     first: float = math.nan
-    last: float = math.nan
-    gap: float = 0.0
     attempts: int = 0
     cached: int = 0
     start: int = 0
+    step_times: list[float] = field(default_factory=list)
 
     def begin(self) -> None:
         """Reset the state of an earlier attempt."""
-        self.first = self.last = math.nan
-        self.gap, self.cached = 0.0, 0
+        self.first, self.cached, self.step_times = math.nan, 0, []
         self.attempts += 1
+
+    @property
+    def token_times(self) -> list[float]:
+        """When its tokens were delivered so far; [] before the first."""
+        if math.isnan(self.first):
+            return []
+        return [self.first, *self.step_times[self.start : self.start + self.new - 1]]
+
+    @property
+    def last(self) -> float:
+        """When the last token was delivered, of a finished request."""
+        return self.step_times[self.start + self.new - 2] if self.new > 1 else self.first
+
+    @property
+    def gap(self) -> float:
+        """The longest time between two of its tokens; 0 for a single one."""
+        return max((later - one for one, later in pairwise(self.token_times)), default=0.0)
 
 
 @dataclass(slots=True)
 class Step:
-    """A launched step. tokens: how many it generates. number: the decode step's index; −1 for a prefill."""
+    """A launched step. tokens: how many it generates. begins: the requests whose prefill it ends."""
 
     ends: float
     tokens: int
-    number: int
     begins: list[Request]
     finishes: list[Request]
-
-
-@dataclass(slots=True)
-class _Gaps:
-    """The longest gap between tokens of consecutive decode steps, from any step to the latest.
-
-    Gaps dominated by a later, longer one are discarded.
-    """
-
-    steps: list[int] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-
-    def add(self, step: int, gap: float) -> None:
-        while self.gaps and self.gaps[-1] <= gap:
-            self.gaps.pop()
-            self.steps.pop()
-        self.steps.append(step)
-        self.gaps.append(gap)
-
-    def longest_from(self, step: int) -> float:
-        at = bisect_left(self.steps, step)
-        return self.gaps[at] if at < len(self.gaps) else 0.0
+    is_decode: bool
 
 
 class Replica:
@@ -83,15 +76,11 @@ class Replica:
         self.times, self.config, self.most, self.now = times, config, most, now
         self.waiting: deque[Request] = deque()
         self._free = now
-        self._active = self._rows = self._cached = self._begun = self._delivered = 0
-        self._told = now  # when the latest decode step's tokens were delivered
+        self._active = self._rows = self._cached = self._begun = 0
+        self._step_times: list[float] = []  # when each decode step's tokens were delivered
         self._in_flight: deque[Step] = deque()
-        self._joining: list[Request] = []  # first take part in the next decode
         self._ends: list[tuple[int, int, Request]] = []  # heap: last step of each decoding request
-        self._longest: list[
-            tuple[int, int]
-        ] = []  # heap: step less context, negative for the longest; last step
-        self._gaps = _Gaps()
+        self._longest: list[tuple[int, int]] = []  # heap: step less context; last step
 
     @property
     def is_busy(self) -> bool:
@@ -101,7 +90,7 @@ class Replica:
         """Return how many of the request's tokens have been delivered by ``now``."""
         if math.isnan(request.first):
             return 0
-        return 1 + min(request.new - 1, max(0, self._delivered - request.start))
+        return 1 + min(request.new - 1, max(0, len(self._step_times) - request.start))
 
     def give(self, request: Request) -> None:
         """Queue the request for prefill."""
@@ -143,8 +132,7 @@ class Replica:
             finishes.append(one)
             self._rows -= 1
             self._cached -= one.prompt + one.new - 1
-        joining, self._joining = self._joining, []
-        self._begin(seconds, rows, number, joining, finishes)
+        self._begin(seconds, rows, [], finishes, is_decode=True)
 
     def _prefill(self) -> bool:
         """Prefill within the budget, the rest of a chunked prompt first; return whether any ran."""
@@ -162,27 +150,31 @@ class Replica:
                 whole.append(self.waiting.popleft())
         if prompts:
             seconds = self.times.prefill(prompts, budget - left, earlier)
-            self._begin(seconds, len(whole), -1, whole, [one for one in whole if one.new == 1])
+            self._begin(seconds, len(whole), whole, [one for one in whole if one.new == 1])
             self._admit(whole)
         return prompts > 0
 
     def _admit(self, requests: list[Request]) -> None:
         self._active += len(requests)
         for one in requests:
-            one.start = self._begun
+            one.start, one.step_times = self._begun, self._step_times
             if one.new > 1:
                 last = one.start + one.new - 2
                 heappush(self._ends, (last, one.number, one))
                 heappush(self._longest, (one.start - one.prompt, last))
-                self._joining.append(one)
                 self._rows += 1
                 self._cached += one.prompt
 
     def _begin(
-        self, seconds: float, tokens: int, number: int, begins: list[Request], finishes: list[Request]
+        self,
+        seconds: float,
+        tokens: int,
+        begins: list[Request],
+        finishes: list[Request],
+        is_decode: bool = False,
     ) -> None:
         self._free = max(self._free, self.now) + seconds
-        self._in_flight.append(Step(self._free, tokens, number, begins, finishes))
+        self._in_flight.append(Step(self._free, tokens, begins, finishes, is_decode))
 
     def _collect(self, leave: int) -> list[Step]:
         """Wait until at most ``leave`` steps are in flight; return the ended ones, and free their slots."""
@@ -195,16 +187,7 @@ class Replica:
         return got
 
     def _deliver(self, step: Step) -> None:
-        now = self.now
-        if step.number < 0:
-            for one in step.begins:
-                one.first = now
-            for one in step.finishes:
-                one.last = now
-            return
-        self._gaps.add(step.number, now - self._told)
-        self._told, self._delivered = now, step.number + 1
+        if step.is_decode:
+            self._step_times.append(self.now)
         for one in step.begins:
-            one.gap = now - one.first
-        for one in step.finishes:
-            one.last, one.gap = now, max(one.gap, self._gaps.longest_from(one.start + 1))
+            one.first = self.now

@@ -10,29 +10,11 @@ from typing import Any
 from rosellm.bench.arrivals import Arrival, goodput, queue_over_time
 from rosellm.bench.record import distribution
 from rosellm.lab.records.serving_times import StepTimes
-from rosellm.lab.scale.replica import Replica, Request, Step
+from rosellm.lab.scale.replica import Replica, Request
 from rosellm.roseinfer.request import RequestMetrics
 from rosellm.roseinfer.serving.admission import SchedulerConfig
 
 PERCENTS = (50, 95, 99)
-
-
-class Server(Replica):
-    """A replica that records when the tokens of each decode step were delivered."""
-
-    def __init__(self, times: StepTimes, config: SchedulerConfig, most: int) -> None:
-        super().__init__(times, config, most)
-        self._times: list[float] = []
-
-    def _deliver(self, step: Step) -> None:
-        super()._deliver(step)
-        if step.number >= 0:
-            self._times.append(self.now)
-
-    def metrics(self, request: Request) -> RequestMetrics:
-        """Return when a finished request's tokens were delivered."""
-        times = self._times[request.start : request.start + request.new - 1]
-        return RequestMetrics(request.arrival, token_times=[request.first, *times])
 
 
 def simulate(
@@ -46,14 +28,14 @@ def simulate(
     """
     in_order = sorted(arrivals, key=lambda arrival: arrival.seconds)
     requests = [Request(number, *arrival) for number, arrival in enumerate(in_order)]
-    server, coming = Server(times, config, max_batch_size), deque(requests)
+    server, coming = Replica(times, config, max_batch_size), deque(requests)
     while coming or server.is_busy:
         if not server.is_busy:
             server.now = max(server.now, coming[0].arrival)
         while coming and coming[0].arrival <= server.now:
             server.give(coming.popleft())
         server.round()
-    return [server.metrics(one) for one in requests]
+    return [RequestMetrics(one.arrival, token_times=one.token_times) for one in requests]
 
 
 def simulated_run(

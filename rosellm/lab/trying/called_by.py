@@ -13,7 +13,7 @@ FUSED: Fields = {"append": ("fused",)}
 
 
 class Role(NamedTuple):
-    """A kernel's role in a ledger, and the axes of a rung whose step calls it."""
+    """A kernel's role in a ledger, and the recipe fields with which a step calls it."""
 
     name: str
     fields: Fields
@@ -52,9 +52,9 @@ def refusal(kernel: str, rung: str) -> str:
 
 
 def _mismatch(kernel: str, rung: str) -> str:
-    """Return which axis keeps a rung's step from calling the kernel; "" if it is called."""
-    axes = LADDER[rung].as_dict()
+    """Return which field keeps a rung's step from calling the kernel; "" if it is called."""
+    recipe = LADDER[rung].as_dict()
     for field, values in ROLES[kernel].fields.items():
-        if (found := axes[field]) not in values:
+        if (found := recipe[field]) not in values:
             return f"its {field} is {found!r}, not {' or '.join(map(repr, values))}"
     return ""

@@ -92,7 +92,7 @@ def test_loads_below_capacity_keep_limits_that_loads_beyond_it_break() -> None:
 
 
 def test_a_long_prompts_first_token_may_take_its_prefill_more_and_both_limits_count() -> None:
-    late = Request(0, arrival=1.0, prompt=1000, new=3, first=1.5, last=2.0, gap=0.2)
+    late = Request(0, arrival=1.0, prompt=1000, new=3, first=1.5, step_times=[1.7, 1.8])
     assert not Limits(0.2, 1.0).keeps(late) and Limits(0.5, 1.0).keeps(late)
     assert Limits(0.2, 1.0, alone=lambda tokens: tokens * 0.3e-3).keeps(late)
     assert not Limits(0.2, 1.0, alone=lambda tokens: tokens * 0.2e-3).keeps(late)

@@ -59,7 +59,7 @@ ALONE = tables.StepModel(LLAMA, ACHIEVED)
 
 
 def outcome(first: float, attempts: int = 1) -> Outcome:
-    request = Request(0, 0.0, 10, 5, first=first, last=first + 1, attempts=attempts)
+    request = Request(0, 0.0, 10, 1, first=first, attempts=attempts)
     return Outcome([request], first + 1, 1.0, attempts - 1, 0)
 
 

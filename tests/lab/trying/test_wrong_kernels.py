@@ -151,9 +151,7 @@ PLANTED: dict[str, Planted] = {
         IDENTITY, each(ROWS, one_more), r"k_cache_layer\[.*expected poison \(written by mistake"
     ),
     "inert rows": (IDENTITY, writes_inert_rows, r"k_cache_layer\[.*written by mistake"),
-    "its input": after(
-        IDENTITY, lambda _, o: o["pos"].zero_() and None, r"pos\[\d+\]: found 0, .*by mistake"
-    ),
+    "its input": then(IDENTITY, lambda o: o["pos"].zero_(), r"pos\[\d+\]: found 0, .*by mistake"),
     "before the cache": then(
         IDENTITY,
         lambda o: element(o["k_cache_layer"], -3).zero_(),
@@ -169,11 +167,9 @@ PLANTED: dict[str, Planted] = {
     "no eps": given(NORM, lambda o: {"eps": 0.0}, r"the result\[0, \d+\]"),
     "past its result": after(NORM, writes_past, r"memory 1 past the end of a tensor that it made: found 1 "),
     "leaves its last column": after(NORM, leaves_its_last_column, r"the result\[0, 0\]: found poison"),
-    "between rows": after(  # the next row's query
+    "between rows": then(  # the next row's query
         IDENTITY,
-        lambda _, o: (
-            len(o["key_new"]) > 1 and element(o["key_new"], o["key_new"].stride(0) - 1).zero_() and None
-        ),
+        lambda o: len(o["key_new"]) > 1 and element(o["key_new"], o["key_new"].stride(0) - 1).zero_(),
         r"memory between the rows of key_new: found 0, .*outside, 1 e",
     ),
     "values of a projection": then(
