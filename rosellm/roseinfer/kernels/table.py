@@ -73,7 +73,7 @@ def triton_kernels(dependent: int) -> Kernels:
 
     dependent: whether, and how, kernels of the GPU-resident step use programmatic dependent launch.
     """
-    step = {
+    step: dict[str, Callable[..., Any]] = {
         "position_heads": rotary.position_heads,
         "append_and_attend": attention.append_and_attend,
         "plan_attention": attention_plan.make_plan,
