@@ -153,17 +153,6 @@ def test_the_kernel_draws_with_any_seed_and_position(seed, position, device):
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
-def test_a_row_does_not_depend_on_the_rest_of_its_batch(device):
-    case = make_case(9, 101, device=device)
-    together = best_tokens(**case)
-    for row in (1, 4, 8):
-        alone = {name: value[row : row + 1] if name != "weight" else value for name, value in case.items()}
-        values, indices = best_tokens(**alone)
-        torch.testing.assert_close(values[0], together[0][row], rtol=1e-6, atol=1e-6)
-        assert torch.equal(indices[0], together[1][row])
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
 def test_of_equal_logits_the_first_wins_in_a_tile_and_across_tiles(device):
     case = make_case(4, 300, device=device, temperatures=[0.0])
     case["hidden"] = case["hidden"].mul(8).round()  # whole numbers add up alike in any order

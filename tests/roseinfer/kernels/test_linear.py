@@ -170,15 +170,6 @@ def test_few_rows_equal_the_spec(rows, k, device, dtype):
     assert_equals_spec(few_rows_linear, few_rows_linear_ref, with_options(case, options))
 
 
-@guarded
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 13])
-def test_few_rows_with_every_option_equal_the_spec(rows, options, device, dtype):
-    case = make_case(rows, 34, 32, dtype, device, seed=rows)
-    assert_equals_spec(few_rows_linear, few_rows_linear_ref, with_options(case, options))
-
-
 # Chunks of 32 or 64 elements: all in registers, some, or the first alone; of whole or parts of warps.
 SHAPES = [
     FewRowsShape(block_n=16, slices=2, block_k=16, held=8, warps=4, stages=1),
@@ -218,17 +209,6 @@ def test_weights_in_registers_are_at_most_half_of_them(n, k, dtype):
         cut = few_rows._few_rows_shape(rows, n, k, dtype)
         held = min(cut.held * cut.slices * cut.block_k, 2 * k) * cut.block_n * dtype.itemsize
         assert held / (4 * 32 * cut.warps) <= 128
-
-
-@pytest.mark.parametrize("device", TRITON_DEVICES)
-@pytest.mark.parametrize("rows", [1, 5, 9])
-def test_the_rows_after_a_residual_are_not_written(rows, device):
-    case = make_case(rows, 40, 32, device=device)
-    held = torch.randn(rows + 4, 40, generator=torch.Generator().manual_seed(2)).to(device)
-    before = held.clone()
-    few_rows_linear(**case, residual=held[:rows])
-    assert torch.equal(held[rows:], before[rows:])
-    assert_near(held[:rows], few_rows_linear_ref(**case, residual=before[:rows]))
 
 
 @pytest.mark.parametrize("device", TRITON_DEVICES)
