@@ -74,6 +74,7 @@ def triton_kernels(dependent: int) -> Kernels:
     dependent: whether, and how, kernels of the GPU-resident step use programmatic dependent launch.
     """
     step: dict[str, Callable[..., Any]] = {
+        "prefill_attention": prefill.prefill_attention,
         "position_heads": rotary.position_heads,
         "append_and_attend": attention.append_and_attend,
         "plan_attention": attention_plan.make_plan,
@@ -94,7 +95,6 @@ def triton_kernels(dependent: int) -> Kernels:
         kv_append=kv.kv_append_triton,
         kv_append_full_batch=kv.kv_append_triton_full_batch,
         kv_append_identity_pos=kv.kv_append_triton_identity_pos,
-        prefill_attention=prefill.make_fastest_prefill_attention(dependent),
         gumbel_noise=noise.gumbel_noise_triton,
         **{name: partial(kernel, dependent=dependent) for name, kernel in step.items()},
     )
